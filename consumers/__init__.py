@@ -1,0 +1,1 @@
+"""Consumers of a bridge: learners, trainer adapters, servers; each imports its own heavy dependencies."""

@@ -1,0 +1,144 @@
+"""Keeps a torch module at the newest policy version of a bridge's weights segment.
+
+Knows nothing of sampling and of HTTP. Called by `policy_engine.py` between two batches, from its thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+import shmbridge
+
+logger = logging.getLogger(__name__)
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+
+# The reader of a weights segment shows the newest version within this time, or keeps its writer's excuse.
+_LEASE_TIMEOUT_S = 1.0
+
+
+class Weights(Protocol):
+    """One version, held still while its lease lasts."""
+
+    version: int
+    tensors: Tensors  # read-only; bfloat16 as uint16
+    dtypes: Mapping[str, str]
+
+
+class WeightsSource(Protocol):
+    """What is used of `shmbridge.weights.WeightsReader`."""
+
+    @property
+    def version(self) -> int | None:
+        """Newest complete version; None while there is no segment."""
+
+    def lease(self, *, timeout_s: float | None = None) -> AbstractContextManager[Weights]:
+        """Hold the newest version still."""
+
+    def close(self) -> None:
+        """Let the segment go."""
+
+
+class WeightsMismatch(ValueError):
+    """The published tensors are not those of this model; the module is unchanged."""
+
+
+class WeightsFollower:
+    """Copies each new version into a module; for one thread.
+
+    Args:
+        source: where versions come from; a missing segment, or one whose learner died, is no error.
+        module: the torch module; changed in place, whole versions only.
+    """
+
+    def __init__(self, source: WeightsSource, module: torch.nn.Module) -> None:
+        self._source = source
+        self._module = module
+        self._considered: int | None = None  # a version that does not fit is not tried again at every batch
+        self._complaint = ""
+        self.loaded_total = 0
+
+    def refresh(self) -> int | None:
+        """Load the newest version if it is another one; return it, or None if nothing changed.
+
+        Blocks for the copy. Trouble with the segment is logged once and leaves the module as it is.
+        """
+        try:
+            newest = self._source.version
+            if newest is None or newest == self._considered:
+                return None
+            return self._load()
+        except (shmbridge.ShmBridgeError, WeightsMismatch) as error:
+            if (complaint := f"{type(error).__name__}: {error}") != self._complaint:
+                logger.warning("weights stay as they are: %s", complaint)
+                self._complaint = complaint
+            return None
+
+    def _load(self) -> int:
+        began = time.perf_counter()
+        with self._source.lease(timeout_s=_LEASE_TIMEOUT_S) as weights:
+            self._considered = weights.version
+            copy_into(self._module, weights.tensors, weights.dtypes)
+        self.loaded_total += 1
+        self._complaint = ""
+        logger.info("policy version %d in %.1f ms", weights.version, (time.perf_counter() - began) * 1e3)
+        return weights.version
+
+    def close(self) -> None:
+        """Let the segment go; never blocks."""
+        self._source.close()
+
+
+def copy_into(module: torch.nn.Module, tensors: Tensors, dtypes: Mapping[str, str]) -> None:
+    """Copy published tensors into a module's parameters and buffers, converting dtypes. Blocks for the copy.
+
+    Args:
+        module: changed in place, and only if everything fits.
+        tensors: by `state_dict` name; parameters that are tied may come under one of their names.
+        dtypes: name -> numpy dtype name, or "bfloat16" for uint16 arrays that are its bits.
+
+    Raises:
+        WeightsMismatch: a parameter is missing, a name is unknown or a shape differs; nothing was copied.
+    """
+    targets = module.state_dict(keep_vars=True)
+    _require_fit(module, targets, tensors)
+    with torch.no_grad():
+        for name, array in tensors.items():
+            targets[name].copy_(_as_tensor(array, dtypes[name]))
+
+
+def _require_fit(module: torch.nn.Module, targets: Mapping[str, Tensor], tensors: Tensors) -> None:
+    arrived = {id(targets[name]) for name in tensors if name in targets}
+    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in arrived]
+    unknown = [name for name in tensors if name not in targets]
+    reshaped = [
+        f"{name} {tuple(array.shape)} here {tuple(targets[name].shape)}"
+        for name, array in tensors.items()
+        if name in targets and tuple(array.shape) != tuple(targets[name].shape)
+    ]
+    faults = {"missing": missing, "unknown": unknown, "other shape": reshaped}
+    if any(faults.values()):
+        told = "; ".join(
+            f"{kind}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+            for kind, names in faults.items()
+            if names
+        )
+        raise WeightsMismatch(f"published weights are of another model ({told})")
+
+
+def _as_tensor(array: npt.NDArray[Any], dtype: str) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
+        if dtype == "bfloat16":
+            return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        return torch.from_numpy(array)

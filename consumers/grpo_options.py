@@ -1,0 +1,171 @@
+"""The command line of the GRPO learner: its flags, in groups, with their defaults.
+
+Knows nothing of torch. Called by `grpo.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+_EXAMPLES = """\
+examples:
+  # a small random model on the CPU, against environments that send 8 answers per prompt
+  python -m shmbridge.consumers.grpo --bridge demo --model ./tiny --steps 400 --groups 16 --group-size 8 \\
+      --lr 2e-3 --entropy 0.1 --device cpu --threads 1
+
+  # a pretrained model on a GPU; batches at most four versions old; weights leave as bfloat16
+  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
+      --groups 64 --lr 1e-6 --max-staleness 4 --precision bfloat16 --gradient-checkpointing
+
+  # go on after a crash, from the newest checkpoint of the run directory (a fresh start if there is none)
+  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 --resume
+
+exit status: 0 all steps done, or the bridge was drained; 1 refused to start; 130 or 143 stopped by SIGINT or
+SIGTERM (the unfinished batch goes to the next learner, finished steps are saved).
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of `python -m shmbridge.consumers.grpo`."""
+    root = argparse.ArgumentParser(
+        prog="python -m shmbridge.consumers.grpo",
+        description="Train a causal language model with GRPO on the trajectory groups of a bridge.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    root.add_argument("--bridge", required=True, metavar="NAME", help="bridge to be the hub of")
+    root.add_argument("--model", required=True, metavar="DIR_OR_ID", help="model folder or Hugging Face id")
+    root.add_argument(
+        "--steps", type=_positive, metavar="N", required=True, help="optimizer steps of the whole run"
+    )
+    _run(root.add_argument_group("run directory"))
+    _batch(root.add_argument_group("batch"))
+    _objective(root.add_argument_group("objective"))
+    _optimizer(root.add_argument_group("optimizer"))
+    _compute(root.add_argument_group("compute"))
+    _registration(root.add_argument_group("registration (what environments are told)"))
+    return root
+
+
+def _run(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="metrics.jsonl and checkpoints/ [runs/<bridge>]"
+    )
+    group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    group.add_argument(
+        "--save-every", type=_positive, metavar="N", default=50, help="steps between checkpoints [50]"
+    )
+    group.add_argument(
+        "--keep", type=_positive, metavar="N", default=2, help="newest checkpoints to keep [2]"
+    )
+    group.add_argument(
+        "--log-every", type=_positive, metavar="N", default=1, help="steps between progress lines [1]"
+    )
+    group.add_argument("--seed", type=int, metavar="N", default=0, help="random seed of the learner [0]")
+
+
+def _batch(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--groups", type=_positive, metavar="N", default=16, help="trajectory groups per step [16]"
+    )
+    group.add_argument(
+        "--group-size",
+        type=_positive,
+        metavar="N",
+        default=8,
+        help="trajectories per group, for the registration [8]",
+    )
+    group.add_argument(
+        "--max-staleness",
+        type=_not_negative,
+        default=None,
+        metavar="VERSIONS",
+        help="discard groups older than this many policy versions [no limit]",
+    )
+
+
+def _objective(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--clip-low", type=float, metavar="X", default=0.2, help="ratio clipped below 1 - this [0.2]"
+    )
+    group.add_argument(
+        "--clip-high", type=float, metavar="X", default=0.28, help="ratio clipped above 1 + this [0.28]"
+    )
+    group.add_argument(
+        "--entropy", type=float, metavar="X", default=0.0, help="weight of the entropy bonus, constant [0]"
+    )
+    group.add_argument(
+        "--temperature",
+        type=_above_zero,
+        metavar="X",
+        default=1.0,
+        help="sampling temperature where the record does not say; recorded log-probabilities are taken to be "
+        "those of the tempered distribution [1.0]",
+    )
+
+
+def _optimizer(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--lr", type=float, metavar="X", default=1e-6, help="peak learning rate of AdamW [1e-6]"
+    )
+    group.add_argument(
+        "--warmup", type=_not_negative, metavar="N", default=10, help="warm-up steps, then down to 0 [10]"
+    )
+    group.add_argument(
+        "--weight-decay", type=float, metavar="X", default=0.0, help="decoupled weight decay [0]"
+    )
+    group.add_argument(
+        "--max-grad-norm", type=_above_zero, metavar="X", default=1.0, help="gradients are clipped to it [1]"
+    )
+
+
+def _compute(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[cuda if any]")
+    group.add_argument(
+        "--threads", type=_not_negative, metavar="N", default=0, help="CPU threads; 0: torch's choice [0]"
+    )
+    group.add_argument(
+        "--precision",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the forward pass and of the published weights; parameters stay float32 [float32]",
+    )
+    group.add_argument(
+        "--micro-tokens",
+        type=_positive,
+        metavar="N",
+        default=8192,
+        help="tokens of one forward pass, with padding [8192]",
+    )
+    group.add_argument("--gradient-checkpointing", action="store_true", help="less memory, a third slower")
+    group.add_argument("--no-weights", action="store_true", help="publish versions but no weights")
+
+
+def _registration(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-token-len", type=_positive, metavar="N", default=2048, help="of one trajectory [2048]"
+    )
+    group.add_argument("--wandb-project", default="", help="passed on to environments that log")
+    group.add_argument("--wandb-group", default="", help="passed on to environments that log")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _above_zero(text: str) -> float:
+    value = float(text)
+    if not value > 0.0:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value

@@ -1,0 +1,228 @@
+"""One GRPO update: a packed batch in, a gradient and an optimizer step out.
+
+Knows nothing of the bridge, of processes or of files. Called by the GRPO learner (`grpo.py`), and by programs
+that bring their own batches.
+
+What differs from the GRPO paper (arXiv 2402.03300):
+1. the loss is a mean over tokens, not over answers, and the two clip bounds are separate (DAPO, 2503.14476);
+2. no KL term; an entropy bonus instead, off by default;
+3. advantages that an environment wrote per token replace those from the scores, row by row;
+4. one update per batch: the ratio corrects for staleness, not for epochs.
+
+Letters: B rows (trajectories), N tokens of the batch, n trained tokens of a micro-batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shmbridge.consumers import losses
+from shmbridge.consumers.advantages import group_normalised, override_rows, spread_to_tokens
+from shmbridge.consumers.metrics_log import Metrics
+from shmbridge.consumers.microbatch import MicroBatch, PackedRows, micro_batches, trainable
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is optimised, and how large a piece of it one forward pass takes."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    entropy: float = 0.0  # weight of the mean token entropy
+    temperature: float = 1.0  # of rows whose record does not say
+    micro_tokens: int = 8192  # of one forward pass, padding included
+    precision: torch.dtype = torch.float32  # of the forward pass; parameters are float32
+
+
+# --- a batch, as the loss sees it ---------------------------------------------------------------------------
+
+
+def prepare(batch: Any, temperature: float) -> tuple[PackedRows, Metrics]:
+    """Return what the loss needs of a packed batch, as copies, and metrics that describe it. Never blocks.
+
+    Args:
+        batch: a packed `shmbridge.Batch`, or anything with its attributes.
+        temperature: sampling temperature of rows whose record does not say.
+    """
+    lengths = np.diff(batch.cu_seqlens)
+    trained = trainable(batch.loss_mask, batch.cu_seqlens)
+    scores = np.zeros(lengths.size) if batch.scores is None else np.asarray(batch.scores)
+    scored = batch.has("score") & np.isfinite(scores)
+    own = batch.has("advantages")
+
+    per_row = group_normalised(scores, batch.group_index, usable=scored)
+    advantages = spread_to_tokens(per_row, batch.cu_seqlens, trained)
+    if batch.advantages is not None:
+        advantages = override_rows(advantages, batch.advantages, own, batch.cu_seqlens, trained)
+
+    sampled = np.full(trained.size, losses.NO_LOGPROB, dtype=np.float32)
+    if batch.inference_logprobs is not None:
+        recorded = np.repeat(batch.has("inference_logprobs"), lengths)
+        sampled = np.where(recorded, batch.inference_logprobs, sampled)
+
+    heat = np.full(lengths.size, temperature, dtype=np.float32)
+    if batch.temperature is not None:
+        heat = np.where(batch.temperature > 0, batch.temperature, heat).astype(np.float32)
+
+    rows = PackedRows(np.array(batch.tokens), np.array(batch.cu_seqlens), trained, advantages, sampled, heat)
+    return rows, {
+        **_rewards(scores[scored]),
+        **_advantages(rows, batch.group_index),
+        "tokens": int(rows.tokens.size),
+        "trained_tokens": rows.trained_count,
+        "trajectories": int(lengths.size),
+        "trajectories_own_advantages": int(own.sum()),
+        "trajectories_no_signal": int((~scored & ~own).sum()),
+        "redelivered": sum(bool(meta.redelivered) for meta in batch.meta),
+    }
+
+
+def _rewards(scores: npt.NDArray[np.float64]) -> Metrics:
+    if not scores.size:
+        return {"reward_mean": float("nan"), "reward_std": float("nan")}
+    return {"reward_mean": float(scores.mean()), "reward_std": float(scores.std())}
+
+
+def _advantages(rows: PackedRows, group_index: npt.NDArray[np.int32]) -> Metrics:
+    pushes = rows.advantages[rows.trained]
+    group_of_token = np.repeat(group_index, np.diff(rows.cu_seqlens))
+    groups = np.unique(group_index).size
+    return {
+        "advantage_mean": float(pushes.mean()) if pushes.size else 0.0,
+        "advantage_std": float(pushes.std()) if pushes.size else 0.0,
+        "advantage_max_abs": float(np.abs(pushes).max(initial=0.0)),
+        "groups": int(groups),
+        "groups_flat": int(groups - np.unique(group_of_token[rows.advantages != 0]).size),
+    }
+
+
+# --- one optimizer step -------------------------------------------------------------------------------------
+
+
+def predict(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor:
+    """Return the log-probabilities of the tempered policy at each trained token of a micro-batch.
+
+    The logits at position i - 1 predict token i; only those in front of a trained token are made float32.
+
+    Args:
+        model: a causal language model.
+        micro: right-padded rows.
+        precision: float32, or bfloat16 for an autocast forward pass.
+
+    Returns:
+        (n, V) float32, nats; n counts the trained tokens row after row, as `micro.trained` selects them.
+    """
+    with torch.autocast(micro.tokens.device.type, dtype=precision, enabled=precision != torch.float32):
+        # A mask of ones says "nothing is padding", which causality makes true for every real token, and lets
+        # the model take its fast causal kernel; without a mask it would look for packed rows and build one.
+        output = model(input_ids=micro.tokens, attention_mask=torch.ones_like(micro.tokens), use_cache=False)
+    trained = micro.trained[:, 1:]
+    temperature = micro.temperature.unsqueeze(1).expand_as(trained)[trained]
+    return losses.log_distribution(output.logits[:, :-1][trained], temperature)
+
+
+class Learner:
+    """A model, its optimizer and the count of steps done; turns batches into updates.
+
+    Args:
+        model: a Hugging Face causal language model in float32, on its device.
+        objective: what to optimise.
+        learning_rate: step (0-based) -> learning rate.
+        weight_decay: of AdamW.
+        max_grad_norm: the gradient's norm is clipped to this.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        objective: Objective,
+        learning_rate: Callable[[int], float],
+        *,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        self.model = model
+        self.objective = objective
+        self.step = 0
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay
+        )
+        self._learning_rate = learning_rate
+        self._max_grad_norm = max_grad_norm
+
+    def accumulate(self, batch: Any) -> Metrics:
+        """Leave the gradient of one batch in the parameters, whose values stay. Blocks for the compute.
+
+        Raises:
+            ValueError: a token id outside the model's vocabulary.
+        """
+        rows, metrics = prepare(batch, self.objective.temperature)
+        self._check_vocabulary(rows)
+        self.optimizer.zero_grad(set_to_none=True)
+        device = next(self.model.parameters()).device
+        totals = torch.zeros(4, device=device)
+        for micro in micro_batches(rows, self.objective.micro_tokens, device):
+            totals += self._backward(micro, rows.trained_count)
+        policy_loss, entropy, ratio, clipped = totals.tolist()
+        return {
+            "loss": policy_loss - self.objective.entropy * entropy,
+            "policy_loss": policy_loss,
+            "entropy": entropy,
+            "ratio_mean": ratio,
+            "clip_frac": clipped,
+            **metrics,
+        }
+
+    def apply(self) -> Metrics:
+        """Take the optimizer step of the accumulated gradient; one that is not finite changes nothing."""
+        rate = self._learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm).item()
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+        self.step += 1
+        return {"step": self.step, "lr": rate, "grad_norm": norm, "update_skipped": not finite}
+
+    def _check_vocabulary(self, rows: PackedRows) -> None:
+        # On a GPU an id out of range kills the process with an assertion that names nobody.
+        size = self.model.get_input_embeddings().num_embeddings
+        if rows.tokens.size and not 0 <= rows.tokens.min() <= rows.tokens.max() < size:
+            raise ValueError(
+                f"token ids from {rows.tokens.min()} to {rows.tokens.max()}, but the model has {size}: "
+                "the environments use another tokenizer than the learner"
+            )
+
+    def _backward(self, micro: MicroBatch, token_count: int) -> Tensor:
+        """Add one micro-batch's share of the gradient; return its shares of the metrics."""
+        goal = self.objective
+        log_probabilities = predict(self.model, micro, goal.precision)
+        trained = micro.trained
+        logprobs = losses.chosen_logprobs(log_probabilities, micro.tokens[trained])
+        ratio = losses.importance_ratio(logprobs, micro.sampled_logprobs[trained])
+        advantages = micro.advantages[trained]
+
+        policy = losses.clipped_policy_loss(ratio, advantages, goal.clip_low, goal.clip_high)
+        with torch.set_grad_enabled(goal.entropy != 0.0):  # only a metric otherwise: spare its (n, V) memory
+            entropy = losses.entropy(log_probabilities)
+        losses.token_mean(policy - goal.entropy * entropy, token_count).backward()
+
+        clipped = losses.clipped(ratio, advantages, goal.clip_low, goal.clip_high).float()
+        shares = torch.stack([values.detach() for values in (policy, entropy, ratio, clipped)])
+        return shares.sum(dim=1) / max(token_count, 1)
+
+
+def learning_rate_at(step: int, *, peak: float, warmup: int, steps: int) -> float:
+    """Return the rate of a 0-based step: up to the peak over the warm-up, then in a line to 0 at `steps`."""
+    rising = (step + 1) / max(warmup, 1)
+    falling = (steps - step) / max(steps - warmup, 1)
+    return peak * max(0.0, min(1.0, rising, falling))

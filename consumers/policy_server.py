@@ -1,0 +1,229 @@
+"""An inference server for environments, whose policy follows the learner of a bridge: no file, no restart.
+
+    python -m shmbridge.consumers.policy_server --bridge run1 --model ./tiny --port 9004
+
+It answers what Atropos' server classes ask: `/v1/chat/completions`, `/v1/completions`, `/v1/models`,
+`/health` and token-in token-out `/generate` (server_type "vllm", the ManagedServer). Every response names the
+policy version it was sampled under, as `weight_version` and in the header `X-Policy-Version`. New weights come
+out of the bridge's weights segment between two batches; without a segment, or over a learner's death, it goes
+on with what it has.
+
+Knows nothing of rewards and of training. Meant for tests, demos and small models: one thread, static batches,
+no streaming. For large models vLLM takes the same weights (`vllm_weights.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import torch
+from aiohttp import web
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shmbridge.consumers.follow_weights import WeightsFollower
+from shmbridge.consumers.generation import PolicyModel
+from shmbridge.consumers.policy_api import BadRequest, Json, PolicyApi
+from shmbridge.consumers.policy_engine import EngineClosed, PolicyEngine, Question, Reply
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_BODY_LIMIT = 64 << 20  # bytes; a prompt of a million token ids is below 8 MiB
+_VERSION_HEADER = "X-Policy-Version"
+_EXAMPLES = """\
+examples:
+  # serve a local folder, follow the learner of bridge "demo"
+  python -m shmbridge.consumers.policy_server --bridge demo --model ./tiny
+
+  # any free port (it is printed), a GPU, a wider collecting window
+  python -m shmbridge.consumers.policy_server --bridge run1 --model Qwen/Qwen2.5-0.5B-Instruct --port 0 \\
+      --device cuda --dtype bfloat16 --window-ms 20
+
+exit status: 1 refused to start, or the engine failed; 130 or 143 stopped by SIGINT or SIGTERM.
+"""
+
+
+class PolicyServer:
+    """The HTTP side: one handler per endpoint over one engine.
+
+    Args:
+        engine: started; the server does not close it.
+        api: the JSON of the engine's model.
+    """
+
+    def __init__(self, engine: PolicyEngine, api: PolicyApi) -> None:
+        self._engine = engine
+        self._api = api
+
+    def application(self) -> web.Application:
+        """Return the aiohttp application; run it with `handler_cancellation=True`."""
+        app = web.Application(client_max_size=_BODY_LIMIT, middlewares=[self._with_version_and_errors])
+        api = self._api
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.post("/v1/completions", self._answering(api.completions, api.completions_response)),
+                web.post("/v1/chat/completions", self._answering(api.chat, api.chat_response)),
+                web.post("/generate", self._answering(api.generate, api.generate_response)),
+            ]
+        )
+        return app
+
+    def _answering(
+        self, parse: Callable[[bytes], Question], render: Callable[[Question, Reply], Json]
+    ) -> Handler:
+        async def handle(request: web.Request) -> web.Response:
+            question = parse(await request.read())
+            if question.row_count > self._engine.max_rows:
+                raise BadRequest(f"{question.row_count} answers at once; at most {self._engine.max_rows}")
+            reply = await self._engine.ask(question)
+            return _json(render(question, reply), version=reply.version)
+
+        return handle
+
+    async def _health(self, request: web.Request) -> web.Response:
+        stats = dataclasses.asdict(self._engine.stats())
+        alive = self._engine.alive
+        body = {"status": "ok" if alive else "stopped", "weight_version": self._engine.version, **stats}
+        return _json(body, status=200 if alive else 503)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return _json(self._api.models(self._engine.version))
+
+    @web.middleware
+    async def _with_version_and_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            response = await handler(request)
+        except BadRequest as error:
+            response = _error(400, "invalid_request_error", str(error))
+        except EngineClosed as error:
+            response = _error(503, "unavailable", str(error))
+        except web.HTTPException as error:  # no such path, method or a body beyond the limit
+            response = _error(error.status, "invalid_request_error", error.reason)
+        except Exception as error:  # a server goes on: its operator gets the traceback, the client the reason
+            logging.getLogger(__name__).exception("%s %s failed", request.method, request.path)
+            response = _error(500, "internal_error", f"{type(error).__name__}: {error}")
+        response.headers.setdefault(_VERSION_HEADER, str(self._engine.version))
+        return response
+
+
+def _json(body: Json, *, status: int = 200, version: int | None = None) -> web.Response:
+    headers = {} if version is None else {_VERSION_HEADER: str(version)}
+    return web.Response(
+        body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers
+    )
+
+
+def _error(status: int, kind: str, message: str) -> web.Response:
+    return _json({"error": {"message": message, "type": kind, "code": status}}, status=status)
+
+
+# --- the process ------------------------------------------------------------------------------------------
+
+
+async def serve(engine: PolicyEngine, api: PolicyApi, host: str, port: int) -> int:
+    """Serve until SIGINT or SIGTERM and return the exit status; closes the engine."""
+    stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    _stop_on_signals(stopped)
+    runner = web.AppRunner(
+        PolicyServer(engine, api).application(),
+        handler_cancellation=True,  # a client that hangs up frees its rows
+        access_log=None,
+        shutdown_timeout=2.0,
+    )
+    await runner.setup()
+    engine.start()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        bound = runner.addresses[0]
+        print(f"policy server: http://{bound[0]}:{bound[1]} serves {api.model_name}", flush=True)
+        return await _until_stopped(stopped, engine)
+    finally:
+        await asyncio.to_thread(engine.close)
+        await runner.cleanup()
+
+
+async def _until_stopped(stopped: asyncio.Future[int], engine: PolicyEngine) -> int:
+    """Wait for a signal; an engine whose thread has died is noticed within a second."""
+    while engine.alive:
+        done, _ = await asyncio.wait([stopped], timeout=1.0)
+        if done:
+            return 128 + stopped.result()
+    return 1
+
+
+def _stop_on_signals(stopped: asyncio.Future[int]) -> None:
+    def stop(signum: int) -> None:
+        if not stopped.done():
+            stopped.set_result(signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, stop, signum)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of `python -m shmbridge.consumers.policy_server`."""
+    root = argparse.ArgumentParser(
+        prog="python -m shmbridge.consumers.policy_server",
+        description="Serve a causal language model to environments; it follows the learner of a bridge.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    root.add_argument("--bridge", metavar="NAME", help="bridge to take new weights from [none]")
+    root.add_argument("--model", required=True, metavar="DIR_OR_ID", help="model folder or Hugging Face id")
+    root.add_argument("--model-version", type=int, default=0, help="version of the weights in --model [0]")
+    root.add_argument("--host", default="127.0.0.1", help="address to bind [127.0.0.1]")
+    root.add_argument("--port", type=int, default=9004, help="port to bind; 0 takes a free one [9004]")
+    root.add_argument(
+        "--window-ms", type=float, default=10.0, help="how long a request waits for others [10]"
+    )
+    root.add_argument("--max-rows", type=int, default=256, help="answers sampled in one batch [256]")
+    root.add_argument("--seed", type=int, default=0, help="of requests that bring none [0]")
+    root.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[auto: cuda if any]")
+    root.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="[float32]")
+    root.add_argument("--threads", type=int, default=1, help="CPU threads of the sampler [1]")
+    return root
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the server and return its exit status."""
+    options = parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    torch.set_num_threads(options.threads)
+    try:
+        policy, api = _load(options)
+        follower = _follower(options.bridge, policy) if options.bridge else None
+        engine = PolicyEngine(policy, follower, window_s=options.window_ms / 1e3, max_rows=options.max_rows)
+        return asyncio.run(serve(engine, api, options.host, options.port))
+    except (OSError, ValueError) as error:  # no such model, port in use, bad bridge name
+        print(f"policy server: {error}", file=sys.stderr)
+        return 1
+
+
+def _follower(bridge: str, policy: PolicyModel) -> WeightsFollower:
+    from shmbridge.weights import WeightsReader
+
+    return WeightsFollower(WeightsReader(bridge), policy.model)
+
+
+def _load(options: argparse.Namespace) -> tuple[PolicyModel, PolicyApi]:
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
+    dtype = getattr(torch, options.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model, torch_dtype=dtype)
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = PolicyModel(model.to(device), tokenizer, version=options.model_version, seed=options.seed)
+    return policy, PolicyApi(tokenizer, options.model, policy.context, policy.vocab_size)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

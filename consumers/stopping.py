@@ -1,0 +1,59 @@
+"""SIGINT and SIGTERM as one exception that never cuts a commit in half.
+
+Waiting and computing are interrupted at once; a commit (update, publish, release, checkpoint) is finished
+first. Knows nothing of learners. Called by the GRPO learner (`grpo.py`).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class Stopped(BaseException):
+    """The process was asked to stop; like KeyboardInterrupt no Exception, so that no library swallows it."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class StopSignals:
+    """Context manager that turns SIGINT and SIGTERM into `Stopped`; main thread only, never blocks."""
+
+    def __init__(self) -> None:
+        self._holding = False
+        self._received: int | None = None
+        self._earlier: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            self._earlier[signum] = signal.signal(signum, self._on_signal)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for signum, handler in self._earlier.items():
+            signal.signal(signum, handler)
+
+    def check(self) -> None:
+        """Raise `Stopped` if a signal came during a hold, or was raised where Python discards exceptions."""
+        if self._received is not None:
+            raise Stopped(self._received)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep signals back until the block is done, then raise `Stopped` if one came."""
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+        self.check()
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._received = signum
+        if not self._holding:
+            raise Stopped(signum)

@@ -1,0 +1,40 @@
+"""The extensions; everything else is in pyproject.toml.
+
+SHMBRIDGE_FAULTS=1 compiles the labelled fail-points in, SHMBRIDGE_DEBUG=1 turns Cython's checks on.
+"""
+
+import os
+from glob import glob
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+DEBUG = os.environ.get("SHMBRIDGE_DEBUG") == "1"
+FAULTS = os.environ.get("SHMBRIDGE_FAULTS") == "1"
+EXT = "shmbridge/_ext"
+
+
+def extension(name: str, *c_sources: str) -> Extension:
+    return Extension(
+        f"shmbridge._ext.{name}",
+        [f"{EXT}/{name}.pyx", *c_sources],
+        include_dirs=[EXT],
+        depends=glob(f"{EXT}/*.h") + glob(f"{EXT}/*.pxd"),
+        define_macros=[("SHMBRIDGE_FAULTS", "1")] if FAULTS else [],
+        extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wno-unused-function", *(["-g", "-O0"] if DEBUG else [])],
+    )
+
+
+setup(
+    ext_modules=cythonize(
+        [extension("mapping", f"{EXT}/fork.c"), extension("ring"), extension("wait"), extension("pack")],
+        compiler_directives={
+            "language_level": "3",
+            "boundscheck": DEBUG,
+            "initializedcheck": DEBUG,
+            "cdivision": True,
+        },
+        annotate=DEBUG,
+        build_dir="build/cython" + ("-faults" if FAULTS else ""),
+    )
+)

@@ -1,0 +1,86 @@
+"""Rollouts from reinforcement-learning environments to a GPU learner on one node, through shared memory.
+
+A `Producer` puts trajectory groups into its lane; the one `Consumer` of a bridge leases them in place, batches them, and announces policy
+versions. Names are resolved on first use, so that importing the package imports neither pyarrow nor zmq.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if not sys.platform.startswith("linux"):
+    raise ImportError("shmbridge needs Linux: it waits on futexes and proves life by open-file-description locks")
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from shmbridge.batch import Batch as Batch
+    from shmbridge.config import Run as Run
+    from shmbridge.consumer import Consumer as Consumer
+    from shmbridge.errors import BadBridgeName as BadBridgeName
+    from shmbridge.errors import BatchTooBig as BatchTooBig
+    from shmbridge.errors import BridgeDraining as BridgeDraining
+    from shmbridge.errors import Closed as Closed
+    from shmbridge.errors import ConsumerEmpty as ConsumerEmpty
+    from shmbridge.errors import ConsumerTaken as ConsumerTaken
+    from shmbridge.errors import InvalidRecord as InvalidRecord
+    from shmbridge.errors import LaneFull as LaneFull
+    from shmbridge.errors import LayoutMismatch as LayoutMismatch
+    from shmbridge.errors import LeaseReleased as LeaseReleased
+    from shmbridge.errors import NoConsumer as NoConsumer
+    from shmbridge.errors import NotReady as NotReady
+    from shmbridge.errors import RecordTooBig as RecordTooBig
+    from shmbridge.errors import SchemaMismatch as SchemaMismatch
+    from shmbridge.errors import ShmBridgeError as ShmBridgeError
+    from shmbridge.errors import ShmPermission as ShmPermission
+    from shmbridge.errors import ShmTooSmall as ShmTooSmall
+    from shmbridge.errors import TooManyLanes as TooManyLanes
+    from shmbridge.errors import WeightsBusy as WeightsBusy
+    from shmbridge.errors import WeightsMismatch as WeightsMismatch
+    from shmbridge.inventory import BridgeInfo as BridgeInfo
+    from shmbridge.inventory import CleanReport as CleanReport
+    from shmbridge.inventory import clean as clean
+    from shmbridge.inventory import list_bridges as list_bridges
+    from shmbridge.producer import Producer as Producer
+    from shmbridge.record import Record as Record
+
+    TRAJECTORY_SCHEMA: Any
+
+_HOMES = {
+    "Batch": "batch",
+    "BridgeInfo": "inventory",
+    "CleanReport": "inventory",
+    "Consumer": "consumer",
+    "Producer": "producer",
+    "Record": "record",
+    "Run": "config",
+    "clean": "inventory",
+    "list_bridges": "inventory",
+    **dict.fromkeys(
+        [
+            "BadBridgeName", "BatchTooBig", "BridgeDraining", "Closed", "ConsumerEmpty", "ConsumerTaken", "InvalidRecord", "LaneFull",
+            "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotReady", "RecordTooBig", "SchemaMismatch", "ShmBridgeError",
+            "ShmPermission", "ShmTooSmall", "TooManyLanes", "WeightsBusy", "WeightsMismatch",
+        ],
+        "errors",
+    ),
+}  # fmt: skip
+__all__ = sorted([*_HOMES, "TRAJECTORY_SCHEMA"])
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name == "TRAJECTORY_SCHEMA":
+        from shmbridge.schema import trajectory_schema
+
+        value: Any = trajectory_schema()
+    elif name in _HOMES:
+        value = getattr(import_module(f"shmbridge.{_HOMES[name]}"), name)
+    else:
+        raise AttributeError(f"module 'shmbridge' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

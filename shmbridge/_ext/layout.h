@@ -1,0 +1,169 @@
+/* The bytes of a bridge: control segment, lane segment, slot, column directory. The single source; layout.pxd mirrors it.
+ *
+ * Little-endian, 64-bit monotone positions, roles on their own 128-byte lines (adjacent-line prefetch, 128-byte lines on some Arm).
+ * "P" is written by the lane's producer only, "H" by the hub holding the hub lock only, "A" is only ever atomically added to.
+ *
+ *   control segment                          lane segment
+ *   0x0000 +---------------------------+     0x0000 +------------------------------------+
+ *          | identity (creator, once)  |            | identity P, once; magic last       |
+ *   0x0100 | hub words               H |     0x0200 | tail                             P |
+ *   0x0180 | hub_sleeping            H |     0x0280 | space_waiting, producer counters P |
+ *   0x0200 | doorbell                A |     0x0300 | head, hub counters               H |
+ *   0x0280 | arrivals                A |     0x0400 | space_bell                       A |
+ *   0x1000 | hub's column table      H |     0x1000 | column table            P, once    |
+ *   0x5000 +---------------------------+     ring   | uint32 slot numbers [slot_count] P |
+ *                                            slots  | 128-byte slots      [slot_count] P |
+ *                                            rel    | uint64 released     [slot_count] H |
+ *                                            data   | extents, 64-byte aligned         P |
+ *                                                   +------------------------------------+
+ */
+#ifndef SHMBRIDGE_LAYOUT_H
+#define SHMBRIDGE_LAYOUT_H
+
+#include <stddef.h>
+#include "atomics.h"
+
+#define LAYOUT_VERSION 1u
+#define LANE_MAGIC 0x31454e414c424853ull    /* "SHBLANE1" */
+#define CONTROL_MAGIC 0x314c525443424853ull /* "SHBCTRL1" */
+#define PAGE 4096u
+#define ALIGNMENT 64u
+#define MAX_COLUMNS 256u
+#define COLUMN_NAME_BYTES 56u
+#define CONTROL_BYTES (PAGE + MAX_COLUMNS * 64u)
+
+/* Kinds of column; what lengths, inner and keys mean for each is beside directory_entry. */
+enum { KIND_SCALAR = 0, KIND_LIST = 1, KIND_LIST_LIST = 2, KIND_MAP = 3, KIND_BYTES = 4 };
+
+/* What stands in the whole column: Atropos tells null, [] and {} apart. */
+enum { TAG_VALUES = 0, TAG_NULL = 1, TAG_EMPTY_LIST = 2, TAG_EMPTY_MAP = 3 };
+
+enum { SLOT_EVAL = 1, SLOT_UNEVEN = 2 };
+
+/* Reasons of discarded_total[]; a row each in docs/reference/metrics. Never renumbered. */
+enum {
+    DISCARD_STALE = 0, DISCARD_PARTIAL = 1, DISCARD_RESUME = 2, DISCARD_CORRUPT = 3, DISCARD_REASONS = 4
+};
+/* Reasons of dropped_total[]: never committed. */
+enum { DROP_FULL = 0, DROP_CANCELLED = 1, DROP_INVALID = 2, DROP_TIMEOUT = 3, DROP_REASONS = 4 };
+
+typedef struct {
+    char name[COLUMN_NAME_BYTES]; /* UTF-8, zero padded */
+    uint8_t kind;
+    uint8_t dtype;      /* shmbridge/schema.py DTYPES index of the values */
+    uint8_t item_bytes; /* size of one value */
+    uint8_t flags;      /* 1: one entry per record, not per row; 2: text (UTF-8) */
+    uint32_t reserved;
+} column_def;
+
+typedef struct {
+    shm_u64 magic; /* stored last: present means whole */
+    uint32_t layout_version;
+    uint32_t creator_pid;
+    uint64_t created_ns; /* CLOCK_MONOTONIC */
+    uint8_t pad0[0x100 - 24];
+
+    uint64_t hub_pid; /* H: plain; read for messages only */
+    uint64_t hub_pid_namespace;
+    shm_u64 hub_epoch;
+    shm_u64 run_epoch;
+    shm_u64 policy_version; /* biased by one: 0 means none announced */
+    shm_u64 paused;
+    shm_u64 draining;
+    shm_u64 column_count; /* H: stored after the table, 0 means not yet */
+    uint8_t pad1[0x80 - 64];
+
+    shm_u32 hub_sleeping; /* H */
+    uint8_t pad2[0x80 - 4];
+    shm_u32 doorbell; /* A */
+    uint8_t pad3[0x80 - 4];
+    shm_u32 arrivals; /* A: a lane became ready */
+    uint8_t pad4[PAGE - 0x280 - 4];
+} control_header;
+
+typedef struct {
+    shm_u64 magic; /* P: stored last */
+    uint32_t layout_version;
+    uint32_t producer_pid;
+    uint64_t pid_namespace; /* inode of /proc/self/ns/pid */
+    uint64_t created_ns;
+    uint32_t slot_count; /* power of two */
+    uint32_t column_count;
+    uint64_t ring_at, slots_at, released_at, data_at; /* byte offsets in the segment */
+    uint64_t data_bytes;
+    uint64_t segment_bytes;
+    char producer_id[64];
+    char env_name[128];
+    uint8_t pad0[0x200 - 280];
+
+    shm_u64 tail; /* P: records committed; the commit point */
+    uint8_t pad1[0x80 - 8];
+    shm_u32 space_waiting; /* P */
+    uint32_t pad2;
+    shm_u64 bytes_total, tokens_total, wait_ns_total, late_wakes_total; /* P */
+    shm_u64 dropped_total[DROP_REASONS];                                /* P */
+    uint8_t pad3[0x80 - 8 - 32 - 8 * DROP_REASONS];
+    shm_u64 head; /* H: records that may have been handed out */
+    shm_u64 discarded_total[DISCARD_REASONS];
+    shm_u64 quarantined; /* H: 0 or 1 */
+    uint8_t pad4[0x100 - 16 - 8 * DISCARD_REASONS];
+    shm_u32 space_bell; /* A */
+    uint8_t pad5[PAGE - 0x400 - 4];
+} lane_header;
+
+/* P, written before `generation`. A slot is free exactly if released[i] == generation. */
+typedef struct {
+    shm_u64 generation; /* P: + 1 per commit, never on abort */
+    uint64_t sequence;
+    uint64_t extent_at;    /* relative to data_at, 64-byte aligned */
+    uint64_t extent_bytes; /* whole 64-byte lines */
+    int64_t min_policy_version, max_policy_version; /* -1: not stamped */
+    int64_t t_created_ns, t_publish_ns;
+    uint64_t tokens;
+    uint32_t rows;
+    uint32_t columns; /* directory entries at the start of the extent */
+    int32_t group_size;
+    int32_t env_id;          /* -1: none */
+    uint16_t group_id_bytes; /* after the directory, 64-byte aligned */
+    uint16_t flags;
+    uint32_t index_bytes; /* directory + group id + all lengths: copied before it is believed */
+    uint8_t reserved[32];
+} slot;
+
+/* One per present column, at the start of the extent. Places are in 64-byte lines from the extent's start; 0 means absent.
+ *
+ *   kind       values                      lengths[entries]   inner[inner_count]        keys
+ *   SCALAR     entries * item              -                  -                         -
+ *   LIST       sum(lengths) * item         values per row     -                         -
+ *   LIST_LIST  sum(inner) * item           lists per row      values per inner list     -
+ *   MAP        sum(lengths) * item         pairs per row      bytes per key             key bytes
+ *   BYTES      sum(lengths)                bytes per row      -                         -
+ *
+ * validity, where present, is one byte per entry: 0 means null.
+ */
+typedef struct {
+    uint16_t column; /* index in the lane's column table */
+    uint8_t kind;
+    uint8_t tag;
+    uint32_t entries;
+    uint32_t values_at, lengths_at, inner_at, keys_at, validity_at;
+    uint32_t pad;
+    uint64_t values_bytes, inner_count, keys_bytes;
+    uint64_t reserved;
+} directory_entry;
+
+_Static_assert(sizeof(column_def) == 64, "column_def");
+_Static_assert(sizeof(control_header) == PAGE, "control_header");
+_Static_assert(offsetof(control_header, hub_pid) == 0x100, "hub words");
+_Static_assert(offsetof(control_header, hub_sleeping) == 0x180, "hub_sleeping");
+_Static_assert(offsetof(control_header, doorbell) == 0x200, "doorbell");
+_Static_assert(offsetof(control_header, arrivals) == 0x280, "arrivals");
+_Static_assert(sizeof(lane_header) == PAGE, "lane_header");
+_Static_assert(offsetof(lane_header, tail) == 0x200, "tail");
+_Static_assert(offsetof(lane_header, space_waiting) == 0x280, "space_waiting");
+_Static_assert(offsetof(lane_header, head) == 0x300, "head");
+_Static_assert(offsetof(lane_header, space_bell) == 0x400, "space_bell");
+_Static_assert(sizeof(slot) == 128, "slot");
+_Static_assert(sizeof(directory_entry) == 64, "directory_entry");
+
+#endif

@@ -1,0 +1,112 @@
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+
+from shmbridge._ext.atomics cimport shm_u32, shm_u64
+
+cdef extern from "layout.h" nogil:
+    enum:
+        LAYOUT_VERSION
+        PAGE
+        ALIGNMENT
+        MAX_COLUMNS
+        COLUMN_NAME_BYTES
+        CONTROL_BYTES
+        KIND_SCALAR
+        KIND_LIST
+        KIND_LIST_LIST
+        KIND_MAP
+        KIND_BYTES
+        TAG_VALUES
+        TAG_NULL
+        TAG_EMPTY_LIST
+        TAG_EMPTY_MAP
+        SLOT_EVAL
+        SLOT_UNEVEN
+        DISCARD_REASONS
+        DISCARD_CORRUPT
+        DROP_REASONS
+    const uint64_t LANE_MAGIC
+    const uint64_t CONTROL_MAGIC
+
+    ctypedef struct column_def:
+        char name[56]
+        uint8_t kind
+        uint8_t dtype
+        uint8_t item_bytes
+        uint8_t flags
+
+    ctypedef struct control_header:
+        shm_u64 magic
+        uint32_t layout_version
+        uint32_t creator_pid
+        uint64_t created_ns
+        uint64_t hub_pid
+        uint64_t hub_pid_namespace
+        shm_u64 hub_epoch
+        shm_u64 run_epoch
+        shm_u64 policy_version
+        shm_u64 paused
+        shm_u64 draining
+        shm_u64 column_count
+        shm_u32 hub_sleeping
+        shm_u32 doorbell
+        shm_u32 arrivals
+
+    ctypedef struct lane_header:
+        shm_u64 magic
+        uint32_t layout_version
+        uint32_t producer_pid
+        uint64_t pid_namespace
+        uint64_t created_ns
+        uint32_t slot_count
+        uint32_t column_count
+        uint64_t ring_at
+        uint64_t slots_at
+        uint64_t released_at
+        uint64_t data_at
+        uint64_t data_bytes
+        uint64_t segment_bytes
+        char producer_id[64]
+        char env_name[128]
+        shm_u64 tail
+        shm_u32 space_waiting
+        shm_u64 bytes_total
+        shm_u64 tokens_total
+        shm_u64 wait_ns_total
+        shm_u64 late_wakes_total
+        shm_u64 dropped_total[4]
+        shm_u64 head
+        shm_u64 discarded_total[4]
+        shm_u64 quarantined
+        shm_u32 space_bell
+
+    ctypedef struct slot:
+        shm_u64 generation
+        uint64_t sequence
+        uint64_t extent_at
+        uint64_t extent_bytes
+        int64_t min_policy_version
+        int64_t max_policy_version
+        int64_t t_created_ns
+        int64_t t_publish_ns
+        uint64_t tokens
+        uint32_t rows
+        uint32_t columns
+        int32_t group_size
+        int32_t env_id
+        uint16_t group_id_bytes
+        uint16_t flags
+        uint32_t index_bytes
+
+    ctypedef struct directory_entry:
+        uint16_t column
+        uint8_t kind
+        uint8_t tag
+        uint32_t entries
+        uint32_t values_at
+        uint32_t lengths_at
+        uint32_t inner_at
+        uint32_t keys_at
+        uint32_t validity_at
+        uint64_t values_bytes
+        uint64_t inner_count
+        uint64_t keys_bytes

@@ -1,0 +1,9 @@
+from libc.stdint cimport uint8_t
+
+cdef class Mapping:
+    cdef uint8_t* base
+    cdef readonly size_t size
+    cdef int _fd
+    cdef unsigned _born
+    cdef bint _readonly
+    cdef bint alive(self) noexcept nogil

@@ -1,0 +1,9 @@
+from typing_extensions import Buffer
+
+class Mapping(Buffer):
+    size: int
+    def __init__(self, fd: int, size: int, readonly: bool = False) -> None: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def forked(self) -> bool: ...

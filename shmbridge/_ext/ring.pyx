@@ -1,0 +1,689 @@
+"""The lane protocol: claim, commit, abort; take, lease, release. docs/adr/0001-lanes.md says why it is right.
+
+Knows shared words and bytes; knows nothing of names, locks, schemas or Python values of columns. LaneWriter is for the lane's producer,
+LaneReader for the holder of the hub lock; each for one thread at a time, except that a Lease may end on any thread.
+"""
+
+from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.errno cimport ETIMEDOUT
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
+
+from shmbridge._ext.atomics cimport (
+    load_acquire64, load_relaxed64, load_seq32, load_seq64, shm_u64, store_relaxed64, store_release64, store_seq32, store_seq64,
+)
+from shmbridge._ext.faults cimport FAULTS_COMPILED, fault_hit
+from shmbridge._ext.futex cimport EINTR, futex_wait, monotonic_ns, ring_bell
+from shmbridge._ext.layout cimport (
+    ALIGNMENT, COLUMN_NAME_BYTES, CONTROL_BYTES, CONTROL_MAGIC, DISCARD_REASONS, DROP_REASONS, KIND_BYTES, KIND_LIST, KIND_LIST_LIST,
+    KIND_MAP, KIND_SCALAR, LANE_MAGIC, LAYOUT_VERSION, MAX_COLUMNS, PAGE, TAG_EMPTY_MAP, TAG_VALUES, column_def, control_header,
+    directory_entry, lane_header, slot,
+)
+from shmbridge._ext.mapping cimport Mapping
+
+faults_compiled = bool(FAULTS_COMPILED)
+layout_version = LAYOUT_VERSION
+control_bytes = CONTROL_BYTES
+
+cdef uint64_t NO_PLACE = 0xFFFFFFFFFFFFFFFF
+cdef int64_t PRODUCER_TICK_NS = 50_000_000
+
+
+class LaneCorrupt(Exception):
+    """What a lane says of itself cannot be true; the reader quarantines it."""
+
+
+def fault(bytes label not None):
+    """Passes a labelled fail-point of Python code; nothing unless built with SHMBRIDGE_FAULTS."""
+    fault_hit(label)
+
+
+cdef inline uint64_t up_to_line(uint64_t size) noexcept nogil:
+    return (size + ALIGNMENT - 1) & ~<uint64_t>(ALIGNMENT - 1)
+
+
+def lane_geometry(uint64_t data_bytes, uint32_t slot_count):
+    """Places of ring, slots, released words and data, and the segment's size, all in bytes."""
+    cdef uint64_t ring_at = PAGE + MAX_COLUMNS * sizeof(column_def)
+    cdef uint64_t slots_at = up_to_page(ring_at + slot_count * 4)
+    cdef uint64_t released_at = up_to_page(slots_at + slot_count * sizeof(slot))
+    cdef uint64_t data_at = up_to_page(released_at + slot_count * 8)
+    return ring_at, slots_at, released_at, data_at, up_to_page(data_at + data_bytes)
+
+
+cdef inline uint64_t up_to_page(uint64_t size) noexcept nogil:
+    return (size + PAGE - 1) & ~<uint64_t>(PAGE - 1)
+
+
+def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count, bytes columns not None, uint32_t column_count,
+                uint32_t pid, uint64_t pid_namespace, bytes producer_id not None, bytes env_name not None):
+    """Writes the header of an empty, locked, reserved lane segment; magic last. Called once, by its producer."""
+    cdef lane_header* header = <lane_header*>lane.base
+    ring_at, slots_at, released_at, data_at, total = lane_geometry(data_bytes, slot_count)
+    if lane.size < total or column_count > MAX_COLUMNS or len(columns) != column_count * sizeof(column_def):
+        raise ValueError("lane geometry does not fit its segment")
+    header.layout_version = LAYOUT_VERSION
+    header.producer_pid = pid
+    header.pid_namespace = pid_namespace
+    header.created_ns = monotonic_ns()
+    header.slot_count = slot_count
+    header.column_count = column_count
+    header.ring_at, header.slots_at, header.released_at, header.data_at = ring_at, slots_at, released_at, data_at
+    header.data_bytes = data_bytes
+    header.segment_bytes = total
+    memcpy(header.producer_id, PyBytes_AS_STRING(producer_id), min(len(producer_id), 63))
+    memcpy(header.env_name, PyBytes_AS_STRING(env_name), min(len(env_name), 127))
+    memcpy(lane.base + PAGE, PyBytes_AS_STRING(columns), len(columns))
+    fault_hit(b"lane.before_magic")
+    store_release64(&header.magic, LANE_MAGIC)  # SYNC(lane-ready)
+    fault_hit(b"lane.after_magic")
+
+
+def read_lane(Mapping lane not None):
+    """What a lane's header says, as a dict; None while it has no magic. Copies; validates nothing but sizes."""
+    cdef lane_header* header = <lane_header*>lane.base
+    cdef uint64_t magic
+    if lane.size < PAGE + MAX_COLUMNS * sizeof(column_def):
+        return None
+    magic = load_acquire64(&header.magic)  # SYNC(lane-ready)
+    if magic == 0:
+        return None
+    if magic != LANE_MAGIC:
+        raise LaneCorrupt(f"magic {magic:#x}, not a lane")
+    count = min(header.column_count, MAX_COLUMNS)
+    return {
+        "layout_version": header.layout_version, "pid": header.producer_pid, "pid_namespace": header.pid_namespace,
+        "created_ns": header.created_ns, "slot_count": header.slot_count, "data_bytes": header.data_bytes,
+        "segment_bytes": header.segment_bytes,
+        "producer_id": header.producer_id[:64].split(b"\0")[0].decode("utf-8", "replace"),
+        "env_name": header.env_name[:128].split(b"\0")[0].decode("utf-8", "replace"),
+        "columns": PyBytes_FromStringAndSize(<char*>lane.base + PAGE, count * sizeof(column_def)),
+    }
+
+
+def lane_counters(Mapping lane not None):
+    """Counters of a lane from its own words, as a dict of ints; safe for anyone at any time."""
+    cdef lane_header* header = <lane_header*>lane.base
+    return {
+        "tail": load_acquire64(&header.tail), "head": load_acquire64(&header.head),
+        "bytes": load_relaxed64(&header.bytes_total), "tokens": load_relaxed64(&header.tokens_total),
+        "wait_ns": load_relaxed64(&header.wait_ns_total), "late_wakes": load_relaxed64(&header.late_wakes_total),
+        "quarantined": load_relaxed64(&header.quarantined),
+        "dropped": [load_relaxed64(&header.dropped_total[i]) for i in range(DROP_REASONS)],
+        "discarded": [load_relaxed64(&header.discarded_total[i]) for i in range(DISCARD_REASONS)],
+    }
+
+
+def undelivered(Mapping lane not None):
+    """Number of committed, un-released records of a lane nobody writes any more; 0 for one that never became ready."""
+    cdef lane_header* header = <lane_header*>lane.base
+    cdef uint64_t tail, count = 0
+    cdef uint32_t i
+    cdef slot* slots
+    cdef shm_u64* released
+    if read_lane(lane) is None:
+        return 0
+    _check_geometry(header, lane.size)
+    slots = <slot*>(lane.base + header.slots_at)
+    released = <shm_u64*>(lane.base + header.released_at)
+    tail = load_acquire64(&header.tail)  # SYNC(commit)
+    for i in range(header.slot_count):
+        # SYNC(slot-body), SYNC(release)
+        if load_acquire64(&slots[i].generation) != load_acquire64(&released[i]) and slots[i].sequence < tail:
+            count += 1
+    return count
+
+
+cdef int _check_geometry(lane_header* header, uint64_t size) except -1:
+    cdef uint32_t slots = header.slot_count
+    if header.layout_version != LAYOUT_VERSION:
+        raise LaneCorrupt(f"layout version {header.layout_version}, this build reads {LAYOUT_VERSION}")
+    if slots == 0 or slots & (slots - 1) or slots > 1 << 24 or header.data_bytes > size or header.column_count > MAX_COLUMNS:
+        raise LaneCorrupt(f"{slots} slots, {header.data_bytes} data bytes, {header.column_count} columns in {size} bytes")
+    expected = lane_geometry(header.data_bytes, slots)
+    found = (header.ring_at, header.slots_at, header.released_at, header.data_at, header.segment_bytes)
+    if found != expected or header.segment_bytes > size:
+        raise LaneCorrupt(f"geometry {found} is not {expected}")
+    return 0
+
+
+cdef class LaneWriter:
+    """The producer's side of one lane. One thread at a time; never blocks except in wait_space."""
+
+    def __cinit__(self, Mapping lane not None, Mapping control not None):
+        cdef uint32_t i
+        self._lane, self._control = lane, control
+        self._header = <lane_header*>lane.base
+        self._hub = <control_header*>control.base
+        _check_geometry(self._header, lane.size)
+        self.slot_count = self._header.slot_count
+        self.data_bytes = self._header.data_bytes
+        self._ring = <uint32_t*>(lane.base + self._header.ring_at)
+        self._slots = <slot*>(lane.base + self._header.slots_at)
+        self._released = <shm_u64*>(lane.base + self._header.released_at)
+        self._data = lane.base + self._header.data_at
+        self._tail = 0
+        self._claimed = -1
+        self._free_slots = <uint32_t*>malloc(self.slot_count * sizeof(uint32_t))
+        self._outstanding = <uint32_t*>malloc(self.slot_count * sizeof(uint32_t))
+        self._free_extents = <interval*>malloc((self.slot_count + 2) * sizeof(interval))
+        if self._free_slots == NULL or self._outstanding == NULL or self._free_extents == NULL:
+            raise MemoryError
+        for i in range(self.slot_count):
+            self._free_slots[i] = self.slot_count - 1 - i
+        self._free_slot_count = self.slot_count
+        self._free_extents[0].at, self._free_extents[0].bytes = 0, self.data_bytes
+        self._free_extent_count = 1
+
+    def __dealloc__(self):
+        free(self._free_slots)
+        free(self._outstanding)
+        free(self._free_extents)
+
+    cdef bint _is_released(self, uint32_t index) noexcept nogil:
+        # SYNC(release): after this the reader's loads of the extent are over, so it may be written again.
+        return load_seq64(&self._released[index]) == load_relaxed64(&self._slots[index].generation)
+
+    cdef void _reclaim(self, bint all_of_them) noexcept nogil:
+        """Takes released slots back: the oldest ones while they are released, or by one pass over all."""
+        cdef uint32_t mask = self.slot_count - 1, kept = 0, index, i
+        while self._outstanding_count:
+            index = self._outstanding[self._outstanding_at & mask]
+            if not self._is_released(index):
+                break
+            self._outstanding_at += 1
+            self._outstanding_count -= 1
+            self._give_back(index)
+        if not all_of_them:
+            return
+        for i in range(self._outstanding_count):
+            index = self._outstanding[(self._outstanding_at + i) & mask]
+            if self._is_released(index):
+                self._give_back(index)
+            else:
+                self._outstanding[(self._outstanding_at + kept) & mask] = index
+                kept += 1
+        self._outstanding_count = kept
+
+    cdef void _give_back(self, uint32_t index) noexcept nogil:
+        extent_give(self._free_extents, &self._free_extent_count, self._slots[index].extent_at, self._slots[index].extent_bytes)
+        self._free_slots[self._free_slot_count] = index
+        self._free_slot_count += 1
+
+    def claim(self, uint64_t size):
+        """Reserves a slot and `size` bytes; False if the lane has no room now. One open claim at a time."""
+        if not self._lane.alive():
+            raise BufferError("lane was opened before fork")
+        if self._claimed >= 0:
+            raise RuntimeError("a claim is open already")
+        size = up_to_line(size)
+        cdef uint64_t at = NO_PLACE
+        cdef bint full_pass = False
+        with nogil:
+            while True:
+                self._reclaim(full_pass)
+                if self._free_slot_count:
+                    at = extent_take(self._free_extents, &self._free_extent_count, size)
+                if at != NO_PLACE or full_pass:
+                    break
+                full_pass = True
+        if at == NO_PLACE:
+            return False
+        self._free_slot_count -= 1
+        self._claimed = self._free_slots[self._free_slot_count]
+        self._claim_at, self._claim_bytes = at, size
+        fault_hit(b"producer.claimed")
+        return True
+
+    cdef uint8_t* claimed(self) except NULL:
+        if self._claimed < 0 or not self._lane.alive():
+            raise RuntimeError("no open claim")
+        return self._data + self._claim_at
+
+    def claimed_memory(self):
+        """Writable memory of the open claim, valid until commit or abort."""
+        return memoryview(self._lane)[self._header.data_at + self._claim_at:][:self._claim_bytes]
+
+    def abort(self):
+        """Gives the open claim back; no shared word has been touched."""
+        if self._claimed < 0 or not self._lane.alive():
+            return
+        extent_give(self._free_extents, &self._free_extent_count, self._claim_at, self._claim_bytes)
+        self._free_slots[self._free_slot_count] = <uint32_t>self._claimed
+        self._free_slot_count += 1
+        self._claimed = -1
+
+    def commit(self, *, uint32_t rows, uint32_t columns, uint32_t index_bytes, uint16_t group_id_bytes, uint16_t flags, uint64_t tokens,
+               int64_t min_policy_version, int64_t max_policy_version, int64_t t_created_ns, int32_t group_size, int32_t env_id):
+        """Publishes the open claim and returns its sequence."""
+        self.claimed()
+        cdef uint32_t index = <uint32_t>self._claimed, mask = self.slot_count - 1
+        cdef slot* body = &self._slots[index]
+        cdef uint64_t sequence = self._tail
+        fault_hit(b"producer.payload_written")
+        body.sequence = sequence
+        body.extent_at, body.extent_bytes = self._claim_at, self._claim_bytes
+        body.min_policy_version, body.max_policy_version = min_policy_version, max_policy_version
+        body.t_created_ns, body.t_publish_ns = t_created_ns, monotonic_ns()
+        body.tokens, body.rows, body.columns = tokens, rows, columns
+        body.group_size, body.env_id = group_size, env_id
+        body.group_id_bytes, body.flags, body.index_bytes = group_id_bytes, flags, index_bytes
+        fault_hit(b"producer.body_written")
+        store_release64(&body.generation, load_relaxed64(&body.generation) + 1)  # SYNC(slot-body)
+        fault_hit(b"producer.generation_stored")
+        self._ring[sequence & mask] = index
+        fault_hit(b"producer.ring_written")
+        self._outstanding[(self._outstanding_at + self._outstanding_count) & mask] = index
+        self._outstanding_count += 1
+        self._claimed = -1
+        self._tail = sequence + 1
+        store_relaxed64(&self._header.bytes_total, load_relaxed64(&self._header.bytes_total) + self._claim_bytes)
+        store_relaxed64(&self._header.tokens_total, load_relaxed64(&self._header.tokens_total) + tokens)
+        fault_hit(b"producer.before_tail")
+        store_seq64(&self._header.tail, sequence + 1)  # SYNC(commit), SYNC(hub-wake)
+        fault_hit(b"producer.committed")
+        if load_seq32(&self._hub.hub_sleeping):  # SYNC(hub-wake)
+            ring_bell(&self._hub.doorbell)
+        fault_hit(b"producer.woken_hub")
+        return sequence
+
+    def wait_space(self, int64_t timeout_ns):
+        """Sleeps until something was released since the last claim, the bell rang, or the tick (50 ms) or the timeout is over.
+
+        Returns nanoseconds slept. Releases the GIL. A tick that finds work counts in `late_wakes`.
+        """
+        cdef uint32_t seen = load_seq32(&self._header.space_bell)  # SYNC(bell)
+        cdef int64_t began = monotonic_ns(), pause = min(timeout_ns, PRODUCER_TICK_NS)
+        cdef int status = 0
+        if not self._lane.alive() or pause <= 0:
+            return 0
+        store_seq32(&self._header.space_waiting, 1)  # SYNC(space-wake)
+        fault_hit(b"producer.waiting")
+        with nogil:
+            if not self._anything_released():
+                status = futex_wait(&self._header.space_bell, seen, pause)
+        store_seq32(&self._header.space_waiting, 0)
+        if status == ETIMEDOUT and load_seq32(&self._header.space_bell) == seen and self._anything_released():
+            store_relaxed64(&self._header.late_wakes_total, load_relaxed64(&self._header.late_wakes_total) + 1)
+        return monotonic_ns() - began
+
+    cdef bint _anything_released(self) noexcept nogil:
+        cdef uint32_t i, mask = self.slot_count - 1
+        for i in range(self._outstanding_count):
+            if self._is_released(self._outstanding[(self._outstanding_at + i) & mask]):  # SYNC(space-wake)
+                return True
+        return False
+
+    def count_wait(self, uint64_t wait_ns):
+        store_relaxed64(&self._header.wait_ns_total, load_relaxed64(&self._header.wait_ns_total) + wait_ns)
+
+    def count_drop(self, uint32_t reason):
+        if reason < DROP_REASONS and self._lane.alive():
+            store_relaxed64(&self._header.dropped_total[reason], load_relaxed64(&self._header.dropped_total[reason]) + 1)
+
+    @property
+    def outstanding(self) -> int:
+        """Committed and, as far as this side has looked, un-released records."""
+        self._reclaim(True)
+        return self._outstanding_count
+
+    @property
+    def free_bytes(self) -> int:
+        self._reclaim(True)
+        return sum(self._free_extents[i].bytes for i in range(self._free_extent_count))
+
+
+cdef class LaneReader:
+    """The hub's side of one lane. The holder of the hub lock only; one thread at a time; never blocks."""
+
+    def __cinit__(self, Mapping lane not None, object keep):
+        cdef uint64_t size
+        self.lane, self._keep = lane, keep
+        self._header = <lane_header*>lane.base
+        self._columns = NULL
+        if load_acquire64(&self._header.magic) != LANE_MAGIC:  # SYNC(lane-ready)
+            raise LaneCorrupt("no lane")
+        _check_geometry(self._header, lane.size)
+        self.slot_count = self._header.slot_count
+        self.data_bytes = self._header.data_bytes
+        self.column_count = self._header.column_count
+        ring_at, slots_at, released_at, data_at, _ = lane_geometry(self.data_bytes, self.slot_count)
+        self._ring = <uint32_t*>(lane.base + <uint64_t>ring_at)
+        self._slots = <slot*>(lane.base + <uint64_t>slots_at)
+        self._released = <shm_u64*>(lane.base + <uint64_t>released_at)
+        self._data = lane.base + <uint64_t>data_at
+        size = self.column_count * sizeof(column_def)
+        self._columns = <column_def*>malloc(size + 1)
+        if self._columns == NULL:
+            raise MemoryError
+        memcpy(self._columns, lane.base + PAGE, size)
+        self._adopt()
+
+    def __dealloc__(self):
+        free(self._columns)
+
+    def _adopt(self):
+        """Finds what is committed and un-released: tail first, then the slots."""
+        cdef uint64_t tail = load_seq64(&self._header.tail)  # SYNC(commit)
+        cdef uint64_t generation
+        cdef uint32_t i
+        backlog = []
+        fault_hit(b"hub.adopting")
+        for i in range(self.slot_count):
+            generation = load_acquire64(&self._slots[i].generation)  # SYNC(slot-body)
+            if generation != load_relaxed64(&self._released[i]) and self._slots[i].sequence < tail:
+                backlog.append((self._slots[i].sequence, i))
+        backlog.sort(reverse=True)
+        self._backlog = backlog
+        self.next = tail
+        self.first_head = load_relaxed64(&self._header.head)
+
+    cdef shm_u64* tail_word(self) noexcept nogil:
+        return &self._header.tail
+
+    @property
+    def waiting(self) -> int:
+        """Records that can be taken now."""
+        return len(self._backlog) + load_acquire64(&self._header.tail) - self.next  # SYNC(commit)
+
+    def take(self, type cls):
+        """The next record as an instance of `cls` (a Lease type), or None. Stores head before it returns.
+
+        Raises LaneCorrupt when what the lane says cannot be; the record is then left un-released.
+        """
+        cdef uint64_t sequence, tail
+        cdef uint32_t index
+        if self._backlog:
+            sequence, index = self._backlog[-1]
+            lease = self._lease(cls, index, sequence, sequence < self.first_head)
+            self._backlog.pop()
+        else:
+            tail = load_acquire64(&self._header.tail)  # SYNC(commit)
+            if tail == self.next:
+                return None
+            if tail - self.next > self.slot_count:
+                raise LaneCorrupt(f"tail {tail} is {tail - self.next} past {self.next}, more than {self.slot_count} slots")
+            sequence = self.next
+            index = self._ring[sequence & (self.slot_count - 1)]
+            if index >= self.slot_count:
+                raise LaneCorrupt(f"ring entry {sequence} names slot {index} of {self.slot_count}")
+            lease = self._lease(cls, index, sequence, False)
+            self.next = sequence + 1
+        fault_hit(b"hub.read")
+        if sequence >= load_relaxed64(&self._header.head):
+            store_release64(&self._header.head, sequence + 1)  # SYNC(hand-out)
+        fault_hit(b"hub.marked")
+        return lease
+
+    cdef object _lease(self, type cls, uint32_t index, uint64_t sequence, bint redelivered):
+        cdef slot body
+        cdef uint64_t generation = load_acquire64(&self._slots[index].generation)  # SYNC(slot-body)
+        cdef Lease lease
+        memcpy(&body, &self._slots[index], sizeof(slot))
+        if body.sequence != sequence or generation == load_relaxed64(&self._released[index]):
+            raise LaneCorrupt(f"slot {index} holds sequence {body.sequence}, ring says {sequence}")
+        if (body.extent_at % ALIGNMENT or body.extent_bytes % ALIGNMENT or body.extent_at > self.data_bytes
+                or body.extent_bytes > self.data_bytes - body.extent_at or body.index_bytes > body.extent_bytes):
+            raise LaneCorrupt(f"slot {index}: extent {body.extent_at}+{body.extent_bytes} (index {body.index_bytes}) "
+                              f"is not inside {self.data_bytes} data bytes")
+        index_copy = PyBytes_FromStringAndSize(<char*>self._data + body.extent_at, body.index_bytes)
+        _check_index(index_copy, &body, self._columns, self.column_count)
+        lease = <Lease>cls.__new__(cls)
+        lease.reader, lease.index = self, index_copy
+        lease.sequence, lease.redelivered = sequence, redelivered
+        lease.min_policy_version, lease.max_policy_version = body.min_policy_version, body.max_policy_version
+        lease.t_created_ns, lease.t_publish_ns = body.t_created_ns, body.t_publish_ns
+        lease.token_count, lease.extent_bytes = body.tokens, body.extent_bytes
+        lease.rows, lease.column_entries = body.rows, body.columns
+        lease.group_size, lease.env_id, lease.flags = body.group_size, body.env_id, body.flags
+        lease._slot, lease._generation, lease._group_id_bytes = index, generation, body.group_id_bytes
+        lease._extent = self._data + body.extent_at
+        lease._ended = False
+        self.held += 1
+        return lease
+
+    cdef void end_lease(self, uint32_t index, uint64_t generation) noexcept nogil:
+        self.held -= 1
+        if self.abandoned or not self.lane.alive():
+            return
+        fault_hit(b"hub.releasing")
+        store_seq64(&self._released[index], generation)  # SYNC(release), SYNC(space-wake)
+        fault_hit(b"hub.released")
+        if load_seq32(&self._header.space_waiting):  # SYNC(space-wake)
+            ring_bell(&self._header.space_bell)
+
+    def ring(self):
+        """Wakes a producer that waits for space."""
+        ring_bell(&self._header.space_bell)
+
+    def count_discard(self, uint32_t reason):
+        if reason < DISCARD_REASONS:
+            store_relaxed64(&self._header.discarded_total[reason], load_relaxed64(&self._header.discarded_total[reason]) + 1)
+
+    def quarantine(self):
+        store_relaxed64(&self._header.quarantined, 1)
+
+
+cdef int _check_span(uint64_t at, uint64_t size, uint64_t begin, uint64_t end, str what, uint32_t column) except -1:
+    at *= ALIGNMENT
+    if at < begin or at > end or size > end - at:
+        raise LaneCorrupt(f"column {column}: {what} {at}+{size} is outside {begin}..{end}")
+    return 0
+
+
+cdef uint64_t _sum(const uint32_t* lengths, uint64_t count) noexcept nogil:
+    cdef uint64_t total = 0, i
+    for i in range(count):
+        total += lengths[i]
+    return total
+
+
+cdef int _check_index(bytes index, slot* body, column_def* columns, uint32_t column_count) except -1:
+    """Validates a private copy of the index region: after this, its offsets and lengths may be used as indices."""
+    cdef const char* base = PyBytes_AS_STRING(index)
+    cdef uint64_t index_bytes = body.index_bytes, extent = body.extent_bytes, head, values, innermost
+    cdef const directory_entry* entry
+    cdef const uint32_t* lengths
+    cdef uint32_t i
+    head = <uint64_t>body.columns * sizeof(directory_entry) + body.group_id_bytes
+    if body.columns > column_count or head > index_bytes or body.rows > 1 << 30:
+        raise LaneCorrupt(f"{body.columns} columns, {body.rows} rows, group id of {body.group_id_bytes} in an index of {index_bytes} bytes")
+    for i in range(body.columns):
+        entry = <const directory_entry*>(base + i * sizeof(directory_entry))
+        if entry.column >= column_count or entry.kind != columns[entry.column].kind or entry.tag > TAG_EMPTY_MAP:
+            raise LaneCorrupt(f"entry {i}: column {entry.column} kind {entry.kind} tag {entry.tag}")
+        if entry.tag != TAG_VALUES:
+            if entry.entries or entry.values_bytes or entry.inner_count or entry.keys_bytes or entry.validity_at:
+                raise LaneCorrupt(f"entry {i}: an empty column with values")
+            continue
+        values = entry.entries
+        if entry.kind != KIND_SCALAR:
+            _check_span(entry.lengths_at, <uint64_t>entry.entries * 4, head, index_bytes, "lengths", entry.column)
+            lengths = <const uint32_t*>(base + <uint64_t>entry.lengths_at * ALIGNMENT)
+            values = _sum(lengths, entry.entries)
+        if entry.kind == KIND_LIST_LIST or entry.kind == KIND_MAP:
+            if entry.inner_count != values:
+                raise LaneCorrupt(f"column {entry.column}: {entry.inner_count} inner lengths for {values} entries")
+            if entry.inner_count > index_bytes:
+                raise LaneCorrupt(f"column {entry.column}: {entry.inner_count} inner lengths in an index of {index_bytes} bytes")
+            _check_span(entry.inner_at, entry.inner_count * 4, head, index_bytes, "inner lengths", entry.column)
+            lengths = <const uint32_t*>(base + <uint64_t>entry.inner_at * ALIGNMENT)
+            innermost = _sum(lengths, entry.inner_count)
+            if entry.kind == KIND_MAP:
+                if entry.keys_bytes != innermost:
+                    raise LaneCorrupt(f"column {entry.column}: keys of {entry.keys_bytes} bytes, lengths say {innermost}")
+                _check_span(entry.keys_at, entry.keys_bytes, index_bytes, extent, "keys", entry.column)
+            else:
+                values = innermost
+        if entry.values_bytes != values * columns[entry.column].item_bytes:
+            raise LaneCorrupt(f"column {entry.column}: {entry.values_bytes} bytes for {values} values")
+        if entry.values_bytes:
+            _check_span(entry.values_at, entry.values_bytes, index_bytes, extent, "values", entry.column)
+        if entry.validity_at:
+            _check_span(entry.validity_at, entry.entries, index_bytes, extent, "validity", entry.column)
+    return 0
+
+
+cdef class Lease:
+    """One record held in place: its memory does not change until the lease ends.
+
+    It ends with the last of release() (or the loss of the object) and the last view of its buffer; any thread may do either. Ending is one
+    idempotent store. shmbridge.record.Record derives from it.
+    """
+
+    def __cinit__(self):
+        self._ended = True
+
+    @property
+    def group_id(self) -> str:
+        start = self.column_entries * sizeof(directory_entry)
+        return self.index[start:start + self._group_id_bytes].decode("utf-8", "replace")
+
+    @property
+    def is_released(self) -> bool:
+        return self._released
+
+    def release(self):
+        """Ends the lease as soon as no view of it is left. Idempotent."""
+        self._released = True
+        if self._exports == 0:
+            self._end()
+
+    cdef void _end(self) noexcept:
+        if not self._ended:
+            self._ended = True
+            self.reader.end_lease(self._slot, self._generation)
+
+    def abandon(self):
+        """Forgets the lease without release: the next hub gets the record again."""
+        if not self._ended:
+            self._ended = True
+            self.reader.held -= 1
+
+    def __getbuffer__(self, Py_buffer* buffer, int flags):
+        if self._ended or not self.reader.lane.alive():
+            raise BufferError("the lease has ended")
+        PyBuffer_FillInfo(buffer, self, self._extent, self.extent_bytes, True, flags)
+        self._exports += 1
+
+    def __releasebuffer__(self, Py_buffer* buffer):
+        self._exports -= 1
+        if self._exports == 0 and self._released:
+            self._end()
+
+    def __dealloc__(self):
+        self._end()
+
+
+cdef class Control:
+    """The words of a control segment. Setters are for the holder of the hub lock; getters for anyone; none blocks."""
+
+    cdef readonly Mapping mapping
+    cdef control_header* _words
+
+    def __cinit__(self, Mapping mapping not None):
+        if mapping.size < CONTROL_BYTES:
+            raise ValueError("control segment too small")
+        self.mapping = mapping
+        self._words = <control_header*>mapping.base
+
+    def format(self, uint32_t pid):
+        """Makes an empty segment a control segment; magic last. Under the initialisation lock."""
+        self._words.layout_version = LAYOUT_VERSION
+        self._words.creator_pid = pid
+        self._words.created_ns = monotonic_ns()
+        fault_hit(b"control.before_magic")
+        store_release64(&self._words.magic, CONTROL_MAGIC)  # SYNC(control-ready)
+
+    @property
+    def ready(self) -> bool:
+        magic = load_acquire64(&self._words.magic)  # SYNC(control-ready)
+        if magic not in (0, CONTROL_MAGIC):
+            raise LaneCorrupt(f"magic {magic:#x}, not a control segment")
+        return magic != 0
+
+    @property
+    def layout_version(self) -> int:
+        return self._words.layout_version
+
+    @property
+    def created_ns(self) -> int:
+        return self._words.created_ns
+
+    def begin_epoch(self, uint64_t pid, uint64_t pid_namespace, bytes columns not None):
+        """A new hub enters: its pid and columns, flags cleared, epoch + 1. Returns the epoch."""
+        count = len(columns) // sizeof(column_def)
+        if count > MAX_COLUMNS:
+            raise ValueError(f"{count} columns, at most {MAX_COLUMNS}")
+        store_release64(&self._words.column_count, 0)  # SYNC(hub-columns)
+        memcpy(self.mapping.base + PAGE, PyBytes_AS_STRING(columns), len(columns))
+        store_release64(&self._words.column_count, count)  # SYNC(hub-columns)
+        self._words.hub_pid, self._words.hub_pid_namespace = pid, pid_namespace
+        store_seq32(&self._words.hub_sleeping, 0)
+        store_relaxed64(&self._words.paused, 0)
+        store_relaxed64(&self._words.draining, 0)
+        epoch = load_relaxed64(&self._words.hub_epoch) + 1
+        store_release64(&self._words.hub_epoch, epoch)  # SYNC(epoch)
+        return epoch
+
+    @property
+    def columns(self) -> bytes:
+        """The hub's column table; empty if no hub has been here, or while one is writing it."""
+        count = load_acquire64(&self._words.column_count)  # SYNC(hub-columns)
+        table = PyBytes_FromStringAndSize(<char*>self.mapping.base + PAGE, min(count, MAX_COLUMNS) * sizeof(column_def))
+        return table if load_acquire64(&self._words.column_count) == count else b""  # SYNC(hub-columns)
+
+    @property
+    def hub_pid(self) -> int:
+        return self._words.hub_pid
+
+    @property
+    def hub_epoch(self) -> int:
+        return load_acquire64(&self._words.hub_epoch)  # SYNC(epoch)
+
+    @property
+    def run_epoch(self) -> int:
+        return load_acquire64(&self._words.run_epoch)  # SYNC(flags)
+
+    def next_run(self):
+        store_release64(&self._words.run_epoch, load_relaxed64(&self._words.run_epoch) + 1)  # SYNC(flags)
+
+    @property
+    def policy_version(self) -> int:
+        """The newest announced policy version, -1 if none was."""
+        return <int64_t>load_acquire64(&self._words.policy_version) - 1  # SYNC(flags)
+
+    @policy_version.setter
+    def policy_version(self, int64_t version):
+        store_release64(&self._words.policy_version, version + 1)  # SYNC(flags)
+
+    @property
+    def paused(self) -> bool:
+        return load_acquire64(&self._words.paused) != 0  # SYNC(flags)
+
+    @paused.setter
+    def paused(self, bint value):
+        store_release64(&self._words.paused, value)  # SYNC(flags)
+
+    @property
+    def draining(self) -> bool:
+        return load_acquire64(&self._words.draining) != 0  # SYNC(flags)
+
+    @draining.setter
+    def draining(self, bint value):
+        store_release64(&self._words.draining, value)  # SYNC(flags)
+
+    @property
+    def arrivals(self) -> int:
+        return load_seq32(&self._words.arrivals)  # SYNC(bell)
+
+    def announce_lane(self):
+        """Tells the hub that a lane became ready, and wakes it."""
+        ring_bell(&self._words.arrivals)
+        ring_bell(&self._words.doorbell)
+
+    def ring(self):
+        """Wakes the hub if it sleeps."""
+        ring_bell(&self._words.doorbell)

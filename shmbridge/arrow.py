@@ -1,0 +1,55 @@
+"""A record as a pyarrow.RecordBatch over the lane's own buffers. The only file besides schema.py that needs pyarrow."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from shmbridge.record import Ragged, RaggedLists
+from shmbridge.schema import Column, Kind, arrow_field, arrow_type
+
+if TYPE_CHECKING:
+    from shmbridge.record import Record
+
+
+def record_batch(record: "Record") -> pa.RecordBatch:
+    """Zero-copy for numbers; text, bytes and maps are copied. Record metadata goes into the schema's metadata."""
+    if record.meta.uneven:
+        raise ValueError(f"{record!r} has rows of unequal length and no rectangular form: use record[name] or to_scored_data()")
+    names = record.columns
+    columns = record._lane.columns
+    arrays = [_array(record, columns[name]) for name in names]
+    meta = {key: str(getattr(record.meta, key)) for key in record.meta.__slots__}
+    return pa.record_batch(arrays, schema=pa.schema([arrow_field(columns[name]) for name in names], metadata=meta))
+
+
+def _array(record: "Record", column: Column) -> pa.Array:
+    value = record[column.name]
+    if column.kind is Kind.SCALAR:
+        return _with_nulls(_flat(value), record.valid(column.name), column)
+    if isinstance(value, Ragged):
+        return _list(value.lengths, _flat(value.values), value.valid)
+    if isinstance(value, RaggedLists):
+        return _list(value.lengths, _list(value.inner_lengths, _flat(value.values), None), value.valid)
+    if column.per_record:
+        value = value * len(record)
+    if column.kind is Kind.MAP:
+        value = [list(row.items()) for row in value]
+    return pa.array(value, arrow_type(column))
+
+
+def _flat(values: np.ndarray[Any, Any]) -> pa.Array:
+    return pa.array(values) if values.dtype == np.bool_ or len(values) == 0 else pa.Array.from_buffers(
+        pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)]
+    )
+
+
+def _list(lengths: np.ndarray[Any, Any], values: pa.Array, valid: np.ndarray[Any, Any] | None) -> pa.Array:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    mask = None if valid is None else pa.array(~valid)
+    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=mask)
+
+
+def _with_nulls(array: pa.Array, valid: np.ndarray[Any, Any] | None, column: Column) -> pa.Array:
+    return array if valid is None else pa.compute.if_else(pa.array(valid), array, pa.scalar(None, arrow_type(column)))

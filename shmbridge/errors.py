@@ -1,0 +1,137 @@
+"""Everything shmbridge raises on purpose: a code, a message with the numbers, a hint with one next action.
+
+Knows nothing else of the package. Each class also inherits the nearest builtin, so that `except TimeoutError` does what it says.
+A page per code: docs/errors/.
+"""
+
+
+class ShmBridgeError(Exception):
+    """Base of all errors of shmbridge. `code` is stable; `hint` is one next action."""
+
+    code = "SB000"
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.message}" + (f" -> {self.hint}" if self.hint else "")
+
+
+class BadBridgeName(ShmBridgeError, ValueError):
+    """A bridge name is not `[A-Za-z0-9_-]{1,48}`."""
+
+    code = "SB100"
+
+
+class ShmTooSmall(ShmBridgeError, MemoryError):
+    """The shm mount or the memory cgroup cannot hold what was asked for; nothing was left behind."""
+
+    code = "SB101"
+
+
+class ShmPermission(ShmBridgeError, PermissionError):
+    """A segment belongs to another user."""
+
+    code = "SB102"
+
+
+class NotReady(ShmBridgeError, TimeoutError):
+    """A living process has been initialising a segment for too long."""
+
+    code = "SB105"
+
+
+class LayoutMismatch(ShmBridgeError, ValueError):
+    """The peer's segment has another layout version."""
+
+    code = "SB201"
+
+
+class SchemaMismatch(ShmBridgeError, ValueError):
+    """A column has one type on this side and another on the other, or a type that no lane can carry."""
+
+    code = "SB202"
+
+
+class RecordTooBig(ShmBridgeError, ValueError):
+    """A record can never fit the lane; nothing was committed."""
+
+    code = "SB203"
+
+
+class InvalidRecord(ShmBridgeError, ValueError):
+    """A record's values cannot be carried; nothing was committed. `column`, `row` and `position` say where."""
+
+    code = "SB204"
+
+    def __init__(self, message: str, *, hint: str = "", column: str = "", row: int = -1, position: int = -1) -> None:
+        super().__init__(message, hint=hint)
+        self.column, self.row, self.position = column, row, position
+
+
+class LaneFull(ShmBridgeError, TimeoutError):
+    """The lane had no room within the time allowed; nothing was committed."""
+
+    code = "SB301"
+
+
+class ConsumerEmpty(ShmBridgeError, TimeoutError):
+    """No record came within the time allowed."""
+
+    code = "SB302"
+
+
+class LeaseReleased(ShmBridgeError, RuntimeError):
+    """A record was read after release()."""
+
+    code = "SB303"
+
+
+class BatchTooBig(ShmBridgeError, ValueError):
+    """The lanes are full of what a batch waits for, and it still lacks groups: it can never be filled."""
+
+    code = "SB304"
+
+
+class ConsumerTaken(ShmBridgeError, RuntimeError):
+    """The bridge has a living consumer."""
+
+    code = "SB401"
+
+
+class NoConsumer(ShmBridgeError, TimeoutError):
+    """No consumer answered on the control plane within the time allowed."""
+
+    code = "SB402"
+
+
+class BridgeDraining(ShmBridgeError, RuntimeError):
+    """The consumer is draining the bridge and takes no new records; nothing was committed."""
+
+    code = "SB403"
+
+
+class TooManyLanes(ShmBridgeError, RuntimeError):
+    """The bridge has as many lanes as its consumer allows."""
+
+    code = "SB404"
+
+
+class Closed(ShmBridgeError, RuntimeError):
+    """The object was closed, or belongs to the process before a fork."""
+
+    code = "SB405"
+
+
+class WeightsMismatch(ShmBridgeError, ValueError):
+    """The tensors do not have the names, types or shapes of the weights segment."""
+
+    code = "SB501"
+
+
+class WeightsBusy(ShmBridgeError, TimeoutError):
+    """A reader held the slot that is to be written next for too long."""
+
+    code = "SB502"

@@ -1,0 +1,67 @@
+"""Who is alive: locks on the open file description of a segment, which the kernel drops when their holder dies.
+
+Knows descriptors, byte offsets and pids; knows nothing of what a segment holds. A lock proves life; a pidfd only brings the news sooner.
+"""
+
+import contextlib
+import fcntl
+import os
+import struct
+from enum import IntEnum
+
+_FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
+
+
+class Byte(IntEnum):
+    """Which byte of a segment stands for what; the table of docs/adr/0001-lanes.md."""
+
+    HUB = 0
+    PARTICIPANTS = 1
+    INITIALISING = 2
+    RANKS = 3
+    PRODUCER = 0
+    WRITER = 0
+    FIRST_SLOT = 16
+
+
+def _lock(fd: int, kind: int, byte: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def lock_exclusive(fd: int, byte: int) -> bool:
+    """Takes the byte alone; False if anybody else holds it, also this process through another descriptor. Never blocks."""
+    return _lock(fd, fcntl.F_WRLCK, byte)
+
+
+def lock_shared(fd: int, byte: int) -> bool:
+    """Takes the byte together with other sharers; False if somebody holds it alone. Never blocks."""
+    return _lock(fd, fcntl.F_RDLCK, byte)
+
+
+def unlock(fd: int, byte: int) -> None:
+    """Gives the byte back; nothing if it was not held."""
+    _lock(fd, fcntl.F_UNLCK, byte)
+
+
+def is_locked(fd: int, byte: int) -> bool:
+    """Whether another open file description holds the byte in any way. Never blocks, takes nothing."""
+    raw = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    return bool(_FLOCK.unpack(raw)[0] != fcntl.F_UNLCK)
+
+
+def pid_namespace() -> int:
+    """The inode of this process' pid namespace: pids of another one mean nothing here."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def open_pidfd(pid: int, namespace: int) -> int:
+    """A descriptor that becomes readable when the process ends; -1 where there is none to be had."""
+    if namespace != pid_namespace():
+        return -1
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(pid)
+    return -1

@@ -1,0 +1,56 @@
+"""A record back to Atropos' ScoredDataGroup. Knows Atropos' words; imports nothing of it."""
+
+from typing import TYPE_CHECKING, Any
+
+from shmbridge.record import Ragged, RaggedLists
+from shmbridge.schema import Tag
+
+if TYPE_CHECKING:
+    from shmbridge.record import Record
+
+_EMPTY = {Tag.NULL: lambda: None, Tag.EMPTY_LIST: list, Tag.EMPTY_MAP: dict}
+_LISTS = ("advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
+_JSON = ("messages", "overrides", "images", "group_overrides", "generation_params")
+
+
+def scored_data(record: "Record") -> dict[str, Any]:
+    """The group as upstream's HTTP path would deliver it: the same keys, null, [] and {} told apart, unknown keys from `extra`."""
+    group: dict[str, Any] = {"tokens": _rows(record["tokens"]), "masks": _masks(record)}
+    for name, source in (("scores", "score"), *zip(_LISTS, _LISTS, strict=True)):
+        if record.tag(source) is not None:
+            group[name] = _value(record, source)
+    for name in _JSON:
+        if record.tag(name) is not None:
+            group[name] = record.json(name) if name in record else _EMPTY[record.tag(name)]()
+    if record.meta.env_id is not None:
+        group["env_id"] = record.meta.env_id
+    if "extra" in record:
+        extra = record.json("extra")
+        group.update(extra if isinstance(extra, dict) else {"extra": extra})
+    return group
+
+
+def _value(record: "Record", name: str) -> Any:
+    if name not in record:
+        return _EMPTY[record.tag(name)]()
+    column = record[name]
+    return _rows(column) if isinstance(column, (Ragged, RaggedLists)) else column.tolist()
+
+
+def _rows(column: Ragged | RaggedLists) -> list[Any]:
+    rows: list[Any] = []
+    for row in range(len(column)):
+        there = column.valid is None or column.valid[row]
+        value = column[row]
+        rows.append(None if not there else _rows(value) if isinstance(value, Ragged) else value.tolist())
+    return rows
+
+
+def _masks(record: "Record") -> list[Any] | None:
+    """masks as they came, or rebuilt: the token where trained, -100 elsewhere."""
+    if record.tag("masks") is not None:
+        return _value(record, "masks")
+    if "loss_mask" not in record:
+        return None
+    pairs = zip(record["tokens"], record["loss_mask"], strict=True)
+    return [[token if on else -100 for token, on in zip(tokens.tolist(), mask.tolist(), strict=True)] for tokens, mask in pairs]

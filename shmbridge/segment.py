@@ -1,0 +1,339 @@
+"""Names, sizes and the life of segments: who creates, who may unlink, and why never a live one.
+
+Knows locks, inodes and memory limits; knows nothing of records. docs/adr/0001-lanes.md, "Life of a name", is what this file does.
+"""
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import posix_ipc
+
+from shmbridge import liveness
+from shmbridge._ext import ring
+from shmbridge._ext.mapping import Mapping
+from shmbridge.config import check_bridge_name, format_size
+from shmbridge.errors import LayoutMismatch, NotReady, ShmPermission, ShmTooSmall
+from shmbridge.liveness import Byte
+
+MOUNT = Path("/dev/shm")
+_PREFIX = "shmbridge."
+_READY_TIMEOUT_S = 10.0
+
+
+def control_name(bridge: str) -> str:
+    """Name of the bridge's control segment."""
+    return f"/{_PREFIX}{check_bridge_name(bridge)}.c"
+
+
+def weights_name(bridge: str) -> str:
+    """Name of the bridge's weights segment."""
+    return f"/{_PREFIX}{check_bridge_name(bridge)}.w"
+
+
+def socket_directory(bridge: str) -> Path:
+    """Owner-only directory of the bridge's control socket, on the same mount."""
+    return MOUNT / f"{_PREFIX}{check_bridge_name(bridge)}.s"
+
+
+def lane_names(bridge: str) -> list[str]:
+    """Names of all lanes of the bridge that exist now, sorted."""
+    prefix = f"{_PREFIX}{check_bridge_name(bridge)}.l."
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(f"/{name}" for name in os.listdir(MOUNT) if name.startswith(prefix))
+    return []
+
+
+def bridges() -> list[str]:
+    """Names of all bridges that have anything on the mount, sorted."""
+    with contextlib.suppress(FileNotFoundError):
+        return sorted({name.split(".")[1] for name in os.listdir(MOUNT) if name.startswith(_PREFIX) and name.count(".") >= 2})
+    return []
+
+
+def _open(name: str, flags: int = 0) -> int:
+    """Descriptor of a named segment, close-on-exec. FileNotFoundError, FileExistsError, ShmPermission."""
+    try:
+        return int(posix_ipc.SharedMemory(name, flags, mode=0o600, size=0).fd)
+    except posix_ipc.ExistentialError as missing:
+        if flags & posix_ipc.O_EXCL:
+            raise FileExistsError(name) from missing
+        raise FileNotFoundError(name) from missing
+    except posix_ipc.PermissionsError as denied:
+        info = os.stat(MOUNT / name[1:])
+        raise ShmPermission(
+            f"segment {name} belongs to uid {info.st_uid} with mode {info.st_mode & 0o777:04o}, this process is uid {os.geteuid()}",
+            hint="run producers and consumer as the same user",
+        ) from denied
+
+
+def still_named(fd: int, name: str) -> bool:
+    """Whether the name still leads to this open segment."""
+    try:
+        named = os.stat(MOUNT / name[1:])
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(fd)
+    return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def unlink(fd: int, name: str) -> bool:
+    """Removes the name if it still leads to `fd`; the caller holds the segment's lock. False if it was gone already."""
+    if not still_named(fd, name):
+        return False
+    with contextlib.suppress(posix_ipc.ExistentialError):
+        posix_ipc.unlink_shared_memory(name)
+        return True
+    return False
+
+
+def reserve(fd: int, size: int, what: str) -> None:
+    """Reserves every page of a segment now, so that too little memory is ShmTooSmall here and never a SIGBUS later."""
+    room = cgroup_headroom()
+    if room is not None and size > room:
+        raise ShmTooSmall(
+            f"{what} needs {format_size(size)}, the memory cgroup has {format_size(room)} left",
+            hint="give the container more memory, or lower lane_bytes",
+        )
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as full:
+        mount = os.statvfs(MOUNT)
+        raise ShmTooSmall(
+            f"{what} needs {format_size(size)}, {MOUNT} has {format_size(mount.f_bavail * mount.f_frsize)} free "
+            f"of {format_size(mount.f_blocks * mount.f_frsize)}",
+            hint="docker run --shm-size=16g (Kubernetes: emptyDir with medium Memory), or lower lane_bytes",
+        ) from full
+
+
+def cgroup_headroom() -> int | None:
+    """Bytes this process' memory cgroup can still take, page cache that can be dropped counted as free; None without a limit."""
+    for limit_file, used_file, drop in _cgroup_files():
+        try:
+            limit, used = limit_file.read_text().strip(), int(used_file.read_text())
+            droppable = dict(line.split() for line in (used_file.parent / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit != "max" and int(limit) < 1 << 60:
+            return max(int(limit) - used + int(droppable.get(drop, 0)), 0)
+    return None
+
+
+def _cgroup_files() -> Iterator[tuple[Path, Path, str]]:
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        below = path.lstrip("/")
+        if controllers == "":
+            for root in (Path("/sys/fs/cgroup") / below, Path("/sys/fs/cgroup")):
+                yield root / "memory.max", root / "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            for root in (Path("/sys/fs/cgroup/memory") / below, Path("/sys/fs/cgroup/memory")):
+                yield root / "memory.limit_in_bytes", root / "memory.usage_in_bytes", "total_inactive_file"
+
+
+def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
+    """A new, locked, reserved, empty lane segment. The caller formats it; until then it counts as dead to nobody but its locker."""
+    while True:
+        name = f"/{_PREFIX}{check_bridge_name(bridge)}.l.{secrets.token_hex(8)}"
+        try:
+            fd = _open(name, posix_ipc.O_CREX)
+        except FileExistsError:
+            continue
+        ring.fault(b"segment.created")
+        try:
+            # A sweeper may take an unlocked, empty segment for the remains of a dead creator; then it is not ours any more.
+            if not (liveness.lock_exclusive(fd, Byte.PRODUCER) and still_named(fd, name)):
+                os.close(fd)
+                continue
+            ring.fault(b"segment.locked")
+            reserve(fd, size, f"a lane of bridge {bridge!r}")
+            ring.fault(b"segment.reserved")
+            return name, Mapping(fd, size)
+        except BaseException:
+            unlink(fd, name)
+            os.close(fd)
+            raise
+
+
+def open_mapping(name: str, *, readonly: bool = False, minimum: int = 1) -> Mapping | None:
+    """Maps an existing segment whole; None if it is gone or not yet as large as `minimum`."""
+    try:
+        fd = _open(name)
+    except FileNotFoundError:
+        return None
+    size = os.fstat(fd).st_size
+    if size < minimum:
+        os.close(fd)
+        return None
+    return Mapping(fd, size, readonly)
+
+
+def open_control(bridge: str) -> ring.Control:
+    """The bridge's control segment, created and initialised if need be, with this process as a participant.
+
+    Blocks while a living process initialises it, at most 10 s, then NotReady. The participants' lock lasts as long as the Control.
+    """
+    name = control_name(bridge)
+    deadline = time.monotonic() + _READY_TIMEOUT_S
+    while True:
+        fd = _open(name, posix_ipc.O_CREAT)
+        if not liveness.lock_exclusive(fd, Byte.INITIALISING):
+            os.close(fd)
+            if time.monotonic() > deadline:
+                raise NotReady(
+                    f"{name} has been in initialisation by a living process for {_READY_TIMEOUT_S:.0f} s",
+                    hint="look for a stopped process of this bridge: ps -eo pid,stat,cmd",
+                )
+            time.sleep(0.002)
+        elif still_named(fd, name) and liveness.lock_shared(fd, Byte.PARTICIPANTS):
+            return _enter_control(fd, name, bridge)
+        else:  # swept between open and lock
+            os.close(fd)
+
+
+def _enter_control(fd: int, name: str, bridge: str) -> ring.Control:
+    """Makes the segment whole if nobody did, and gives the initialisation lock back; whoever dies here leaves no magic."""
+    try:
+        if os.fstat(fd).st_size < ring.control_bytes:
+            reserve(fd, ring.control_bytes, f"the control segment of bridge {bridge!r}")
+        mapping = Mapping(fd, ring.control_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    control = ring.Control(mapping)
+    ring.fault(b"control.locked")
+    if not control.ready:
+        control.format(os.getpid())
+    liveness.unlock(fd, Byte.INITIALISING)
+    if control.layout_version != ring.layout_version:
+        raise LayoutMismatch(
+            f"{name} has layout version {control.layout_version}, this build has {ring.layout_version}",
+            hint="use one shmbridge version on both sides, or end the other side and run: shmbridge clean --yes",
+        )
+    return control
+
+
+@dataclass(slots=True)
+class LaneFate:
+    """What is known of one lane from outside: its header, whether its producer lives, and what it still holds."""
+
+    name: str
+    alive: bool
+    held: int
+    info: dict[str, object] | None
+    size: int
+
+
+@dataclass(slots=True)
+class SweepReport:
+    """What a sweep removed and what it left, each with its reason."""
+
+    removed: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    undelivered: dict[str, int] = field(default_factory=dict)
+
+
+def lane_fate(name: str) -> LaneFate | None:
+    """Looks at a lane without touching it; None if it is gone."""
+    mapping = open_mapping(name, readonly=True)
+    if mapping is None:
+        return None
+    alive = liveness.is_locked(mapping.fd, Byte.PRODUCER)
+    info, held = None, 0
+    with contextlib.suppress(ring.LaneCorrupt):
+        info = ring.read_lane(mapping)
+        held = ring.undelivered(mapping)
+    return LaneFate(name, alive, held, info, mapping.size)
+
+
+def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False) -> tuple[bool, str, int]:
+    """Removes a lane if it is dead: (removed, reason it was kept or "", records it held). Never touches a live one."""
+    try:
+        fd = _open(name)
+    except FileNotFoundError:
+        return False, "gone already", 0
+    try:
+        if not liveness.lock_exclusive(fd, Byte.PRODUCER):
+            return False, "its producer is alive", 0
+        held = _undelivered(fd)
+        if held and not with_records:
+            return False, f"holds {held} undelivered records", held
+        if dry_run:
+            return True, "", held
+        ring.fault(b"segment.unlinking")
+        return unlink(fd, name), "", held
+    finally:
+        os.close(fd)
+
+
+def _undelivered(fd: int) -> int:
+    size = os.fstat(fd).st_size
+    if size == 0:
+        return 0
+    try:
+        return ring.undelivered(Mapping(os.dup(fd), size, True))
+    except ring.LaneCorrupt:
+        return 0
+
+
+def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> SweepReport:
+    """Removes what is dead of a bridge: lanes without undelivered records (with them, if asked), then the rest if nobody takes part."""
+    report = SweepReport()
+    for name in lane_names(bridge):
+        removed, reason, held = remove_lane(name, with_records=with_records, dry_run=dry_run)
+        if removed:
+            report.removed.append(name)
+        elif reason != "gone already":
+            report.kept[name] = reason
+        if held:
+            report.undelivered[name] = held
+    _sweep_control(bridge, report, dry_run)
+    return report
+
+
+def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
+    """Control, weights and socket directory go together, when nobody takes part and no lane is left."""
+    name = control_name(bridge)
+    present = [each for each in (name, weights_name(bridge)) if (MOUNT / each[1:]).exists()]
+    if not present and not socket_directory(bridge).exists():
+        return
+    if report.kept:
+        reason = "lanes of the bridge are left"
+    else:
+        # A lost control segment is made again for its lock: nobody may join while the rest goes.
+        fd = _open(name, posix_ipc.O_CREAT)
+        try:
+            reason = _unused_control(fd, name)
+            if not reason and not (dry_run and name in present):
+                _remove_control(fd, name, bridge, keep_others=dry_run)
+        finally:
+            os.close(fd)
+    if reason:
+        report.kept.update(dict.fromkeys(present, reason))
+    else:
+        report.removed.extend(present)
+
+
+def _unused_control(fd: int, name: str) -> str:
+    """Takes the control segment's locks, in the order that lets nobody join in between; why that failed, or ""."""
+    if not liveness.lock_exclusive(fd, Byte.INITIALISING):
+        return "is being initialised"
+    if not liveness.lock_exclusive(fd, Byte.PARTICIPANTS):
+        return "has living participants"
+    return "" if still_named(fd, name) else "was made anew just now"
+
+
+def _remove_control(fd: int, name: str, bridge: str, *, keep_others: bool) -> None:
+    if not keep_others:
+        with contextlib.suppress(posix_ipc.ExistentialError):
+            posix_ipc.unlink_shared_memory(weights_name(bridge))
+        with contextlib.suppress(FileNotFoundError):
+            directory = socket_directory(bridge)
+            for entry in directory.iterdir():
+                entry.unlink()
+            directory.rmdir()
+    unlink(fd, name)

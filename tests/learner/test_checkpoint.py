@@ -1,0 +1,103 @@
+"""Checkpoints: training goes on as if never interrupted, and a half-written one is never taken for whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from shmbridge.consumers import checkpoint
+from shmbridge.consumers.checkpoint import Progress
+from shmbridge.consumers.grpo_update import Learner, Objective
+
+ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]
+
+
+def learner(model):
+    return Learner(model, Objective(entropy=0.1), lambda step: 5e-3, weight_decay=0.01)
+
+
+def train(own, batch, steps):
+    for _ in range(steps):
+        own.accumulate(batch)
+        own.apply()
+
+
+@pytest.fixture
+def batch(packed_batch):
+    return packed_batch(ROWS, scores=[1.0, 0.0, 0.0, 1.0], groups=[0, 0, 1, 1])
+
+
+def test_a_restored_learner_trains_on_as_if_nothing_had_happened(tiny_model, batch, tmp_path):
+    through = learner(tiny_model(1))
+    train(through, batch, 6)
+
+    first = learner(tiny_model(1))
+    train(first, batch, 3)
+    path = checkpoint.save(tmp_path, Progress(3, 7), first.model, None, first.optimizer)
+
+    second = learner(AutoModelForCausalLM.from_pretrained(path).float())
+    assert checkpoint.load_progress(path) == Progress(step=3, policy_version=7)
+    checkpoint.load_optimizer(path, second.model, second.optimizer)
+    train(second, batch, 3)
+
+    for (name, expected), (_, found) in zip(
+        through.model.named_parameters(), second.model.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=name)
+
+
+def test_without_the_optimizer_state_it_would_not_be_the_same(tiny_model, batch, tmp_path):
+    """The test above has teeth: the moments matter after three steps."""
+    own = learner(tiny_model(1))
+    train(own, batch, 3)
+    path = checkpoint.save(tmp_path, Progress(3, 3), own.model, None, own.optimizer)
+    bare = learner(AutoModelForCausalLM.from_pretrained(path).float())
+    train(own, batch, 1)
+    train(bare, batch, 1)
+    pairs = zip(own.model.parameters(), bare.model.parameters(), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)
+
+
+def test_only_safetensors_json_and_tokenizer_files(tiny_model, batch, tmp_path):
+    own = learner(tiny_model(1))
+    train(own, batch, 1)
+    path = checkpoint.save(tmp_path, Progress(1, 1), own.model, None, own.optimizer)
+    assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
+    assert {"model.safetensors", "optimizer.safetensors", "learner.json"} <= {f.name for f in path.iterdir()}
+
+
+def test_a_save_that_dies_leaves_the_earlier_checkpoint_and_the_next_one_cleans_up(
+    tiny_model, batch, tmp_path, monkeypatch
+):
+    own = learner(tiny_model(1))
+    train(own, batch, 1)
+    first = checkpoint.save(tmp_path, Progress(1, 1), own.model, None, own.optimizer)
+
+    class KilledError(BaseException):
+        pass
+
+    def die(*args):
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", die)
+        with pytest.raises(KilledError):
+            checkpoint.save(tmp_path, Progress(2, 2), own.model, None, own.optimizer)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert checkpoint.complete(tmp_path) == [first]
+
+    second = checkpoint.save(tmp_path, Progress(2, 2), own.model, None, own.optimizer)
+    assert checkpoint.complete(tmp_path) == [first, second]
+    assert sorted(tmp_path.iterdir()) == [first, second]
+
+
+def test_the_newest_are_kept_in_order_of_steps(tiny_model, tmp_path):
+    own = learner(tiny_model(1))
+    for step in (9, 10, 100):
+        checkpoint.save(tmp_path, Progress(step, step), own.model, None, own.optimizer, keep=2)
+    assert [checkpoint.load_progress(path).step for path in checkpoint.complete(tmp_path)] == [10, 100]
+
+
+def test_no_folder_no_checkpoint(tmp_path):
+    assert checkpoint.complete(tmp_path / "nothing") == []

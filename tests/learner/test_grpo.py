@@ -1,0 +1,198 @@
+"""The learner's loop: the order of a step, what a stop leaves behind, what the run directory holds."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from shmbridge.consumers import grpo
+from shmbridge.consumers.grpo_options import parser
+from shmbridge.consumers.metrics_log import MetricsLog
+from shmbridge.consumers.stopping import Stopped, StopSignals
+
+ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]
+
+
+class FakeConsumer:
+    """The learner's side of a hub; writes down what is done to it, in order."""
+
+    def __init__(self, batches, version=0):
+        self._batches = batches
+        self.policy_version = version
+        self.events = []
+
+    def batches(self, **options):
+        self.options = options
+        for batch in self._batches:
+            batch.release = lambda: self.events.append("release")
+            yield batch
+
+    def publish_policy_version(self, version):
+        self.events.append(f"version {version}")
+        self.policy_version = version
+
+    def stats(self):
+        return {"records_total": 9, 'dropped_total{reason="stale"}': 2, 'dropped_total{reason="partial"}': 1}
+
+
+class Session:
+    """Everything `grpo.learn` works with, on a fake consumer and a real model."""
+
+    def __init__(self, tmp_path, model, batches, *flags, version=0):
+        self.options = parser().parse_args(
+            ["--bridge", "b", "--model", "m", "--lr", "1e-2", "--run-dir", str(tmp_path), *flags]
+        )
+        self.consumer = FakeConsumer(batches, version)
+        self.learner = grpo.new_learner(model, self.options)
+        self.saver = grpo.Saver(tmp_path / "checkpoints", self.learner, None, keep=2)
+        self.metrics = tmp_path / "metrics.jsonl"
+
+    def publish(self, version):
+        self.consumer.events.append(f"weights {version}")
+
+    def learn(self, stops=None, publish=None):
+        with MetricsLog(self.metrics) as log:
+            grpo.learn(
+                self.learner,
+                self.consumer,
+                publish or self.publish,
+                self.saver,
+                log,
+                self.options,
+                stops or StopSignals(),
+            )
+
+    def logged(self):
+        return [json.loads(line) for line in self.metrics.read_text().splitlines()]
+
+
+@pytest.fixture
+def batches(packed_batch):
+    def make(count, **more):
+        make_one = {"scores": [1.0, 0.0, 0.0, 1.0], "groups": [0, 0, 1, 1], **more}
+        return [packed_batch(ROWS, **make_one) for _ in range(count)]
+
+    return make
+
+
+def test_a_step_publishes_weights_then_version_then_releases(tiny_model, batches, tmp_path):
+    session = Session(tmp_path, tiny_model(1), batches(5), "--steps", "2", version=7)
+    session.learn()
+    assert session.consumer.events == [
+        *("weights 8", "version 8", "release"),
+        *("weights 9", "version 9", "release"),
+    ]
+    assert session.consumer.options["hold"] == "step"
+    assert session.consumer.options["layout"] == "packed"
+
+
+def test_metrics_say_what_happened(tiny_model, batches, tmp_path, capsys):
+    flags = ("--steps", "3", "--log-every", "2", "--save-every", "2")
+    session = Session(tmp_path, tiny_model(1), batches(9, version=4), *flags, version=6)
+    session.learn()
+    first, second, third = session.logged()
+    assert [line["step"] for line in (first, second, third)] == [1, 2, 3]
+    assert [line["policy_version"] for line in (first, second, third)] == [7, 8, 9]
+    assert (first["staleness_mean"], third["staleness_max"]) == (2.0, 4)
+    assert first["tokens"] == 14
+    assert (first["trained_tokens"], first["trajectories"], first["groups"]) == (10, 4, 2)
+    assert first["reward_mean"] == 0.5
+    assert first["ratio_mean"] == pytest.approx(1.0)
+    assert first["dropped_total"] == 3
+    timings = {"wait_s", "forward_backward_s", "update_s", "publish_s", "time"}
+    assert {name for name in timings if third[name] >= 0} == timings
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 2/3", "step 3/3"]
+
+
+def test_a_drained_bridge_ends_the_loop_early(tiny_model, batches, tmp_path):
+    session = Session(tmp_path, tiny_model(1), batches(2), "--steps", "100")
+    session.learn()
+    assert session.learner.step == 2
+
+
+def test_a_finished_run_takes_no_batch(tiny_model, batches, tmp_path):
+    session = Session(tmp_path, tiny_model(1), batches(2), "--steps", "4")
+    session.learner.step = 4
+    session.learn()
+    assert session.consumer.events == []
+
+
+def test_a_signal_while_computing_leaves_the_batch_to_the_next_learner(tiny_model, batches, tmp_path):
+    session = Session(tmp_path, tiny_model(1), batches(5), "--steps", "5")
+    compute = session.learner.accumulate
+
+    def interrupted(batch):
+        if session.learner.step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return compute(batch)
+
+    session.learner.accumulate = interrupted
+    with StopSignals() as stops, pytest.raises(Stopped) as stopped:
+        session.learn(stops)
+    assert stopped.value.signum == signal.SIGTERM
+    assert session.consumer.events == ["weights 1", "version 1", "release"]
+    assert len(session.logged()) == 1
+
+
+def test_a_signal_while_publishing_waits_for_the_release(tiny_model, batches, tmp_path):
+    session = Session(tmp_path, tiny_model(1), batches(5), "--steps", "5")
+
+    def interrupted(version):
+        session.publish(version)
+        signal.raise_signal(signal.SIGINT)
+
+    with StopSignals() as stops, pytest.raises(Stopped):
+        session.learn(stops, interrupted)
+    assert session.consumer.events == ["weights 1", "version 1", "release"]
+    assert len(session.logged()) == 1
+
+
+def test_stop_signals_put_the_old_handlers_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [((None, None, None), 0), ((-1, 0, None), 1), ((50, 57, 50), 58), ((50, 50, None), 51)],
+)
+def test_a_start_takes_a_version_nobody_has_used(seen, expected):
+    assert grpo.first_version(*seen) == expected
+
+
+def test_a_fresh_start_over_an_old_run_is_refused_and_resume_takes_the_newest(tmp_path, capsys):
+    flags = ["--bridge", "b", "--model", "m", "--steps", "5", "--run-dir", str(tmp_path)]
+    for step in ("step-00000009", "step-00000010"):
+        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+    assert grpo.starting_point(parser().parse_args([*flags, "--resume"])).name == "step-00000010"
+    assert grpo.main(flags) == 1
+    assert "--resume goes on with it" in capsys.readouterr().err
+
+
+def test_resume_without_a_checkpoint_is_a_fresh_start(tmp_path):
+    flags = ["--bridge", "b", "--model", "m", "--steps", "5", "--run-dir", str(tmp_path), "--resume"]
+    assert grpo.starting_point(parser().parse_args(flags)) is None
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):
+    status = grpo.main(
+        ["--bridge", "b", "--model", str(tmp_path / "none"), "--steps", "1", "--run-dir", str(tmp_path)]
+    )
+    assert status == 1
+    assert "cannot load a model" in capsys.readouterr().err
+
+
+def test_metrics_survive_a_torn_line_and_numbers_json_cannot_say(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    with MetricsLog(path) as log:
+        log.append({"step": 2, "grad_norm": float("nan"), "loss": 0.5})
+    lines = path.read_text().splitlines()
+    assert json.loads(lines[-1]) == {"step": 2, "grad_norm": None, "loss": 0.5}
+    assert len(lines) == 3
