@@ -49,10 +49,6 @@ class WeightsSource(Protocol):
         """Let the segment go."""
 
 
-class WeightsMismatch(ValueError):
-    """The published tensors are not those of this model; the module is unchanged."""
-
-
 class WeightsFollower:
     """Copies each new version into a module; for one thread.
 
@@ -78,8 +74,8 @@ class WeightsFollower:
             if newest is None or newest == self._considered:
                 return None
             return self._load()
-        except (shmbridge.ShmBridgeError, WeightsMismatch) as error:
-            if (complaint := f"{type(error).__name__}: {error}") != self._complaint:
+        except shmbridge.ShmBridgeError as error:
+            if (complaint := str(error)) != self._complaint:
                 logger.warning("weights stay as they are: %s", complaint)
                 self._complaint = complaint
             return None
@@ -133,7 +129,10 @@ def _require_fit(module: torch.nn.Module, targets: Mapping[str, Tensor], tensors
             for kind, names in faults.items()
             if names
         )
-        raise WeightsMismatch(f"published weights are of another model ({told})")
+        raise shmbridge.WeightsMismatch(
+            f"the published weights are of another model ({told})",
+            hint="serve the model that the learner trains",
+        )
 
 
 def _as_tensor(array: npt.NDArray[Any], dtype: str) -> Tensor:

@@ -1,1 +1,1 @@
-"""Where trajectory groups come from: adapters of environments, each putting groups into a lane through `shmbridge`."""
+"""Where trajectory groups come from: adapters that put the groups of environments into lanes."""

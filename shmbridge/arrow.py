@@ -17,7 +17,7 @@ def record_batch(record: "Record") -> pa.RecordBatch:
     if record.meta.uneven:
         raise ValueError(f"{record!r} has rows of unequal length and no rectangular form: use record[name] or to_scored_data()")
     names = record.columns
-    columns = record._lane.columns
+    columns = record.lane_columns
     arrays = [_array(record, columns[name]) for name in names]
     meta = {key: str(getattr(record.meta, key)) for key in record.meta.__slots__}
     return pa.record_batch(arrays, schema=pa.schema([arrow_field(columns[name]) for name in names], metadata=meta))

@@ -136,6 +136,8 @@ class ControlServer:
             return bad.request_id, Refused(bad.reason, bad.message, bad.hint)
         try:
             answer = self._do(request)
+        except ValueError as wrong:
+            answer = Refused(messages.BAD_VALUE, str(wrong), "correct the value")
         except Exception as error:
             log.exception("control request %s failed", request)
             answer = Refused(messages.INTERNAL, f"{type(error).__name__}: {error}", "see the consumer's log")
@@ -155,7 +157,8 @@ class ControlServer:
             case messages.RunInfoRequest():
                 return messages.RunInfo(hub.run, hub.current_step, hub.hub_epoch)
             case messages.AnnounceRun(run):
-                hub.announce_run(run)
+                if run != hub.run:  # said again, it must not begin the run again
+                    hub.announce_run(run)
             case messages.SetPolicyVersion(version):
                 hub.publish_policy_version(version)
             case messages.Pause():

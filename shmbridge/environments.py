@@ -147,8 +147,13 @@ class Environments:
         me = self._table[env_id]
         self._bury_the_dead(but=me)
         groups = {env.env_id: self._hub.queue_groups(env.producer_id) for env in self._table.values()}
-        largest = self._largest_queued(groups)
-        sequences = groups[env_id] * me.group_size + self._open_to_me(me, groups, largest)
+        # Of producers that never registered; their group size is not known here, taken to be the asker's.
+        strangers = max(0, self._hub.queue_groups() - sum(groups.values())) * me.group_size
+        largest = max([1, *(env.group_size for env in self._table.values() if groups[env.env_id])])
+        if strangers:
+            largest = max(largest, me.group_size)
+        others = self._open_to_me(me, groups, strangers, largest)
+        sequences = groups[env_id] * me.group_size + others
         return Status(
             current_step=self._hub.current_step,
             queue_groups=sequences // me.group_size,
@@ -199,22 +204,17 @@ class Environments:
 
     # --- steering -----------------------------------------------------------------------------------------
 
-    def _largest_queued(self, groups: dict[int, int]) -> int:
-        return max([1, *(env.group_size for env in self._table.values() if groups[env.env_id])])
-
-    def _open_to_me(self, me: Environment, groups: dict[int, int], largest: int) -> int:
+    def _open_to_me(self, me: Environment, groups: dict[int, int], strangers: int, largest: int) -> int:
         """Sequences of others that compete with mine: beyond what is theirs by right, packed as a batch."""
         if largest == 1:
             return 0  # as upstream: without groups to pack, only one's own queue counts
         batch_size = run.batch_size if (run := self._hub.run) else 0
-        open_to_me = 0
+        open_to_me = math.ceil(strangers / largest) * largest
         for other in self._table.values():
             if other is not me:
                 packed = math.ceil(groups[other.env_id] * other.group_size / largest) * largest
                 open_to_me += max(0, packed - int(batch_size * other.share))
-        # Producers that never registered: their group size is not known here, taken to be the asker's.
-        strangers = max(0, self._hub.queue_groups() - sum(groups.values())) * me.group_size
-        return open_to_me + math.ceil(strangers / largest) * largest
+        return open_to_me
 
     def _weight(self, me: Environment) -> float:
         total = sum(env.max_token_length * max(0.0, env.weight) for env in self._table.values())

@@ -128,6 +128,11 @@ class Record(Lease):
     __slots__ = ("_directory", "_lane", "_meta")
     _lane: Lane
 
+    @property
+    def lane_columns(self) -> Columns:
+        """All columns its lane may carry, by name."""
+        return self._lane.columns
+
     def bind(self, lane: Lane) -> "Record":
         """Ties the record to what its lane says of all records; for the consumer only."""
         self._lane = lane

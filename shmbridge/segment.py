@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import posix_ipc
 
@@ -224,7 +225,8 @@ class LaneFate:
     name: str
     alive: bool
     held: int
-    info: dict[str, object] | None
+    records: int
+    info: dict[str, Any] | None
     size: int
 
 
@@ -243,11 +245,12 @@ def lane_fate(name: str) -> LaneFate | None:
     if mapping is None:
         return None
     alive = liveness.is_locked(mapping.fd, Byte.PRODUCER)
-    info, held = None, 0
+    info, held, records = None, 0, 0
     with contextlib.suppress(ring.LaneCorrupt):
         info = ring.read_lane(mapping)
         held = ring.undelivered(mapping)
-    return LaneFate(name, alive, held, info, mapping.size)
+        records = ring.lane_counters(mapping)["tail"] if info else 0
+    return LaneFate(name, alive, held, records, info, mapping.size)
 
 
 def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False) -> tuple[bool, str, int]:

@@ -388,6 +388,11 @@ cdef class LaneReader:
         """Records that can be taken now."""
         return len(self._backlog) + load_acquire64(&self._header.tail) - self.next  # SYNC(commit)
 
+    @property
+    def space_waiting(self) -> bool:
+        """Whether the producer sleeps for want of room; a hint."""
+        return load_seq32(&self._header.space_waiting) != 0  # SYNC(space-wake)
+
     def take(self, type cls):
         """The next record as an instance of `cls` (a Lease type), or None. Stores head before it returns.
 

@@ -28,7 +28,6 @@ cdef class HubWait:
     cdef uint64_t* _next
     cdef uint32_t _count
     cdef uint32_t _capacity
-    cdef list _readers
     cdef int64_t _spin_ns
     cdef readonly uint64_t late_wakes  # ticks that found work: 0 in a healthy run
     cdef readonly uint64_t sleeps
@@ -36,29 +35,28 @@ cdef class HubWait:
     def __cinit__(self, Mapping control not None):
         self._control = control
         self._words = <control_header*>control.base
-        self._readers = []
         self._spin_ns = LONGEST_SPIN_NS
 
     def __dealloc__(self):
         free(self._tails)
         free(self._next)
 
-    def watch(self, list readers not None):
-        """Sets the lanes to wait for."""
-        cdef uint32_t count = len(readers)
-        cdef uint32_t i
+    cdef int _look_at(self, list readers) except -1:
+        cdef uint32_t count = len(readers), i
         if count > self._capacity:
             free(self._tails)
             free(self._next)
+            self._capacity = 0
             self._tails = <shm_u64**>malloc(2 * count * sizeof(shm_u64*))
             self._next = <uint64_t*>malloc(2 * count * sizeof(uint64_t))
             if self._tails == NULL or self._next == NULL:
                 raise MemoryError
             self._capacity = 2 * count
-        self._readers = list(readers)
-        self._count = count
         for i in range(count):
-            self._tails[i] = (<LaneReader>readers[i]).tail_word()
+            self._tails[i] = (<LaneReader?>readers[i]).tail_word()
+            self._next[i] = (<LaneReader>readers[i]).next
+        self._count = count
+        return 0
 
     cdef bint _work(self, uint32_t arrivals) noexcept nogil:
         cdef uint32_t i
@@ -67,19 +65,18 @@ cdef class HubWait:
                 return True
         return load_seq32(&self._words.arrivals) != arrivals  # SYNC(bell)
 
-    def wait(self, int64_t timeout_ns, uint32_t arrivals, bint spin=True):
+    def wait(self, list readers not None, int64_t timeout_ns, uint32_t arrivals, bint spin=True):
         """Returns True when there may be work: a record, an arrival since `arrivals`, or a ring of the bell; False on timeout.
 
         Blocks at most `timeout_ns` and at most one tick of a second, with the GIL released; also returns True on a signal.
         """
-        cdef uint32_t i, seen
+        cdef uint32_t seen
         cdef int64_t began = monotonic_ns(), until
         cdef int status = 0
         cdef bint work
         if not self._control.alive():
             raise BufferError("the bridge was attached before fork")
-        for i in range(self._count):
-            self._next[i] = (<LaneReader>self._readers[i]).next
+        self._look_at(readers)
         with nogil:
             until = began + (min(self._spin_ns, timeout_ns) if spin else 0)
             work = self._work(arrivals)

@@ -1,6 +1,6 @@
-"""The policy server: what it samples, what it says about it, and that weights change between answers, never in one.
+"""The policy server over HTTP: what Atropos and OpenAI clients send and get; how the program starts and ends.
 
-The sampler and the HTTP side run in this process over a hand-fed weights source; the last section runs the program.
+What is sampled, and under which weights, is in `test_policy_engine.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import aiohttp
 import numpy as np
@@ -25,28 +24,22 @@ import torch
 from aiohttp.test_utils import TestClient, TestServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shmbridge.consumers.follow_weights import WeightsFollower, WeightsMismatch, copy_into
-from shmbridge.consumers.generation import PolicyModel, Row, Sampling
+from shmbridge.consumers.generation import PolicyModel, Row
 from shmbridge.consumers.policy_api import PolicyApi
-from shmbridge.consumers.policy_engine import PolicyEngine, Question, Reply
+from shmbridge.consumers.policy_engine import PolicyEngine
 from shmbridge.consumers.policy_server import PolicyServer
 
 ROOT = Path(__file__).parents[2]
-END = 1
 PROMPTS = [[2, 25, 9, 13, 1, 3], [2, 27, 16, 17, 18, 1, 3], [25], [2, 27, 20, 1, 3]]
-
-
-def tiny(seed: int):
-    spec = importlib.util.spec_from_file_location("tiny_model", ROOT / "examples" / "tiny_model.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.build_model(seed).eval(), module.build_tokenizer(), module.build
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
+    spec = importlib.util.spec_from_file_location("tiny_model", ROOT / "examples" / "tiny_model.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     path = tmp_path_factory.mktemp("tiny")
-    tiny(0)[2](path, seed=1)
+    module.build(path, seed=1)
     return path
 
 
@@ -56,41 +49,29 @@ def policy(folder: Path) -> PolicyModel:
     return PolicyModel(model, AutoTokenizer.from_pretrained(folder), version=0, seed=3)
 
 
-class HandFed:
-    """A weights source whose versions are put in by the test."""
+class Following:
+    """Stands in for a weights follower: says once that a version was loaded."""
 
-    def __init__(self) -> None:
-        self.held: SimpleNamespace | None = None
-        self.leases = 0
+    loaded_total = 0
+    arriving: int | None = None
 
-    @property
-    def version(self) -> int | None:
-        return self.held.version if self.held else None
-
-    @contextmanager
-    def lease(self, *, timeout_s: float | None = None) -> Iterator[SimpleNamespace]:
-        self.leases += 1
-        yield self.held
+    def refresh(self) -> int | None:
+        version, self.arriving = self.arriving, None
+        self.loaded_total += version is not None
+        return version
 
     def close(self) -> None:
-        self.held = None
-
-    def publish(self, version: int, model: torch.nn.Module) -> None:
-        tensors = {name: value.detach().numpy().copy() for name, value in model.named_parameters()}
-        for array in tensors.values():
-            array.setflags(write=False)
-        dtypes = dict.fromkeys(tensors, "float32")
-        self.held = SimpleNamespace(version=version, tensors=tensors, dtypes=dtypes)
+        pass
 
 
 @pytest.fixture
-def weights() -> HandFed:
-    return HandFed()
+def follower() -> Following:
+    return Following()
 
 
 @pytest.fixture
-def engine(policy: PolicyModel, weights: HandFed) -> Iterator[PolicyEngine]:
-    engine = PolicyEngine(policy, WeightsFollower(weights, policy.model))
+def engine(policy: PolicyModel, follower: Following) -> Iterator[PolicyEngine]:
+    engine = PolicyEngine(policy, follower)
     engine.start()
     yield engine
     engine.close()
@@ -100,18 +81,8 @@ def engine(policy: PolicyModel, weights: HandFed) -> Iterator[PolicyEngine]:
 async def client(engine: PolicyEngine, policy: PolicyModel) -> AsyncIterator[TestClient]:
     api = PolicyApi(policy.tokenizer, "tiny", policy.context, policy.vocab_size)
     server = TestServer(PolicyServer(engine, api).application())
-    await server.start_server(handler_cancellation=True)
     async with TestClient(server) as client:
         yield client
-
-
-def sample(policy: PolicyModel, prompts, **how) -> list[Row]:
-    seed = how.get("seed")
-    rows = [
-        Row(prompt, Sampling(**how), None if seed is None else seed + line) for line, prompt in enumerate(prompts)
-    ]
-    policy.generate(rows)
-    return rows
 
 
 def recomputed(model, prompt: list[int], answer: list[int], temperature: float = 1.0) -> np.ndarray:
@@ -122,175 +93,124 @@ def recomputed(model, prompt: list[int], answer: list[int], temperature: float =
     return logprobs.gather(-1, torch.tensor(answer)[:, None])[:, 0].numpy()
 
 
-# --- sampling ---------------------------------------------------------------------------------------------------
+# --- requests and responses ---------------------------------------------------------------------------------
 
 
-def test_batched_greedy_answers_are_those_given_alone(policy):
-    together = sample(policy, PROMPTS, max_tokens=12, temperature=0.0)
-    for prompt, row in zip(PROMPTS, together, strict=True):
-        (alone,) = sample(policy, [prompt], max_tokens=12, temperature=0.0)
-        assert row.token_ids == alone.token_ids
-        np.testing.assert_allclose(row.logprobs, alone.logprobs, atol=1e-4)
+async def test_generate_speaks_the_dialect_of_atropos(client, policy):
+    body = {
+        "prompt": {"prompt_token_ids": PROMPTS[0]},
+        "logprobs": 0,
+        "n": 3,
+        "max_tokens": 6,
+        "temperature": 0.9,
+    }
+    response = await client.post("/generate", json=body)
+    answer = await response.json()
+    assert response.headers["X-Policy-Version"] == "0"
+    assert answer["weight_version"] == 0
+    assert answer["prompt_token_ids"] == PROMPTS[0]
+    assert len(answer["logprobs"]) == len(answer["finish_reasons"]) == 3
+    for tokens, entries in zip(answer["token_ids"], answer["logprobs"], strict=True):
+        assert [int(next(iter(entry[0]))) for entry in entries] == tokens
+        expected = recomputed(policy.model, PROMPTS[0], tokens, 0.9)
+        np.testing.assert_allclose([next(iter(entry[0].values())) for entry in entries], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.6, 0.8), (0.0, 1.0)])
-def test_logprobs_are_those_of_the_tempered_distribution(policy, temperature, top_p):
-    for prompt, row in zip(
-        PROMPTS, sample(policy, PROMPTS, max_tokens=8, temperature=temperature, top_p=top_p), strict=True
-    ):
-        expected = recomputed(policy.model, prompt, row.token_ids, temperature or 1.0)
-        np.testing.assert_allclose(row.logprobs, expected, atol=1e-4)
+async def test_completions_take_all_four_forms_of_a_prompt(client):
+    greedy = {"max_tokens": 4, "temperature": 0, "logprobs": 2}
+    texts = []
+    for prompt in (">37", [25, 9, 13], [">37", ">37"], [[25, 9, 13], [25, 9, 13]]):
+        body = await (await client.post("/v1/completions", json=greedy | {"prompt": prompt})).json()
+        assert [choice["index"] for choice in body["choices"]] == list(range(len(body["choices"])))
+        texts += [choice["text"] for choice in body["choices"]]
+        logprobs = body["choices"][0]["logprobs"]
+        assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"])
+    assert len(texts) == 6
+    assert len(set(texts)) == 1
+    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14}
 
 
-def test_tokens_are_drawn_with_their_probabilities_and_top_p_cuts_the_tail(policy):
-    prompt = PROMPTS[0]
-    with torch.no_grad():
-        p = policy.model(torch.tensor([prompt])).logits[0, -1].softmax(-1).numpy()
-    ordered = np.argsort(-p)
-    nucleus = ordered[: int(np.searchsorted(np.cumsum(p[ordered]), 0.5)) + 1]
-
-    drawn = [row.token_ids[0] for row in sample(policy, [prompt] * 4000, max_tokens=1)]
-    assert np.abs(np.bincount(drawn, minlength=28) / 4000 - p).max() < 0.03
-    narrow = [row.token_ids[0] for row in sample(policy, [prompt] * 500, max_tokens=1, top_p=0.5)]
-    assert set(narrow) == set(nucleus.tolist())
-
-
-def test_a_seed_gives_the_same_answer_in_any_company(policy):
-    (alone,) = sample(policy, PROMPTS[:1], max_tokens=10, seed=11)
-    with_others = sample(policy, PROMPTS, max_tokens=10, seed=11)
-    assert alone.token_ids == with_others[0].token_ids
-    assert len({tuple(row.token_ids) for row in sample(policy, PROMPTS[:1] * 4, max_tokens=10, seed=11)}) == 4
+async def test_chat_renders_the_template_and_reports_alternatives(client):
+    ask = {"messages": [{"role": "user", "content": ">37"}], "temperature": 0, "max_tokens": 4}
+    body = await (
+        await client.post("/v1/chat/completions", json=ask | {"n": 2, "logprobs": True, "top_logprobs": 3})
+    ).json()
+    same = {"prompt": {"prompt_token_ids": PROMPTS[0]}, "temperature": 0, "max_tokens": 4, "logprobs": 0}
+    twin = await (await client.post("/generate", json=same)).json()
+    assert [choice["token_ids"] for choice in body["choices"]] == twin["token_ids"] * 2
+    for entry in body["choices"][0]["logprobs"]["content"]:
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"]  # greedy: the likeliest one
+        assert len(entry["top_logprobs"]) == 3
+    assert body["choices"][0]["message"]["role"] == "assistant"
+    assert body["usage"]["prompt_tokens"] == len(PROMPTS[0])
 
 
-def test_answers_end_at_the_end_token_a_stop_token_a_stop_string_or_the_limit(policy):
-    rows = sample(policy, PROMPTS[:1] * 64, max_tokens=6, seed=5)
-    ended = [row for row in rows if END in row.token_ids]
-    assert ended
-    assert all(row.token_ids[-1] == END and row.finish_reason == "stop" for row in ended)
-    assert all(row.finish_reason == "length" and len(row.token_ids) == 6 for row in rows if row not in ended)
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/generate", b"{", "truncated"),
+        ("/generate", b"[1]", "not a JSON object"),
+        ("/generate", {"prompt": {"prompt_token_ids": []}}, "no tokens"),
+        ("/generate", {"prompt": {"prompt_token_ids": [3, 28]}}, "token id 28"),
+        ("/generate", {"prompt": {"prompt_token_ids": [3]}, "max_tokens": 128}, "context of 128"),
+        ("/generate", {"prompt": "1", "temperature": -1}, ">= 0"),
+        ("/generate", {"prompt": "1", "n": 257}, "at most 256"),
+        ("/generate", {"prompt": "1", "top_k": 5}, "top_k = 5 is not supported"),
+        ("/v1/completions", {"prompt": "1", "stream": True}, "stream"),
+        ("/v1/completions", {"prompt": [1, "2"]}, "neither text"),
+        ("/v1/completions", {"prompt": "1", "max_tokens": "many"}, "Expected `int | null`"),
+        ("/v1/chat/completions", {"messages": []}, "messages is empty"),
+        ("/v1/chat/completions", {"messages": [{"content": "no role"}]}, "chat template"),
+    ],
+)
+async def test_a_bad_request_gets_400_and_the_reason(client, path, body, reason):
+    data = {"data": body} if isinstance(body, bytes) else {"json": body}
+    response = await client.post(path, **data)
+    assert response.status == 400
+    assert reason in (await response.json())["error"]["message"]
+    assert response.headers["X-Policy-Version"] == "0"
 
-    (plain,) = sample(policy, PROMPTS[:1], max_tokens=20, temperature=0.0, ignore_eos=True)
-    third = plain.token_ids[2]
-    (by_token,) = sample(
-        policy, PROMPTS[:1], max_tokens=20, temperature=0.0, ignore_eos=True, stop_token_ids=frozenset({third})
+
+async def test_health_and_models_name_the_version_that_idle_servers_pick_up(client, follower):
+    follower.arriving = 9
+    async with asyncio.timeout(10):
+        while (health := await (await client.get("/health")).json())["weight_version"] != 9:
+            await asyncio.sleep(0.005)
+    assert (health["status"], health["weights_loaded_total"]) == ("ok", 1)
+    models = await (await client.get("/v1/models")).json()
+    assert (models["data"][0]["id"], models["data"][0]["max_model_len"]) == ("tiny", 128)
+    assert (await client.get("/v1/nothing")).status == 404
+
+
+async def test_atropos_own_server_class_gets_tokens_logprobs_and_prompt_scores(client, policy, folder):
+    pytest.importorskip("atroposlib")
+    from atroposlib.envs.server_handling.managed_server import ManagedServer
+    from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+    from atroposlib.envs.server_handling.vllm_server import VLLMServer
+
+    config = APIServerConfig(
+        base_url=str(client.make_url("/v1")), api_key="x", model_name=str(folder), server_type="vllm"
     )
-    assert by_token.token_ids == plain.token_ids[: plain.token_ids.index(third) + 1]
-    word = plain.text[1:3]
-    (by_word,) = sample(policy, PROMPTS[:1], max_tokens=20, temperature=0.0, ignore_eos=True, stop=(word,))
-    assert by_word.finish_reason == "stop"
-    assert by_word.text == plain.text[: plain.text.index(word)]
-    assert by_word.token_ids == plain.token_ids[: len(by_word.token_ids)]
-    assert len(by_word.token_ids) < len(plain.token_ids)
+    server = VLLMServer(config)
+    try:
+        managed = ManagedServer(server, tokenizer=policy.tokenizer)
+        messages = [{"role": "user", "content": ">37"}]
+        await managed.chat_completion(messages=messages, n=4, max_tokens=6, temperature=0.8)
+        for node in managed.get_state()["nodes"]:
+            answer = [token for token in node.masked_tokens if token != -100]
+            assert node.tokens == PROMPTS[0] + answer
+            expected = recomputed(policy.model, PROMPTS[0], answer, 0.8)
+            np.testing.assert_allclose(node.logprobs[len(PROMPTS[0]) :], expected, atol=1e-4)
 
+        scored = await server.get_logprobs(input_ids=PROMPTS[0] + PROMPTS[1], top_k=2)
+        own = [values[0] for values in scored["prompt_topk_logprobs"][len(PROMPTS[0]) :]]
+        np.testing.assert_allclose(own, recomputed(policy.model, PROMPTS[0], PROMPTS[1]), atol=1e-4)
 
-# --- weights ----------------------------------------------------------------------------------------------------
-
-
-async def ask(engine: PolicyEngine, prompts=PROMPTS, **how) -> Reply:
-    return await engine.ask(Question(prompts, Sampling(**({"max_tokens": 8} | how))))
-
-
-async def test_new_weights_change_the_answer_and_its_version(engine, weights):
-    before = await ask(engine, temperature=0.0)
-    other, tokenizer, _ = tiny(seed=2)
-    weights.publish(41, other)
-    after = await ask(engine, temperature=0.0)
-    expected = sample(PolicyModel(other, tokenizer), PROMPTS, max_tokens=8, temperature=0.0)
-
-    assert (before.version, after.version, engine.version) == (0, 41, 41)
-    assert [row.token_ids for row in after.rows] == [row.token_ids for row in expected]
-    assert [row.token_ids for row in after.rows] != [row.token_ids for row in before.rows]
-    await ask(engine)
-    assert weights.leases == 1  # an unchanged version is not copied again
-
-
-async def test_a_learner_that_dies_or_starts_over_does_not_stop_the_server(engine, weights):
-    weights.publish(7, tiny(seed=2)[0])
-    assert (await ask(engine)).version == 7
-    weights.held = None  # the segment is gone
-    assert (await ask(engine)).version == 7
-    weights.publish(3, tiny(seed=3)[0])  # resumed from an older checkpoint
-    assert (await ask(engine)).version == 3
-
-
-async def test_weights_of_another_model_are_refused_whole_and_said_once(engine, weights, policy, caplog):
-    original = {name: value.clone() for name, value in policy.model.state_dict().items()}
-    other, _, _ = tiny(seed=2)
-    weights.publish(5, other)
-    weights.held.tensors["lm_head.weight"] = np.zeros((27, 64), dtype=np.float32)
-    for _ in range(3):
-        assert (await ask(engine)).version == 0
-    assert all(torch.equal(value, original[name]) for name, value in policy.model.state_dict().items())
-    complaints = [record.getMessage() for record in caplog.records if "another model" in record.getMessage()]
-    assert len(complaints) == 1
-    assert "lm_head.weight (27, 64) here (28, 64)" in complaints[0]
-    weights.publish(6, other)
-    assert (await ask(engine)).version == 6
-
-
-def test_bfloat16_weights_arrive_and_gaps_are_named():
-    source, target = tiny(seed=2)[0], tiny(seed=3)[0]
-    halves = {name: value.detach().bfloat16() for name, value in source.named_parameters()}
-    bits = {name: value.view(torch.uint16).numpy() for name, value in halves.items()}
-    copy_into(target, bits, dict.fromkeys(bits, "bfloat16"))
-    assert all(torch.equal(value, halves[name].float()) for name, value in target.named_parameters())
-
-    bits["nobody.knows"] = bits.pop("model.norm.weight")
-    with pytest.raises(WeightsMismatch, match=r"missing: model\.norm\.weight; unknown: nobody\.knows"):
-        copy_into(target, bits, dict.fromkeys(bits, "bfloat16"))
-
-
-async def test_every_answer_comes_from_one_version_while_versions_change_under_load(engine, weights):
-    models = {version: tiny(seed=version)[0] for version in range(1, 6)} | {0: tiny(seed=1)[0]}
-    replies: list[Reply] = []
-
-    async def asking() -> None:
-        for _ in range(12):
-            replies.append(await ask(engine))
-
-    async def publishing() -> None:
-        for version in range(1, 6):
-            enough = len(replies) + 6
-            weights.publish(version, models[version])
-            while len(replies) < enough:
-                await asyncio.sleep(0.001)
-
-    async with asyncio.timeout(60):
-        await asyncio.gather(publishing(), *(asking() for _ in range(4)))
-
-    assert {reply.version for reply in replies} >= {1, 2, 3, 4, 5}
-    for reply in replies:  # mixed weights would show in the log-probabilities
-        for prompt, row in zip(PROMPTS, reply.rows, strict=True):
-            expected = recomputed(models[reply.version], prompt, row.token_ids)
-            np.testing.assert_allclose(row.logprobs, expected, atol=1e-4)
-
-
-# --- batching ---------------------------------------------------------------------------------------------------
-
-
-async def test_requests_that_come_together_share_a_batch(engine):
-    await asyncio.gather(*(ask(engine) for _ in range(16)))
-    stats = engine.stats()
-    assert stats.rows_total == 16 * len(PROMPTS)
-    assert stats.batches_total <= 4
-
-
-async def test_a_request_that_breaks_the_model_fails_alone(engine, policy, monkeypatch):
-    forward = policy.model.forward
-
-    def fragile(*args, **kwargs):
-        if (kwargs["input_ids"] == 20).any():
-            raise RuntimeError("token 20 is poison")
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(policy.model, "forward", fragile)
-    outcomes = await asyncio.gather(
-        ask(engine, [[2, 20, 3]], max_tokens=1),
-        *(ask(engine, [[2, digit, 3]], max_tokens=1) for digit in (6, 7, 8)),
-        return_exceptions=True,
-    )
-    assert "poison" in str(outcomes[0])
-    assert [len(reply.rows[0].token_ids) for reply in outcomes[1:]] == [1, 1, 1]
+        chat = await server.chat_completion(messages=messages, n=2, max_tokens=3, temperature=0.0)
+        assert [len(choice.token_ids) for choice in chat.choices] == [3, 3]
+    finally:
+        server.check_task.cancel()
+        await server.openai.close()
 
 
 class Gate:
@@ -310,7 +230,10 @@ class Gate:
 
 async def test_a_client_that_hangs_up_frees_its_rows_and_spares_the_others(client, policy, monkeypatch):
     gate = Gate(policy.model.forward)
+    batch: list[Row] = []
+    generate = policy.generate
     monkeypatch.setattr(policy.model, "forward", gate)
+    monkeypatch.setattr(policy, "generate", lambda rows: (batch.extend(rows), generate(rows)))
     long = {"prompt": "0", "max_tokens": 100, "ignore_eos": True}
     short = {"prompt": "1", "max_tokens": 5, "ignore_eos": True}
     hanging = asyncio.create_task(client.post("/v1/completions", json=long))
@@ -318,11 +241,70 @@ async def test_a_client_that_hangs_up_frees_its_rows_and_spares_the_others(clien
     await asyncio.to_thread(gate.reached.wait, 30)
     hanging.cancel()
     async with asyncio.timeout(10):
-        while not (engine_rows := client.server.app["engine"].abandoned_running()):
+        while not any(row.abandoned for row in batch):
             await asyncio.sleep(0.001)
     gate.opened.set()
 
-    assert engine_rows == 1
+    assert [row.abandoned for row in batch] == [row.sampling.max_tokens == 100 for row in batch]
     body = await (await patient).json()
     assert len(body["choices"][0]["token_ids"]) == 5
     assert gate.calls == 5  # the abandoned hundred were never computed
+
+
+# --- the program --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def program(folder: Path, log: Path, *flags: str) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-m", "shmbridge.consumers.policy_server", "--model", str(folder), *flags]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=log.parent)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+async def address(process: subprocess.Popen, log: Path) -> str:
+    async with asyncio.timeout(60):
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            await asyncio.sleep(0.05)
+    return found[0]
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+async def test_the_program_serves_without_a_segment_and_ends_quietly_on_signals(
+    folder, tmp_path, signum, status
+):
+    pytest.importorskip("shmbridge.weights")
+    log = tmp_path / "server.log"
+    bridge = f"policy-test-{os.getpid()}"
+    with program(folder, log, "--bridge", bridge, "--port", "0") as process:
+        url = await address(process, log)
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{url}/generate", json={"prompt": "1", "max_tokens": 3}) as response:
+                assert (await response.json())["weight_version"] == 0
+            # a request in flight must not hold the end up, nor may it be answered with half an answer
+            body = {"prompt": "1", "n": 256, "max_tokens": 120, "ignore_eos": True}
+            asked = asyncio.create_task(session.post(f"{url}/generate", json=body))
+            await asyncio.sleep(0)
+            process.send_signal(signum)
+            (outcome,) = await asyncio.gather(asked, return_exceptions=True)
+            if isinstance(outcome, aiohttp.ClientResponse) and outcome.status == 200:
+                assert [len(ids) for ids in (await outcome.json())["token_ids"]] == [120] * 256
+        assert await asyncio.to_thread(process.wait, 30) == status
+    assert "Traceback" not in log.read_text()
+
+
+async def test_the_program_refuses_a_taken_port_and_a_missing_model_with_a_reason(folder, tmp_path, client):
+    log = tmp_path / "server.log"
+    with program(folder, log, "--port", str(client.port)) as process:
+        assert await asyncio.to_thread(process.wait, 60) == 1
+    assert "address already in use" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    with program(tmp_path / "nothing", log, "--port", "0") as process:
+        assert await asyncio.to_thread(process.wait, 60) == 1
+    assert "Traceback" not in log.read_text()

@@ -1,7 +1,8 @@
-"""The control plane over its real socket: answers, restarts, garbage, and the numbers environments steer by."""
+"""The control plane over its real socket: answers, restarts, garbage, and who is admitted."""
 
 import asyncio
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -17,7 +18,13 @@ import zmq
 
 from shmbridge import messages
 from shmbridge.config import Run
-from shmbridge.control import AsyncControlClient, ControlClient, ControlServer, RequestRefused, control_address
+from shmbridge.control import (
+    AsyncControlClient,
+    ControlClient,
+    ControlServer,
+    RequestRefused,
+    control_address,
+)
 from shmbridge.environments import ENV_IDS_PER_HUB, Environments
 from shmbridge.errors import Closed, NoConsumer, ShmPermission
 from shmbridge.messages import Register, StatusRequest
@@ -38,9 +45,11 @@ class FakeHub:
     draining: bool = False
     queued: dict[str, int] = field(default_factory=dict)
     live: set[str] = field(default_factory=set)
+    announced: int = 0
 
     def announce_run(self, run: Run) -> None:
         self.run = run
+        self.announced += 1
 
     def publish_policy_version(self, version: int) -> None:
         if version < 0:
@@ -110,7 +119,12 @@ def test_hello_is_answered_by_the_hub(client: ControlClient, hub: FakeHub) -> No
 
 def test_a_learner_steers_the_hub(client: ControlClient, hub: FakeHub) -> None:
     run = Run(batch_size=32, num_steps=7)
-    for request in (messages.AnnounceRun(run), messages.SetPolicyVersion(3), messages.Pause(), messages.Drain()):
+    for request in (
+        messages.AnnounceRun(run),
+        messages.SetPolicyVersion(3),
+        messages.Pause(),
+        messages.Drain(),
+    ):
         assert client.request(request) == messages.Ack()
     assert (hub.run, hub.policy_version, hub.paused, hub.draining) == (run, 3, True, True)
     client.request(messages.Resume())
@@ -124,7 +138,12 @@ def test_an_environment_waits_for_a_run_and_is_then_told_it(client: ControlClien
     hub.run, hub.current_step = RUN, 5
     admitted = client.request(env("gsm8k", "a"))
     assert isinstance(admitted, messages.Registered)
-    assert (admitted.env_id, admitted.wandb_name, admitted.run, admitted.current_step) == (0, "gsm8k_0", RUN, 5)
+    assert (admitted.env_id, admitted.wandb_name, admitted.run, admitted.current_step) == (
+        0,
+        "gsm8k_0",
+        RUN,
+        5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,9 +171,24 @@ def test_an_unknown_environment_is_refused(client: ControlClient) -> None:
     assert caught.value.reason == messages.UNKNOWN_ENV
 
 
-def test_a_hub_that_raises_is_an_answer_and_not_the_end(client: ControlClient, server: ControlServer) -> None:
+def test_a_value_the_hub_will_not_take_is_refused(client: ControlClient) -> None:
     with pytest.raises(RequestRefused, match="version -4") as caught:
         client.request(messages.SetPolicyVersion(-4))
+    assert caught.value.reason == messages.BAD_VALUE
+
+
+def test_a_run_announced_again_does_not_begin_again(client: ControlClient, hub: FakeHub) -> None:
+    client.request(messages.AnnounceRun(Run(batch_size=32)))
+    client.request(messages.AnnounceRun(Run(batch_size=32)))
+    assert hub.announced == 1
+
+
+def test_a_hub_that_raises_is_an_answer_and_not_the_end(
+    client: ControlClient, server: ControlServer, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(FakeHub, "pause")
+    with pytest.raises(RequestRefused, match="AttributeError") as caught:
+        client.request(messages.Pause())
     assert caught.value.reason == messages.INTERNAL
     assert isinstance(client.hello(), messages.Welcome)
     assert server.stats()["refused_total"] == 1
@@ -165,7 +199,10 @@ def test_a_hub_that_raises_is_an_answer_and_not_the_end(client: ControlClient, s
 
 def test_no_consumer_is_a_timeout_with_a_hint(bridge: str) -> None:
     began = time.monotonic()
-    with ControlClient(bridge, role="test", name="t") as client, pytest.raises(NoConsumer, match="0.2 s") as caught:
+    with (
+        ControlClient(bridge, role="test", name="t") as client,
+        pytest.raises(NoConsumer, match=r"0\.2 s") as caught,
+    ):
         client.request(messages.RunInfoRequest(), timeout_s=0.2)
     assert isinstance(caught.value, TimeoutError)
     assert bridge in caught.value.hint
@@ -313,7 +350,9 @@ def answer_of(raw: zmq.Socket) -> messages.Answer:
     return messages.decode_answer(raw.recv_multipart())[1]
 
 
-def test_garbage_is_refused_and_counted(raw: zmq.Socket, client: ControlClient, server: ControlServer) -> None:
+def test_garbage_is_refused_and_counted(
+    raw: zmq.Socket, client: ControlClient, server: ControlServer
+) -> None:
     for frames in ([b""], [b"garbage"], [b"\xff" * 10, b"\xff" * 10], [b"a"] * 50):
         raw.send_multipart(frames)
         assert answer_of(raw).code == messages.MALFORMED
@@ -357,7 +396,7 @@ def test_an_answer_from_no_hub_is_a_bad_message(bridge: str) -> None:
         client.hello()
     thread.join()
     context.destroy(linger=0)
-    directory.rmdir()
+    shutil.rmtree(directory)
 
 
 # --- processes and loops ----------------------------------------------------------------------------------
@@ -419,7 +458,7 @@ async def test_concurrent_and_cancelled_async_requests_get_their_own_answers(
 def test_an_idle_server_uses_no_cpu(server: ControlServer, client: ControlClient) -> None:
     client.hello()
     began, used = time.monotonic(), time.process_time()
-    time.sleep(0.5)
+    threading.Event().wait(0.5)
     assert (time.process_time() - used) / (time.monotonic() - began) < 0.05
 
 

@@ -1,5 +1,6 @@
 """The bytes of the control plane: every message survives them, and nothing else is ever taken for one."""
 
+import contextlib
 import random
 
 import msgspec
@@ -101,7 +102,5 @@ def test_no_bytes_raise_anything_but_bad_message() -> None:
         if rng.random() < 0.2:
             frames = [bytearray(rng.randbytes(rng.randrange(40))) for _ in range(rng.randrange(4))]
         for decode in (messages.decode_request, messages.decode_answer):
-            try:
+            with contextlib.suppress(BadMessage):
                 decode([bytes(frame) for frame in frames])
-            except BadMessage as bad:
-                assert bad.hint

@@ -1,0 +1,78 @@
+"""What stands in for `aiohttp.ClientSession` where Atropos' `BaseEnv` talks to its rollout server.
+
+BaseEnv keeps its own logic (retries, waiting, what it does with each answer); only the wire is another one.
+Knows the four routes that it asks, and nothing of the answers. Called by BaseEnv, after
+`shmbridge.producers.atropos.attach`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Self
+
+from shmbridge.producers.atropos_link import EnvLink
+
+
+class RolloutSession:
+    """`async with RolloutSession(link) as session, session.get(url) as response: await response.json()`."""
+
+    def __init__(self, link: EnvLink) -> None:
+        self._link = link
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        pass
+
+    def get(self, url: str, *, json: Mapping[str, Any] | None = None) -> _Response:
+        """Ask one of the routes; the question goes out when the response is entered."""
+        return self._ask(url, json)
+
+    def post(self, url: str, *, json: Mapping[str, Any] | None = None) -> _Response:
+        """As `get`: the routes differ by name, not by method."""
+        return self._ask(url, json)
+
+    def _ask(self, url: str, body: Mapping[str, Any] | None) -> _Response:
+        link = self._link
+        routes: dict[str, Callable[[], Awaitable[Mapping[str, Any]]]] = {
+            "wandb_info": link.wandb_info,
+            "register-env": lambda: link.register(body or {}),
+            "info": link.info,
+            "status-env": link.status,
+        }
+        route = url.rpartition("/")[2]
+        if route not in routes:
+            raise LookupError(
+                f"BaseEnv asks for {url}, which a bridge does not answer; it answers {sorted(routes)}"
+            )
+        return _Response(routes[route])
+
+
+class _Response:
+    """As much of `aiohttp.ClientResponse` as BaseEnv uses; always a success: the link says what to do."""
+
+    status = 200
+
+    def __init__(self, ask: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+        self._ask = ask
+        self._answer: Mapping[str, Any] = {}
+
+    async def __aenter__(self) -> Self:
+        self._answer = await self._ask()
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        pass
+
+    def raise_for_status(self) -> None:
+        """Nothing to raise."""
+
+    async def json(self) -> Mapping[str, Any]:
+        """Return the answer."""
+        return self._answer
+
+    async def text(self) -> str:
+        """Return the answer as BaseEnv logs it."""
+        return json.dumps(self._answer)

@@ -1,0 +1,198 @@
+"""From records to batches: group assembly, staleness cut, scheduling, gathering ahead. The consumer's other half.
+
+Knows groups and batches; takes records through the consumer and knows nothing of lanes. Called by shmbridge.consumer only.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from shmbridge.batch import Batch, Layout
+from shmbridge.errors import BatchTooBig
+from shmbridge.groups import Group, GroupAssembler
+from shmbridge.scheduler import Scheduler
+from shmbridge.staleness import is_stale
+
+if TYPE_CHECKING:
+    from shmbridge.consumer import Consumer
+
+log = logging.getLogger(__name__)
+
+Hold = Literal["step", "gather"]
+_STALE, _PARTIAL = 0, 1
+_STUCK_AFTER_S = 1.0
+
+
+class BatchAssembly:
+    """Everything between a consumer's records and its batches. One iteration at a time."""
+
+    def __init__(self, consumer: "Consumer", group_timeout_s: float) -> None:
+        self._consumer = consumer
+        self._partial = GroupAssembler(group_timeout_s)
+        self._complete = Scheduler()
+        self._prefetcher: _Prefetcher | None = None
+        self._handed: Batch | None = None
+        self._closed = False
+
+    def queued(self, producer_id: str | None) -> int:
+        """Groups that were taken from lanes and are in no batch yet; any thread."""
+        return len(self._complete) + len(self._partial) if producer_id is None else self._complete.queued(producer_id)
+
+    def batches(self, *, groups: int, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold) -> Iterator[Batch]:
+        """See Consumer.batches. Checks its arguments at once, not at the first `next`."""
+        if groups < 1 or prefetch < 0 or (max_staleness is not None and max_staleness < 0):
+            raise ValueError(f"groups={groups}, prefetch={prefetch}, max_staleness={max_staleness}: at least 1, 0 and 0")
+        if layout not in ("padded", "packed") or hold not in ("step", "gather"):
+            raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step" or "gather"')
+        return self._iterate(groups, layout, max_staleness, prefetch, hold)
+
+    def _iterate(self, groups: int, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold) -> Iterator[Batch]:
+        ahead = _Prefetcher(prefetch, lambda stop: self._form(groups, layout, max_staleness, stop)) if prefetch else None
+        self._prefetcher = ahead
+        try:
+            while not self._closed:
+                batch = ahead.next() if ahead else self._form(groups, layout, max_staleness, threading.Event())
+                if batch is None:
+                    return
+                if any(is_stale(group.oldest_version, self._consumer.policy_version, max_staleness) for group in batch.groups):
+                    self._put_back(batch)  # it grew stale while it waited to be taken
+                    continue
+                if hold == "gather":
+                    batch.release()
+                self._consumer.count_batch()
+                self._handed = batch
+                yield batch
+                batch.release()
+        finally:
+            self._stop_prefetch()
+
+    def _form(self, groups: int, layout: Layout, max_staleness: int | None, stop: threading.Event) -> Batch | None:
+        """The next batch, waiting for it; None when stopped, closed, or drained with too few groups left."""
+        idle_since = time.monotonic()
+        while not (self._closed or stop.is_set()):
+            self._cut_stale(max_staleness)
+            chosen = self._complete.take(groups)
+            if chosen is not None:
+                return Batch(chosen, layout)
+            if self._take_records():
+                idle_since = time.monotonic()
+                continue
+            if self._consumer._drained():
+                return None
+            if time.monotonic() - idle_since > _STUCK_AFTER_S:
+                self._check_stuck(groups)
+            self._consumer._wait(0.25)
+        return None
+
+    def _take_records(self) -> bool:
+        """Moves what the lanes have now into groups; whether there was anything."""
+        now, took = time.monotonic(), False
+        while (record := self._consumer._take()) is not None:
+            took = True
+            group = self._partial.add(record, now)
+            if group is not None:
+                self._complete.add(group)
+                break
+        for group in self._partial.late(now):
+            log.warning("group %s of %s has %d of %d rows after %.0f s: discarded", group.records[0].group_id, group.producer_id,
+                        group.rows, group.size, self._partial.timeout_s)  # fmt: skip
+            self._discard(group, _PARTIAL)
+        if not took and len(self._partial):
+            for group in self._partial.orphans(self._consumer.finished_producers()):
+                self._discard(group, _PARTIAL)
+        return took
+
+    def _cut_stale(self, max_staleness: int | None) -> None:
+        if max_staleness is None:
+            return
+        for group in self._complete.stale(self._consumer.policy_version, max_staleness):
+            self._discard(group, _STALE)
+
+    def _discard(self, group: Group, reason: int) -> None:
+        for record in group.records:
+            self._consumer.discard(record, reason)
+
+    def _put_back(self, batch: Batch) -> None:
+        batch.records = []
+        self._complete.put_back(batch.groups)
+
+    def _check_stuck(self, groups: int) -> None:
+        """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else holds anything."""
+        here = sum(len(group.records) for group in [*self._complete, *self._partial])
+        why = self._consumer.stuck(here)
+        if why:
+            raise BatchTooBig(
+                f"a batch of {groups} groups cannot be filled: {len(self._complete)} groups are complete, {len(self._partial)} in part; {why}",
+                hint="raise lane_bytes of the producers, ask for fewer groups, or use hold='gather'",
+            )
+
+    def _stop_prefetch(self) -> None:
+        ahead, self._prefetcher = self._prefetcher, None
+        if ahead is None:
+            return
+        for batch in reversed(ahead.stop()):
+            self._put_back(batch)
+
+    def close(self) -> None:
+        """Stops gathering ahead and forgets every lease that was not handed out, un-released."""
+        self._closed = True
+        self._consumer._control.ring()
+        self._stop_prefetch()
+        for group in [*self._complete, *self._partial]:
+            for record in group.records:
+                record.abandon()
+        self._complete, self._partial = Scheduler(), GroupAssembler(0.0)
+
+
+class _Prefetcher:
+    """Forms batches ahead in a daemon thread, at most `depth` of them."""
+
+    def __init__(self, depth: int, form: "_Form") -> None:
+        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue()
+        self._room = threading.Semaphore(depth)
+        self._stop = threading.Event()
+        self._form = form
+        self._thread = threading.Thread(target=self._run, name="shmbridge-prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        batch: Batch | BaseException | None
+        while True:
+            self._room.acquire()
+            if self._stop.is_set():
+                return
+            try:
+                batch = self._form(self._stop)
+            except BaseException as error:  # it belongs to whoever iterates
+                batch = error
+            self._ready.put(batch)
+            if not isinstance(batch, Batch):
+                return
+
+    def next(self) -> "Batch | None":
+        batch = self._ready.get()
+        if isinstance(batch, BaseException):
+            raise batch
+        self._room.release()
+        return batch
+
+    def stop(self) -> "list[Batch]":
+        """Ends the thread and returns the batches nobody took, oldest first."""
+        self._stop.set()
+        self._room.release()
+        self._thread.join()
+        left = []
+        while not self._ready.empty():
+            batch = self._ready.get()
+            if isinstance(batch, Batch):
+                left.append(batch)
+        return left
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    _Form = Callable[[threading.Event], Batch | None]

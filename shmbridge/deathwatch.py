@@ -1,0 +1,78 @@
+"""A thread that learns of producers' deaths: at once where a pidfd can tell, by probing their locks otherwise.
+
+The pidfd only says when to look; the free lock is the proof. Knows descriptors; knows nothing of lanes' contents. Owned by the consumer.
+"""
+
+import os
+import select
+import threading
+from collections.abc import Callable
+
+from shmbridge import liveness
+from shmbridge._ext.mapping import Mapping
+from shmbridge.liveness import Byte
+
+_PROBE_MS = 500
+_BUSY_MS = 50  # while something dead still waits to be removed
+
+
+class DeathWatch:
+    """Calls `on_death(name)` once per watched lane whose producer is gone, and `on_tick() -> bool` (is anything left to remove?) regularly.
+
+    Both run in the watch's own daemon thread. Methods may be called from any thread.
+    """
+
+    def __init__(self, on_death: Callable[[str], None], on_tick: Callable[[], bool]) -> None:
+        self._on_death, self._on_tick = on_death, on_tick
+        self._lanes: dict[str, tuple[Mapping, int]] = {}
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stopping = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="shmbridge-deathwatch", daemon=True)
+        self._thread.start()
+
+    def watch(self, name: str, lane: Mapping, pid: int, namespace: int) -> None:
+        """Begins to watch a lane. The mapping is kept until the producer's death has been told."""
+        self._lanes[name] = (lane, liveness.open_pidfd(pid, namespace))
+        os.eventfd_write(self._wake, 1)
+
+    def nudge(self) -> None:
+        """Makes the next tick come now."""
+        os.eventfd_write(self._wake, 1)
+
+    def stop(self) -> None:
+        """Ends the thread; blocks until it has ended. Does nothing in a child of fork."""
+        if self._stopping or os.getpid() != self._pid:
+            return
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        for _, pidfd in self._lanes.values():
+            if pidfd >= 0:
+                os.close(pidfd)
+        self._lanes.clear()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        timeout_ms = _PROBE_MS
+        while not self._stopping:
+            self._sleep(timeout_ms)
+            if self._stopping:
+                return
+            for name, (lane, pidfd) in list(self._lanes.items()):
+                if not liveness.is_locked(lane.fd, Byte.PRODUCER):
+                    del self._lanes[name]
+                    if pidfd >= 0:
+                        os.close(pidfd)
+                    self._on_death(name)
+                del lane
+            timeout_ms = _BUSY_MS if self._on_tick() else _PROBE_MS
+
+    def _sleep(self, timeout_ms: int) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        for _, pidfd in list(self._lanes.values()):
+            if pidfd >= 0:
+                poll.register(pidfd, select.POLLIN)
+        if any(fd == self._wake for fd, _ in poll.poll(timeout_ms)):
+            os.eventfd_read(self._wake)

@@ -1,0 +1,80 @@
+"""Trajectory groups from records: fragments of one group, put by one producer, become whole again.
+
+Knows records' metadata only. Called by the consumer; decides nothing about order or staleness.
+"""
+
+from collections.abc import Iterator
+
+from shmbridge.record import Record
+
+
+class Group:
+    """The records of one group, complete when their rows add up to its size. Holds their leases."""
+
+    __slots__ = ("began_s", "records", "rows", "size")
+
+    def __init__(self, size: int, began_s: float) -> None:
+        self.records: list[Record] = []
+        self.rows = 0
+        self.size = size
+        self.began_s = began_s
+
+    @property
+    def complete(self) -> bool:
+        """Whether all rows are here."""
+        return self.rows >= self.size
+
+    @property
+    def producer_id(self) -> str:
+        """Who put it; one group comes from one producer."""
+        return self.records[0].meta.producer_id
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(record.token_count for record in self.records)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version any of its records began under; -1 if none was stamped."""
+        return min(record.min_policy_version for record in self.records)
+
+
+class GroupAssembler:
+    """Holds partial groups until they are complete or late. Not thread-safe."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._partial: dict[tuple[str, str], Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._partial)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._partial.values())
+
+    def add(self, record: Record, now_s: float) -> Group | None:
+        """Takes a record over; returns its group once that is complete. `now_s` is time.monotonic()."""
+        if record.rows >= record.group_size:
+            group = Group(record.group_size, now_s)
+            _append(group, record)
+            return group
+        key = (record.meta.producer_id, record.group_id)
+        group = self._partial.get(key) or self._partial.setdefault(key, Group(record.group_size, now_s))
+        _append(group, record)
+        return self._partial.pop(key) if group.complete else None
+
+    def late(self, now_s: float) -> Iterator[Group]:
+        """Takes out and yields the partial groups whose first fragment is older than the timeout."""
+        for key in [key for key, group in self._partial.items() if now_s - group.began_s > self.timeout_s]:
+            yield self._partial.pop(key)
+
+    def orphans(self, producer_ids: set[str]) -> Iterator[Group]:
+        """Takes out and yields the partial groups of producers that will put nothing more."""
+        for key in [key for key in self._partial if key[0] in producer_ids]:
+            yield self._partial.pop(key)
+
+
+def _append(group: Group, record: Record) -> None:
+    group.records.append(record)
+    group.rows += record.rows

@@ -1,0 +1,91 @@
+"""What stands on the shared-memory mount: list_bridges() and clean(). Looks from outside; never touches what is alive."""
+
+from dataclasses import dataclass, field
+
+from shmbridge import liveness, segment
+from shmbridge._ext import ring
+from shmbridge.config import check_bridge_name
+from shmbridge.liveness import Byte
+
+
+@dataclass(frozen=True, slots=True)
+class LaneInfo:
+    """One lane as seen from outside. `held` counts committed, un-released records; `size_bytes` the whole segment."""
+
+    name: str
+    producer_id: str
+    env_name: str
+    pid: int
+    alive: bool
+    held: int
+    records: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeInfo:
+    """One bridge as seen from outside. `consumer_pid` is None when no consumer is alive; `policy_version` -1 before the first."""
+
+    name: str
+    consumer_pid: int | None
+    participants: bool
+    policy_version: int
+    lanes: list[LaneInfo]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its lanes."""
+        return sum(lane.size_bytes for lane in self.lanes)
+
+
+@dataclass(slots=True)
+class CleanReport:
+    """What clean() removed (or would), what it kept and why, and the undelivered records that went or stay with each lane."""
+
+    dry_run: bool
+    removed: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    undelivered: dict[str, int] = field(default_factory=dict)
+
+
+def list_bridges() -> list[BridgeInfo]:
+    """All bridges of this user's mount, by name. Never blocks, changes nothing."""
+    return [_bridge(name) for name in segment.bridges()]
+
+
+def _bridge(name: str) -> BridgeInfo:
+    lanes = [lane for lane in map(_lane, segment.lane_names(name)) if lane is not None]
+    mapping = segment.open_mapping(segment.control_name(name), readonly=True, minimum=ring.control_bytes)
+    if mapping is None:
+        return BridgeInfo(name, None, False, -1, lanes)
+    control = ring.Control(mapping)
+    alive = liveness.is_locked(mapping.fd, Byte.HUB)
+    return BridgeInfo(
+        name, control.hub_pid if alive else None, liveness.is_locked(mapping.fd, Byte.PARTICIPANTS), control.policy_version, lanes
+    )
+
+
+def _lane(name: str) -> LaneInfo | None:
+    fate = segment.lane_fate(name)
+    if fate is None:
+        return None
+    info = fate.info or {"producer_id": "", "env_name": "", "pid": 0}
+    return LaneInfo(name, info["producer_id"], info["env_name"], info["pid"], fate.alive, fate.held, fate.records, fate.size)
+
+
+def clean(bridge: str | None = None, *, dry_run: bool = True) -> CleanReport:
+    """Removes what no living process uses, undelivered records included; with `dry_run` only says what it would remove.
+
+    Never blocks, never touches a live lane, or the control segment of a bridge that somebody takes part in.
+
+    Args:
+        bridge: one bridge, or None for all.
+        dry_run: look only.
+    """
+    report = CleanReport(dry_run)
+    for name in segment.bridges() if bridge is None else [check_bridge_name(bridge)]:
+        swept = segment.sweep(name, with_records=True, dry_run=dry_run)
+        report.removed += swept.removed
+        report.kept.update(swept.kept)
+        report.undelivered.update(swept.undelivered)
+    return report
