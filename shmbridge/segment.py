@@ -160,6 +160,37 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
             raise
 
 
+def create_weights(bridge: str, size: int) -> Mapping | None:
+    """A new, writer-locked, reserved, empty weights segment; None if the name is taken."""
+    name = weights_name(bridge)
+    try:
+        fd = _open(name, posix_ipc.O_CREX)
+    except FileExistsError:
+        return None
+    try:
+        if not (liveness.lock_exclusive(fd, Byte.WRITER) and still_named(fd, name)):
+            os.close(fd)
+            return None
+        reserve(fd, size, f"the weights segment of bridge {bridge!r}")
+    except BaseException:
+        unlink(fd, name)
+        os.close(fd)
+        raise
+    return Mapping(fd, size)
+
+
+def remove_weights(bridge: str) -> None:
+    """Removes the weights segment, or its remains, if no writer lives; readers that map it keep their version until they look again."""
+    name = weights_name(bridge)
+    with contextlib.suppress(FileNotFoundError):
+        fd = _open(name)
+        try:
+            if liveness.lock_exclusive(fd, Byte.WRITER):
+                unlink(fd, name)
+        finally:
+            os.close(fd)
+
+
 def open_mapping(name: str, *, readonly: bool = False, minimum: int = 1) -> Mapping | None:
     """Maps an existing segment whole; None if it is gone or not yet as large as `minimum`."""
     try:

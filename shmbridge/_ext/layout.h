@@ -152,6 +152,23 @@ typedef struct {
     uint64_t reserved;
 } directory_entry;
 
+/* Weights segment: this header, the table (JSON: name, dtype, shape, offset, bytes; the same for every slot), then the slots. */
+#define WEIGHTS_MAGIC 0x3154485757424853ull /* "SHBWWHT1" */
+#define WEIGHTS_SLOTS 2u
+
+typedef struct {
+    shm_u64 magic; /* stored last */
+    uint32_t layout_version;
+    uint32_t writer_pid;
+    uint64_t table_bytes, data_at, slot_bytes;
+    uint8_t pad0[0x80 - 40];
+    shm_u64 latest;                       /* writer: 0 none yet, else (version + 1) * WEIGHTS_SLOTS + slot; the commit point */
+    shm_u64 slot_version[WEIGHTS_SLOTS];  /* writer: version + 1, 0 while the slot is being filled */
+    uint8_t pad1[PAGE - 0x80 - 8 - 8 * WEIGHTS_SLOTS];
+} weights_header;
+
+_Static_assert(sizeof(weights_header) == PAGE, "weights_header");
+_Static_assert(offsetof(weights_header, latest) == 0x80, "latest");
 _Static_assert(sizeof(column_def) == 64, "column_def");
 _Static_assert(sizeof(control_header) == PAGE, "control_header");
 _Static_assert(offsetof(control_header, hub_pid) == 0x100, "hub words");

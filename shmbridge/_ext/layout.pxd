@@ -24,8 +24,10 @@ cdef extern from "layout.h" nogil:
         DISCARD_REASONS
         DISCARD_CORRUPT
         DROP_REASONS
+        WEIGHTS_SLOTS
     const uint64_t LANE_MAGIC
     const uint64_t CONTROL_MAGIC
+    const uint64_t WEIGHTS_MAGIC
 
     ctypedef struct column_def:
         char name[56]
@@ -110,3 +112,13 @@ cdef extern from "layout.h" nogil:
         uint64_t values_bytes
         uint64_t inner_count
         uint64_t keys_bytes
+
+    ctypedef struct weights_header:
+        shm_u64 magic
+        uint32_t layout_version
+        uint32_t writer_pid
+        uint64_t table_bytes
+        uint64_t data_at
+        uint64_t slot_bytes
+        shm_u64 latest
+        shm_u64 slot_version[2]
