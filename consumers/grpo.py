@@ -196,7 +196,7 @@ def learn(
                 "forward_backward_s": computed - begun,
                 "update_s": applied - computed,
                 "publish_s": published - applied,
-                "dropped_total": dropped_total(consumer.stats()),
+                **lost(consumer.stats()),
                 "time": time.time(),
             }
             log.append(metrics)
@@ -209,9 +209,9 @@ def learn(
         waiting_since = time.monotonic()
 
 
-def dropped_total(stats: dict[str, Any]) -> int:
-    """Return the sum of a consumer's discard counters over all reasons."""
-    return sum(int(value) for name, value in stats.items() if name.startswith("dropped_total"))
+def lost(stats: dict[str, float]) -> Metrics:
+    """Records that never reached a batch since the bridge began: dropped by producers, discarded by consumers."""
+    return {"dropped_total": stats["dropped_total"], "discarded_total": stats["discarded_total"]}
 
 
 def first_version(*seen: int | None) -> int:

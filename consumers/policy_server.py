@@ -28,10 +28,12 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shmbridge import ShmBridgeError
 from shmbridge.consumers.follow_weights import WeightsFollower
 from shmbridge.consumers.generation import PolicyModel
 from shmbridge.consumers.policy_api import BadRequest, Json, PolicyApi
 from shmbridge.consumers.policy_engine import EngineClosed, PolicyEngine, Question, Reply
+from shmbridge.weights import WeightsReader
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -200,18 +202,16 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     try:
         policy, api = _load(options)
-        follower = _follower(options.bridge, policy) if options.bridge else None
+        follower = WeightsFollower(WeightsReader(options.bridge), policy.model) if options.bridge else None
         engine = PolicyEngine(policy, follower, window_s=options.window_ms / 1e3, max_rows=options.max_rows)
         return asyncio.run(serve(engine, api, options.host, options.port))
-    except (OSError, ValueError) as error:  # no such model, port in use, bad bridge name
+    except (
+        OSError,
+        ValueError,
+        ShmBridgeError,
+    ) as error:  # no such model, port in use, no room for a segment
         print(f"policy server: {error}", file=sys.stderr)
         return 1
-
-
-def _follower(bridge: str, policy: PolicyModel) -> WeightsFollower:
-    from shmbridge.weights import WeightsReader
-
-    return WeightsFollower(WeightsReader(bridge), policy.model)
 
 
 def _load(options: argparse.Namespace) -> tuple[PolicyModel, PolicyApi]:

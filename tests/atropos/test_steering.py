@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -32,10 +31,10 @@ class QueueOf:
 
 
 @pytest.fixture
-def upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def upstream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     state = SimpleNamespace()
     monkeypatch.setattr(server.app, "state", state)
-    yield state
+    return state
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -1,0 +1,139 @@
+"""What a batch says about training: which tokens, with what advantage, sampled with what probability.
+
+Turns a packed batch, in which any column but the tokens may be missing from any record, into arrays that the loss
+can use as they are, and describes it in numbers. Knows nothing of torch and of models. Called by `grpo_update.py`.
+
+Letters: B rows (trajectories), N tokens of the whole batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shmbridge.consumers.advantages import group_normalised, override_rows, spread_to_tokens
+from shmbridge.consumers.metrics_log import Metrics
+
+# A log-probability is never positive, so a positive one says "none was recorded": Atropos writes 1.0 where no
+# token was sampled, and rows whose record carried no log-probabilities get the same mark here.
+NO_LOGPROB = 1.0
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """What the loss needs of a batch, row after row without padding; value i belongs to token i."""
+
+    tokens: npt.NDArray[np.int32]  # (N,)
+    cu_seqlens: npt.NDArray[np.int32]  # (B+1,) where each row begins, then N
+    trained: npt.NDArray[np.bool_]  # (N,) never true for the first token of a row: nothing predicts it
+    advantages: npt.NDArray[np.float32]  # (N,) dimensionless
+    sampled_logprobs: npt.NDArray[np.float32]  # (N,) nats; NO_LOGPROB where none was recorded
+    temperature: npt.NDArray[np.float32]  # (B,) > 0
+
+    @property
+    def trained_count(self) -> int:
+        """Trained tokens of the whole batch: the denominator of the token mean."""
+        return int(np.count_nonzero(self.trained))
+
+
+def prepare(batch: Any, temperature: float) -> tuple[TrainingRows, Metrics]:
+    """Return what the loss needs of a packed batch, and metrics that describe it. Never blocks.
+
+    Args:
+        batch: a packed `shmbridge.Batch`, or anything with its attributes.
+        temperature: sampling temperature of rows whose record does not say.
+    """
+    scores = np.zeros(len(batch.meta)) if batch.scores is None else np.asarray(batch.scores)
+    scored = batch.has("score") & np.isfinite(scores)
+    trained = _trained(batch)
+    rows = TrainingRows(
+        tokens=batch.tokens,
+        cu_seqlens=batch.cu_seqlens,
+        trained=trained,
+        advantages=_advantages(batch, scores, scored, trained),
+        sampled_logprobs=_sampled_logprobs(batch),
+        temperature=_temperature(batch, temperature),
+    )
+    return rows, _describe(batch, rows, scores[scored], int((~scored & ~batch.has("advantages")).sum()))
+
+
+def _trained(batch: Any) -> npt.NDArray[np.bool_]:
+    """Return bool (N,): the loss mask; where a record has none, everything after its prompt."""
+    prompt = np.zeros(len(batch.meta), np.int32) if batch.prompt_length is None else batch.prompt_length
+    trained = batch.position_ids >= np.repeat(prompt, batch.lengths)
+    if batch.loss_mask is not None:
+        masked = np.repeat(batch.has("loss_mask"), batch.lengths)
+        trained = np.where(masked, batch.loss_mask != 0, trained)
+    return trained & (batch.position_ids > 0)
+
+
+def _advantages(
+    batch: Any,
+    scores: npt.NDArray[np.float64],
+    scored: npt.NDArray[np.bool_],
+    trained: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.float32]:
+    """Return float32 (N,): from the scores, then the records' own, then those an environment has silenced."""
+    per_row = group_normalised(scores, batch.group_index, usable=scored)
+    advantages = spread_to_tokens(per_row, batch.cu_seqlens, trained)
+    if batch.advantages is not None:
+        own = batch.has("advantages")
+        advantages = override_rows(advantages, batch.advantages, own, batch.cu_seqlens, trained)
+    for row, silenced in _settings(batch.overrides, "set_advantage_to_zero"):
+        if silenced:
+            advantages[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]] = 0.0
+    return advantages
+
+
+def _sampled_logprobs(batch: Any) -> npt.NDArray[np.float32]:
+    sampled = np.full(len(batch.tokens), NO_LOGPROB, np.float32)
+    if batch.inference_logprobs is None:
+        return sampled
+    recorded = np.repeat(batch.has("inference_logprobs"), batch.lengths)
+    return np.where(recorded, batch.inference_logprobs, sampled)
+
+
+def _temperature(batch: Any, default: float) -> npt.NDArray[np.float32]:
+    """Return float32 (B,): the record's own column, else where Atropos keeps it, else the default."""
+    heat = np.full(len(batch.meta), default, np.float32)
+    for texts in (batch.group_overrides, batch.generation_params, batch.overrides):  # the narrowest has the last word
+        for row, value in _settings(texts, "temperature"):
+            heat[row] = value
+    if batch.temperature is not None:
+        heat = np.where(batch.has("temperature"), batch.temperature, heat)
+    return np.where(heat > 0, heat, np.float32(default))  # greedy (0) has no distribution to divide
+
+
+def _settings(texts: list[str | None] | None, key: str) -> Iterator[tuple[int, Any]]:
+    """Yield (row, value) for the rows whose JSON object has the key."""
+    for row, text in enumerate(texts or ()):
+        if text is not None and key in text:  # parse only what may matter
+            settings = json.loads(text)
+            if isinstance(settings, dict) and settings.get(key) is not None:
+                yield row, settings[key]
+
+
+def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64], no_signal: int) -> Metrics:
+    pushes = rows.advantages[rows.trained]
+    groups = np.unique(batch.group_index).size
+    pushing = np.unique(np.repeat(batch.group_index, batch.lengths)[rows.advantages != 0]).size
+    return {
+        "reward_mean": float(scores.mean()) if scores.size else float("nan"),
+        "reward_std": float(scores.std()) if scores.size else float("nan"),
+        "advantage_mean": float(pushes.mean()) if pushes.size else 0.0,
+        "advantage_std": float(pushes.std()) if pushes.size else 0.0,
+        "advantage_max_abs": float(np.abs(pushes).max(initial=0.0)),
+        "tokens": len(rows.tokens),
+        "trained_tokens": rows.trained_count,
+        "trajectories": len(batch.meta),
+        "trajectories_own_advantages": int(batch.has("advantages").sum()),
+        "trajectories_no_signal": no_signal,
+        "trajectories_redelivered": sum(bool(meta.redelivered) for meta in batch.meta),
+        "groups": int(groups),
+        "groups_flat": int(groups - pushing),
+    }

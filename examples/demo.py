@@ -1,0 +1,329 @@
+"""A language model learns two skills from random weights, on two CPU cores, in a few minutes: all of shmbridge at work.
+
+    python examples/demo.py                       then watch; kill -9 whomever you like; Ctrl-C ends it without a trace
+
+What runs: two Atropos environments, unedited, each writing groups of rollouts into its lane; a GRPO learner that
+takes them in place and writes new weights into the bridge; a policy server that samples with the newest weights.
+This program only starts them, restarts whoever is killed, and adds up what they wrote into their logs.
+
+It ends with a summary, a plot of the reward, and status 0 if the reward rose by 0.3 and nothing was dropped or
+leaked; 1, and why, if not; 130 or 143 if it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import demo_report
+from demo_children import Child, stop
+from demo_sweeper import sweep
+
+import shmbridge
+
+HERE = Path(__file__).parent
+OWN_ENVS = [HERE / "larger_digit_env.py", HERE / "echo_letters_env.py"]
+
+WANTED_GAIN = 0.3
+STALLED_S = 120.0  # without a step
+MAX_RESTARTS = 20  # of one child; more is a crash loop, not a visitor with `kill -9`
+
+# One thread each: five processes share two cores. No downloads, no logging services.
+SURROUNDINGS = {
+    "OMP_NUM_THREADS": "1",
+    "WANDB_MODE": "disabled",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+class Failed(Exception):
+    """The demo cannot go on; the text says why."""
+
+
+class Stopping:
+    """SIGINT and SIGTERM as something to look at: nothing is ever cut off half-way."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self.count = 0
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: object) -> None:
+        self.signum = self.signum or signum
+        self.count += 1
+
+    @property
+    def asked(self) -> bool:
+        """Whether the demo is to end."""
+        return self.count > 0
+
+    @property
+    def hurry(self) -> bool:
+        """Whether somebody has asked twice."""
+        return self.count > 1
+
+
+class Demo:
+    """One run: its folder, its bridge and its children."""
+
+    def __init__(self, options: argparse.Namespace, stopping: Stopping) -> None:
+        self.options = options
+        self.stopping = stopping
+        self.bridge = f"demo-{os.getpid()}"
+        self.folder: Path = options.run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+        self.folder.mkdir(parents=True, exist_ok=False)
+        self.model: Path | str = options.model or self.folder / "model"
+        self.server = Child("policy_server", [], self.folder)
+        self.learner = Child("learner", [], self.folder)
+        self.envs: list[Child] = []
+        self.progress = demo_report.Progress(demo_report.JsonLines(self.folder / "metrics.jsonl"))
+        self.began = time.monotonic()
+
+    # --- what runs ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Build the model if none is given, then start all children. Blocks until the policy server answers."""
+        if not self.options.model:
+            maker = Child(
+                "tiny_model",
+                [
+                    sys.executable,
+                    str(HERE / "tiny_model.py"),
+                    str(self.model),
+                    "--seed",
+                    str(self.options.seed),
+                ],
+                self.folder,
+            )
+            maker.start()
+            self._wait(lambda: maker.status is not None, [maker])
+            if maker.status != 0:
+                raise Failed(f"no model could be built:\n{maker.last_words()}")
+        port = _free_port()
+        self.server = self._module(
+            "policy_server", "consumers.policy_server", "--model", self.model, "--port", port
+        )
+        self.learner = self._module("learner", "consumers.grpo", *self._learner_flags())
+        self.envs = [self._env(script, port, index) for index, script in enumerate(self.options.env)]
+        for child in (self.server, self.learner, *self.envs):
+            child.start()
+        self._wait(lambda: _answers(port), self._children())
+
+    def _module(self, name: str, module: str, *flags: object) -> Child:
+        command = [sys.executable, "-m", f"shmbridge.{module}", "--bridge", self.bridge, *map(str, flags)]
+        return Child(name, command, self.folder)
+
+    def _learner_flags(self) -> list[object]:
+        recipe = {
+            "model": self.model,
+            "run-dir": self.folder,
+            "steps": self.options.steps,
+            "seed": self.options.seed,
+            "groups": 16,
+            "group-size": 8,
+            "lr": 2e-3,
+            "warmup": 10,
+            "entropy": 0.1,
+            "max-token-len": 128,
+            "threads": 1,
+        }
+        flags = [word for name, value in recipe.items() for word in (f"--{name}", value)]
+        return [*flags, *self.options.learner_flags]  # the last word of a flag is the one that counts
+
+    def _env(self, script: Path, port: int, index: int) -> Child:
+        name = script.stem.removesuffix("_env")
+        fields: dict[str, object] = {
+            "tokenizer_name": self.model,
+            "group_size": 8,
+            "total_steps": self.options.steps + 1000,  # this program ends it
+            "steps_per_eval": 0,
+            "max_batches_offpolicy": 2,
+            "use_wandb": "false",
+            "wandb_name": name,
+        }
+        if (
+            "reward_log" in script.read_text()
+        ):  # an environment of ours: it measures, and its questions are seeded
+            log = demo_report.JsonLines(self.folder / f"rewards-{name}.jsonl")
+            self.progress.rewards[name] = log
+            fields |= {"reward_log": log.path, "seed": self.options.seed + index}
+        openai = {
+            "base_url": f"http://127.0.0.1:{port}/v1",
+            "model_name": "policy",
+            "tokenizer_name": self.model,
+            "server_type": "vllm",
+            "api_key": "x",
+        }
+        flags = [f"--env.{field}={value}" for field, value in fields.items()]
+        flags += [f"--openai.{field}={value}" for field, value in openai.items()]
+        child = self._module(name, "producers.atropos", script, "serve", *flags)
+        child.stop_signal = signal.SIGINT
+        return child
+
+    def _children(self) -> list[Child]:
+        return [*self.envs, self.learner, self.server]  # in the order of stopping
+
+    # --- while it runs --------------------------------------------------------------------------------------
+
+    def watch(self, screen: Screen) -> None:
+        """Watch until the learner has done all its steps; raises `Failed`."""
+        newest, moved = -1, time.monotonic()
+        while self.learner.status != 0 and not self.stopping.asked:
+            self._revive(screen)
+            self.progress.read()
+            if self.progress.step != newest:
+                newest, moved = self.progress.step, time.monotonic()
+            elif time.monotonic() - moved > STALLED_S:
+                raise Failed(f"no step for {STALLED_S:.0f} s; the logs are in {self.folder}")
+            screen.show(f"{demo_report.progress_text(self.progress, self.options.steps)}  {self._lanes()}")
+            time.sleep(0.25)
+
+    def _revive(self, screen: Screen) -> None:
+        """Restart whoever was killed; an orderly exit with an error is a fault, and nobody's to hide."""
+        for child in self._children():
+            status = child.status
+            if status is None or (child is self.learner and status == 0):
+                continue
+            if status >= 0 or child.restarts >= MAX_RESTARTS:
+                raise Failed(f"{child.name} ended with status {status}:\n{child.last_words()}")
+            screen.say(f"{child.name} was killed by {signal.Signals(-status).name}; starting it again")
+            child.restart(*(["--resume"] if child is self.learner else []))
+
+    def _lanes(self) -> str:
+        lanes = [lane for info in shmbridge.list_bridges() if info.name == self.bridge for lane in info.lanes]
+        return f"{len(lanes)} lanes, {sum(lane.held for lane in lanes)} groups in them"
+
+    def _wait(self, condition: Callable[[], bool], children: list[Child]) -> None:
+        deadline = time.monotonic() + STALLED_S
+        while not condition() and not self.stopping.asked:
+            for child in children:
+                if child.status not in (None, 0):
+                    raise Failed(f"{child.name} ended with status {child.status}:\n{child.last_words()}")
+            if time.monotonic() > deadline:
+                raise Failed(f"nothing came up within {STALLED_S:.0f} s; the logs are in {self.folder}")
+            time.sleep(0.05)
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def end(self, screen: Screen) -> list[str]:
+        """End all children and remove the bridge; return the names of segments that are left."""
+        for name in stop(self._children(), lambda: self.stopping.hurry):
+            screen.say(f"{name} did not end by itself and was killed")
+        return sweep(self.bridge, patience_s=5.0)
+
+    def report(self, leaked: list[str]) -> list[str]:
+        """Print the summary, draw the plot; return the reasons why the demo has failed."""
+        self.progress.read()
+        restarts = {child.name: child.restarts for child in self._children()}
+        print("\n" + demo_report.summary(self.progress, time.monotonic() - self.began, restarts, leaked))
+        lines = self.progress.measured()
+        reasons = [f"{self.progress.dropped} groups were dropped"] if self.progress.dropped else []
+        reasons += [f"segments are left: {', '.join(leaked)}"] if leaked else []
+        if not lines:
+            return [*reasons, "no reward was measured"]
+        demo_report.draw(self.progress, self.folder / "rewards.png")
+        print(f"\n  plot and logs: {self.folder}/rewards.png, {self.folder}/*.log")
+        if not (gain := demo_report.tenths(lines).gain) >= WANTED_GAIN:
+            reasons.append(f"the mean reward rose by {gain:.2f}, which is less than {WANTED_GAIN}")
+        return reasons
+
+
+class Screen:
+    """Progress on the terminal: one line that changes, or a line now and then where the output is a file."""
+
+    def __init__(self) -> None:
+        self._live = sys.stdout.isatty()
+        self._shown = 0.0
+        self._text = ""
+
+    def show(self, text: str) -> None:
+        """Show where the run is."""
+        if self._live:
+            print(f"\r\x1b[K{text}", end="", flush=True)
+        elif text != self._text and time.monotonic() - self._shown > 5:
+            print(text, flush=True)
+            self._shown = time.monotonic()
+        self._text = text
+
+    def say(self, text: str) -> None:
+        """Say something that stays."""
+        print(("\r\x1b[K" if self._live else "") + text, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo and return its exit status. Blocks for minutes."""
+    stopping = Stopping()
+    options = _parser().parse_args(argv)
+    os.environ.update(SURROUNDINGS)
+    screen = Screen()
+    demo = Demo(options, stopping)
+    reasons: list[str] = []
+    with _sweeper(demo.bridge):
+        print(f"bridge {demo.bridge}, logs in {demo.folder}; Ctrl-C ends it", flush=True)
+        try:
+            demo.start()
+            demo.watch(screen)
+        except Failed as failure:
+            reasons = [str(failure)]
+        finally:
+            leaked = demo.end(screen)
+    if stopping.asked:
+        screen.say(f"stopped by {signal.Signals(stopping.signum).name}; segments left: {len(leaked)}")
+        return 128 + stopping.signum
+    reasons += demo.report(leaked)
+    print("\n" + ("\n".join(f"FAILED: {reason}" for reason in reasons) or NEXT_STEPS))
+    return 1 if reasons else 0
+
+
+NEXT_STEPS = """\
+It learned. What next:
+  python examples/demo.py --seed 2                 and, from another terminal, kill -9 the learner half-way
+  shmbridge top                                    while it runs: lanes, rates, staleness
+  examples/README.md                               the same processes by hand, and your own environment
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Train a tiny model on two Atropos environments over a shared-memory bridge.",
+        epilog="Arguments after -- go to the learner: demo.py --model DIR -- --lr 1e-5 --entropy 0",
+    )
+    parser.add_argument("--model", metavar="DIR", help="model folder to start from [a tiny random one]")
+    parser.add_argument(
+        "--env", type=Path, nargs="+", default=OWN_ENVS, metavar="SCRIPT", help="[two of ours]"
+    )
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps [400]")
+    parser.add_argument("--seed", type=int, default=1, help="of the weights and the questions [1]")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where logs go [runs/demo-<time>]")
+    parser.add_argument("learner_flags", nargs="*", metavar="-- FLAG", help="further flags of the learner")
+    return parser
+
+
+def _sweeper(bridge: str) -> subprocess.Popen[bytes]:
+    """Start the process that cleans up should this one be killed; it ends when its stdin does."""
+    command = [sys.executable, str(HERE / "demo_sweeper.py"), bridge]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

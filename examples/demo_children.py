@@ -1,0 +1,108 @@
+"""The demo's child processes: one log file each, none of which outlives the demo.
+
+Knows nothing of models, rewards and bridges. Called by `demo.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+ORDERLY_S = 8.0  # what a child gets to end by itself
+
+
+class Child:
+    """One program, and the signal that ends it orderly.
+
+    Args:
+        name: what the demo calls it, and its log file.
+        command: program and arguments.
+        logs: folder of the log file; output of a restarted program is appended.
+        stop_signal: SIGINT for programs that clean up on Ctrl-C only.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], logs: Path, stop_signal: signal.Signals = signal.SIGTERM
+    ) -> None:
+        self.name = name
+        self.log = logs / f"{name}.log"
+        self.stop_signal = stop_signal
+        self.restarts = 0
+        self._command = list(command)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def status(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs or has not been started."""
+        return self._process.poll() if self._process else None
+
+    @property
+    def running(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, *more: str) -> None:
+        """Start it, with further arguments; never blocks."""
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*self._command, *more],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C on the terminal is for the demo alone
+                preexec_fn=functools.partial(_die_with, os.getpid()),
+            )
+
+    def restart(self, *more: str) -> None:
+        """Start it again after its death."""
+        self.restarts += 1
+        self.start(*more)
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signal its whole process group; harmless once it has ended."""
+        if self.running and self._process is not None:
+            os.killpg(self._process.pid, signum)
+
+    def wait(self, deadline: float) -> None:
+        """Wait until it has ended, at most until `deadline` on the monotonic clock."""
+        while self.running and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def last_words(self, lines: int = 12) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def stop(children: Iterable[Child], hurry: Callable[[], bool]) -> list[str]:
+    """End children, each orderly if it can; return the names of those that had to be killed.
+
+    Blocks up to `ORDERLY_S`, less once `hurry` is true. Later ones are asked once earlier ones have ended: list
+    whoever talks to the others first.
+    """
+    killed = []
+    deadline = time.monotonic() + ORDERLY_S
+    for child in children:
+        child.send(child.stop_signal)
+        while child.running and time.monotonic() < deadline and not hurry():
+            time.sleep(0.02)
+        if child.running:
+            child.send(signal.SIGKILL)
+            child.wait(time.monotonic() + 5)
+            killed.append(child.name)
+    return killed
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when the demo's is gone, however it went."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before the line above
+        os._exit(1)

@@ -1,0 +1,177 @@
+"""What the demo's logs say: rewards as the environments measured them, the learner's metrics, a summary, a plot.
+
+Knows nothing of processes and of bridges. Called by `demo.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+WINDOW = 100  # groups of the moving average
+
+
+class JsonLines:
+    """A growing file of JSON objects, read from where the last look ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.seen: list[Line] = []
+        self._offset = 0
+
+    def read(self) -> list[Line]:
+        """Return everything so far. A torn last line waits for its end; one torn by a kill is skipped."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._offset += len(whole) + len(newline)
+            self.seen += [line for line in map(_parsed, whole.splitlines()) if line is not None]
+        return self.seen
+
+
+@dataclass(frozen=True)
+class Tenths:
+    """Mean reward of the first and of the last tenth of the groups."""
+
+    first: float
+    last: float
+
+    @property
+    def gain(self) -> float:
+        """How much the last is above the first."""
+        return self.last - self.first
+
+
+@dataclass
+class Progress:
+    """All there is to read about a run, by the name of its environments."""
+
+    metrics: JsonLines
+    rewards: dict[str, JsonLines] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Read on."""
+        for log in (self.metrics, *self.rewards.values()):
+            log.read()
+
+    def measured(self, env: str | None = None) -> list[Line]:
+        """Groups in the order of their time, of one environment or of all.
+
+        Without any environment that measures, the learner's mean reward per step stands in.
+        """
+        logs = [self.rewards[env]] if env else list(self.rewards.values())
+        lines = [line for log in logs for line in log.seen]
+        if not self.rewards:
+            lines = [
+                {"t": line["time"], "mean": line["reward_mean"]}
+                for line in self.metrics.seen
+                if line["reward_mean"] is not None
+            ]
+        return sorted(lines, key=lambda line: line["t"])
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return max((line["step"] for line in self.metrics.seen), default=0)
+
+    @property
+    def dropped(self) -> int:
+        """Groups that were discarded, whoever was the consumer."""
+        return max((line["dropped_total"] for line in self.metrics.seen), default=0)
+
+    def tokens_per_s(self, last: int = 20) -> float:
+        """Trained trajectories' tokens per second over the last steps."""
+        lines = self.metrics.seen[-last:]
+        if len(lines) < 2:
+            return 0.0
+        return sum(line["tokens"] for line in lines[1:]) / max(lines[-1]["time"] - lines[0]["time"], 1e-9)
+
+
+def tenths(lines: list[Line]) -> Tenths:
+    """Return the mean reward of the first and the last tenth; NaN without any."""
+    size = max(1, len(lines) // 10)
+    return Tenths(mean(lines[:size]), mean(lines[-size:]))
+
+
+def mean(lines: list[Line]) -> float:
+    """Return the mean reward; NaN without any."""
+    return sum(line["mean"] for line in lines) / len(lines) if lines else float("nan")
+
+
+def progress_text(progress: Progress, steps: int) -> str:
+    """Return where the run is, in one line."""
+    envs = "  ".join(
+        f"{name} {mean(log.seen[-WINDOW:]):.2f}" for name, log in progress.rewards.items() if log.seen
+    )
+    text = f"step {progress.step}/{steps}  reward {mean(progress.measured()[-WINDOW:]):.2f}"
+    return f"{text}  ({envs})  {progress.tokens_per_s():,.0f} tokens/s" if envs else text
+
+
+def summary(progress: Progress, seconds: float, restarts: dict[str, int], leaked: list[str]) -> str:
+    """Return the closing table."""
+    lines = progress.metrics.seen
+    total = tenths(progress.measured())
+    stale = sum(line["staleness_mean"] for line in lines) / max(len(lines), 1)
+    worst = max((line["staleness_max"] for line in lines), default=0)
+    rows = [
+        ("trajectories", f"{sum(line['trajectories'] for line in lines):,}"),
+        ("tokens", f"{sum(line['tokens'] for line in lines):,}"),
+        ("optimizer steps", f"{progress.step:,} in {seconds:.0f} s"),
+        ("staleness", f"{stale:.1f} policy versions on average, {worst} at most"),
+        ("delivered again", f"{sum(line['redelivered'] for line in lines):,} trajectories, after kills"),
+        ("restarted", ", ".join(f"{name} {n}x" for name, n in restarts.items() if n) or "nobody"),
+        ("dropped", f"{progress.dropped}"),
+        ("leaked", ", ".join(leaked) or "0"),
+        ("mean reward", f"{total.first:.2f} in the first tenth, {total.last:.2f} in the last"),
+    ]
+    for name in progress.rewards:
+        own = tenths(progress.measured(name))
+        rows.append((f"  {name}", f"{own.first:.2f}, {own.last:.2f}"))
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows)
+
+
+def draw(progress: Progress, path: Path) -> None:
+    """Draw the moving mean of the reward over time, per environment and in total, as a PNG. Blocks for a second."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    everything = progress.measured()
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name in [*progress.rewards, None]:
+        lines = progress.measured(name)
+        seconds = [line["t"] - everything[0]["t"] for line in lines]
+        style = {"alpha": 0.7, "linewidth": 1.2} if name else {"color": "black", "linewidth": 2.0}
+        axes.plot(seconds, _moving_mean([line["mean"] for line in lines]), label=name or "all", **style)
+    axes.set(
+        xlabel="seconds since the first group",
+        ylabel=f"reward, mean of {WINDOW} groups",
+        ylim=(0, 1),
+        title="Reward, as the environments measured it" if progress.rewards else "Reward per step",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _moving_mean(values: list[float]) -> list[float]:
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    starts = [max(0, end - WINDOW) for end in range(1, len(sums))]
+    return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, start=1)]
+
+
+def _parsed(line: bytes) -> Line | None:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

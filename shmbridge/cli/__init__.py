@@ -1,0 +1,48 @@
+"""The `shmbridge` command: one file per subcommand, each with `prepare_parser` and `run`. Nothing of the package imports this."""
+
+import argparse
+import sys
+from typing import Protocol
+
+from shmbridge import __version__
+from shmbridge.cli import clean, inspect
+from shmbridge.errors import ShmBridgeError
+
+
+class Command(Protocol):
+    """What a subcommand's module offers."""
+
+    HELP: str
+    EXAMPLES: str
+
+    def prepare_parser(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the subcommand's own arguments."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Does it; the exit code."""
+
+
+_COMMANDS: dict[str, Command] = {"clean": clean, "inspect": inspect}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the `shmbridge` command; returns the exit code: 2 for a usage error, 1 for an error of shmbridge."""
+    parser = argparse.ArgumentParser(prog="shmbridge", description="Rollouts through shared memory: look at bridges and clean up after them.")
+    parser.add_argument("--version", action="version", version=f"shmbridge {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in _COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=command.HELP,
+            description=command.HELP,
+            epilog=command.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.add_argument("--json", action="store_true", help="one JSON document on standard output")
+        command.prepare_parser(sub)
+    arguments = parser.parse_args(argv)
+    try:
+        return _COMMANDS[arguments.command].run(arguments)
+    except ShmBridgeError as error:
+        print(f"shmbridge: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,45 @@
+"""`shmbridge inspect`: which bridges there are, who is alive on them, what their lanes hold."""
+
+import argparse
+from dataclasses import asdict
+
+import msgspec
+
+from shmbridge.config import format_size
+from shmbridge.inventory import BridgeInfo, list_bridges
+
+HELP = "show bridges, their consumer, lanes and undelivered records"
+EXAMPLES = """examples:
+  shmbridge inspect            all bridges
+  shmbridge inspect run1       one bridge
+  shmbridge inspect --json     for programs
+
+exit codes: 0 shown; 3 no such bridge"""
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `inspect`."""
+    parser.add_argument("bridge", nargs="?", help="one bridge; default: all")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints a block per bridge."""
+    found = [info for info in list_bridges() if arguments.bridge in (None, info.name)]
+    if arguments.json:
+        print(msgspec.json.encode([asdict(info) for info in found]).decode())
+    elif not found:
+        print(f"no bridge {arguments.bridge!r}" if arguments.bridge else "no bridges")
+    else:
+        print("\n".join(map(_block, found)))
+    return 0 if found or not arguments.bridge else 3
+
+
+def _block(info: BridgeInfo) -> str:
+    consumer = f"consumer pid {info.consumer_pid}" if info.consumer_pid else "no consumer"
+    lines = [f"{info.name}  {consumer}  policy version {info.policy_version}  {len(info.lanes)} lanes, {format_size(info.size_bytes)}"]
+    for lane in info.lanes:
+        state = "live" if lane.alive else "dead"
+        lines.append(
+            f"  {lane.producer_id:<32} {state} pid {lane.pid:<8} {lane.records:>10} records  {lane.held:>6} held  {format_size(lane.size_bytes)}"
+        )
+    return "\n".join(lines)
