@@ -15,6 +15,7 @@ EXT = "shmbridge/_ext"
 
 
 def extension(name: str, *c_sources: str) -> Extension:
+    """One module of shmbridge._ext."""
     return Extension(
         f"shmbridge._ext.{name}",
         [f"{EXT}/{name}.pyx", *c_sources],

@@ -1,7 +1,7 @@
 """Group-normalised advantages, spread over tokens, with each record's own advantages on top.
 
 Pure numpy over the flat arrays of one packed batch. Knows nothing of torch, of models, of the bridge.
-Called by the GRPO learner (`grpo.py`) and by anything else that trains on scores.
+Called by `training_rows.py`, and by anything else that trains on scores.
 
 Letters: B rows (trajectories), G groups, N tokens of the whole batch.
 """

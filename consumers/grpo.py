@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shmbridge.weights import WeightsWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shmbridge
@@ -31,6 +30,7 @@ from shmbridge.consumers.grpo_options import parser
 from shmbridge.consumers.grpo_update import Learner, Objective, learning_rate_at
 from shmbridge.consumers.metrics_log import Metrics, MetricsLog, progress_line
 from shmbridge.consumers.stopping import Stopped, StopSignals
+from shmbridge.weights import WeightsWriter
 
 PublishWeights = Callable[[int], None]  # takes a version; returns once samplers can see the weights
 
@@ -118,7 +118,8 @@ def load_model(source: Path | str, options: argparse.Namespace) -> tuple[Any, An
         model.train()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError):  # only copied into checkpoints; training needs none
+    except Exception as error:  # the library raises what it likes here, and training needs none
+        _say(f"no tokenizer beside {source}, so none in the checkpoints: {type(error).__name__}")
         tokenizer = None
     return model, tokenizer
 
@@ -210,7 +211,7 @@ def learn(
 
 
 def lost(stats: dict[str, float]) -> Metrics:
-    """Records that never reached a batch since the bridge began: dropped by producers, discarded by consumers."""
+    """Return records that reached no batch: dropped by producers, discarded by this bridge's consumers."""
     return {"dropped_total": stats["dropped_total"], "discarded_total": stats["discarded_total"]}
 
 

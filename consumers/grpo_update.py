@@ -9,7 +9,7 @@ What differs from the GRPO paper (arXiv 2402.03300):
 3. advantages that an environment wrote per token replace those from the scores, row by row;
 4. one update per batch: the ratio corrects for staleness, not for epochs.
 
-Letters: B rows (trajectories), N tokens of the batch, n trained tokens of a micro-batch, V vocabulary.
+Letters: n trained tokens of a micro-batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shmbridge.consumers import losses
-from shmbridge.consumers.advantages import group_normalised, override_rows, spread_to_tokens
 from shmbridge.consumers.metrics_log import Metrics
-from shmbridge.consumers.microbatch import MicroBatch, PackedRows, micro_batches, trainable
+from shmbridge.consumers.microbatch import MicroBatch, micro_batches
+from shmbridge.consumers.training_rows import TrainingRows, prepare
 
 
 @dataclass(frozen=True)
@@ -40,71 +38,6 @@ class Objective:
     temperature: float = 1.0  # of rows whose record does not say
     micro_tokens: int = 8192  # of one forward pass, padding included
     precision: torch.dtype = torch.float32  # of the forward pass; parameters are float32
-
-
-# --- a batch, as the loss sees it ---------------------------------------------------------------------------
-
-
-def prepare(batch: Any, temperature: float) -> tuple[PackedRows, Metrics]:
-    """Return what the loss needs of a packed batch, as copies, and metrics that describe it. Never blocks.
-
-    Args:
-        batch: a packed `shmbridge.Batch`, or anything with its attributes.
-        temperature: sampling temperature of rows whose record does not say.
-    """
-    lengths = np.diff(batch.cu_seqlens)
-    trained = trainable(batch.loss_mask, batch.cu_seqlens)
-    scores = np.zeros(lengths.size) if batch.scores is None else np.asarray(batch.scores)
-    scored = batch.has("score") & np.isfinite(scores)
-    own = batch.has("advantages")
-
-    per_row = group_normalised(scores, batch.group_index, usable=scored)
-    advantages = spread_to_tokens(per_row, batch.cu_seqlens, trained)
-    if batch.advantages is not None:
-        advantages = override_rows(advantages, batch.advantages, own, batch.cu_seqlens, trained)
-
-    sampled = np.full(trained.size, losses.NO_LOGPROB, dtype=np.float32)
-    if batch.inference_logprobs is not None:
-        recorded = np.repeat(batch.has("inference_logprobs"), lengths)
-        sampled = np.where(recorded, batch.inference_logprobs, sampled)
-
-    heat = np.full(lengths.size, temperature, dtype=np.float32)
-    if batch.temperature is not None:
-        heat = np.where(batch.temperature > 0, batch.temperature, heat).astype(np.float32)
-
-    rows = PackedRows(np.array(batch.tokens), np.array(batch.cu_seqlens), trained, advantages, sampled, heat)
-    return rows, {
-        **_rewards(scores[scored]),
-        **_advantages(rows, batch.group_index),
-        "tokens": int(rows.tokens.size),
-        "trained_tokens": rows.trained_count,
-        "trajectories": int(lengths.size),
-        "trajectories_own_advantages": int(own.sum()),
-        "trajectories_no_signal": int((~scored & ~own).sum()),
-        "redelivered": sum(bool(meta.redelivered) for meta in batch.meta),
-    }
-
-
-def _rewards(scores: npt.NDArray[np.float64]) -> Metrics:
-    if not scores.size:
-        return {"reward_mean": float("nan"), "reward_std": float("nan")}
-    return {"reward_mean": float(scores.mean()), "reward_std": float(scores.std())}
-
-
-def _advantages(rows: PackedRows, group_index: npt.NDArray[np.int32]) -> Metrics:
-    pushes = rows.advantages[rows.trained]
-    group_of_token = np.repeat(group_index, np.diff(rows.cu_seqlens))
-    groups = np.unique(group_index).size
-    return {
-        "advantage_mean": float(pushes.mean()) if pushes.size else 0.0,
-        "advantage_std": float(pushes.std()) if pushes.size else 0.0,
-        "advantage_max_abs": float(np.abs(pushes).max(initial=0.0)),
-        "groups": int(groups),
-        "groups_flat": int(groups - np.unique(group_of_token[rows.advantages != 0]).size),
-    }
-
-
-# --- one optimizer step -------------------------------------------------------------------------------------
 
 
 def predict(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor:
@@ -193,7 +126,7 @@ class Learner:
         self.step += 1
         return {"step": self.step, "lr": rate, "grad_norm": norm, "update_skipped": not finite}
 
-    def _check_vocabulary(self, rows: PackedRows) -> None:
+    def _check_vocabulary(self, rows: TrainingRows) -> None:
         # On a GPU an id out of range kills the process with an assertion that names nobody.
         size = self.model.get_input_embeddings().num_embeddings
         if rows.tokens.size and not 0 <= rows.tokens.min() <= rows.tokens.max() < size:

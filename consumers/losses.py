@@ -1,6 +1,6 @@
 """The GRPO objective as pure functions of tensors: log-probabilities, ratio, clipped loss, entropy.
 
-Knows nothing of models, batches or the bridge. Called by the GRPO learner (`grpo.py`).
+Knows nothing of models, batches or the bridge. Called by `grpo_update.py`.
 
 Letters: n trained tokens (of any number of trajectories, in any order), V vocabulary. All floats are float32,
 logarithms are natural (nats).
@@ -10,10 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-# A log-probability is never positive, so a positive one says "none was recorded": Atropos writes 1.0 where no
-# token was sampled, and the learner writes the same mark into rows whose record carried no log-probabilities.
-NO_LOGPROB = 1.0
 
 # exp(20) is already 5e8: far outside any clip range, far inside float32. Without the bound one absurd
 # log-probability makes the ratio infinite and the gradient of the whole batch NaN.
@@ -54,8 +50,8 @@ def entropy(log_probabilities: Tensor) -> Tensor:
 def importance_ratio(logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
     """Return pi(token) / pi_sampler(token) for each trained token.
 
-    Where the sampler's log-probability is unknown (NO_LOGPROB, anything positive, not finite) the policy
-    stands in for its own sampler: the ratio is exactly 1 and its gradient that of the plain policy gradient.
+    Where the sampler's log-probability is unknown (marked by a positive one, or not finite) the policy stands
+    in for its own sampler: the ratio is exactly 1 and its gradient that of the plain policy gradient.
 
     Args:
         logprobs: (n,) float32, under the policy being trained, with gradient.

@@ -4,9 +4,9 @@ Rows of similar length share a forward pass, so little is padding. Right padding
 mask: no real token can attend to what stands after it, and no row can see another row at all. That holds for
 every causal language model, with or without a packing-aware attention kernel.
 
-Knows nothing of models and losses. Called by the GRPO learner (`grpo.py`).
+Knows nothing of models and losses. Called by `grpo_update.py`.
 
-Letters: B rows, N tokens of the whole batch, b rows of one micro-batch, T its longest row.
+Letters: B rows, N tokens of the whole batch, b rows of one micro-batch, T tokens of its longest row.
 """
 
 from __future__ import annotations
@@ -20,22 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class PackedRows:
-    """What the loss needs of a batch, row after row without padding; value i belongs to token i."""
-
-    tokens: npt.NDArray[np.int32]  # (N,)
-    cu_seqlens: npt.NDArray[np.int32]  # (B+1,) where each row begins, then N
-    trained: npt.NDArray[np.bool_]  # (N,) never true for the first token of a row: nothing predicts it
-    advantages: npt.NDArray[np.float32]  # (N,) dimensionless
-    sampled_logprobs: npt.NDArray[np.float32]  # (N,) nats; losses.NO_LOGPROB where none was recorded
-    temperature: npt.NDArray[np.float32]  # (B,) > 0
-
-    @property
-    def trained_count(self) -> int:
-        """Trained tokens of the whole batch: the denominator of the token mean."""
-        return int(np.count_nonzero(self.trained))
+from shmbridge.consumers.training_rows import TrainingRows
 
 
 @dataclass(frozen=True)
@@ -47,14 +32,6 @@ class MicroBatch:
     advantages: Tensor  # (b, T) float32
     sampled_logprobs: Tensor  # (b, T) float32
     temperature: Tensor  # (b,) float32
-
-
-def trainable(loss_mask: npt.ArrayLike, cu_seqlens: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Return bool (N,): tokens that are marked as trained and have a token of their own row before them."""
-    trained = np.asarray(loss_mask) != 0
-    firsts = np.asarray(cu_seqlens, dtype=np.int64)[:-1]
-    trained[firsts[firsts < trained.size]] = False
-    return trained
 
 
 def plan(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np.intp]]:
@@ -79,7 +56,7 @@ def plan(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np.intp]
     return parts
 
 
-def micro_batches(rows: PackedRows, token_budget: int, device: torch.device) -> Iterator[MicroBatch]:
+def micro_batches(rows: TrainingRows, token_budget: int, device: torch.device) -> Iterator[MicroBatch]:
     """Yield the rows that train anything as micro-batches on the device. Blocks for the copies.
 
     Args:

@@ -3,10 +3,10 @@
     python -m shmbridge.consumers.policy_server --bridge run1 --model ./tiny --port 9004
 
 It answers what Atropos' server classes ask: `/v1/chat/completions`, `/v1/completions`, `/v1/models`,
-`/health` and token-in token-out `/generate` (server_type "vllm", the ManagedServer). Every response names the
-policy version it was sampled under, as `weight_version` and in the header `X-Policy-Version`. New weights come
-out of the bridge's weights segment between two batches; without a segment, or over a learner's death, it goes
-on with what it has.
+`/health` and token-in token-out `/generate` (server_type "vllm", the ManagedServer). Every response names
+the policy version it was sampled under, as `weight_version` and in the header `X-Policy-Version`. New weights
+come out of the bridge's weights segment between two batches; without a segment, or over a learner's death,
+it goes on with what it has.
 
 Knows nothing of rewards and of training. Meant for tests, demos and small models: one thread, static batches,
 no streaming. For large models vLLM takes the same weights (`vllm_weights.py`).
@@ -28,7 +28,7 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shmbridge import ShmBridgeError
+import shmbridge
 from shmbridge.consumers.follow_weights import WeightsFollower
 from shmbridge.consumers.generation import PolicyModel
 from shmbridge.consumers.policy_api import BadRequest, Json, PolicyApi
@@ -205,11 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         follower = WeightsFollower(WeightsReader(options.bridge), policy.model) if options.bridge else None
         engine = PolicyEngine(policy, follower, window_s=options.window_ms / 1e3, max_rows=options.max_rows)
         return asyncio.run(serve(engine, api, options.host, options.port))
-    except (
-        OSError,
-        ValueError,
-        ShmBridgeError,
-    ) as error:  # no such model, port in use, no room for a segment
+    except (OSError, ValueError, shmbridge.ShmBridgeError) as error:  # no such model, port taken, no room
         print(f"policy server: {error}", file=sys.stderr)
         return 1
 

@@ -1,7 +1,8 @@
 """What a batch says about training: which tokens, with what advantage, sampled with what probability.
 
-Turns a packed batch, in which any column but the tokens may be missing from any record, into arrays that the loss
-can use as they are, and describes it in numbers. Knows nothing of torch and of models. Called by `grpo_update.py`.
+Turns a packed batch, in which any column but the tokens may be missing from any record, into arrays that the
+loss can use as they are, and describes it in numbers. Knows nothing of torch and of models. Called by
+`grpo_update.py`.
 
 Letters: B rows (trajectories), N tokens of the whole batch.
 """
@@ -101,7 +102,8 @@ def _sampled_logprobs(batch: Any) -> npt.NDArray[np.float32]:
 def _temperature(batch: Any, default: float) -> npt.NDArray[np.float32]:
     """Return float32 (B,): the record's own column, else where Atropos keeps it, else the default."""
     heat = np.full(len(batch.meta), default, np.float32)
-    for texts in (batch.group_overrides, batch.generation_params, batch.overrides):  # the narrowest has the last word
+    # The narrowest has the last word, as in the reference trainer of Atropos.
+    for texts in (batch.group_overrides, batch.generation_params, batch.overrides):
         for row, value in _settings(texts, "temperature"):
             heat[row] = value
     if batch.temperature is not None:

@@ -1,13 +1,13 @@
-"""A language model learns two skills from random weights, on two CPU cores, in a few minutes: all of shmbridge at work.
+"""A language model learns two skills from random weights, on two CPU cores, in minutes: shmbridge at work.
 
-    python examples/demo.py                       then watch; kill -9 whomever you like; Ctrl-C ends it without a trace
+    python examples/demo.py             watch it; kill -9 whomever you like; Ctrl-C ends it without a trace
 
-What runs: two Atropos environments, unedited, each writing groups of rollouts into its lane; a GRPO learner that
-takes them in place and writes new weights into the bridge; a policy server that samples with the newest weights.
-This program only starts them, restarts whoever is killed, and adds up what they wrote into their logs.
+What runs: two Atropos environments, unedited, each writing groups of rollouts into its lane; a GRPO learner
+that takes them in place and writes new weights into the bridge; a policy server that samples with the newest
+weights. This program starts them, restarts whoever is killed, and adds up what they wrote into their logs.
 
-It ends with a summary, a plot of the reward, and status 0 if the reward rose by 0.3 and nothing was dropped or
-leaked; 1, and why, if not; 130 or 143 if it was stopped.
+It ends with a summary, a plot of the reward, and status 0 if the reward rose by 0.3 and nothing was dropped
+or leaked; 1, and why, if not; 130 or 143 if it was stopped.
 """
 
 from __future__ import annotations
@@ -91,19 +91,11 @@ class Demo:
     # --- what runs ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Build the model if none is given, then start all children. Blocks until the policy server answers."""
+        """Build a model if none is given, start all children. Blocks until the policy server answers."""
         if not self.options.model:
-            maker = Child(
-                "tiny_model",
-                [
-                    sys.executable,
-                    str(HERE / "tiny_model.py"),
-                    str(self.model),
-                    "--seed",
-                    str(self.options.seed),
-                ],
-                self.folder,
-            )
+            seed = str(self.options.seed)
+            command = [sys.executable, str(HERE / "tiny_model.py"), str(self.model), "--seed", seed]
+            maker = Child("tiny_model", command, self.folder)
             maker.start()
             self._wait(lambda: maker.status is not None, [maker])
             if maker.status != 0:
@@ -170,7 +162,7 @@ class Demo:
         return child
 
     def _children(self) -> list[Child]:
-        return [*self.envs, self.learner, self.server]  # in the order of stopping
+        return [*self.envs, self.learner, self.server]
 
     # --- while it runs --------------------------------------------------------------------------------------
 
@@ -216,7 +208,8 @@ class Demo:
 
     def end(self, screen: Screen) -> list[str]:
         """End all children and remove the bridge; return the names of segments that are left."""
-        for name in stop(self._children(), lambda: self.stopping.hurry):
+        # Environments first: they say goodbye to the learner's side.
+        for name in stop([self.envs, [self.learner, self.server]], lambda: self.stopping.hurry):
             screen.say(f"{name} did not end by itself and was killed")
         return sweep(self.bridge, patience_s=5.0)
 

@@ -72,32 +72,33 @@ class Child:
         if self.running and self._process is not None:
             os.killpg(self._process.pid, signum)
 
-    def wait(self, deadline: float) -> None:
-        """Wait until it has ended, at most until `deadline` on the monotonic clock."""
-        while self.running and time.monotonic() < deadline:
-            time.sleep(0.02)
+    def wait_killed(self) -> None:
+        """Wait for the end of a killed child; the kernel sees to it that there is one."""
+        if self._process is not None:
+            self._process.wait()
 
     def last_words(self, lines: int = 12) -> str:
         """The end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def stop(children: Iterable[Child], hurry: Callable[[], bool]) -> list[str]:
-    """End children, each orderly if it can; return the names of those that had to be killed.
+def stop(stages: Iterable[Sequence[Child]], hurry: Callable[[], bool]) -> list[str]:
+    """End children, orderly if they can; return the names of those that had to be killed.
 
-    Blocks up to `ORDERLY_S`, less once `hurry` is true. Later ones are asked once earlier ones have ended: list
-    whoever talks to the others first.
+    Blocks up to `ORDERLY_S` per stage, less once `hurry` is true. A stage begins when the one before is over.
     """
     killed = []
-    deadline = time.monotonic() + ORDERLY_S
-    for child in children:
-        child.send(child.stop_signal)
-        while child.running and time.monotonic() < deadline and not hurry():
+    for stage in stages:
+        for child in stage:
+            child.send(child.stop_signal)
+        deadline = time.monotonic() + ORDERLY_S
+        while any(child.running for child in stage) and time.monotonic() < deadline and not hurry():
             time.sleep(0.02)
-        if child.running:
-            child.send(signal.SIGKILL)
-            child.wait(time.monotonic() + 5)
-            killed.append(child.name)
+        for child in stage:
+            if child.running:
+                child.send(signal.SIGKILL)
+                child.wait_killed()
+                killed.append(child.name)
     return killed
 
 

@@ -1,4 +1,4 @@
-"""What the demo's logs say: rewards as the environments measured them, the learner's metrics, a summary, a plot.
+"""What the demo's logs say: rewards as environments measured them, the learner's metrics, a summary, a plot.
 
 Knows nothing of processes and of bridges. Called by `demo.py`.
 """
@@ -123,7 +123,10 @@ def summary(progress: Progress, seconds: float, restarts: dict[str, int], leaked
         ("tokens", f"{sum(line['tokens'] for line in lines):,}"),
         ("optimizer steps", f"{progress.step:,} in {seconds:.0f} s"),
         ("staleness", f"{stale:.1f} policy versions on average, {worst} at most"),
-        ("delivered again", f"{sum(line['redelivered'] for line in lines):,} trajectories, after kills"),
+        (
+            "delivered again",
+            f"{sum(line['trajectories_redelivered'] for line in lines):,} trajectories, after kills",
+        ),
         ("restarted", ", ".join(f"{name} {n}x" for name, n in restarts.items() if n) or "nobody"),
         ("dropped", f"{progress.dropped}"),
         ("leaked", ", ".join(leaked) or "0"),
@@ -137,7 +140,7 @@ def summary(progress: Progress, seconds: float, restarts: dict[str, int], leaked
 
 
 def draw(progress: Progress, path: Path) -> None:
-    """Draw the moving mean of the reward over time, per environment and in total, as a PNG. Blocks for a second."""
+    """Draw the moving mean of the reward over time, per environment and in total. Blocks for a second."""
     import matplotlib
 
     matplotlib.use("Agg")

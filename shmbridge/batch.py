@@ -18,10 +18,10 @@ _NAMES = {"scores": "score"}
 class Batch:
     """Rows of several groups as arrays; B rows, N tokens in all, T tokens in the longest row.
 
-    Per-token columns are (N,) packed or (B, T) padded on the right with zeros; scalar columns are (B,); other lists are Ragged with B rows; text
-    and maps are lists of B. A column no record has is None as an attribute (`batch.advantages is None`) and a KeyError as `batch["advantages"]`.
-    Where only some records have it, the others' rows are zero: see `has`. All arrays are the batch's own copies; under hold="step" the
-    batch also keeps its records' leases until release().
+    Per-token columns are (N,) packed or (B, T) padded on the right with zeros; scalar columns are (B,); other lists are
+    Ragged with B rows; text and maps are lists of B. A column no record has is None as an attribute (`batch.advantages`)
+    and a KeyError as `batch["advantages"]`. Where only some records have it, the others' rows are zero: see `has`.
+    All arrays are the batch's own copies; under hold="step" the batch also keeps its records' leases until release().
     """
 
     def __init__(self, groups: list[Group], layout: Layout) -> None:
@@ -104,9 +104,7 @@ class Batch:
         have = [name in record for record in self.records]
         self._present[name] = np.repeat(have, [record.rows for record in self.records])
         if column.per_token and column.kind is Kind.LIST:
-            flat = np.concatenate(
-                [self._token_values(record, column) if there else _zeros(record, column) for record, there in zip(self.records, have, strict=True)]
-            )
+            flat = np.concatenate([self._token_values(record, column) for record in self.records])
             self._columns[name] = flat if self.layout == "packed" else self._pad(flat)
         elif column.kind is Kind.SCALAR:
             self._columns[name] = np.concatenate(
@@ -126,8 +124,10 @@ class Batch:
 
     def _token_values(self, record: Record, column: Column) -> np.ndarray[Any, Any]:
         """One value per token; rows that disagree with their tokens (uneven records) are cut or filled with zeros."""
-        values: Ragged = record[column.name]
         tokens = record["tokens"].lengths
+        if column.name not in record:
+            return np.zeros(int(tokens.sum()), column.dtype)
+        values: Ragged = record[column.name]
         if np.array_equal(values.lengths, tokens):
             return values.values
         flat, at = np.zeros(int(tokens.sum()), column.dtype), 0
@@ -143,19 +143,17 @@ class Batch:
         return padded
 
 
-def _zeros(record: Record, column: Column) -> np.ndarray[Any, Any]:
-    return np.zeros(len(record["tokens"].values), column.dtype)
-
-
 def _fit(values: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
     return values if len(values) == rows else np.resize(np.concatenate((values, np.zeros(rows, values.dtype))), rows)
 
 
 def _join(records: list[Record], column: Column) -> Ragged:
-    parts = [record[column.name] if column.name in record else None for record in records]
-    values = [part.values for part in parts if part is not None]
-    lengths = [np.zeros(record.rows, np.uint32) if part is None else part.lengths for part, record in zip(parts, records, strict=True)]
-    return Ragged(np.concatenate(values), np.concatenate(lengths), None)
+    nothing = np.empty(0, column.dtype)
+    parts = [
+        record[column.name] if column.name in record else Ragged(nothing, np.zeros(record.rows, np.uint32), None)
+        for record in records
+    ]
+    return Ragged(np.concatenate([part.values for part in parts]), np.concatenate([part.lengths for part in parts]), None)
 
 
 def _rows(record: Record, column: Column) -> list[Any]:

@@ -125,7 +125,7 @@ class BatchAssembly:
         why = self._consumer.stuck(here)
         if why:
             raise BatchTooBig(
-                f"a batch of {groups} groups cannot be filled: {len(self._complete)} groups are complete, {len(self._partial)} in part; {why}",
+                f"a batch of {groups} groups cannot be filled: {len(self._complete)} are complete, {len(self._partial)} in part; {why}",
                 hint="raise lane_bytes of the producers, ask for fewer groups, or use hold='gather'",
             )
 

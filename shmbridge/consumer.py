@@ -10,12 +10,13 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shmbridge import liveness, segment
 from shmbridge._ext import ring
+from shmbridge._ext.mapping import Mapping
 from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly, Hold
 from shmbridge.config import Run, check_bridge_name, format_size
@@ -49,10 +50,11 @@ class _LaneState:
 
 
 class Consumer:
-    """The one hub of a bridge. For one thread at a time (stats, publish_policy_version, pause, resume and drain from any); a context manager.
+    """The one hub of a bridge; a context manager.
 
-    Construction adopts every lane that exists, also those of dead producers, before anything is removed. Left by an exception, a `with` block
-    keeps the records it still holds un-released: the next consumer gets them again.
+    For one thread at a time, except stats, publish_policy_version, pause, resume and drain. Construction adopts every lane
+    that exists, also those of dead producers, before anything is removed. Left by an exception, a `with` block keeps the
+    records it still holds un-released: the next consumer gets them again.
 
     Args:
         bridge: name of the bridge.
@@ -133,7 +135,7 @@ class Consumer:
             if name not in self._lanes and name not in self._refused:
                 mapping = segment.open_mapping(name, minimum=ring.control_bytes)
                 info = self._header(name, mapping)
-                if info is not None:
+                if mapping is not None and info is not None:
                     found.append((info["created_ns"], name, mapping, info))
         for _, name, mapping, info in sorted(found, key=lambda each: each[:2]):
             if len(self._lanes) >= self.lanes_limit:
@@ -141,7 +143,7 @@ class Consumer:
                 return
             self._adopt(name, mapping, info, strict)
 
-    def _header(self, name: str, mapping: "ring.Mapping | None") -> "dict[str, object] | None":
+    def _header(self, name: str, mapping: Mapping | None) -> dict[str, Any] | None:
         if mapping is None:
             return None
         try:
@@ -150,7 +152,7 @@ class Consumer:
             self._refuse(name, str(wrong))
             return None
 
-    def _adopt(self, name: str, mapping: "ring.Mapping", info: dict[str, object], strict: bool) -> None:
+    def _adopt(self, name: str, mapping: Mapping, info: dict[str, Any], strict: bool) -> None:
         try:
             columns = Columns.decode(info["columns"])
             self.columns.check_agrees(columns, "in this consumer", f"in producer {info['producer_id']}")
@@ -252,8 +254,8 @@ class Consumer:
             layout: "packed" (N,) with cu_seqlens and position_ids, or "padded" (B, T).
             max_staleness: groups more versions older than the current one are discarded and counted; None: none is.
             prefetch: batches gathered ahead in a thread, 0 or more.
-            hold: "step" keeps the leases until batch.release() or the next iteration, so that a killed learner's successor gets the batch again;
-                "gather" ends them once gathered: at most once.
+            hold: "step" keeps the leases until batch.release() or the next iteration, so that a killed learner's
+                successor gets the batch again; "gather" ends them once gathered: at most once.
 
         Raises:
             BatchTooBig: the lanes are full of what the batch already has, so that it can never be filled.
@@ -529,6 +531,6 @@ def _deadline(timeout_s: float | None) -> float:
     return float("inf") if timeout_s is None else time.monotonic() + timeout_s
 
 
-def _call_weak(method: "weakref.WeakMethod[object]") -> None:
+def _call_weak(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
     if (call := method()) is not None:
         call()

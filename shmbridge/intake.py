@@ -13,8 +13,8 @@ import numpy as np
 
 from shmbridge._ext.pack import BadValue, Column, copy_array, row_lengths
 from shmbridge.errors import InvalidRecord
-from shmbridge.schema import Columns, Kind, Tag
 from shmbridge.schema import Column as ColumnType
+from shmbridge.schema import Columns, Kind, Tag
 
 # Python values that Atropos sends as they are; carried as JSON text.
 JSON_COLUMNS = frozenset({"messages", "overrides", "group_overrides", "generation_params", "images", "extra"})
@@ -37,8 +37,8 @@ class Intake:
 def take_in(group: Any, table: Columns, *, foreign: bool = False, fold_masks: bool = True) -> Intake:
     """Measures a group in any accepted form. Raises InvalidRecord naming column, row and numbers.
 
-    `foreign` carries what upstream accepts: rows of unequal length (flagged), unknown keys (in `extra`). With `fold_masks` Atropos' masks are
-    to be stored as loss_mask; the packer raises LossyMasks when that loses something.
+    `foreign` carries what upstream accepts: rows of unequal length (flagged), unknown keys (in `extra`). With `fold_masks`
+    Atropos' masks are to be stored as loss_mask; the packer raises LossyMasks when that loses something.
     """
     if type(group).__name__ == "RecordBatch" and type(group).__module__.startswith("pyarrow"):
         return _from_arrow(group, table)
@@ -167,7 +167,7 @@ class _Mapping:
                 uneven = True
                 if not self.foreign:
                     raise InvalidRecord(f"column {column.name!r} has {column.entries} rows, tokens have {self.rows}", column=column.name)
-            elif self.table[column.name].per_token and not np.array_equal(column.lengths, tokens):
+            elif self.table[column.name].per_token and column.lengths is not None:
                 valid = np.ones(self.rows, bool) if column.validity is None else column.validity.astype(bool)
                 differing = np.flatnonzero((column.lengths != tokens) & valid)
                 if differing.size == 0:
@@ -325,7 +325,8 @@ def _maps(table: Columns, column: ColumnType, value: Any) -> Column:
     lengths = row_lengths(rows)
     return Column(
         column.name, table.number[column.name], column.kind, column.dtype,
-        entries=len(rows), count=len(values), lengths=lengths, inner=row_lengths(keys), keys=b"".join(keys), rows=values, finite=column.finite,
+        entries=len(rows), count=len(values), lengths=lengths, inner=row_lengths(keys), keys=b"".join(keys),
+        rows=values, finite=column.finite,
     )  # fmt: skip
 
 

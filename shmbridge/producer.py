@@ -176,7 +176,8 @@ class Producer:
         if self.on_full == "raise":
             raise self._lane_full(record.plan, 0.0)
         if self.on_full == "drop":
-            return self._drop(record, _FULL)
+            self._drop(record, _FULL)
+            return None
         self._waiting.append(record)
         task = asyncio.get_running_loop().create_task(self._put_later(record, timeout_s))
         self._tasks.add(task)
@@ -240,10 +241,13 @@ class Producer:
         tokens = next((column for column in columns if column.name == "tokens"), None)
         if rows < 1 or tokens is None:
             raise InvalidRecord(f"a claim needs `tokens` and at least one row, got {rows} rows of {', '.join(lengths) or 'nothing'}")
+        wanted = _lengths_of(tokens)
         for column in columns:
-            if self.columns[column.name].per_token and not np.array_equal(column.lengths, tokens.lengths):
-                raise InvalidRecord(f"column {column.name!r} has lengths {column.lengths}, tokens have {tokens.lengths}", column=column.name)
-        measured = intake.Intake(columns, rows, int(tokens.lengths.sum()), False, rows, -1)
+            if self.columns[column.name].per_token and not np.array_equal(_lengths_of(column), wanted):
+                raise InvalidRecord(
+                    f"column {column.name!r} has lengths {column.lengths}, tokens have {wanted}", column=column.name
+                )
+        measured = intake.Intake(columns, rows, int(wanted.sum()), False, rows, -1)
         record = self._record_of(measured, group_id, group_size, policy_version, split, None)
         if not self._claim(record.plan, timeout_s):
             raise self._lane_full(record.plan, 0.0)
@@ -264,7 +268,13 @@ class Producer:
         )
 
     def _measure(
-        self, group: Any, group_id: str | int | None, group_size: int | None, version: int | tuple[int, int] | None, split: str, foreign: bool
+        self,
+        group: Any,
+        group_id: str | int | None,
+        group_size: int | None,
+        version: int | tuple[int, int] | None,
+        split: str,
+        foreign: bool,
     ) -> _Record:
         self._check_open()
         try:
@@ -508,6 +518,10 @@ class Slot:
             producer._drop(self._record, _INVALID)
             raise intake.as_invalid(bad) from None
         self.sequence = int(producer._writer.commit(**self._record.fields))
+
+
+def _lengths_of(column: Column) -> "np.ndarray[Any, np.dtype[np.uint32]]":
+    return np.empty(0, np.uint32) if column.lengths is None else column.lengths
 
 
 def _left(began: float, timeout_s: float | None) -> float:

@@ -70,7 +70,8 @@ class _Entry:
 class Ragged:
     """A list column of one record: flat values in place, and the length of each row.
 
-    `values` is a read-only view of the lane, valid as long as it is referenced, also after the record's release(). `lengths` is uint32[rows].
+    `values` is a read-only view of the lane, valid as long as it is referenced, also after the record's release().
+    `lengths` is uint32[rows].
     """
 
     __slots__ = ("_ends", "lengths", "valid", "values")
@@ -121,8 +122,9 @@ class RaggedLists:
 class Record(Lease):
     """One record, leased: its memory does not change until release() was called and the last view of it is gone.
 
-    `len(record)` counts rows; `record[name]` is a column; `name in record` and `record.columns` say which are present. Use it as a context manager, or
-    call release(), or let it go: the lease ends with the last of the record and its views. One thread at a time; views may go anywhere.
+    `len(record)` counts rows; `record[name]` is a column; `name in record` and `record.columns` say which are present. Use
+    it as a context manager, or call release(), or let it go: the lease ends with the last of the record and its views. One
+    thread at a time; views may go anywhere.
     """
 
     __slots__ = ("_directory", "_lane", "_meta")
@@ -249,7 +251,7 @@ class Record(Lease):
 
     def _values(self, entry: _Entry) -> np.ndarray[Any, Any]:
         count = entry.values_bytes // entry.column.dtype.itemsize
-        return np.frombuffer(self, entry.column.dtype, count, entry.values_at) if count else _nothing(entry.column.dtype)
+        return np.frombuffer(memoryview(self), entry.column.dtype, count, entry.values_at) if count else _nothing(entry.column.dtype)
 
     def _lengths(self, entry: _Entry) -> np.ndarray[Any, Any]:
         return np.frombuffer(self.index, np.uint32, entry.entries, entry.lengths_at)
@@ -260,7 +262,7 @@ class Record(Lease):
     def _validity(self, entry: _Entry) -> np.ndarray[Any, Any] | None:
         if not entry.validity_at:
             return None
-        return np.frombuffer(self, np.uint8, entry.entries, entry.validity_at).astype(bool)
+        return np.frombuffer(memoryview(self), np.uint8, entry.entries, entry.validity_at) != 0
 
     def _texts(self, entry: _Entry) -> list[Any]:
         raw, valid = self._values(entry).tobytes(), self._validity(entry)
@@ -271,7 +273,7 @@ class Record(Lease):
         return rows if valid is None else [row if there else None for row, there in zip(rows, valid, strict=True)]
 
     def _maps(self, entry: _Entry) -> list[dict[str, float]]:
-        raw = bytes(np.frombuffer(self, np.uint8, entry.keys_bytes, entry.keys_at)) if entry.keys_bytes else b""
+        raw = bytes(memoryview(self)[entry.keys_at : entry.keys_at + entry.keys_bytes]) if entry.keys_bytes else b""
         ends = np.cumsum(self._inner(entry), dtype=np.int64).tolist()
         keys = [raw[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
         pairs = iter(zip(keys, self._values(entry).tolist(), strict=True))

@@ -191,7 +191,9 @@ def columns_of(schema: "pa.Schema | None") -> Columns:
     standard_columns().check_agrees(mine, "in TRAJECTORY_SCHEMA", "in schema=")
     extra = [column for column in mine.order if column.name not in STANDARD]
     if len(STANDARD) + len(extra) > 256:
-        raise SchemaMismatch(f"{len(extra)} extra columns; a lane has at most {256 - len(STANDARD)}", hint="carry them in one binary column")
+        raise SchemaMismatch(
+            f"{len(extra)} extra columns; a lane has at most {256 - len(STANDARD)}", hint="carry them in one binary column"
+        )
     return Columns([*STANDARD.values(), *extra])
 
 

@@ -8,7 +8,6 @@ from shmbridge.schema import Tag
 if TYPE_CHECKING:
     from shmbridge.record import Record
 
-_EMPTY = {Tag.NULL: lambda: None, Tag.EMPTY_LIST: list, Tag.EMPTY_MAP: dict}
 _LISTS = ("advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
 _JSON = ("messages", "overrides", "images", "group_overrides", "generation_params")
 
@@ -21,7 +20,7 @@ def scored_data(record: "Record") -> dict[str, Any]:
             group[name] = _value(record, source)
     for name in _JSON:
         if record.tag(name) is not None:
-            group[name] = record.json(name) if name in record else _EMPTY[record.tag(name)]()
+            group[name] = record.json(name) if name in record else _empty(record, name)
     if record.meta.env_id is not None:
         group["env_id"] = record.meta.env_id
     if "extra" in record:
@@ -30,9 +29,15 @@ def scored_data(record: "Record") -> dict[str, Any]:
     return group
 
 
+def _empty(record: "Record", name: str) -> Any:
+    """What stood in a column without values: null, [] or {}."""
+    tag = record.tag(name)
+    return [] if tag is Tag.EMPTY_LIST else {} if tag is Tag.EMPTY_MAP else None
+
+
 def _value(record: "Record", name: str) -> Any:
     if name not in record:
-        return _EMPTY[record.tag(name)]()
+        return _empty(record, name)
     column = record[name]
     return _rows(column) if isinstance(column, (Ragged, RaggedLists)) else column.tolist()
 
@@ -46,7 +51,7 @@ def _rows(column: Ragged | RaggedLists) -> list[Any]:
     return rows
 
 
-def _masks(record: "Record") -> list[Any] | None:
+def _masks(record: "Record") -> Any:
     """masks as they came, or rebuilt: the token where trained, -100 elsewhere."""
     if record.tag("masks") is not None:
         return _value(record, "masks")

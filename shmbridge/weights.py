@@ -17,6 +17,7 @@ import numpy as np
 
 from shmbridge import liveness, segment
 from shmbridge._ext import versions
+from shmbridge._ext.ring import Control
 from shmbridge._ext.versions import Versions
 from shmbridge.config import check_bridge_name
 from shmbridge.errors import Closed, ConsumerTaken, NotReady, WeightsBusy, WeightsMismatch
@@ -68,7 +69,7 @@ class WeightsWriter:
 
     def __init__(self, bridge: str) -> None:
         self.bridge = check_bridge_name(bridge)
-        self._control = segment.open_control(bridge)
+        self._control: Control | None = segment.open_control(bridge)
         self._table: list[TensorSpec] = []
         self._versions: Versions | None = None
         self._attach()
@@ -78,7 +79,9 @@ class WeightsWriter:
         if mapping is None:
             return
         if not liveness.lock_exclusive(mapping.fd, Byte.WRITER):
-            raise ConsumerTaken(f"the weights of bridge {self.bridge!r} have a living writer", hint="one learner writes weights: end the other")
+            raise ConsumerTaken(
+                f"the weights of bridge {self.bridge!r} have a living writer", hint="one learner writes weights: end the other"
+            )
         found = Versions(mapping)
         if found.ready:
             self._versions, self._table = found, _table.decode(found.table)
@@ -118,7 +121,7 @@ class WeightsWriter:
         self._hold(slot, timeout_s)
         try:
             self._versions.begin(slot)
-            memory = np.frombuffer(self._versions.mapping, np.uint8)
+            memory = np.frombuffer(memoryview(self._versions.mapping), np.uint8)
             base = self._versions.slot_at(slot)
             for spec, (*_, raw) in zip(table, flat, strict=True):
                 memory[base + spec.offset : base + spec.offset + spec.size_bytes] = raw
@@ -141,7 +144,9 @@ class WeightsWriter:
         data_at = -(-(page + len(raw)) // page) * page
         mapping = segment.create_weights(self.bridge, data_at + versions.slots * slot_bytes)
         if mapping is None:
-            raise NotReady(f"the weights segment of bridge {self.bridge!r} is being made by somebody else", hint="one learner writes weights")
+            raise NotReady(
+                f"the weights segment of bridge {self.bridge!r} is being made by somebody else", hint="one learner writes weights"
+            )
         self._versions = Versions(mapping)
         self._versions.format(os.getpid(), raw, slot_bytes)
         self._table, self._wrote_here = table, True
@@ -165,7 +170,7 @@ class WeightsWriter:
             return
         if self._versions is not None:
             liveness.unlock(self._versions.mapping.fd, Byte.WRITER)
-        self._control, control = None, self._control
+        control, self._control = self._control, None
         liveness.unlock(control.mapping.fd, Byte.PARTICIPANTS)
         segment.sweep(self.bridge)
 
@@ -179,7 +184,8 @@ class WeightsWriter:
 def _first_difference(here: list[TensorSpec], there: list[TensorSpec]) -> str:
     for mine, given in zip(here, there, strict=False):
         if mine != given:
-            return f"tensor {given.name!r} is {given.dtype}{list(given.shape)}, the segment has {mine.name!r} {mine.dtype}{list(mine.shape)}"
+            ours, theirs = (f"{spec.name!r} {spec.dtype}{list(spec.shape)}" for spec in (mine, given))
+            return f"tensor {theirs} was given, the segment has {ours}"
     return f"{len(there)} tensors given, the segment has {len(here)}"
 
 
@@ -204,7 +210,7 @@ class WeightsReader:
 
     def __init__(self, bridge: str) -> None:
         self.bridge = check_bridge_name(bridge)
-        self._control = segment.open_control(bridge)
+        self._control: Control | None = segment.open_control(bridge)
         self._versions: Versions | None = None
         self._table: list[TensorSpec] = []
 
@@ -230,7 +236,8 @@ class WeightsReader:
     def lease(self, *, timeout_s: float = 5.0) -> Iterator[WeightsLease]:
         """Holds the newest version still for the `with` block; one at a time per reader.
 
-        Blocks until there is a version, at most `timeout_s` seconds, then NotReady. A long lease makes the writer wait for its second next version.
+        Blocks until there is a version, at most `timeout_s` seconds, then NotReady. A long lease makes the writer wait
+        with its second next version.
         """
         deadline = time.monotonic() + timeout_s
         while (held := self._try_hold()) is None:
@@ -261,7 +268,7 @@ class WeightsReader:
         if self._control is None:
             return
         self._versions = None
-        self._control, control = None, self._control
+        control, self._control = self._control, None
         liveness.unlock(control.mapping.fd, Byte.PARTICIPANTS)
         segment.sweep(self.bridge)
 

@@ -27,7 +27,7 @@ _COMMANDS: dict[str, Command] = {"clean": clean, "inspect": inspect}
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `shmbridge` command; returns the exit code: 2 for a usage error, 1 for an error of shmbridge."""
-    parser = argparse.ArgumentParser(prog="shmbridge", description="Rollouts through shared memory: look at bridges and clean up after them.")
+    parser = argparse.ArgumentParser(prog="shmbridge", description="Look at bridges in shared memory, and clean up after them.")
     parser.add_argument("--version", action="version", version=f"shmbridge {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():

@@ -39,7 +39,6 @@ def _block(info: BridgeInfo) -> str:
     lines = [f"{info.name}  {consumer}  policy version {info.policy_version}  {len(info.lanes)} lanes, {format_size(info.size_bytes)}"]
     for lane in info.lanes:
         state = "live" if lane.alive else "dead"
-        lines.append(
-            f"  {lane.producer_id:<32} {state} pid {lane.pid:<8} {lane.records:>10} records  {lane.held:>6} held  {format_size(lane.size_bytes)}"
-        )
+        counts = f"{lane.records:>10} records  {lane.held:>6} held"
+        lines.append(f"  {lane.producer_id:<32} {state} pid {lane.pid:<8} {counts}  {format_size(lane.size_bytes)}")
     return "\n".join(lines)

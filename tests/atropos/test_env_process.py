@@ -138,23 +138,26 @@ def test_a_kill_leaves_the_other_environment_alone(bridge: str, start_env: Calla
             record.release()
         two.until(lambda: consumer.stats()["lanes_live"] == 1)
         seen.clear()
-        two.until(lambda: seen.extend(record.meta.producer_id for record in consumer.poll()) or len(seen) > 50)
+        two.until(
+            lambda: seen.extend(record.meta.producer_id for record in consumer.poll()) or len(seen) > 50
+        )
         assert consumer.stats()["lanes_quarantined"] == 0
 
 
 def test_workers_cancelled_by_the_throttle_lose_nothing(
     bridge: str, start_env: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Records of 48 KiB in a lane of 256: workers wait for room, the queue is full, BaseEnv cancels them all."""
-    truth = tmp_path / "groups.jsonl"
+    """Records of some 40 KiB in a lane of 256: workers wait for room, the queue is full, BaseEnv cancels them."""
+    truth, cancelled = tmp_path / "groups.jsonl", tmp_path / "cancelled"
     small = shmbridge.Run(batch_size=4, max_token_len=4096, num_steps=1000)
     groups: list[str] = []
     with shmbridge.Consumer(bridge, run=small) as consumer:
         env = start_env(
             *("--env.items", "40", "--env.tokens", "1000", "--env.data_path_to_save_groups", str(truth)),
-            *("--env.max_batches_offpolicy", "6"),
+            *("--env.max_batches_offpolicy", "6", "--env.cancelled", str(cancelled)),
             lane_bytes="256K",
         )
+        env.until(cancelled.exists)
         env.until(lambda: take(consumer, groups, timeout_s=0.1) and len(groups) == 44, timeout_s=100)
         assert env.end(signal.SIGINT) != 0
         assert consumer.stats()["producer_wait_s"] > 0
@@ -169,7 +172,7 @@ def test_an_environment_evaluates_and_ends_when_its_steps_are_done(
     run = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=9, starting_step=3)
     with shmbridge.Consumer(bridge, run=run) as consumer:
         env = start_env(
-            *("--env.total_steps", "-1", "--env.steps_per_eval", "5", "--env.evaluated", str(evaluated)),
+            *("--env.total_steps", "9", "--env.steps_per_eval", "5", "--env.evaluated", str(evaluated)),
             *("--env.collect_s", "0.05"),
         )
         trained = []
@@ -204,7 +207,9 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def test_a_script_sees_itself_as_python_would_show_it() -> None:
     script = os.path.relpath(ENVS / "as_a_script.py")
     alone = command(script, "serve", "--env.group_size", "8")
-    bridged = command("-m", "shmbridge.producers.atropos", "--bridge", "b", script, "serve", "--env.group_size", "8")
+    bridged = command(
+        "-m", "shmbridge.producers.atropos", "--bridge", "b", script, "serve", "--env.group_size", "8"
+    )
     assert alone.stdout
     assert bridged.stdout == alone.stdout
     assert bridged.returncode == 0
@@ -214,7 +219,9 @@ def test_help_has_examples_and_the_script_keeps_its_own_help() -> None:
     ours = command("-m", "shmbridge.producers.atropos", "--help")
     assert ours.returncode == 0
     assert "examples:" in ours.stdout
-    theirs = command("-m", "shmbridge.producers.atropos", "--bridge", "b", str(ENVS / "as_a_script.py"), "--help")
+    theirs = command(
+        "-m", "shmbridge.producers.atropos", "--bridge", "b", str(ENVS / "as_a_script.py"), "--help"
+    )
     assert "examples:" not in theirs.stdout
     assert "'--help'" in theirs.stdout
 

@@ -48,12 +48,18 @@ class HandMadeBatch:
 
     tokens: np.ndarray
     cu_seqlens: np.ndarray
-    loss_mask: np.ndarray
+    position_ids: np.ndarray
+    lengths: np.ndarray
+    loss_mask: np.ndarray | None
     group_index: np.ndarray
     scores: np.ndarray | None
     advantages: np.ndarray | None
     inference_logprobs: np.ndarray | None
     temperature: np.ndarray | None
+    prompt_length: np.ndarray | None
+    overrides: list[str | None] | None
+    generation_params: list[str | None] | None
+    group_overrides: list[str | None] | None
     meta: list[Any]
     present: dict[str, np.ndarray] = field(default_factory=dict)
     released: int = 0
@@ -72,22 +78,26 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
     def make(
         rows: Sequence[Sequence[int]],
         *,
-        masks: Sequence[Sequence[int]] | None = None,
+        masks: Sequence[Sequence[int] | None] | None = None,
         groups: Sequence[int] | None = None,
         scores: Sequence[float | None] | None = None,
         advantages: Sequence[Sequence[float] | None] | None = None,
         logprobs: Sequence[Sequence[float] | None] | None = None,
         temperatures: Sequence[float | None] | None = None,
+        prompt_lengths: Sequence[int | None] | None = None,
+        overrides: Sequence[str | None] | None = None,
+        generation_params: Sequence[str | None] | None = None,
+        group_overrides: Sequence[str | None] | None = None,
         version: int = 0,
     ) -> HandMadeBatch:
         present: dict[str, np.ndarray] = {}
 
-        def ragged(name: str, values: Sequence[Sequence[float] | None] | None) -> np.ndarray | None:
+        def ragged(name: str, values: Sequence[Any] | None, dtype: type) -> np.ndarray | None:
             if values is None:
                 return None
             present[name] = np.array([row is not None for row in values])
             filled = [np.zeros(len(t)) if v is None else v for t, v in zip(rows, values, strict=True)]
-            return np.concatenate(filled).astype(np.float32)
+            return np.concatenate(filled).astype(dtype)
 
         def scalar(name: str, values: Sequence[float | None] | None, dtype: type) -> np.ndarray | None:
             if values is None:
@@ -95,17 +105,22 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
             present[name] = np.array([value is not None for value in values])
             return np.array([0.0 if value is None else value for value in values], dtype=dtype)
 
-        masks = masks if masks is not None else [[0] + [1] * (len(row) - 1) for row in rows]
         meta = SimpleNamespace(min_policy_version=version, max_policy_version=version, redelivered=False)
         return HandMadeBatch(
             tokens=np.concatenate([np.asarray(row, dtype=np.int32) for row in rows]),
             cu_seqlens=np.cumsum([0] + [len(row) for row in rows]).astype(np.int32),
-            loss_mask=np.concatenate([np.asarray(mask, dtype=np.uint8) for mask in masks]),
+            position_ids=np.concatenate([np.arange(len(row), dtype=np.int32) for row in rows]),
+            lengths=np.array([len(row) for row in rows], dtype=np.int32),
+            loss_mask=ragged("loss_mask", masks, np.uint8),
             group_index=np.asarray(groups if groups is not None else [0] * len(rows), dtype=np.int32),
             scores=scalar("score", scores, np.float64),
-            advantages=ragged("advantages", advantages),
-            inference_logprobs=ragged("inference_logprobs", logprobs),
+            advantages=ragged("advantages", advantages, np.float32),
+            inference_logprobs=ragged("inference_logprobs", logprobs, np.float32),
             temperature=scalar("temperature", temperatures, np.float32),
+            prompt_length=scalar("prompt_length", prompt_lengths, np.int32),
+            overrides=None if overrides is None else list(overrides),
+            generation_params=None if generation_params is None else list(generation_params),
+            group_overrides=None if group_overrides is None else list(group_overrides),
             meta=[meta] * len(rows),
             present=present,
         )

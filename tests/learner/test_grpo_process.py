@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -30,8 +31,9 @@ def start_learner(bridge, tiny_model, tmp_path):
     started = []
 
     def start(*flags):
-        command = [sys.executable, "-u", "-m", "shmbridge.consumers.grpo", "--bridge", bridge, "--threads", "1"]
-        command += ["--model", str(tmp_path / "model"), "--run-dir", str(tmp_path / "run"), "--device", "cpu"]
+        command = [sys.executable, "-u", "-m", "shmbridge.consumers.grpo", "--bridge", bridge]
+        command += ["--model", str(tmp_path / "model"), "--run-dir", str(tmp_path / "run")]
+        command += ["--device", "cpu", "--threads", "1"]
         command += ["--groups", str(GROUPS), "--group-size", "4", "--lr", "1e-3", *flags]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         started.append(process)
@@ -74,9 +76,9 @@ def left_over(bridge):
 
 @pytest.mark.timeout(180)
 def test_killed_and_resumed_it_goes_on_and_no_version_comes_back(bridge, start_learner, tmp_path):
-    steps = 12
+    steps, produced = 12, 200
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
-        put_groups(producer, GROUPS * (steps + 20))
+        put_groups(producer, produced)
         first = start_learner("--steps", "5000", "--save-every", "3")
         read_until(first, "step    7/")
         first.send_signal(signal.SIGKILL)
@@ -86,6 +88,7 @@ def test_killed_and_resumed_it_goes_on_and_no_version_comes_back(bridge, start_l
         second = start_learner("--steps", str(steps), "--save-every", "3", "--resume")
         begun = read_until(second, "step ")
         out, err = second.communicate(timeout=120)
+        trained = produced - len(left_over(bridge))
 
     assert second.returncode == 0, err
     resumed_at = int(begun.split("step ")[1].split()[0])
@@ -95,9 +98,11 @@ def test_killed_and_resumed_it_goes_on_and_no_version_comes_back(bridge, start_l
     every = metrics(tmp_path)
     assert [line["step"] for line in every[len(before) :]] == list(range(resumed_at + 1, steps + 1))
     versions = [line["policy_version"] for line in every]
-    assert all(earlier < later for earlier, later in zip(versions, versions[1:], strict=False))
-    with_optimizer = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert with_optimizer[-1] == f"step-{steps:08d}"
+    assert all(earlier < later for earlier, later in itertools.pairwise(versions))
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved[-1] == f"step-{steps:08d}"
+    # Every group was trained or is still there; the kill may have hit between a release and its line.
+    assert trained in (GROUPS * len(every), GROUPS * (len(every) + 1))
 
 
 @pytest.mark.timeout(120)

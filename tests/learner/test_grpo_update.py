@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from shmbridge.consumers.grpo_update import Learner, Objective, learning_rate_at, predict, prepare
+from shmbridge.consumers.grpo_update import Learner, Objective, learning_rate_at, predict
 from shmbridge.consumers.losses import chosen_logprobs
 from shmbridge.consumers.microbatch import micro_batches, plan
+from shmbridge.consumers.training_rows import prepare
 
 CPU = torch.device("cpu")
 ROWS = [[3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [1, 2, 3, 4, 5], [20, 21], [8, 8, 8, 9, 9, 1, 2, 3, 4, 5, 6]]
@@ -109,24 +110,6 @@ def test_a_batch_without_a_trained_token_is_a_step_without_a_change(tiny_model, 
     assert metrics["step"] == 1
     assert metrics["loss"] == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_rows_with_and_without_their_own_columns_mix(packed_batch):
-    batch = packed_batch(
-        [[1, 2, 3], [4, 5, 6], [7, 8, 9]],
-        scores=[1.0, 0.0, None],
-        advantages=[None, [9.0, 0.5, -0.5], None],
-        logprobs=[[1.0, -2.0, -3.0], None, [1.0, -4.0, -5.0]],
-        temperatures=[0.5, None, None],
-    )
-    rows, metrics = prepare(batch, 0.8)
-    np.testing.assert_allclose(rows.advantages[:3], [0.0, 1.0, 1.0], rtol=1e-3)
-    np.testing.assert_allclose(rows.advantages[3:], [0.0, 0.5, -0.5, 0.0, 0.0, 0.0])
-    np.testing.assert_allclose(rows.sampled_logprobs, [1, -2, -3, 1, 1, 1, 1, -4, -5])
-    np.testing.assert_allclose(rows.temperature, [0.5, 0.8, 0.8])
-    assert metrics["trajectories_own_advantages"] == 1
-    assert metrics["trajectories_no_signal"] == 1
-    assert metrics["reward_mean"] == 0.5
 
 
 def test_the_records_temperature_reaches_ratio_and_entropy(tiny_model, packed_batch):

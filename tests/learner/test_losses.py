@@ -55,7 +55,7 @@ def test_ratio_compares_with_the_sampler():
     torch.testing.assert_close(ratio, torch.tensor([math.exp(0.5), 1.0]))
 
 
-@pytest.mark.parametrize("unknown", [losses.NO_LOGPROB, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("unknown", [1.0, math.nan, math.inf, -math.inf])
 def test_unknown_sampler_logprob_means_ratio_one_with_the_plain_gradient(unknown):
     logprobs = torch.tensor([-3.0, -0.5], requires_grad=True)
     ratio = losses.importance_ratio(logprobs, torch.tensor([unknown, -0.5]))

@@ -24,10 +24,12 @@ import torch
 from aiohttp.test_utils import TestClient, TestServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import shmbridge
 from shmbridge.consumers.generation import PolicyModel, Row
 from shmbridge.consumers.policy_api import PolicyApi
 from shmbridge.consumers.policy_engine import PolicyEngine
 from shmbridge.consumers.policy_server import PolicyServer
+from shmbridge.weights import WeightsWriter
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[2, 25, 9, 13, 1, 3], [2, 27, 16, 17, 18, 1, 3], [25], [2, 27, 20, 1, 3]]
@@ -254,6 +256,13 @@ async def test_a_client_that_hangs_up_frees_its_rows_and_spares_the_others(clien
 # --- the program --------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def bridge() -> Iterator[str]:
+    name = f"policy-test-{os.getpid()}"
+    yield name
+    assert not shmbridge.clean(name, dry_run=False).kept
+
+
 @contextmanager
 def program(folder: Path, log: Path, *flags: str) -> Iterator[subprocess.Popen]:
     command = [sys.executable, "-m", "shmbridge.consumers.policy_server", "--model", str(folder), *flags]
@@ -277,11 +286,9 @@ async def address(process: subprocess.Popen, log: Path) -> str:
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 async def test_the_program_serves_without_a_segment_and_ends_quietly_on_signals(
-    folder, tmp_path, signum, status
+    folder, tmp_path, bridge, signum, status
 ):
-    pytest.importorskip("shmbridge.weights")
     log = tmp_path / "server.log"
-    bridge = f"policy-test-{os.getpid()}"
     with program(folder, log, "--bridge", bridge, "--port", "0") as process:
         url = await address(process, log)
         async with aiohttp.ClientSession() as session:
@@ -299,12 +306,69 @@ async def test_the_program_serves_without_a_segment_and_ends_quietly_on_signals(
     assert "Traceback" not in log.read_text()
 
 
+PUBLISH_AND_WAIT = """
+import sys, time
+from transformers import AutoModelForCausalLM
+from shmbridge.weights import WeightsWriter
+model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
+writer = WeightsWriter(sys.argv[1])
+writer.publish(7, [(name, p * 3) for name, p in model.named_parameters()])
+print("published", flush=True)
+time.sleep(600)
+"""
+
+
+async def test_the_program_follows_the_weights_of_a_bridge_over_their_writers_death(folder, tmp_path, bridge):
+    log, greedy = tmp_path / "server.log", {"prompt": ">37", "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    command = [sys.executable, "-c", PUBLISH_AND_WAIT, bridge, str(folder)]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    try:
+        with program(folder, log, "--bridge", bridge, "--port", "0") as process:
+            url = await address(process, log)
+            assert await asyncio.to_thread(writer.stdout.readline) == b"published\n"
+            await version_reaches(url, 7)
+            writer.kill()
+            await asyncio.to_thread(writer.wait, 30)
+            assert (await generated(url, greedy))["weight_version"] == 7
+
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            with torch.no_grad(), WeightsWriter(bridge) as successor:
+                successor.publish(8, [(name, p * -2) for name, p in model.named_parameters()])
+                for parameter in model.parameters():
+                    parameter.mul_(-2)
+            await version_reaches(url, 8)
+            (answer,) = (await generated(url, greedy))["logprobs"]
+            tokens = [int(next(iter(entry[0]))) for entry in answer]
+            values = [next(iter(entry[0].values())) for entry in answer]
+            np.testing.assert_allclose(values, recomputed(model, [25, 9, 13], tokens), atol=1e-4)
+    finally:
+        writer.kill()
+        writer.wait(30)
+        writer.stdout.close()
+
+
+async def generated(url: str, body: dict) -> dict:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", json=body) as response:
+        return await response.json()
+
+
+async def version_reaches(url: str, version: int) -> None:
+    async with asyncio.timeout(60), aiohttp.ClientSession() as session:
+        while True:
+            async with session.get(f"{url}/health") as response:
+                if (await response.json())["weight_version"] == version:
+                    return
+            await asyncio.sleep(0.02)
+
+
 async def test_the_program_refuses_a_taken_port_and_a_missing_model_with_a_reason(folder, tmp_path, client):
-    log = tmp_path / "server.log"
-    with program(folder, log, "--port", str(client.port)) as process:
-        assert await asyncio.to_thread(process.wait, 60) == 1
-    assert "address already in use" in log.read_text()
-    assert "Traceback" not in log.read_text()
-    with program(tmp_path / "nothing", log, "--port", "0") as process:
-        assert await asyncio.to_thread(process.wait, 60) == 1
-    assert "Traceback" not in log.read_text()
+    taken, missing = tmp_path / "taken.log", tmp_path / "missing.log"
+    with (
+        program(folder, taken, "--port", str(client.port)) as first,
+        program(tmp_path / "nothing", missing, "--port", "0") as second,
+    ):
+        assert await asyncio.to_thread(first.wait, 60) == 1
+        assert await asyncio.to_thread(second.wait, 60) == 1
+    assert "address already in use" in taken.read_text()
+    assert "nothing" in missing.read_text()
+    assert "Traceback" not in taken.read_text() + missing.read_text()

@@ -22,6 +22,9 @@ class SeededConfig(BaseEnvConfig):
     collect_s: float = Field(default=0.0, description="how long a rollout takes")
     tokens: int = Field(default=12, description="longest row")
     evaluated: str = Field(default="", description="file that grows by a line per evaluation")
+    cancelled: str = Field(
+        default="", description="file that grows by a line per worker cancelled as it sends"
+    )
 
 
 def groups_of(item: int, longest: int = 12) -> dict | list[dict]:
@@ -53,7 +56,13 @@ def _group(item: int, part: int, longest: int) -> dict:
             "images": [None, ["a", "b"], "c", None],
         }
     if kind == 2:
-        group |= {"messages": [], "overrides": [], "images": [], "group_overrides": {}, "generation_params": {}}
+        group |= {
+            "messages": [],
+            "overrides": [],
+            "images": [],
+            "group_overrides": {},
+            "generation_params": {},
+        }
     if kind == 4:
         group["group_overrides"] = {"group_size": rows, "note": "twice the size"}
     if kind == 5:
@@ -83,8 +92,12 @@ class SeededEnv(BaseEnv):
 
     @classmethod
     def config_init(cls):
-        server = APIServerConfig(model_name="none", base_url="http://127.0.0.1:9/v1", api_key="x", health_check=False)
-        return SeededConfig(group_size=GROUP_SIZE, use_wandb=False, steps_per_eval=0, total_steps=100000), [server]
+        server = APIServerConfig(
+            model_name="none", base_url="http://127.0.0.1:9/v1", api_key="x", health_check=False
+        )
+        return SeededConfig(group_size=GROUP_SIZE, use_wandb=False, steps_per_eval=0, total_steps=100000), [
+            server
+        ]
 
     async def setup(self):
         self.next_item = 0
@@ -99,9 +112,21 @@ class SeededEnv(BaseEnv):
         await asyncio.sleep(self.config.collect_s)
         return groups_of(item, self.config.tokens), []
 
+    async def handle_send_to_api(self, *args, **kwargs):
+        try:
+            await super().handle_send_to_api(*args, **kwargs)
+        except asyncio.CancelledError:
+            _note(self.config.cancelled, "cancelled while sending")
+            raise
+
     async def evaluate(self, *args, **kwargs):
-        with Path(self.config.evaluated).open("a") as file:
-            file.write(f"{self.curr_step}\n")
+        _note(self.config.evaluated, f"at step {self.curr_step}")
+
+
+def _note(path: str, line: str) -> None:
+    if path:
+        with Path(path).open("a") as file:
+            file.write(f"{line}\n")
 
 
 if __name__ == "__main__":

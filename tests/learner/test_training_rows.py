@@ -1,0 +1,118 @@
+"""What a batch says about training: every optional column present, absent, or in some records only."""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+import numpy as np
+import pytest
+
+import shmbridge
+from shmbridge.consumers.training_rows import NO_LOGPROB, prepare
+
+ROWS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+def test_rows_with_and_without_their_own_columns_mix(packed_batch):
+    batch = packed_batch(
+        ROWS,
+        scores=[1.0, 0.0, None],
+        advantages=[None, [9.0, 0.5, -0.5], None],
+        logprobs=[[1.0, -2.0, -3.0], None, [1.0, -4.0, -5.0]],
+        temperatures=[0.5, None, None],
+    )
+    rows, metrics = prepare(batch, 0.8)
+    np.testing.assert_allclose(rows.advantages[:3], [0.0, 1.0, 1.0], rtol=1e-3)
+    np.testing.assert_allclose(rows.advantages[3:], [0.0, 0.5, -0.5, 0.0, 0.0, 0.0])
+    np.testing.assert_allclose(rows.sampled_logprobs, [1, -2, -3, 1, 1, 1, 1, -4, -5])
+    np.testing.assert_allclose(rows.temperature, [0.5, 0.8, 0.8])
+    assert metrics["trajectories_own_advantages"] == 1
+    assert metrics["trajectories_no_signal"] == 1
+    assert metrics["reward_mean"] == 0.5
+
+
+def test_without_a_mask_everything_after_the_prompt_is_trained(packed_batch):
+    batch = packed_batch(ROWS, masks=[[0, 1, 0], None, None], prompt_lengths=[2, 2, None])
+    rows, metrics = prepare(batch, 1.0)
+    expected = [[False, True, False], [False, False, True], [False, True, True]]
+    np.testing.assert_array_equal(rows.trained, np.concatenate(expected))
+    assert metrics["trained_tokens"] == 4
+
+
+def test_the_first_token_of_a_row_is_never_trained(packed_batch):
+    rows, _ = prepare(packed_batch([[1, 2], [3], [4, 5]], masks=[[1, 1], [1], [1, 1]]), 1.0)
+    np.testing.assert_array_equal(rows.trained, [False, True, False, False, True])
+
+
+def test_the_narrowest_word_on_temperature_wins(packed_batch):
+    batch = packed_batch(
+        [[1, 2]] * 5,
+        group_overrides=['{"temperature": 0.1, "group_size": 4}'] * 5,
+        generation_params=[
+            None,
+            '{"temperature": 0.2}',
+            '{"temperature": 0.2}',
+            '{"temperature": 0.2}',
+            None,
+        ],
+        overrides=[None, "{}", '{"temperature": 0.3}', '{"temperature": 0.3}', '{"temperature": 0}'],
+        temperatures=[None, None, None, 0.4, None],
+    )
+    rows, _ = prepare(batch, 1.0)
+    np.testing.assert_allclose(rows.temperature, [0.1, 0.2, 0.3, 0.4, 1.0])
+
+
+def test_an_environment_can_silence_a_row(packed_batch):
+    silence = [None, '{"set_advantage_to_zero": true}', '{"set_advantage_to_zero": false}']
+    own = [None, None, [0.0, 2.0, 2.0]]
+    rows, metrics = prepare(
+        packed_batch(ROWS, scores=[1.0, 0.0, 0.0], advantages=own, overrides=silence), 1.0
+    )
+    assert rows.advantages[1] > 1.0  # its group keeps the score of the silenced row
+    np.testing.assert_array_equal(rows.advantages[3:], [0, 0, 0, 0, 2, 2])
+    assert metrics["groups_flat"] == 0
+
+
+def test_broken_scores_are_no_reward(packed_batch):
+    _, metrics = prepare(packed_batch(ROWS, scores=[1.0, np.nan, 0.0], groups=[0, 0, 1]), 1.0)
+    assert metrics["reward_mean"] == 0.5
+    assert metrics["trajectories_no_signal"] == 1
+    assert (metrics["groups"], metrics["groups_flat"]) == (2, 2)
+
+
+@pytest.fixture
+def bridge():
+    name = f"rows-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    yield name
+    shmbridge.clean(name, dry_run=False)
+
+
+def test_a_real_batch_of_an_atropos_group_and_a_plain_one(bridge):
+    atropos = {
+        "tokens": [[1, 2, 3, 4], [1, 2, 5]],
+        "masks": [[-100, -100, 3, 4], [-100, -100, 5]],
+        "scores": [1.0, 0.0],
+        "advantages": [],  # what environments send for "none"
+        "inference_logprobs": [[1.0, 1.0, -0.5, -0.25], [1.0, 1.0, -2.0]],
+        "overrides": [{}, {"temperature": 0.5}],
+        "group_overrides": {},
+    }
+    plain = {"tokens": [[6, 7]], "advantages": [np.array([0.0, 3.0], np.float32)]}
+    with (
+        shmbridge.Producer(bridge, env_name="test", lane_bytes="1M") as producer,
+        shmbridge.Consumer(bridge) as consumer,
+    ):
+        producer.put(atropos, timeout_s=5.0)
+        producer.put(plain, timeout_s=5.0)
+        with next(iter(consumer.batches(groups=2, layout="packed", prefetch=0))) as batch:
+            rows, metrics = prepare(batch, 0.9)
+
+    np.testing.assert_array_equal(rows.tokens, [1, 2, 3, 4, 1, 2, 5, 6, 7])
+    np.testing.assert_array_equal(rows.cu_seqlens, [0, 4, 7, 9])
+    np.testing.assert_array_equal(np.flatnonzero(rows.trained), [2, 3, 6, 8])
+    np.testing.assert_allclose(rows.advantages, [0, 0, 1, 1, 0, 0, -1, 0, 3], rtol=1e-3)
+    np.testing.assert_allclose(rows.sampled_logprobs[[2, 3, 6, 8]], [-0.5, -0.25, -2.0, NO_LOGPROB])
+    np.testing.assert_allclose(rows.temperature, [0.9, 0.5, 0.9])
+    assert metrics["trajectories_own_advantages"] == 1
+    assert metrics["reward_mean"] == 0.5
