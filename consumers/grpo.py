@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, stops: StopSignals) -> None:
 
         try:
             learn(learner, consumer, publish, saver, log, options, stops)
-        except Stopped:
+        except (Stopped, shmbridge.ShmBridgeError):
             saver.save(consumer.policy_version)  # still the hub: no successor starts from less
             raise
         saver.save(consumer.policy_version)

@@ -262,7 +262,7 @@ class Record(Lease):
     def _validity(self, entry: _Entry) -> np.ndarray[Any, Any] | None:
         if not entry.validity_at:
             return None
-        return np.frombuffer(memoryview(self), np.uint8, entry.entries, entry.validity_at) != 0
+        return np.frombuffer(memoryview(self), np.uint8, entry.entries, entry.validity_at).astype(np.bool_)
 
     def _texts(self, entry: _Entry) -> list[Any]:
         raw, valid = self._values(entry).tobytes(), self._validity(entry)

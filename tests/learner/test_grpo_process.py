@@ -10,9 +10,12 @@ import subprocess
 import sys
 import uuid
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import shmbridge
+from shmbridge.weights import WeightsReader
 
 GROUPS = 2  # per step
 
@@ -74,6 +77,16 @@ def left_over(bridge):
     return found
 
 
+def published(bridge, folder):
+    """Return the version in the weights segment, after comparing its tensors with those of a checkpoint."""
+    saved = load_file(folder / "model.safetensors")
+    with WeightsReader(bridge) as reader, reader.lease() as lease:
+        assert lease.tensors.keys() == saved.keys()
+        for name, tensor in saved.items():
+            np.testing.assert_array_equal(lease.tensors[name], tensor, err_msg=name)
+        return lease.version
+
+
 @pytest.mark.timeout(180)
 def test_killed_and_resumed_it_goes_on_and_no_version_comes_back(bridge, start_learner, tmp_path):
     steps, produced = 12, 200
@@ -120,3 +133,4 @@ def test_stopped_while_waiting_it_saves_and_leaves_the_rest(bridge, start_learne
         assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
         assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
         assert len(left_over(bridge)) == 1
+        assert published(bridge, tmp_path / "run" / "checkpoints" / "step-00000003") == 3
