@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -82,9 +83,9 @@ class Demo:
         self.folder: Path = options.run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
         self.folder.mkdir(parents=True, exist_ok=False)
         self.model: Path | str = options.model or self.folder / "model"
-        self.server = Child("policy_server", [], self.folder)
-        self.learner = Child("learner", [], self.folder)
+        self.learner: Child | None = None
         self.envs: list[Child] = []
+        self.others: list[Child] = []
         self.progress = demo_report.Progress(demo_report.JsonLines(self.folder / "metrics.jsonl"))
         self.began = time.monotonic()
 
@@ -93,22 +94,26 @@ class Demo:
     def start(self) -> None:
         """Build a model if none is given, start all children. Blocks until the policy server answers."""
         if not self.options.model:
-            seed = str(self.options.seed)
-            command = [sys.executable, str(HERE / "tiny_model.py"), str(self.model), "--seed", seed]
-            maker = Child("tiny_model", command, self.folder)
-            maker.start()
-            self._wait(lambda: maker.status is not None, [maker])
-            if maker.status != 0:
-                raise Failed(f"no model could be built:\n{maker.last_words()}")
+            self._build_model()
+        if self.stopping.asked:
+            return
         port = _free_port()
-        self.server = self._module(
+        server = self._module(
             "policy_server", "consumers.policy_server", "--model", self.model, "--port", port
         )
         self.learner = self._module("learner", "consumers.grpo", *self._learner_flags())
+        self.others = [self.learner, server]
         self.envs = [self._env(script, port, index) for index, script in enumerate(self.options.env)]
-        for child in (self.server, self.learner, *self.envs):
+        for child in self._children():
             child.start()
-        self._wait(lambda: _answers(port), self._children())
+        self._wait(lambda: _answers(port))
+
+    def _build_model(self) -> None:
+        script, seed = str(HERE / "tiny_model.py"), str(self.options.seed)
+        maker = Child("model", [sys.executable, script, str(self.model), "--seed", seed], self.folder)
+        self.others = [maker]
+        maker.start()
+        self._wait(lambda: maker.status == 0)
 
     def _module(self, name: str, module: str, *flags: object) -> Child:
         command = [sys.executable, "-m", f"shmbridge.{module}", "--bridge", self.bridge, *map(str, flags)]
@@ -126,6 +131,7 @@ class Demo:
             "warmup": 10,
             "entropy": 0.1,
             "max-token-len": 128,
+            "save-every": 10,  # a killed learner repeats ten steps at most
             "threads": 1,
         }
         flags = [word for name, value in recipe.items() for word in (f"--{name}", value)]
@@ -162,14 +168,14 @@ class Demo:
         return child
 
     def _children(self) -> list[Child]:
-        return [*self.envs, self.learner, self.server]
+        return [*self.envs, *self.others]
 
     # --- while it runs --------------------------------------------------------------------------------------
 
     def watch(self, screen: Screen) -> None:
         """Watch until the learner has done all its steps; raises `Failed`."""
         newest, moved = -1, time.monotonic()
-        while self.learner.status != 0 and not self.stopping.asked:
+        while not self.stopping.asked and self.learner is not None and self.learner.status != 0:
             self._revive(screen)
             self.progress.read()
             if self.progress.step != newest:
@@ -194,10 +200,10 @@ class Demo:
         lanes = [lane for info in shmbridge.list_bridges() if info.name == self.bridge for lane in info.lanes]
         return f"{len(lanes)} lanes, {sum(lane.held for lane in lanes)} groups in them"
 
-    def _wait(self, condition: Callable[[], bool], children: list[Child]) -> None:
+    def _wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + STALLED_S
         while not condition() and not self.stopping.asked:
-            for child in children:
+            for child in self._children():
                 if child.status not in (None, 0):
                     raise Failed(f"{child.name} ended with status {child.status}:\n{child.last_words()}")
             if time.monotonic() > deadline:
@@ -209,7 +215,7 @@ class Demo:
     def end(self, screen: Screen) -> list[str]:
         """End all children and remove the bridge; return the names of segments that are left."""
         # Environments first: they say goodbye to the learner's side.
-        for name in stop([self.envs, [self.learner, self.server]], lambda: self.stopping.hurry):
+        for name in stop([self.envs, self.others], lambda: self.stopping.hurry):
             screen.say(f"{name} did not end by itself and was killed")
         return sweep(self.bridge, patience_s=5.0)
 
@@ -241,7 +247,8 @@ class Screen:
     def show(self, text: str) -> None:
         """Show where the run is."""
         if self._live:
-            print(f"\r\x1b[K{text}", end="", flush=True)
+            room = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K{text[:room]}", end="", flush=True)
         elif text != self._text and time.monotonic() - self._shown > 5:
             print(text, flush=True)
             self._shown = time.monotonic()
@@ -258,7 +265,11 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     os.environ.update(SURROUNDINGS)
     screen = Screen()
-    demo = Demo(options, stopping)
+    try:
+        demo = Demo(options, stopping)
+    except FileExistsError as error:
+        print(f"{error.filename} exists: choose another --run-dir", file=sys.stderr)
+        return 1
     reasons: list[str] = []
     with _sweeper(demo.bridge):
         print(f"bridge {demo.bridge}, logs in {demo.folder}; Ctrl-C ends it", flush=True)
@@ -299,6 +310,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where logs go [runs/demo-<time>]")
     parser.add_argument("learner_flags", nargs="*", metavar="-- FLAG", help="further flags of the learner")
     return parser
+
+
+def _script(text: str) -> Path:
+    if not (path := Path(text)).is_file():
+        raise argparse.ArgumentTypeError(f"there is no environment script {text}")
+    return path
 
 
 def _sweeper(bridge: str) -> subprocess.Popen[bytes]:

@@ -105,11 +105,14 @@ def mean(lines: list[Line]) -> float:
 
 def progress_text(progress: Progress, steps: int) -> str:
     """Return where the run is, in one line."""
-    envs = "  ".join(
-        f"{name} {mean(log.seen[-WINDOW:]):.2f}" for name, log in progress.rewards.items() if log.seen
+    newest = progress.measured()[-WINDOW:]
+    if not newest:
+        return "starting: environments take ten seconds or so to their first group"
+    envs = "".join(
+        f"  {name} {mean(log.seen[-WINDOW:]):.2f}" for name, log in progress.rewards.items() if log.seen
     )
-    text = f"step {progress.step}/{steps}  reward {mean(progress.measured()[-WINDOW:]):.2f}"
-    return f"{text}  ({envs})  {progress.tokens_per_s():,.0f} tokens/s" if envs else text
+    rate = f"{progress.tokens_per_s():,.0f} tokens/s"
+    return f"step {progress.step}/{steps}  reward {mean(newest):.2f}{envs}  {rate}"
 
 
 def summary(progress: Progress, seconds: float, restarts: dict[str, int], leaked: list[str]) -> str:

@@ -18,6 +18,7 @@ import shutil
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -236,7 +237,14 @@ class _Client:
         self._ids = itertools.count(1)
         self._admitted: Register | None = None
 
-    def _connect(self, socket: Any) -> None:
+    def close(self) -> None:
+        """Close the socket. Never blocks; does nothing in a forked child."""
+        self._close()
+
+    def _connect(self, context: Any) -> Any:
+        socket = context.socket(zmq.DEALER)
+        # A context that is collected before its socket waits for it for ever: this keeps both until it ran.
+        self._close = weakref.finalize(self, _destroy, context, self._pid)
         # Only to a hub that is there: requests nobody waits for any more would pile up for the next one.
         socket.immediate = 1
         socket.linger = 0
@@ -244,6 +252,7 @@ class _Client:
         socket.reconnect_ivl_max = 500
         socket.maxmsgsize = CUT_OFF_BYTES
         socket.connect(control_address(self._bridge))
+        return socket
 
     def _talk(self, request: Request, timeout_s: float) -> _Talk:
         """One request and its answer; to a hub that does not know us any more we are introduced first."""
@@ -296,9 +305,7 @@ class ControlClient(_Client):
 
     def __init__(self, bridge: str, *, role: str, name: str) -> None:
         super().__init__(bridge, role, name)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._connect(self._socket)
+        self._socket = self._connect(zmq.Context())
 
     def hello(self, timeout_s: float = 5.0) -> Answer:
         """Introduce this participant, as `request` does."""
@@ -324,11 +331,6 @@ class ControlClient(_Client):
             answer: Answer = end.value
             return answer
 
-    def close(self) -> None:
-        """Close the socket. Never blocks; does nothing in a forked child."""
-        if os.getpid() == self._pid:
-            self._context.destroy(linger=0)
-
     def _perform(self, step: _Step) -> _Performed:
         timeout_ms = _milliseconds(step.timeout_s)
         if isinstance(step, _Receive):
@@ -352,9 +354,7 @@ class AsyncControlClient(_Client):
         import zmq.asyncio  # here, because the synchronous client does not need asyncio
 
         super().__init__(bridge, role, name)
-        self._context = zmq.asyncio.Context()
-        self._socket: Any = self._context.socket(zmq.DEALER)
-        self._connect(self._socket)
+        self._socket = self._connect(zmq.asyncio.Context())
         self._turn = asyncio.Lock()
 
     async def hello(self, timeout_s: float = 5.0) -> Answer:
@@ -373,11 +373,6 @@ class AsyncControlClient(_Client):
                 answer: Answer = end.value
                 return answer
 
-    def close(self) -> None:
-        """Close the socket. Never blocks; does nothing in a forked child."""
-        if os.getpid() == self._pid:
-            self._context.destroy(linger=0)
-
     async def _perform(self, step: _Step) -> _Performed:
         timeout_ms = _milliseconds(step.timeout_s)
         if isinstance(step, _Receive):
@@ -389,6 +384,11 @@ class AsyncControlClient(_Client):
             return False
         await self._socket.send_multipart(step.frames)
         return True
+
+
+def _destroy(context: Any, pid: int) -> None:
+    if os.getpid() == pid:
+        context.destroy(linger=0)
 
 
 def _milliseconds(timeout_s: float) -> int:

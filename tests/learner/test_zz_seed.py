@@ -1,0 +1,229 @@
+"""One update: packing changes nothing, values belong to their tokens, a policy learns what is rewarded."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from shmbridge.consumers.grpo_update import Learner, Objective, learning_rate_at, predict
+from shmbridge.consumers.losses import chosen_logprobs
+from shmbridge.consumers.microbatch import micro_batches, plan
+from shmbridge.consumers.training_rows import prepare
+
+CPU = torch.device("cpu")
+ROWS = [[3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [1, 2, 3, 4, 5], [20, 21], [8, 8, 8, 9, 9, 1, 2, 3, 4, 5, 6]]
+
+
+def learner(model, rate=1e-2, **objective):
+    return Learner(model, Objective(**objective), lambda step: rate)
+
+
+def trained_logprobs(model, batch, budget):
+    """Return {row's tokens: its trained tokens' log-probabilities} through the micro-batches."""
+    rows, _ = prepare(batch, 1.0)
+    found = {}
+    with torch.no_grad():
+        for micro in micro_batches(rows, budget, CPU):
+            values = chosen_logprobs(predict(model, micro, torch.float32), micro.tokens[micro.trained])
+            counts = micro.trained.sum(dim=1).tolist()
+            for tokens, own in zip(micro.tokens.tolist(), values.split(counts), strict=True):
+                found[tuple(tokens)[: len(own) + 1]] = own
+    return found
+
+
+def gradients(model, batch, **objective):
+    own = learner(model, **objective)
+    metrics = own.accumulate(batch)
+    return metrics, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("budget", [1, 12, 25, 1000])
+def test_packed_logprobs_equal_those_of_each_trajectory_alone(tiny_model, packed_batch, budget):
+    model = tiny_model(1)
+    packed = trained_logprobs(model, packed_batch(ROWS), budget)
+    assert set(packed) == {tuple(row) for row in ROWS}
+    for row in ROWS:
+        with torch.no_grad():
+            logits = model(torch.tensor([row])).logits[0]
+        # token i is predicted from position i - 1
+        alone = (
+            torch.log_softmax(logits, dim=-1)[:-1].gather(1, torch.tensor(row[1:]).unsqueeze(1)).squeeze(1)
+        )
+        torch.testing.assert_close(packed[tuple(row)], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_trajectory_sees_no_other_trajectory(tiny_model, packed_batch):
+    model = tiny_model(1)
+    before = trained_logprobs(model, packed_batch(ROWS), 1000)[tuple(ROWS[2])]
+    others = [[7] * len(row) for row in ROWS]
+    others[2] = ROWS[2]
+    after = trained_logprobs(model, packed_batch(others), 1000)[tuple(ROWS[2])]
+    torch.testing.assert_close(before, after, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 30])
+def test_the_token_budget_does_not_change_the_gradient(tiny_model, packed_batch, budget):
+    batch = packed_batch(ROWS, scores=[1.0, 0.0, 0.5, 1.0, 0.0], groups=[0, 0, 1, 1, 1])
+    whole_metrics, whole = gradients(tiny_model(2), batch, entropy=0.1)
+    cut_metrics, cut = gradients(tiny_model(2), batch, entropy=0.1, micro_tokens=budget)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(cut[name], gradient, rtol=1e-4, atol=1e-6)
+    for name in ("loss", "policy_loss", "entropy", "ratio_mean", "clip_frac"):
+        assert cut_metrics[name] == pytest.approx(whole_metrics[name], abs=1e-5)
+
+
+def test_gradient_checkpointing_does_not_change_the_gradient(tiny_model, packed_batch):
+    batch = packed_batch(ROWS, scores=[1.0, 0.0, 0.5, 1.0, 0.0])
+    _, plain = gradients(tiny_model(2), batch)
+    model = tiny_model(2)
+    model.gradient_checkpointing_enable()
+    model.train()
+    _, frugal = gradients(model, batch)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(frugal[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_plan_uses_every_row_once_within_the_budget():
+    lengths = np.random.default_rng(5).integers(1, 60, 200)
+    parts = plan(lengths, 128)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(200))
+    assert all(len(part) * lengths[part].max() <= 128 for part in parts)
+    assert [part.tolist() for part in plan([3, 500, 4], 128)] == [[1], [2, 0]]
+
+
+def test_untrained_tokens_and_first_tokens_take_no_part(tiny_model, packed_batch):
+    masks = [[1, 1, 0], [0, 0, 0], [1]]
+    rows, metrics = prepare(packed_batch([[1, 2, 3], [4, 5, 6], [7]], masks=masks), 1.0)
+    np.testing.assert_array_equal(rows.trained, [False, True, False, False, False, False, False])
+    assert metrics["trained_tokens"] == 1
+    assert [micro.tokens.tolist() for micro in micro_batches(rows, 100, CPU)] == [[[1, 2, 3]]]
+
+
+def test_a_batch_without_a_trained_token_is_a_step_without_a_change(tiny_model, packed_batch):
+    model = tiny_model(2)
+    before = [p.detach().clone() for p in model.parameters()]
+    own = learner(model)
+    metrics = own.accumulate(packed_batch([[1, 2]], masks=[[0, 0]], scores=[1.0])) | own.apply()
+    assert metrics["step"] == 1
+    assert metrics["loss"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_the_records_temperature_reaches_ratio_and_entropy(tiny_model, packed_batch):
+    row, model = [3, 4, 5, 6], tiny_model(1)
+    with torch.no_grad():
+        logits = model(torch.tensor([row])).logits[0, :-1] / 0.5
+    tempered = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(row[1:]).unsqueeze(1)).squeeze(1)
+    batch = packed_batch([row], scores=[1.0], logprobs=[[1.0, *tempered.tolist()]], temperatures=[0.5])
+
+    metrics = learner(model).accumulate(batch)
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    expected = torch.distributions.Categorical(logits=logits).entropy().mean().item()
+    assert metrics["entropy"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_ratio_and_clip_fraction_against_a_sampler_that_thought_differently(tiny_model, packed_batch):
+    model = tiny_model(1)
+    rows = [[3, 4, 5], [3, 4, 6]]
+    current = trained_logprobs(model, packed_batch(rows), 1000)
+    # Row 0 is now twice as likely as when sampled, and better than its group: clipped. Row 1 is unchanged.
+    logprobs = [
+        [1.0, *(current[tuple(rows[0])] - math.log(2.0)).tolist()],
+        [1.0, *current[tuple(rows[1])].tolist()],
+    ]
+    metrics = learner(model).accumulate(packed_batch(rows, scores=[1.0, 0.0], logprobs=logprobs))
+    assert metrics["ratio_mean"] == pytest.approx(1.5, abs=1e-4)
+    assert metrics["clip_frac"] == pytest.approx(0.5)
+    assert metrics["policy_loss"] == pytest.approx((-1.28 + 1.0) / 2, abs=1e-3)
+
+
+def test_entropy_bonus_alone_flattens_the_policy(tiny_model, packed_batch):
+    own = learner(tiny_model(3), entropy=0.1)
+    batch = packed_batch(ROWS, scores=[1.0] * 5)
+    first = own.accumulate(batch)
+    for _ in range(5):
+        own.accumulate(batch)
+        own.apply()
+    last = own.accumulate(batch)
+    assert first["groups_flat"] == first["groups"] == 1
+    assert first["policy_loss"] == 0.0
+    assert last["entropy"] > first["entropy"] + 0.05
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_says_so(tiny_model, packed_batch):
+    model = tiny_model(2)
+    before = [p.detach().clone() for p in model.parameters()]
+    own = learner(model)
+    own.accumulate(packed_batch([[1, 2, 3]], advantages=[[0.0, math.nan, 1.0]]))
+    metrics = own.apply()
+    assert metrics["update_skipped"] is True
+    assert metrics["step"] == own.step == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    own.accumulate(packed_batch([[1, 2, 3]], advantages=[[0.0, 1.0, 1.0]]))
+    assert own.apply()["update_skipped"] is False
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_model, packed_batch):
+    with pytest.raises(ValueError, match="28: the environments use another tokenizer"):
+        learner(tiny_model(1)).accumulate(packed_batch([[1, 28]], scores=[1.0]))
+
+
+def test_bfloat16_forward_is_close_and_leaves_float32_parameters(tiny_model, packed_batch):
+    batch = packed_batch(ROWS, scores=[1.0, 0.0, 0.5, 1.0, 0.0])
+    full, _ = gradients(tiny_model(2), batch)
+    half, grads = gradients(tiny_model(2), batch, precision=torch.bfloat16)
+    assert half["entropy"] == pytest.approx(full["entropy"], rel=0.05)
+    assert half["entropy"] != full["entropy"]
+    assert {gradient.dtype for gradient in grads.values()} == {torch.float32}
+
+
+def test_learning_rate_rises_then_falls_to_the_end():
+    rates = [learning_rate_at(step, peak=2.0, warmup=4, steps=12) for step in range(13)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert rates[4:] == pytest.approx([2.0, 1.75, 1.5, 1.25, 1.0, 0.75, 0.5, 0.25, 0.0])
+    assert learning_rate_at(0, peak=2.0, warmup=0, steps=1) == 2.0
+
+
+def sample(model, prompt, rows, generator):
+    """Sample one token for each row; return tokens (rows,) and their log-probabilities."""
+    with torch.no_grad():
+        distribution = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1], dim=-1)
+    tokens = torch.multinomial(distribution.exp(), rows, replacement=True, generator=generator)
+    return tokens, distribution[tokens]
+
+
+def test_a_random_model_learns_the_rewarded_token(tiny_model, packed_batch):
+    """GRPO from random weights: prompt p is answered by token p + 10; sampled from the model as it learns."""
+    model = tiny_model(1)
+    generator = torch.Generator().manual_seed(1)
+    own = learner(model, rate=5e-3, entropy=0.05)
+    prompts = [[1, first] for first in range(2, 6)]
+
+    def chance():
+        with torch.no_grad():
+            logits = model(torch.tensor(prompts)).logits[:, -1]
+        wanted = torch.tensor([[prompt[1] + 10] for prompt in prompts])
+        return torch.log_softmax(logits, dim=-1).gather(1, wanted).exp().mean().item()
+
+    before, rewards = chance(), []
+    for _ in range(80):
+        rows, logprobs, scores, groups = [], [], [], []
+        for group, prompt in enumerate(prompts):
+            tokens, chances = sample(model, prompt, 16, generator)
+            rows += [[*prompt, token] for token in tokens.tolist()]
+            logprobs += [[1.0, 1.0, value] for value in chances.tolist()]
+            scores += [float(token == prompt[1] + 10) for token in tokens.tolist()]
+            groups += [group] * 16
+        masks = [[0, 0, 1]] * len(rows)
+        batch = packed_batch(rows, masks=masks, groups=groups, scores=scores, logprobs=logprobs)
+        metrics = own.accumulate(batch) | own.apply()
+        assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-3)  # on policy
+        rewards.append(metrics["reward_mean"])
+
+    assert before < 0.2
+    assert chance() > 0.8
+    assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 0.5
