@@ -25,7 +25,7 @@ from pathlib import Path
 
 import demo_report
 from demo_children import Child, stop
-from demo_sweeper import sweep
+from demo_sweeper import Swept, sweep
 
 import shmbridge
 
@@ -212,21 +212,28 @@ class Demo:
 
     # --- the end --------------------------------------------------------------------------------------------
 
-    def end(self, screen: Screen) -> list[str]:
-        """End all children and remove the bridge; return the names of segments that are left."""
+    def end(self, screen: Screen) -> Swept:
+        """End all children and remove the bridge."""
         # Environments first: they say goodbye to the learner's side.
         for name in stop([self.envs, self.others], lambda: self.stopping.hurry):
             screen.say(f"{name} did not end by itself and was killed")
         return sweep(self.bridge, patience_s=5.0)
 
-    def report(self, leaked: list[str]) -> list[str]:
+    def report(self, swept: Swept) -> list[str]:
         """Print the summary, draw the plot; return the reasons why the demo has failed."""
         self.progress.read()
-        restarts = {child.name: child.restarts for child in self._children()}
-        print("\n" + demo_report.summary(self.progress, time.monotonic() - self.began, restarts, leaked))
+        rows = demo_report.summary(self.progress)
+        rows |= {
+            "time": f"{time.monotonic() - self.began:.0f} s",
+            "restarted": ", ".join(f"{c.name} {c.restarts}x" for c in self._children() if c.restarts)
+            or "nobody",
+            "undelivered": f"{swept.undelivered} groups, made after the last step",
+            "leaked": ", ".join(swept.left) or "0",
+        }
+        print("\n" + demo_report.table(rows))
         lines = self.progress.measured()
         reasons = [f"{self.progress.dropped} groups were dropped"] if self.progress.dropped else []
-        reasons += [f"segments are left: {', '.join(leaked)}"] if leaked else []
+        reasons += [f"segments are left: {', '.join(swept.left)}"] if swept.left else []
         if not lines:
             return [*reasons, "no reward was measured"]
         demo_report.draw(self.progress, self.folder / "rewards.png")
@@ -279,11 +286,11 @@ def main(argv: list[str] | None = None) -> int:
         except Failed as failure:
             reasons = [str(failure)]
         finally:
-            leaked = demo.end(screen)
+            swept = demo.end(screen)
     if stopping.asked:
-        screen.say(f"stopped by {signal.Signals(stopping.signum).name}; segments left: {len(leaked)}")
+        screen.say(f"stopped by {signal.Signals(stopping.signum).name}; segments left: {len(swept.left)}")
         return 128 + stopping.signum
-    reasons += demo.report(leaked)
+    reasons += demo.report(swept)
     print("\n" + ("\n".join(f"FAILED: {reason}" for reason in reasons) or NEXT_STEPS))
     return 1 if reasons else 0
 
@@ -303,7 +310,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", metavar="DIR", help="model folder to start from [a tiny random one]")
     parser.add_argument(
-        "--env", type=Path, nargs="+", default=OWN_ENVS, metavar="SCRIPT", help="[two of ours]"
+        "--env",
+        type=_script,
+        nargs="+",
+        default=OWN_ENVS,
+        metavar="SCRIPT",
+        help="[the two beside this file]",
     )
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps [400]")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the questions [1]")

@@ -115,31 +115,30 @@ def progress_text(progress: Progress, steps: int) -> str:
     return f"step {progress.step}/{steps}  reward {mean(newest):.2f}{envs}  {rate}"
 
 
-def summary(progress: Progress, seconds: float, restarts: dict[str, int], leaked: list[str]) -> str:
-    """Return the closing table."""
+def summary(progress: Progress) -> dict[str, str]:
+    """Return what the logs add up to: label -> text."""
     lines = progress.metrics.seen
     total = tenths(progress.measured())
     stale = sum(line["staleness_mean"] for line in lines) / max(len(lines), 1)
     worst = max((line["staleness_max"] for line in lines), default=0)
-    rows = [
-        ("trajectories", f"{sum(line['trajectories'] for line in lines):,}"),
-        ("tokens", f"{sum(line['tokens'] for line in lines):,}"),
-        ("optimizer steps", f"{progress.step:,} in {seconds:.0f} s"),
-        ("staleness", f"{stale:.1f} policy versions on average, {worst} at most"),
-        (
-            "delivered again",
-            f"{sum(line['trajectories_redelivered'] for line in lines):,} trajectories, after kills",
-        ),
-        ("restarted", ", ".join(f"{name} {n}x" for name, n in restarts.items() if n) or "nobody"),
-        ("dropped", f"{progress.dropped}"),
-        ("leaked", ", ".join(leaked) or "0"),
-        ("mean reward", f"{total.first:.2f} in the first tenth, {total.last:.2f} in the last"),
-    ]
+    rows = {"mean reward": f"{total.first:.2f} in the first tenth, {total.last:.2f} in the last"}
     for name in progress.rewards:
         own = tenths(progress.measured(name))
-        rows.append((f"  {name}", f"{own.first:.2f}, {own.last:.2f}"))
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows)
+        rows[f"  {name}"] = f"{own.first:.2f}, {own.last:.2f}"
+    return rows | {
+        "optimizer steps": f"{progress.step:,}",
+        "trajectories": f"{sum(line['trajectories'] for line in lines):,}",
+        "  delivered again": f"{sum(line['trajectories_redelivered'] for line in lines):,}",
+        "tokens": f"{sum(line['tokens'] for line in lines):,}",
+        "staleness": f"{stale:.1f} policy versions on average, {worst} at most",
+        "dropped": f"{progress.dropped}",
+    }
+
+
+def table(rows: dict[str, str]) -> str:
+    """Return labels and texts in two columns."""
+    width = max(map(len, rows))
+    return "\n".join(f"  {label:<{width}}  {text}" for label, text in rows.items())
 
 
 def draw(progress: Progress, path: Path) -> None:

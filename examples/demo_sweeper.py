@@ -10,20 +10,31 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from dataclasses import dataclass
 
 import shmbridge
 
 PATIENCE_S = 30.0  # for processes that the kernel is still taking down
 
 
-def sweep(bridge: str, patience_s: float = PATIENCE_S) -> list[str]:
-    """Remove all segments of a bridge, waiting for living users to end; return what is left."""
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep left, and the committed groups that went with the rest."""
+
+    left: list[str]
+    undelivered: int
+
+
+def sweep(bridge: str, patience_s: float = PATIENCE_S) -> Swept:
+    """Remove all segments of a bridge, waiting for living users to end."""
     deadline = time.monotonic() + patience_s
-    while kept := list(shmbridge.clean(bridge, dry_run=False).kept):
-        if time.monotonic() > deadline:
-            break
+    undelivered = 0
+    while True:
+        report = shmbridge.clean(bridge, dry_run=False)
+        undelivered += sum(held for name, held in report.undelivered.items() if name in report.removed)
+        if not report.kept or time.monotonic() > deadline:
+            return Swept(list(report.kept), undelivered)
         time.sleep(0.05)
-    return kept
 
 
 def main() -> None:

@@ -225,6 +225,8 @@ class EnvLink:
             await self._control.request(Goodbye(self._env_id), min(flush_s, ASK_S))
         self._control.close()
         self._producer.close()
+        if self._sending:
+            await asyncio.wait(self._sending)  # each finds the lane closed
         put = int(self._producer.stats()["records_total"])
         lost = ", ".join(f"{count} {kind}" for kind, count in self._refusals.items())
         log.info(

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal
 from shmbridge.batch import Batch, Layout
 from shmbridge.errors import BatchTooBig
 from shmbridge.groups import Group, GroupAssembler
+from shmbridge.lanes import LaneSet
+from shmbridge.reasons import Discard
 from shmbridge.scheduler import Scheduler
 from shmbridge.staleness import is_stale
 
@@ -22,15 +24,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Hold = Literal["step", "gather"]
-_STALE, _PARTIAL = 0, 1
 _STUCK_AFTER_S = 1.0
 
 
 class BatchAssembly:
     """Everything between a consumer's records and its batches. One iteration at a time."""
 
-    def __init__(self, consumer: "Consumer", group_timeout_s: float) -> None:
-        self._consumer = consumer
+    def __init__(self, consumer: "Consumer", lanes: LaneSet, group_timeout_s: float) -> None:
+        self._consumer, self._lanes = consumer, lanes
         self._partial = GroupAssembler(group_timeout_s)
         self._complete = Scheduler()
         self._prefetcher: _Prefetcher | None = None
@@ -99,19 +100,19 @@ class BatchAssembly:
         for group in self._partial.late(now):
             log.warning("group %s of %s has %d of %d rows after %.0f s: discarded", group.records[0].group_id, group.producer_id,
                         group.rows, group.size, self._partial.timeout_s)  # fmt: skip
-            self._discard(group, _PARTIAL)
+            self._discard(group, Discard.PARTIAL)
         if not took and len(self._partial):
-            for group in self._partial.orphans(self._consumer.finished_producers()):
-                self._discard(group, _PARTIAL)
+            for group in self._partial.orphans(self._lanes.finished_producers()):
+                self._discard(group, Discard.PARTIAL)
         return took
 
     def _cut_stale(self, max_staleness: int | None) -> None:
         if max_staleness is None:
             return
         for group in self._complete.stale(self._consumer.policy_version, max_staleness):
-            self._discard(group, _STALE)
+            self._discard(group, Discard.STALE)
 
-    def _discard(self, group: Group, reason: int) -> None:
+    def _discard(self, group: Group, reason: Discard) -> None:
         for record in group.records:
             self._consumer.discard(record, reason)
 
@@ -122,7 +123,7 @@ class BatchAssembly:
     def _check_stuck(self, groups: int) -> None:
         """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else holds anything."""
         here = sum(len(group.records) for group in [*self._complete, *self._partial])
-        why = self._consumer.stuck(here)
+        why = self._lanes.stuck(here)
         if why:
             raise BatchTooBig(
                 f"a batch of {groups} groups cannot be filled: {len(self._complete)} are complete, {len(self._partial)} in part; {why}",

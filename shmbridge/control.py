@@ -243,8 +243,8 @@ class _Client:
 
     def _connect(self, context: Any) -> Any:
         socket = context.socket(zmq.DEALER)
-        # A context that is collected before its socket waits for it for ever: this keeps both until it ran.
-        self._close = weakref.finalize(self, _destroy, context, self._pid)
+        # A context that is collected before its socket would wait for it for ever: this keeps both.
+        self._close = weakref.finalize(self, _destroy, context, socket, self._pid)
         # Only to a hub that is there: requests nobody waits for any more would pile up for the next one.
         socket.immediate = 1
         socket.linger = 0
@@ -386,8 +386,9 @@ class AsyncControlClient(_Client):
         return True
 
 
-def _destroy(context: Any, pid: int) -> None:
+def _destroy(context: Any, socket: Any, pid: int) -> None:
     if os.getpid() == pid:
+        socket.close(linger=0)
         context.destroy(linger=0)
 
 

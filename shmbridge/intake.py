@@ -13,11 +13,9 @@ import numpy as np
 
 from shmbridge._ext.pack import BadValue, Column, copy_array, row_lengths
 from shmbridge.errors import InvalidRecord
+from shmbridge.schema import JSON_COLUMNS, Columns, Kind, Tag
 from shmbridge.schema import Column as ColumnType
-from shmbridge.schema import Columns, Kind, Tag
 
-# Python values that Atropos sends as they are; carried as JSON text.
-JSON_COLUMNS = frozenset({"messages", "overrides", "group_overrides", "generation_params", "images", "extra"})
 _ALIASES = {"scores": "score", "rewards": "token_rewards"}
 _ATROPOS_MARKS = ("masks", "scores")
 

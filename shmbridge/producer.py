@@ -18,11 +18,13 @@ import numpy as np
 
 from shmbridge import intake, liveness, segment
 from shmbridge._ext import ring
-from shmbridge._ext.pack import BadValue, Column, LossyMasks, Plan
+from shmbridge._ext.pack import BadValue, LossyMasks, Plan
 from shmbridge.config import check_bridge_name, format_size, parse_size
 from shmbridge.errors import BridgeDraining, Closed, InvalidRecord, LaneFull, RecordTooBig, SchemaMismatch
 from shmbridge.liveness import Byte
-from shmbridge.schema import Columns, Kind, columns_of
+from shmbridge.outgoing import Outgoing, Split, Stamp, Version, claimed
+from shmbridge.reasons import Drop, labelled
+from shmbridge.schema import Columns, columns_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,20 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OnFull = Literal["block", "raise", "drop"]
-_FULL, _CANCELLED, _INVALID, _TIMEOUT = range(4)  # DROP_ of layout.h
-DROP_REASONS = ("full", "cancelled", "invalid", "timeout")
 _SMALLEST_LANE = 64 << 10
 _SAY_SO_AFTER_S = 5.0
-
-
-class _Record:
-    """One measured group and what its slot says: everything commit needs besides a claim."""
-
-    __slots__ = ("done", "fields", "group", "plan")
-
-    def __init__(self, plan: Plan, fields: dict[str, int], group: Any) -> None:
-        self.plan, self.fields, self.group = plan, fields, group
-        self.done = False  # committed or counted
 
 
 class Producer:
@@ -85,7 +75,7 @@ class Producer:
         self._check_columns()
         self._open_lane()
         self._groups_put = 0
-        self._waiting: deque[_Record] = deque()  # handed over by put_async, not yet committed
+        self._waiting: deque[Outgoing] = deque()  # handed over by put_async, not yet committed
         self._turn: asyncio.Lock | None = None
         self._sleeper: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -120,8 +110,8 @@ class Producer:
         *,
         group_id: str | int | None = None,
         group_size: int | None = None,
-        policy_version: int | tuple[int, int] | None = None,
-        split: Literal["train", "eval"] = "train",
+        policy_version: Version = None,
+        split: Split = "train",
         timeout_s: float | None = None,
         foreign: bool = False,
     ) -> int | None:
@@ -160,8 +150,8 @@ class Producer:
         *,
         group_id: str | int | None = None,
         group_size: int | None = None,
-        policy_version: int | tuple[int, int] | None = None,
-        split: Literal["train", "eval"] = "train",
+        policy_version: Version = None,
+        split: Split = "train",
         timeout_s: float | None = None,
         foreign: bool = False,
     ) -> int | None:
@@ -176,7 +166,7 @@ class Producer:
         if self.on_full == "raise":
             raise self._lane_full(record.plan, 0.0)
         if self.on_full == "drop":
-            self._drop(record, _FULL)
+            self._drop(record, Drop.FULL)
             return None
         self._waiting.append(record)
         task = asyncio.get_running_loop().create_task(self._put_later(record, timeout_s))
@@ -189,27 +179,27 @@ class Producer:
         if not task.cancelled():
             task.exception()  # the caller may have been cancelled: it is counted, not "never retrieved"
 
-    async def _put_later(self, record: _Record, timeout_s: float | None) -> int | None:
+    async def _put_later(self, record: Outgoing, timeout_s: float | None) -> int | None:
         """Waits its turn and for room, in a thread; commits, or counts why not."""
         if self._turn is None:
             self._turn = asyncio.Lock()
         if self._sleeper is None:
             self._sleeper = ThreadPoolExecutor(1, f"shmbridge-{self.bridge}")
         began = time.monotonic()
-        reason = _CANCELLED
+        reason = Drop.CANCELLED
         try:
             async with self._turn:
                 while not record.done and not self._try_claim(record.plan):
                     left = _left(began, timeout_s)
                     if left <= 0:
-                        reason = _TIMEOUT
+                        reason = Drop.TIMEOUT
                         raise self._lane_full(record.plan, time.monotonic() - began)
                     await asyncio.get_running_loop().run_in_executor(self._sleeper, self._sleep, left)
                 if record.done:  # close() was faster
                     raise Closed(f"producer {self.producer_id} was closed while this group waited for room: it is counted in dropped_total")
                 return self._commit(record)
         except BridgeDraining:
-            reason = _CANCELLED
+            reason = Drop.CANCELLED
             raise
         finally:
             if not record.done:
@@ -224,8 +214,8 @@ class Producer:
         *,
         group_id: str | int | None = None,
         group_size: int | None = None,
-        policy_version: int | tuple[int, int] | None = None,
-        split: Literal["train", "eval"] = "train",
+        policy_version: Version = None,
+        split: Split = "train",
         timeout_s: float | None = None,
     ) -> "Slot":
         """Reserves room in the lane to be written in place: `with producer.claim(...) as slot: slot["tokens"][:] = ...`.
@@ -237,96 +227,39 @@ class Producer:
             lengths: per list column, the length of each row; per scalar column, anything (`None` will do).
             group_id, group_size, policy_version, split, timeout_s: as in `put`.
         """
-        columns = [self._claimed_column(name, rows, wanted) for name, wanted in lengths.items()]
-        tokens = next((column for column in columns if column.name == "tokens"), None)
-        if rows < 1 or tokens is None:
-            raise InvalidRecord(f"a claim needs `tokens` and at least one row, got {rows} rows of {', '.join(lengths) or 'nothing'}")
-        wanted = _lengths_of(tokens)
-        for column in columns:
-            if self.columns[column.name].per_token and not np.array_equal(_lengths_of(column), wanted):
-                raise InvalidRecord(
-                    f"column {column.name!r} has lengths {column.lengths}, tokens have {wanted}", column=column.name
-                )
-        measured = intake.Intake(columns, rows, int(wanted.sum()), False, rows, -1)
-        record = self._record_of(measured, group_id, group_size, policy_version, split, None)
+        self._check_open()
+        measured = claimed(self.columns, rows, lengths)
+        record = self._fits(Outgoing(measured, self._stamp(group_id, group_size, policy_version, split), None))
         if not self._claim(record.plan, timeout_s):
             raise self._lane_full(record.plan, 0.0)
         return Slot(self, record)
 
-    def _claimed_column(self, name: str, rows: int, wanted: Any) -> Column:
-        column = self.columns.get(name)
-        if column is None or column.kind not in (Kind.LIST, Kind.SCALAR):
-            raise InvalidRecord(f"column {name!r} cannot be claimed: only number and list<number> columns can", column=name)
-        number = self.columns.number[name]
-        if column.kind is Kind.SCALAR:
-            return Column(name, number, column.kind, column.dtype, entries=rows, count=rows, finite=column.finite)
-        lengths = np.ascontiguousarray(wanted, np.uint32)
-        if lengths.shape != (rows,):
-            raise InvalidRecord(f"column {name!r}: lengths of shape {lengths.shape} for {rows} rows", column=name)
-        return Column(
-            name, number, column.kind, column.dtype, entries=rows, count=int(lengths.sum()), lengths=lengths, finite=column.finite
-        )
-
     def _measure(
-        self,
-        group: Any,
-        group_id: str | int | None,
-        group_size: int | None,
-        version: int | tuple[int, int] | None,
-        split: str,
-        foreign: bool,
-    ) -> _Record:
+        self, group: Any, group_id: str | int | None, group_size: int | None, version: Version, split: str, foreign: bool
+    ) -> Outgoing:
         self._check_open()
         try:
-            measured = intake.take_in(group, self.columns, foreign=foreign)
-        except InvalidRecord:
-            self._writer.count_drop(_INVALID)
+            stamp = self._stamp(group_id, group_size, version, split)
+            return self._fits(Outgoing(intake.take_in(group, self.columns, foreign=foreign), stamp, (group, foreign)))
+        except (InvalidRecord, RecordTooBig):
+            self._writer.count_drop(Drop.INVALID)
             raise
-        return self._record_of(measured, group_id, group_size, version, split, (group, foreign))
 
-    def _record_of(
-        self,
-        measured: intake.Intake,
-        group_id: str | int | None,
-        group_size: int | None,
-        version: int | tuple[int, int] | None,
-        split: str,
-        group: Any,
-    ) -> _Record:
-        if split not in ("train", "eval"):
-            raise InvalidRecord(f'split={split!r} is not "train" or "eval"')
-        if group_size is not None and group_size < measured.rows:
-            raise InvalidRecord(f"group_size={group_size} is less than the {measured.rows} rows given")
-        oldest, newest = version if isinstance(version, tuple) else (version, version)
-        current = self.policy_version
+    def _stamp(self, group_id: str | int | None, group_size: int | None, version: Version, split: str) -> Stamp:
         if group_id is None:
             group_id = f"{self.producer_id}:{self._groups_put}"
         self._groups_put += 1
-        raw_id = str(group_id).encode()
-        if len(raw_id) > 4096:
-            raise InvalidRecord(f"group_id has {len(raw_id)} bytes, allowed are 4096")
-        plan = Plan(measured.columns, raw_id)
-        if plan.extent_bytes > self.lane_bytes // 2:
-            self._writer.count_drop(_INVALID)
+        return Stamp.of(group_id, group_size, version, self.policy_version, split)
+
+    def _fits(self, record: Outgoing) -> Outgoing:
+        size = record.plan.extent_bytes
+        if size > self.lane_bytes // 2:
             raise RecordTooBig(
-                f"a record of {format_size(plan.extent_bytes)} ({measured.rows} rows, {measured.tokens} tokens); half of the lane's "
+                f"a record of {format_size(size)} ({record.fields['rows']} rows, {record.fields['tokens']} tokens); half of the lane's "
                 f"{format_size(self.lane_bytes)} is the limit",
-                hint=f"Producer(lane_bytes={_next_power(4 * plan.extent_bytes)}), or put the group in fragments with group_size=",
+                hint=f"Producer(lane_bytes={_next_power(2 * size)}), or put the group in fragments with group_size=",
             )
-        fields = {
-            "rows": measured.rows,
-            "columns": len(measured.columns),
-            "index_bytes": plan.index_bytes,
-            "group_id_bytes": len(raw_id),
-            "flags": (split == "eval") | measured.uneven << 1,
-            "tokens": measured.tokens,
-            "min_policy_version": current if oldest is None else int(oldest),
-            "max_policy_version": current if newest is None else int(newest),
-            "t_created_ns": time.monotonic_ns(),
-            "group_size": measured.group_size if group_size is None else group_size,
-            "env_id": measured.env_id,
-        }
-        return _Record(plan, fields, group)
+        return record
 
     def _try_claim(self, plan: Plan) -> bool:
         self._check_open()
@@ -339,7 +272,7 @@ class Producer:
         if self._try_claim(plan):
             return True
         if self.on_full == "drop":
-            self._writer.count_drop(_FULL)
+            self._writer.count_drop(Drop.FULL)
             return False
         began, said = time.monotonic(), False
         while self.on_full == "block" and (left := _left(began, timeout_s)) > 0:
@@ -373,7 +306,7 @@ class Producer:
             hint=hint,
         )
 
-    def _commit(self, record: _Record) -> int:
+    def _commit(self, record: Outgoing) -> int | None:
         """Writes the measured group into the open claim and publishes it."""
         try:
             record.plan.write(self._writer)
@@ -382,28 +315,24 @@ class Producer:
             return self._commit_masks_as_they_are(record)
         except BadValue as bad:
             self._writer.abort()
-            self._drop(record, _INVALID)
+            self._drop(record, Drop.INVALID)
             raise intake.as_invalid(bad) from None
         except BaseException:
             self._writer.abort()
             raise
         record.done = True
-        return int(self._writer.commit(**record.fields))
+        return self._writer.commit(**record.fields)
 
-    def _commit_masks_as_they_are(self, record: _Record) -> int:
+    def _commit_masks_as_they_are(self, record: Outgoing) -> int | None:
         """The rare group whose masks are neither -100 nor the token: once more, with `masks` as a column of its own."""
-        group, foreign = record.group
-        measured = intake.take_in(group, self.columns, foreign=foreign, fold_masks=False)
-        raw_id = record.plan.group_id
-        plan = Plan(measured.columns, raw_id)
-        fields = {**record.fields, "columns": len(measured.columns), "index_bytes": plan.index_bytes}
-        if not self._writer.claim(plan.extent_bytes) and not self._claim(plan, None):
-            record.done = True
-            raise self._lane_full(plan, 0.0)
-        record.plan, record.fields = plan, fields
+        again = record.with_masks_as_they_are(self.columns)
+        record.plan, record.fields = again.plan, again.fields
+        if not self._claim(record.plan, None):
+            record.done = True  # dropped and counted
+            return None
         return self._commit(record)
 
-    def _drop(self, record: _Record, reason: int) -> None:
+    def _drop(self, record: Outgoing, reason: Drop) -> None:
         record.done = True
         self._writer.count_drop(reason)
 
@@ -431,7 +360,7 @@ class Producer:
             "held": self._writer.outstanding if not self._closed else 0,
             "lane_bytes": self.lane_bytes,
             "lane_free_bytes": self._writer.free_bytes if not self._closed else self.lane_bytes,
-            **{f"dropped_total{{{name}}}": counters["dropped"][code] for code, name in enumerate(DROP_REASONS)},
+            **labelled("dropped_total", Drop, counters["dropped"]),
         }
 
     def _check_open(self) -> None:
@@ -469,7 +398,7 @@ class Producer:
                 if not record.done and self._try_claim(record.plan):
                     self._commit(record)
             if not record.done:
-                self._drop(record, _CANCELLED)
+                self._drop(record, Drop.CANCELLED)
 
     def _leave(self) -> None:
         self._closed = True
@@ -493,7 +422,7 @@ class Producer:
 class Slot:
     """An open claim: `slot[column]` is a writable flat view in the lane, valid until the `with` block ends."""
 
-    def __init__(self, producer: Producer, record: _Record) -> None:
+    def __init__(self, producer: Producer, record: Outgoing) -> None:
         self._producer, self._record = producer, record
         self._memory = producer._writer.claimed_memory()
         self._columns = {column.name: column for column in record.plan.columns}
@@ -515,13 +444,9 @@ class Slot:
             self._record.plan.check_values(self._memory)
         except BadValue as bad:
             producer._writer.abort()
-            producer._drop(self._record, _INVALID)
+            producer._drop(self._record, Drop.INVALID)
             raise intake.as_invalid(bad) from None
         self.sequence = int(producer._writer.commit(**self._record.fields))
-
-
-def _lengths_of(column: Column) -> "np.ndarray[Any, np.dtype[np.uint32]]":
-    return np.empty(0, np.uint32) if column.lengths is None else column.lengths
 
 
 def _left(began: float, timeout_s: float | None) -> float:

@@ -13,8 +13,7 @@ import numpy as np
 
 from shmbridge._ext.ring import Lease
 from shmbridge.errors import LeaseReleased
-from shmbridge.intake import JSON_COLUMNS
-from shmbridge.schema import Column, Columns, Kind, Tag
+from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
 
 if TYPE_CHECKING:
     import pyarrow as pa

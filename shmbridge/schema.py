@@ -42,6 +42,9 @@ DTYPES: tuple[str, ...] = (
     "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bool",
 )  # fmt: skip
 
+# Python values that Atropos sends as they are; carried as JSON text.
+JSON_COLUMNS = frozenset({"messages", "overrides", "group_overrides", "generation_params", "images", "extra"})
+
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 _PER_RECORD, _TEXT = 1, 2

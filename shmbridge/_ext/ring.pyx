@@ -4,6 +4,7 @@ Knows shared words and bytes; knows nothing of names, locks, schemas or Python v
 LaneReader for the holder of the hub lock; each for one thread at a time, except that a Lease may end on any thread.
 """
 
+cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.errno cimport ETIMEDOUT
@@ -531,6 +532,7 @@ cdef int _check_index(bytes index, slot* body, column_def* columns, uint32_t col
     return 0
 
 
+@cython.no_gc_clear  # the end of a lease needs its reader, also when a reference cycle is collected
 cdef class Lease:
     """One record held in place: its memory does not change until the lease ends.
 

@@ -1,4 +1,4 @@
-"""What tests of Atropos environments share: a bridge, a tokenizer without a network, environments as processes."""
+"""What tests of Atropos environments share: a bridge, a tokenizer, environments as processes."""
 
 from __future__ import annotations
 

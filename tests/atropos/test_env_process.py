@@ -1,4 +1,4 @@
-"""Unedited environments as processes: what they record themselves is what the consumer gets, whatever happens."""
+"""Unedited environments as processes: the consumer gets what they record themselves, whatever happens."""
 
 import importlib.util
 import json
@@ -147,7 +147,7 @@ def test_a_kill_leaves_the_other_environment_alone(bridge: str, start_env: Calla
 def test_workers_cancelled_by_the_throttle_lose_nothing(
     bridge: str, start_env: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Records of some 40 KiB in a lane of 256: workers wait for room, the queue is full, BaseEnv cancels them."""
+    """Records of 40 KiB, a lane of 256: workers wait for room, the queue is full, BaseEnv cancels them."""
     truth, cancelled = tmp_path / "groups.jsonl", tmp_path / "cancelled"
     small = shmbridge.Run(batch_size=4, max_token_len=4096, num_steps=1000)
     groups: list[str] = []

@@ -200,7 +200,7 @@ def test_a_random_model_learns_the_rewarded_token(tiny_model, packed_batch):
     """GRPO from random weights: prompt p is answered by token p + 10; sampled from the model as it learns."""
     model = tiny_model(11)
     generator = torch.Generator().manual_seed(11)
-    own = learner(model, rate=5e-3, entropy=0.01)
+    own = learner(model, rate=5e-3, entropy=0.1)
     prompts = [[1, first] for first in range(2, 6)]
 
     def chance():
@@ -226,4 +226,5 @@ def test_a_random_model_learns_the_rewarded_token(tiny_model, packed_batch):
 
     assert before < 0.2
     assert chance() > 0.8
-    assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 0.5
+    assert rewards[0] < 0.4
+    assert np.mean(rewards[-10:]) > 0.9

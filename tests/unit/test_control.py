@@ -418,6 +418,37 @@ def test_a_forked_child_may_not_use_the_client_nor_close_the_server(
     assert isinstance(client.hello(), messages.Welcome)
 
 
+FORGETFUL = """
+import asyncio, gc
+from shmbridge.control import AsyncControlClient, ControlClient
+from shmbridge.errors import NoConsumer
+from shmbridge.messages import Pause
+
+async def forget(keep):
+    client = AsyncControlClient("nobody", role="test", name="t")
+    client.me = client
+    try:
+        await client.request(Pause(), timeout_s=0.05)
+    except NoConsumer:
+        pass
+    keep.append(client)
+
+kept = []
+asyncio.run(forget(kept))
+asyncio.run(forget([]))
+client = ControlClient("nobody", role="test", name="t")
+client.me = client
+del client
+gc.collect()
+at_exit = ControlClient("nobody", role="test", name="t")
+"""
+
+
+def test_a_client_that_is_never_closed_hangs_nothing_and_says_nothing() -> None:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", FORGETFUL], capture_output=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
 async def test_the_async_client_never_blocks_its_loop(bridge: str, hub: FakeHub) -> None:
     client = AsyncControlClient(bridge, role="test", name="t")
     waiting = asyncio.create_task(client.request(messages.RunInfoRequest(), timeout_s=0.4))

@@ -1,7 +1,7 @@
 """An environment without a language model: every group is a pure function of its item's number.
 
-Between them the items carry every field of a ScoredDataGroup, present, null, [] and {}, a list of groups, a group of
-another size, masks that are more than a mask, rows of unequal lengths and unknown keys.
+Between them the items carry every field of a ScoredDataGroup, present, null, [] and {}, a list of groups, a
+group of another size, masks that are more than a mask, rows of unequal lengths and unknown keys.
 
     python seeded_env.py serve --env.items 20
 """
@@ -39,7 +39,7 @@ def _group(item: int, part: int, longest: int) -> dict:
     rng = random.Random(item * 10 + part)
     kind = item % 10
     rows = 2 * GROUP_SIZE if kind == 4 else GROUP_SIZE
-    tokens = [[item, part] + _ints(rng, rng.randint(6, longest - 2)) for _ in range(rows)]
+    tokens = [[item, part, *_ints(rng, rng.randint(6, longest - 2))] for _ in range(rows)]
     group = {
         "tokens": tokens,
         "masks": [[-100 if at < 3 else token for at, token in enumerate(row)] for row in tokens],

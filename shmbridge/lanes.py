@@ -1,0 +1,257 @@
+"""The lanes a consumer has adopted: found, checked, taken from in turn, buried when their producer is dead.
+
+Knows lane segments, column agreement and deaths; knows nothing of batches, the control plane or who asks. Owned by the
+consumer; `take` is for the consumer's thread, burying for the death watch's, everything else for any.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from shmbridge import segment
+from shmbridge._ext import ring
+from shmbridge._ext.mapping import Mapping
+from shmbridge.config import format_size
+from shmbridge.deathwatch import DeathWatch
+from shmbridge.errors import SchemaMismatch
+from shmbridge.reasons import Discard, Drop, labelled
+from shmbridge.record import Lane, Record
+from shmbridge.schema import Columns
+
+log = logging.getLogger(__name__)
+
+
+class AdoptedLane:
+    """One lane: its reader, what it says of all its records, and whether its producer is dead or its words cannot be true."""
+
+    __slots__ = ("corrupt", "dead", "lane", "name", "reader", "size")
+
+    def __init__(self, name: str, reader: ring.LaneReader, lane: Lane, size: int) -> None:
+        self.name, self.reader, self.lane, self.size = name, reader, lane, size
+        self.dead = self.corrupt = False
+
+    @property
+    def producer_id(self) -> str:
+        """Whose lane it is."""
+        return self.lane.producer_id
+
+    @property
+    def waiting(self) -> int:
+        """Records that can be taken."""
+        return 0 if self.corrupt else self.reader.waiting
+
+    def take(self) -> Record | None:
+        """The next record; None if there is none, or if the lane has just been quarantined."""
+        if self.corrupt:
+            return None
+        try:
+            record = self.reader.take(Record)
+        except ring.LaneCorrupt as wrong:
+            self.corrupt = True
+            self.reader.quarantine()
+            self.reader.count_discard(Discard.CORRUPT)
+            log.error("lane of producer %s is quarantined: %s", self.producer_id, wrong)
+            return None
+        return None if record is None else record.bind(self.lane)
+
+    def counters(self) -> Counter[str]:
+        """From the lane's own words."""
+        words = ring.lane_counters(self.reader.lane)
+        return Counter(
+            {
+                "records_total": words["tail"],
+                "held": self.waiting + self.reader.held,
+                "tokens_total": words["tokens"],
+                "bytes_total": words["bytes"],
+                "producer_wait_ns": words["wait_ns"],
+                "late_wakes_total": words["late_wakes"],
+                "lane_bytes": self.size,
+                **labelled("dropped_total", Drop, words["dropped"]),
+                **labelled("discarded_total", Discard, words["discarded"]),
+            }
+        )
+
+
+class LaneSet:
+    """All adopted lanes of a bridge."""
+
+    def __init__(self, bridge: str, control: ring.Control, columns: Columns, limit: int) -> None:
+        self.bridge, self.columns, self.limit = bridge, columns, limit
+        self._control = control
+        self._lanes: dict[str, AdoptedLane] = {}
+        self.refused: set[str] = set()
+        self._gone: Counter[str] = Counter()  # counters of lanes that are no more
+        self._turn = 0
+        self._crowded = False
+        self.arrivals = control.arrivals
+        self._watch = DeathWatch(self._on_death, self._bury_dead)
+
+    def __iter__(self) -> Iterator[AdoptedLane]:
+        """A snapshot: the death watch removes lanes meanwhile."""
+        return iter(list(self._lanes.values()))
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    # -- adopting -----------------------------------------------------------------------------------------------------------------
+
+    def adopt(self, *, strict: bool = False) -> None:
+        """Takes over every new lane there is room for, oldest first.
+
+        A lane that disagrees on a column's type is refused and logged; with `strict` it is a SchemaMismatch.
+        """
+        self.arrivals = self._control.arrivals
+        found = []
+        for name in segment.lane_names(self.bridge):
+            if name not in self._lanes and name not in self.refused:
+                mapping = segment.open_mapping(name, minimum=ring.control_bytes)
+                info = self._header(name, mapping) if mapping is not None else None
+                if mapping is not None and info is not None:
+                    found.append((info["created_ns"], name, mapping, info))
+        for _, name, mapping, info in sorted(found, key=lambda each: each[:2]):
+            if len(self._lanes) >= self.limit:
+                self._say_crowded(len(found))
+                return
+            self._adopt_one(name, mapping, info, strict)
+        self._crowded = False
+
+    def _header(self, name: str, mapping: Mapping) -> dict[str, Any] | None:
+        try:
+            return ring.read_lane(mapping)
+        except ring.LaneCorrupt as wrong:
+            self._refuse(name, str(wrong))
+            return None
+
+    def _adopt_one(self, name: str, mapping: Mapping, info: dict[str, Any], strict: bool) -> None:
+        try:
+            columns = Columns.decode(info["columns"])
+            here = f"in producer {info['producer_id']}"
+            self.columns.check_agrees(columns, "in this consumer", here)
+            for other in self:
+                columns.check_agrees(other.lane.columns, here, f"in producer {other.producer_id}")
+            reader = ring.LaneReader(mapping, self._control.mapping)
+        except (SchemaMismatch, ring.LaneCorrupt) as wrong:
+            if strict and isinstance(wrong, SchemaMismatch):
+                raise
+            self._refuse(name, str(wrong))
+            return
+        self._lanes[name] = AdoptedLane(name, reader, Lane(info["producer_id"], info["env_name"], columns), mapping.size)
+        reader.ring()  # a predecessor may have died between release and wake
+        self._watch.watch(name, mapping, info["pid"], info["pid_namespace"])
+
+    def _refuse(self, name: str, why: str) -> None:
+        self.refused.add(name)
+        log.error("lane %s is refused: %s", name, why)
+
+    def _say_crowded(self, found: int) -> None:
+        if not self._crowded:
+            log.warning("bridge %r has %d lanes and %d more that wait for their turn: Consumer(lanes=)", self.bridge, self.limit, found)
+        self._crowded = True
+
+    # -- taking -------------------------------------------------------------------------------------------------------------------
+
+    def take(self) -> Record | None:
+        """The next record, one lane after the other; None if no lane has one."""
+        if self._control.arrivals != self.arrivals:
+            self.adopt()
+        lanes = list(self)
+        for offset in range(len(lanes)):
+            place = (self._turn + offset) % len(lanes)
+            record = lanes[place].take()
+            if record is not None:
+                self._turn = (place + 1) % len(lanes)
+                return record
+        return None
+
+    def take_backlog(self) -> Iterator[Record]:
+        """What was committed and un-released when these lanes were adopted."""
+        for lane in self:
+            for _ in range(lane.waiting):
+                if (record := lane.take()) is not None:
+                    yield record
+
+    def readers(self) -> list[ring.LaneReader]:
+        """Of the lanes to wait for."""
+        return [lane.reader for lane in self if not lane.corrupt]
+
+    def ring_all(self) -> None:
+        """Wakes every producer that waits for room or for the end of a pause."""
+        for lane in self:
+            lane.reader.ring()
+
+    # -- deaths -------------------------------------------------------------------------------------------------------------------
+
+    def _on_death(self, name: str) -> None:
+        """The lock is free: nothing more will be committed."""
+        lane = self._lanes.get(name)
+        if lane is not None:
+            lane.dead = True
+            self._control.ring()
+
+    def _bury_dead(self) -> bool:
+        """Removes dead lanes that hold nothing any more; whether any is left for later."""
+        left = False
+        for lane in self:
+            if lane.dead:
+                left |= bool(lane.waiting or lane.reader.held or not self._bury(lane))
+        return left
+
+    def _bury(self, lane: AdoptedLane) -> bool:
+        counters = lane.counters()
+        removed, reason, _ = segment.remove_lane(lane.name, with_records=lane.corrupt)
+        if not (removed or reason == "gone already"):
+            return False
+        self._lanes.pop(lane.name, None)
+        self._gone.update({key: value for key, value in counters.items() if key not in ("held", "lane_bytes")})
+        self._control.announce_lane()  # there may be room for one that waits
+        return True
+
+    def finished_producers(self) -> set[str]:
+        """Ids of the producers that will put nothing more and whose records are all taken."""
+        return {lane.producer_id for lane in self if lane.dead and not lane.waiting}
+
+    # -- state --------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> int:
+        """Lanes whose producer lives."""
+        return sum(not lane.dead for lane in self)
+
+    @property
+    def held(self) -> int:
+        """Records taken and not yet released, over all lanes."""
+        return sum(lane.reader.held for lane in self)
+
+    def stuck(self, held_here: int) -> str:
+        """Why no lane can bring anything more until one of the caller's `held_here` records is released, or ""."""
+        lanes = [lane for lane in self if not lane.corrupt]
+        if all(lane.dead for lane in lanes):
+            return ""
+        if any(lane.waiting or not (lane.dead or lane.reader.space_waiting) for lane in lanes):
+            return ""
+        if self.held > held_here:  # somebody else holds leases, whose end makes room
+            return ""
+        size = format_size(sum(lane.reader.data_bytes for lane in lanes))
+        return f"{len(lanes)} lanes of {size} in all are full with {self.held} records, and their producers wait for room"
+
+    def counters(self) -> Counter[str]:
+        """Summed over all lanes that there are and were."""
+        total = Counter(self._gone)
+        for lane in self:
+            total.update(lane.counters())
+        discarded = sum(value for key, value in total.items() if key.startswith("discarded_total"))
+        total["released_total"] = total["records_total"] - total["held"] - discarded
+        return total
+
+    def abandon(self) -> None:
+        """Leases that are still held end without release, whenever that is: the next consumer gets those records again."""
+        for lane in self:
+            lane.reader.abandoned = True
+
+    def close(self) -> int:
+        """Ends the death watch and lets go of all lanes; how many records are still leased. Views keep their lane."""
+        self._watch.stop()
+        held = self.held
+        self._lanes.clear()
+        return held

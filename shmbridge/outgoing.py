@@ -1,0 +1,106 @@
+"""A group on its way into a lane: measured, planned, and what its slot will say. Made by the producer, before any memory is claimed.
+
+Knows columns, plans and stamps; knows nothing of lanes, waiting or who reads.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from shmbridge import intake
+from shmbridge._ext.pack import Column, Plan
+from shmbridge.errors import InvalidRecord
+from shmbridge.schema import Columns, Kind
+
+Version = int | tuple[int, int] | None
+Split = Literal["train", "eval"]
+_LONGEST_GROUP_ID = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a caller says of a group beside its columns."""
+
+    group_id: str
+    group_size: int | None
+    versions: tuple[int, int]
+    split: str
+
+    @classmethod
+    def of(cls, group_id: str | int, group_size: int | None, version: Version, current: int, split: str) -> "Stamp":
+        """Checks and completes it; `current` is stamped where no policy version is given."""
+        if split not in ("train", "eval"):
+            raise InvalidRecord(f'split={split!r} is not "train" or "eval"')
+        if len(str(group_id).encode()) > _LONGEST_GROUP_ID:
+            raise InvalidRecord(f"group_id has {len(str(group_id).encode())} bytes, allowed are {_LONGEST_GROUP_ID}")
+        oldest, newest = version if isinstance(version, tuple) else (version, version)
+        versions = (current if oldest is None else int(oldest), current if newest is None else int(newest))
+        if versions[0] > versions[1] or versions[0] < -1:
+            raise InvalidRecord(f"policy_version={version} is not a version, or (oldest, newest)")
+        return cls(str(group_id), group_size, versions, split)
+
+
+class Outgoing:
+    """One measured record: its plan, its slot's fields, and whether it has been committed or counted."""
+
+    __slots__ = ("done", "fields", "group", "plan", "stamp")
+
+    def __init__(self, measured: intake.Intake, stamp: Stamp, group: tuple[Any, bool] | None) -> None:
+        if stamp.group_size is not None and stamp.group_size < measured.rows:
+            raise InvalidRecord(f"group_size={stamp.group_size} is less than the {measured.rows} rows given")
+        raw_id = stamp.group_id.encode()
+        self.plan = Plan(measured.columns, raw_id)
+        self.stamp = stamp
+        self.group = group  # (what was handed over, foreign), to measure it again
+        self.done = False
+        self.fields = {
+            "rows": measured.rows,
+            "columns": len(measured.columns),
+            "index_bytes": self.plan.index_bytes,
+            "group_id_bytes": len(raw_id),
+            "flags": (stamp.split == "eval") | measured.uneven << 1,
+            "tokens": measured.tokens,
+            "min_policy_version": stamp.versions[0],
+            "max_policy_version": stamp.versions[1],
+            "t_created_ns": time.monotonic_ns(),
+            "group_size": measured.rows if stamp.group_size is None else stamp.group_size,
+            "env_id": measured.env_id,
+        }
+
+    def with_masks_as_they_are(self, table: Columns) -> "Outgoing":
+        """The same group measured again, its Atropos masks not folded."""
+        assert self.group is not None
+        group, foreign = self.group
+        return Outgoing(intake.take_in(group, table, foreign=foreign, fold_masks=False), self.stamp, self.group)
+
+
+def claimed(table: Columns, rows: int, lengths: Mapping[str, Any]) -> intake.Intake:
+    """The measure of a record whose values the caller will write in place. Raises InvalidRecord."""
+    columns = [_claimed_column(table, name, rows, wanted) for name, wanted in lengths.items()]
+    tokens = next((column for column in columns if column.name == "tokens"), None)
+    if rows < 1 or tokens is None or tokens.lengths is None:
+        raise InvalidRecord(f"a claim needs `tokens` and at least one row, got {rows} rows of {', '.join(lengths) or 'nothing'}")
+    for column in columns:
+        if table[column.name].per_token and column.lengths is not None and not np.array_equal(column.lengths, tokens.lengths):
+            raise InvalidRecord(
+                f"column {column.name!r} has lengths {column.lengths.tolist()}, tokens have {tokens.lengths.tolist()}",
+                column=column.name,
+            )
+    return intake.Intake(columns, rows, int(tokens.lengths.sum()), False, rows, -1)
+
+
+def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> Column:
+    column = table.get(name)
+    if column is None or column.kind not in (Kind.LIST, Kind.SCALAR):
+        raise InvalidRecord(f"column {name!r} cannot be claimed: only number and list<number> columns can", column=name)
+    number = table.number[name]
+    if column.kind is Kind.SCALAR:
+        return Column(name, number, column.kind, column.dtype, entries=rows, count=rows, finite=column.finite)
+    lengths = np.ascontiguousarray(wanted, np.uint32)
+    if lengths.shape != (rows,):
+        raise InvalidRecord(f"column {name!r}: lengths of shape {lengths.shape} for {rows} rows", column=name)
+    count = int(lengths.sum())
+    return Column(name, number, column.kind, column.dtype, entries=rows, count=count, lengths=lengths, finite=column.finite)

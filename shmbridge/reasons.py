@@ -1,0 +1,29 @@
+"""Why records were dropped (never committed) or discarded (committed, then released unread): names and codes of the counters.
+
+The codes are those of `_ext/layout.h`; the names are the `{reason}` of stats(). Nothing else knows both.
+"""
+
+from enum import IntEnum
+
+
+class Drop(IntEnum):
+    """Counted by the producer in `dropped_total`."""
+
+    FULL = 0
+    CANCELLED = 1
+    INVALID = 2
+    TIMEOUT = 3
+
+
+class Discard(IntEnum):
+    """Counted by the consumer in `discarded_total`."""
+
+    STALE = 0
+    PARTIAL = 1
+    RESUME = 2
+    CORRUPT = 3
+
+
+def labelled(counter: str, reasons: type[IntEnum], values: list[int]) -> dict[str, int]:
+    """`{"dropped_total{full}": 0, ...}` from the counters of a lane."""
+    return {f"{counter}{{{reason.name.lower()}}}": values[reason] for reason in reasons}
