@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from pathlib import Path
 import demo_report
 from demo_children import Child, stop
 from demo_sweeper import Swept, sweep
+from demo_terminal import Screen, Stopping
 
 import shmbridge
 
@@ -36,41 +36,12 @@ WANTED_GAIN = 0.3
 STALLED_S = 120.0  # without a step
 MAX_RESTARTS = 20  # of one child; more is a crash loop, not a visitor with `kill -9`
 
-# One thread each: five processes share two cores. No downloads, no logging services.
-SURROUNDINGS = {
-    "OMP_NUM_THREADS": "1",
-    "WANDB_MODE": "disabled",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONUNBUFFERED": "1",
-}
+# One thread each: five processes share two cores. No logging services; no downloads unless a model is named.
+SURROUNDINGS = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
 
 
 class Failed(Exception):
     """The demo cannot go on; the text says why."""
-
-
-class Stopping:
-    """SIGINT and SIGTERM as something to look at: nothing is ever cut off half-way."""
-
-    def __init__(self) -> None:
-        self.signum = 0
-        self.count = 0
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self._note)
-
-    def _note(self, signum: int, frame: object) -> None:
-        self.signum = self.signum or signum
-        self.count += 1
-
-    @property
-    def asked(self) -> bool:
-        """Whether the demo is to end."""
-        return self.count > 0
-
-    @property
-    def hurry(self) -> bool:
-        """Whether somebody has asked twice."""
-        return self.count > 1
 
 
 class Demo:
@@ -243,34 +214,11 @@ class Demo:
         return reasons
 
 
-class Screen:
-    """Progress on the terminal: one line that changes, or a line now and then where the output is a file."""
-
-    def __init__(self) -> None:
-        self._live = sys.stdout.isatty()
-        self._shown = 0.0
-        self._text = ""
-
-    def show(self, text: str) -> None:
-        """Show where the run is."""
-        if self._live:
-            room = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K{text[:room]}", end="", flush=True)
-        elif text != self._text and time.monotonic() - self._shown > 5:
-            print(text, flush=True)
-            self._shown = time.monotonic()
-        self._text = text
-
-    def say(self, text: str) -> None:
-        """Say something that stays."""
-        print(("\r\x1b[K" if self._live else "") + text, flush=True)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the demo and return its exit status. Blocks for minutes."""
     stopping = Stopping()
     options = _parser().parse_args(argv)
-    os.environ.update(SURROUNDINGS)
+    os.environ.update(SURROUNDINGS if options.model else SURROUNDINGS | {"HF_HUB_OFFLINE": "1"})
     screen = Screen()
     try:
         demo = Demo(options, stopping)

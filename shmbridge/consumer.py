@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, Self
 
 from shmbridge import liveness, segment
-from shmbridge._ext import ring
+from shmbridge._ext import header
 from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly, Hold
 from shmbridge.config import Run, check_bridge_name
@@ -103,7 +103,7 @@ class Consumer:
                 f"bridge {self.bridge!r} has a living consumer: pid {pid}{me}",
                 hint=f"close it first, or use another bridge; ps -p {pid}",
             )
-        ring.fault(b"hub.locked")
+        header.fault(b"hub.locked")
         self.hub_epoch = self._control.begin_epoch(os.getpid(), liveness.pid_namespace(), self.columns.encode())
         if self._run is not None:
             self._control.next_run()

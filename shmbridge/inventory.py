@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from shmbridge import liveness, segment
-from shmbridge._ext import ring
+from shmbridge._ext import header
 from shmbridge.config import check_bridge_name
 from shmbridge.liveness import Byte
 
@@ -55,10 +55,10 @@ def list_bridges() -> list[BridgeInfo]:
 
 def _bridge(name: str) -> BridgeInfo:
     lanes = [lane for lane in map(_lane, segment.lane_names(name)) if lane is not None]
-    mapping = segment.open_mapping(segment.control_name(name), readonly=True, minimum=ring.control_bytes)
+    mapping = segment.open_mapping(segment.control_name(name), readonly=True, minimum=header.control_bytes)
     if mapping is None:
         return BridgeInfo(name, None, False, -1, lanes)
-    control = ring.Control(mapping)
+    control = header.Control(mapping)
     alive = liveness.is_locked(mapping.fd, Byte.HUB)
     return BridgeInfo(
         name, control.hub_pid if alive else None, liveness.is_locked(mapping.fd, Byte.PARTICIPANTS), control.policy_version, lanes

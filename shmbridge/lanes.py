@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shmbridge import segment
-from shmbridge._ext import ring
+from shmbridge._ext import header, ring
 from shmbridge._ext.mapping import Mapping
 from shmbridge.config import format_size
 from shmbridge.deathwatch import DeathWatch
@@ -47,7 +47,7 @@ class AdoptedLane:
             return None
         try:
             record = self.reader.take(Record)
-        except ring.LaneCorrupt as wrong:
+        except header.LaneCorrupt as wrong:
             self.corrupt = True
             self.reader.quarantine()
             self.reader.count_discard(Discard.CORRUPT)
@@ -57,7 +57,7 @@ class AdoptedLane:
 
     def counters(self) -> Counter[str]:
         """From the lane's own words."""
-        words = ring.lane_counters(self.reader.lane)
+        words = header.lane_counters(self.reader.lane)
         return Counter(
             {
                 "records_total": words["tail"],
@@ -76,7 +76,7 @@ class AdoptedLane:
 class LaneSet:
     """All adopted lanes of a bridge."""
 
-    def __init__(self, bridge: str, control: ring.Control, columns: Columns, limit: int) -> None:
+    def __init__(self, bridge: str, control: header.Control, columns: Columns, limit: int) -> None:
         self.bridge, self.columns, self.limit = bridge, columns, limit
         self._control = control
         self._lanes: dict[str, AdoptedLane] = {}
@@ -105,7 +105,7 @@ class LaneSet:
         found = []
         for name in segment.lane_names(self.bridge):
             if name not in self._lanes and name not in self.refused:
-                mapping = segment.open_mapping(name, minimum=ring.control_bytes)
+                mapping = segment.open_mapping(name, minimum=header.control_bytes)
                 info = self._header(name, mapping) if mapping is not None else None
                 if mapping is not None and info is not None:
                     found.append((info["created_ns"], name, mapping, info))
@@ -118,8 +118,8 @@ class LaneSet:
 
     def _header(self, name: str, mapping: Mapping) -> dict[str, Any] | None:
         try:
-            return ring.read_lane(mapping)
-        except ring.LaneCorrupt as wrong:
+            return header.read_lane(mapping)
+        except header.LaneCorrupt as wrong:
             self._refuse(name, str(wrong))
             return None
 
@@ -131,7 +131,7 @@ class LaneSet:
             for other in self:
                 columns.check_agrees(other.lane.columns, here, f"in producer {other.producer_id}")
             reader = ring.LaneReader(mapping, self._control.mapping)
-        except (SchemaMismatch, ring.LaneCorrupt) as wrong:
+        except (SchemaMismatch, header.LaneCorrupt) as wrong:
             if strict and isinstance(wrong, SchemaMismatch):
                 raise
             self._refuse(name, str(wrong))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from shmbridge import intake, liveness, segment
-from shmbridge._ext import ring
+from shmbridge._ext import header, ring
 from shmbridge._ext.pack import BadValue, LossyMasks, Plan
 from shmbridge.config import check_bridge_name, format_size, parse_size
 from shmbridge.errors import BridgeDraining, Closed, InvalidRecord, LaneFull, RecordTooBig, SchemaMismatch
@@ -83,9 +83,9 @@ class Producer:
 
     def _open_lane(self) -> None:
         slots = 1 << max(6, min(13, (self.lane_bytes >> 13).bit_length() - 1))
-        *_, size = ring.lane_geometry(self.lane_bytes, slots)
+        *_, size = header.lane_geometry(self.lane_bytes, slots)
         self.lane_name, self._lane = segment.create_lane(self.bridge, size)
-        ring.format_lane(
+        header.format_lane(
             self._lane, self.lane_bytes, slots, self.columns.encode(), len(self.columns),
             os.getpid(), liveness.pid_namespace(), self.producer_id.encode()[:63], self.env_name.encode()[:127],
         )  # fmt: skip
@@ -350,7 +350,7 @@ class Producer:
 
     def stats(self) -> dict[str, float]:
         """Counters of this lane, flat; `dropped_total{reason}` per reason. Never blocks; any thread."""
-        counters = ring.lane_counters(self._lane)
+        counters = header.lane_counters(self._lane)
         return {
             "records_total": counters["tail"],
             "bytes_total": counters["bytes"],

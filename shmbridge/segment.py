@@ -15,7 +15,7 @@ from typing import Any
 import posix_ipc
 
 from shmbridge import liveness
-from shmbridge._ext import ring
+from shmbridge._ext import header
 from shmbridge._ext.mapping import Mapping
 from shmbridge.config import check_bridge_name, format_size
 from shmbridge.errors import LayoutMismatch, NotReady, ShmPermission, ShmTooSmall
@@ -144,15 +144,15 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
             fd = _open(name, posix_ipc.O_CREX)
         except FileExistsError:
             continue
-        ring.fault(b"segment.created")
+        header.fault(b"segment.created")
         try:
             # A sweeper may take an unlocked, empty segment for the remains of a dead creator; then it is not ours any more.
             if not (liveness.lock_exclusive(fd, Byte.PRODUCER) and still_named(fd, name)):
                 os.close(fd)
                 continue
-            ring.fault(b"segment.locked")
+            header.fault(b"segment.locked")
             reserve(fd, size, f"a lane of bridge {bridge!r}")
-            ring.fault(b"segment.reserved")
+            header.fault(b"segment.reserved")
             return name, Mapping(fd, size)
         except BaseException:
             unlink(fd, name)
@@ -204,7 +204,7 @@ def open_mapping(name: str, *, readonly: bool = False, minimum: int = 1) -> Mapp
     return Mapping(fd, size, readonly)
 
 
-def open_control(bridge: str) -> ring.Control:
+def open_control(bridge: str) -> header.Control:
     """The bridge's control segment, created and initialised if need be, with this process as a participant.
 
     Blocks while a living process initialises it, at most 10 s, then NotReady. The participants' lock lasts as long as the Control.
@@ -227,23 +227,23 @@ def open_control(bridge: str) -> ring.Control:
             os.close(fd)
 
 
-def _enter_control(fd: int, name: str, bridge: str) -> ring.Control:
+def _enter_control(fd: int, name: str, bridge: str) -> header.Control:
     """Makes the segment whole if nobody did, and gives the initialisation lock back; whoever dies here leaves no magic."""
     try:
-        if os.fstat(fd).st_size < ring.control_bytes:
-            reserve(fd, ring.control_bytes, f"the control segment of bridge {bridge!r}")
-        mapping = Mapping(fd, ring.control_bytes)
+        if os.fstat(fd).st_size < header.control_bytes:
+            reserve(fd, header.control_bytes, f"the control segment of bridge {bridge!r}")
+        mapping = Mapping(fd, header.control_bytes)
     except BaseException:
         os.close(fd)
         raise
-    control = ring.Control(mapping)
-    ring.fault(b"control.locked")
+    control = header.Control(mapping)
+    header.fault(b"control.locked")
     if not control.ready:
         control.format(os.getpid())
     liveness.unlock(fd, Byte.INITIALISING)
-    if control.layout_version != ring.layout_version:
+    if control.layout_version != header.layout_version:
         raise LayoutMismatch(
-            f"{name} has layout version {control.layout_version}, this build has {ring.layout_version}",
+            f"{name} has layout version {control.layout_version}, this build has {header.layout_version}",
             hint="use one shmbridge version on both sides, or end the other side and run: shmbridge clean --yes",
         )
     return control
@@ -277,10 +277,10 @@ def lane_fate(name: str) -> LaneFate | None:
         return None
     alive = liveness.is_locked(mapping.fd, Byte.PRODUCER)
     info, held, records = None, 0, 0
-    with contextlib.suppress(ring.LaneCorrupt):
-        info = ring.read_lane(mapping)
-        held = ring.undelivered(mapping)
-        records = ring.lane_counters(mapping)["tail"] if info else 0
+    with contextlib.suppress(header.LaneCorrupt):
+        info = header.read_lane(mapping)
+        held = header.undelivered(mapping)
+        records = header.lane_counters(mapping)["tail"] if info else 0
     return LaneFate(name, alive, held, records, info, mapping.size)
 
 
@@ -298,7 +298,7 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
             return False, f"holds {held} undelivered records", held
         if dry_run:
             return True, "", held
-        ring.fault(b"segment.unlinking")
+        header.fault(b"segment.unlinking")
         return unlink(fd, name), "", held
     finally:
         os.close(fd)
@@ -309,8 +309,8 @@ def _undelivered(fd: int) -> int:
     if size == 0:
         return 0
     try:
-        return ring.undelivered(Mapping(os.dup(fd), size, True))
-    except ring.LaneCorrupt:
+        return header.undelivered(Mapping(os.dup(fd), size, True))
+    except header.LaneCorrupt:
         return 0
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from shmbridge import liveness, segment
 from shmbridge._ext import versions
-from shmbridge._ext.ring import Control
+from shmbridge._ext.header import Control
 from shmbridge._ext.versions import Versions
 from shmbridge.config import check_bridge_name
 from shmbridge.errors import Closed, ConsumerTaken, NotReady, WeightsBusy, WeightsMismatch

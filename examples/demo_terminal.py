@@ -1,0 +1,58 @@
+"""The demo's side of the terminal: what it shows, and how it hears Ctrl-C.
+
+Knows nothing of what is shown. Called by `demo.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import time
+
+
+class Stopping:
+    """SIGINT and SIGTERM as something to look at: nothing is ever cut off half-way."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self.count = 0
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: object) -> None:
+        self.signum = self.signum or signum
+        self.count += 1
+
+    @property
+    def asked(self) -> bool:
+        """Whether the demo is to end."""
+        return self.count > 0
+
+    @property
+    def hurry(self) -> bool:
+        """Whether somebody has asked twice."""
+        return self.count > 1
+
+
+class Screen:
+    """Progress on the terminal: one line that changes, or a line now and then where the output is a file."""
+
+    def __init__(self) -> None:
+        self._live = sys.stdout.isatty()
+        self._shown = 0.0
+        self._text = ""
+
+    def show(self, text: str) -> None:
+        """Show where the run is."""
+        if self._live:
+            room = shutil.get_terminal_size().columns - 1
+            print(f"\r\x1b[K{text[:room]}", end="", flush=True)
+        elif text != self._text and time.monotonic() - self._shown > 5:
+            print(text, flush=True)
+            self._shown = time.monotonic()
+        self._text = text
+
+    def say(self, text: str) -> None:
+        """Say something that stays."""
+        print(("\r\x1b[K" if self._live else "") + text, flush=True)

@@ -1,0 +1,249 @@
+"""Identity and counters of a lane, and the words of a control segment: what others may read without taking part.
+
+Knows bytes of headers; knows nothing of claims, leases or locks. The protocol itself is ring.pyx.
+"""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+from shmbridge._ext.atomics cimport (
+    load_acquire64, load_relaxed64, load_seq32, shm_u64, store_relaxed64, store_release64, store_seq32,
+)
+from shmbridge._ext.faults cimport FAULTS_COMPILED, fault_hit
+from shmbridge._ext.futex cimport monotonic_ns, ring_bell
+from shmbridge._ext.layout cimport (
+    CONTROL_BYTES, CONTROL_MAGIC, DISCARD_REASONS, DROP_REASONS, LANE_MAGIC, LAYOUT_VERSION, MAX_COLUMNS, PAGE, column_def,
+    control_header, lane_header, slot,
+)
+from shmbridge._ext.mapping cimport Mapping
+
+faults_compiled = bool(FAULTS_COMPILED)
+layout_version = LAYOUT_VERSION
+control_bytes = CONTROL_BYTES
+
+
+class LaneCorrupt(Exception):
+    """What a lane says of itself cannot be true; the reader quarantines it."""
+
+
+def fault(bytes label not None):
+    """Passes a labelled fail-point of Python code; nothing unless built with SHMBRIDGE_FAULTS."""
+    fault_hit(label)
+
+
+def lane_geometry(uint64_t data_bytes, uint32_t slot_count):
+    """Places of ring, slots, released words and data, and the segment's size, all in bytes."""
+    cdef uint64_t ring_at = PAGE + MAX_COLUMNS * sizeof(column_def)
+    cdef uint64_t slots_at = up_to_page(ring_at + slot_count * 4)
+    cdef uint64_t released_at = up_to_page(slots_at + slot_count * sizeof(slot))
+    cdef uint64_t data_at = up_to_page(released_at + slot_count * 8)
+    return ring_at, slots_at, released_at, data_at, up_to_page(data_at + data_bytes)
+
+
+cdef inline uint64_t up_to_page(uint64_t size) noexcept nogil:
+    return (size + PAGE - 1) & ~<uint64_t>(PAGE - 1)
+
+
+def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count, bytes columns not None, uint32_t column_count,
+                uint32_t pid, uint64_t pid_namespace, bytes producer_id not None, bytes env_name not None):
+    """Writes the header of an empty, locked, reserved lane segment; magic last. Called once, by its producer."""
+    cdef lane_header* header = <lane_header*>lane.base
+    ring_at, slots_at, released_at, data_at, total = lane_geometry(data_bytes, slot_count)
+    if lane.size < total or column_count > MAX_COLUMNS or len(columns) != column_count * sizeof(column_def):
+        raise ValueError("lane geometry does not fit its segment")
+    header.layout_version = LAYOUT_VERSION
+    header.producer_pid = pid
+    header.pid_namespace = pid_namespace
+    header.created_ns = monotonic_ns()
+    header.slot_count = slot_count
+    header.column_count = column_count
+    header.ring_at, header.slots_at, header.released_at, header.data_at = ring_at, slots_at, released_at, data_at
+    header.data_bytes = data_bytes
+    header.segment_bytes = total
+    memcpy(header.producer_id, PyBytes_AS_STRING(producer_id), min(len(producer_id), 63))
+    memcpy(header.env_name, PyBytes_AS_STRING(env_name), min(len(env_name), 127))
+    memcpy(lane.base + PAGE, PyBytes_AS_STRING(columns), len(columns))
+    fault_hit(b"lane.before_magic")
+    store_release64(&header.magic, LANE_MAGIC)  # SYNC(lane-ready)
+    fault_hit(b"lane.after_magic")
+
+
+def read_lane(Mapping lane not None):
+    """What a lane's header says, as a dict; None while it has no magic. Copies; validates nothing but sizes."""
+    cdef lane_header* header = <lane_header*>lane.base
+    cdef uint64_t magic
+    if lane.size < PAGE + MAX_COLUMNS * sizeof(column_def):
+        return None
+    magic = load_acquire64(&header.magic)  # SYNC(lane-ready)
+    if magic == 0:
+        return None
+    if magic != LANE_MAGIC:
+        raise LaneCorrupt(f"magic {magic:#x}, not a lane")
+    count = min(header.column_count, MAX_COLUMNS)
+    return {
+        "layout_version": header.layout_version, "pid": header.producer_pid, "pid_namespace": header.pid_namespace,
+        "created_ns": header.created_ns, "slot_count": header.slot_count, "data_bytes": header.data_bytes,
+        "segment_bytes": header.segment_bytes,
+        "producer_id": header.producer_id[:64].split(b"\0")[0].decode("utf-8", "replace"),
+        "env_name": header.env_name[:128].split(b"\0")[0].decode("utf-8", "replace"),
+        "columns": PyBytes_FromStringAndSize(<char*>lane.base + PAGE, count * sizeof(column_def)),
+    }
+
+
+def lane_counters(Mapping lane not None):
+    """Counters of a lane from its own words, as a dict of ints; safe for anyone at any time."""
+    cdef lane_header* header = <lane_header*>lane.base
+    return {
+        "tail": load_acquire64(&header.tail), "head": load_acquire64(&header.head),
+        "bytes": load_relaxed64(&header.bytes_total), "tokens": load_relaxed64(&header.tokens_total),
+        "wait_ns": load_relaxed64(&header.wait_ns_total), "late_wakes": load_relaxed64(&header.late_wakes_total),
+        "quarantined": load_relaxed64(&header.quarantined),
+        "dropped": [load_relaxed64(&header.dropped_total[i]) for i in range(DROP_REASONS)],
+        "discarded": [load_relaxed64(&header.discarded_total[i]) for i in range(DISCARD_REASONS)],
+    }
+
+
+def undelivered(Mapping lane not None):
+    """Number of committed, un-released records of a lane nobody writes any more; 0 for one that never became ready."""
+    cdef lane_header* header = <lane_header*>lane.base
+    cdef uint64_t tail, count = 0
+    cdef uint32_t i
+    cdef slot* slots
+    cdef shm_u64* released
+    if read_lane(lane) is None:
+        return 0
+    check_geometry(header, lane.size)
+    slots = <slot*>(lane.base + header.slots_at)
+    released = <shm_u64*>(lane.base + header.released_at)
+    tail = load_acquire64(&header.tail)  # SYNC(commit)
+    for i in range(header.slot_count):
+        # SYNC(slot-body), SYNC(release)
+        if load_acquire64(&slots[i].generation) != load_acquire64(&released[i]) and slots[i].sequence < tail:
+            count += 1
+    return count
+
+
+cdef int check_geometry(lane_header* header, uint64_t size) except -1:
+    cdef uint32_t slots = header.slot_count
+    if header.layout_version != LAYOUT_VERSION:
+        raise LaneCorrupt(f"layout version {header.layout_version}, this build reads {LAYOUT_VERSION}")
+    if slots == 0 or slots & (slots - 1) or slots > 1 << 24 or header.data_bytes > size or header.column_count > MAX_COLUMNS:
+        raise LaneCorrupt(f"{slots} slots, {header.data_bytes} data bytes, {header.column_count} columns in {size} bytes")
+    expected = lane_geometry(header.data_bytes, slots)
+    found = (header.ring_at, header.slots_at, header.released_at, header.data_at, header.segment_bytes)
+    if found != expected or header.segment_bytes > size:
+        raise LaneCorrupt(f"geometry {found} is not {expected}")
+    return 0
+
+
+cdef class Control:
+    """The words of a control segment. Setters are for the holder of the hub lock; getters for anyone; none blocks."""
+
+    cdef readonly Mapping mapping
+    cdef control_header* _words
+
+    def __cinit__(self, Mapping mapping not None):
+        if mapping.size < CONTROL_BYTES:
+            raise ValueError("control segment too small")
+        self.mapping = mapping
+        self._words = <control_header*>mapping.base
+
+    def format(self, uint32_t pid):
+        """Makes an empty segment a control segment; magic last. Under the initialisation lock."""
+        self._words.layout_version = LAYOUT_VERSION
+        self._words.creator_pid = pid
+        self._words.created_ns = monotonic_ns()
+        fault_hit(b"control.before_magic")
+        store_release64(&self._words.magic, CONTROL_MAGIC)  # SYNC(control-ready)
+
+    @property
+    def ready(self) -> bool:
+        magic = load_acquire64(&self._words.magic)  # SYNC(control-ready)
+        if magic not in (0, CONTROL_MAGIC):
+            raise LaneCorrupt(f"magic {magic:#x}, not a control segment")
+        return magic != 0
+
+    @property
+    def layout_version(self) -> int:
+        return self._words.layout_version
+
+    @property
+    def created_ns(self) -> int:
+        return self._words.created_ns
+
+    def begin_epoch(self, uint64_t pid, uint64_t pid_namespace, bytes columns not None):
+        """A new hub enters: its pid and columns, flags cleared, epoch + 1. Returns the epoch."""
+        count = len(columns) // sizeof(column_def)
+        if count > MAX_COLUMNS:
+            raise ValueError(f"{count} columns, at most {MAX_COLUMNS}")
+        store_release64(&self._words.column_count, 0)  # SYNC(hub-columns)
+        memcpy(self.mapping.base + PAGE, PyBytes_AS_STRING(columns), len(columns))
+        store_release64(&self._words.column_count, count)  # SYNC(hub-columns)
+        self._words.hub_pid, self._words.hub_pid_namespace = pid, pid_namespace
+        store_seq32(&self._words.hub_sleeping, 0)
+        store_relaxed64(&self._words.paused, 0)
+        store_relaxed64(&self._words.draining, 0)
+        epoch = load_relaxed64(&self._words.hub_epoch) + 1
+        store_release64(&self._words.hub_epoch, epoch)  # SYNC(epoch)
+        return epoch
+
+    @property
+    def columns(self) -> bytes:
+        """The hub's column table; empty if no hub has been here, or while one is writing it."""
+        count = load_acquire64(&self._words.column_count)  # SYNC(hub-columns)
+        table = PyBytes_FromStringAndSize(<char*>self.mapping.base + PAGE, min(count, MAX_COLUMNS) * sizeof(column_def))
+        return table if load_acquire64(&self._words.column_count) == count else b""  # SYNC(hub-columns)
+
+    @property
+    def hub_pid(self) -> int:
+        return self._words.hub_pid
+
+    @property
+    def hub_epoch(self) -> int:
+        return load_acquire64(&self._words.hub_epoch)  # SYNC(epoch)
+
+    @property
+    def run_epoch(self) -> int:
+        return load_acquire64(&self._words.run_epoch)  # SYNC(flags)
+
+    def next_run(self):
+        store_release64(&self._words.run_epoch, load_relaxed64(&self._words.run_epoch) + 1)  # SYNC(flags)
+
+    @property
+    def policy_version(self) -> int:
+        """The newest announced policy version, -1 if none was."""
+        return <int64_t>load_acquire64(&self._words.policy_version) - 1  # SYNC(flags)
+
+    @policy_version.setter
+    def policy_version(self, int64_t version):
+        store_release64(&self._words.policy_version, version + 1)  # SYNC(flags)
+
+    @property
+    def paused(self) -> bool:
+        return load_acquire64(&self._words.paused) != 0  # SYNC(flags)
+
+    @paused.setter
+    def paused(self, bint value):
+        store_release64(&self._words.paused, value)  # SYNC(flags)
+
+    @property
+    def draining(self) -> bool:
+        return load_acquire64(&self._words.draining) != 0  # SYNC(flags)
+
+    @draining.setter
+    def draining(self, bint value):
+        store_release64(&self._words.draining, value)  # SYNC(flags)
+
+    @property
+    def arrivals(self) -> int:
+        return load_seq32(&self._words.arrivals)  # SYNC(bell)
+
+    def announce_lane(self):
+        """Tells the hub that a lane became ready, and wakes it."""
+        ring_bell(&self._words.arrivals)
+        ring_bell(&self._words.doorbell)
+
+    def ring(self):
+        """Wakes the hub if it sleeps."""
+        ring_bell(&self._words.doorbell)
