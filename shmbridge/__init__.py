@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from shmbridge.errors import ShmBridgeError as ShmBridgeError
     from shmbridge.errors import ShmPermission as ShmPermission
     from shmbridge.errors import ShmTooSmall as ShmTooSmall
-    from shmbridge.errors import TooManyLanes as TooManyLanes
     from shmbridge.errors import WeightsBusy as WeightsBusy
     from shmbridge.errors import WeightsMismatch as WeightsMismatch
     from shmbridge.inventory import BridgeInfo as BridgeInfo
@@ -59,7 +58,7 @@ _HOMES = {
         [
             "BadBridgeName", "BatchTooBig", "BridgeDraining", "Closed", "ConsumerEmpty", "ConsumerTaken", "InvalidRecord", "LaneFull",
             "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotReady", "RecordTooBig", "SchemaMismatch", "ShmBridgeError",
-            "ShmPermission", "ShmTooSmall", "TooManyLanes", "WeightsBusy", "WeightsMismatch",
+            "ShmPermission", "ShmTooSmall", "WeightsBusy", "WeightsMismatch",
         ],
         "errors",
     ),

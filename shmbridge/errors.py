@@ -113,12 +113,6 @@ class BridgeDraining(ShmBridgeError, RuntimeError):
     code = "SB403"
 
 
-class TooManyLanes(ShmBridgeError, RuntimeError):
-    """The bridge has as many lanes as its consumer allows."""
-
-    code = "SB404"
-
-
 class Closed(ShmBridgeError, RuntimeError):
     """The object was closed, or belongs to the process before a fork."""
 
