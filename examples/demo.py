@@ -27,7 +27,7 @@ from demo_children import Child, stop
 from demo_sweeper import Swept, sweep
 from demo_terminal import Screen, Stopping
 
-import shmbridge
+from shmbridge import list_bridges
 
 HERE = Path(__file__).parent
 OWN_ENVS = [HERE / "larger_digit_env.py", HERE / "echo_letters_env.py"]
@@ -168,7 +168,7 @@ class Demo:
             child.restart(*(["--resume"] if child is self.learner else []))
 
     def _lanes(self) -> str:
-        lanes = [lane for info in shmbridge.list_bridges() if info.name == self.bridge for lane in info.lanes]
+        lanes = [lane for info in list_bridges() if info.name == self.bridge for lane in info.lanes]
         return f"{len(lanes)} lanes, {sum(lane.held for lane in lanes)} groups in them"
 
     def _wait(self, condition: Callable[[], bool]) -> None:

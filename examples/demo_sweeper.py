@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-import shmbridge
+from shmbridge import clean
 
 PATIENCE_S = 30.0  # for processes that the kernel is still taking down
 
@@ -30,7 +30,7 @@ def sweep(bridge: str, patience_s: float = PATIENCE_S) -> Swept:
     deadline = time.monotonic() + patience_s
     undelivered = 0
     while True:
-        report = shmbridge.clean(bridge, dry_run=False)
+        report = clean(bridge, dry_run=False)
         undelivered += sum(held for name, held in report.undelivered.items() if name in report.removed)
         if not report.kept or time.monotonic() > deadline:
             return Swept(list(report.kept), undelivered)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-import os
 import runpy
 import sys
 from collections.abc import Callable, Coroutine
@@ -67,11 +66,11 @@ def attach(
         BadBridgeName, ValueError: an argument is not what it should be.
     """
     global _attached
-    from atroposlib.envs import base
-
+    options = LinkOptions(check_bridge_name(bridge), parse_size(lane_bytes), on_full)
     if _attached is not None:
         raise RuntimeError("an environment class is attached already: detach() first")
-    options = LinkOptions(check_bridge_name(bridge), parse_size(lane_bytes), on_full)
+    from atroposlib.envs import base  # seconds of imports: arguments come first
+
     _attached = _Attachment(base, env_class or base.BaseEnv, options)
 
 
@@ -262,9 +261,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_as_main(script: Path, arguments: list[str]) -> None:
     """As `python script arguments` would, down to where its imports are looked for."""
+    script = script.absolute()
     sys.argv = [str(script), *arguments]
     if not sys.flags.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
+        sys.path[0] = str(script.resolve().parent)
     runpy.run_path(str(script), run_name="__main__")
 
 

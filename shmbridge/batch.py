@@ -59,7 +59,7 @@ class Batch:
         return list(self._columns)
 
     def has(self, name: str) -> np.ndarray[Any, Any]:
-        """bool (B,): whose records carried the column."""
+        """bool (B,): which rows carried the column: their record has it, and there it is not null."""
         return self._present.get(_NAMES.get(name, name), np.zeros(len(self), bool))
 
     def __contains__(self, name: object) -> bool:
@@ -102,7 +102,7 @@ class Batch:
     def _gather(self, column: Column) -> None:
         name = column.name
         have = [name in record for record in self.records]
-        self._present[name] = np.repeat(have, [record.rows for record in self.records])
+        self._present[name] = np.concatenate([_present_rows(record, name) for record in self.records])
         if column.per_token and column.kind is Kind.LIST:
             flat = np.concatenate([self._token_values(record, column) for record in self.records])
             self._columns[name] = flat if self.layout == "packed" else self._pad(flat)
@@ -143,8 +143,19 @@ class Batch:
         return padded
 
 
+def _present_rows(record: Record, name: str) -> np.ndarray[Any, Any]:
+    """bool (rows,): where the record has a value in this column."""
+    if name not in record:
+        return np.zeros(record.rows, bool)
+    valid = record.valid(name)
+    return np.ones(record.rows, bool) if valid is None else _fit(valid, record.rows)
+
+
 def _fit(values: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
-    return values if len(values) == rows else np.resize(np.concatenate((values, np.zeros(rows, values.dtype))), rows)
+    """Cut or filled with zeros to one value per row; per-record columns repeat their value."""
+    if len(values) == 1:
+        return np.repeat(values, rows)
+    return values if len(values) == rows else np.concatenate((values, np.zeros(rows, values.dtype)))[:rows]
 
 
 def _join(records: list[Record], column: Column) -> Ragged:

@@ -440,6 +440,9 @@ end:
     :: d_step { release_step == 1 && !old_generation -> old_slot = last_slot; old_generation = last_generation }
     :: d_step { old_generation -> released[old_slot] = old_generation; old_slot = 0; old_generation = 0 }
 #endif
+#ifdef BUG_SECOND_SLEEPER
+    :: d_step { hub_asleep && hub_sleeping -> hub_sleeping = 0 }
+#endif
     :: d_step { release_step == 1 && repeats > 0 -> repeats--; released[last_slot] = last_generation }
     :: d_step { release_step == 1 -> release_step = (space_waiting -> 2 : 4); last_slot = 0; last_generation = 0 }
     :: d_step { release_step == 2 -> add_to(space_bell); release_step = 3 }

@@ -22,8 +22,8 @@ ENVS = Path(__file__).parent / "envs"
 def bridge() -> Iterator[str]:
     name = f"env-{os.getpid()}-{time.monotonic_ns() % 10**9}"
     yield name
-    shmbridge.clean(name, dry_run=False)
-    assert [path for path in os.listdir("/dev/shm") if f".{name}." in path] == []
+    report = shmbridge.clean(name, dry_run=False)
+    assert [path for path in os.listdir("/dev/shm") if f".{name}." in path] == [], report
 
 
 @pytest.fixture(scope="session")

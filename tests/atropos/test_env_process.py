@@ -20,6 +20,8 @@ pytest.importorskip("atroposlib")
 
 ROOT = Path(__file__).parents[2]
 ENVS = Path(__file__).parent / "envs"
+MODULE = ("-m", "shmbridge.producers.atropos")
+SCRIPT = str(ENVS / "as_a_script.py")
 FLOAT32 = ("advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs")
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000)
 
@@ -205,23 +207,18 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 def test_a_script_sees_itself_as_python_would_show_it() -> None:
-    script = os.path.relpath(ENVS / "as_a_script.py")
-    alone = command(script, "serve", "--env.group_size", "8")
-    bridged = command(
-        "-m", "shmbridge.producers.atropos", "--bridge", "b", script, "serve", "--env.group_size", "8"
-    )
+    alone = command(SCRIPT, "serve", "--env.group_size", "8")
+    bridged = command(*MODULE, "--bridge", "b", SCRIPT, "serve", "--env.group_size", "8")
     assert alone.stdout
     assert bridged.stdout == alone.stdout
     assert bridged.returncode == 0
 
 
 def test_help_has_examples_and_the_script_keeps_its_own_help() -> None:
-    ours = command("-m", "shmbridge.producers.atropos", "--help")
+    ours = command(*MODULE, "--help")
     assert ours.returncode == 0
     assert "examples:" in ours.stdout
-    theirs = command(
-        "-m", "shmbridge.producers.atropos", "--bridge", "b", str(ENVS / "as_a_script.py"), "--help"
-    )
+    theirs = command(*MODULE, "--bridge", "b", SCRIPT, "--help")
     assert "examples:" not in theirs.stdout
     assert "'--help'" in theirs.stdout
 
@@ -230,23 +227,33 @@ def test_help_has_examples_and_the_script_keeps_its_own_help() -> None:
     ("arguments", "said"),
     [
         (["--bridge", "b", "nowhere.py", "serve"], "no environment script nowhere.py"),
-        (["--bridge", "b!", str(ENVS / "as_a_script.py")], "bridge name 'b!'"),
-        (["--bridge", "b", "--lane-bytes", "much", str(ENVS / "as_a_script.py")], "'much' is not a size"),
-        (["--bridge", "b", "--on-full", "explode", str(ENVS / "as_a_script.py")], "explode"),
-        ([str(ENVS / "as_a_script.py")], "--bridge"),
+        (["--bridge", "b!", SCRIPT], "bridge name 'b!'"),
+        (["--bridge", "b", "--lane-bytes", "much", SCRIPT], "'much' is not a size"),
+        (["--bridge", "b", "--on-full", "explode", SCRIPT], "explode"),
+        ([SCRIPT], "--bridge"),
     ],
 )
 def test_what_cannot_start_says_why_and_exits_with_2(arguments: list[str], said: str) -> None:
-    finished = command("-m", "shmbridge.producers.atropos", *arguments)
+    finished = command(*MODULE, *arguments)
     assert finished.returncode == 2
     assert said in finished.stderr
     assert "Traceback" not in finished.stderr
 
 
+def test_too_little_memory_is_said_before_anything_runs(
+    bridge: str, start_env: Callable[..., Any], tmp_path: Path
+) -> None:
+    env = start_env("--env.items", "1", lane_bytes="900T")
+    assert env.wait() == 2
+    assert "SB101" in env.output
+    assert "Traceback" not in env.output
+
+
 def test_a_missing_atroposlib_is_said_with_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "atroposlib.py").write_text("raise ImportError('No module named atroposlib')")
     finished = command(
-        *("-m", "shmbridge.producers.atropos", "--bridge", "b", str(ENVS / "as_a_script.py")),
+        *MODULE,
+        *("--bridge", "b", SCRIPT),
         PYTHONPATH=f"{tmp_path}:{ROOT}",
     )
     assert finished.returncode == 2

@@ -1,0 +1,151 @@
+"""Fail-points: where a process can be made to die or to stop, and children that do so there.
+
+A build with SHMBRIDGE_FAULTS=1 passes a labelled point at every step that matters if the process ends on it; SHMBRIDGE_FAULT in the
+environment arms one. Knows labels and processes; knows nothing of what a child does. Imported by tests, never by the package itself.
+"""
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+# Per role, in the order in which a run passes them.
+CREATING_CONTROL = ("control.locked", "control.before_magic")
+CREATING_LANE = ("segment.created", "segment.locked", "segment.reserved", "lane.before_magic", "lane.after_magic")
+BEFORE_COMMIT = (
+    "producer.claimed", "producer.payload_written", "producer.body_written", "producer.generation_stored", "producer.ring_written",
+    "producer.before_tail",
+)  # fmt: skip
+AFTER_COMMIT = ("producer.committed", "producer.woken_hub")
+WAITING_FOR_SPACE = ("producer.waiting",)
+ENTERING_HUB = ("hub.locked", "hub.adopting")
+TAKING = ("hub.read", "hub.marked")
+RELEASING = ("hub.releasing", "hub.released")
+HUB_SLEEPING = ("hub.before_sleep",)
+SWEEPING = ("segment.unlinking",)
+WEIGHTS = ("weights.before_magic", "weights.filling", "weights.filled", "weights.committed")
+
+LABELS: Mapping[str, tuple[str, ...]] = {
+    "anyone": CREATING_CONTROL + SWEEPING,
+    "producer": CREATING_LANE + BEFORE_COMMIT + AFTER_COMMIT + WAITING_FOR_SPACE,
+    "hub": ENTERING_HUB + TAKING + RELEASING + HUB_SLEEPING,
+    "weights writer": WEIGHTS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One armed label: the process passes it `skip` times, then raises `signal_number` against itself."""
+
+    label: str
+    skip: int = 0
+    signal_number: int = signal.SIGKILL
+
+    def __str__(self) -> str:
+        return f"{self.label}:{self.skip}:{int(self.signal_number)}"
+
+
+class FaultyChild:
+    """A Python child that imports the build with fail-points and may die on one. Its standard output is read line by line.
+
+    A context manager: the child never outlives the block. For one thread.
+
+    Args:
+        argv: arguments after the interpreter.
+        build: folder the build with fail-points was installed into; nothing else is on the child's PYTHONPATH.
+        fault: what is armed, or None.
+        environment: more variables for the child.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], *, build: str | os.PathLike[str], fault: Fault | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.fspath(build), "PYTHONUNBUFFERED": "1"}
+        variables.pop("SHMBRIDGE_FAULT", None)
+        if fault is not None:
+            variables["SHMBRIDGE_FAULT"] = str(fault)
+        self.fault = fault
+        self.process = subprocess.Popen(
+            [sys.executable, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables, cwd="/"
+        )  # fmt: skip
+        self.said: list[str] = []
+        self._rest = b""
+
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        return self.process.pid
+
+    def line(self, timeout_s: float = 20.0) -> str | None:
+        """The next line it says; None at the end of its output. AssertionError after `timeout_s` seconds of silence."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                if not selector.select(max(deadline - time.monotonic(), 0)):
+                    raise AssertionError(f"child {self.pid} ({self.fault}) has said nothing for {timeout_s} s after {self.said[-3:]}")
+                chunk = os.read(self.process.stdout.fileno(), 1 << 16)
+                if not chunk:
+                    return None
+                self._rest += chunk
+        line, self._rest = self._rest.split(b"\n", 1)
+        self.said.append(line.decode())
+        return self.said[-1]
+
+    def until(self, wanted: str, timeout_s: float = 20.0) -> None:
+        """Reads until it has said `wanted`; AssertionError if it ends first."""
+        while (line := self.line(timeout_s)) != wanted:
+            assert line is not None, f"child {self.pid} ({self.fault}) ended before {wanted!r}: {self.said[-3:]}"
+
+    def tell(self, line: str = "") -> None:
+        """Writes one line to its standard input."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line.encode() + b"\n")
+        self.process.stdin.flush()
+
+    def end(self, timeout_s: float = 20.0) -> int:
+        """Reads the rest of its output, waits for its end, and returns the return code: minus the signal if one killed it."""
+        while self.line(timeout_s) is not None:
+            pass
+        return self.process.wait(timeout_s)
+
+    def end_on_fault(self, timeout_s: float = 20.0) -> None:
+        """As `end`, and the armed fault must have been what ended it."""
+        code = self.end(timeout_s)
+        assert self.fault is not None
+        assert code == -self.fault.signal_number, f"child ended with {code}, not on {self.fault}: {self.said[-3:]}"
+
+    def wait_stopped(self, timeout_s: float = 20.0) -> None:
+        """Waits until a signal has stopped it; AssertionError if it ends or goes on."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
+            if pid:
+                assert os.WIFSTOPPED(status), f"child ended with status {status:#x}, not on {self.fault}: {self.said[-3:]}"
+                return
+            assert time.monotonic() < deadline, f"child {self.pid} did not reach {self.fault} within {timeout_s} s: {self.said[-3:]}"
+            time.sleep(0.002)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits for the end. Nothing if it has ended."""
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()

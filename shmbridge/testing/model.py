@@ -1,0 +1,152 @@
+"""The specification of one lane and its hub, in plain Python: what each step may do, and what must be seen after it.
+
+No memory, no locks, no waiting: only the rules of docs/adr/0001-lanes.md. `tests/conformance` drives this and the compiled ring
+side by side. Where the ring has a choice (the place of an extent) the model is told the choice and checks that it was allowed.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+LINE = 64
+
+
+class State(Enum):
+    """What has become of a committed, un-released record, as the present hub knows it."""
+
+    WAITING = auto()  # can be taken
+    HELD = auto()  # leased out
+    ADRIFT = auto()  # its lease was abandoned: only the next hub gets it
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a consumer sees of a record."""
+
+    sequence: int
+    payload: bytes
+    redelivered: bool
+
+
+@dataclass(slots=True)
+class _Record:
+    at: int
+    size: int
+    payload: bytes
+    state: State = State.WAITING
+
+
+class RingModel:
+    """One lane of `slots` records and `data_bytes` bytes, its producer, and at most one hub at a time.
+
+    Methods raise AssertionError for what the protocol forbids its callers, such as a second open claim.
+    """
+
+    def __init__(self, slots: int, data_bytes: int) -> None:
+        self.slots, self.data_bytes = slots, data_bytes
+        self.tail = 0  # records committed; the next sequence
+        self.head = 0  # every sequence below may have been handed out
+        self.released = 0
+        self._records: dict[int, _Record] = {}  # committed and un-released, by sequence
+        self._claim: tuple[int, int] | None = None  # place and size of the open claim
+        self._has_hub = False
+        self._head_found = 0  # `head` when the present hub came
+
+    # -- the producer -------------------------------------------------------------------------------------------------------------
+
+    def room_for(self, size: int) -> bool:
+        """Whether a claim of `size` bytes must succeed: a free slot, and a gap between un-released extents that is wide enough."""
+        taken = sorted([(record.at, record.size) for record in self._records.values()] + ([self._claim] if self._claim else []))
+        if len(taken) == self.slots:
+            return False
+        begin = 0
+        for at, length in [*taken, (self.data_bytes, 0)]:
+            if at - begin >= _lines(size):
+                return True
+            begin = at + length
+        return False
+
+    def claim(self, at: int, size: int) -> None:
+        """The ring reserved `size` bytes at `at`. Nothing un-released may lie there: a reader still looks at it."""
+        assert self._claim is None, "one open claim per producer"
+        size = _lines(size)
+        assert at % LINE == 0 and 0 <= at <= self.data_bytes - size, f"extent {at}+{size} is outside {self.data_bytes} bytes"
+        assert len(self._records) < self.slots, "no slot is free"
+        for sequence, record in self._records.items():
+            apart = at + size <= record.at or record.at + record.size <= at
+            assert apart, f"extent {at}+{size} overlaps un-released record {sequence} at {record.at}+{record.size}"
+        self._claim = (at, size)
+
+    def abort(self) -> None:
+        """Gives the open claim back; nobody ever sees it."""
+        self._claim = None
+
+    def commit(self, payload: bytes) -> int:
+        """Publishes the open claim: from here on it is never lost. Returns its sequence."""
+        assert self._claim is not None, "nothing is claimed"
+        self._records[self.tail] = _Record(*self._claim, payload)
+        self._claim = None
+        self.tail += 1
+        return self.tail - 1
+
+    def producer_dies(self) -> None:
+        """The open claim never existed; what is committed stays."""
+        self._claim = None
+
+    # -- the hub ------------------------------------------------------------------------------------------------------------------
+
+    def hub_starts(self) -> None:
+        """A hub comes: every committed, un-released record can be taken again, in order."""
+        assert not self._has_hub, "one hub at a time"
+        self._has_hub = True
+        self._head_found = self.head
+        for record in self._records.values():
+            record.state = State.WAITING
+
+    def hub_dies(self) -> None:
+        """Its leases end without release; nothing is lost."""
+        self._has_hub = False
+
+    def take(self) -> Taken | None:
+        """The oldest record that can be taken, or None. `redelivered` exactly where an earlier hub may have handed it out."""
+        assert self._has_hub
+        waiting = [sequence for sequence, record in self._records.items() if record.state is State.WAITING]
+        if not waiting:
+            return None
+        sequence = min(waiting)
+        record = self._records[sequence]
+        record.state = State.HELD
+        self.head = max(self.head, sequence + 1)
+        return Taken(sequence, record.payload, sequence < self._head_found)
+
+    def release(self, sequence: int) -> None:
+        """A lease ends: slot and extent may be used again. In any order."""
+        assert self._records[sequence].state is State.HELD
+        del self._records[sequence]
+        self.released += 1
+
+    def abandon(self, sequence: int) -> None:
+        """A lease is forgotten without release: the next hub gets the record again."""
+        assert self._records[sequence].state is State.HELD
+        self._records[sequence].state = State.ADRIFT
+
+    # -- what can be seen -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def unreleased(self) -> int:
+        """Committed and un-released: what the lane holds. Always `tail - released`."""
+        assert len(self._records) == self.tail - self.released
+        return len(self._records)
+
+    @property
+    def waiting(self) -> int:
+        """Records that the present hub can take."""
+        return sum(record.state is State.WAITING for record in self._records.values())
+
+    @property
+    def held(self) -> int:
+        """Records that the present hub has leased out."""
+        return sum(record.state is State.HELD for record in self._records.values())
+
+
+def _lines(size: int) -> int:
+    return -(-size // LINE) * LINE

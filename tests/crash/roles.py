@@ -1,0 +1,168 @@
+"""What a child of the crash tests does: `python roles.py ROLE BRIDGE ...`. Every step is said on standard output as it happens.
+
+Payloads are a function of (producer, sequence) with a checksum beside them, so that any reader can tell a torn record.
+"""
+
+import os
+import subprocess
+import sys
+import time
+import zlib
+
+import numpy as np
+
+import shmbridge
+
+
+def pattern(producer_id: str, sequence: int, tokens: int = 1200) -> dict:
+    """One record: two rows of unequal length, about 17 bytes a token."""
+    seed = zlib.crc32(f"{producer_id}/{sequence}".encode())
+    values = np.random.default_rng(seed).integers(0, 1 << 30, tokens, dtype=np.int32)
+    rows = [values[: tokens // 3], values[tokens // 3 :]]
+    return {
+        "tokens": rows,
+        "advantages": [row.astype(np.float32) for row in rows],
+        "inference_logprobs": [-row.astype(np.float32) for row in rows],
+        "score": [float(zlib.crc32(row.tobytes())) for row in rows],
+    }
+
+
+def check(record: shmbridge.Record) -> int:
+    """The record's sequence, if every byte of it is as its producer wrote it."""
+    rows, wanted = record["tokens"], pattern(record.meta.producer_id, record.meta.sequence)
+    assert len(rows) == 2
+    for i, score in enumerate(record["score"]):
+        assert zlib.crc32(np.ascontiguousarray(rows[i]).tobytes()) == score, "torn"
+        assert np.array_equal(rows[i], wanted["tokens"][i]), "another record's payload"
+        assert np.array_equal(record["advantages"][i], wanted["advantages"][i])
+        assert np.array_equal(record["inference_logprobs"][i], wanted["inference_logprobs"][i])
+    return int(record.meta.sequence)
+
+
+def say(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def produce(bridge: str, producer_id: str, count: str, lane_bytes: str = "64K") -> None:
+    """Puts `count` records, one after the other; closes."""
+    producer = shmbridge.Producer(bridge, producer_id=producer_id, lane_bytes=lane_bytes)
+    say("ready")
+    for sequence in range(int(count)):
+        put = producer.put(pattern(producer_id, sequence), group_id=sequence)
+        assert put == sequence
+        say("put", sequence)
+    producer.close()
+    say("closed")
+
+
+def produce_when_told(bridge: str, producer_id: str) -> None:
+    """Puts one record per line of standard input, and is never closed."""
+    producer = shmbridge.Producer(bridge, producer_id=producer_id, lane_bytes="64K")
+    say("ready")
+    for sequence, _ in enumerate(sys.stdin):
+        producer.put(pattern(producer_id, sequence), group_id=sequence)
+        say("put", sequence)
+
+
+def produce_and_fork(bridge: str, producer_id: str, how: str) -> None:
+    """Puts two records, then leaves a child of its own behind, and waits to be killed."""
+    producer = shmbridge.Producer(bridge, producer_id=producer_id, lane_bytes="64K")
+    for sequence in range(2):
+        producer.put(pattern(producer_id, sequence), group_id=sequence)
+    if how == "fork":
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+    else:
+        child = subprocess.Popen(["sleep", "600"], close_fds=how == "subprocess").pid
+    say("child", child)
+    time.sleep(600)
+
+
+def fork_while_creating(bridge: str, producer_id: str) -> None:
+    """The armed SIGUSR1 forks in the middle of the lane's creation; the parent then waits to be killed."""
+    import signal
+
+    def fork(*_: object) -> None:
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            time.sleep(600)
+        say("child", child)
+
+    signal.signal(signal.SIGUSR1, fork)
+    producer = shmbridge.Producer(bridge, producer_id=producer_id, lane_bytes="64K")
+    producer.put(pattern(producer_id, 0), group_id=0)
+    say("put", 0)
+    time.sleep(600)
+
+
+def consume(bridge: str, count: str, release_from: str = "0") -> None:
+    """Takes `count` records and says so, then releases those from `release_from` on, last first."""
+    consumer = shmbridge.Consumer(bridge)
+    say("ready")
+    held = []
+    for _ in range(int(count)):
+        record = consumer.get(timeout_s=60)
+        say("got", record.meta.producer_id, check(record), record.meta.redelivered)
+        held.append(record)
+    while len(held) > int(release_from):
+        record = held.pop()
+        name = f"{record.meta.producer_id} {record.meta.sequence}"
+        say("releasing", name)
+        record.release()
+        say("released", name)
+    say("done")
+    sys.stdin.readline()
+    del record, held
+    consumer.close()
+    say("closed")
+
+
+def enter(bridge: str) -> None:
+    """Opens a producer, puts one record, enters as the hub, takes it, leaves: passes every point of creation."""
+    with shmbridge.Producer(bridge, producer_id="enter", lane_bytes="64K") as producer:
+        producer.put(pattern("enter", 0), group_id=0)
+        say("ready")
+        with shmbridge.Consumer(bridge) as consumer, consumer.get(timeout_s=30) as record:
+            check(record)
+    say("closed")
+
+
+def sweep(bridge: str) -> None:
+    """Removes what is dead."""
+    from shmbridge import segment
+
+    say("swept", *segment.sweep(bridge).removed)
+
+
+def write_weights(bridge: str, first: str, last: str) -> None:
+    """Publishes versions first..last; every value of a version is that version."""
+    from shmbridge.weights import WeightsWriter
+
+    writer = WeightsWriter(bridge)
+    say("ready")
+    for version in range(int(first), int(last) + 1):
+        writer.publish(version, weights(version))
+        say("published", version)
+    say("done")
+    sys.stdin.readline()
+    writer.close()
+
+
+def weights(version: int) -> list[tuple[str, np.ndarray]]:
+    """Tensors whose every value says the version."""
+    return [(name, np.full((64, 33), version, np.float32)) for name in ("first", "second")]
+
+
+def hold_weights(bridge: str) -> None:
+    """Leases the newest version and never gives it back."""
+    from shmbridge.weights import WeightsReader
+
+    with WeightsReader(bridge).lease(timeout_s=30) as lease:
+        say("holds", lease.version)
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,42 @@
+"""What is raised: a stable code, numbers in the message, one next action, and the builtin a caller would expect."""
+
+import pytest
+
+import shmbridge
+from shmbridge import errors
+
+ALL = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.ShmBridgeError)]
+BUILTIN = {
+    "BadBridgeName": ValueError, "ShmTooSmall": MemoryError, "ShmPermission": PermissionError, "NotReady": TimeoutError,
+    "LayoutMismatch": ValueError, "SchemaMismatch": ValueError, "RecordTooBig": ValueError, "InvalidRecord": ValueError,
+    "LaneFull": TimeoutError, "ConsumerEmpty": TimeoutError, "LeaseReleased": RuntimeError, "BatchTooBig": ValueError,
+    "ConsumerTaken": RuntimeError, "NoConsumer": TimeoutError, "BridgeDraining": RuntimeError, "TooManyLanes": RuntimeError,
+    "Closed": RuntimeError, "WeightsMismatch": ValueError, "WeightsBusy": TimeoutError,
+}  # fmt: skip
+
+
+def test_codes_are_unique() -> None:
+    codes = [each.code for each in ALL]
+    assert len(set(codes)) == len(codes)
+    assert all(len(code) == 5 and code.startswith("SB") for code in codes)
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN))
+def test_each_error_is_also_the_nearest_builtin(name) -> None:
+    assert issubclass(getattr(shmbridge, name), BUILTIN[name])
+    assert issubclass(getattr(shmbridge, name), shmbridge.ShmBridgeError)
+
+
+def test_the_text_has_code_message_and_hint() -> None:
+    wrong = shmbridge.LaneFull("no room for 3 KiB", hint="start the learner")
+    assert str(wrong) == "[SB301] no room for 3 KiB -> start the learner"
+    assert (wrong.code, wrong.message, wrong.hint) == ("SB301", "no room for 3 KiB", "start the learner")
+
+
+def test_without_a_hint_there_is_no_arrow() -> None:
+    assert str(shmbridge.Closed("it is closed")) == "[SB405] it is closed"
+
+
+def test_an_invalid_record_says_where() -> None:
+    wrong = shmbridge.InvalidRecord("bad", column="advantages", row=2, position=7)
+    assert (wrong.column, wrong.row, wrong.position) == ("advantages", 2, 7)

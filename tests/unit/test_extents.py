@@ -1,0 +1,88 @@
+"""The producer's private allocator, seen through claims: nothing overlaps, nothing is lost, neighbours grow together again."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+
+from shmbridge import segment
+from shmbridge._ext import header, ring
+
+LINES = 32
+FIELDS = {
+    "rows": 1, "columns": 0, "index_bytes": 0, "group_id_bytes": 0, "flags": 0, "tokens": 0, "min_policy_version": -1,
+    "max_policy_version": -1, "t_created_ns": 0, "group_size": 1, "env_id": -1,
+}  # fmt: skip
+
+
+class Lane:
+    def __init__(self, bridge: str) -> None:
+        self.control = segment.open_control(bridge)
+        size = header.lane_geometry(LINES * 64, 32)[-1]
+        name, self.mapping = segment.create_lane(bridge, size)
+        header.format_lane(self.mapping, LINES * 64, 32, b"", 0, os.getpid(), 0, b"", b"")
+        self.writer = ring.LaneWriter(self.mapping, self.control.mapping)
+        self.hub = ring.LaneReader(self.mapping, None)
+        self.base = np.frombuffer(self.mapping, np.uint8).ctypes.data + header.lane_geometry(LINES * 64, 32)[3]
+
+    def put(self, lines: int) -> tuple[int, ring.Lease] | None:
+        if not self.writer.claim(lines * 64):
+            return None
+        at = np.frombuffer(self.writer.claimed_memory(), np.uint8).ctypes.data - self.base
+        self.writer.commit(**FIELDS)
+        return at // 64, self.hub.take(ring.Lease)
+
+
+@pytest.fixture
+def lane(bridge):
+    return Lane(bridge)
+
+
+def test_the_lowest_place_that_fits_is_taken(lane) -> None:
+    places = [lane.put(lines) for lines in (4, 8, 4, 16)]
+    assert [at for at, _ in places] == [0, 4, 12, 16]
+    places[0][1].release()
+    places[2][1].release()
+    assert lane.put(4)[0] == 0
+    assert lane.put(4)[0] == 12
+
+
+def test_neighbours_grow_together_in_any_order_of_release(lane) -> None:
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [0, 2, 1, 3], [1, 3, 0, 2], [2, 0, 3, 1]):
+        leases = [lane.put(LINES // 4)[1] for _ in range(4)]
+        for place in order:
+            leases[place].release()
+            assert lane.writer.free_bytes == 64 * LINES // 4 * (order.index(place) + 1)
+        whole = lane.put(LINES)
+        assert whole is not None
+        assert whole[0] == 0
+        whole[1].release()
+
+
+def test_gaps_do_not_add_up(lane) -> None:
+    leases = [lane.put(8)[1] for _ in range(4)]
+    leases[0].release()
+    leases[2].release()
+    assert lane.writer.free_bytes == 16 * 64
+    assert lane.put(9) is None
+    leases[1].release()
+    assert lane.put(24)[0] == 0
+
+
+def test_nothing_overlaps_and_nothing_is_lost_in_a_long_run(lane) -> None:
+    draw = random.Random(11)
+    live: dict[int, tuple[int, ring.Lease]] = {}
+    for _ in range(3000):
+        if draw.random() < 0.55:
+            lines = draw.randint(1, 9)
+            found = lane.put(lines)
+            if found is not None:
+                at, lease = found
+                assert all(at + lines <= other or other + size <= at for other, (size, _) in live.items())
+                live[at] = (lines, lease)
+        elif live:
+            live.pop(draw.choice(sorted(live)))[1].release()
+        assert lane.writer.free_bytes == 64 * (LINES - sum(size for size, _ in live.values()))
+    live.clear()
+    assert lane.put(LINES) is not None
