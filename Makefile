@@ -42,6 +42,7 @@ types: $(VENV)/.built ## mypy strict over the package
 model: ## check the lane protocol exhaustively (needs spin)
 	@command -v spin >/dev/null || { echo "spin is not installed: apt-get install spin"; exit 1; }
 	docs/model/check.sh
+	docs/model/check.sh --mutations
 
 bench-first: $(VENV)/.built ## first figures: groups from lists and arrays beside the C twin
 	$(RUN) bench/first_figures.py

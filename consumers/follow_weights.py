@@ -30,9 +30,17 @@ _LEASE_TIMEOUT_S = 1.0
 class Weights(Protocol):
     """One version, held still while its lease lasts."""
 
-    version: int
-    tensors: Tensors  # read-only; bfloat16 as uint16
-    dtypes: Mapping[str, str]
+    @property
+    def version(self) -> int:
+        """Policy version of these tensors."""
+
+    @property
+    def tensors(self) -> Tensors:
+        """Read-only arrays by parameter name, bfloat16 as uint16."""
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """The learner's word for each dtype, such as bfloat16."""
 
 
 class WeightsSource(Protocol):
@@ -42,7 +50,7 @@ class WeightsSource(Protocol):
     def version(self) -> int | None:
         """Newest complete version; None while there is no segment."""
 
-    def lease(self, *, timeout_s: float | None = None) -> AbstractContextManager[Weights]:
+    def lease(self, *, timeout_s: float) -> AbstractContextManager[Weights]:
         """Hold the newest version still."""
 
     def close(self) -> None:

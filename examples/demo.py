@@ -287,7 +287,7 @@ def _sweeper(bridge: str) -> subprocess.Popen[bytes]:
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])
 
 
 def _answers(port: int) -> bool:

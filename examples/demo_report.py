@@ -89,7 +89,9 @@ class Progress:
         lines = self.metrics.seen[-last:]
         if len(lines) < 2:
             return 0.0
-        return sum(line["tokens"] for line in lines[1:]) / max(lines[-1]["time"] - lines[0]["time"], 1e-9)
+        tokens: int = sum(line["tokens"] for line in lines[1:])
+        seconds: float = lines[-1]["time"] - lines[0]["time"]
+        return tokens / max(seconds, 1e-9)
 
 
 def tenths(lines: list[Line]) -> Tenths:
@@ -100,7 +102,7 @@ def tenths(lines: list[Line]) -> Tenths:
 
 def mean(lines: list[Line]) -> float:
     """Return the mean reward; NaN without any."""
-    return sum(line["mean"] for line in lines) / len(lines) if lines else float("nan")
+    return float(sum(line["mean"] for line in lines)) / len(lines) if lines else float("nan")
 
 
 def progress_text(progress: Progress, steps: int) -> str:
@@ -177,6 +179,7 @@ def _moving_mean(values: list[float]) -> list[float]:
 
 def _parsed(line: bytes) -> Line | None:
     try:
-        return json.loads(line)
+        parsed: Line = json.loads(line)
     except ValueError:
         return None
+    return parsed

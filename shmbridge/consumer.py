@@ -7,6 +7,7 @@ ask on the side is control.py's.
 import asyncio
 import atexit
 import os
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -75,6 +76,7 @@ class Consumer:
         self._closed = False
         self._final: dict[str, float] = {}
         self._waiter: ThreadPoolExecutor | None = None
+        self._one_sleeper = threading.Lock()  # hub_sleeping has one owner at a time
         self._enter()
         self._lanes = LaneSet(bridge, self._control, self.columns, lanes)
         try:
@@ -208,7 +210,13 @@ class Consumer:
     def _wait(self, left_s: float, *, spin: bool = True) -> None:
         """Sleeps until there may be something to take, at most a second, and says how long in `wait_s`."""
         began = time.monotonic()
-        self._sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), self._lanes.arrivals, spin)
+        if not self._one_sleeper.acquire(blocking=False):
+            self._control.ring()  # a cancelled get_async has left its thread asleep
+            self._one_sleeper.acquire()
+        try:
+            self._sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), self._lanes.arrivals, spin)
+        finally:
+            self._one_sleeper.release()
         self._wait_s += time.monotonic() - began
 
     async def _wait_async(self, left_s: float) -> None:

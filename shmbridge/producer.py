@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -77,6 +78,7 @@ class Producer:
         self._groups_put = 0
         self._waiting: deque[Outgoing] = deque()  # handed over by put_async, not yet committed
         self._turn: asyncio.Lock | None = None
+        self._one_sleeper = threading.Lock()
         self._sleeper: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -286,8 +288,13 @@ class Producer:
 
     def _sleep(self, left_s: float) -> None:
         """Sleeps until something may have changed; in any thread."""
-        slept = self._writer.wait_space(int(min(left_s, 1.0) * 1e9))
-        self._writer.count_wait(slept)
+        if not self._one_sleeper.acquire(blocking=False):  # put while a put_async sleeps: space_waiting has one owner
+            time.sleep(min(left_s, 0.005))
+            return
+        try:
+            self._writer.count_wait(self._writer.wait_space(int(min(left_s, 1.0) * 1e9)))
+        finally:
+            self._one_sleeper.release()
         if self._control.paused:  # room is not what we wait for
             time.sleep(min(left_s, 0.02))
 

@@ -129,6 +129,15 @@ def enter(bridge: str) -> None:
     say("closed")
 
 
+def attend(bridge: str) -> None:
+    """Is a producer until it is told to close."""
+    producer = shmbridge.Producer(bridge, producer_id="attending", lane_bytes="64K")
+    say("ready")
+    sys.stdin.readline()
+    producer.close()
+    say("closed")
+
+
 def sweep(bridge: str) -> None:
     """Removes what is dead."""
     from shmbridge import segment
