@@ -5,12 +5,10 @@ ask on the side is control.py's.
 """
 
 import asyncio
-import atexit
 import os
 import threading
 import time
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -20,6 +18,7 @@ from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly, Hold
 from shmbridge.config import Run, check_bridge_name
 from shmbridge.errors import Closed, ConsumerEmpty, ConsumerTaken
+from shmbridge.exits import at_exit
 from shmbridge.lanes import LaneSet
 from shmbridge.liveness import Byte
 from shmbridge.reasons import Discard
@@ -91,8 +90,7 @@ class Consumer:
                 self.discard(record, Discard.RESUME)
         segment.sweep(bridge)
         self._server = self._open_control_plane()
-        self._at_exit = weakref.WeakMethod(self._lanes.abandon)
-        atexit.register(_call_weak, self._at_exit)
+        self._no_exit_call = at_exit(self._lanes.abandon)
 
     # -- becoming the hub ---------------------------------------------------------------------------------------------------------
 
@@ -343,15 +341,13 @@ class Consumer:
         self._batching.close()
         self._final = self.stats()
         self._closed = True
-        atexit.unregister(self._at_exit)
+        self._no_exit_call()
         self._server.close()
         if self._waiter is not None:
             self._control.ring()
             self._waiter.shutdown(wait=True)
         if self._lanes.close() == 0:
-            liveness.unlock(self._control.mapping.fd, Byte.HUB)
-            liveness.unlock(self._control.mapping.fd, Byte.PARTICIPANTS)
-            segment.sweep(self.bridge)
+            segment.leave(self._control.mapping.fd, self.bridge)
         del self._control, self._sleep  # the views' lanes keep the mapping, and with it the lock
 
     def __enter__(self) -> Self:
@@ -368,8 +364,3 @@ class Consumer:
 
 def _deadline(timeout_s: float | None) -> float:
     return float("inf") if timeout_s is None else time.monotonic() + timeout_s
-
-
-def _call_weak(method: "weakref.WeakMethod[Callable[[], None]]") -> None:
-    if (call := method()) is not None:
-        call()

@@ -22,6 +22,7 @@ from shmbridge._ext import header, ring
 from shmbridge._ext.pack import BadValue, LossyMasks, Plan
 from shmbridge.config import check_bridge_name, format_size, parse_size
 from shmbridge.errors import BridgeDraining, Closed, InvalidRecord, LaneFull, RecordTooBig, SchemaMismatch
+from shmbridge.exits import at_exit
 from shmbridge.liveness import Byte
 from shmbridge.outgoing import Outgoing, Split, Stamp, Version, claimed
 from shmbridge.reasons import Drop, labelled
@@ -82,6 +83,7 @@ class Producer:
         self._sleeper: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self._no_exit_call = at_exit(self.close)
 
     def _open_lane(self) -> None:
         slots = 1 << max(6, min(13, (self.lane_bytes >> 13).bit_length() - 1))
@@ -411,10 +413,10 @@ class Producer:
         self._closed = True
         if self._sleeper is not None:
             self._sleeper.shutdown(wait=True)
+        self._no_exit_call()
         liveness.unlock(self._lane.fd, Byte.PRODUCER)
-        liveness.unlock(self._control.mapping.fd, Byte.PARTICIPANTS)
         self._control.announce_lane()
-        segment.sweep(self.bridge)
+        segment.leave(self._control.mapping.fd, self.bridge)
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -241,12 +242,26 @@ def _enter_control(fd: int, name: str, bridge: str) -> header.Control:
     if not control.ready:
         control.format(os.getpid())
     liveness.unlock(fd, Byte.INITIALISING)
+    weakref.finalize(mapping, _leave_late, mapping.fd, bridge, os.getpid())
     if control.layout_version != header.layout_version:
         raise LayoutMismatch(
             f"{name} has layout version {control.layout_version}, this build has {header.layout_version}",
             hint="use one shmbridge version on both sides, or end the other side and run: shmbridge clean --yes",
         )
     return control
+
+
+def leave(fd: int, bridge: str) -> None:
+    """Gives up every part in a bridge that the control segment's `fd` stands for, and removes what is dead of it."""
+    liveness.unlock(fd, Byte.HUB)
+    liveness.unlock(fd, Byte.PARTICIPANTS)
+    sweep(bridge)
+
+
+def _leave_late(fd: int, bridge: str, pid: int) -> None:
+    """The last reference is going, or the interpreter ends; the descriptor is still open. A child of fork has neither part nor descriptor."""
+    if os.getpid() == pid:
+        leave(fd, bridge)
 
 
 @dataclass(slots=True)

@@ -171,8 +171,7 @@ class WeightsWriter:
         if self._versions is not None:
             liveness.unlock(self._versions.mapping.fd, Byte.WRITER)
         control, self._control = self._control, None
-        liveness.unlock(control.mapping.fd, Byte.PARTICIPANTS)
-        segment.sweep(self.bridge)
+        segment.leave(control.mapping.fd, self.bridge)
 
     def __enter__(self) -> Self:
         return self
@@ -269,8 +268,7 @@ class WeightsReader:
             return
         self._versions = None
         control, self._control = self._control, None
-        liveness.unlock(control.mapping.fd, Byte.PARTICIPANTS)
-        segment.sweep(self.bridge)
+        segment.leave(control.mapping.fd, self.bridge)
 
     def __enter__(self) -> Self:
         return self

@@ -10,7 +10,7 @@ BUILTIN = {
     "BadBridgeName": ValueError, "ShmTooSmall": MemoryError, "ShmPermission": PermissionError, "NotReady": TimeoutError,
     "LayoutMismatch": ValueError, "SchemaMismatch": ValueError, "RecordTooBig": ValueError, "InvalidRecord": ValueError,
     "LaneFull": TimeoutError, "ConsumerEmpty": TimeoutError, "LeaseReleased": RuntimeError, "BatchTooBig": ValueError,
-    "ConsumerTaken": RuntimeError, "NoConsumer": TimeoutError, "BridgeDraining": RuntimeError, "TooManyLanes": RuntimeError,
+    "ConsumerTaken": RuntimeError, "NoConsumer": TimeoutError, "BridgeDraining": RuntimeError,
     "Closed": RuntimeError, "WeightsMismatch": ValueError, "WeightsBusy": TimeoutError,
 }  # fmt: skip
 

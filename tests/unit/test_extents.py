@@ -35,11 +35,12 @@ class Lane:
 
 
 @pytest.fixture
-def lane(bridge):
-    return Lane(bridge)
+def make_lane(bridge):
+    return lambda: Lane(bridge)
 
 
-def test_the_lowest_place_that_fits_is_taken(lane) -> None:
+def test_the_lowest_place_that_fits_is_taken(make_lane) -> None:
+    lane = make_lane()
     places = [lane.put(lines) for lines in (4, 8, 4, 16)]
     assert [at for at, _ in places] == [0, 4, 12, 16]
     places[0][1].release()
@@ -48,7 +49,8 @@ def test_the_lowest_place_that_fits_is_taken(lane) -> None:
     assert [at for at, _ in again] == [0, 12]
 
 
-def test_neighbours_grow_together_in_any_order_of_release(lane) -> None:
+def test_neighbours_grow_together_in_any_order_of_release(make_lane) -> None:
+    lane = make_lane()
     for order in ([0, 1, 2, 3], [3, 2, 1, 0], [0, 2, 1, 3], [1, 3, 0, 2], [2, 0, 3, 1]):
         leases = [lane.put(LINES // 4)[1] for _ in range(4)]
         for place in order:
@@ -60,7 +62,8 @@ def test_neighbours_grow_together_in_any_order_of_release(lane) -> None:
         whole[1].release()
 
 
-def test_gaps_do_not_add_up(lane) -> None:
+def test_gaps_do_not_add_up(make_lane) -> None:
+    lane = make_lane()
     leases = [lane.put(8)[1] for _ in range(4)]
     leases[0].release()
     leases[2].release()
@@ -71,7 +74,8 @@ def test_gaps_do_not_add_up(lane) -> None:
     assert len(leases) == 4
 
 
-def test_nothing_overlaps_and_nothing_is_lost_in_a_long_run(lane) -> None:
+def test_nothing_overlaps_and_nothing_is_lost_in_a_long_run(make_lane) -> None:
+    lane = make_lane()
     draw = random.Random(11)
     live: dict[int, tuple[int, ring.Lease]] = {}
     for _ in range(3000):
@@ -85,5 +89,6 @@ def test_nothing_overlaps_and_nothing_is_lost_in_a_long_run(lane) -> None:
         elif live:
             live.pop(draw.choice(sorted(live)))[1].release()
         assert lane.writer.free_bytes == 64 * (LINES - sum(size for size, _ in live.values()))
-    live.clear()
+    for _, lease in live.values():
+        lease.release()
     assert lane.put(LINES) is not None

@@ -1,5 +1,7 @@
 """Every form and type a value may come in, through a lane and out again."""
 
+import os
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -12,17 +14,19 @@ FLOATS = [pa.float16(), pa.float32(), pa.float64()]
 OWN = pa.schema([(f"list_{kind}", pa.list_(kind)) for kind in [*LISTS, *FLOATS, pa.bool_()]] + [(f"one_{kind}", kind) for kind in LISTS])
 
 
-@pytest.fixture
-def through(make_producer, make_consumer):
-    """Puts a group and gives the record that comes out."""
-    producer, consumer = make_producer(on_full="raise", schema=OWN), make_consumer(schema=OWN)
+@pytest.fixture(scope="module")
+def through():
+    """Puts a group and gives the record that comes out; one bridge for the whole file."""
+    name = f"t-pack-{os.getpid()}"
+    with shmbridge.Consumer(name, schema=OWN) as consumer, shmbridge.Producer(name, lane_bytes="64K", on_full="raise", schema=OWN) as producer:
 
-    def go(group, **options) -> shmbridge.Record:
-        producer.put(group, **options)
-        return consumer.get(timeout_s=5)
+        def go(group, **options) -> shmbridge.Record:
+            producer.put(group, **options)
+            return consumer.get(timeout_s=5)
 
-    go.refuses = lambda group: _refuses(producer, consumer, group)
-    return go
+        go.refuses = lambda group: _refuses(producer, consumer, group)
+        yield go
+    shmbridge.clean(name, dry_run=False)
 
 
 def _refuses(producer, consumer, group) -> shmbridge.InvalidRecord:
