@@ -254,4 +254,5 @@ class LaneSet:
         self._watch.stop()
         held = self.held
         self._lanes.clear()
+        del self._control  # views, through their reader, are to be the last that keep it
         return held

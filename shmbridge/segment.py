@@ -259,7 +259,7 @@ def leave(fd: int, bridge: str) -> None:
 
 
 def _leave_late(fd: int, bridge: str, pid: int) -> None:
-    """The last reference is going, or the interpreter ends; the descriptor is still open. A child of fork has neither part nor descriptor."""
+    """The last reference goes, or the interpreter ends, and `fd` is still open; in a child of fork it is not."""
     if os.getpid() == pid:
         leave(fd, bridge)
 

@@ -59,7 +59,7 @@ def take(consumer: shmbridge.Consumer, into: list[str], timeout_s: float = 0.0) 
 
 def undelivered(bridge: str) -> int:
     lanes = [lane for info in shmbridge.list_bridges() if info.name == bridge for lane in info.lanes]
-    return sum(lane.undelivered for lane in lanes)
+    return sum(lane.held for lane in lanes)
 
 
 def still(count: Callable[[], int], for_s: float = 1.0) -> Callable[[], bool]:

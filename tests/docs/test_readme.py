@@ -27,7 +27,7 @@ def test_the_examples_run_as_written(capsys) -> None:
         scope.clear()
         reports = [shmbridge.clean(bridge, dry_run=False) for bridge in ("run1", "run2")]
     assert "gsm8k [11 12 13 14] [1. 0.]" in capsys.readouterr().out
-    assert not any(report.kept or report.undelivered for report in reports)
+    assert not any(report.kept or report.undelivered for report in reports), reports
 
 
 def test_the_links_lead_somewhere() -> None:
