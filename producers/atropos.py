@@ -52,7 +52,7 @@ def attach(
 ) -> None:
     """Send the traffic of an environment class over a bridge, from now until `detach`.
 
-    Never blocks. Call it before the environment runs; one attachment at a time.
+    Blocks while atroposlib is imported. Call it before the environment runs; one attachment at a time.
 
     Args:
         env_class: `BaseEnv` (None: all environments) or a subclass of it.

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from shmbridge.groups import Group
-from shmbridge.record import Ragged, Record, RecordMeta
+from shmbridge.record import Ragged, RaggedLists, Record, RecordMeta
 from shmbridge.schema import Column, Kind
 
 Layout = Literal["padded", "packed"]
@@ -19,7 +19,7 @@ class Batch:
     """Rows of several groups as arrays; B rows, N tokens in all, T tokens in the longest row.
 
     Per-token columns are (N,) packed or (B, T) padded on the right with zeros; scalar columns are (B,); other lists are
-    Ragged with B rows; text and maps are lists of B. A column no record has is None as an attribute (`batch.advantages`)
+    Ragged or RaggedLists with B rows; text and maps are lists of B. A column no record has is None as an attribute (`batch.advantages`)
     and a KeyError as `batch["advantages"]`. Where only some records have it, the others' rows are zero: see `has`.
     All arrays are the batch's own copies; under hold="step" the batch also keeps its records' leases until release().
     """
@@ -115,6 +115,8 @@ class Batch:
             )
         elif column.kind is Kind.LIST:
             self._columns[name] = _join(self.records, column)
+        elif column.kind is Kind.LIST_LIST:
+            self._columns[name] = _join_lists(self.records, column)
         else:
             self._columns[name] = [
                 row
@@ -165,6 +167,20 @@ def _join(records: list[Record], column: Column) -> Ragged:
         for record in records
     ]
     return Ragged(np.concatenate([part.values for part in parts]), np.concatenate([part.lengths for part in parts]), None)
+
+
+def _join_lists(records: list[Record], column: Column) -> RaggedLists:
+    nothing, no_lengths = np.empty(0, column.dtype), np.empty(0, np.uint32)
+    parts = [
+        record[column.name] if column.name in record else RaggedLists(nothing, np.zeros(record.rows, np.uint32), no_lengths, None)
+        for record in records
+    ]
+    return RaggedLists(
+        np.concatenate([part.values for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        np.concatenate([part.inner_lengths for part in parts]),
+        None,
+    )
 
 
 def _rows(record: Record, column: Column) -> list[Any]:

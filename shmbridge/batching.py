@@ -35,7 +35,6 @@ class BatchAssembly:
         self._partial = GroupAssembler(group_timeout_s)
         self._complete = Scheduler()
         self._prefetcher: _Prefetcher | None = None
-        self._handed: Batch | None = None
         self._closed = False
 
     def queued(self, producer_id: str | None) -> int:
@@ -64,7 +63,6 @@ class BatchAssembly:
                 if hold == "gather":
                     batch.release()
                 self._consumer.count_batch()
-                self._handed = batch
                 yield batch
                 batch.release()
         finally:

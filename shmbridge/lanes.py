@@ -5,6 +5,7 @@ consumer; `take` is for the consumer's thread, burying for the death watch's, ev
 """
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -85,7 +86,8 @@ class LaneSet:
         self._turn = 0
         self._crowded = False
         self.arrivals = control.arrivals
-        self._watch = DeathWatch(self._on_death, self._bury_dead)
+        self._adopting = threading.Lock()
+        self._watch = DeathWatch(self._on_death, self._look_round)
 
     def __iter__(self) -> Iterator[AdoptedLane]:
         """A snapshot: the death watch removes lanes meanwhile."""
@@ -101,7 +103,11 @@ class LaneSet:
 
         A lane that disagrees on a column's type is refused and logged; with `strict` it is a SchemaMismatch.
         """
-        self.arrivals = self._control.arrivals
+        with self._adopting:
+            self._adopt(strict)
+
+    def _adopt(self, strict: bool) -> None:
+        self.arrivals = self._control.arrivals  # before the names are listed: what comes later is looked for again
         found = []
         for name in segment.lane_names(self.bridge):
             if name not in self._lanes and name not in self.refused:
@@ -189,8 +195,10 @@ class LaneSet:
             lane.dead = True
             self._control.ring()
 
-    def _bury_dead(self) -> bool:
-        """Removes dead lanes that hold nothing any more; whether any is left for later."""
+    def _look_round(self) -> bool:
+        """Adopts what came while the consumer was busy, removes dead lanes that hold nothing any more; whether any is left for later."""
+        if self._control.arrivals != self.arrivals:
+            self.adopt()
         left = False
         for lane in self:
             if lane.dead:

@@ -1,4 +1,4 @@
-"""What tests of Atropos environments share: a bridge, a tokenizer, environments as processes."""
+"""What tests of Atropos environments share: a tokenizer without a network, environments as processes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import shmbridge
-
 ROOT = Path(__file__).parents[2]
 ENVS = Path(__file__).parent / "envs"
-
-
-@pytest.fixture
-def bridge() -> Iterator[str]:
-    name = f"env-{os.getpid()}-{time.monotonic_ns() % 10**9}"
-    yield name
-    report = shmbridge.clean(name, dry_run=False)
-    assert [path for path in os.listdir("/dev/shm") if f".{name}." in path] == [], report
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytest.importorskip("atroposlib")
 
 ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 EXAMPLES = ROOT / "examples"
 SCRIPTS = ["larger_digit_env.py", "echo_letters_env.py"]
 ANSWERS: dict[str, Callable[[str], str]] = {
@@ -56,7 +57,7 @@ class Program:
                 [sys.executable, *command],
                 stdout=output,
                 stderr=output,
-                env=os.environ | QUIET | {"PYTHONPATH": str(ROOT)},
+                env=os.environ | QUIET | {"PYTHONPATH": PYTHONPATH},
             )
 
     def wait_for(self, condition: Callable[[], Any], timeout_s: float = 60) -> Any:

@@ -130,12 +130,13 @@ def enter(bridge: str) -> None:
 
 
 def attend(bridge: str) -> None:
-    """Is a producer until it is told to close."""
+    """Is a producer until it is told to close, and lives until it is told to end."""
     producer = shmbridge.Producer(bridge, producer_id="attending", lane_bytes="64K")
     say("ready")
     sys.stdin.readline()
     producer.close()
     say("closed")
+    sys.stdin.readline()
 
 
 def sweep(bridge: str) -> None:

@@ -1,5 +1,6 @@
 """Whoever creates or sweeps a segment is killed, stopped or overtaken at every step: the next start finds a usable bridge and a clean mount."""
 
+import signal
 import time
 
 import pytest
@@ -60,7 +61,7 @@ def test_the_hub_is_killed_while_it_buries_a_lane(faulty, make_producer, make_co
 @pytest.mark.parametrize("label", faults.CREATING_CONTROL)
 def test_stopped_while_it_makes_the_control_segment(label, faulty, segments):
     """A stopped creator is alive: others wait for it, and go on when it does."""
-    first = faulty("enter", fault=Fault(label, 0, 19))
+    first = faulty("enter", fault=Fault(label, 0, signal.SIGSTOP))
     first.wait_stopped()
     second = faulty("produce", "second", 0)
     first.go_on()
@@ -71,7 +72,7 @@ def test_stopped_while_it_makes_the_control_segment(label, faulty, segments):
 @pytest.mark.parametrize("label", faults.CREATING_LANE)
 def test_stopped_while_it_makes_a_lane(label, bridge, faulty, make_consumer, take, segments):
     """A sweep may take a name that is not locked yet, never one that is; the creator succeeds either way."""
-    child = faulty("produce", "slow", 2, fault=Fault(label, 0, 19))
+    child = faulty("produce", "slow", 2, fault=Fault(label, 0, signal.SIGSTOP))
     child.wait_stopped()
     (name,) = segment.lane_names(bridge)
     report = shmbridge.clean(bridge, dry_run=False)
@@ -91,7 +92,7 @@ def test_two_sweepers_meet_at_one_lane(bridge, faulty, make_producer, make_consu
     """One holds the lock and is stopped: the other leaves the lane alone and does not wait; a new lane is none of their business."""
     faulty("produce", "victim", 1, fault=Fault("lane.after_magic")).end_on_fault()
     (name,) = segment.lane_names(bridge)
-    sweeper = faulty("sweep", fault=Fault("segment.unlinking", 0, 19))
+    sweeper = faulty("sweep", fault=Fault("segment.unlinking", 0, signal.SIGSTOP))
     sweeper.wait_stopped()
     assert segment.sweep(bridge).kept[name]
     producer = make_producer(producer_id="next", on_full="raise")
@@ -108,7 +109,7 @@ def test_two_sweepers_meet_at_one_lane(bridge, faulty, make_producer, make_consu
 
 def test_two_that_leave_at_once_leave_nothing(bridge, faulty, make_producer, segments):
     """The first saw the second alive, and the second finds the first's lane locked by the first's own sweep."""
-    child = faulty("attend", fault=Fault("segment.unlinking", 0, 19))
+    child = faulty("attend", fault=Fault("segment.unlinking", 0, signal.SIGSTOP))
     child.until("ready")
     (theirs,) = segment.lane_names(bridge)
     for _ in range(64):  # names are random: ours must come first in their sweep
@@ -120,13 +121,16 @@ def test_two_that_leave_at_once_leave_nothing(bridge, faulty, make_producer, seg
     child.wait_stopped()
     ours.close()
     child.go_on()
-    assert child.end() == 0
-    assert segments() == []
+    child.until("closed")
+    assert segments() == [], "nobody takes part any more"
 
 
 def test_many_sweepers_and_many_dead(bridge, faulty, segments):
-    for n in range(4):
-        faulty("produce", f"victim-{n}", 1, fault=Fault("lane.after_magic")).end_on_fault()
+    victims = [faulty("produce", f"victim-{n}", 1, fault=Fault("lane.after_magic", 0, signal.SIGSTOP)) for n in range(4)]
+    for victim in victims:
+        victim.wait_stopped()
+    for victim in victims:
+        victim.kill()
     sweepers = [faulty("sweep") for _ in range(4)]
     assert [sweeper.end() for sweeper in sweepers] == [0] * 4
     removed = [name for sweeper in sweepers for line in sweeper.said for name in line.split()[1:] if ".l." in name]

@@ -20,6 +20,7 @@ pytest.importorskip("torch")
 pytest.importorskip("atroposlib")
 
 ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 PATIENCE_S = 100.0
 
 
@@ -32,7 +33,7 @@ class Run:
         command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--run-dir", str(self.run_dir), *flags]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                command, stdout=output, stderr=output, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}
+                command, stdout=output, stderr=output, cwd=folder, env=os.environ | {"PYTHONPATH": PYTHONPATH}
             )
         self.bridge = f"demo-{self.process.pid}"
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import shmbridge
 from shmbridge.consumers.follow_weights import WeightsFollower, copy_into
 from shmbridge.consumers.generation import PolicyModel, Row, Sampling
-from shmbridge.consumers.policy_engine import PolicyEngine, Question, Reply
+from shmbridge.consumers.policy_engine import EngineClosed, PolicyEngine, Question, Reply
 
 ROOT = Path(__file__).parents[2]
 END = 1
@@ -103,12 +106,20 @@ def recomputed(model, prompt: list[int], answer: list[int], temperature: float =
 # --- sampling -----------------------------------------------------------------------------------------------
 
 
-def test_batched_greedy_answers_are_those_given_alone(policy):
-    together = sample(policy, PROMPTS, max_tokens=12, temperature=0.0)
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_batched_greedy_answers_are_those_given_alone(policy, positions):
+    if positions == "learned":  # where a left-padded prompt begins makes a difference
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=28, n_embd=32, n_layer=2, n_head=2, n_positions=16, initializer_range=0.5
+        )
+        policy = PolicyModel(GPT2LMHeadModel(config), policy.tokenizer)
+    together = sample(policy, PROMPTS, max_tokens=9, temperature=0.0, ignore_eos=True)
     for prompt, row in zip(PROMPTS, together, strict=True):
-        (alone,) = sample(policy, [prompt], max_tokens=12, temperature=0.0)
+        (alone,) = sample(policy, [prompt], max_tokens=9, temperature=0.0, ignore_eos=True)
         assert row.token_ids == alone.token_ids
         np.testing.assert_allclose(row.logprobs, alone.logprobs, atol=1e-4)
+        np.testing.assert_allclose(row.logprobs, recomputed(policy.model, prompt, row.token_ids), atol=1e-4)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.6, 0.8), (0.0, 1.0)])
@@ -230,25 +241,26 @@ def test_bfloat16_weights_arrive_and_gaps_are_named():
         copy_into(target, bits, dict.fromkeys(bits, "bfloat16"))
 
 
-async def test_every_answer_comes_from_one_version_while_versions_change_under_load(engine, weights):
-    models = {version: tiny(seed=version)[0] for version in range(1, 6)} | {0: tiny(seed=1)[0]}
-    replies: list[Reply] = []
+async def test_every_answer_comes_from_one_version_though_versions_come_mid_answer(
+    engine, weights, policy, monkeypatch
+):
+    models = {0: tiny(seed=1)[0]} | {version: tiny(seed=version)[0] for version in range(2, 8)}
+    forward, calls, coming = policy.model.forward, itertools.count(1), iter(range(2, 8))
 
-    async def asking() -> None:
-        for _ in range(12):
-            replies.append(await ask(engine))
-
-    async def publishing() -> None:
-        for version in range(1, 6):
-            enough = len(replies) + 6
+    def publishing(*args, **kwargs):
+        if next(calls) % 5 == 3 and (version := next(coming, None)) is not None:
             weights.publish(version, models[version])
-            while len(replies) < enough:
-                await asyncio.sleep(0.001)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(policy.model, "forward", publishing)
+
+    async def asking() -> list[Reply]:
+        return [await ask(engine, ignore_eos=True) for _ in range(6)]
 
     async with asyncio.timeout(60):
-        await asyncio.gather(publishing(), *(asking() for _ in range(4)))
+        replies = [reply for several in await asyncio.gather(asking(), asking()) for reply in several]
 
-    assert {reply.version for reply in replies} >= {1, 2, 3, 4, 5}
+    assert len({reply.version for reply in replies}) >= 4
     for reply in replies:  # mixed weights would show in the log-probabilities
         for prompt, row in zip(PROMPTS, reply.rows, strict=True):
             expected = recomputed(models[reply.version], prompt, row.token_ids)
@@ -281,3 +293,25 @@ async def test_a_request_that_breaks_the_model_fails_alone(engine, policy, monke
     )
     assert "poison" in str(outcomes[0])
     assert [len(reply.rows[0].token_ids) for reply in outcomes[1:]] == [1, 1, 1]
+
+
+async def test_closing_ends_a_long_answer_at_its_next_token(engine, policy, monkeypatch):
+    forward, calls = policy.model.forward, []
+
+    def until_closed(*args, **kwargs):
+        calls.append(1)
+        while len(calls) == 3 and engine.alive:
+            time.sleep(0.001)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(policy.model, "forward", until_closed)
+    asked = asyncio.create_task(ask(engine, max_tokens=100, ignore_eos=True))
+    async with asyncio.timeout(30):
+        while len(calls) < 3:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(EngineClosed):
+            await asked
+    assert len(calls) <= 5
+    with pytest.raises(EngineClosed):
+        await ask(engine)

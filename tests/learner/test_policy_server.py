@@ -32,6 +32,7 @@ from shmbridge.consumers.policy_server import PolicyServer
 from shmbridge.weights import WeightsWriter
 
 ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 PROMPTS = [[2, 25, 9, 13, 1, 3], [2, 27, 16, 17, 18, 1, 3], [25], [2, 27, 20, 1, 3]]
 
 
@@ -266,7 +267,7 @@ def bridge() -> Iterator[str]:
 @contextmanager
 def program(folder: Path, log: Path, *flags: str) -> Iterator[subprocess.Popen]:
     command = [sys.executable, "-m", "shmbridge.consumers.policy_server", "--model", str(folder), *flags]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=log.parent)
     try:
@@ -321,7 +322,7 @@ time.sleep(600)
 async def test_the_program_follows_the_weights_of_a_bridge_over_their_writers_death(folder, tmp_path, bridge):
     log, greedy = tmp_path / "server.log", {"prompt": ">37", "max_tokens": 8, "temperature": 0, "logprobs": 0}
     command = [sys.executable, "-c", PUBLISH_AND_WAIT, bridge, str(folder)]
-    writer = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": PYTHONPATH})
     try:
         with program(folder, log, "--bridge", bridge, "--port", "0") as process:
             url = await address(process, log)

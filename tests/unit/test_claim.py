@@ -26,7 +26,7 @@ def test_an_exception_aborts_and_the_next_put_has_the_same_sequence(producer, co
     assert consumer.poll() == []
     assert producer.put({"tokens": [[1]]}) == 0
     assert consumer.get(timeout_s=5)["tokens"].values.tolist() == [1]
-    assert producer.stats()["lane_free_bytes"] < producer.lane_bytes
+    assert producer.stats()["lane_free_bytes"] == producer.lane_bytes
 
 
 def test_values_that_are_not_finite_abort_the_claim(producer, consumer) -> None:

@@ -1,0 +1,56 @@
+"""A hub that is only its words: what the control plane needs of a consumer, without lanes.
+
+Knows the `HubView` protocol, and nothing else. Called by tests of the control plane and of its clients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shmbridge.config import Run
+
+
+@dataclass
+class FakeHub:
+    """Every word can be set; `queued` is groups per producer id, `live` the ids of living producers."""
+
+    hub_epoch: int = 1
+    run: Run | None = field(default_factory=lambda: Run(batch_size=16, num_steps=50))
+    current_step: int = 0
+    policy_version: int = -1
+    paused: bool = False
+    draining: bool = False
+    queued: dict[str, int] = field(default_factory=dict)
+    live: set[str] = field(default_factory=set)
+    announced: int = 0
+
+    def announce_run(self, run: Run) -> None:
+        """Take it over, and count it."""
+        self.run = run
+        self.announced += 1
+
+    def publish_policy_version(self, version: int) -> None:
+        """Take it over; ValueError if it goes backwards, as in a consumer."""
+        if version < self.policy_version:
+            raise ValueError(f"policy version {version} is before {self.policy_version}")
+        self.policy_version = version
+
+    def pause(self) -> None:
+        """Set `paused`."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Clear `paused`."""
+        self.paused = False
+
+    def drain(self) -> None:
+        """Set `draining`."""
+        self.draining = True
+
+    def queue_groups(self, producer_id: str | None = None) -> int:
+        """Groups waiting, of one producer or of all."""
+        return sum(self.queued.values()) if producer_id is None else self.queued.get(producer_id, 0)
+
+    def producer_live(self, producer_id: str) -> bool:
+        """Whether it is in `live`."""
+        return producer_id in self.live

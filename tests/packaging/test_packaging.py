@@ -1,0 +1,102 @@
+"""What is handed out: the archive has the sources, the wheel the right names, and a fresh environment can use it."""
+
+import subprocess
+import tarfile
+import zipfile
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(find_spec("build") is None, reason="needs build"),
+]
+
+
+@pytest.fixture
+def in_archive(sdist) -> set[str]:
+    with tarfile.open(sdist) as archive:
+        return {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+
+
+@pytest.fixture
+def in_wheel(wheel) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def sources(tree, *suffixes: str) -> set[str]:
+    return {
+        str(path.relative_to(tree))
+        for folder in ("shmbridge", "producers", "consumers")
+        for path in (tree / folder).rglob("*")
+        if path.suffix in suffixes and not path.is_relative_to(tree / "shmbridge/producers")
+        and not path.is_relative_to(tree / "shmbridge/consumers")
+    }  # fmt: skip
+
+
+def test_the_archive_has_what_people_wrote(tree, in_archive):
+    wanted = sources(tree, ".py", ".pyx", ".pxd", ".pyi", ".h") | {"shmbridge/_ext/fork.c", "pyproject.toml", "setup.py", "LICENSE"}
+    assert wanted <= in_archive
+
+
+def test_the_archive_has_nothing_that_was_built(in_archive):
+    generated = [name for name in in_archive if name.endswith((".so", ".pyc", ".o", ".c")) and name != "shmbridge/_ext/fork.c"]
+    assert not generated
+    assert not [name for name in in_archive if name.startswith(("shmbridge/producers", "shmbridge/consumers", "build/", "tests/"))]
+
+
+def test_the_wheel_claims_one_name(wheel, in_wheel):
+    assert {name.split("/")[0] for name in in_wheel if ".dist-info/" not in name} == {"shmbridge"}
+    with zipfile.ZipFile(wheel) as archive:
+        (top,) = [name for name in archive.namelist() if name.endswith("top_level.txt")]
+        assert archive.read(top).decode().split() == ["shmbridge"]
+
+
+def test_the_wheel_has_every_module(tree, in_wheel):
+    for name in sources(tree, ".py"):
+        assert (name if name.startswith("shmbridge/") else f"shmbridge/{name}") in in_wheel
+    for name in sources(tree, ".pyx"):
+        stem = name.removesuffix(".pyx")
+        assert [each for each in in_wheel if each.startswith(f"{stem}.") and each.endswith(".so")], f"{name} was not compiled"
+        assert f"{stem}.pyi" in in_wheel, "types travel with the extension"
+    assert "shmbridge/py.typed" in in_wheel
+    assert not [name for name in in_wheel if name.endswith((".pyx", ".c"))]
+
+
+def test_the_wheel_is_for_this_platform_and_has_its_licence(wheel, in_wheel):
+    assert "linux" in wheel.name
+    assert [name for name in in_wheel if name.endswith("/LICENSE")]
+
+
+def outside(python, code: str, cwd) -> subprocess.CompletedProcess:
+    return subprocess.run([str(python), "-c", code], cwd=cwd, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+
+
+def test_a_fresh_environment_moves_a_record(fresh_python, tmp_path, bridge, segments):
+    done = outside(fresh_python, f"""
+import shmbridge, shmbridge.producers, shmbridge.consumers
+from shmbridge._ext import ring, header
+assert not header.faults_compiled if hasattr(header, "faults_compiled") else not ring.faults_compiled
+with shmbridge.Consumer({bridge!r}) as consumer, shmbridge.Producer({bridge!r}, lane_bytes="64K") as producer:
+    producer.put({{"tokens": [[1, 2, 3], [4, 5]], "scores": [1.0, 0.5]}})
+    with consumer.get(5) as record:
+        print(record["tokens"].values.tolist(), shmbridge.__file__)
+""", tmp_path)  # fmt: skip
+    assert done.stderr == ""
+    values, _, where = done.stdout.strip().rpartition(" ")
+    assert values == "[1, 2, 3, 4, 5]"
+    assert where.startswith(str(fresh_python.parents[1])), "the wheel, not the tree"
+    assert segments() == []
+
+
+@pytest.mark.parametrize("name", ["producers", "consumers", "tests", "bench", "examples"])
+def test_no_generic_name_is_installed(name, fresh_python, tmp_path):
+    done = outside(fresh_python, f"import {name}; print({name}.__path__)", tmp_path)
+    assert "ModuleNotFoundError" in done.stderr, done.stdout
+
+
+def test_the_command_is_there(fresh_python, tmp_path):
+    done = subprocess.run([str(fresh_python.with_name("shmbridge")), "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "shmbridge" in done.stdout

@@ -1,0 +1,146 @@
+"""Imports point one way; heavy packages are imported where they are needed and nowhere else."""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import shmbridge
+
+ROOT = Path(__file__).parents[2]
+
+# module of the transport -> what of the transport it may import, besides these that know nothing of it:
+LEAVES = {"errors", "config", "reasons", "exits", "staleness"}
+LAYERS = {
+    "segment": {"_ext", "liveness"},
+    "liveness": {"_ext"},
+    "deathwatch": {"_ext", "liveness"},
+    "schema": {"_ext"},
+    "record": {"_ext", "segment", "liveness", "schema", "arrow", "scored_data"},
+    "producer": {"_ext", "segment", "liveness", "schema", "record", "intake", "outgoing"},
+    "groups": {"record"},
+    "scheduler": {"record", "groups"},
+    "batch": {"record", "groups", "schema"},
+    "weights": {"_ext", "segment", "liveness"},
+}
+# Third parties that are not everywhere installed, and who may import them.
+ALLOWED = {
+    "torch": ("shmbridge.consumers", "shmbridge.producers", "shmbridge.cli", "shmbridge.weights"),
+    "transformers": ("shmbridge.consumers", "shmbridge.producers"),
+    "vllm": ("shmbridge.consumers",),
+    "ray": ("shmbridge.relay", "shmbridge.consumers"),
+    "atroposlib": ("shmbridge.producers",),
+    "textual": ("shmbridge.tui",),
+    "zmq": ("shmbridge.control", "shmbridge.relay"),
+    "pyarrow": ("shmbridge",),
+}
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def test_extensions_import_nothing_of_the_package(sources):
+    wrong = []
+    for name, path in sources:
+        if path.suffix != ".pyx":
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            found = re.match(r"\s*(?:from|import|cimport)\s+(shmbridge[\w.]*)", line)
+            if found and not within(found[1], "shmbridge._ext"):
+                wrong.append(f"{path.name}:{number}: {name} imports {found[1]}")
+    assert not wrong
+
+
+def test_transport_layers(python_imports):
+    wrong = []
+    for module, imported, where, for_types in python_imports:
+        part = module.removeprefix("shmbridge.")
+        if part in LAYERS and within(imported, "shmbridge") and imported.count(".") and not for_types:
+            target = imported.split(".")[1]
+            if target not in LAYERS[part] | LEAVES:
+                wrong.append(f"{where}: {part} imports {imported}")
+    assert not wrong
+
+
+def test_leaves_know_nothing_of_the_package(python_imports):
+    wrong = [
+        f"{where}: imports {imported}"
+        for module, imported, where, _ in python_imports
+        if module.removeprefix("shmbridge.") in LEAVES
+        and within(imported, "shmbridge")
+        and imported.split(".")[1] not in LEAVES
+    ]
+    assert not wrong
+
+
+def test_adapters_use_public_modules_and_not_each_other(python_imports):
+    wrong = []
+    for module, imported, where, for_types in python_imports:
+        mine = next((own for own in ("shmbridge.producers", "shmbridge.consumers") if within(module, own)), None)
+        if mine is None or not within(imported, "shmbridge") or for_types:
+            continue
+        other = {"shmbridge.producers": "shmbridge.consumers", "shmbridge.consumers": "shmbridge.producers"}[mine]
+        private = [part for part in imported.split(".")[1:] if part.startswith("_") and part not in ("__init__", "__version__")]
+        if within(imported, other) or private:
+            wrong.append(f"{where}: {module} imports {imported}")
+    assert not wrong
+
+
+def test_nothing_imports_what_stands_on_top(python_imports):
+    """cli, tui and relay are imported by nobody, the adapters and testing not by the transport."""
+    wrong = []
+    for module, imported, where, _ in python_imports:
+        for top in ("cli", "tui", "relay", "testing", "producers", "consumers"):
+            if within(imported, f"shmbridge.{top}") and not within(module, f"shmbridge.{top}"):
+                on_top = within(module, "shmbridge.cli") or within(module, "shmbridge.relay") or within(module, "shmbridge.tui")
+                if not (on_top and top in ("producers", "consumers", "tui", "testing")):
+                    wrong.append(f"{where}: {module} imports {imported}")
+    assert not wrong
+
+
+def test_heavy_packages_only_where_allowed(python_imports):
+    wrong = [
+        f"{where}: {module} imports {imported}"
+        for module, imported, where, for_types in python_imports
+        for package, places in ALLOWED.items()
+        if within(imported, package) and not for_types and not any(within(module, place) for place in places)
+    ]
+    assert not wrong
+
+
+def test_no_pickle_and_no_standard_shared_memory(sources):
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for _, path in sources
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"\b(?:import|from)\s+(?:c?pickle|cloudpickle|dill|marshal|shelve)\b|\bpickle\.\w|allow_pickle\s*=\s*True"
+                     r"|multiprocessing\W+(?:import\s+)?shared_memory|weights_only\s*=\s*False", line)
+    ]  # fmt: skip
+    assert not wrong
+
+
+def child(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd="/", env={**os.environ, "PYTHONPATH": str(Path(shmbridge.__file__).parents[1])},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_import_shmbridge_is_light():
+    """Neither the package nor its two ends pull in what only some need."""
+    loaded = json.loads(child("import sys, json, shmbridge; shmbridge.Run; print(json.dumps(sorted(sys.modules)))"))
+    heavy = {"torch", "pyarrow", "zmq", "asyncio", "pandas", "transformers"} & set(loaded)
+    assert not heavy
+    loaded = json.loads(child("import sys, json, shmbridge; shmbridge.Producer; print(json.dumps(sorted(sys.modules)))"))
+    assert not {"torch", "pyarrow", "zmq", "pandas", "transformers"} & set(loaded)
+
+
+def test_import_shmbridge_is_fast():
+    """60 ms beyond numpy, three times that on a machine others use too."""
+    code = "import time, numpy; t = time.perf_counter(); import shmbridge; print(time.perf_counter() - t)"
+    assert statistics.median(float(child(code)) for _ in range(5)) < 3 * 0.060

@@ -1,0 +1,197 @@
+"""What must never reach a consumer: each wrong group is a typed error that says where, nothing is committed, and the producer goes on."""
+
+import os
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import shmbridge
+from shmbridge import segment
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module")
+def shared_consumer():
+    name = f"t-bad-{os.getpid()}"
+    with shmbridge.Consumer(name) as consumer:
+        yield consumer
+    shmbridge.clean(name, dry_run=False)
+
+
+@pytest.fixture
+def ends(shared_consumer):
+    """A consumer for all tests of this file and a producer of one's own."""
+    shared_consumer.poll()
+    with shmbridge.Producer(shared_consumer.bridge, lane_bytes="64K", on_full="raise") as producer:
+        yield producer, shared_consumer
+
+
+def refused(ends, group) -> shmbridge.ShmBridgeError:
+    producer, consumer = ends
+    before = producer.stats()
+    with pytest.raises(shmbridge.InvalidRecord) as caught:
+        producer.put(group)
+    assert consumer.poll() == []
+    after = producer.stats()
+    assert after["records_total"] == before["records_total"]
+    assert after["dropped_total{invalid}"] == before["dropped_total{invalid}"] + 1
+    assert producer.put({"tokens": [[1]]}) == before["records_total"]
+    assert [record["tokens"].values.tolist() for record in consumer.poll()] == [[1]]
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("group", "column", "row", "numbers"),
+    [
+        ({"tokens": [[1, 2], [3]], "advantages": [[0.0, 1.0], [1.0, 2.0]]}, "advantages", 1, ("2 values", "tokens have 1")),
+        ({"tokens": [[1, 2]], "masks": [[1]], "scores": [1.0]}, "masks", 0, ("1 values", "tokens have 2")),
+        ({"tokens": [[1, 2]], "loss_mask": [[1]]}, "loss_mask", 0, ("1 values", "tokens have 2")),
+        ({"tokens": [[1, 2]], "distill_token_ids": [[[1]]]}, "distill_token_ids", 0, ("1 values", "tokens have 2")),
+        ({"tokens": [[1], [2]], "score": [1.0]}, "score", -1, ("1 rows", "tokens have 2")),
+        ({"tokens": [[1], [2]], "messages": [[]]}, "messages", -1, ("1 rows", "tokens have 2")),
+        ({"tokens": [[1], [2, 2**31]]}, "tokens", 1, ("2147483648",)),
+        ({"tokens": [[1], [-(2**31) - 1]]}, "tokens", 1, ("-2147483649",)),
+        ({"tokens": [[1], [2]], "scores": [0.5, NAN]}, "score", 1, ("nan",)),
+        ({"tokens": [[1], [2]], "score": [0.5, -INF]}, "score", 1, ("inf",)),
+        ({"tokens": [[1, 2]], "advantages": [[0.5, INF]]}, "advantages", 0, ("inf", "position 1")),
+        ({"tokens": [[1, 2]], "rewards": [[NAN, 0.5]]}, "token_rewards", 0, ("nan", "position 0")),
+        ({"tokens": [[1, 2]], "step_rewards": [[NAN]]}, "step_rewards", 0, ("nan",)),
+        ({"tokens": [[1], [2]], "score": [1, 10**400]}, "score", 1, ()),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named_with_column_row_and_numbers(ends, group, column, row, numbers) -> None:
+    wrong = refused(ends, group)
+    assert (wrong.column, wrong.row) == (column, row)
+    assert f"'{column}'" in str(wrong)
+    assert all(number in str(wrong) for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("advantage", "advantages"), ("token", "tokens"), ("inference_logprob", "inference_logprobs"), ("zzz", "schema")]
+)
+def test_an_unknown_column_is_named_with_the_nearest_known_one(ends, name, near) -> None:
+    wrong = refused(ends, {"tokens": [[1]], name: [[1]]})
+    assert (wrong.column, name in str(wrong), near in wrong.hint) == (name, True, True)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [{}, {"tokens": None}, {"tokens": []}, {"tokens": ()}, {"tokens": np.empty((0, 4), np.int32)}, {"tokens": {}}, {"score": [1.0]},
+     {"tokens": (np.empty(0, np.int32), [])}, {"tokens": (np.empty(0, np.int32), np.empty(0, np.int64))},
+     pa.record_batch({"tokens": pa.array([], pa.list_(pa.int32()))})],
+    ids=str,
+)  # fmt: skip
+def test_an_empty_group_is_refused(ends, group) -> None:
+    assert "empty" in str(refused(ends, group))
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [5, "ab", [1, 2, 3], [[1, 2], 3], [None, [1]], [[[1]]], [{1, 2}], {"a": [1]}, np.array([1, 2, 3]), np.array(5), [np.array(5)],
+     (x for x in [[1]]), (np.arange(3), [-1, 4]), (np.arange(3), [1.5, 1.5]), (np.arange(3), np.array([[1, 2]])), (np.arange(3), [1, 1]),
+     (np.arange(3), None)],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_tokens_that_are_no_rows_are_refused(ends, tokens) -> None:
+    refused(ends, {"tokens": tokens})
+
+
+@pytest.mark.parametrize(
+    "column",
+    [{"masks": [None]}, {"masks": 5}, {"masks": [5]}, {"score": 1.0}, {"score": [[1.0]]}, {"score": ["1"]}, {"advantages": [1.0]},
+     {"advantages": 1.0}, {"reward_components": [{1: 2.0}]}, {"reward_components": {"a": 1.0}}, {"reward_components": [{"a": "b"}]},
+     {"reward_components": [{"a": None}]}, {"instance_id": "a"}, {"instance_id": [5]}, {"instance_id": ["\ud800"]}, {"messages": ["\ud800"]},
+     {"messages": [object()]}, {"env_id": "abc"}, {"env_id": 2**40}, {"env_id": 1.5}, {"distill_token_ids": [1]},
+     {"distill_token_ids": [[None]]}, {"distill_token_ids": [[1]]}, {5: [1]}, {"score": [1.0], "scores": [2.0]},
+     {"rewards": [[1.0]], "token_rewards": [[2.0]]}],
+    ids=str,
+)  # fmt: skip
+def test_columns_that_cannot_be_are_refused(ends, column) -> None:
+    refused(ends, {"tokens": [[1]], **column})
+
+
+@pytest.mark.parametrize("group", [[[1, 2]], None, "group", 5, pa.table({"tokens": pa.array([[1]])})], ids=lambda value: type(value).__name__)
+def test_what_is_no_group_is_refused(ends, group) -> None:
+    refused(ends, group)
+
+
+def test_a_column_of_nulls_in_rows_that_must_have_values_is_marked_not_invented(ends) -> None:
+    producer, consumer = ends
+    producer.put({"tokens": [[1], [2]], "advantages": [None, [1.0]]})
+    column = consumer.get(timeout_s=5)["advantages"]
+    assert column.valid.tolist() == [False, True]
+    assert column[0].tolist() == []
+
+
+def test_a_group_larger_than_the_lane_allows(ends) -> None:
+    producer, consumer = ends
+    with pytest.raises(shmbridge.RecordTooBig, match="10000 tokens") as caught:
+        producer.put({"tokens": [[7] * 10_000]})
+    assert "lane_bytes=" in caught.value.hint
+    assert consumer.poll() == []
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "a.b", "é", "x" * 49, "../x", 5, None])
+def test_bad_bridge_names_are_refused_by_every_end(name) -> None:
+    for end in (shmbridge.Producer, shmbridge.Consumer):
+        with pytest.raises(shmbridge.BadBridgeName):
+            end(name)
+    if name is not None:
+        with pytest.raises(shmbridge.BadBridgeName):
+            shmbridge.clean(name)
+
+
+def patch_version(name: str) -> None:
+    np.frombuffer(memoryview(segment.open_mapping(name)), "<u4", 1, 8)[0] = 77
+
+
+def test_a_bridge_of_another_layout_is_refused_with_both_versions(bridge, make_producer, make_consumer) -> None:
+    make_producer()
+    patch_version(segment.control_name(bridge))
+    for make in (make_producer, make_consumer):
+        with pytest.raises(shmbridge.LayoutMismatch, match="layout version 77, this build has 1"):
+            make()
+
+
+def test_a_lane_of_another_layout_is_refused_and_the_others_go_on(make_producer, make_consumer) -> None:
+    good, other = make_producer(), make_producer()
+    other.put({"tokens": [[9]]})
+    good.put({"tokens": [[1]]})
+    patch_version(other.lane_name)
+    consumer = make_consumer()
+    assert [record["tokens"].values.tolist() for record in consumer.poll()] == [[1]]
+    assert consumer.stats()["lanes_refused"] == 1
+
+
+def test_a_conflicting_type_is_refused_whoever_comes_second(bridge, make_producer, make_consumer) -> None:
+    narrow, wide = (pa.schema([("mine", kind)]) for kind in (pa.int32(), pa.float32()))
+    producer = make_producer(schema=narrow)
+    with pytest.raises(shmbridge.SchemaMismatch, match=r"'mine' is float32.*int32 in producer"):
+        make_consumer(schema=wide)
+    with pytest.raises(shmbridge.SchemaMismatch, match="'mine' is float32 in this producer, int32 in producer"):
+        make_producer(schema=wide)
+    producer.close()
+    make_consumer(schema=wide)
+    with pytest.raises(shmbridge.SchemaMismatch, match="'mine' is int32 in this producer, float32 in the consumer"):
+        make_producer(schema=narrow)
+
+
+def test_a_consumer_that_could_not_start_leaves_the_bridge_free(bridge, make_producer, make_consumer, monkeypatch) -> None:
+    def broken(*_):
+        raise OSError("no socket today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shmbridge.control.ControlServer", broken)
+        with pytest.raises(OSError, match="no socket"):
+            shmbridge.Consumer(bridge)
+    make_consumer()
+
+
+def test_a_refused_consumer_leaves_no_columns_behind(make_producer, make_consumer) -> None:
+    narrow, wide = (pa.schema([("mine", kind)]) for kind in (pa.int32(), pa.float32()))
+    make_producer(schema=narrow)
+    with pytest.raises(shmbridge.SchemaMismatch):
+        make_consumer(schema=wide)
+    make_producer(schema=narrow)

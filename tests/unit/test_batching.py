@@ -1,0 +1,223 @@
+"""From records to batches: whole groups, oldest first, leases until the step is done, nothing that waits for ever."""
+
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import shmbridge
+
+
+def group(number: int, rows: int = 1) -> dict:
+    return {"tokens": [[number]] * rows}
+
+
+def firsts(batch) -> list[int]:
+    return batch.tokens[batch.cu_seqlens[:-1]].tolist()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_batches_hold_every_group_once_in_order(make_producer, consumer, prefetch) -> None:
+    producer = make_producer()
+    for number in range(12):
+        producer.put(group(number))
+    consumer.drain()
+    batches = [firsts(batch) for batch in consumer.batches(groups=3, prefetch=prefetch)]
+    assert batches == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert consumer.stats()["batches_total"] == 4
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_rest_that_fills_no_batch_stays_for_the_next_consumer(make_producer, make_consumer, prefetch) -> None:
+    producer = make_producer()
+    for number in range(5):
+        producer.put(group(number))
+    consumer = make_consumer()
+    consumer.drain()
+    assert [firsts(batch) for batch in consumer.batches(groups=3, prefetch=prefetch)] == [[0, 1, 2]]
+    consumer.close()
+    assert [record.meta.sequence for record in make_consumer().poll()] == [3, 4]
+
+
+def test_step_holds_until_the_next_iteration(producer, consumer) -> None:
+    for number in range(4):
+        producer.put(group(number))
+    batches = consumer.batches(groups=2, prefetch=0)
+    next(batches)
+    assert producer.stats()["held"] == 4
+    next(batches)
+    assert producer.stats()["held"] == 2
+    batches.close()
+
+
+def test_gather_releases_at_once(producer, consumer) -> None:
+    for number in range(2):
+        producer.put(group(number))
+    batches = consumer.batches(groups=2, prefetch=0, hold="gather")
+    batch = next(batches)
+    assert producer.stats()["held"] == 0
+    assert firsts(batch) == [0, 1]
+
+
+def test_an_exception_in_a_step_gives_the_batch_to_the_next_consumer(producer, make_consumer) -> None:
+    for number in range(4):
+        producer.put(group(number))
+    with pytest.raises(ZeroDivisionError), make_consumer() as consumer:
+        for step, _ in enumerate(consumer.batches(groups=2)):
+            if step == 1:
+                raise ZeroDivisionError
+    records = make_consumer().poll()
+    assert [(record.meta.sequence, record.meta.redelivered) for record in records] == [(2, True), (3, True)]
+
+
+def test_a_killed_learner_gets_its_batch_again(make_producer, make_consumer, child) -> None:
+    producer = make_producer()
+    for number in range(4):
+        producer.put(group(number))
+    process = child(
+        """
+import shmbridge, time
+for step, batch in enumerate(shmbridge.Consumer(bridge).batches(groups=2, prefetch=0)):
+    if step == 1:
+        print("ready", flush=True)
+        time.sleep(60)
+"""
+    )
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    batch = next(make_consumer().batches(groups=2, prefetch=0))
+    assert firsts(batch) == [2, 3]
+    assert all(meta.redelivered for meta in batch.meta)
+
+
+def test_fragments_become_one_group_again(producer, consumer) -> None:
+    producer.put(group(1, rows=2), group_id="a", group_size=3)
+    producer.put(group(5), group_id="whole")
+    producer.put(group(2), group_id="a", group_size=3)
+    batches = consumer.batches(groups=1, prefetch=0)
+    assert firsts(next(batches)) == [5]
+    batch = next(batches)
+    assert firsts(batch) == [1, 1, 2]
+    assert batch.group_index.tolist() == [0, 0, 0]
+    batches.close()
+
+
+def test_two_producers_may_use_the_same_group_id(make_producer, consumer) -> None:
+    for number in range(2):
+        make_producer().put(group(number), group_id="a", group_size=2)
+    assert consumer.get(timeout_s=5).meta.group_id == "a"
+    assert consumer.get(timeout_s=5).meta.group_id == "a"
+
+
+def test_a_partial_group_is_discarded_after_its_deadline(producer, make_consumer) -> None:
+    consumer = make_consumer(group_timeout_s=0.05)
+    producer.put(group(1), group_id="a", group_size=2)
+    threading.Timer(0.2, lambda: producer.put(group(5))).start()
+    assert firsts(next(consumer.batches(groups=1, prefetch=0))) == [5]
+    assert consumer.stats()["discarded_total{partial}"] == 1
+
+
+def test_a_partial_group_of_a_producer_that_left_is_discarded(make_producer, consumer, until) -> None:
+    leaving, staying = make_producer(), make_producer()
+    leaving.put(group(1), group_id="a", group_size=2)
+    leaving.close()
+    batches = consumer.batches(groups=1, prefetch=1)
+    threading.Timer(0.3, lambda: staying.put(group(5))).start()
+    assert firsts(next(batches)) == [5]
+    until(lambda: consumer.stats()["discarded_total{partial}"] == 1)
+    batches.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_stale_groups_are_discarded_and_counted(producer, consumer, prefetch) -> None:
+    for version in (0, 3, 4, 5):
+        producer.put(group(version), policy_version=version)
+    producer.put(group(-1), policy_version=-1)
+    consumer.publish_policy_version(5)
+    consumer.drain()
+    batches = [firsts(batch) for batch in consumer.batches(groups=1, max_staleness=1, prefetch=prefetch)]
+    assert batches == [[4], [5], [-1]]
+    assert consumer.stats()["discarded_total{stale}"] == 2
+
+
+def test_a_batch_that_grew_stale_while_it_waited_is_not_handed_out(producer, consumer, until) -> None:
+    for number in range(4):
+        producer.put(group(number), policy_version=0)
+    batches = consumer.batches(groups=1, max_staleness=0, prefetch=2)
+    assert firsts(next(batches)) == [0]
+    until(lambda: consumer.stats()["queue_groups"] <= 1)
+    consumer.publish_policy_version(1)
+    producer.put(group(9), policy_version=1)
+    assert firsts(next(batches)) == [9]
+    assert consumer.stats()["discarded_total{stale}"] == 3
+    batches.close()
+
+
+def test_the_oldest_version_of_a_group_decides(producer, consumer) -> None:
+    producer.put(group(1), group_id="a", group_size=2, policy_version=5)
+    producer.put(group(2), group_id="a", group_size=2, policy_version=(1, 5))
+    producer.put(group(3), policy_version=5)
+    consumer.publish_policy_version(5)
+    assert firsts(next(consumer.batches(groups=1, max_staleness=2, prefetch=0))) == [3]
+    assert consumer.stats()["discarded_total{stale}"] == 2
+
+
+@pytest.mark.parametrize("on_full", ["block", "raise", "drop"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_batch_that_can_never_fit_is_an_error_with_the_numbers(make_producer, consumer, on_full, prefetch) -> None:
+    producer, stop = make_producer(on_full=on_full), threading.Event()
+
+    def put_on() -> None:
+        while not stop.is_set():
+            try:
+                producer.put({"tokens": [np.arange(3000)]}, timeout_s=0.5)
+            except shmbridge.LaneFull:
+                stop.wait(0.01)
+
+    def give_up() -> None:
+        if not stop.wait(6):
+            consumer.drain()
+
+    threads = [threading.Thread(target=put_on), threading.Thread(target=give_up)]
+    for thread in threads:
+        thread.start()
+    try:
+        with pytest.raises(shmbridge.BatchTooBig, match="50 groups.*complete.*KiB"):
+            next(consumer.batches(groups=50, prefetch=prefetch), None)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_slow_environment_is_no_sizing_error(producer, consumer) -> None:
+    producer.put(group(1))
+    threading.Timer(1.6, lambda: producer.put(group(2))).start()
+    assert firsts(next(consumer.batches(groups=2, prefetch=0))) == [1, 2]
+
+
+def test_close_ends_an_iteration_that_waits(consumer) -> None:
+    threading.Timer(0.1, consumer.close).start()
+    began = time.monotonic()
+    assert list(consumer.batches(groups=2)) == []
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "options", [{"groups": 0}, {"prefetch": -1}, {"max_staleness": -1}, {"layout": "ragged"}, {"hold": "ever"}], ids=str
+)
+def test_arguments_are_checked_at_once(consumer, options) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        consumer.batches(**options)
+
+
+def test_breaking_out_releases_and_the_next_iteration_goes_on(producer, consumer) -> None:
+    for number in range(6):
+        producer.put(group(number))
+    for batch in consumer.batches(groups=2, prefetch=2):
+        assert firsts(batch) == [0, 1]
+        break
+    del batch
+    assert firsts(next(consumer.batches(groups=2, prefetch=0))) == [2, 3]

@@ -1,0 +1,279 @@
+"""The hub: order, fairness, one at a time, what a successor gets, and that the counts add up."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import shmbridge
+from shmbridge import segment
+
+GROUP = {"tokens": [[1, 2]]}
+
+
+def numbered(number: int) -> dict:
+    return {"tokens": [[number]]}
+
+
+def numbers(records) -> list[int]:
+    return [int(record["tokens"].values[0]) for record in records]
+
+
+def test_records_come_in_order_per_producer(make_producer, consumer) -> None:
+    producers = [make_producer() for _ in range(3)]
+    for number in range(20):
+        for place, producer in enumerate(producers):
+            producer.put(numbered(100 * place + number))
+    seen = numbers(consumer.poll())
+    assert len(seen) == 60
+    for place in range(3):
+        assert [each for each in seen if each // 100 == place] == [100 * place + number for number in range(20)]
+
+
+def test_lanes_take_turns(make_producer, consumer) -> None:
+    busy, quiet = make_producer(), make_producer()
+    for number in range(30):
+        busy.put(numbered(number))
+    for number in range(3):
+        quiet.put(numbered(100 + number))
+    assert sum(number >= 100 for number in numbers(consumer.poll(max_records=6))) == 3
+
+
+def test_poll_takes_at_most_what_is_asked_and_never_waits(producer, consumer) -> None:
+    assert consumer.poll() == []
+    for number in range(5):
+        producer.put(numbered(number))
+    assert numbers(consumer.poll(max_records=2)) == [0, 1]
+    assert consumer.poll(max_records=0) == []
+    assert numbers(consumer.poll()) == [2, 3, 4]
+
+
+def test_get_waits_for_a_record(producer, consumer) -> None:
+    threading.Timer(0.05, lambda: producer.put(GROUP)).start()
+    assert len(consumer.get(timeout_s=10)) == 1
+    assert consumer.stats()["wait_s"] > 0
+    assert consumer.stats()["late_wakes_total"] == 0
+
+
+def test_get_without_a_record_says_who_is_there(producer, consumer) -> None:
+    consumer.poll()
+    began = time.monotonic()
+    with pytest.raises(shmbridge.ConsumerEmpty, match=r"within 0\.05 s; 1 of 1 lanes have a living producer"):
+        consumer.get(timeout_s=0.05)
+    assert time.monotonic() - began >= 0.05
+    with pytest.raises(shmbridge.ConsumerEmpty):
+        consumer.get(timeout_s=0)
+
+
+def test_either_end_may_come_first(make_producer, make_consumer) -> None:
+    early = make_producer()
+    early.put(numbered(1))
+    consumer = make_consumer()
+    late = make_producer()
+    late.put(numbered(2))
+    assert sorted(numbers(consumer.poll())) == [1, 2]
+
+
+def test_a_second_consumer_is_refused_by_pid(bridge, consumer, child) -> None:
+    with pytest.raises(shmbridge.ConsumerTaken, match="this very process"):
+        shmbridge.Consumer(bridge)
+    process = child(
+        """
+import shmbridge
+try:
+    shmbridge.Consumer(bridge)
+except shmbridge.ConsumerTaken as taken:
+    print("ready")
+    print(taken)
+"""
+    )
+    assert f"pid {os.getpid()}" in process.stdout.readline()
+
+
+def test_iteration_ends_when_drained(producer, consumer) -> None:
+    for number in range(3):
+        producer.put(numbered(number))
+    consumer.drain()
+    assert numbers(consumer) == [0, 1, 2]
+
+
+def test_iteration_ends_on_close(producer, consumer) -> None:
+    producer.put(GROUP)
+    seen = []
+    for record in consumer:
+        seen.append(len(record))
+        consumer.close()
+    assert seen == [1]
+
+
+def test_a_closed_consumer_says_so(consumer) -> None:
+    consumer.close()
+    consumer.close()
+    for forbidden in (
+        consumer.poll, lambda: consumer.get(timeout_s=0), consumer.pause, consumer.resume, consumer.drain, lambda: consumer.policy_version,
+        lambda: consumer.paused, lambda: consumer.draining, lambda: consumer.publish_policy_version(1),
+        lambda: consumer.announce_run(shmbridge.Run()),
+    ):  # fmt: skip
+        with pytest.raises(shmbridge.Closed):
+            forbidden()
+    assert consumer.stats()["records_total"] == 0
+
+
+def test_policy_versions_only_rise(producer, consumer) -> None:
+    consumer.publish_policy_version(0)
+    consumer.publish_policy_version(5)
+    consumer.publish_policy_version(5)
+    with pytest.raises(ValueError, match="4 is before 5"):
+        consumer.publish_policy_version(4)
+    assert producer.policy_version == 5
+
+
+def test_a_successor_gets_what_was_not_released_with_exact_flags(make_producer, make_consumer) -> None:
+    producer = make_producer()
+    for number in range(6):
+        producer.put(numbered(number))
+    with pytest.raises(KeyboardInterrupt), make_consumer() as first:
+        taken = [first.get(timeout_s=5) for _ in range(4)]
+        taken[1].release()
+        del taken[2]
+        raise KeyboardInterrupt
+    del taken
+    second = make_consumer()
+    records = second.poll()
+    assert [(record.meta.sequence, record.meta.redelivered) for record in records] == [(0, True), (3, True), (4, False), (5, False)]
+    producer.put(numbered(6))
+    assert not second.get(timeout_s=5).meta.redelivered
+
+
+def test_a_killed_consumer_loses_nothing(make_producer, make_consumer, child) -> None:
+    producer = make_producer()
+    for number in range(5):
+        producer.put(numbered(number))
+    process = child(
+        """
+import shmbridge, time
+consumer = shmbridge.Consumer(bridge)
+records = [consumer.get(timeout_s=5) for _ in range(3)]
+records[0].release()
+print("ready", flush=True)
+time.sleep(60)
+"""
+    )
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    records = make_consumer().poll()
+    assert [(record.meta.sequence, record.meta.redelivered) for record in records] == [(1, True), (2, True), (3, False), (4, False)]
+
+
+def test_a_killed_producer_keeps_what_it_committed_and_its_lane_goes_after(consumer, child, segments, until) -> None:
+    process = child(
+        """
+import shmbridge, time
+producer = shmbridge.Producer(bridge, lane_bytes="64K")
+for number in range(3):
+    producer.put({"tokens": [[number]]})
+slot = producer.claim(1, {"tokens": [1]}).__enter__()
+print("ready", flush=True)
+time.sleep(60)
+"""
+    )
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    records = [consumer.get(timeout_s=5) for _ in range(3)]
+    assert numbers(records) == [0, 1, 2]
+    assert consumer.poll() == []
+    until(lambda: consumer.stats()["lanes_dead"] == 1)
+    assert any(".l." in name for name in segments())
+    for record in records:
+        record.release()
+    until(lambda: not any(".l." in name for name in segments()))
+    assert consumer.stats()["records_total"] == consumer.stats()["released_total"] == 3
+
+
+def test_discard_drops_and_counts_what_was_left(make_producer, make_consumer) -> None:
+    producer = make_producer()
+    for number in range(3):
+        producer.put(numbered(number))
+    first = make_consumer()
+    first.get(timeout_s=5).abandon()
+    first.close()
+    second = make_consumer(resume="discard")
+    producer.put(numbered(9))
+    assert numbers(second.poll()) == [9]
+    assert second.stats()["discarded_total{resume}"] == second.stats()["discarded_total"] == 3
+
+
+def test_no_more_lanes_than_allowed_and_the_rest_in_turn(make_producer, make_consumer, until) -> None:
+    consumer = make_consumer(lanes=2)
+    producers = [make_producer() for _ in range(3)]
+    for place, producer in enumerate(producers):
+        producer.put(numbered(place))
+    assert numbers(consumer.poll()) == [0, 1]
+    producers[0].close()
+    assert numbers([consumer.get(timeout_s=5)]) == [2]
+
+
+def test_stats_know_a_lane_before_anything_was_taken(make_producer, consumer, until) -> None:
+    producer = make_producer()
+    producer.put(GROUP)
+    until(lambda: consumer.stats()["records_total"] == 1, timeout_s=1.5)
+    assert consumer.stats()["lanes_live"] == 1
+
+
+def test_nothing_is_lost_or_counted_twice(make_producer, make_consumer) -> None:
+    draw = random.Random(5)
+    producers = [make_producer(on_full="drop") for _ in range(3)]
+    consumer, held = make_consumer(), []
+    put = dropped = released = discarded = seen = 0
+    delivered: dict[tuple[str, int], int] = {}
+    for step in range(600):
+        if draw.random() < 0.6:
+            result = draw.choice(producers).put({"tokens": [np.arange(draw.randint(1, 4000))]})
+            put, dropped = put + (result is not None), dropped + (result is None)
+        elif draw.random() < 0.5:
+            for record in consumer.poll(max_records=draw.randint(1, 4)):
+                key = (record.meta.producer_id, record.meta.sequence)
+                assert record.meta.redelivered == (key in delivered)
+                delivered[key] = delivered.get(key, 0) + 1
+                held.append(record)
+                seen += 1
+        elif held:
+            record = held.pop(draw.randrange(len(held)))
+            if draw.random() < 0.2:
+                consumer.discard(record, 0)
+                discarded += 1
+            else:
+                record.release()
+                released += 1
+        if step % 97 == 96:
+            for record in held:
+                record.abandon()
+            held.clear()
+            del record
+            consumer.close()
+            consumer = make_consumer()
+        stats = consumer.stats()
+        assert stats["dropped_total"] == dropped
+    unread = consumer.poll()
+    stats = consumer.stats()
+    assert (stats["records_total"], stats["released_total"], stats["discarded_total"]) == (put, released, discarded)
+    assert stats["held"] == len(held) + len(unread) == put - released - discarded
+    assert dropped > 0
+
+
+def test_garbage_in_one_lane_quarantines_that_lane_only(make_producer, make_consumer) -> None:
+    good, bad = make_producer(), make_producer()
+    consumer = make_consumer()
+    for producer in (good, bad):
+        producer.put(numbered(7))
+    np.frombuffer(memoryview(segment.open_mapping(bad.lane_name)), "<u8", 1, 0x200)[0] = 1 << 40
+    good.put(numbered(8))
+    assert numbers(consumer.poll()) == [7, 8]
+    stats = consumer.stats()
+    assert (stats["lanes_quarantined"], stats["discarded_total{corrupt}"]) == (1, 1)
+    good.put(numbered(9))
+    assert numbers(consumer.poll()) == [9]

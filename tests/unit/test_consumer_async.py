@@ -1,0 +1,72 @@
+"""Taking records from an event loop."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+import shmbridge
+
+
+def numbers(records) -> list[int]:
+    return [int(record["tokens"].values[0]) for record in records]
+
+
+async def test_get_async_waits_without_blocking_the_loop(producer, consumer) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.005)
+
+    ticking = asyncio.create_task(tick())
+    threading.Timer(0.1, lambda: producer.put({"tokens": [[5]]})).start()
+    assert numbers([await consumer.get_async(timeout_s=10)]) == [5]
+    ticking.cancel()
+    assert ticks > 5
+
+
+async def test_get_async_without_a_record_raises(consumer) -> None:
+    with pytest.raises(shmbridge.ConsumerEmpty):
+        await consumer.get_async(timeout_s=0.05)
+
+
+async def test_a_cancelled_get_async_does_not_delay_the_next(consumer) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(consumer.get_async(), 0.05)
+    began = time.monotonic()
+    with pytest.raises(shmbridge.ConsumerEmpty):
+        await consumer.get_async(timeout_s=0.1)
+    assert time.monotonic() - began < 0.6
+
+
+async def test_a_cancelled_get_async_takes_nothing_with_it(producer, consumer) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(consumer.get_async(), 0.05)
+    producer.put({"tokens": [[5]]})
+    assert numbers([await consumer.get_async(timeout_s=5)]) == [5]
+
+
+async def test_async_iteration_ends_when_drained(producer, consumer) -> None:
+    for number in range(3):
+        producer.put({"tokens": [[number]]})
+    consumer.drain()
+    assert numbers([record async for record in consumer]) == [0, 1, 2]
+
+
+async def test_async_iteration_ends_on_close(producer, consumer) -> None:
+    producer.put({"tokens": [[1]]})
+    async for record in consumer:
+        assert numbers([record]) == [1]
+        consumer.close()
+
+
+async def test_close_frees_a_get_async_that_waits(consumer) -> None:
+    task = asyncio.create_task(consumer.get_async())
+    await asyncio.sleep(0.05)
+    consumer.close()
+    with pytest.raises(shmbridge.Closed):
+        await asyncio.wait_for(task, 5)

@@ -1,0 +1,48 @@
+"""Who is admitted under which number and name, and what the dead leave behind."""
+
+from shmbridge.environments import Environments
+from shmbridge.messages import Register
+from shmbridge.testing.fake_hub import FakeHub
+
+
+def env(name: str, producer_id: str, **changes: object) -> Register:
+    fields = {"max_token_length": 512, "group_size": 4, "producer_id": producer_id}
+    return Register(desired_name=name, **(fields | changes))
+
+
+def test_asking_twice_does_not_admit_twice() -> None:
+    table = Environments(FakeHub())
+    first, again, other = (table.admit(env("gsm8k", producer)) for producer in ("a", "a", "b"))
+    assert (first.env_id, again.env_id, other.env_id) == (0, 0, 1)
+    assert (first.wandb_name, again.wandb_name, other.wandb_name) == ("gsm8k_0", "gsm8k_0", "gsm8k_1")
+
+
+def test_a_dead_environment_takes_its_weight_and_share_with_it() -> None:
+    hub = FakeHub(live={"a", "b"})
+    table = Environments(hub)
+    a = table.admit(env("gsm8k", "a", weight=1.0)).env_id
+    table.admit(env("code", "b", weight=3.0, min_batch_allocation=0.5))
+    assert (table.status(a).env_weight, table.status(a).unallocated_fraction) == (0.25, 0.5)
+    hub.live.remove("b")
+    assert (table.status(a).env_weight, table.status(a).unallocated_fraction) == (1.0, 1.0)
+    assert table.admit(env("code", "c")).wandb_name == "code_0"
+
+
+def test_an_environment_that_was_never_seen_alive_is_not_buried() -> None:
+    table = Environments(FakeHub())
+    a = table.admit(env("gsm8k", "a")).env_id
+    table.admit(env("code", "b", min_batch_allocation=0.5))
+    assert table.status(a).unallocated_fraction == 0.5
+
+
+def test_groups_of_producers_that_never_registered_count_as_queued() -> None:
+    hub = FakeHub(queued={"a": 2, "plain": 3})
+    table = Environments(hub)
+    status = table.status(table.admit(env("gsm8k", "a")).env_id)
+    assert (status.queue_groups, status.self_queue_groups, status.max_group_size) == (5, 2, 4)
+
+
+def test_a_weight_of_zero_or_less_is_not_a_division_by_zero() -> None:
+    table = Environments(FakeHub())
+    a = table.admit(env("gsm8k", "a", weight=-1.0)).env_id
+    assert table.status(a).env_weight == 0.01

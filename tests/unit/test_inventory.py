@@ -1,0 +1,97 @@
+"""Looking from outside and cleaning up: never anything that is alive."""
+
+import os
+import signal
+
+import pytest
+
+import shmbridge
+from shmbridge import segment
+
+ABANDON = """
+import shmbridge, time
+producer = shmbridge.Producer(bridge, env_name="gsm8k", lane_bytes="64K")
+for number in range(3):
+    producer.put({"tokens": [[number]]})
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def info(bridge: str) -> shmbridge.BridgeInfo | None:
+    return next((each for each in shmbridge.list_bridges() if each.name == bridge), None)
+
+
+@pytest.fixture
+def dead(child) -> None:
+    process = child(ABANDON)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_a_bridge_nobody_uses_is_not_listed(bridge) -> None:
+    assert info(bridge) is None
+    assert shmbridge.clean(bridge).removed == []
+
+
+def test_what_is_alive_is_listed(bridge, make_producer, make_consumer) -> None:
+    producer = make_producer(env_name="gsm8k")
+    producer.put({"tokens": [[1]]})
+    assert info(bridge).consumer_pid is None
+    make_consumer().publish_policy_version(3)
+    it = info(bridge)
+    (lane,) = it.lanes
+    assert (it.consumer_pid, it.participants, it.policy_version) == (os.getpid(), True, 3)
+    assert (lane.producer_id, lane.env_name, lane.pid, lane.alive) == (producer.producer_id, "gsm8k", os.getpid(), True)
+    assert (lane.held, lane.records, lane.name) == (1, 1, producer.lane_name)
+    assert it.size_bytes == lane.size_bytes > 64 << 10
+
+
+def test_clean_never_touches_what_is_alive(bridge, producer, consumer, segments) -> None:
+    producer.put({"tokens": [[1]]})
+    before = segments()
+    report = shmbridge.clean(bridge, dry_run=False)
+    assert report.removed == []
+    assert report.kept[producer.lane_name] == "its producer is alive"
+    assert segments() == before
+    assert len(consumer.poll()) == 1
+
+
+def test_a_dry_run_says_what_would_go_and_leaves_it(bridge, dead, segments) -> None:
+    before = segments()
+    report = shmbridge.clean(bridge)
+    assert report.dry_run
+    assert len(report.removed) == 2
+    assert list(report.undelivered.values()) == [3]
+    assert segments() == before
+    assert shmbridge.clean(bridge, dry_run=False).removed == report.removed
+    assert segments() == []
+
+
+def test_a_start_leaves_undelivered_records_for_the_consumer(bridge, dead, make_producer, make_consumer, segments) -> None:
+    make_producer().close()
+    assert sum(".l." in name for name in segments()) == 1
+    assert len(make_consumer().poll()) == 3
+
+
+def test_a_start_removes_what_died_before_it_was_ready(make_producer, segments, bridge) -> None:
+    path = segment.MOUNT / f"shmbridge.{bridge}.l.0123456789abcdef"
+    path.write_bytes(b"")
+    make_producer()
+    assert not path.exists()
+
+
+def test_a_file_of_somebody_else_is_no_reason_to_fail(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(segment, "MOUNT", tmp_path)
+    for name in ("shmbridge.no good.c", "shmbridge..c", "shmbridge.x", "other"):
+        (tmp_path / name).write_bytes(b"x")
+    assert [each.name for each in shmbridge.list_bridges()] == []
+
+
+def test_a_paused_process_is_alive(bridge, child, make_consumer) -> None:
+    process = child(ABANDON)
+    process.send_signal(signal.SIGSTOP)
+    assert info(bridge).lanes[0].alive
+    assert shmbridge.clean(bridge, dry_run=False).removed == []
+    assert len(make_consumer().poll()) == 3
+    process.send_signal(signal.SIGCONT)

@@ -1,0 +1,188 @@
+"""A record as its reader sees it: in place, read-only, and there until the last view is gone."""
+
+import gc
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import shmbridge
+
+GROUP = {
+    "tokens": [[1, 2, 3], [4]], "advantages": [[0.5, 1.0, 1.5], [2.0]], "score": [1.0, 0.0], "instance_id": ["a", "b"],
+    "reward_components": [{"x": 1.0}, {}], "distill_token_ids": [[[1], [2, 3], []], [[4]]], "messages": ['["hi"]', "[]"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def held(producer):
+    return lambda: producer.stats()["held"]
+
+
+@pytest.fixture
+def record(producer, consumer):
+    def one(group=GROUP, **options) -> shmbridge.Record:
+        producer.put(group, **options)
+        return consumer.get(timeout_s=5)
+
+    return one
+
+
+def test_length_columns_and_membership(record) -> None:
+    it = record()
+    assert len(it) == 2
+    assert it.columns == list(GROUP)
+    assert "advantages" in it
+    assert "ref_logprobs" not in it
+    with pytest.raises(KeyError, match="ref_logprobs.*tokens, advantages"):
+        it["ref_logprobs"]
+
+
+def test_null_and_empty_columns_are_absent(record) -> None:
+    it = record({"tokens": [[1]], "scores": [1.0], "advantages": None, "overrides": [], "group_overrides": {}})
+    assert it.columns == ["tokens", "score"]
+    for name in ("advantages", "overrides", "group_overrides"):
+        assert name not in it
+        with pytest.raises(KeyError):
+            it[name]
+
+
+def test_views_are_the_lanes_own_memory(record) -> None:
+    it = record()
+    lane = np.frombuffer(memoryview(it), np.uint8)
+    for values in (it["tokens"].values, it["advantages"].values, it["score"], it["tokens"][1]):
+        assert np.shares_memory(values, lane)
+    assert it["tokens"].values.ctypes.data == it["tokens"].values.ctypes.data
+    assert it["tokens"].values.ctypes.data % 64 == 0
+
+
+def test_views_are_read_only(record) -> None:
+    it = record()
+    for values in (it["tokens"].values, it["tokens"][0], it["score"], it["distill_token_ids"][0].values):
+        with pytest.raises(ValueError, match="read-only"):
+            values[:] = 0
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            values.flags.writeable = True
+
+
+def test_rows_from_both_ends_and_beyond(record) -> None:
+    column = record()["tokens"]
+    assert [row.tolist() for row in column] == [[1, 2, 3], [4]]
+    assert column[-1].tolist() == [4]
+    assert column.offsets.tolist() == [0, 3, 4]
+    for beyond in (2, -3):
+        with pytest.raises(IndexError):
+            column[beyond]
+
+
+def test_release_gives_the_memory_back(record, held) -> None:
+    it = record()
+    assert held() == 1
+    it.release()
+    it.release()
+    assert held() == 0
+    with pytest.raises(shmbridge.LeaseReleased, match="tokens"):
+        it["tokens"]
+    assert it.meta.sequence == 0
+
+
+def test_letting_go_is_releasing(record, held) -> None:
+    record()
+    assert held() == 0
+
+
+def test_a_with_block_releases(record, held) -> None:
+    with record() as it:
+        assert it["score"].tolist() == [1.0, 0.0]
+    assert held() == 0
+
+
+@pytest.mark.parametrize("take", [lambda r: r["tokens"].values, lambda r: r["tokens"][1], lambda r: r["score"][:1], lambda r: r["distill_token_ids"][0][1]])
+def test_a_view_outlives_release_and_holds_the_memory(record, producer, held, take) -> None:
+    it = record()
+    view = take(it)
+    before = view.tolist()
+    it.release()
+    del it
+    with pytest.raises(shmbridge.LaneFull):
+        for number in range(100):
+            producer.put({"tokens": [[number] * 500]})
+    assert held() >= 1
+    assert view.tolist() == before
+
+
+def test_a_view_outlives_its_consumer_which_keeps_the_bridge_until_then(bridge, record, consumer) -> None:
+    view = record()["tokens"].values
+    consumer.close()
+    with pytest.raises(shmbridge.ConsumerTaken, match="this very process"):
+        shmbridge.Consumer(bridge)
+    assert view.tolist() == [1, 2, 3, 4]
+    del view
+    gc.collect()
+    with shmbridge.Consumer(bridge) as again:
+        assert again.poll() == []
+
+
+def test_arrow_has_the_same_values_and_holds_the_lease(record, held) -> None:
+    it = record(group_id="g", policy_version=3)
+    lane = np.frombuffer(memoryview(it), np.uint8)
+    batch = it.to_arrow()
+    assert isinstance(batch, pa.RecordBatch)
+    assert batch.schema.names == list(GROUP)
+    expected = {**GROUP, "reward_components": [[("x", 1.0)], []]}
+    assert batch.to_pydict() == expected
+    assert np.shares_memory(batch["tokens"].values.to_numpy(), lane)
+    assert batch.schema.metadata[b"group_id"] == b"g"
+    assert batch.schema.metadata[b"min_policy_version"] == b"3"
+    for name in batch.schema.names:
+        assert batch.schema.field(name).type == shmbridge.TRAJECTORY_SCHEMA.field(name).type
+    del lane
+    it.release()
+    del it
+    assert held() == 1
+    assert batch["tokens"].to_pylist() == GROUP["tokens"]
+    del batch
+    assert held() == 0
+
+
+def test_arrow_marks_nulls(record) -> None:
+    batch = record({"tokens": [[1], [2]], "score": [None, 1.0], "advantages": [[1.0], None], "instance_id": [None, "x"]}).to_arrow()
+    assert batch.to_pydict() == {"tokens": [[1], [2]], "score": [None, 1.0], "advantages": [[1.0], None], "instance_id": [None, "x"]}
+
+
+def test_arrow_goes_back_in(record) -> None:
+    first = record()
+    second = record(first.to_arrow())
+    assert second.to_arrow().equals(first.to_arrow())
+
+
+def test_arrow_of_lossy_masks_and_messages_goes_back_in(record) -> None:
+    first = record({"tokens": [[1, 2]], "masks": [[7, 8]], "scores": [1.0], "messages": [[{"role": "user"}]]})
+    assert record(first.to_arrow()).to_scored_data() == first.to_scored_data()
+
+
+def test_uneven_records_have_no_arrow_form(record) -> None:
+    it = record({"tokens": [[1, 2]], "masks": [[1]], "scores": [1.0]}, foreign=True)
+    assert it.meta.uneven
+    with pytest.raises(ValueError, match="unequal"):
+        it.to_arrow()
+
+
+def test_metadata(record, producer) -> None:
+    meta = record({**GROUP, "env_id": 4}, group_id="g", group_size=8, policy_version=(1, 2)).meta
+    assert (meta.producer_id, meta.sequence, meta.group_id, meta.group_size) == (producer.producer_id, 0, "g", 8)
+    assert (meta.min_policy_version, meta.max_policy_version, meta.env_id, meta.split) == (1, 2, 4, "train")
+    assert 0 < meta.t_created_ns <= meta.t_publish_ns
+    assert not meta.redelivered
+
+
+def test_the_text_of_a_record_says_who_and_how_much(record, producer) -> None:
+    assert f"{producer.producer_id}#0" in repr(record())
+
+
+def test_records_in_garbage_cycles_are_released(record, held) -> None:
+    holder = [record()]
+    holder.append(holder)
+    del holder
+    gc.collect()
+    assert held() == 0
