@@ -162,6 +162,7 @@ def measure(lane_bytes: int, rounds: int) -> dict[str, Any]:
             "of_twin": middle["per_s"] / statistics.median(each["per_s"] for each in runs["twin"]),
             "producer_cpu_ms_per_group": middle["producer_cpu_ms"],
             "consumer_cpu_ms_per_group": middle.get("consumer_cpu_ms"),
+            "producer_wait_s": middle.get("wait_s"),
             "late_wakes": sum(each.get("late_wakes", 0) for each in results),
             "spread_groups_per_s": [min(each["per_s"] for each in results), max(each["per_s"] for each in results)],
         }
@@ -188,7 +189,7 @@ def show(figures: dict[str, Any]) -> None:
         )
     packed = figures["json_gzip"]
     ratio = packed["cpu_ms_per_group"] / figures["rows"]["lists"]["producer_cpu_ms_per_group"]
-    print(f"\njson + gzip of the same group: {packed['cpu_ms_per_group']:.0f} ms CPU, {packed['bytes']:,} bytes; {ratio:,.0f}x a put from lists")
+    print(f"\njson + gzip of the same group: {packed['cpu_ms_per_group']:.0f} ms CPU, {packed['bytes']:,} bytes: {ratio:,.0f} puts from lists")
 
 
 def main() -> None:

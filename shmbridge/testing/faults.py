@@ -63,7 +63,12 @@ class FaultyChild:
     """
 
     def __init__(
-        self, argv: Sequence[str], *, build: str | os.PathLike[str], fault: Fault | None = None, environment: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        build: str | os.PathLike[str],
+        fault: Fault | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.fspath(build), "PYTHONUNBUFFERED": "1"}
         variables.pop("SHMBRIDGE_FAULT", None)

@@ -1,4 +1,4 @@
-"""Whoever creates or sweeps a segment is killed, stopped or overtaken at every step: the next start finds a usable bridge and a clean mount."""
+"""Whoever creates or sweeps a segment is killed, stopped or overtaken at every step: the next start is as good as the first."""
 
 import signal
 import time

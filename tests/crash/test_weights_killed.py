@@ -1,4 +1,4 @@
-"""The writer of the weights is killed at every step, or a reader with a lease: the last whole version stays, and the next writer goes on."""
+"""The writer of the weights is killed at every step, or a reader with a lease: the last whole version stays, the next writer goes on."""
 
 import time
 
@@ -19,7 +19,10 @@ def newest(reader: WeightsReader) -> int:
         return lease.version
 
 
-@pytest.mark.parametrize(("label", "skip"), [(label, skip) for label in faults.WEIGHTS for skip in (0, 3) if (label, skip) != ("weights.before_magic", 3)])
+STEPS = [(label, skip) for label in faults.WEIGHTS for skip in (0, 3) if not (label == "weights.before_magic" and skip)]
+
+
+@pytest.mark.parametrize(("label", "skip"), STEPS)
 def test_writer_killed(label, skip, bridge, faulty, roles, segments):
     with WeightsReader(bridge) as reader:
         faulty("write_weights", 1, 9, fault=Fault(label, skip)).end_on_fault()

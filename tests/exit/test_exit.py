@@ -335,6 +335,7 @@ def test_interrupted(run, next_consumer):
     """As Ctrl-C does, while it waits for a record."""
     code, out, err = run("""
         import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits it ignored
         with shmbridge.Producer(bridge, lane_bytes='64K') as producer, shmbridge.Consumer(bridge) as consumer:
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
             consumer.get(20)

@@ -106,6 +106,14 @@ def recomputed(model, prompt: list[int], answer: list[int], temperature: float =
 # --- sampling -----------------------------------------------------------------------------------------------
 
 
+def with_learned_positions(context: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=28, n_embd=32, n_layer=2, n_head=2, n_positions=context, initializer_range=0.5
+    )
+    return GPT2LMHeadModel(config)
+
+
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_batched_greedy_answers_are_those_given_alone(policy, positions):
     if positions == "learned":  # where a left-padded prompt begins makes a difference
@@ -120,6 +128,15 @@ def test_batched_greedy_answers_are_those_given_alone(policy, positions):
         assert row.token_ids == alone.token_ids
         np.testing.assert_allclose(row.logprobs, alone.logprobs, atol=1e-4)
         np.testing.assert_allclose(row.logprobs, recomputed(policy.model, prompt, row.token_ids), atol=1e-4)
+
+
+def test_a_finished_row_does_not_break_one_that_goes_on_to_the_end_of_the_context(policy):
+    policy = PolicyModel(with_learned_positions(16), policy.tokenizer)
+    short = Row(PROMPTS[1], Sampling(max_tokens=2, temperature=0.0, ignore_eos=True))
+    long = Row(PROMPTS[2], Sampling(max_tokens=15, temperature=0.0, ignore_eos=True))
+    policy.generate([short, long])
+    assert (len(short.token_ids), len(long.token_ids)) == (2, 15)
+    np.testing.assert_allclose(long.logprobs, recomputed(policy.model, PROMPTS[2], long.token_ids), atol=1e-4)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.6, 0.8), (0.0, 1.0)])

@@ -100,7 +100,7 @@ def test_every_publishing_store_is_tagged():
     for path in sorted((ROOT / "shmbridge/_ext").glob("*.pyx")):
         lines = path.read_text().splitlines()
         for number, line in enumerate(lines):
-            if re.search(r"\bstore_(release|seq)\w*\(", line) and "SYNC(" not in line + lines[number - 1]:
-                if not re.search(r"(space_waiting|hub_sleeping), 0\)", line):
-                    wrong.append(f"{path.name}:{number + 1}: {line.strip()}")
+            publishes = re.search(r"\bstore_(release|seq)\w*\(", line) and not re.search(r"(space_waiting|hub_sleeping), 0\)", line)
+            if publishes and "SYNC(" not in line + lines[number - 1]:
+                wrong.append(f"{path.name}:{number + 1}: {line.strip()}")
     assert not wrong
