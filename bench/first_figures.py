@@ -94,11 +94,11 @@ def through_a_lane(form: str, warm: int, count: int, lane_bytes: int) -> dict[st
         argv = [sys.executable, __file__, "--produce", json.dumps([bridge, form, warm, count, lane_bytes, CORES[0]])]
         child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
         for _ in range(warm):
-            with consumer.get(60) as record:
+            with consumer.get(20) as record:
                 touch(record)
         began, cpu = time.perf_counter(), time.process_time()
         for _ in range(count):
-            with consumer.get(60) as record:
+            with consumer.get(20) as record:
                 touch(record)
         took, cpu = time.perf_counter() - began, time.process_time() - cpu
         out, _ = child.communicate()
@@ -178,8 +178,10 @@ def measure(lane_bytes: int, rounds: int) -> dict[str, Any]:
 
 def show(figures: dict[str, Any]) -> None:
     about, group = figures["machine"], figures["group"]
-    print(f"{about['cpu']}, {about['cores']} cores, load {about['load_before']:.1f} before; Python {about['python']}, revision {about['revision']}")
-    print(f"groups of {group['rows']} x {LENGTH} tokens, {group['bytes']:,} bytes; lane of {figures['lane_bytes'] >> 20} MiB; medians of {figures['rounds']}\n")
+    print(f"{about['cpu']}, {about['cores']} cores, load {about['load_before']:.1f} before")
+    print(f"Python {about['python']}, numpy {about['numpy']}, revision {about['revision']}, seed {about['seed']}")
+    print(f"groups of {group['rows']} x {LENGTH} tokens, {group['bytes']:,} bytes")
+    print(f"lane of {figures['lane_bytes'] >> 20} MiB, medians of {figures['rounds']} rounds\n")
     print(f"{'':10}{'groups/s':>12}{'tokens/s':>16}{'MB/s':>10}{'of twin':>10}{'producer CPU':>16}{'consumer CPU':>16}")
     for name, row in figures["rows"].items():
         consumer = f"{row['consumer_cpu_ms_per_group']:.3f} ms" if row["consumer_cpu_ms_per_group"] is not None else ""
@@ -189,7 +191,8 @@ def show(figures: dict[str, Any]) -> None:
         )
     packed = figures["json_gzip"]
     ratio = packed["cpu_ms_per_group"] / figures["rows"]["lists"]["producer_cpu_ms_per_group"]
-    print(f"\njson + gzip of the same group: {packed['cpu_ms_per_group']:.0f} ms CPU, {packed['bytes']:,} bytes: {ratio:,.0f} puts from lists")
+    print(f"\njson + gzip of the same group: {packed['cpu_ms_per_group']:.0f} ms CPU, {packed['bytes']:,} bytes")
+    print(f"that is {ratio:,.0f} puts from lists")
 
 
 def main() -> None:

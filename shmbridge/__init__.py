@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import BadBridgeName as BadBridgeName
     from shmbridge.errors import BatchTooBig as BatchTooBig
     from shmbridge.errors import BridgeDraining as BridgeDraining
+    from shmbridge.errors import ClaimOpen as ClaimOpen
     from shmbridge.errors import Closed as Closed
     from shmbridge.errors import ConsumerEmpty as ConsumerEmpty
     from shmbridge.errors import ConsumerTaken as ConsumerTaken
@@ -56,7 +57,8 @@ _HOMES = {
     "list_bridges": "inventory",
     **dict.fromkeys(
         [
-            "BadBridgeName", "BatchTooBig", "BridgeDraining", "Closed", "ConsumerEmpty", "ConsumerTaken", "InvalidRecord", "LaneFull",
+            "BadBridgeName", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
+            "ConsumerTaken", "InvalidRecord", "LaneFull",
             "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotReady", "RecordTooBig", "SchemaMismatch", "ShmBridgeError",
             "ShmPermission", "ShmTooSmall", "WeightsBusy", "WeightsMismatch",
         ],

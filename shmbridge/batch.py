@@ -109,7 +109,7 @@ class Batch:
         elif column.kind is Kind.SCALAR:
             self._columns[name] = np.concatenate(
                 [
-                    _fit(record[name], record.rows) if there else np.zeros(record.rows, column.dtype)
+                    _fit(record[name], record.rows, column.per_record) if there else np.zeros(record.rows, column.dtype)
                     for record, there in zip(self.records, have, strict=True)
                 ]
             )
@@ -150,12 +150,12 @@ def _present_rows(record: Record, name: str) -> np.ndarray[Any, Any]:
     if name not in record:
         return np.zeros(record.rows, bool)
     valid = record.valid(name)
-    return np.ones(record.rows, bool) if valid is None else _fit(valid, record.rows)
+    return np.ones(record.rows, bool) if valid is None else _fit(valid, record.rows, record.lane_columns[name].per_record)
 
 
-def _fit(values: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
-    """Cut or filled with zeros to one value per row; per-record columns repeat their value."""
-    if len(values) == 1:
+def _fit(values: np.ndarray[Any, Any], rows: int, repeated: bool) -> np.ndarray[Any, Any]:
+    """One value per row: cut or filled with zeros in uneven records; a per-record value is repeated."""
+    if repeated:
         return np.repeat(values, rows)
     return values if len(values) == rows else np.concatenate((values, np.zeros(rows, values.dtype)))[:rows]
 

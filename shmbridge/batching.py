@@ -36,6 +36,7 @@ class BatchAssembly:
         self._complete = Scheduler()
         self._prefetcher: _Prefetcher | None = None
         self._closed = False
+        self._lock = threading.Lock()  # groups are put back by whoever iterates, while others are gathered ahead
 
     def queued(self, producer_id: str | None) -> int:
         """Groups that were taken from lanes and are in no batch yet; any thread."""
@@ -72,11 +73,13 @@ class BatchAssembly:
         """The next batch, waiting for it; None when stopped, closed, or drained with too few groups left."""
         idle_since = time.monotonic()
         while not (self._closed or stop.is_set()):
-            self._cut_stale(max_staleness)
-            chosen = self._complete.take(groups)
+            with self._lock:
+                self._cut_stale(max_staleness)
+                chosen = self._complete.take(groups)
+                took = chosen is None and self._take_records()
             if chosen is not None:
                 return Batch(chosen, layout)
-            if self._take_records():
+            if took:
                 idle_since = time.monotonic()
                 continue
             if self._consumer._drained():
@@ -116,11 +119,13 @@ class BatchAssembly:
 
     def _put_back(self, batch: Batch) -> None:
         batch.records = []
-        self._complete.put_back(batch.groups)
+        with self._lock:
+            self._complete.put_back(batch.groups)
 
     def _check_stuck(self, groups: int) -> None:
         """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else holds anything."""
-        here = sum(len(group.records) for group in [*self._complete, *self._partial])
+        with self._lock:
+            here = sum(len(group.records) for group in [*self._complete, *self._partial])
         why = self._lanes.stuck(here)
         if why:
             raise BatchTooBig(
@@ -188,6 +193,7 @@ class _Prefetcher:
             batch = self._ready.get()
             if isinstance(batch, Batch):
                 left.append(batch)
+        self._ready.put(None)  # for whoever waits in next()
         return left
 
 

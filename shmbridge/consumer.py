@@ -76,38 +76,48 @@ class Consumer:
         self._final: dict[str, float] = {}
         self._waiter: ThreadPoolExecutor | None = None
         self._one_sleeper = threading.Lock()  # hub_sleeping has one owner at a time
-        self._enter()
-        self._lanes = LaneSet(bridge, self._control, self.columns, lanes)
+        self._control_words: header.Control | None = self._enter()
         try:
-            self._lanes.adopt(strict=True)
+            self._start(lanes, resume, group_timeout_s)
         except BaseException:
-            self._lanes.close()
-            liveness.unlock(self._control.mapping.fd, Byte.HUB)
+            segment.leave(self._control.mapping.fd, bridge)
             raise
-        self._batching = BatchAssembly(self, self._lanes, group_timeout_s)
-        if resume == "discard":
-            for record in self._lanes.take_backlog():
-                self.discard(record, Discard.RESUME)
-        segment.sweep(bridge)
-        self._server = self._open_control_plane()
         self._no_exit_call = at_exit(self._lanes.abandon)
 
     # -- becoming the hub ---------------------------------------------------------------------------------------------------------
 
-    def _enter(self) -> None:
-        self._control = segment.open_control(self.bridge)
-        if not liveness.lock_exclusive(self._control.mapping.fd, Byte.HUB):
-            pid = self._control.hub_pid
+    def _enter(self) -> header.Control:
+        """Takes the hub lock, or raises ConsumerTaken."""
+        control = segment.open_control(self.bridge)
+        if not liveness.lock_exclusive(control.mapping.fd, Byte.HUB):
+            pid = control.hub_pid
             me = " (this very process)" if pid == os.getpid() else ""
             raise ConsumerTaken(
                 f"bridge {self.bridge!r} has a living consumer: pid {pid}{me}",
-                hint=f"close it first, or use another bridge; ps -p {pid}",
+                hint=f"close it and drop its records first, or use another bridge; ps -p {pid}",
             )
         header.fault(b"hub.locked")
-        self.hub_epoch = self._control.begin_epoch(os.getpid(), liveness.pid_namespace(), self.columns.encode())
-        if self._run is not None:
-            self._control.next_run()
-        self._sleep = HubWait(self._control.mapping)
+        return control
+
+    def _start(self, lanes: int, resume: str, group_timeout_s: float) -> None:
+        """Everything a hub does before it serves; whoever dies or fails in here leaves the bridge as it was."""
+        self._lanes = LaneSet(self.bridge, self._control, self.columns, lanes)
+        try:
+            self._lanes.adopt(strict=True)
+            self.hub_epoch = self._control.begin_epoch(os.getpid(), liveness.pid_namespace(), self.columns.encode())
+            if self._run is not None:
+                self._control.next_run()
+            self._sleep = HubWait(self._control.mapping)
+            self._batching = BatchAssembly(self, self._lanes, group_timeout_s)
+            if resume == "discard":
+                for record in self._lanes.take_backlog():
+                    self.discard(record, Discard.RESUME)
+            segment.sweep(self.bridge)
+            self._server = self._open_control_plane()
+        except BaseException:
+            self._lanes.abandon()
+            self._lanes.close()
+            raise
 
     def _open_control_plane(self) -> "ControlServer":
         from shmbridge.control import ControlServer
@@ -165,10 +175,12 @@ class Consumer:
             record = self._take()
             if record is not None:
                 yield record
-            elif self._drained():
-                return
-            else:
+            elif not self._control.draining:
                 await self._wait_async(_LONGEST_WAIT_S)
+            else:
+                await asyncio.sleep(_DRAIN_GRACE_S)  # a put that is under way commits meanwhile
+                if self._nothing_left():
+                    return
 
     def batches(
         self,
@@ -209,7 +221,7 @@ class Consumer:
         """Sleeps until there may be something to take, at most a second, and says how long in `wait_s`."""
         began = time.monotonic()
         if not self._one_sleeper.acquire(blocking=False):
-            self._control.ring()  # a cancelled get_async has left its thread asleep
+            self._control.ring()  # a cancelled get_async has left the thread asleep
             self._one_sleeper.acquire()
         try:
             self._sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), self._lanes.arrivals, spin)
@@ -220,6 +232,8 @@ class Consumer:
     async def _wait_async(self, left_s: float) -> None:
         if self._waiter is None:
             self._waiter = ThreadPoolExecutor(1, f"shmbridge-{self.bridge}")
+        if self._one_sleeper.locked():
+            self._control.ring()  # a cancelled call has left the thread asleep
         await asyncio.get_running_loop().run_in_executor(self._waiter, lambda: self._wait(left_s, spin=False))
 
     def _drained(self) -> bool:
@@ -227,6 +241,9 @@ class Consumer:
         if not self._control.draining:
             return False
         time.sleep(_DRAIN_GRACE_S)
+        return self._nothing_left()
+
+    def _nothing_left(self) -> bool:
         return not any(lane.waiting for lane in self._lanes)
 
     def _empty(self, timeout_s: float | None) -> ConsumerEmpty:
@@ -236,6 +253,13 @@ class Consumer:
         )
 
     # -- control: also for the control plane's thread (environments.HubView) -------------------------------------------------------------
+
+    @property
+    def _control(self) -> header.Control:
+        """The control segment's words, which end with close()."""
+        if self._control_words is None:
+            raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
+        return self._control_words
 
     @property
     def run(self) -> Run | None:
@@ -348,7 +372,8 @@ class Consumer:
             self._waiter.shutdown(wait=True)
         if self._lanes.close() == 0:
             segment.leave(self._control.mapping.fd, self.bridge)
-        del self._control, self._sleep  # the views' lanes keep the mapping, and with it the lock
+        self._control_words = None
+        del self._sleep  # the views' lanes keep the mapping, and with it the lock
 
     def __enter__(self) -> Self:
         return self

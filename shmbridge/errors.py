@@ -113,6 +113,12 @@ class BridgeDraining(ShmBridgeError, RuntimeError):
     code = "SB403"
 
 
+class ClaimOpen(ShmBridgeError, RuntimeError):
+    """A producer was used while its claim is open, or a claim after it was over."""
+
+    code = "SB404"
+
+
 class Closed(ShmBridgeError, RuntimeError):
     """The object was closed, or belongs to the process before a fork."""
 

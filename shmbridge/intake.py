@@ -1,9 +1,10 @@
 """From what a caller hands to `put` to measured columns: Atropos groups, mappings, Arrow batches; lists, arrays, tensors.
 
-Checks shapes and names; values are checked while they are packed. Knows nothing of lanes. Called by shmbridge.producer only.
+Checks shapes and names; values are checked while they are packed. Knows nothing of lanes. Called by shmbridge.outgoing only.
 """
 
 import difflib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shmbridge._ext.pack import BadValue, Column, copy_array, row_lengths
+from shmbridge._ext.pack import BadValue, Column, row_lengths
 from shmbridge.errors import InvalidRecord
 from shmbridge.schema import JSON_COLUMNS, Columns, Kind, Tag
 from shmbridge.schema import Column as ColumnType
 
 _ALIASES = {"scores": "score", "rewards": "token_rewards"}
 _ATROPOS_MARKS = ("masks", "scores")
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(slots=True)
@@ -35,39 +38,36 @@ class Intake:
 def take_in(group: Any, table: Columns, *, foreign: bool = False, fold_masks: bool = True) -> Intake:
     """Measures a group in any accepted form. Raises InvalidRecord naming column, row and numbers.
 
-    `foreign` carries what upstream accepts: rows of unequal length (flagged), unknown keys (in `extra`). With `fold_masks`
-    Atropos' masks are to be stored as loss_mask; the packer raises LossyMasks when that loses something.
+    `foreign` carries what upstream accepts: rows of unequal length (flagged), unknown keys (in `extra`). With `fold_masks` Atropos' masks
+    are to be stored as loss_mask; the packer raises LossyMasks when that loses something.
     """
     if type(group).__name__ == "RecordBatch" and type(group).__module__.startswith("pyarrow"):
-        return _from_arrow(group, table)
+        return _Mapping(_from_arrow(group, table), table, foreign, fold_masks, is_atropos=False).take()
     if not isinstance(group, Mapping):
         raise InvalidRecord(
             f"a group is a mapping of columns or a pyarrow.RecordBatch, not {type(group).__name__}", hint='put({"tokens": [[1, 2], [3]]})'
         )
-    return _Mapping(group, table, foreign, fold_masks).take()
+    return _Mapping(group, table, foreign, fold_masks, any(mark in group for mark in _ATROPOS_MARKS)).take()
 
 
 class _Mapping:
     """One mapping under way."""
 
-    def __init__(self, group: Mapping[str, Any], table: Columns, foreign: bool, fold_masks: bool) -> None:
-        self.table, self.foreign, self.fold = table, foreign, fold_masks
-        self.is_atropos = any(mark in group for mark in _ATROPOS_MARKS)
-        self.group = group
+    def __init__(self, group: Mapping[str, Any], table: Columns, foreign: bool, fold_masks: bool, is_atropos: bool) -> None:
+        self.group, self.table = group, table
+        self.foreign, self.fold, self.is_atropos = foreign, fold_masks, is_atropos
         self.columns: list[Column] = []
-        self.lengths: dict[str, np.ndarray[Any, Any]] = {}
+        self.lengths: dict[str, Array] = {}
         self.unknown: dict[str, Any] = {}
 
     def take(self) -> Intake:
-        tokens = self.group.get("tokens")
-        if tokens is None or len(tokens) == 0:
-            raise InvalidRecord("the group is empty: `tokens` has no rows", hint="skip the group before put", column="tokens")
-        self.rows = len(tokens[1]) if _is_flat(tokens) else len(tokens)
-        self.add("tokens", tokens)
+        self.take_tokens()
         for key, value in self.group.items():
             name = _ALIASES.get(key, key)
             if name in ("tokens", "env_id", "extra"):
                 continue
+            if name != key and name in self.group:
+                raise InvalidRecord(f"column {name!r} is given twice: as {name!r} and as {key!r}", column=name)
             if name == "masks":
                 self.add_masks(value)
             elif name not in self.table:
@@ -77,18 +77,41 @@ class _Mapping:
             else:
                 self.add(name, value)
         self.add_extra()
-        uneven = self.check_lengths()
-        env_id = self.group.get("env_id")
         return Intake(
             columns=self.columns,
             rows=self.rows,
             tokens=int(self.lengths["tokens"].sum()),
-            uneven=uneven,
+            uneven=self.check_lengths(),
             group_size=self.rows,
-            env_id=-1 if env_id is None else int(env_id),
+            env_id=self.env_id(),
         )
 
+    def take_tokens(self) -> None:
+        tokens = self.group.get("tokens")
+        rows = tokens[1] if tokens is not None and _is_flat(tokens) else tokens
+        if _empty_tag(rows) is not None or (hasattr(rows, "shape") and tuple(rows.shape)[:1] == (0,)):
+            raise InvalidRecord("the group is empty: `tokens` has no rows", hint="skip the group before put", column="tokens")
+        self.add("tokens", tokens)
+        column = self.columns[0]
+        self.rows = column.entries
+        if column.validity is not None:
+            row = int(column.validity.argmin())
+            raise InvalidRecord(f"column 'tokens' row {row} is None", column="tokens", row=row)
+
+    def env_id(self) -> int:
+        value = self.group.get("env_id")
+        if value is None:
+            return -1
+        try:
+            number = operator.index(value)
+        except TypeError:
+            number = -1
+        if not 0 <= number < 1 << 31:
+            raise InvalidRecord(f"env_id {value!r} is not an environment's number", column="env_id")
+        return number
+
     def add(self, name: str, value: Any) -> None:
+        """A column as it is given; null, [] and {} become tags."""
         column = self.table[name]
         empty = _empty_tag(value)
         if empty is not None:
@@ -104,20 +127,20 @@ class _Mapping:
         if _empty_tag(value) is not None or "loss_mask" in self.group:
             self.add("masks", value)
             return
-        rows, tokens = list(value), self.group["tokens"]
-        foldable = self.fold and _all_lists(rows) and _all_lists(tokens) and len(rows) == len(tokens)
-        lengths = row_lengths(rows)
-        if foldable and np.array_equal(lengths, self.lengths["tokens"]):
+        tokens = self.group["tokens"]
+        if self.fold and _all_lists(value) and _all_lists(tokens) and np.array_equal(row_lengths(list(value)), self.lengths["tokens"]):
             column = self.table["loss_mask"]
+            lengths = self.lengths["loss_mask"] = self.lengths["tokens"]
             folded = Column(
                 "loss_mask", self.table.number["loss_mask"], column.kind, column.dtype,
-                entries=len(rows), count=int(lengths.sum()), lengths=lengths, rows=rows, tokens=tokens,
+                entries=len(lengths), count=int(lengths.sum()), lengths=lengths, rows=list(value), tokens=tokens,
             )  # fmt: skip
-            self.lengths["loss_mask"] = lengths
             self.columns.append(folded)
         else:
-            self.add("masks", rows)
-            self.add("loss_mask", [np.not_equal(row, -100) for row in rows])
+            self.add("masks", value)
+            rows = [value[0]] if _is_flat(value) else value
+            trained = [None if row is None else np.not_equal(row, -100) for row in rows]
+            self.add("loss_mask", (trained[0], value[1]) if _is_flat(value) else trained)
 
     def add_json(self, name: str, value: Any) -> None:
         column = self.table[name]
@@ -125,27 +148,34 @@ class _Mapping:
         if empty is not None:
             self.columns.append(_tagged(self.table, column, empty))
         elif column.per_record:
-            self.columns.append(_texts(self.table, column, [self.as_text(value)]))
+            self.columns.append(_texts(self.table, column, [self.as_text(name, value)]))
         elif isinstance(value, (list, tuple)) and len(value) == self.rows:
-            self.columns.append(_texts(self.table, column, [None if row is None else self.as_text(row) for row in value]))
+            self.columns.append(_texts(self.table, column, [None if row is None else self.as_text(name, row) for row in value]))
         else:
             self.add_unknown(name, value)
 
-    def as_text(self, value: Any) -> bytes | str:
+    def as_text(self, name: str, value: Any) -> bytes | str:
         """Atropos' values become JSON, also plain strings; in our own form a string is JSON already."""
-        return value if isinstance(value, (str, bytes)) and not self.is_atropos else _json(value)
+        if isinstance(value, (str, bytes)) and not self.is_atropos:
+            return value
+        try:
+            return msgspec.json.encode(value)
+        except (TypeError, ValueError, OverflowError) as wrong:
+            raise InvalidRecord(
+                f"column {name!r} cannot become JSON: {wrong}", hint="pass str, numbers, lists and dicts", column=name
+            ) from None
 
     def add_unknown(self, key: str, value: Any) -> None:
-        if not self.foreign:
-            near = difflib.get_close_matches(key, self.table, n=1)
-            if key in self.table:
-                raise InvalidRecord(f"column {key!r} has {_count(value)} rows, tokens have {self.rows}", column=key)
-            raise InvalidRecord(
-                f"unknown column {key!r}",
-                hint=f"did you mean {near[0]!r}?" if near else "declare it: Producer(schema=pyarrow.schema([...]))",
-                column=key,
-            )
-        self.unknown[key] = value
+        """A column nobody knows, or side data that is not one value per row: `extra` for foreign groups, an error for others."""
+        if self.foreign and isinstance(key, str):
+            self.unknown[key] = value
+        elif key in self.table:
+            count = len(value) if hasattr(value, "__len__") else "no"
+            raise InvalidRecord(f"column {key!r} has {count} rows, tokens have {self.rows}", column=key)
+        else:
+            near = difflib.get_close_matches(str(key), self.table, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "declare it: Producer(schema=pyarrow.schema([...]))"
+            raise InvalidRecord(f"unknown column {key!r}", hint=hint, column=str(key))
 
     def add_extra(self) -> None:
         extra = self.group.get("extra")
@@ -157,40 +187,36 @@ class _Mapping:
     def check_lengths(self) -> bool:
         """Whether rows disagree; raises for them unless the group is foreign."""
         uneven = False
-        tokens = self.lengths["tokens"]
         for column in self.columns:
-            if column.tag != Tag.VALUES or self.table[column.name].per_record:
+            kind = self.table[column.name]
+            if column.tag != Tag.VALUES or kind.per_record:
                 continue
-            if column.entries != self.rows:
-                uneven = True
-                if not self.foreign:
-                    raise InvalidRecord(f"column {column.name!r} has {column.entries} rows, tokens have {self.rows}", column=column.name)
-            elif self.table[column.name].per_token and column.lengths is not None:
-                valid = np.ones(self.rows, bool) if column.validity is None else column.validity.astype(bool)
-                differing = np.flatnonzero((column.lengths != tokens) & valid)
-                if differing.size == 0:
-                    continue
-                uneven = True
-                if not self.foreign:
-                    row = int(differing[0])
-                    raise InvalidRecord(
-                        f"column {column.name!r} row {row} has {column.lengths[row]} values, tokens have {tokens[row]}",
-                        hint="every per-token column has one value per token, prompt included",
-                        column=column.name,
-                        row=row,
-                    )
+            row = _first_difference(column, self.lengths["tokens"]) if column.entries == self.rows and kind.per_token else -1
+            if column.entries == self.rows and row < 0:
+                continue
+            uneven = True
+            if not self.foreign:
+                raise self.unequal(column, row)
         return uneven
 
+    def unequal(self, column: Column, row: int) -> InvalidRecord:
+        if row < 0 or column.lengths is None:
+            return InvalidRecord(f"column {column.name!r} has {column.entries} rows, tokens have {self.rows}", column=column.name)
+        return InvalidRecord(
+            f"column {column.name!r} row {row} has {column.lengths[row]} values, tokens have {self.lengths['tokens'][row]}",
+            hint="every per-token column has one value per token, prompt included",
+            column=column.name,
+            row=row,
+        )
 
-def _json(value: Any) -> bytes:
-    try:
-        return msgspec.json.encode(value)
-    except (TypeError, ValueError, OverflowError) as wrong:
-        raise InvalidRecord(f"side data cannot become JSON: {wrong}", hint="pass str, numbers, lists and dicts") from wrong
 
-
-def _count(value: Any) -> int | str:
-    return len(value) if hasattr(value, "__len__") else "no"
+def _first_difference(column: Column, tokens: Array) -> int:
+    """The first row that is there and has not one value per token; -1 if none."""
+    if column.lengths is None or np.array_equal(column.lengths, tokens):
+        return -1
+    valid = np.ones(len(tokens), bool) if column.validity is None else column.validity.astype(bool)
+    differing = np.flatnonzero((column.lengths != tokens) & valid)
+    return int(differing[0]) if differing.size else -1
 
 
 def _empty_tag(value: Any) -> Tag | None:
@@ -206,30 +232,53 @@ def _tagged(table: Columns, column: ColumnType, tag: Tag) -> Column:
 
 
 def _is_flat(value: Any) -> bool:
-    """The (flat array, lengths) form."""
-    return isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], (list, tuple)) and np.ndim(value[0]) == 1 and (
-        hasattr(value[0], "dtype")
-    )
+    """The (flat array, lengths) form: a pair whose first is a 1-D array and whose second is not."""
+    if not (isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "dtype") and np.ndim(value[0]) == 1):
+        return False
+    return not hasattr(value[1], "dtype") or value[1].dtype.kind in "iu" if hasattr(value[1], "__len__") else value[1] is None
 
 
 def _all_lists(rows: Any) -> bool:
     return isinstance(rows, (list, tuple)) and all(isinstance(row, (list, tuple)) for row in rows)
 
 
-def _array(value: Any) -> np.ndarray[Any, Any]:
+def _array(value: Any) -> Array:
     """An array of a tensor or anything array-like; bfloat16, which numpy lacks, widens to float32."""
     if type(value).__module__.split(".")[0] == "torch":
         value = value.detach()
         value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
-    return np.ascontiguousarray(value)
+    array = np.asarray(value)
+    return array if array.flags.c_contiguous else array.copy()
+
+
+def checked_lengths(name: str, lengths: Any) -> Array:
+    """Row lengths a caller gives, as uint32; InvalidRecord if they are no lengths."""
+    found = np.asarray(lengths)
+    if found.ndim != 1 or found.dtype.kind not in "iu" or (found.size and (found.min() < 0 or found.max() > np.iinfo(np.uint32).max)):
+        raise InvalidRecord(f"column {name!r}: lengths are whole numbers from 0, one a row, not {lengths!r:.80}", column=name)
+    return found.astype(np.uint32)
+
+
+def _row(column: ColumnType, number: int, row: Any) -> Any:
+    """One row of a list column: a list, or a 1-D array."""
+    if isinstance(row, (list, tuple)):
+        return row
+    if isinstance(row, (str, bytes, Mapping)) or not (hasattr(row, "__array__") or hasattr(row, "__len__")):
+        raise BadValue(column.name, number, 0, row, "is not a row of numbers")
+    array = _array(row)
+    if array.ndim != 1:
+        raise BadValue(column.name, number, 0, row, "is not one-dimensional")
+    return array
 
 
 def _build(table: Columns, column: ColumnType, value: Any) -> Column:
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
+        raise InvalidRecord(f"column {column.name!r} takes rows of {column.type_name}, not a {type(value).__name__}", column=column.name)
     try:
         return _BUILDERS[column.kind](table, column, value)
     except BadValue as bad:
         raise as_invalid(bad) from None
-    except (TypeError, ValueError) as wrong:
+    except (TypeError, ValueError, OverflowError, AttributeError) as wrong:
         if isinstance(wrong, InvalidRecord):
             raise
         raise InvalidRecord(f"column {column.name!r} is {column.type_name}: {wrong}", column=column.name) from wrong
@@ -238,7 +287,7 @@ def _build(table: Columns, column: ColumnType, value: Any) -> Column:
 def as_invalid(bad: BadValue) -> InvalidRecord:
     """The public error of a value the packer refused."""
     return InvalidRecord(
-        f"column {bad.column!r} row {bad.row} position {bad.position}: {bad.value!r} {bad.reason}",
+        f"column {bad.column!r} row {bad.row} position {bad.position}: {bad.value!r:.80} {bad.reason}",
         hint="mend the value in the environment",
         column=bad.column,
         row=bad.row,
@@ -247,40 +296,30 @@ def as_invalid(bad: BadValue) -> InvalidRecord:
 
 
 def _scalars(table: Columns, column: ColumnType, value: Any) -> Column:
-    source = _array(value) if hasattr(value, "dtype") else _scalar_list(column, value)
     validity = None
-    if isinstance(source, tuple):
-        source, validity = source
-    flat = np.empty(len(source), column.dtype)
-    target = Column(column.name, table.number[column.name], column.kind, column.dtype)
-    try:
-        copy_array(target, 0, source, flat)
-    except BadValue as bad:
-        bad.row, bad.position = bad.position, 0
-        raise
+    if hasattr(value, "dtype"):
+        flat = _array(value)
+        if flat.ndim != 1:
+            raise BadValue(column.name, 0, 0, flat.shape, "is not one value a row")
+        rows: Any = [flat]  # checked and converted like a row of a list
+        entries = len(flat)
+    else:
+        values = list(value)
+        entries = len(values)
+        if any(each is None for each in values):
+            validity = np.array([each is not None for each in values], np.uint8)
+            values = [0 if each is None else each for each in values]
+        rows = [values]
     return Column(
         column.name, table.number[column.name], column.kind, column.dtype,
-        entries=len(flat), count=len(flat), rows=flat, validity=validity, finite=column.finite,
+        entries=entries, count=entries, rows=rows, validity=validity, finite=column.finite,
     )  # fmt: skip
-
-
-def _scalar_list(column: ColumnType, value: Any) -> Any:
-    """An array of Python scalars, with validity where some are None."""
-    rows = list(value)
-    if any(row is None for row in rows):
-        validity = np.array([row is not None for row in rows], np.uint8)
-        return np.array([0 if row is None else row for row in rows]), validity
-    source = np.array(rows)
-    if source.ndim != 1 or source.dtype.kind not in "iufb":
-        row = next((i for i, each in enumerate(rows) if not isinstance(each, (int, float, np.number))), 0)
-        raise BadValue(column.name, row, 0, rows[row], f"is not a {column.dtype}")
-    return source
 
 
 def _lists(table: Columns, column: ColumnType, value: Any) -> Column:
     validity = None
     if _is_flat(value):
-        flat, lengths = _array(value[0]), np.ascontiguousarray(value[1], np.uint32)
+        flat, lengths = _array(value[0]), checked_lengths(column.name, value[1])
         if int(lengths.sum()) != len(flat):
             raise InvalidRecord(
                 f"column {column.name!r}: {len(flat)} values, lengths add up to {int(lengths.sum())}",
@@ -293,7 +332,7 @@ def _lists(table: Columns, column: ColumnType, value: Any) -> Column:
         if any(row is None for row in rows):
             validity = np.array([row is not None for row in rows], np.uint8)
             rows = [() if row is None else row for row in rows]
-        rows = [row if isinstance(row, (list, tuple)) else _array(row) for row in rows]
+        rows = [row if type(row) is list else _row(column, number, row) for number, row in enumerate(rows)]
         lengths = row_lengths(rows)
     return Column(
         column.name, table.number[column.name], column.kind, column.dtype,
@@ -307,9 +346,8 @@ def _list_lists(table: Columns, column: ColumnType, value: Any) -> Column:
     if any(row is None for row in outer):
         validity = np.array([row is not None for row in outer], np.uint8)
         outer = [() if row is None else row for row in outer]
-    lengths = row_lengths(outer)
-    inner_rows = [inner if isinstance(inner, (list, tuple)) else _array(inner) for row in outer for inner in row]
-    inner = row_lengths(inner_rows)
+    inner_rows = [_row(column, number, inner) for number, row in enumerate(outer) for inner in row]
+    lengths, inner = row_lengths(outer), row_lengths(inner_rows)
     return Column(
         column.name, table.number[column.name], column.kind, column.dtype,
         entries=len(outer), count=int(inner.sum()), lengths=lengths, inner=inner, validity=validity, rows=inner_rows, finite=column.finite,
@@ -317,32 +355,30 @@ def _list_lists(table: Columns, column: ColumnType, value: Any) -> Column:
 
 
 def _maps(table: Columns, column: ColumnType, value: Any) -> Column:
-    rows = [dict(row) for row in value]
-    keys = [key.encode() for row in rows for key in row]
-    values = np.array([each for row in rows for each in row.values()], column.dtype)
-    lengths = row_lengths(rows)
+    validity, keys, values, counts = None, [], [], []
+    rows = list(value)
+    if any(row is None for row in rows):
+        validity = np.array([row is not None for row in rows], np.uint8)
+    for number, row in enumerate(rows):
+        pairs = {} if row is None else dict(row)
+        for key, each in pairs.items():
+            if not isinstance(key, str):
+                raise BadValue(column.name, number, 0, key, "is not a name")
+            keys.append(_utf8(column, number, key))
+            values.append(each)
+        counts.append(len(pairs))
     return Column(
         column.name, table.number[column.name], column.kind, column.dtype,
-        entries=len(rows), count=len(values), lengths=lengths, inner=row_lengths(keys), keys=b"".join(keys),
-        rows=values, finite=column.finite,
+        entries=len(rows), count=len(values), lengths=np.array(counts, np.uint32), inner=row_lengths(keys), keys=b"".join(keys),
+        validity=validity, rows=[values], finite=column.finite,
     )  # fmt: skip
 
 
-def _byte_rows(table: Columns, column: ColumnType, value: Any) -> Column:
-    if isinstance(value, (str, bytes)):
-        raise InvalidRecord(f"column {column.name!r} is one {column.type_name} a row, not a single one", column=column.name)
-    return _texts(table, column, value)
-
-
 def _texts(table: Columns, column: ColumnType, value: Sequence[Any]) -> Column:
-    validity = None
-    if any(row is None for row in value):
-        validity = np.array([row is not None for row in value], np.uint8)
-    raw = []
-    for row, each in enumerate(value):
-        if each is not None and not isinstance(each, (str, bytes, bytearray, memoryview)):
-            raise BadValue(column.name, row, 0, each, f"is not {column.type_name}")
-        raw.append(b"" if each is None else each.encode() if isinstance(each, str) else bytes(each))
+    rows, validity = list(value), None
+    if any(row is None for row in rows):
+        validity = np.array([row is not None for row in rows], np.uint8)
+    raw = [b"" if row is None else _utf8(column, number, row) for number, row in enumerate(rows)]
     whole = b"".join(raw)
     return Column(
         column.name, table.number[column.name], column.kind, column.dtype,
@@ -350,27 +386,34 @@ def _texts(table: Columns, column: ColumnType, value: Sequence[Any]) -> Column:
     )  # fmt: skip
 
 
-_BUILDERS = {Kind.SCALAR: _scalars, Kind.LIST: _lists, Kind.LIST_LIST: _list_lists, Kind.MAP: _maps, Kind.BYTES: _byte_rows}
+def _utf8(column: ColumnType, row: int, value: Any) -> bytes:
+    if not isinstance(value, (str, bytes, bytearray, memoryview)):
+        raise BadValue(column.name, row, 0, value, f"is not {column.type_name}")
+    try:
+        return value.encode() if isinstance(value, str) else bytes(value)
+    except UnicodeEncodeError as wrong:
+        raise BadValue(column.name, row, wrong.start, value, "is not Unicode text") from None
 
 
-def _from_arrow(batch: Any, table: Columns) -> Intake:
-    """A RecordBatch: list columns by their value buffers, everything else by its Python values."""
+_BUILDERS = {Kind.SCALAR: _scalars, Kind.LIST: _lists, Kind.LIST_LIST: _list_lists, Kind.MAP: _maps, Kind.BYTES: _texts}
+
+
+def _from_arrow(batch: Any, table: Columns) -> dict[str, Any]:
+    """The mapping a RecordBatch stands for: numbers by their value buffers, everything else by its Python values."""
     import pyarrow as pa
 
     group: dict[str, Any] = {}
     for name, array in zip(batch.schema.names, batch.columns, strict=True):
-        if isinstance(array, pa.ListArray) and not pa.types.is_nested(array.type.value_type) and array.null_count == 0:
-            offsets = array.offsets.to_numpy()
-            group[name] = (array.flatten().to_numpy(zero_copy_only=False), np.diff(offsets).astype(np.uint32))
+        if array.null_count == len(array) and len(array):
+            group[name] = None
         elif pa.types.is_map(array.type):
-            group[name] = [dict(row or {}) for row in array.to_pylist()]
+            group[name] = [None if row is None else dict(row) for row in array.to_pylist()]
+        elif isinstance(array, pa.ListArray) and not pa.types.is_nested(array.type.value_type) and array.null_count == 0:
+            group[name] = (array.flatten().to_numpy(zero_copy_only=False), np.diff(array.offsets.to_numpy()))
         elif pa.types.is_primitive(array.type) and array.null_count == 0:
             group[name] = array.to_numpy(zero_copy_only=False)
         elif name in table and table[name].per_record:
-            values = [value for value in array.to_pylist() if value is not None]
-            group[name] = values[0] if values else None
-        elif array.null_count == len(array):
-            group[name] = None
+            group[name] = next(value for value in array.to_pylist() if value is not None)
         else:
             group[name] = array.to_pylist()
-    return _Mapping(group, table, foreign=False, fold_masks=True).take()
+    return group

@@ -52,7 +52,7 @@ class AdoptedLane:
             self.corrupt = True
             self.reader.quarantine()
             self.reader.count_discard(Discard.CORRUPT)
-            log.error("lane of producer %s is quarantined: %s", self.producer_id, wrong)
+            log.error("lane of producer %s is quarantined: %s", self.producer_id, str(wrong))  # a log that keeps it must not keep frames
             return None
         return None if record is None else record.bind(self.lane)
 
@@ -236,12 +236,13 @@ class LaneSet:
         lanes = [lane for lane in self if not lane.corrupt]
         if all(lane.dead for lane in lanes):
             return ""
-        if any(lane.waiting or not (lane.dead or lane.reader.space_waiting) for lane in lanes):
+        if any(lane.waiting or not (lane.dead or lane.reader.wanted_bytes) for lane in lanes):
             return ""
         if self.held > held_here:  # somebody else holds leases, whose end makes room
             return ""
         size = format_size(sum(lane.reader.data_bytes for lane in lanes))
-        return f"{len(lanes)} lanes of {size} in all are full with {self.held} records, and their producers wait for room"
+        wanted = format_size(max(lane.reader.wanted_bytes for lane in lanes))
+        return f"{len(lanes)} lanes of {size} in all hold {self.held} records, and their producers have no room for {wanted} more"
 
     def counters(self) -> Counter[str]:
         """Summed over all lanes that there are and were."""

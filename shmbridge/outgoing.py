@@ -3,6 +3,7 @@
 Knows columns, plans and stamps; knows nothing of lanes, waiting or who reads.
 """
 
+import operator
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,13 +35,19 @@ class Stamp:
         """Checks and completes it; `current` is stamped where no policy version is given."""
         if split not in ("train", "eval"):
             raise InvalidRecord(f'split={split!r} is not "train" or "eval"')
-        if len(str(group_id).encode()) > _LONGEST_GROUP_ID:
-            raise InvalidRecord(f"group_id has {len(str(group_id).encode())} bytes, allowed are {_LONGEST_GROUP_ID}")
-        oldest, newest = version if isinstance(version, tuple) else (version, version)
-        versions = (current if oldest is None else int(oldest), current if newest is None else int(newest))
-        if versions[0] > versions[1] or versions[0] < -1:
+        raw_id = str(group_id).encode(errors="replace")
+        if len(raw_id) > _LONGEST_GROUP_ID or raw_id.decode() != str(group_id):
+            raise InvalidRecord(f"group_id {str(group_id)[:40]!r} is not text of at most {_LONGEST_GROUP_ID} bytes")
+        if group_size is not None and not 1 <= group_size < 1 << 31:
+            raise InvalidRecord(f"group_size={group_size} is not a number of rows")
+        bounds = version if isinstance(version, tuple) else (version, version)
+        try:
+            oldest, newest = (current if bound is None else operator.index(bound) for bound in bounds)
+        except (TypeError, ValueError):
+            oldest, newest = 0, -1
+        if not -1 <= oldest <= newest < 1 << 62:
             raise InvalidRecord(f"policy_version={version} is not a version, or (oldest, newest)")
-        return cls(str(group_id), group_size, versions, split)
+        return cls(str(group_id), group_size, (oldest, newest), split)
 
 
 class Outgoing:
@@ -99,7 +106,7 @@ def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> Column
     number = table.number[name]
     if column.kind is Kind.SCALAR:
         return Column(name, number, column.kind, column.dtype, entries=rows, count=rows, finite=column.finite)
-    lengths = np.ascontiguousarray(wanted, np.uint32)
+    lengths = intake.checked_lengths(name, wanted)
     if lengths.shape != (rows,):
         raise InvalidRecord(f"column {name!r}: lengths of shape {lengths.shape} for {rows} rows", column=name)
     count = int(lengths.sum())

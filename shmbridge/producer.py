@@ -21,7 +21,7 @@ from shmbridge import intake, liveness, segment
 from shmbridge._ext import header, ring
 from shmbridge._ext.pack import BadValue, LossyMasks, Plan
 from shmbridge.config import check_bridge_name, format_size, parse_size
-from shmbridge.errors import BridgeDraining, Closed, InvalidRecord, LaneFull, RecordTooBig, SchemaMismatch
+from shmbridge.errors import BridgeDraining, ClaimOpen, Closed, InvalidRecord, LaneFull, RecordTooBig, SchemaMismatch
 from shmbridge.exits import at_exit
 from shmbridge.liveness import Byte
 from shmbridge.outgoing import Outgoing, Split, Stamp, Version, claimed
@@ -73,12 +73,16 @@ class Producer:
         self.lane_bytes = max(parse_size(lane_bytes), _SMALLEST_LANE) & ~63
         self.columns = columns_of(schema)
         self._control = segment.open_control(bridge)
-        segment.sweep(bridge)
-        self._check_columns()
-        self._open_lane()
+        try:
+            segment.sweep(bridge)
+            self._check_columns()
+            self._open_lane()
+        except BaseException:
+            segment.leave(self._control.mapping.fd, bridge)
+            raise
         self._groups_put = 0
         self._waiting: deque[Outgoing] = deque()  # handed over by put_async, not yet committed
-        self._turn: asyncio.Lock | None = None
+        self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self._one_sleeper = threading.Lock()
         self._sleeper: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -102,9 +106,11 @@ class Producer:
         for name in segment.lane_names(self.bridge):
             fate = segment.lane_fate(name)
             if fate is not None and fate.info is not None:
-                with suppress(SchemaMismatch):  # a lane this build cannot read is the consumer's to refuse
+                try:
                     peer = Columns.decode(fate.info["columns"])
-                    self.columns.check_agrees(peer, "in this producer", f"in producer {fate.info['producer_id']}")
+                except SchemaMismatch:  # a lane this build cannot read is the consumer's to refuse
+                    continue
+                self.columns.check_agrees(peer, "in this producer", f"in producer {fate.info['producer_id']}")
 
     # -- putting ----------------------------------------------------------------------------------------------------------------
 
@@ -185,20 +191,21 @@ class Producer:
 
     async def _put_later(self, record: Outgoing, timeout_s: float | None) -> int | None:
         """Waits its turn and for room, in a thread; commits, or counts why not."""
-        if self._turn is None:
-            self._turn = asyncio.Lock()
+        loop = asyncio.get_running_loop()
+        if self._turn is None or self._turn[0] is not loop:
+            self._turn = loop, asyncio.Lock()
         if self._sleeper is None:
             self._sleeper = ThreadPoolExecutor(1, f"shmbridge-{self.bridge}")
         began = time.monotonic()
         reason = Drop.CANCELLED
         try:
-            async with self._turn:
+            async with self._turn[1]:
                 while not record.done and not self._try_claim(record.plan):
                     left = _left(began, timeout_s)
                     if left <= 0:
                         reason = Drop.TIMEOUT
                         raise self._lane_full(record.plan, time.monotonic() - began)
-                    await asyncio.get_running_loop().run_in_executor(self._sleeper, self._sleep, left)
+                    await loop.run_in_executor(self._sleeper, self._sleep, left)
                 if record.done:  # close() was faster
                     raise Closed(f"producer {self.producer_id} was closed while this group waited for room: it is counted in dropped_total")
                 return self._commit(record)
@@ -267,6 +274,8 @@ class Producer:
 
     def _try_claim(self, plan: Plan) -> bool:
         self._check_open()
+        if self._writer.claiming:
+            raise ClaimOpen(f"producer {self.producer_id} has an open claim", hint="put after the `with producer.claim(...)` block")
         if self._control.draining:
             raise BridgeDraining(f"the consumer of bridge {self.bridge!r} is draining it", hint="the run is over: close the producer")
         return not self._control.paused and self._writer.claim(plan.extent_bytes)
@@ -319,6 +328,7 @@ class Producer:
         """Writes the measured group into the open claim and publishes it."""
         try:
             record.plan.write(self._writer)
+            sequence = self._writer.commit(**record.fields)
         except LossyMasks:
             self._writer.abort()
             return self._commit_masks_as_they_are(record)
@@ -330,7 +340,7 @@ class Producer:
             self._writer.abort()
             raise
         record.done = True
-        return self._writer.commit(**record.fields)
+        return sequence
 
     def _commit_masks_as_they_are(self, record: Outgoing) -> int | None:
         """The rare group whose masks are neither -100 nor the token: once more, with `masks` as a column of its own."""
@@ -433,11 +443,13 @@ class Slot:
 
     def __init__(self, producer: Producer, record: Outgoing) -> None:
         self._producer, self._record = producer, record
-        self._memory = producer._writer.claimed_memory()
+        self._memory: memoryview | None = producer._writer.claimed_memory()
         self._columns = {column.name: column for column in record.plan.columns}
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
         """The column's values: every row's, one after another."""
+        if self._memory is None:
+            raise ClaimOpen("the claim is over: its memory is the consumer's", hint="write inside the `with` block")
         return self._record.plan.view(self._memory, self._columns[name])
 
     def __enter__(self) -> Self:
@@ -445,12 +457,12 @@ class Slot:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        producer = self._producer
-        if kind is not None:
+        producer, memory, self._memory = self._producer, self._memory, None
+        if kind is not None or memory is None:
             producer._writer.abort()
             return
         try:
-            self._record.plan.check_values(self._memory)
+            self._record.plan.check_values(memory)
         except BadValue as bad:
             producer._writer.abort()
             producer._drop(self._record, Drop.INVALID)

@@ -5,6 +5,7 @@ Knows locks, inodes and memory limits; knows nothing of records. docs/adr/0001-l
 
 import contextlib
 import os
+import re
 import secrets
 import time
 import weakref
@@ -24,6 +25,7 @@ from shmbridge.liveness import Byte
 
 MOUNT = Path("/dev/shm")
 _PREFIX = "shmbridge."
+_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(?:c|w|s|l\.[0-9a-f]{16})")
 _READY_TIMEOUT_S = 10.0
 
 
@@ -53,7 +55,8 @@ def lane_names(bridge: str) -> list[str]:
 def bridges() -> list[str]:
     """Names of all bridges that have anything on the mount, sorted."""
     with contextlib.suppress(FileNotFoundError):
-        return sorted({name.split(".")[1] for name in os.listdir(MOUNT) if name.startswith(_PREFIX) and name.count(".") >= 2})
+        found = (_SEGMENT_NAME.fullmatch(name) for name in os.listdir(MOUNT))
+        return sorted({match[1] for match in found if match is not None})
     return []
 
 
@@ -309,24 +312,27 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
         if not liveness.lock_exclusive(fd, Byte.PRODUCER):
             return False, "its producer is alive", 0
         held = _undelivered(fd)
+        if held is None and not with_records:
+            return False, "its header cannot be read", 0
         if held and not with_records:
             return False, f"holds {held} undelivered records", held
         if dry_run:
-            return True, "", held
+            return True, "", held or 0
         header.fault(b"segment.unlinking")
-        return unlink(fd, name), "", held
+        return unlink(fd, name), "", held or 0
     finally:
         os.close(fd)
 
 
-def _undelivered(fd: int) -> int:
+def _undelivered(fd: int) -> int | None:
+    """Undelivered records of a dead lane, 0 if it never became ready, None if its header makes no sense."""
     size = os.fstat(fd).st_size
     if size == 0:
         return 0
     try:
         return header.undelivered(Mapping(os.dup(fd), size, True))
     except header.LaneCorrupt:
-        return 0
+        return None
 
 
 def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> SweepReport:

@@ -102,7 +102,8 @@ typedef struct {
     uint32_t pad2;
     shm_u64 bytes_total, tokens_total, wait_ns_total, late_wakes_total; /* P */
     shm_u64 dropped_total[DROP_REASONS];                                /* P */
-    uint8_t pad3[0x80 - 8 - 32 - 8 * DROP_REASONS];
+    shm_u64 wanted_bytes; /* P: what the last claim asked for in vain, 0 if it succeeded; a hint */
+    uint8_t pad3[0x80 - 8 - 40 - 8 * DROP_REASONS];
     shm_u64 head; /* H: records that may have been handed out */
     shm_u64 discarded_total[DISCARD_REASONS];
     shm_u64 quarantined; /* H: 0 or 1 */

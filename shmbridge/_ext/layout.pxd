@@ -76,6 +76,7 @@ cdef extern from "layout.h" nogil:
         shm_u64 wait_ns_total
         shm_u64 late_wakes_total
         shm_u64 dropped_total[4]
+        shm_u64 wanted_bytes
         shm_u64 head
         shm_u64 discarded_total[4]
         shm_u64 quarantined

@@ -8,9 +8,11 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
+from operator import index
+
 import numpy as np
 
-from shmbridge._ext.layout cimport ALIGNMENT, KIND_SCALAR, TAG_VALUES, directory_entry
+from shmbridge._ext.layout cimport ALIGNMENT, KIND_LIST_LIST, KIND_MAP, KIND_SCALAR, TAG_VALUES, directory_entry
 from shmbridge._ext.ring cimport LaneWriter
 
 cdef extern from "Python.h":
@@ -185,25 +187,69 @@ cdef int write_rows(Column column, uint8_t* to, object memory) except -1:
     for row in range(len(rows)):
         source = rows[row]
         count = len(source)
-        if isinstance(source, (list, tuple)):
-            if column.tokens is not None:
-                bad = fold_row(source, column.tokens[row], to)
-            elif code == c"i":
+        if count == 0:
+            continue
+        if not isinstance(source, (list, tuple)):
+            copy_array(column, row, source, np.frombuffer(memory, column.dtype, count, at))
+        elif column.tokens is not None:
+            fold_row(source, column.tokens[row], to)
+        else:
+            if code == c"i":
                 bad = pack_int32(PySequence_Fast_ITEMS(source), count, <int32_t*>to)
             elif code == c"f":
                 bad = pack_float32(PySequence_Fast_ITEMS(source), count, <float*>to)
             elif code == c"B":
                 bad = pack_uint8(PySequence_Fast_ITEMS(source), count, to)
             else:
-                copy_array(column, row, np.asarray(source), np.frombuffer(memory, column.dtype, count, at))
-                bad = -1
+                bad = pack_any(source, np.frombuffer(memory, column.dtype, count, at))
             if bad >= 0:
-                raise BadValue(column.name, row, bad, source[bad], f"is not a {column.dtype}")
-        elif count:
-            copy_array(column, row, source, np.frombuffer(memory, column.dtype, count, at))
+                raise_bad(column, row, bad, source[bad], f"is not a {column.dtype}")
         to += count * item
         at += count * item
     return 0
+
+
+def pack_any(source, to):
+    """Numbers one by one into an array of any dtype; the index of the first that does not fit, or -1."""
+    kind = to.dtype.kind
+    limits = np.iinfo(to.dtype) if kind in "iu" else None
+    for i, value in enumerate(source):
+        try:
+            if kind in "iu":
+                value = index(value)
+                if not limits.min <= value <= limits.max:
+                    return i
+            elif kind == "b":
+                if not isinstance(value, (bool, np.bool_)):
+                    return i
+            elif isinstance(value, (str, bytes)):
+                return i
+            else:
+                value = float(value)
+            to[i] = value
+        except (TypeError, ValueError, OverflowError):
+            return i
+    return -1
+
+
+cdef int raise_bad(Column column, Py_ssize_t row, Py_ssize_t position, value, reason) except -1:
+    """A scalar column is packed as if it were one row: its positions are rows."""
+    if column.kind == KIND_SCALAR:
+        row, position = position, 0
+    elif column.kind == KIND_MAP:
+        row, position = row_of(column.lengths, position)
+    elif column.kind == KIND_LIST_LIST:
+        row = row_of(column.lengths, row)[0]
+    elif len(column.rows) != column.entries:
+        row, position = row_of(column.lengths, position)
+    raise BadValue(column.name, row, position, value, reason)
+
+
+def row_of(lengths, position):
+    """Which row a place among all rows' values belongs to, and where in it."""
+    ends = np.cumsum(lengths)
+    row = int(np.searchsorted(ends, position, side="right"))
+    return row, int(position - (ends[row] - lengths[row]))
 
 
 cdef Py_ssize_t fold_row(object masks, object tokens, uint8_t* to) except -2:
@@ -221,8 +267,6 @@ cdef Py_ssize_t fold_row(object masks, object tokens, uint8_t* to) except -2:
 def copy_array(Column column not None, Py_ssize_t row, source, to):
     """One array into one row of another dtype, values checked: integers must fit, floats may round."""
     kind = source.dtype.kind
-    if source.ndim != 1:
-        raise BadValue(column.name, row, 0, source.shape, "is not one-dimensional")
     if source.dtype == to.dtype:
         to[:] = source
     elif to.dtype.kind in "iu" and kind in "iub":
@@ -230,13 +274,13 @@ def copy_array(Column column not None, Py_ssize_t row, source, to):
         outside = (source < limits.min) | (source > limits.max) if kind != "b" else np.zeros(0, bool)
         if outside.any():
             position = int(outside.argmax())
-            raise BadValue(column.name, row, position, int(source[position]), f"is not a {to.dtype}")
+            raise_bad(column, row, position, int(source[position]), f"is not a {to.dtype}")
         to[:] = source
     elif (to.dtype.kind == "f" and kind in "fiub") or (to.dtype.kind == "b" and kind == "b"):
         with np.errstate(over="ignore"):
             to[:] = source
     else:
-        raise BadValue(column.name, row, 0, source.dtype, f"cannot become {to.dtype}")
+        raise_bad(column, row, 0, source.dtype, f"cannot become {to.dtype}")
 
 
 cdef int check_finite(Column column, uint8_t* values) except -1:
@@ -260,8 +304,11 @@ def check_array(Column column not None, values):
 
 def raise_non_finite(Column column not None, Py_ssize_t position, value):
     row = position
-    if column.kind != KIND_SCALAR and column.lengths is not None:
-        ends = np.cumsum(column.lengths)
-        row = int(np.searchsorted(ends, position, side="right"))
-        position -= int(ends[row] - column.lengths[row])
+    if column.kind == KIND_LIST_LIST:
+        row, position = row_of(column.inner, position)
+        row = row_of(column.lengths, row)[0]
+    elif column.kind != KIND_SCALAR:
+        row, position = row_of(column.lengths, position)
+    else:
+        position = 0
     raise BadValue(column.name, row, position, float(value), "is not finite")

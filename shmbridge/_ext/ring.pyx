@@ -115,12 +115,20 @@ cdef class LaneWriter:
                     break
                 full_pass = True
         if at == NO_PLACE:
+            store_relaxed64(&self._header.wanted_bytes, size)
             return False
+        if load_relaxed64(&self._header.wanted_bytes):
+            store_relaxed64(&self._header.wanted_bytes, 0)
         self._free_slot_count -= 1
         self._claimed = self._free_slots[self._free_slot_count]
         self._claim_at, self._claim_bytes = at, size
         fault_hit(b"producer.claimed")
         return True
+
+    @property
+    def claiming(self) -> bool:
+        """Whether a claim is open."""
+        return self._claimed >= 0
 
     cdef uint8_t* claimed(self) except NULL:
         if self._claimed < 0 or not self._lane.alive():
@@ -210,16 +218,23 @@ cdef class LaneWriter:
 
     @property
     def outstanding(self) -> int:
-        """Committed and, as far as this side has looked, un-released records."""
-        self._reclaim(True)
-        return self._outstanding_count
+        """Committed and un-released records. Only looks: any thread."""
+        return sum(not self._is_released(self._outstanding[(self._outstanding_at + i) & (self.slot_count - 1)])
+                   for i in range(self._outstanding_count))
 
     @property
     def free_bytes(self) -> int:
-        self._reclaim(True)
-        return sum(self._free_extents[i].bytes for i in range(self._free_extent_count))
+        """Bytes of the data area that no committed, un-released record has. Only looks: any thread."""
+        cdef uint64_t used = 0
+        cdef uint32_t i, index
+        for i in range(self._outstanding_count):
+            index = self._outstanding[(self._outstanding_at + i) & (self.slot_count - 1)]
+            if not self._is_released(index):
+                used += self._slots[index].extent_bytes
+        return self.data_bytes - used
 
 
+@cython.no_gc_clear  # leases that end while a cycle is collected need the lane
 cdef class LaneReader:
     """The hub's side of one lane. The holder of the hub lock only; one thread at a time; never blocks."""
 
@@ -274,9 +289,9 @@ cdef class LaneReader:
         return len(self._backlog) + load_acquire64(&self._header.tail) - self.next  # SYNC(commit)
 
     @property
-    def space_waiting(self) -> bool:
-        """Whether the producer sleeps for want of room; a hint."""
-        return load_seq32(&self._header.space_waiting) != 0  # SYNC(space-wake)
+    def wanted_bytes(self) -> int:
+        """What the producer's last claim asked for in vain; 0 if it succeeded. A hint."""
+        return load_relaxed64(&self._header.wanted_bytes)
 
     def take(self, type cls):
         """The next record as an instance of `cls` (a Lease type), or None. Stores head before it returns.

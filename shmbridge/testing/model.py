@@ -69,7 +69,8 @@ class RingModel:
         """The ring reserved `size` bytes at `at`. Nothing un-released may lie there: a reader still looks at it."""
         assert self._claim is None, "one open claim per producer"
         size = _lines(size)
-        assert at % LINE == 0 and 0 <= at <= self.data_bytes - size, f"extent {at}+{size} is outside {self.data_bytes} bytes"
+        assert at % LINE == 0, f"extent {at} is not on a line"
+        assert 0 <= at <= self.data_bytes - size, f"extent {at}+{size} is outside {self.data_bytes} bytes"
         assert len(self._records) < self.slots, "no slot is free"
         for sequence, record in self._records.items():
             apart = at + size <= record.at or record.at + record.size <= at

@@ -112,7 +112,9 @@ def test_columns_that_cannot_be_are_refused(ends, column) -> None:
     refused(ends, {"tokens": [[1]], **column})
 
 
-@pytest.mark.parametrize("group", [[[1, 2]], None, "group", 5, pa.table({"tokens": pa.array([[1]])})], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "group", [[[1, 2]], None, "group", 5, pa.table({"tokens": pa.array([[1]])})], ids=lambda value: type(value).__name__
+)
 def test_what_is_no_group_is_refused(ends, group) -> None:
     refused(ends, group)
 

@@ -187,7 +187,7 @@ def test_a_batch_that_can_never_fit_is_an_error_with_the_numbers(make_producer, 
     for thread in threads:
         thread.start()
     try:
-        with pytest.raises(shmbridge.BatchTooBig, match="50 groups.*complete.*KiB"):
+        with pytest.raises(shmbridge.BatchTooBig, match=r"50 groups.*complete.*KiB"):
             next(consumer.batches(groups=50, prefetch=prefetch), None)
     finally:
         stop.set()

@@ -20,7 +20,7 @@ class Lane:
     def __init__(self, bridge: str) -> None:
         self.control = segment.open_control(bridge)
         size = header.lane_geometry(LINES * 64, 32)[-1]
-        name, self.mapping = segment.create_lane(bridge, size)
+        _, self.mapping = segment.create_lane(bridge, size)
         header.format_lane(self.mapping, LINES * 64, 32, b"", 0, os.getpid(), 0, b"", b"")
         self.writer = ring.LaneWriter(self.mapping, self.control.mapping)
         self.hub = ring.LaneReader(self.mapping, None)

@@ -18,7 +18,10 @@ OWN = pa.schema([(f"list_{kind}", pa.list_(kind)) for kind in [*LISTS, *FLOATS, 
 def through():
     """Puts a group and gives the record that comes out; one bridge for the whole file."""
     name = f"t-pack-{os.getpid()}"
-    with shmbridge.Consumer(name, schema=OWN) as consumer, shmbridge.Producer(name, lane_bytes="64K", on_full="raise", schema=OWN) as producer:
+    with (
+        shmbridge.Consumer(name, schema=OWN) as consumer,
+        shmbridge.Producer(name, lane_bytes="64K", on_full="raise", schema=OWN) as producer,
+    ):
 
         def go(group, **options) -> shmbridge.Record:
             producer.put(group, **options)
@@ -182,7 +185,9 @@ def test_masks_beyond_a_byte_are_refused(through) -> None:
 
 
 def test_scalars_keep_their_precision_and_their_nulls(through) -> None:
-    record = through({"tokens": [[1], [2], [3]], "score": [0.1, None, 1e-300], "temperature": np.float64([1, 0.7, 2]), "is_last": [True, False, True]})
+    record = through(
+        {"tokens": [[1], [2], [3]], "score": [0.1, None, 1e-300], "temperature": np.float64([1, 0.7, 2]), "is_last": [True, False, True]}
+    )
     assert record["score"].tolist() == [0.1, 0.0, 1e-300]
     assert record.valid("score").tolist() == [True, False, True]
     assert record["temperature"].tolist() == [1.0, np.float32(0.7), 2.0]

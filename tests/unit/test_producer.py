@@ -33,7 +33,14 @@ def test_put_counts_sequences_from_zero(producer) -> None:
 
 
 def test_forms_may_differ_per_column(producer, consumer) -> None:
-    producer.put({"tokens": (np.array([1, 2, 3]), [2, 1]), "advantages": [[0.5, 1], np.array([2.0])], "score": (1, 0), "is_last": np.array([True, False])})
+    producer.put(
+        {
+            "tokens": (np.array([1, 2, 3]), [2, 1]),
+            "advantages": [[0.5, 1], np.array([2.0])],
+            "score": (1, 0),
+            "is_last": np.array([True, False]),
+        }
+    )
     record = consumer.get(timeout_s=5)
     assert [row.tolist() for row in record["tokens"]] == [[1, 2], [3]]
     assert [row.tolist() for row in record["advantages"]] == [[0.5, 1.0], [2.0]]
@@ -192,7 +199,7 @@ def test_close_leaves_committed_records(make_producer, consumer) -> None:
 def test_close_with_drain_waits_for_the_release(make_producer, consumer) -> None:
     producer = make_producer()
     producer.put(GROUP)
-    with pytest.raises(shmbridge.LaneFull, match="1 records.*not released"):
+    with pytest.raises(shmbridge.LaneFull, match=r"1 records.*not released"):
         producer.close(drain=True, timeout_s=0.05)
     other = make_producer()
     other.put(GROUP)
@@ -273,6 +280,6 @@ def test_arguments_that_cannot_be_leave_nothing_behind(bridge, segments, wrong) 
 
 
 def test_too_little_memory_is_an_error_at_start_that_leaves_nothing(bridge, segments) -> None:
-    with pytest.raises(shmbridge.ShmTooSmall, match="900 TiB.*free"):
+    with pytest.raises(shmbridge.ShmTooSmall, match=r"900 TiB.*free"):
         shmbridge.Producer(bridge, lane_bytes="900T")
     assert segments() == []

@@ -34,7 +34,7 @@ def test_length_columns_and_membership(record) -> None:
     assert it.columns == list(GROUP)
     assert "advantages" in it
     assert "ref_logprobs" not in it
-    with pytest.raises(KeyError, match="ref_logprobs.*tokens, advantages"):
+    with pytest.raises(KeyError, match=r"ref_logprobs.*tokens, advantages"):
         it["ref_logprobs"]
 
 
@@ -97,7 +97,9 @@ def test_a_with_block_releases(record, held) -> None:
     assert held() == 0
 
 
-@pytest.mark.parametrize("take", [lambda r: r["tokens"].values, lambda r: r["tokens"][1], lambda r: r["score"][:1], lambda r: r["distill_token_ids"][0][1]])
+@pytest.mark.parametrize(
+    "take", [lambda r: r["tokens"].values, lambda r: r["tokens"][1], lambda r: r["score"][:1], lambda r: r["distill_token_ids"][0][1]]
+)
 def test_a_view_outlives_release_and_holds_the_memory(record, producer, held, take) -> None:
     it = record()
     view = take(it)

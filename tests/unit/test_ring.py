@@ -29,7 +29,12 @@ def lane(bridge):
         reader_side = segment.open_mapping(name)
         writer = ring.LaneWriter(mapping, control.mapping)
         return SimpleNamespace(
-            writer=writer, mapping=mapping, other=reader_side, places=places, control=control, hub=lambda: ring.LaneReader(reader_side, None)
+            writer=writer,
+            mapping=mapping,
+            other=reader_side,
+            places=places,
+            control=control,
+            hub=lambda: ring.LaneReader(reader_side, None),
         )
 
     return make

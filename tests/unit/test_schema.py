@@ -55,10 +55,11 @@ def test_a_standard_column_of_another_type_is_refused_with_both_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [pa.timestamp("us"), pa.list_(pa.utf8()), pa.struct([("a", pa.int8())]), pa.map_(pa.utf8(), pa.int32()), pa.decimal128(5), pa.null()]
+    "wrong",
+    [pa.timestamp("us"), pa.list_(pa.utf8()), pa.struct([("a", pa.int8())]), pa.map_(pa.utf8(), pa.int32()), pa.decimal128(5), pa.null()],
 )
 def test_types_no_lane_carries_are_refused_by_name(wrong) -> None:
-    with pytest.raises(shmbridge.SchemaMismatch, match="'mine'.*no lane carries"):
+    with pytest.raises(shmbridge.SchemaMismatch, match=r"'mine'.*no lane carries"):
         columns_of(pa.schema([("mine", wrong)]))
 
 
