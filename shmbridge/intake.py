@@ -41,13 +41,17 @@ def take_in(group: Any, table: Columns, *, foreign: bool = False, fold_masks: bo
     `foreign` carries what upstream accepts: rows of unequal length (flagged), unknown keys (in `extra`). With `fold_masks` Atropos' masks
     are to be stored as loss_mask; the packer raises LossyMasks when that loses something.
     """
-    if type(group).__name__ == "RecordBatch" and type(group).__module__.startswith("pyarrow"):
-        return _Mapping(_from_arrow(group, table), table, foreign, fold_masks, is_atropos=False).take()
-    if not isinstance(group, Mapping):
+    from_arrow = type(group).__name__ == "RecordBatch" and type(group).__module__.startswith("pyarrow")
+    if not (from_arrow or isinstance(group, Mapping)):
         raise InvalidRecord(
             f"a group is a mapping of columns or a pyarrow.RecordBatch, not {type(group).__name__}", hint='put({"tokens": [[1, 2], [3]]})'
         )
-    return _Mapping(group, table, foreign, fold_masks, any(mark in group for mark in _ATROPOS_MARKS)).take()
+    is_atropos = not from_arrow and any(mark in group for mark in _ATROPOS_MARKS)
+    columns = _from_arrow(group, table) if from_arrow else group
+    try:
+        return _Mapping(columns, table, foreign, fold_masks, is_atropos).take()
+    except BadValue as bad:
+        raise as_invalid(bad) from None
 
 
 class _Mapping:
@@ -88,7 +92,7 @@ class _Mapping:
 
     def take_tokens(self) -> None:
         tokens = self.group.get("tokens")
-        rows = tokens[1] if tokens is not None and _is_flat(tokens) else tokens
+        rows: Any = tokens[1] if tokens is not None and _is_flat(tokens) else tokens
         if _empty_tag(rows) is not None or (hasattr(rows, "shape") and tuple(rows.shape)[:1] == (0,)):
             raise InvalidRecord("the group is empty: `tokens` has no rows", hint="skip the group before put", column="tokens")
         self.add("tokens", tokens)
@@ -127,6 +131,9 @@ class _Mapping:
         if _empty_tag(value) is not None or "loss_mask" in self.group:
             self.add("masks", value)
             return
+        if not self.foreign and isinstance(value, (list, tuple)) and any(row is None for row in value):
+            row = next(number for number, each in enumerate(value) if each is None)
+            raise InvalidRecord(f"column 'masks' row {row} is None", column="masks", row=row)
         tokens = self.group["tokens"]
         if self.fold and _all_lists(value) and _all_lists(tokens) and np.array_equal(row_lengths(list(value)), self.lengths["tokens"]):
             column = self.table["loss_mask"]
@@ -232,10 +239,10 @@ def _tagged(table: Columns, column: ColumnType, tag: Tag) -> Column:
 
 
 def _is_flat(value: Any) -> bool:
-    """The (flat array, lengths) form: a pair whose first is a 1-D array and whose second is not."""
+    """The (flat array, lengths) form: a pair of a 1-D array and whole numbers. Two float arrays are two rows."""
     if not (isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "dtype") and np.ndim(value[0]) == 1):
         return False
-    return not hasattr(value[1], "dtype") or value[1].dtype.kind in "iu" if hasattr(value[1], "__len__") else value[1] is None
+    return not hasattr(value[1], "dtype") or "int" in str(value[1].dtype)
 
 
 def _all_lists(rows: Any) -> bool:
@@ -276,8 +283,8 @@ def _build(table: Columns, column: ColumnType, value: Any) -> Column:
         raise InvalidRecord(f"column {column.name!r} takes rows of {column.type_name}, not a {type(value).__name__}", column=column.name)
     try:
         return _BUILDERS[column.kind](table, column, value)
-    except BadValue as bad:
-        raise as_invalid(bad) from None
+    except BadValue:
+        raise
     except (TypeError, ValueError, OverflowError, AttributeError) as wrong:
         if isinstance(wrong, InvalidRecord):
             raise

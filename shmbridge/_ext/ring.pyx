@@ -289,6 +289,11 @@ cdef class LaneReader:
         return len(self._backlog) + load_acquire64(&self._header.tail) - self.next  # SYNC(commit)
 
     @property
+    def space_waiting(self) -> bool:
+        """Whether the producer sleeps for want of room; a hint."""
+        return load_seq32(&self._header.space_waiting) != 0  # SYNC(space-wake)
+
+    @property
     def wanted_bytes(self) -> int:
         """What the producer's last claim asked for in vain; 0 if it succeeded. A hint."""
         return load_relaxed64(&self._header.wanted_bytes)

@@ -153,6 +153,7 @@ def test_a_stopped_hub_is_waited_for_and_its_late_answers_are_dropped(bridge: st
         with ControlClient(bridge, role="test", name="t") as client:
             assert isinstance(client.hello(timeout_s=10), messages.Welcome)
             stopped.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)  # the signal itself only asks for it
             with pytest.raises(NoConsumer):
                 client.request(messages.RunInfoRequest(), timeout_s=0.7)
             stopped.send_signal(signal.SIGCONT)
