@@ -28,7 +28,7 @@ def extension(name: str, *c_sources: str) -> Extension:
 
 setup(
     ext_modules=cythonize(
-        [extension("mapping", f"{EXT}/fork.c"), extension("header"), extension("ring"), extension("wait"), extension("pack"), extension("versions")],
+        [extension("mapping", f"{EXT}/fork.c"), *map(extension, ("header", "ring", "wait", "pack", "versions"))],
         compiler_directives={
             "language_level": "3",
             "boundscheck": DEBUG,

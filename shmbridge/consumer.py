@@ -82,7 +82,7 @@ class Consumer:
         except BaseException:
             segment.leave(self._control.mapping.fd, bridge)
             raise
-        self._no_exit_call = at_exit(self._lanes.abandon)
+        self._no_exit_call = at_exit(self._leave_unclosed)
 
     # -- becoming the hub ---------------------------------------------------------------------------------------------------------
 
@@ -355,6 +355,11 @@ class Consumer:
         if self._closed or self._control.mapping.forked:
             why = "is closed" if self._closed else "belongs to the process before fork"
             raise Closed(f"the consumer of bridge {self.bridge!r} {why}")
+
+    def _leave_unclosed(self) -> None:
+        """The process ends: what is still leased stays un-released, for the next consumer."""
+        self._lanes.abandon()
+        segment.leave(self._control.mapping.fd, self.bridge)
 
     def close(self) -> None:
         """Gives the bridge up. Records not yet handed out come to the next consumer; live views stay valid and keep the hub lock until

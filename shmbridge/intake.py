@@ -1,11 +1,12 @@
-"""From what a caller hands to `put` to measured columns: Atropos groups, mappings, Arrow batches; lists, arrays, tensors.
+"""From what a caller hands to `put` to measured columns: Atropos groups, mappings, Arrow batches.
 
-Checks shapes and names; values are checked while they are packed. Knows nothing of lanes. Called by shmbridge.outgoing only.
+Knows which columns there are, their names and that rows must agree; one column by itself is measure.py's. Called by shmbridge.outgoing
+and shmbridge.producer only.
 """
 
 import difflib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,12 @@ import numpy as np
 
 from shmbridge._ext.pack import BadValue, Column, row_lengths
 from shmbridge.errors import InvalidRecord
-from shmbridge.schema import JSON_COLUMNS, Columns, Kind, Tag
+from shmbridge.measure import Array, as_invalid, build, is_flat, texts
+from shmbridge.schema import JSON_COLUMNS, Columns, Tag
 from shmbridge.schema import Column as ColumnType
 
 _ALIASES = {"scores": "score", "rewards": "token_rewards"}
 _ATROPOS_MARKS = ("masks", "scores")
-
-Array = np.ndarray[Any, Any]
-
 
 @dataclass(slots=True)
 class Intake:
@@ -92,7 +91,7 @@ class _Mapping:
 
     def take_tokens(self) -> None:
         tokens = self.group.get("tokens")
-        rows: Any = tokens[1] if tokens is not None and _is_flat(tokens) else tokens
+        rows: Any = tokens[1] if tokens is not None and is_flat(tokens) else tokens
         if _empty_tag(rows) is not None or (hasattr(rows, "shape") and tuple(rows.shape)[:1] == (0,)):
             raise InvalidRecord("the group is empty: `tokens` has no rows", hint="skip the group before put", column="tokens")
         self.add("tokens", tokens)
@@ -121,7 +120,7 @@ class _Mapping:
         if empty is not None:
             self.columns.append(_tagged(self.table, column, empty))
             return
-        built = _build(self.table, column, value)
+        built = build(self.table, column, value)
         if built.lengths is not None:
             self.lengths[name] = built.lengths
         self.columns.append(built)
@@ -145,9 +144,9 @@ class _Mapping:
             self.columns.append(folded)
         else:
             self.add("masks", value)
-            rows = [value[0]] if _is_flat(value) else value
+            rows = [value[0]] if is_flat(value) else value
             trained = [None if row is None else np.not_equal(row, -100) for row in rows]
-            self.add("loss_mask", (trained[0], value[1]) if _is_flat(value) else trained)
+            self.add("loss_mask", (trained[0], value[1]) if is_flat(value) else trained)
 
     def add_json(self, name: str, value: Any) -> None:
         column = self.table[name]
@@ -155,9 +154,9 @@ class _Mapping:
         if empty is not None:
             self.columns.append(_tagged(self.table, column, empty))
         elif column.per_record:
-            self.columns.append(_texts(self.table, column, [self.as_text(name, value)]))
+            self.columns.append(texts(self.table, column, [self.as_text(name, value)]))
         elif isinstance(value, (list, tuple)) and len(value) == self.rows:
-            self.columns.append(_texts(self.table, column, [None if row is None else self.as_text(name, row) for row in value]))
+            self.columns.append(texts(self.table, column, [None if row is None else self.as_text(name, row) for row in value]))
         else:
             self.add_unknown(name, value)
 
@@ -238,171 +237,8 @@ def _tagged(table: Columns, column: ColumnType, tag: Tag) -> Column:
     return Column(column.name, table.number[column.name], column.kind, column.dtype, tag=tag)
 
 
-def _is_flat(value: Any) -> bool:
-    """The (flat array, lengths) form: a pair of a 1-D array and whole numbers. Two float arrays are two rows."""
-    if not (isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "dtype") and np.ndim(value[0]) == 1):
-        return False
-    return not hasattr(value[1], "dtype") or "int" in str(value[1].dtype)
-
-
 def _all_lists(rows: Any) -> bool:
     return isinstance(rows, (list, tuple)) and all(isinstance(row, (list, tuple)) for row in rows)
-
-
-def _array(value: Any) -> Array:
-    """An array of a tensor or anything array-like; bfloat16, which numpy lacks, widens to float32."""
-    if type(value).__module__.split(".")[0] == "torch":
-        value = value.detach()
-        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
-    array = np.asarray(value)
-    return array if array.flags.c_contiguous else array.copy()
-
-
-def checked_lengths(name: str, lengths: Any) -> Array:
-    """Row lengths a caller gives, as uint32; InvalidRecord if they are no lengths."""
-    found = np.asarray(lengths)
-    if found.ndim != 1 or found.dtype.kind not in "iu" or (found.size and (found.min() < 0 or found.max() > np.iinfo(np.uint32).max)):
-        raise InvalidRecord(f"column {name!r}: lengths are whole numbers from 0, one a row, not {lengths!r:.80}", column=name)
-    return found.astype(np.uint32)
-
-
-def _row(column: ColumnType, number: int, row: Any) -> Any:
-    """One row of a list column: a list, or a 1-D array."""
-    if isinstance(row, (list, tuple)):
-        return row
-    if isinstance(row, (str, bytes, Mapping)) or not (hasattr(row, "__array__") or hasattr(row, "__len__")):
-        raise BadValue(column.name, number, 0, row, "is not a row of numbers")
-    array = _array(row)
-    if array.ndim != 1:
-        raise BadValue(column.name, number, 0, row, "is not one-dimensional")
-    return array
-
-
-def _build(table: Columns, column: ColumnType, value: Any) -> Column:
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
-        raise InvalidRecord(f"column {column.name!r} takes rows of {column.type_name}, not a {type(value).__name__}", column=column.name)
-    try:
-        return _BUILDERS[column.kind](table, column, value)
-    except BadValue:
-        raise
-    except (TypeError, ValueError, OverflowError, AttributeError) as wrong:
-        if isinstance(wrong, InvalidRecord):
-            raise
-        raise InvalidRecord(f"column {column.name!r} is {column.type_name}: {wrong}", column=column.name) from wrong
-
-
-def as_invalid(bad: BadValue) -> InvalidRecord:
-    """The public error of a value the packer refused."""
-    return InvalidRecord(
-        f"column {bad.column!r} row {bad.row} position {bad.position}: {bad.value!r:.80} {bad.reason}",
-        hint="mend the value in the environment",
-        column=bad.column,
-        row=bad.row,
-        position=bad.position,
-    )
-
-
-def _scalars(table: Columns, column: ColumnType, value: Any) -> Column:
-    validity = None
-    if hasattr(value, "dtype"):
-        flat = _array(value)
-        if flat.ndim != 1:
-            raise BadValue(column.name, 0, 0, flat.shape, "is not one value a row")
-        rows: Any = [flat]  # checked and converted like a row of a list
-        entries = len(flat)
-    else:
-        values = list(value)
-        entries = len(values)
-        if any(each is None for each in values):
-            validity = np.array([each is not None for each in values], np.uint8)
-            values = [0 if each is None else each for each in values]
-        rows = [values]
-    return Column(
-        column.name, table.number[column.name], column.kind, column.dtype,
-        entries=entries, count=entries, rows=rows, validity=validity, finite=column.finite,
-    )  # fmt: skip
-
-
-def _lists(table: Columns, column: ColumnType, value: Any) -> Column:
-    validity = None
-    if _is_flat(value):
-        flat, lengths = _array(value[0]), checked_lengths(column.name, value[1])
-        if int(lengths.sum()) != len(flat):
-            raise InvalidRecord(
-                f"column {column.name!r}: {len(flat)} values, lengths add up to {int(lengths.sum())}",
-                hint="(flat array, lengths) must agree",
-                column=column.name,
-            )
-        rows: Any = [flat]
-    else:
-        rows = list(value)
-        if any(row is None for row in rows):
-            validity = np.array([row is not None for row in rows], np.uint8)
-            rows = [() if row is None else row for row in rows]
-        rows = [row if type(row) is list else _row(column, number, row) for number, row in enumerate(rows)]
-        lengths = row_lengths(rows)
-    return Column(
-        column.name, table.number[column.name], column.kind, column.dtype,
-        entries=len(lengths), count=int(lengths.sum()), lengths=lengths, validity=validity, rows=rows, finite=column.finite,
-    )  # fmt: skip
-
-
-def _list_lists(table: Columns, column: ColumnType, value: Any) -> Column:
-    validity = None
-    outer = list(value)
-    if any(row is None for row in outer):
-        validity = np.array([row is not None for row in outer], np.uint8)
-        outer = [() if row is None else row for row in outer]
-    inner_rows = [_row(column, number, inner) for number, row in enumerate(outer) for inner in row]
-    lengths, inner = row_lengths(outer), row_lengths(inner_rows)
-    return Column(
-        column.name, table.number[column.name], column.kind, column.dtype,
-        entries=len(outer), count=int(inner.sum()), lengths=lengths, inner=inner, validity=validity, rows=inner_rows, finite=column.finite,
-    )  # fmt: skip
-
-
-def _maps(table: Columns, column: ColumnType, value: Any) -> Column:
-    validity, keys, values, counts = None, [], [], []
-    rows = list(value)
-    if any(row is None for row in rows):
-        validity = np.array([row is not None for row in rows], np.uint8)
-    for number, row in enumerate(rows):
-        pairs = {} if row is None else dict(row)
-        for key, each in pairs.items():
-            if not isinstance(key, str):
-                raise BadValue(column.name, number, 0, key, "is not a name")
-            keys.append(_utf8(column, number, key))
-            values.append(each)
-        counts.append(len(pairs))
-    return Column(
-        column.name, table.number[column.name], column.kind, column.dtype,
-        entries=len(rows), count=len(values), lengths=np.array(counts, np.uint32), inner=row_lengths(keys), keys=b"".join(keys),
-        validity=validity, rows=[values], finite=column.finite,
-    )  # fmt: skip
-
-
-def _texts(table: Columns, column: ColumnType, value: Sequence[Any]) -> Column:
-    rows, validity = list(value), None
-    if any(row is None for row in rows):
-        validity = np.array([row is not None for row in rows], np.uint8)
-    raw = [b"" if row is None else _utf8(column, number, row) for number, row in enumerate(rows)]
-    whole = b"".join(raw)
-    return Column(
-        column.name, table.number[column.name], column.kind, column.dtype,
-        entries=len(raw), count=len(whole), lengths=row_lengths(raw), validity=validity, rows=whole,
-    )  # fmt: skip
-
-
-def _utf8(column: ColumnType, row: int, value: Any) -> bytes:
-    if not isinstance(value, (str, bytes, bytearray, memoryview)):
-        raise BadValue(column.name, row, 0, value, f"is not {column.type_name}")
-    try:
-        return value.encode() if isinstance(value, str) else bytes(value)
-    except UnicodeEncodeError as wrong:
-        raise BadValue(column.name, row, wrong.start, value, "is not Unicode text") from None
-
-
-_BUILDERS = {Kind.SCALAR: _scalars, Kind.LIST: _lists, Kind.LIST_LIST: _list_lists, Kind.MAP: _maps, Kind.BYTES: _texts}
 
 
 def _from_arrow(batch: Any, table: Columns) -> dict[str, Any]:

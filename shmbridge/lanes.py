@@ -26,11 +26,12 @@ log = logging.getLogger(__name__)
 class AdoptedLane:
     """One lane: its reader, what it says of all its records, and whether its producer is dead or its words cannot be true."""
 
-    __slots__ = ("corrupt", "dead", "lane", "name", "reader", "size")
+    __slots__ = ("_last_counters", "corrupt", "dead", "lane", "name", "reader", "size")
 
     def __init__(self, name: str, reader: ring.LaneReader, lane: Lane, size: int) -> None:
         self.name, self.reader, self.lane, self.size = name, reader, lane, size
         self.dead = self.corrupt = False
+        self._last_counters: Counter[str] | None = None
 
     @property
     def producer_id(self) -> str:
@@ -49,15 +50,23 @@ class AdoptedLane:
         try:
             record = self.reader.take(Record)
         except header.LaneCorrupt as wrong:
-            self.corrupt = True
-            self.reader.quarantine()
-            self.reader.count_discard(Discard.CORRUPT)
+            self.quarantine()
             log.error("lane of producer %s is quarantined: %s", self.producer_id, str(wrong))  # a log that keeps it must not keep frames
             return None
         return None if record is None else record.bind(self.lane)
 
+    def quarantine(self) -> None:
+        """Takes nothing from the lane any more; what it held is counted, and its counters stand still."""
+        waiting = self.reader.waiting
+        self.reader.quarantine()
+        self.reader.count_discard(Discard.CORRUPT, waiting if 0 < waiting <= self.reader.slot_count else 1)
+        self.corrupt = True
+        self._last_counters = self.counters()
+
     def counters(self) -> Counter[str]:
         """From the lane's own words."""
+        if self._last_counters is not None:
+            return Counter({**self._last_counters, "held": self.reader.held})
         words = header.lane_counters(self.reader.lane)
         return Counter(
             {

@@ -14,6 +14,7 @@ import numpy as np
 from shmbridge import intake
 from shmbridge._ext.pack import Column, Plan
 from shmbridge.errors import InvalidRecord
+from shmbridge.measure import checked_lengths
 from shmbridge.schema import Columns, Kind
 
 Version = int | tuple[int, int] | None
@@ -106,7 +107,7 @@ def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> Column
     number = table.number[name]
     if column.kind is Kind.SCALAR:
         return Column(name, number, column.kind, column.dtype, entries=rows, count=rows, finite=column.finite)
-    lengths = intake.checked_lengths(name, wanted)
+    lengths = checked_lengths(name, wanted)
     if lengths.shape != (rows,):
         raise InvalidRecord(f"column {name!r}: lengths of shape {lengths.shape} for {rows} rows", column=name)
     count = int(lengths.sum())

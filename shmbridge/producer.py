@@ -24,6 +24,7 @@ from shmbridge.config import check_bridge_name, format_size, parse_size
 from shmbridge.errors import BridgeDraining, ClaimOpen, Closed, InvalidRecord, LaneFull, RecordTooBig, SchemaMismatch
 from shmbridge.exits import at_exit
 from shmbridge.liveness import Byte
+from shmbridge.measure import as_invalid
 from shmbridge.outgoing import Outgoing, Split, Stamp, Version, claimed
 from shmbridge.reasons import Drop, labelled
 from shmbridge.schema import Columns, columns_of
@@ -335,7 +336,7 @@ class Producer:
         except BadValue as bad:
             self._writer.abort()
             self._drop(record, Drop.INVALID)
-            raise intake.as_invalid(bad) from None
+            raise as_invalid(bad) from None
         except BaseException:
             self._writer.abort()
             raise
@@ -466,7 +467,7 @@ class Slot:
         except BadValue as bad:
             producer._writer.abort()
             producer._drop(self._record, Drop.INVALID)
-            raise intake.as_invalid(bad) from None
+            raise as_invalid(bad) from None
         self.sequence = int(producer._writer.commit(**self._record.fields))
 
 

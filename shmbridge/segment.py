@@ -18,6 +18,7 @@ import posix_ipc
 
 from shmbridge import liveness
 from shmbridge._ext import header
+from shmbridge._ext import mapping as mapping_module
 from shmbridge._ext.mapping import Mapping
 from shmbridge.config import check_bridge_name, format_size
 from shmbridge.errors import LayoutMismatch, NotReady, ShmPermission, ShmTooSmall
@@ -61,7 +62,20 @@ def bridges() -> list[str]:
 
 
 def _open(name: str, flags: int = 0) -> int:
-    """Descriptor of a named segment, close-on-exec. FileNotFoundError, FileExistsError, ShmPermission."""
+    """Descriptor of a named segment, not inherited by exec nor by fork. FileNotFoundError, FileExistsError, ShmPermission."""
+    while True:
+        forks = mapping_module.forks()
+        fd = _open_once(name, flags)
+        mapping_module.watch(fd)
+        if mapping_module.forks() == forks:
+            return fd
+        # A child forked in between may hold this open file, and with it any lock we take on it: not this one, then.
+        if flags & posix_ipc.O_EXCL:
+            unlink(fd, name)
+        _close(fd)
+
+
+def _open_once(name: str, flags: int) -> int:
     try:
         return int(posix_ipc.SharedMemory(name, flags, mode=0o600, size=0).fd)
     except posix_ipc.ExistentialError as missing:
@@ -74,6 +88,9 @@ def _open(name: str, flags: int = 0) -> int:
             f"segment {name} belongs to uid {info.st_uid} with mode {info.st_mode & 0o777:04o}, this process is uid {os.geteuid()}",
             hint="run producers and consumer as the same user",
         ) from denied
+
+
+_close = mapping_module.close_watched
 
 
 def still_named(fd: int, name: str) -> bool:
@@ -152,7 +169,7 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
         try:
             # A sweeper may take an unlocked, empty segment for the remains of a dead creator; then it is not ours any more.
             if not (liveness.lock_exclusive(fd, Byte.PRODUCER) and still_named(fd, name)):
-                os.close(fd)
+                _close(fd)
                 continue
             header.fault(b"segment.locked")
             reserve(fd, size, f"a lane of bridge {bridge!r}")
@@ -160,7 +177,7 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
             return name, Mapping(fd, size)
         except BaseException:
             unlink(fd, name)
-            os.close(fd)
+            _close(fd)
             raise
 
 
@@ -173,12 +190,12 @@ def create_weights(bridge: str, size: int) -> Mapping | None:
         return None
     try:
         if not (liveness.lock_exclusive(fd, Byte.WRITER) and still_named(fd, name)):
-            os.close(fd)
+            _close(fd)
             return None
         reserve(fd, size, f"the weights segment of bridge {bridge!r}")
     except BaseException:
         unlink(fd, name)
-        os.close(fd)
+        _close(fd)
         raise
     return Mapping(fd, size)
 
@@ -192,7 +209,7 @@ def remove_weights(bridge: str) -> None:
             if liveness.lock_exclusive(fd, Byte.WRITER):
                 unlink(fd, name)
         finally:
-            os.close(fd)
+            _close(fd)
 
 
 def open_mapping(name: str, *, readonly: bool = False, minimum: int = 1) -> Mapping | None:
@@ -203,7 +220,7 @@ def open_mapping(name: str, *, readonly: bool = False, minimum: int = 1) -> Mapp
         return None
     size = os.fstat(fd).st_size
     if size < minimum:
-        os.close(fd)
+        _close(fd)
         return None
     return Mapping(fd, size, readonly)
 
@@ -218,7 +235,7 @@ def open_control(bridge: str) -> header.Control:
     while True:
         fd = _open(name, posix_ipc.O_CREAT)
         if not liveness.lock_exclusive(fd, Byte.INITIALISING):
-            os.close(fd)
+            _close(fd)
             if time.monotonic() > deadline:
                 raise NotReady(
                     f"{name} has been in initialisation by a living process for {_READY_TIMEOUT_S:.0f} s",
@@ -228,7 +245,7 @@ def open_control(bridge: str) -> header.Control:
         elif still_named(fd, name) and liveness.lock_shared(fd, Byte.PARTICIPANTS):
             return _enter_control(fd, name, bridge)
         else:  # swept between open and lock
-            os.close(fd)
+            _close(fd)
 
 
 def _enter_control(fd: int, name: str, bridge: str) -> header.Control:
@@ -238,14 +255,14 @@ def _enter_control(fd: int, name: str, bridge: str) -> header.Control:
             reserve(fd, header.control_bytes, f"the control segment of bridge {bridge!r}")
         mapping = Mapping(fd, header.control_bytes)
     except BaseException:
-        os.close(fd)
+        _close(fd)
         raise
     control = header.Control(mapping)
     header.fault(b"control.locked")
     if not control.ready:
         control.format(os.getpid())
     liveness.unlock(fd, Byte.INITIALISING)
-    weakref.finalize(mapping, _leave_late, mapping.fd, bridge, os.getpid())
+    weakref.finalize(mapping, _leave_late, mapping.fd, bridge, os.getpid()).atexit = False
     if control.layout_version != header.layout_version:
         raise LayoutMismatch(
             f"{name} has layout version {control.layout_version}, this build has {header.layout_version}",
@@ -262,7 +279,7 @@ def leave(fd: int, bridge: str) -> None:
 
 
 def _leave_late(fd: int, bridge: str, pid: int) -> None:
-    """The last reference goes, or the interpreter ends, and `fd` is still open; in a child of fork it is not."""
+    """The last reference goes and `fd` is still open; in a child of fork it is not."""
     if os.getpid() == pid:
         leave(fd, bridge)
 
@@ -308,29 +325,27 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
         fd = _open(name)
     except FileNotFoundError:
         return False, "gone already", 0
+    size = os.fstat(fd).st_size
+    mapping = Mapping(fd, size, True) if size else None  # owns the descriptor from here on
     try:
         if not liveness.lock_exclusive(fd, Byte.PRODUCER):
             return False, "its producer is alive", 0
-        held = _undelivered(fd)
+        held = 0 if mapping is None else _undelivered(mapping)
         if held is None and not with_records:
             return False, "its header cannot be read", 0
         if held and not with_records:
             return False, f"holds {held} undelivered records", held
-        if dry_run:
-            return True, "", held or 0
         header.fault(b"segment.unlinking")
-        return unlink(fd, name), "", held or 0
+        return dry_run or unlink(fd, name), "", held or 0
     finally:
-        os.close(fd)
+        if mapping is None:
+            _close(fd)
 
 
-def _undelivered(fd: int) -> int | None:
+def _undelivered(lane: Mapping) -> int | None:
     """Undelivered records of a dead lane, 0 if it never became ready, None if its header makes no sense."""
-    size = os.fstat(fd).st_size
-    if size == 0:
-        return 0
     try:
-        return header.undelivered(Mapping(os.dup(fd), size, True))
+        return header.undelivered(lane)
     except header.LaneCorrupt:
         return None
 
@@ -356,7 +371,7 @@ def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
     present = [each for each in (name, weights_name(bridge)) if (MOUNT / each[1:]).exists()]
     if not present and not socket_directory(bridge).exists():
         return
-    if report.kept:
+    if report.kept if dry_run else lane_names(bridge):
         reason = "lanes of the bridge are left"
     else:
         # A lost control segment is made again for its lock: nobody may join while the rest goes.
@@ -366,10 +381,11 @@ def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
             if not reason and not (dry_run and name in present):
                 _remove_control(fd, name, bridge, keep_others=dry_run)
         finally:
-            os.close(fd)
+            _close(fd)
     if reason:
         report.kept.update(dict.fromkeys(present, reason))
     else:
+        report.kept.clear()  # lanes that others removed meanwhile
         report.removed.extend(present)
 
 

@@ -21,6 +21,7 @@ from shmbridge._ext.header import Control
 from shmbridge._ext.versions import Versions
 from shmbridge.config import check_bridge_name
 from shmbridge.errors import Closed, ConsumerTaken, NotReady, WeightsBusy, WeightsMismatch
+from shmbridge.exits import at_exit
 from shmbridge.liveness import Byte
 
 # How numpy carries what it has no name for.
@@ -72,7 +73,12 @@ class WeightsWriter:
         self._control: Control | None = segment.open_control(bridge)
         self._table: list[TensorSpec] = []
         self._versions: Versions | None = None
-        self._attach()
+        self._no_exit_call = at_exit(self.close)
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
 
     def _attach(self) -> None:
         mapping = segment.open_mapping(segment.weights_name(self.bridge), minimum=versions.header_bytes)
@@ -170,6 +176,7 @@ class WeightsWriter:
             return
         if self._versions is not None:
             liveness.unlock(self._versions.mapping.fd, Byte.WRITER)
+        self._no_exit_call()
         control, self._control = self._control, None
         segment.leave(control.mapping.fd, self.bridge)
 
@@ -212,6 +219,7 @@ class WeightsReader:
         self._control: Control | None = segment.open_control(bridge)
         self._versions: Versions | None = None
         self._table: list[TensorSpec] = []
+        self._no_exit_call = at_exit(self.close)
 
     @property
     def version(self) -> int | None:
@@ -267,6 +275,7 @@ class WeightsReader:
         if self._control is None:
             return
         self._versions = None
+        self._no_exit_call()
         control, self._control = self._control, None
         segment.leave(control.mapping.fd, self.bridge)
 

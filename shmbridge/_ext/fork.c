@@ -8,10 +8,14 @@
 static pthread_mutex_t table_lock = PTHREAD_MUTEX_INITIALIZER;
 static int table[SHM_MAX_WATCHED];
 static int used;
-static unsigned generation;
+static unsigned generation, forks;
 
 static void before_fork(void) { pthread_mutex_lock(&table_lock); }
-static void in_parent(void) { pthread_mutex_unlock(&table_lock); }
+
+static void in_parent(void) {
+    forks++;
+    pthread_mutex_unlock(&table_lock);
+}
 
 static void in_child(void) {
     for (int i = 0; i < used; i++) close(table[i]);
@@ -25,7 +29,9 @@ __attribute__((constructor)) static void install(void) { pthread_atfork(before_f
 int fork_watch(int fd) {
     int status = -1;
     pthread_mutex_lock(&table_lock);
-    if (used < SHM_MAX_WATCHED) {
+    for (int i = 0; i < used; i++)
+        if (table[i] == fd) status = 0;
+    if (status != 0 && used < SHM_MAX_WATCHED) {
         table[used++] = fd;
         status = 0;
     }
@@ -45,3 +51,10 @@ void fork_unwatch(int fd) {
 }
 
 unsigned fork_generation(void) { return generation; }
+
+unsigned fork_count(void) {
+    pthread_mutex_lock(&table_lock);
+    unsigned count = forks;
+    pthread_mutex_unlock(&table_lock);
+    return count;
+}

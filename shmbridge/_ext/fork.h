@@ -6,10 +6,12 @@
 #ifndef SHMBRIDGE_FORK_H
 #define SHMBRIDGE_FORK_H
 
-/* Begins to watch a descriptor. 0, or -1 when the table of SHM_MAX_WATCHED is full. */
+/* Begins to watch a descriptor, once. 0, or -1 when the table of SHM_MAX_WATCHED is full. */
 int fork_watch(int fd);
 void fork_unwatch(int fd);
 /* Moves on in every child of fork; a plain int, written only while the child has one thread. */
 unsigned fork_generation(void);
+/* Forks of this process so far. If it moved between opening a descriptor and watching it, a child may have that one unwatched. */
+unsigned fork_count(void);
 
 #endif

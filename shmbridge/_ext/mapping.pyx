@@ -13,11 +13,29 @@ cdef extern from "fork.h" nogil:
     int fork_watch(int fd)
     void fork_unwatch(int fd)
     unsigned fork_generation()
+    unsigned fork_count()
 
 cdef extern from "<sys/mman.h>" nogil:
     enum: MADV_DONTFORK
     enum: MADV_DONTDUMP
     int madvise(void* addr, size_t length, int advice)
+
+
+def forks():
+    """Forks of this process so far; see open_watched in shmbridge.segment."""
+    return fork_count()
+
+
+def watch(int fd):
+    """Has every child of fork close the descriptor before it runs any Python. OSError when 4096 are watched."""
+    if fork_watch(fd) != 0:
+        raise OSError(EMFILE, "too many segments are open in this process (4096)")
+
+
+def close_watched(int fd):
+    """Closes a watched descriptor."""
+    fork_unwatch(fd)
+    close(fd)
 
 
 cdef class Mapping:
@@ -39,8 +57,7 @@ cdef class Mapping:
         self._readonly = readonly
         madvise(base, size, MADV_DONTFORK)
         madvise(base, size, MADV_DONTDUMP)
-        if fork_watch(fd) != 0:
-            raise OSError(EMFILE, "too many segments are open in this process (4096)")
+        watch(fd)
         self._fd = fd
 
     cdef bint alive(self) noexcept nogil:
@@ -64,6 +81,6 @@ cdef class Mapping:
         if not self.alive():
             return
         munmap(self.base, self.size)
-        if self._fd >= 0:
+        if self._fd >= 0:  # not close_watched: at the end of the interpreter the module's names may be gone
             fork_unwatch(self._fd)
             close(self._fd)

@@ -278,7 +278,7 @@ cdef class LaneReader:
         backlog.sort(reverse=True)
         self._backlog = backlog
         self.next = tail
-        self.first_head = load_relaxed64(&self._header.head)
+        self.first_head = load_relaxed64(&self._header.head)  # SYNC(hand-out): ordered by the hub lock that changed hands
 
     cdef shm_u64* tail_word(self) noexcept nogil:
         return &self._header.tail
@@ -368,9 +368,9 @@ cdef class LaneReader:
         """Wakes a producer that waits for space."""
         ring_bell(&self._header.space_bell)
 
-    def count_discard(self, uint32_t reason):
+    def count_discard(self, uint32_t reason, uint64_t count=1):
         if reason < DISCARD_REASONS:
-            store_relaxed64(&self._header.discarded_total[reason], load_relaxed64(&self._header.discarded_total[reason]) + 1)
+            store_relaxed64(&self._header.discarded_total[reason], load_relaxed64(&self._header.discarded_total[reason]) + count)
 
     def quarantine(self):
         store_relaxed64(&self._header.quarantined, 1)

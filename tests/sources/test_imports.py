@@ -70,9 +70,7 @@ def test_leaves_know_nothing_of_the_package(python_imports):
     wrong = [
         f"{where}: imports {imported}"
         for module, imported, where, _ in python_imports
-        if module.removeprefix("shmbridge.") in LEAVES
-        and within(imported, "shmbridge")
-        and imported.split(".")[1] not in LEAVES
+        if module.removeprefix("shmbridge.") in LEAVES and within(imported, "shmbridge") and imported.split(".")[1] not in LEAVES
     ]
     assert not wrong
 
