@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
 NEXT_STEPS = """\
 It learned. What next:
   python examples/demo.py --seed 2                 and, from another terminal, kill -9 the learner half-way
-  shmbridge top                                    while it runs: lanes, rates, staleness
+  shmbridge inspect                                while it runs: who is alive, what the lanes hold
   examples/README.md                               the same processes by hand, and your own environment
 """
 

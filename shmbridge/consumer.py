@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, Self
 
-from shmbridge import liveness, segment
+from shmbridge import liveness, participation
 from shmbridge._ext import header
 from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly, Hold
@@ -80,7 +80,7 @@ class Consumer:
         try:
             self._start(lanes, resume, group_timeout_s)
         except BaseException:
-            segment.leave(self._control.mapping.fd, bridge)
+            participation.leave(self._control.mapping.fd, bridge)
             raise
         self._no_exit_call = at_exit(self._leave_unclosed)
 
@@ -88,7 +88,7 @@ class Consumer:
 
     def _enter(self) -> header.Control:
         """Takes the hub lock, or raises ConsumerTaken."""
-        control = segment.open_control(self.bridge)
+        control = participation.open_control(self.bridge)
         if not liveness.lock_exclusive(control.mapping.fd, Byte.HUB):
             pid = control.hub_pid
             me = " (this very process)" if pid == os.getpid() else ""
@@ -112,7 +112,7 @@ class Consumer:
             if resume == "discard":
                 for record in self._lanes.take_backlog():
                     self.discard(record, Discard.RESUME)
-            segment.sweep(self.bridge)
+            participation.sweep(self.bridge)
             self._server = self._open_control_plane()
         except BaseException:
             self._lanes.abandon()
@@ -359,7 +359,7 @@ class Consumer:
     def _leave_unclosed(self) -> None:
         """The process ends: what is still leased stays un-released, for the next consumer."""
         self._lanes.abandon()
-        segment.leave(self._control.mapping.fd, self.bridge)
+        participation.leave(self._control.mapping.fd, self.bridge)
 
     def close(self) -> None:
         """Gives the bridge up. Records not yet handed out come to the next consumer; live views stay valid and keep the hub lock until
@@ -376,7 +376,7 @@ class Consumer:
             self._control.ring()
             self._waiter.shutdown(wait=True)
         if self._lanes.close() == 0:
-            segment.leave(self._control.mapping.fd, self.bridge)
+            participation.leave(self._control.mapping.fd, self.bridge)
         self._control_words = None
         del self._sleep  # the views' lanes keep the mapping, and with it the lock
 

@@ -1,6 +1,7 @@
 """What still happens when a process ends, or drops an object, without close(). Knows weak references; knows nothing of what is called."""
 
 import atexit
+import os
 import weakref
 from collections.abc import Callable
 
@@ -8,11 +9,12 @@ _Weak = weakref.WeakMethod[Callable[[], None]]
 
 
 def at_exit(method: Callable[[], None]) -> Callable[[], None]:
-    """Calls a bound method at the end of the interpreter if its object still lives; returns what undoes that."""
+    """Calls a bound method at the end of this process if its object still lives, not in children; returns what undoes that."""
     weak: _Weak = weakref.WeakMethod(method)
+    pid = os.getpid()
 
     def call() -> None:
-        if (alive := weak()) is not None:
+        if os.getpid() == pid and (alive := weak()) is not None:
             alive()
 
     atexit.register(call)

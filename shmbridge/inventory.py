@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from shmbridge import liveness, segment
+from shmbridge import liveness, participation, segment
 from shmbridge._ext import header
 from shmbridge.config import check_bridge_name
 from shmbridge.liveness import Byte
@@ -66,7 +66,7 @@ def _bridge(name: str) -> BridgeInfo:
 
 
 def _lane(name: str) -> LaneInfo | None:
-    fate = segment.lane_fate(name)
+    fate = participation.lane_fate(name)
     if fate is None:
         return None
     info = fate.info or {"producer_id": "", "env_name": "", "pid": 0}
@@ -84,7 +84,7 @@ def clean(bridge: str | None = None, *, dry_run: bool = True) -> CleanReport:
     """
     report = CleanReport(dry_run)
     for name in segment.bridges() if bridge is None else [check_bridge_name(bridge)]:
-        swept = segment.sweep(name, with_records=True, dry_run=dry_run)
+        swept = participation.sweep(name, with_records=True, dry_run=dry_run)
         report.removed += swept.removed
         report.kept.update(swept.kept)
         report.undelivered.update(swept.undelivered)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from shmbridge import segment
+from shmbridge import participation, segment
 from shmbridge._ext import header, ring
 from shmbridge._ext.mapping import Mapping
 from shmbridge.config import format_size
@@ -216,7 +216,7 @@ class LaneSet:
 
     def _bury(self, lane: AdoptedLane) -> bool:
         counters = lane.counters()
-        removed, reason, _ = segment.remove_lane(lane.name, with_records=lane.corrupt)
+        removed, reason, _ = participation.remove_lane(lane.name, with_records=lane.corrupt)
         if not (removed or reason == "gone already"):
             return False
         self._lanes.pop(lane.name, None)

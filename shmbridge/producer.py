@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from shmbridge import intake, liveness, segment
+from shmbridge import intake, liveness, participation, segment
 from shmbridge._ext import header, ring
 from shmbridge._ext.pack import BadValue, LossyMasks, Plan
 from shmbridge.config import check_bridge_name, format_size, parse_size
@@ -73,13 +73,13 @@ class Producer:
         self.producer_id = (producer_id or f"{env_name[:32] or 'producer'}-{os.getpid()}-{secrets.token_hex(3)}")[:63]
         self.lane_bytes = max(parse_size(lane_bytes), _SMALLEST_LANE) & ~63
         self.columns = columns_of(schema)
-        self._control = segment.open_control(bridge)
+        self._control = participation.open_control(bridge)
         try:
-            segment.sweep(bridge)
+            participation.sweep(bridge)
             self._check_columns()
             self._open_lane()
         except BaseException:
-            segment.leave(self._control.mapping.fd, bridge)
+            participation.leave(self._control.mapping.fd, bridge)
             raise
         self._groups_put = 0
         self._waiting: deque[Outgoing] = deque()  # handed over by put_async, not yet committed
@@ -105,7 +105,7 @@ class Producer:
         hub_columns = Columns.decode(self._control.columns)
         self.columns.check_agrees(hub_columns, "in this producer", "in the consumer")
         for name in segment.lane_names(self.bridge):
-            fate = segment.lane_fate(name)
+            fate = participation.lane_fate(name)
             if fate is not None and fate.info is not None:
                 try:
                     peer = Columns.decode(fate.info["columns"])
@@ -427,7 +427,7 @@ class Producer:
         self._no_exit_call()
         liveness.unlock(self._lane.fd, Byte.PRODUCER)
         self._control.announce_lane()
-        segment.leave(self._control.mapping.fd, self.bridge)
+        participation.leave(self._control.mapping.fd, self.bridge)
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from shmbridge import liveness, segment
+from shmbridge import liveness, participation, segment
 from shmbridge._ext import versions
 from shmbridge._ext.header import Control
 from shmbridge._ext.versions import Versions
@@ -70,7 +70,7 @@ class WeightsWriter:
 
     def __init__(self, bridge: str) -> None:
         self.bridge = check_bridge_name(bridge)
-        self._control: Control | None = segment.open_control(bridge)
+        self._control: Control | None = participation.open_control(bridge)
         self._table: list[TensorSpec] = []
         self._versions: Versions | None = None
         self._no_exit_call = at_exit(self.close)
@@ -178,7 +178,7 @@ class WeightsWriter:
             liveness.unlock(self._versions.mapping.fd, Byte.WRITER)
         self._no_exit_call()
         control, self._control = self._control, None
-        segment.leave(control.mapping.fd, self.bridge)
+        participation.leave(control.mapping.fd, self.bridge)
 
     def __enter__(self) -> Self:
         return self
@@ -216,7 +216,7 @@ class WeightsReader:
 
     def __init__(self, bridge: str) -> None:
         self.bridge = check_bridge_name(bridge)
-        self._control: Control | None = segment.open_control(bridge)
+        self._control: Control | None = participation.open_control(bridge)
         self._versions: Versions | None = None
         self._table: list[TensorSpec] = []
         self._no_exit_call = at_exit(self.close)
@@ -277,7 +277,7 @@ class WeightsReader:
         self._versions = None
         self._no_exit_call()
         control, self._control = self._control, None
-        segment.leave(control.mapping.fd, self.bridge)
+        participation.leave(control.mapping.fd, self.bridge)
 
     def __enter__(self) -> Self:
         return self

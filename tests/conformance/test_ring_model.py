@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import shmbridge
-from shmbridge import segment
+from shmbridge import participation, segment
 from shmbridge._ext import header, ring
 from shmbridge.testing import RingModel
 
@@ -25,7 +25,7 @@ class Lane(RuleBasedStateMachine):
     def open(self, slots: int, lines: int) -> None:
         self.bridge = f"model-{os.getpid()}"
         self.model = RingModel(slots, lines * 64)
-        self.control = segment.open_control(self.bridge)
+        self.control = participation.open_control(self.bridge)
         *_, self.data_at, size = header.lane_geometry(lines * 64, slots)
         self.name, self.lane = segment.create_lane(self.bridge, size)
         header.format_lane(self.lane, lines * 64, slots, b"", 0, os.getpid(), 0, b"producer", b"")

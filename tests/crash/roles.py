@@ -141,9 +141,9 @@ def attend(bridge: str) -> None:
 
 def sweep(bridge: str) -> None:
     """Removes what is dead."""
-    from shmbridge import segment
+    from shmbridge import participation
 
-    say("swept", *segment.sweep(bridge).removed)
+    say("swept", *participation.sweep(bridge).removed)
 
 
 def write_weights(bridge: str, first: str, last: str) -> None:

@@ -353,11 +353,11 @@ def test_views_at_exit_do_not_release_what_the_next_consumer_holds(closed, run, 
     An exit handler registered before the bridge was opened runs after the bridge's own: it plays the next consumer in that gap.
     """
     code, out, err = run(f"""
-        from shmbridge import segment
+        from shmbridge import participation, segment
 
         def next_consumer():
             global record, view
-            held = lambda: sum(segment.lane_fate(name).held for name in segment.lane_names(bridge))
+            held = lambda: sum(participation.lane_fate(name).held for name in segment.lane_names(bridge))
             try:
                 consumer = shmbridge.Consumer(bridge)
             except shmbridge.ConsumerTaken:

@@ -16,15 +16,19 @@ ROOT = Path(__file__).parents[2]
 LEAVES = {"errors", "config", "reasons", "exits", "staleness"}
 LAYERS = {
     "segment": {"_ext", "liveness"},
+    "participation": {"_ext", "liveness", "segment"},
+    "measure": {"_ext", "schema"},
+    "intake": {"_ext", "schema", "measure"},
+    "outgoing": {"_ext", "schema", "intake", "measure"},
     "liveness": {"_ext"},
     "deathwatch": {"_ext", "liveness"},
     "schema": {"_ext"},
     "record": {"_ext", "segment", "liveness", "schema", "arrow", "scored_data"},
-    "producer": {"_ext", "segment", "liveness", "schema", "record", "intake", "outgoing"},
+    "producer": {"_ext", "segment", "liveness", "participation", "schema", "intake", "measure", "outgoing"},
     "groups": {"record"},
     "scheduler": {"record", "groups"},
     "batch": {"record", "groups", "schema"},
-    "weights": {"_ext", "segment", "liveness"},
+    "weights": {"_ext", "segment", "participation", "liveness"},
 }
 # Third parties that are not everywhere installed, and who may import them.
 ALLOWED = {

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from shmbridge import segment
+from shmbridge import participation, segment
 from shmbridge._ext import header, ring
 
 LINES = 32
@@ -18,7 +18,7 @@ FIELDS = {
 
 class Lane:
     def __init__(self, bridge: str) -> None:
-        self.control = segment.open_control(bridge)
+        self.control = participation.open_control(bridge)
         size = header.lane_geometry(LINES * 64, 32)[-1]
         _, self.mapping = segment.create_lane(bridge, size)
         header.format_lane(self.mapping, LINES * 64, 32, b"", 0, os.getpid(), 0, b"", b"")

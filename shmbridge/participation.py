@@ -1,0 +1,220 @@
+"""Taking part in a bridge: entering through its control segment, leaving, and sweeping what the dead have left.
+
+Knows which lock proves what and in which order locks are taken; names and memory are segment.py's. docs/adr/0001-lanes.md, "Life of a
+name", is what both do.
+"""
+
+import contextlib
+import os
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import posix_ipc
+
+from shmbridge import liveness
+from shmbridge._ext import header
+from shmbridge._ext.mapping import Mapping
+from shmbridge.errors import LayoutMismatch, NotReady
+from shmbridge.liveness import Byte
+from shmbridge.segment import (
+    MOUNT,
+    close_segment,
+    control_name,
+    lane_names,
+    open_mapping,
+    open_segment,
+    reserve,
+    socket_directory,
+    still_named,
+    unlink,
+    weights_name,
+)  # fmt: skip
+
+_READY_TIMEOUT_S = 10.0
+
+
+def open_control(bridge: str) -> header.Control:
+    """The bridge's control segment, created and initialised if need be, with this process as a participant.
+
+    Blocks while a living process initialises it, at most 10 s, then NotReady. The participants' lock lasts as long as the Control.
+    """
+    name = control_name(bridge)
+    deadline = time.monotonic() + _READY_TIMEOUT_S
+    while True:
+        fd = open_segment(name, posix_ipc.O_CREAT)
+        if not liveness.lock_exclusive(fd, Byte.INITIALISING):
+            close_segment(fd)
+            if time.monotonic() > deadline:
+                raise NotReady(
+                    f"{name} has been in initialisation by a living process for {_READY_TIMEOUT_S:.0f} s",
+                    hint="look for a stopped process of this bridge: ps -eo pid,stat,cmd",
+                )
+            time.sleep(0.002)
+        elif still_named(fd, name) and liveness.lock_shared(fd, Byte.PARTICIPANTS):
+            return _enter_control(fd, name, bridge)
+        else:  # swept between open and lock
+            close_segment(fd)
+
+
+def _enter_control(fd: int, name: str, bridge: str) -> header.Control:
+    """Makes the segment whole if nobody did, and gives the initialisation lock back; whoever dies here leaves no magic."""
+    try:
+        if os.fstat(fd).st_size < header.control_bytes:
+            reserve(fd, header.control_bytes, f"the control segment of bridge {bridge!r}")
+        mapping = Mapping(fd, header.control_bytes)
+    except BaseException:
+        close_segment(fd)
+        raise
+    control = header.Control(mapping)
+    header.fault(b"control.locked")
+    if not control.ready:
+        control.format(os.getpid())
+    liveness.unlock(fd, Byte.INITIALISING)
+    weakref.finalize(mapping, _leave_late, mapping.fd, bridge, os.getpid()).atexit = False
+    if control.layout_version != header.layout_version:
+        raise LayoutMismatch(
+            f"{name} has layout version {control.layout_version}, this build has {header.layout_version}",
+            hint="use one shmbridge version on both sides, or end the other side and run: shmbridge clean --yes",
+        )
+    return control
+
+
+def leave(fd: int, bridge: str) -> None:
+    """Gives up every part in a bridge that the control segment's `fd` stands for, and removes what is dead of it."""
+    liveness.unlock(fd, Byte.HUB)
+    liveness.unlock(fd, Byte.PARTICIPANTS)
+    sweep(bridge)
+
+
+def _leave_late(fd: int, bridge: str, pid: int) -> None:
+    """The last reference goes and `fd` is still open; in a child of fork it is not."""
+    if os.getpid() == pid:
+        leave(fd, bridge)
+
+
+@dataclass(slots=True)
+class LaneFate:
+    """What is known of one lane from outside: its header, whether its producer lives, and what it still holds."""
+
+    name: str
+    alive: bool
+    held: int
+    records: int
+    info: dict[str, Any] | None
+    size: int
+
+
+@dataclass(slots=True)
+class SweepReport:
+    """What a sweep removed and what it left, each with its reason."""
+
+    removed: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    undelivered: dict[str, int] = field(default_factory=dict)
+
+
+def lane_fate(name: str) -> LaneFate | None:
+    """Looks at a lane without touching it; None if it is gone."""
+    mapping = open_mapping(name, readonly=True)
+    if mapping is None:
+        return None
+    alive = liveness.is_locked(mapping.fd, Byte.PRODUCER)
+    info, held, records = None, 0, 0
+    with contextlib.suppress(header.LaneCorrupt):
+        info = header.read_lane(mapping)
+        held = header.undelivered(mapping)
+        records = header.lane_counters(mapping)["tail"] if info else 0
+    return LaneFate(name, alive, held, records, info, mapping.size)
+
+
+def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False) -> tuple[bool, str, int]:
+    """Removes a lane if it is dead: (removed, reason it was kept or "", records it held). Never touches a live one."""
+    try:
+        fd = open_segment(name)
+    except FileNotFoundError:
+        return False, "gone already", 0
+    size = os.fstat(fd).st_size
+    mapping = Mapping(fd, size, True) if size else None  # owns the descriptor from here on
+    try:
+        if not liveness.lock_exclusive(fd, Byte.PRODUCER):
+            return False, "its producer is alive", 0
+        held = 0 if mapping is None else _undelivered(mapping)
+        if held is None and not with_records:
+            return False, "its header cannot be read", 0
+        if held and not with_records:
+            return False, f"holds {held} undelivered records", held
+        header.fault(b"segment.unlinking")
+        return dry_run or unlink(fd, name), "", held or 0
+    finally:
+        if mapping is None:
+            close_segment(fd)
+
+
+def _undelivered(lane: Mapping) -> int | None:
+    """Undelivered records of a dead lane, 0 if it never became ready, None if its header makes no sense."""
+    try:
+        return header.undelivered(lane)
+    except header.LaneCorrupt:
+        return None
+
+
+def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> SweepReport:
+    """Removes what is dead of a bridge: lanes without undelivered records (with them, if asked), then the rest if nobody takes part."""
+    report = SweepReport()
+    for name in lane_names(bridge):
+        removed, reason, held = remove_lane(name, with_records=with_records, dry_run=dry_run)
+        if removed:
+            report.removed.append(name)
+        elif reason != "gone already":
+            report.kept[name] = reason
+        if held:
+            report.undelivered[name] = held
+    _sweep_control(bridge, report, dry_run)
+    return report
+
+
+def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
+    """Control, weights and socket directory go together, when nobody takes part and no lane is left."""
+    name = control_name(bridge)
+    present = [each for each in (name, weights_name(bridge)) if (MOUNT / each[1:]).exists()]
+    if not present and not socket_directory(bridge).exists():
+        return
+    if report.kept if dry_run else lane_names(bridge):
+        reason = "lanes of the bridge are left"
+    else:
+        # A lost control segment is made again for its lock: nobody may join while the rest goes.
+        fd = open_segment(name, posix_ipc.O_CREAT)
+        try:
+            reason = _unused_control(fd, name)
+            if not reason and not (dry_run and name in present):
+                _remove_control(fd, name, bridge, keep_others=dry_run)
+        finally:
+            close_segment(fd)
+    if reason:
+        report.kept.update(dict.fromkeys(present, reason))
+    else:
+        report.kept.clear()  # lanes that others removed meanwhile
+        report.removed.extend(present)
+
+
+def _unused_control(fd: int, name: str) -> str:
+    """Takes the control segment's locks, in the order that lets nobody join in between; why that failed, or ""."""
+    if not liveness.lock_exclusive(fd, Byte.INITIALISING):
+        return "is being initialised"
+    if not liveness.lock_exclusive(fd, Byte.PARTICIPANTS):
+        return "has living participants"
+    return "" if still_named(fd, name) else "was made anew just now"
+
+
+def _remove_control(fd: int, name: str, bridge: str, *, keep_others: bool) -> None:
+    if not keep_others:
+        with contextlib.suppress(posix_ipc.ExistentialError):
+            posix_ipc.unlink_shared_memory(weights_name(bridge))
+        with contextlib.suppress(FileNotFoundError):
+            directory = socket_directory(bridge)
+            for entry in directory.iterdir():
+                entry.unlink()
+            directory.rmdir()
+    unlink(fd, name)
