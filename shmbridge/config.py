@@ -11,7 +11,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class Run(msgspec.Struct, frozen=True):
     """A training run as its learner announces it; environments steer by it (Atropos' `/register`).
 
     `batch_size` counts trajectories, `max_token_len` tokens of one trajectory (0 or less: no limit), `num_steps` optimizer steps;

@@ -58,7 +58,6 @@ class Consumer:
     def __init__(
         self,
         bridge: str,
-        *,
         run: Run | None = None,
         lanes: int = 64,
         resume: Literal["redeliver", "discard"] = "redeliver",
@@ -184,7 +183,6 @@ class Consumer:
 
     def batches(
         self,
-        *,
         groups: int = 8,
         layout: "Layout" = "packed",
         max_staleness: int | None = None,

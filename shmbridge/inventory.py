@@ -73,7 +73,7 @@ def _lane(name: str) -> LaneInfo | None:
     return LaneInfo(name, info["producer_id"], info["env_name"], info["pid"], fate.alive, fate.held, fate.records, fate.size)
 
 
-def clean(bridge: str | None = None, *, dry_run: bool = True) -> CleanReport:
+def clean(bridge: str | None = None, dry_run: bool = True) -> CleanReport:
     """Removes what no living process uses, undelivered records included; with `dry_run` only says what it would remove.
 
     Never blocks, never touches a live lane, or the control segment of a bridge that somebody takes part in.

@@ -59,7 +59,6 @@ class Producer:
     def __init__(
         self,
         bridge: str,
-        *,
         env_name: str = "",
         lane_bytes: int | str = "64M",
         on_full: OnFull = "block",
@@ -388,7 +387,7 @@ class Producer:
             why = "belongs to the process before fork: open a new one here" if self._lane.forked else "is closed"
             raise Closed(f"producer {self.producer_id} {why}")
 
-    def close(self, *, drain: bool = False, timeout_s: float | None = None) -> None:
+    def close(self, drain: bool = False, timeout_s: float | None = None) -> None:
         """Leaves the bridge; committed records stay for the consumer. Idempotent; does nothing in a child of fork.
 
         Args:
