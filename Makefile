@@ -11,6 +11,7 @@ CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constrai
 .PHONY: help install demo test lint types model bench-first clean
 
 help: ## this list
+	@echo "make demo MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
 install: $(VENV)/.installed ## create .venv with everything the demo and the tests need

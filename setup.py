@@ -22,7 +22,7 @@ def extension(name: str, *c_sources: str) -> Extension:
         include_dirs=[EXT],
         depends=glob(f"{EXT}/*.h") + glob(f"{EXT}/*.pxd"),
         define_macros=[("SHMBRIDGE_FAULTS", "1")] if FAULTS else [],
-        extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wno-unused-function", *(["-g", "-O0"] if DEBUG else [])],
+        extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wno-unused-function", "-Wno-sign-compare", *(["-g", "-O0"] if DEBUG else [])],
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -120,7 +121,7 @@ class Demo:
             "wandb_name": name,
         }
         if (
-            "reward_log" in script.read_text()
+            re.search(r"^\s+reward_log\s*:", script.read_text(), re.MULTILINE)
         ):  # an environment of ours: it measures, and its questions are seeded
             log = demo_report.JsonLines(self.folder / f"rewards-{name}.jsonl")
             self.progress.rewards[name] = log

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import ConsumerTaken as ConsumerTaken
     from shmbridge.errors import InvalidRecord as InvalidRecord
     from shmbridge.errors import LaneFull as LaneFull
+    from shmbridge.errors import LaneQuarantined as LaneQuarantined
     from shmbridge.errors import LayoutMismatch as LayoutMismatch
     from shmbridge.errors import LeaseReleased as LeaseReleased
     from shmbridge.errors import NoConsumer as NoConsumer
@@ -58,7 +59,7 @@ _HOMES = {
     **dict.fromkeys(
         [
             "BadBridgeName", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
-            "ConsumerTaken", "InvalidRecord", "LaneFull",
+            "ConsumerTaken", "InvalidRecord", "LaneFull", "LaneQuarantined",
             "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotReady", "RecordTooBig", "SchemaMismatch", "ShmBridgeError",
             "ShmPermission", "ShmTooSmall", "WeightsBusy", "WeightsMismatch",
         ],

@@ -51,6 +51,7 @@ class BatchAssembly:
         return self._iterate(groups, layout, max_staleness, prefetch, hold)
 
     def _iterate(self, groups: int, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold) -> Iterator[Batch]:
+        self._stop_prefetch()  # of an earlier iteration, which ends with that
         ahead = _Prefetcher(prefetch, lambda stop: self._form(groups, layout, max_staleness, stop)) if prefetch else None
         self._prefetcher = ahead
         try:
@@ -67,7 +68,8 @@ class BatchAssembly:
                 yield batch
                 batch.release()
         finally:
-            self._stop_prefetch()
+            if self._prefetcher is ahead:
+                self._stop_prefetch()
 
     def _form(self, groups: int, layout: Layout, max_staleness: int | None, stop: threading.Event) -> Batch | None:
         """The next batch, waiting for it; None when stopped, closed, or drained with too few groups left."""
@@ -98,7 +100,7 @@ class BatchAssembly:
             if group is not None:
                 self._complete.add(group)
                 break
-        for group in self._partial.late(now):
+        for group in self._partial.late(now, self._lanes.busy_producers() if len(self._partial) else set()):
             log.warning("group %s of %s has %d of %d rows after %.0f s: discarded", group.records[0].group_id, group.producer_id,
                         group.rows, group.size, self._partial.timeout_s)  # fmt: skip
             self._discard(group, Discard.PARTIAL)
@@ -140,11 +142,14 @@ class BatchAssembly:
         for batch in reversed(ahead.stop()):
             self._put_back(batch)
 
-    def close(self) -> None:
-        """Stops gathering ahead and forgets every lease that was not handed out, un-released."""
+    def stop(self) -> None:
+        """Ends iterations and gathering ahead; what was gathered is still held."""
         self._closed = True
         self._consumer._control.ring()
         self._stop_prefetch()
+
+    def forget(self) -> None:
+        """Lets go of every lease that was not handed out, un-released: the next consumer gets those records."""
         for group in [*self._complete, *self._partial]:
             for record in group.records:
                 record.abandon()

@@ -178,7 +178,7 @@ class Consumer:
                 await self._wait_async(_LONGEST_WAIT_S)
             else:
                 await asyncio.sleep(_DRAIN_GRACE_S)  # a put that is under way commits meanwhile
-                if self._nothing_left():
+                if self._lanes.nothing_left:
                     return
 
     def batches(
@@ -239,10 +239,7 @@ class Consumer:
         if not self._control.draining:
             return False
         time.sleep(_DRAIN_GRACE_S)
-        return self._nothing_left()
-
-    def _nothing_left(self) -> bool:
-        return not any(lane.waiting for lane in self._lanes)
+        return self._lanes.nothing_left
 
     def _empty(self, timeout_s: float | None) -> ConsumerEmpty:
         return ConsumerEmpty(
@@ -257,6 +254,8 @@ class Consumer:
         """The control segment's words, which end with close()."""
         if self._control_words is None:
             raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
+        if self._control_words.mapping.forked:
+            raise Closed(f"the consumer of bridge {self.bridge!r} belongs to the process before fork")
         return self._control_words
 
     @property
@@ -350,12 +349,12 @@ class Consumer:
         }
 
     def _check_open(self) -> None:
-        if self._closed or self._control.mapping.forked:
-            why = "is closed" if self._closed else "belongs to the process before fork"
-            raise Closed(f"the consumer of bridge {self.bridge!r} {why}")
+        if self._closed or self._control is None:
+            raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
 
     def _leave_unclosed(self) -> None:
         """The process ends: what is still leased stays un-released, for the next consumer."""
+        self._batching.stop()
         self._lanes.abandon()
         participation.leave(self._control.mapping.fd, self.bridge)
 
@@ -363,10 +362,11 @@ class Consumer:
         """Gives the bridge up. Records not yet handed out come to the next consumer; live views stay valid and keep the hub lock until
         the last is gone. Idempotent; does nothing in a child of fork.
         """
-        if self._closed or self._control.mapping.forked:
+        if self._closed or (self._control_words is not None and self._control_words.mapping.forked):
             return
-        self._batching.close()
+        self._batching.stop()
         self._final = self.stats()
+        self._batching.forget()
         self._closed = True
         self._no_exit_call()
         self._server.close()

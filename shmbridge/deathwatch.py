@@ -3,6 +3,7 @@
 The pidfd only says when to look; the free lock is the proof. Knows descriptors; knows nothing of lanes' contents. Owned by the consumer.
 """
 
+import logging
 import os
 import select
 import threading
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from shmbridge import liveness
 from shmbridge._ext.mapping import Mapping
 from shmbridge.liveness import Byte
+
+log = logging.getLogger(__name__)
 
 _PROBE_MS = 500
 _BUSY_MS = 50  # while something dead still waits to be removed
@@ -59,14 +62,23 @@ class DeathWatch:
             self._sleep(timeout_ms)
             if self._stopping:
                 return
-            for name, (lane, pidfd) in list(self._lanes.items()):
-                if not liveness.is_locked(lane.fd, Byte.PRODUCER):
-                    del self._lanes[name]
-                    if pidfd >= 0:
-                        os.close(pidfd)
-                    self._on_death(name)
-                del lane
-            timeout_ms = _BUSY_MS if self._on_tick() else _PROBE_MS
+            try:
+                busy = self._look()
+            except OSError:  # such as no descriptor left: it may be better next time, and nobody else watches
+                log.exception("the death watch could not look round")
+                busy = True
+            timeout_ms = _BUSY_MS if busy else _PROBE_MS
+
+    def _look(self) -> bool:
+        """One round over all lanes; whether something dead is left to be removed."""
+        for name, (lane, pidfd) in list(self._lanes.items()):
+            if not liveness.is_locked(lane.fd, Byte.PRODUCER):
+                del self._lanes[name]
+                if pidfd >= 0:
+                    os.close(pidfd)
+                self._on_death(name)
+            del lane
+        return self._on_tick()
 
     def _sleep(self, timeout_ms: int) -> None:
         poll = select.poll()

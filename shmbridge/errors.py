@@ -71,6 +71,12 @@ class InvalidRecord(ShmBridgeError, ValueError):
         self.column, self.row, self.position = column, row, position
 
 
+class LaneQuarantined(ShmBridgeError, RuntimeError):
+    """The consumer reads this lane no more, because its words cannot be true."""
+
+    code = "SB206"
+
+
 class LaneFull(ShmBridgeError, TimeoutError):
     """The lane had no room within the time allowed; nothing was committed."""
 

@@ -64,9 +64,10 @@ class GroupAssembler:
         _append(group, record)
         return self._partial.pop(key) if group.complete else None
 
-    def late(self, now_s: float) -> Iterator[Group]:
-        """Takes out and yields the partial groups whose first fragment is older than the timeout."""
-        for key in [key for key, group in self._partial.items() if now_s - group.began_s > self.timeout_s]:
+    def late(self, now_s: float, busy: set[str]) -> Iterator[Group]:
+        """Takes out and yields the partial groups older than the timeout, unless more of their producer is there."""
+        late = [key for key, group in self._partial.items() if now_s - group.began_s > self.timeout_s and key[0] not in busy]
+        for key in late:
             yield self._partial.pop(key)
 
     def orphans(self, producer_ids: set[str]) -> Iterator[Group]:

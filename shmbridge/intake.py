@@ -179,8 +179,8 @@ class _Mapping:
             count = len(value) if hasattr(value, "__len__") else "no"
             raise InvalidRecord(f"column {key!r} has {count} rows, tokens have {self.rows}", column=key)
         else:
-            near = difflib.get_close_matches(str(key), self.table, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "declare it: Producer(schema=pyarrow.schema([...]))"
+            near = difflib.get_close_matches(str(key), self.table, n=3)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "declare it: Producer(schema=pyarrow.schema([...]))"
             raise InvalidRecord(f"unknown column {key!r}", hint=hint, column=str(key))
 
     def add_extra(self) -> None:

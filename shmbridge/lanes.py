@@ -30,7 +30,7 @@ class AdoptedLane:
 
     def __init__(self, name: str, reader: ring.LaneReader, lane: Lane, size: int) -> None:
         self.name, self.reader, self.lane, self.size = name, reader, lane, size
-        self.dead = self.corrupt = False
+        self.dead, self.corrupt = False, reader.quarantined
         self._last_counters: Counter[str] | None = None
 
     @property
@@ -42,6 +42,12 @@ class AdoptedLane:
     def waiting(self) -> int:
         """Records that can be taken."""
         return 0 if self.corrupt else self.reader.waiting
+
+    @property
+    def starves(self) -> bool:
+        """Whether its producer asked for room in vain, and there is none yet."""
+        wanted = self.reader.wanted_bytes
+        return wanted > 0 and self.reader.held > 0 and not self.reader.has_room_for(wanted)
 
     def take(self) -> Record | None:
         """The next record; None if there is none, or if the lane has just been quarantined."""
@@ -113,7 +119,11 @@ class LaneSet:
         A lane that disagrees on a column's type is refused and logged; with `strict` it is a SchemaMismatch.
         """
         with self._adopting:
-            self._adopt(strict)
+            try:
+                self._adopt(strict)
+            except BaseException:
+                self.arrivals = (self.arrivals - 1) & 0xFFFFFFFF  # what was not adopted is looked for again
+                raise
 
     def _adopt(self, strict: bool) -> None:
         self.arrivals = self._control.arrivals  # before the names are listed: what comes later is looked for again
@@ -226,7 +236,16 @@ class LaneSet:
 
     def finished_producers(self) -> set[str]:
         """Ids of the producers that will put nothing more and whose records are all taken."""
-        return {lane.producer_id for lane in self if lane.dead and not lane.waiting}
+        return {lane.producer_id for lane in self if lane.dead and not lane.waiting} - {lane.producer_id for lane in self if not lane.dead}
+
+    def busy_producers(self) -> set[str]:
+        """Ids of the producers that have records nobody has taken yet."""
+        return {lane.producer_id for lane in self if lane.waiting}
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether nothing can be taken, nor could be if there were room for more lanes."""
+        return not self._crowded and not any(lane.waiting for lane in self)
 
     # -- state --------------------------------------------------------------------------------------------------------------------
 
@@ -245,7 +264,7 @@ class LaneSet:
         lanes = [lane for lane in self if not lane.corrupt]
         if all(lane.dead for lane in lanes):
             return ""
-        if any(lane.waiting or not (lane.dead or lane.reader.wanted_bytes) for lane in lanes):
+        if any(lane.waiting or not (lane.dead or lane.starves) for lane in lanes):
             return ""
         if self.held > held_here:  # somebody else holds leases, whose end makes room
             return ""

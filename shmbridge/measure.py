@@ -69,7 +69,7 @@ def _scalars(table: Columns, column: ColumnType, value: Any) -> Column:
         entries = len(values)
         if any(each is None for each in values):
             validity = np.array([each is not None for each in values], np.uint8)
-            values = [0 if each is None else each for each in values]
+            values = [column.dtype.type(0) if each is None else each for each in values]
         rows = [values]
     return Column(
         column.name, table.number[column.name], column.kind, column.dtype,

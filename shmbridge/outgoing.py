@@ -54,7 +54,7 @@ class Stamp:
 class Outgoing:
     """One measured record: its plan, its slot's fields, and whether it has been committed or counted."""
 
-    __slots__ = ("done", "fields", "group", "plan", "stamp")
+    __slots__ = ("done", "fields", "group", "plan", "sequence", "stamp")
 
     def __init__(self, measured: intake.Intake, stamp: Stamp, group: tuple[Any, bool] | None) -> None:
         if stamp.group_size is not None and stamp.group_size < measured.rows:
@@ -64,6 +64,7 @@ class Outgoing:
         self.stamp = stamp
         self.group = group  # (what was handed over, foreign), to measure it again
         self.done = False
+        self.sequence: int | None = None
         self.fields = {
             "rows": measured.rows,
             "columns": len(measured.columns),

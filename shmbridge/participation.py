@@ -187,7 +187,7 @@ def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
         # A lost control segment is made again for its lock: nobody may join while the rest goes.
         fd = open_segment(name, posix_ipc.O_CREAT)
         try:
-            reason = _unused_control(fd, name)
+            reason = _unused_control(fd, name) or ("" if dry_run or not lane_names(bridge) else "lanes of the bridge are left")
             if not reason and not (dry_run and name in present):
                 _remove_control(fd, name, bridge, keep_others=dry_run)
         finally:

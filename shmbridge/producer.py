@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -21,7 +21,17 @@ from shmbridge import intake, liveness, participation, segment
 from shmbridge._ext import header, ring
 from shmbridge._ext.pack import BadValue, LossyMasks, Plan
 from shmbridge.config import check_bridge_name, format_size, parse_size
-from shmbridge.errors import BridgeDraining, ClaimOpen, Closed, InvalidRecord, LaneFull, RecordTooBig, SchemaMismatch
+from shmbridge.errors import (
+    BridgeDraining,
+    ClaimOpen,
+    Closed,
+    InvalidRecord,
+    LaneFull,
+    LaneQuarantined,
+    RecordTooBig,
+    SchemaMismatch,
+    ShmBridgeError,
+)
 from shmbridge.exits import at_exit
 from shmbridge.liveness import Byte
 from shmbridge.measure import as_invalid
@@ -146,9 +156,9 @@ class Producer:
             InvalidRecord, SchemaMismatch, RecordTooBig, LaneFull, BridgeDraining, Closed: nothing was committed.
         """
         record = self._measure(group, group_id, group_size, policy_version, split, foreign)
-        if not self._claim(record.plan, timeout_s):
-            return None
-        return self._commit(record)
+        if self._try_put(record) or self._wait_for(lambda: self._try_put(record), record, timeout_s):
+            return record.sequence
+        return None
 
     def put_many(self, groups: Iterable["Mapping[str, Any] | pa.RecordBatch"], **options: Any) -> list[int | None]:
         """`put` for each of the groups, in order; options as there. What was committed before an error stays committed."""
@@ -171,8 +181,8 @@ class Producer:
         Groups are committed in the order of the calls.
         """
         record = self._measure(group, group_id, group_size, policy_version, split, foreign)
-        if not self._waiting and self._try_claim(record.plan):
-            return self._commit(record)
+        if not self._waiting and self._try_put(record):
+            return record.sequence
         if self.on_full == "raise":
             raise self._lane_full(record.plan, 0.0)
         if self.on_full == "drop":
@@ -198,25 +208,31 @@ class Producer:
             self._sleeper = ThreadPoolExecutor(1, f"shmbridge-{self.bridge}")
         began = time.monotonic()
         reason = Drop.CANCELLED
+        turn = self._turn[1]
         try:
-            async with self._turn[1]:
-                while not record.done and not self._try_claim(record.plan):
+            async with asyncio.timeout(timeout_s):
+                await turn.acquire()
+            try:
+                while not record.done and not self._try_put(record):
                     left = _left(began, timeout_s)
                     if left <= 0:
-                        reason = Drop.TIMEOUT
-                        raise self._lane_full(record.plan, time.monotonic() - began)
+                        raise TimeoutError
                     await loop.run_in_executor(self._sleeper, self._sleep, left)
-                if record.done:  # close() was faster
-                    raise Closed(f"producer {self.producer_id} was closed while this group waited for room: it is counted in dropped_total")
-                return self._commit(record)
-        except BridgeDraining:
-            reason = Drop.CANCELLED
+            finally:
+                turn.release()
+        except InvalidRecord:
             raise
+        except TimeoutError:
+            reason = Drop.TIMEOUT
+            raise self._lane_full(record.plan, time.monotonic() - began) from None
         finally:
             if not record.done:
                 self._drop(record, reason)
             with suppress(ValueError):
                 self._waiting.remove(record)
+        if record.sequence is None:  # close() was faster and had no room
+            raise Closed(f"producer {self.producer_id} was closed while this group waited for room: it is counted in dropped_total")
+        return record.sequence
 
     def claim(
         self,
@@ -241,7 +257,7 @@ class Producer:
         self._check_open()
         measured = claimed(self.columns, rows, lengths)
         record = self._fits(Outgoing(measured, self._stamp(group_id, group_size, policy_version, split), None))
-        if not self._claim(record.plan, timeout_s):
+        if not self._try_claim(record.plan) and not self._wait_for(lambda: self._try_claim(record.plan), record, timeout_s):
             raise self._lane_full(record.plan, 0.0)
         return Slot(self, record)
 
@@ -274,28 +290,38 @@ class Producer:
 
     def _try_claim(self, plan: Plan) -> bool:
         self._check_open()
+        if self._writer.quarantined:
+            raise LaneQuarantined(
+                f"the consumer (pid {self._control.hub_pid}) has quarantined the lane of {self.producer_id}: its words cannot be true",
+                hint="something overwrote shared memory: see the consumer's log, then open a new producer",
+            )
         if self._writer.claiming:
             raise ClaimOpen(f"producer {self.producer_id} has an open claim", hint="put after the `with producer.claim(...)` block")
         if self._control.draining:
             raise BridgeDraining(f"the consumer of bridge {self.bridge!r} is draining it", hint="the run is over: close the producer")
         return not self._control.paused and self._writer.claim(plan.extent_bytes)
 
-    def _claim(self, plan: Plan, timeout_s: float | None) -> bool:
-        """Claims room, waiting as `on_full` says; False if the record was dropped and counted."""
-        if self._try_claim(plan):
-            return True
+    def _try_put(self, record: Outgoing) -> bool:
+        """Claims and commits if there is room now."""
+        while self._try_claim(record.plan):
+            if self._place(record):
+                return True
+        return False
+
+    def _wait_for(self, attempt: Callable[[], bool], record: Outgoing, timeout_s: float | None) -> bool:
+        """Attempts until it succeeds, waiting as `on_full` says; False if the record was dropped and counted."""
         if self.on_full == "drop":
-            self._writer.count_drop(Drop.FULL)
+            self._drop(record, Drop.FULL)
             return False
         began, said = time.monotonic(), False
         while self.on_full == "block" and (left := _left(began, timeout_s)) > 0:
             self._sleep(left)
-            if self._try_claim(plan):
+            if attempt():
                 return True
             if not said and time.monotonic() - began > _SAY_SO_AFTER_S:
                 said = True
-                log.warning("%s", self._lane_full(plan, time.monotonic() - began))
-        raise self._lane_full(plan, time.monotonic() - began)
+                log.warning("%s", self._lane_full(record.plan, time.monotonic() - began))
+        raise self._lane_full(record.plan, time.monotonic() - began)
 
     def _sleep(self, left_s: float) -> None:
         """Sleeps until something may have changed; in any thread."""
@@ -324,14 +350,21 @@ class Producer:
             hint=hint,
         )
 
-    def _commit(self, record: Outgoing) -> int | None:
-        """Writes the measured group into the open claim and publishes it."""
+    def _place(self, record: Outgoing) -> bool:
+        """Writes the measured group into the open claim and publishes it; False if it has to be claimed for anew."""
         try:
             record.plan.write(self._writer)
-            sequence = self._writer.commit(**record.fields)
-        except LossyMasks:
+            record.sequence = self._writer.commit(**record.fields)
+        except LossyMasks:  # the rare group whose masks are neither -100 nor the token: `masks` becomes a column of its own
             self._writer.abort()
-            return self._commit_masks_as_they_are(record)
+            again = record.with_masks_as_they_are(self.columns)
+            record.plan, record.fields = again.plan, again.fields
+            try:
+                self._fits(record)
+            except RecordTooBig:
+                self._drop(record, Drop.INVALID)
+                raise
+            return False
         except BadValue as bad:
             self._writer.abort()
             self._drop(record, Drop.INVALID)
@@ -340,16 +373,7 @@ class Producer:
             self._writer.abort()
             raise
         record.done = True
-        return sequence
-
-    def _commit_masks_as_they_are(self, record: Outgoing) -> int | None:
-        """The rare group whose masks are neither -100 nor the token: once more, with `masks` as a column of its own."""
-        again = record.with_masks_as_they_are(self.columns)
-        record.plan, record.fields = again.plan, again.fields
-        if not self._claim(record.plan, None):
-            record.done = True  # dropped and counted
-            return None
-        return self._commit(record)
+        return True
 
     def _drop(self, record: Outgoing, reason: Drop) -> None:
         record.done = True
@@ -360,15 +384,18 @@ class Producer:
     @property
     def policy_version(self) -> int:
         """The newest policy version the learner has published, -1 before the first. Never blocks: one load of shared memory."""
+        self._check_process()
         return int(self._control.policy_version)
 
     @property
     def paused(self) -> bool:
         """Whether the consumer has paused the bridge: `put` waits."""
+        self._check_process()
         return bool(self._control.paused)
 
     def stats(self) -> dict[str, float]:
         """Counters of this lane, flat; `dropped_total{reason}` per reason. Never blocks; any thread."""
+        self._check_process()
         counters = header.lane_counters(self._lane)
         return {
             "records_total": counters["tail"],
@@ -382,10 +409,14 @@ class Producer:
             **labelled("dropped_total", Drop, counters["dropped"]),
         }
 
+    def _check_process(self) -> None:
+        if self._lane.forked:
+            raise Closed(f"producer {self.producer_id} belongs to the process before fork", hint="open a new one in this process")
+
     def _check_open(self) -> None:
-        if self._closed or self._lane.forked:
-            why = "belongs to the process before fork: open a new one here" if self._lane.forked else "is closed"
-            raise Closed(f"producer {self.producer_id} {why}")
+        self._check_process()
+        if self._closed:
+            raise Closed(f"producer {self.producer_id} is closed")
 
     def close(self, drain: bool = False, timeout_s: float | None = None) -> None:
         """Leaves the bridge; committed records stay for the consumer. Idempotent; does nothing in a child of fork.
@@ -396,10 +427,12 @@ class Producer:
         """
         if self._closed or self._lane.forked:
             return
+        self._writer.abort()  # a claim that is open now has been given up
         self._settle_waiting()
         began = time.monotonic()
         try:
             while drain and self._writer.outstanding:
+                self._writer.reclaim()  # what was released must not wake us again
                 left = _left(began, timeout_s)
                 if left <= 0:
                     raise LaneFull(
@@ -413,9 +446,9 @@ class Producer:
     def _settle_waiting(self) -> None:
         """What put_async has taken over and not yet placed: committed if there is room now, else counted."""
         for record in self._waiting:
-            with suppress(BridgeDraining, InvalidRecord):
-                if not record.done and self._try_claim(record.plan):
-                    self._commit(record)
+            with suppress(ShmBridgeError):
+                if not record.done:
+                    self._try_put(record)
             if not record.done:
                 self._drop(record, Drop.CANCELLED)
 
@@ -458,6 +491,8 @@ class Slot:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         producer, memory, self._memory = self._producer, self._memory, None
+        if kind is None:
+            producer._check_open()
         if kind is not None or memory is None:
             producer._writer.abort()
             return

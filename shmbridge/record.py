@@ -79,6 +79,9 @@ class Ragged:
         self.values, self.lengths, self.valid = values, lengths, valid
         self._ends = np.cumsum(lengths, dtype=np.int64)
 
+    def __repr__(self) -> str:
+        return f"<Ragged {self.values.dtype}: {', '.join(map(str, list(self)[:8]))}{', …' if len(self) > 8 else ''}>"
+
     def __len__(self) -> int:
         return len(self.lengths)
 

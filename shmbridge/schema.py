@@ -154,7 +154,7 @@ def _columns() -> Iterator[Column]:
     yield column("advantages", Kind.LIST, "float32", per_token=True, finite=True)
     yield column("token_rewards", Kind.LIST, "float32", per_token=True, finite=True)
     yield column("step_rewards", Kind.LIST, "float32", finite=True)
-    yield column("step_ends", Kind.LIST, "int32")
+    yield column("step_ends", Kind.LIST, "int32")  # exclusive: the index after the last token of that step
     yield column("inference_logprobs", Kind.LIST, "float32", per_token=True)
     yield column("ref_logprobs", Kind.LIST, "float32", per_token=True)
     yield column("token_versions", Kind.LIST, "int32", per_token=True)
@@ -190,6 +190,10 @@ def columns_of(schema: "pa.Schema | None") -> Columns:
     """The standard columns, extended (or confirmed) by a user's Arrow schema. Raises SchemaMismatch for types no lane carries."""
     if schema is None:
         return standard_columns()
+    if not (type(schema).__name__ == "Schema" and type(schema).__module__.startswith("pyarrow")):
+        raise SchemaMismatch(
+            f"schema= is a {type(schema).__name__}, not a pyarrow.Schema", hint='schema=pyarrow.schema([("mine", pyarrow.int32())])'
+        )
     mine = Columns(_column_of(field) for field in schema)
     standard_columns().check_agrees(mine, "in TRAJECTORY_SCHEMA", "in schema=")
     extra = [column for column in mine.order if column.name not in STANDARD]

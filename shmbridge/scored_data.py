@@ -39,7 +39,10 @@ def _value(record: "Record", name: str) -> Any:
     if name not in record:
         return _empty(record, name)
     column = record[name]
-    return _rows(column) if isinstance(column, (Ragged, RaggedLists)) else column.tolist()
+    if isinstance(column, (Ragged, RaggedLists)):
+        return _rows(column)
+    valid = record.valid(name)
+    return [value if valid is None or valid[row] else None for row, value in enumerate(column.tolist())]
 
 
 def _rows(column: Ragged | RaggedLists) -> list[Any]:
@@ -57,5 +60,6 @@ def _masks(record: "Record") -> Any:
         return _value(record, "masks")
     if "loss_mask" not in record:
         return None
-    pairs = zip(record["tokens"], record["loss_mask"], strict=True)
-    return [[token if on else -100 for token, on in zip(tokens.tolist(), mask.tolist(), strict=True)] for tokens, mask in pairs]
+    masks = _rows(record["loss_mask"])
+    pairs = zip(record["tokens"], masks, strict=False)
+    return [None if mask is None else [token if on else -100 for token, on in zip(row.tolist(), mask, strict=False)] for row, mask in pairs]

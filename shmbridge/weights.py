@@ -84,6 +84,8 @@ class WeightsWriter:
         mapping = segment.open_mapping(segment.weights_name(self.bridge), minimum=versions.header_bytes)
         if mapping is None:
             return
+        if not segment.still_named(mapping.fd, segment.weights_name(self.bridge)):
+            return
         if not liveness.lock_exclusive(mapping.fd, Byte.WRITER):
             raise ConsumerTaken(
                 f"the weights of bridge {self.bridge!r} have a living writer", hint="one learner writes weights: end the other"

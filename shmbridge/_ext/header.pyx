@@ -94,6 +94,8 @@ def read_lane(Mapping lane not None):
 def lane_counters(Mapping lane not None):
     """Counters of a lane from its own words, as a dict of ints; safe for anyone at any time."""
     cdef lane_header* header = <lane_header*>lane.base
+    if not lane.alive():
+        raise BufferError("the lane was mapped before fork")
     return {
         "tail": load_acquire64(&header.tail), "head": load_acquire64(&header.head),
         "bytes": load_relaxed64(&header.bytes_total), "tokens": load_relaxed64(&header.tokens_total),
@@ -149,101 +151,109 @@ cdef class Control:
         self.mapping = mapping
         self._words = <control_header*>mapping.base
 
+    cdef control_header* words(self) except NULL:
+        """The words, or BufferError in a child of fork, where they are not mapped."""
+        if not self.mapping.alive():
+            raise BufferError("the bridge was entered before fork")
+        return self._words
+
     def format(self, uint32_t pid):
         """Makes an empty segment a control segment; magic last. Under the initialisation lock."""
-        self._words.layout_version = LAYOUT_VERSION
-        self._words.creator_pid = pid
-        self._words.created_ns = monotonic_ns()
+        self.words().layout_version = LAYOUT_VERSION
+        self.words().creator_pid = pid
+        self.words().created_ns = monotonic_ns()
         fault_hit(b"control.before_magic")
-        store_release64(&self._words.magic, CONTROL_MAGIC)  # SYNC(control-ready)
+        store_release64(&self.words().magic, CONTROL_MAGIC)  # SYNC(control-ready)
 
     @property
     def ready(self) -> bool:
-        magic = load_acquire64(&self._words.magic)  # SYNC(control-ready)
+        magic = load_acquire64(&self.words().magic)  # SYNC(control-ready)
         if magic not in (0, CONTROL_MAGIC):
             raise LaneCorrupt(f"magic {magic:#x}, not a control segment")
         return magic != 0
 
     @property
     def layout_version(self) -> int:
-        return self._words.layout_version
+        return self.words().layout_version
 
     @property
     def created_ns(self) -> int:
-        return self._words.created_ns
+        return self.words().created_ns
 
     def begin_epoch(self, uint64_t pid, uint64_t pid_namespace, bytes columns not None):
         """A new hub enters: its pid and columns, flags cleared, epoch + 1. Returns the epoch."""
         count = len(columns) // sizeof(column_def)
         if count > MAX_COLUMNS:
             raise ValueError(f"{count} columns, at most {MAX_COLUMNS}")
-        store_release64(&self._words.column_count, 0)  # SYNC(hub-columns)
+        store_release64(&self.words().column_count, 0)  # SYNC(hub-columns)
         memcpy(self.mapping.base + PAGE, PyBytes_AS_STRING(columns), len(columns))
-        store_release64(&self._words.column_count, count)  # SYNC(hub-columns)
-        self._words.hub_pid, self._words.hub_pid_namespace = pid, pid_namespace
-        store_seq32(&self._words.hub_sleeping, 0)
-        store_relaxed64(&self._words.paused, 0)
-        store_relaxed64(&self._words.draining, 0)
-        epoch = load_relaxed64(&self._words.hub_epoch) + 1
-        store_release64(&self._words.hub_epoch, epoch)  # SYNC(epoch)
+        self.words().hub_pid, self.words().hub_pid_namespace = pid, pid_namespace
+        store_seq32(&self.words().hub_sleeping, 0)
+        store_relaxed64(&self.words().paused, 0)
+        store_relaxed64(&self.words().draining, 0)
+        epoch = load_relaxed64(&self.words().hub_epoch) + 1
+        store_release64(&self.words().hub_epoch, epoch)  # SYNC(epoch)
+        store_release64(&self.words().column_count, count)  # SYNC(hub-columns): after the epoch, so that an old count cannot pass for it
         return epoch
 
     @property
     def columns(self) -> bytes:
         """The hub's column table; empty if no hub has been here, or while one is writing it."""
-        count = load_acquire64(&self._words.column_count)  # SYNC(hub-columns)
+        epoch = self.hub_epoch
+        count = load_acquire64(&self.words().column_count)  # SYNC(hub-columns)
         table = PyBytes_FromStringAndSize(<char*>self.mapping.base + PAGE, min(count, MAX_COLUMNS) * sizeof(column_def))
-        return table if load_acquire64(&self._words.column_count) == count else b""  # SYNC(hub-columns)
+        still = load_acquire64(&self.words().column_count) == count  # SYNC(hub-columns)
+        return table if still and self.hub_epoch == epoch else b""
 
     @property
     def hub_pid(self) -> int:
-        return self._words.hub_pid
+        return self.words().hub_pid
 
     @property
     def hub_epoch(self) -> int:
-        return load_acquire64(&self._words.hub_epoch)  # SYNC(epoch)
+        return load_acquire64(&self.words().hub_epoch)  # SYNC(epoch)
 
     @property
     def run_epoch(self) -> int:
-        return load_acquire64(&self._words.run_epoch)  # SYNC(flags)
+        return load_acquire64(&self.words().run_epoch)  # SYNC(flags)
 
     def next_run(self):
-        store_release64(&self._words.run_epoch, load_relaxed64(&self._words.run_epoch) + 1)  # SYNC(flags)
+        store_release64(&self.words().run_epoch, load_relaxed64(&self.words().run_epoch) + 1)  # SYNC(flags)
 
     @property
     def policy_version(self) -> int:
         """The newest announced policy version, -1 if none was."""
-        return <int64_t>load_acquire64(&self._words.policy_version) - 1  # SYNC(flags)
+        return <int64_t>load_acquire64(&self.words().policy_version) - 1  # SYNC(flags)
 
     @policy_version.setter
     def policy_version(self, int64_t version):
-        store_release64(&self._words.policy_version, version + 1)  # SYNC(flags)
+        store_release64(&self.words().policy_version, version + 1)  # SYNC(flags)
 
     @property
     def paused(self) -> bool:
-        return load_acquire64(&self._words.paused) != 0  # SYNC(flags)
+        return load_acquire64(&self.words().paused) != 0  # SYNC(flags)
 
     @paused.setter
     def paused(self, bint value):
-        store_release64(&self._words.paused, value)  # SYNC(flags)
+        store_release64(&self.words().paused, value)  # SYNC(flags)
 
     @property
     def draining(self) -> bool:
-        return load_acquire64(&self._words.draining) != 0  # SYNC(flags)
+        return load_acquire64(&self.words().draining) != 0  # SYNC(flags)
 
     @draining.setter
     def draining(self, bint value):
-        store_release64(&self._words.draining, value)  # SYNC(flags)
+        store_release64(&self.words().draining, value)  # SYNC(flags)
 
     @property
     def arrivals(self) -> int:
-        return load_seq32(&self._words.arrivals)  # SYNC(bell)
+        return load_seq32(&self.words().arrivals)  # SYNC(bell)
 
     def announce_lane(self):
         """Tells the hub that a lane became ready, and wakes it."""
-        ring_bell(&self._words.arrivals)
-        ring_bell(&self._words.doorbell)
+        ring_bell(&self.words().arrivals)
+        ring_bell(&self.words().doorbell)
 
     def ring(self):
         """Wakes the hub if it sleeps."""
-        ring_bell(&self._words.doorbell)
+        ring_bell(&self.words().doorbell)

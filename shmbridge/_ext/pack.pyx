@@ -44,8 +44,12 @@ def row_lengths(list rows not None):
     cdef Py_ssize_t i, count = len(rows)
     lengths = np.empty(count, np.uint32)
     cdef uint32_t[::1] view = lengths
+    cdef Py_ssize_t length
     for i in range(count):
-        view[i] = len(rows[i])
+        length = len(rows[i])
+        if length > 0xFFFFFFFF:
+            raise OverflowError(f"row {i} has {length} values, allowed are 2**32 - 1")
+        view[i] = <uint32_t>length
     return lengths
 
 
@@ -75,6 +79,8 @@ cdef class Column:
 
     def __init__(self, str name not None, int index, int kind, dtype, *, int tag=TAG_VALUES, uint64_t entries=0, uint64_t count=0,
                  lengths=None, inner=None, keys=None, validity=None, rows=None, tokens=None, bint finite=False):
+        if entries > 0xFFFFFFFF:
+            raise OverflowError(f"{entries} rows, allowed are 2**32 - 1")
         self.name, self.index, self.kind, self.dtype, self.tag = name, index, kind, dtype, tag
         self.entries, self.lengths, self.inner, self.keys, self.validity = entries, lengths, inner, keys, validity
         self.values_bytes = count * dtype.itemsize
@@ -182,6 +188,7 @@ cdef int write_rows(Column column, uint8_t* to, object memory) except -1:
     cdef Py_ssize_t row, count, bad
     cdef uint64_t at = column.values_at * ALIGNMENT
     cdef uint64_t item = column.dtype.itemsize
+    cdef uint64_t end = at + column.values_bytes
     cdef int code = ord(column.dtype.char)
     cdef list rows = column.rows
     for row in range(len(rows)):
@@ -189,6 +196,8 @@ cdef int write_rows(Column column, uint8_t* to, object memory) except -1:
         count = len(source)
         if count == 0:
             continue
+        if <uint64_t>count > (end - at) // item:
+            raise BadValue(column.name, row, 0, count, "is a length that was smaller when the group was handed over")
         if not isinstance(source, (list, tuple)):
             copy_array(column, row, source, np.frombuffer(memory, column.dtype, count, at))
         elif column.tokens is not None:
@@ -203,9 +212,11 @@ cdef int write_rows(Column column, uint8_t* to, object memory) except -1:
             else:
                 bad = pack_any(source, np.frombuffer(memory, column.dtype, count, at))
             if bad >= 0:
-                raise_bad(column, row, bad, source[bad], f"is not a {column.dtype}")
+                raise_bad(column, row, bad, source[bad], f"does not fit {column.dtype}")
         to += count * item
         at += count * item
+    if at != end:
+        raise BadValue(column.name, len(rows) - 1, 0, at, "bytes: the group became smaller after it was handed over")
     return 0
 
 
@@ -274,7 +285,7 @@ def copy_array(Column column not None, Py_ssize_t row, source, to):
         outside = (source < limits.min) | (source > limits.max) if kind != "b" else np.zeros(0, bool)
         if outside.any():
             position = int(outside.argmax())
-            raise_bad(column, row, position, int(source[position]), f"is not a {to.dtype}")
+            raise_bad(column, row, position, int(source[position]), f"does not fit {to.dtype}")
         to[:] = source
     elif (to.dtype.kind == "f" and kind in "fiub") or (to.dtype.kind == "b" and kind == "b"):
         with np.errstate(over="ignore"):

@@ -125,6 +125,16 @@ cdef class LaneWriter:
         fault_hit(b"producer.claimed")
         return True
 
+    def reclaim(self):
+        """Takes back whatever has been released."""
+        if self._lane.alive():
+            self._reclaim(True)
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether a hub has found that this lane's words cannot be true, and reads it no more."""
+        return self._lane.alive() and load_relaxed64(&self._header.quarantined) != 0
+
     @property
     def claiming(self) -> bool:
         """Whether a claim is open."""
@@ -187,11 +197,12 @@ cdef class LaneWriter:
 
         Returns nanoseconds slept. Releases the GIL. A tick that finds work counts in `late_wakes`.
         """
-        cdef uint32_t seen = load_seq32(&self._header.space_bell)  # SYNC(bell)
+        cdef uint32_t seen
         cdef int64_t began = monotonic_ns(), pause = min(timeout_ns, PRODUCER_TICK_NS)
         cdef int status = 0
         if not self._lane.alive() or pause <= 0:
             return 0
+        seen = load_seq32(&self._header.space_bell)  # SYNC(bell)
         store_seq32(&self._header.space_waiting, 1)  # SYNC(space-wake)
         fault_hit(b"producer.waiting")
         with nogil:
@@ -219,6 +230,8 @@ cdef class LaneWriter:
     @property
     def outstanding(self) -> int:
         """Committed and un-released records. Only looks: any thread."""
+        if not self._lane.alive():
+            raise BufferError("lane was opened before fork")
         return sum(not self._is_released(self._outstanding[(self._outstanding_at + i) & (self.slot_count - 1)])
                    for i in range(self._outstanding_count))
 
@@ -227,6 +240,8 @@ cdef class LaneWriter:
         """Bytes of the data area that no committed, un-released record has. Only looks: any thread."""
         cdef uint64_t used = 0
         cdef uint32_t i, index
+        if not self._lane.alive():
+            raise BufferError("lane was opened before fork")
         for i in range(self._outstanding_count):
             index = self._outstanding[(self._outstanding_at + i) & (self.slot_count - 1)]
             if not self._is_released(index):
@@ -297,6 +312,26 @@ cdef class LaneReader:
     def wanted_bytes(self) -> int:
         """What the producer's last claim asked for in vain; 0 if it succeeded. A hint."""
         return load_relaxed64(&self._header.wanted_bytes)
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether this hub or an earlier one has quarantined the lane."""
+        return load_relaxed64(&self._header.quarantined) != 0
+
+    def has_room_for(self, uint64_t size):
+        """Whether a record of `size` bytes fits beside the committed, un-released ones: a free slot, and a gap in the data area."""
+        cdef uint64_t at = 0, generation
+        cdef uint32_t i
+        extents = []
+        for i in range(self.slot_count):
+            generation = load_acquire64(&self._slots[i].generation)  # SYNC(slot-body)
+            if generation != load_relaxed64(&self._released[i]):
+                extents.append((self._slots[i].extent_at, self._slots[i].extent_bytes))
+        for start, taken in sorted(extents):
+            if start >= at + size:
+                return len(extents) < self.slot_count
+            at = start + taken
+        return len(extents) < self.slot_count and at + size <= self.data_bytes
 
     def take(self, type cls):
         """The next record as an instance of `cls` (a Lease type), or None. Stores head before it returns.
@@ -424,7 +459,8 @@ cdef int _check_index(bytes index, slot* body, column_def* columns, uint32_t col
             if entry.kind == KIND_MAP:
                 if entry.keys_bytes != innermost:
                     raise LaneCorrupt(f"column {entry.column}: keys of {entry.keys_bytes} bytes, lengths say {innermost}")
-                _check_span(entry.keys_at, entry.keys_bytes, index_bytes, extent, "keys", entry.column)
+                if entry.keys_bytes:
+                    _check_span(entry.keys_at, entry.keys_bytes, index_bytes, extent, "keys", entry.column)
             else:
                 values = innermost
         if entry.values_bytes != values * columns[entry.column].item_bytes:

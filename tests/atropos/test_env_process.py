@@ -170,22 +170,25 @@ def test_a_kill_leaves_the_other_environment_alone(bridge: str, start_env: Calla
 def test_workers_cancelled_by_the_throttle_lose_nothing(
     bridge: str, start_env: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Records of 40 KiB, a lane of 256: workers wait for room, the queue is full, BaseEnv cancels them."""
+    """A lane of 256 KiB, records of 40: it is full long before the queue is, workers wait for room, BaseEnv cancels them."""
     truth, cancelled = tmp_path / "groups.jsonl", tmp_path / "cancelled"
     small = shmbridge.Run(batch_size=4, max_token_len=4096, num_steps=1000)
     groups: list[str] = []
     with shmbridge.Consumer(bridge, run=small) as consumer:
         env = start_env(
             *("--env.items", "40", "--env.tokens", "1000", "--env.data_path_to_save_groups", str(truth)),
-            *("--env.max_batches_offpolicy", "6", "--env.cancelled", str(cancelled)),
+            *("--env.max_batches_offpolicy", "12", "--env.cancelled", str(cancelled)),
             lane_bytes="256K",
         )
+        env.until(lambda: consumer.stats()["producer_wait_s"] > 0)
+        with shmbridge.Producer(bridge, env_name="flood", lane_bytes="1M") as flood:  # now the queue is too long, too
+            flood.put_many([{"tokens": [[1]]}] * 20)
         env.until(cancelled.exists)
-        env.until(lambda: take(consumer, groups, timeout_s=0.1) and len(groups) == 44, timeout_s=100)
+        env.until(lambda: take(consumer, groups, timeout_s=0.1) and len(groups) == 44 + 20, timeout_s=100)
         assert env.end(signal.SIGINT) != 0
         assert consumer.stats()["producer_wait_s"] > 0
         assert consumer.stats()["dropped_total"] == 0
-    assert sorted(groups) == sorted(recorded(truth))
+    assert sorted(group for group in groups if json.loads(group)["tokens"] != [[1]]) == sorted(recorded(truth))
 
 
 def test_an_environment_evaluates_and_ends_when_its_steps_are_done(
