@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import numpy as np
-
 from shmbridge import intake, liveness, participation, segment
 from shmbridge._ext import header, ring
 from shmbridge._ext.pack import BadValue, LossyMasks, Plan
@@ -38,6 +36,7 @@ from shmbridge.measure import as_invalid
 from shmbridge.outgoing import Outgoing, Split, Stamp, Version, claimed
 from shmbridge.reasons import Drop, labelled
 from shmbridge.schema import Columns, columns_of
+from shmbridge.slot import Slot
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -244,7 +243,7 @@ class Producer:
         policy_version: Version = None,
         split: Split = "train",
         timeout_s: float | None = None,
-    ) -> "Slot":
+    ) -> Slot:
         """Reserves room in the lane to be written in place: `with producer.claim(...) as slot: slot["tokens"][:] = ...`.
 
         Blocks like `put`. Committed when the block ends, given back if it raises; one open claim per producer.
@@ -259,7 +258,8 @@ class Producer:
         record = self._fits(Outgoing(measured, self._stamp(group_id, group_size, policy_version, split), None))
         if not self._try_claim(record.plan) and not self._wait_for(lambda: self._try_claim(record.plan), record, timeout_s):
             raise self._lane_full(record.plan, 0.0)
-        return Slot(self, record)
+        record.plan.write(self._writer)
+        return Slot(record.plan, self._writer.claimed_memory(), lambda memory: self._end_claim(record, memory))
 
     def _measure(
         self, group: Any, group_id: str | int | None, group_size: int | None, version: Version, split: str, foreign: bool
@@ -375,6 +375,21 @@ class Producer:
         record.done = True
         return True
 
+    def _end_claim(self, record: Outgoing, memory: memoryview | None) -> int | None:
+        """What the caller wrote into the open claim is checked and published; without `memory` the claim is given up."""
+        if memory is None:
+            self._writer.abort()
+            return None
+        self._check_open()
+        try:
+            record.plan.check_values(memory)
+            return self._writer.commit(**record.fields)
+        except BadValue as bad:
+            self._drop(record, Drop.INVALID)
+            raise as_invalid(bad) from None
+        finally:
+            self._writer.abort()  # nothing after a commit
+
     def _drop(self, record: Outgoing, reason: Drop) -> None:
         record.done = True
         self._writer.count_drop(reason)
@@ -469,40 +484,6 @@ class Producer:
 
     def __repr__(self) -> str:
         return f"<Producer {self.producer_id} on {self.bridge!r}: {self._writer.slot_count} slots, {format_size(self.lane_bytes)}>"
-
-
-class Slot:
-    """An open claim: `slot[column]` is a writable flat view in the lane, valid until the `with` block ends."""
-
-    def __init__(self, producer: Producer, record: Outgoing) -> None:
-        self._producer, self._record = producer, record
-        self._memory: memoryview | None = producer._writer.claimed_memory()
-        self._columns = {column.name: column for column in record.plan.columns}
-
-    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        """The column's values: every row's, one after another."""
-        if self._memory is None:
-            raise ClaimOpen("the claim is over: its memory is the consumer's", hint="write inside the `with` block")
-        return self._record.plan.view(self._memory, self._columns[name])
-
-    def __enter__(self) -> Self:
-        self._record.plan.write(self._producer._writer)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        producer, memory, self._memory = self._producer, self._memory, None
-        if kind is None:
-            producer._check_open()
-        if kind is not None or memory is None:
-            producer._writer.abort()
-            return
-        try:
-            self._record.plan.check_values(memory)
-        except BadValue as bad:
-            producer._writer.abort()
-            producer._drop(self._record, Drop.INVALID)
-            raise as_invalid(bad) from None
-        self.sequence = int(producer._writer.commit(**self._record.fields))
 
 
 def _left(began: float, timeout_s: float | None) -> float:

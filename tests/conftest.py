@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,11 @@ import pytest
 
 import shmbridge
 from shmbridge.testing import wait_until
+
+# A background job inherits an ignored SIGINT, and so would every child of these tests; a handled one is reset at exec.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
