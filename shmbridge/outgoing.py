@@ -13,7 +13,8 @@ import numpy as np
 
 from shmbridge import intake
 from shmbridge._ext.pack import Column, Plan
-from shmbridge.errors import InvalidRecord
+from shmbridge.config import format_size
+from shmbridge.errors import InvalidRecord, RecordTooBig
 from shmbridge.measure import checked_lengths
 from shmbridge.schema import Columns, Kind
 
@@ -79,6 +80,16 @@ class Outgoing:
             "env_id": measured.env_id,
         }
 
+    def check_fits(self, lane_bytes: int) -> None:
+        """Raises RecordTooBig for a record of more than half a lane, which could never be written while another is read."""
+        size = self.plan.extent_bytes
+        if size > lane_bytes // 2:
+            raise RecordTooBig(
+                f"a record of {format_size(size)} ({self.fields['rows']} rows, {self.fields['tokens']} tokens); half of the lane's "
+                f"{format_size(lane_bytes)} is the limit",
+                hint=f"Producer(lane_bytes={_next_power(2 * size)}), or put the group in fragments with group_size=",
+            )
+
     def with_masks_as_they_are(self, table: Columns) -> "Outgoing":
         """The same group measured again, its Atropos masks not folded."""
         assert self.group is not None
@@ -113,3 +124,8 @@ def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> Column
         raise InvalidRecord(f"column {name!r}: lengths of shape {lengths.shape} for {rows} rows", column=name)
     count = int(lengths.sum())
     return Column(name, number, column.kind, column.dtype, entries=rows, count=count, lengths=lengths, finite=column.finite)
+
+
+def _next_power(size: int) -> str:
+    power = 1 << (size - 1).bit_length()
+    return f'"{power >> 20}M"' if power >= 1 << 20 else f'"{max(power >> 10, 1)}K"'

@@ -205,9 +205,7 @@ class Producer:
             self._turn = loop, asyncio.Lock()
         if self._sleeper is None:
             self._sleeper = ThreadPoolExecutor(1, f"shmbridge-{self.bridge}")
-        began = time.monotonic()
-        reason = Drop.CANCELLED
-        turn = self._turn[1]
+        began, reason, turn = time.monotonic(), Drop.CANCELLED, self._turn[1]
         try:
             async with asyncio.timeout(timeout_s):
                 await turn.acquire()
@@ -219,8 +217,6 @@ class Producer:
                     await loop.run_in_executor(self._sleeper, self._sleep, left)
             finally:
                 turn.release()
-        except InvalidRecord:
-            raise
         except TimeoutError:
             reason = Drop.TIMEOUT
             raise self._lane_full(record.plan, time.monotonic() - began) from None
@@ -255,7 +251,8 @@ class Producer:
         """
         self._check_open()
         measured = claimed(self.columns, rows, lengths)
-        record = self._fits(Outgoing(measured, self._stamp(group_id, group_size, policy_version, split), None))
+        record = Outgoing(measured, self._stamp(group_id, group_size, policy_version, split), None)
+        record.check_fits(self.lane_bytes)
         if not self._try_claim(record.plan) and not self._wait_for(lambda: self._try_claim(record.plan), record, timeout_s):
             raise self._lane_full(record.plan, 0.0)
         record.plan.write(self._writer)
@@ -267,7 +264,9 @@ class Producer:
         self._check_open()
         try:
             stamp = self._stamp(group_id, group_size, version, split)
-            return self._fits(Outgoing(intake.take_in(group, self.columns, foreign=foreign), stamp, (group, foreign)))
+            record = Outgoing(intake.take_in(group, self.columns, foreign=foreign), stamp, (group, foreign))
+            record.check_fits(self.lane_bytes)
+            return record
         except (InvalidRecord, RecordTooBig):
             self._writer.count_drop(Drop.INVALID)
             raise
@@ -277,16 +276,6 @@ class Producer:
             group_id = f"{self.producer_id}:{self._groups_put}"
         self._groups_put += 1
         return Stamp.of(group_id, group_size, version, self.policy_version, split)
-
-    def _fits(self, record: Outgoing) -> Outgoing:
-        size = record.plan.extent_bytes
-        if size > self.lane_bytes // 2:
-            raise RecordTooBig(
-                f"a record of {format_size(size)} ({record.fields['rows']} rows, {record.fields['tokens']} tokens); half of the lane's "
-                f"{format_size(self.lane_bytes)} is the limit",
-                hint=f"Producer(lane_bytes={_next_power(2 * size)}), or put the group in fragments with group_size=",
-            )
-        return record
 
     def _try_claim(self, plan: Plan) -> bool:
         self._check_open()
@@ -360,7 +349,7 @@ class Producer:
             again = record.with_masks_as_they_are(self.columns)
             record.plan, record.fields = again.plan, again.fields
             try:
-                self._fits(record)
+                record.check_fits(self.lane_bytes)
             except RecordTooBig:
                 self._drop(record, Drop.INVALID)
                 raise
@@ -488,8 +477,3 @@ class Producer:
 
 def _left(began: float, timeout_s: float | None) -> float:
     return 3600.0 if timeout_s is None else timeout_s - (time.monotonic() - began)
-
-
-def _next_power(size: int) -> str:
-    power = 1 << (size - 1).bit_length()
-    return f'"{power >> 20}M"' if power >= 1 << 20 else f'"{max(power >> 10, 1)}K"'

@@ -9,14 +9,14 @@ from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.errno cimport ETIMEDOUT
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from shmbridge._ext.atomics cimport (
     load_acquire64, load_relaxed64, load_seq32, load_seq64, shm_u64, store_relaxed64, store_release64, store_seq32, store_seq64,
 )
 from shmbridge._ext.faults cimport fault_hit
-from shmbridge._ext.futex cimport EINTR, futex_wait, monotonic_ns, ring_bell
+from shmbridge._ext.futex cimport futex_wait, monotonic_ns, ring_bell
 from shmbridge._ext.header cimport check_geometry
 from shmbridge._ext.layout cimport (
     ALIGNMENT, DISCARD_REASONS, DROP_REASONS, KIND_LIST_LIST, KIND_MAP, KIND_SCALAR, LANE_MAGIC, PAGE, TAG_EMPTY_MAP, TAG_VALUES,

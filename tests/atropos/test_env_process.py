@@ -17,6 +17,9 @@ import pytest
 
 import shmbridge
 
+# Several processes start and learn in one test: the net for hangs is wider than elsewhere.
+pytestmark = pytest.mark.timeout(300)
+
 pytest.importorskip("atroposlib")
 
 ROOT = Path(__file__).parents[2]

@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+# Several processes start and learn in one test: the net for hangs is wider than elsewhere.
+pytestmark = pytest.mark.timeout(300)
+
 pytest.importorskip("torch")
 pytest.importorskip("atroposlib")
 

@@ -87,7 +87,7 @@ def published(bridge, folder):
         return lease.version
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(180)
 def test_killed_and_resumed_it_goes_on_and_no_version_comes_back(bridge, start_learner, tmp_path):
     steps, produced = 12, 200
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
@@ -118,7 +118,7 @@ def test_killed_and_resumed_it_goes_on_and_no_version_comes_back(bridge, start_l
     assert trained in (GROUPS * len(every), GROUPS * (len(every) + 1))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(120)
 def test_stopped_while_waiting_it_saves_and_leaves_the_rest(bridge, start_learner, tmp_path):
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         put_groups(producer, GROUPS * 3 + 1)  # three steps, and half a batch

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 MOST_LINES = {".py": 400, ".pyx": 600}
 # One idea that does not come apart: file -> (lines it may have, why).
 EXCEPTIONS = {
-    "shmbridge/producer.py": (500, "put, put_async and claim are three doors to one claim-commit sequence"),
+    "shmbridge/producer.py": (480, "put, put_async and claim are three doors to one claim-commit sequence"),
 }
 VERBS = re.compile(r"\b(load_acquire|load_seq|load_relaxed|store_release|store_seq|store_relaxed|ring_bell|add_seq|fetch_add)\w*\(")
 
