@@ -18,6 +18,15 @@ from shmbridge._ext.layout cimport (
 )
 from shmbridge._ext.mapping cimport Mapping
 
+cdef extern from "shape.h" nogil:
+    ctypedef struct complaint:
+        char text[200]
+    ctypedef struct lane_shape:
+        uint32_t slot_count
+        uint64_t data_bytes, ring_at, slots_at, released_at, data_at, segment_bytes
+    lane_shape shape_of(uint64_t data_bytes, uint32_t slot_count)
+    int shape_read(const lane_header* header, uint64_t size, lane_shape* shape, complaint* why)
+
 faults_compiled = bool(FAULTS_COMPILED)
 layout_version = LAYOUT_VERSION
 control_bytes = CONTROL_BYTES
@@ -34,15 +43,8 @@ def fault(bytes label not None):
 
 def lane_geometry(uint64_t data_bytes, uint32_t slot_count):
     """Places of ring, slots, released words and data, and the segment's size, all in bytes."""
-    cdef uint64_t ring_at = PAGE + MAX_COLUMNS * sizeof(column_def)
-    cdef uint64_t slots_at = up_to_page(ring_at + slot_count * 4)
-    cdef uint64_t released_at = up_to_page(slots_at + slot_count * sizeof(slot))
-    cdef uint64_t data_at = up_to_page(released_at + slot_count * 8)
-    return ring_at, slots_at, released_at, data_at, up_to_page(data_at + data_bytes)
-
-
-cdef inline uint64_t up_to_page(uint64_t size) noexcept nogil:
-    return (size + PAGE - 1) & ~<uint64_t>(PAGE - 1)
+    cdef lane_shape shape = shape_of(data_bytes, slot_count)
+    return shape.ring_at, shape.slots_at, shape.released_at, shape.data_at, shape.segment_bytes
 
 
 def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count, bytes columns not None, uint32_t column_count,
@@ -113,30 +115,20 @@ def undelivered(Mapping lane not None):
     cdef uint32_t i
     cdef slot* slots
     cdef shm_u64* released
+    cdef lane_shape shape
+    cdef complaint why
     if read_lane(lane) is None:
         return 0
-    check_geometry(header, lane.size)
-    slots = <slot*>(lane.base + header.slots_at)
-    released = <shm_u64*>(lane.base + header.released_at)
+    if shape_read(header, lane.size, &shape, &why):
+        raise LaneCorrupt(why.text.decode())
+    slots = <slot*>(lane.base + shape.slots_at)
+    released = <shm_u64*>(lane.base + shape.released_at)
     tail = load_acquire64(&header.tail)  # SYNC(commit)
-    for i in range(header.slot_count):
+    for i in range(shape.slot_count):
         # SYNC(slot-body), SYNC(release)
         if load_acquire64(&slots[i].generation) != load_acquire64(&released[i]) and slots[i].sequence < tail:
             count += 1
     return count
-
-
-cdef int check_geometry(lane_header* header, uint64_t size) except -1:
-    cdef uint32_t slots = header.slot_count
-    if header.layout_version != LAYOUT_VERSION:
-        raise LaneCorrupt(f"layout version {header.layout_version}, this build reads {LAYOUT_VERSION}")
-    if slots == 0 or slots & (slots - 1) or slots > 1 << 24 or header.data_bytes > size or header.column_count > MAX_COLUMNS:
-        raise LaneCorrupt(f"{slots} slots, {header.data_bytes} data bytes, {header.column_count} columns in {size} bytes")
-    expected = lane_geometry(header.data_bytes, slots)
-    found = (header.ring_at, header.slots_at, header.released_at, header.data_at, header.segment_bytes)
-    if found != expected or header.segment_bytes > size:
-        raise LaneCorrupt(f"geometry {found} is not {expected}")
-    return 0
 
 
 cdef class Control:

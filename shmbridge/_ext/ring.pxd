@@ -4,71 +4,98 @@ from shmbridge._ext.atomics cimport shm_u64
 from shmbridge._ext.layout cimport column_def, control_header, lane_header, slot
 from shmbridge._ext.mapping cimport Mapping
 
-cdef extern from "extents.h" nogil:
-    ctypedef struct interval:
-        uint64_t at
-        uint64_t bytes
-    uint64_t extent_take(interval* free_list, uint32_t* count, uint64_t bytes)
-    void extent_give(interval* free_list, uint32_t* count, uint64_t at, uint64_t bytes)
+cdef extern from "shape.h" nogil:
+    ctypedef struct complaint:
+        char text[200]
+    ctypedef struct lane_shape:
+        uint32_t slot_count
+        uint32_t column_count
+        uint64_t data_bytes
+        uint64_t ring_at
+        uint64_t slots_at
+        uint64_t released_at
+        uint64_t data_at
+        uint64_t segment_bytes
+    int shape_read(const lane_header* header, uint64_t size, lane_shape* shape, complaint* why)
+
+cdef extern from "index.h" nogil:
+    int index_check(const uint8_t* index, const slot* body, const column_def* columns, uint32_t column_count, complaint* why)
+
+cdef extern from "lane_write.h" nogil:
+    ctypedef struct lane_writer:
+        lane_header* header
+        uint8_t* data
+        uint32_t slot_count
+        uint64_t data_bytes
+        int64_t claimed
+        uint64_t claim_at
+        uint64_t claim_bytes
+    int lane_writer_open(lane_writer* writer, uint8_t* base, const lane_shape* shape, control_header* hub)
+    void lane_writer_close(lane_writer* writer)
+    int lane_claim(lane_writer* writer, uint64_t bytes)
+    void lane_reclaim(lane_writer* writer, int thoroughly)
+    void lane_abort(lane_writer* writer)
+    uint64_t lane_commit(lane_writer* writer, const slot* stamp)
+    int64_t lane_wait_space(lane_writer* writer, int64_t timeout_ns)
+    uint64_t lane_free_bytes(const lane_writer* writer)
+    uint32_t lane_unreleased(const lane_writer* writer)
+
+cdef extern from "lane_read.h" nogil:
+    ctypedef struct lane_reader:
+        lane_header* header
+        const slot* slots
+        shm_u64* released
+        const uint8_t* data
+        lane_shape shape
+        column_def* columns
+        uint64_t next
+        uint64_t first_head
+    ctypedef struct lane_found:
+        slot body
+        uint64_t generation
+        uint32_t index
+    int lane_reader_open(lane_reader* reader, uint8_t* base, uint64_t size, complaint* why)
+    void lane_reader_close(lane_reader* reader)
+    int lane_adopt(lane_reader* reader)
+    int lane_look(const lane_reader* reader, uint32_t index, uint64_t sequence, lane_found* found, complaint* why)
+    int lane_next(const lane_reader* reader, lane_found* found, complaint* why)
+    int lane_hand_out(lane_reader* reader, const lane_found* found)
+    void lane_release(lane_reader* reader, uint32_t index, uint64_t generation)
+    uint64_t lane_waiting(const lane_reader* reader)
 
 
 cdef class LaneWriter:
     cdef Mapping _lane
     cdef Mapping _control
-    cdef lane_header* _header
-    cdef control_header* _hub
-    cdef uint32_t* _ring
-    cdef slot* _slots
-    cdef shm_u64* _released
-    cdef uint8_t* _data
-    cdef readonly uint32_t slot_count
-    cdef readonly uint64_t data_bytes
-    cdef uint64_t _tail
-    cdef uint32_t* _free_slots
-    cdef uint32_t _free_slot_count
-    cdef uint32_t* _outstanding      # slots of committed records, in order of commit
-    cdef uint32_t _outstanding_at
-    cdef uint32_t _outstanding_count
-    cdef interval* _free_extents
-    cdef uint32_t _free_extent_count
-    cdef int64_t _claimed            # slot of the open claim, -1: none
-    cdef uint64_t _claim_at
-    cdef uint64_t _claim_bytes
+    cdef lane_writer _writer
 
-    cdef bint _is_released(self, uint32_t index) noexcept nogil
-    cdef void _reclaim(self, bint all_of_them) noexcept nogil
-    cdef void _give_back(self, uint32_t index) noexcept nogil
-    cdef bint _anything_released(self) noexcept nogil
+    cdef lane_writer* alive(self) except NULL
     cdef uint8_t* claimed(self) except NULL
 
 
 cdef class LaneReader:
     cdef readonly Mapping lane
-    cdef object _keep                # the control mapping with the hub lock: views hold it through their lane
-    cdef lane_header* _header
-    cdef uint32_t* _ring
-    cdef slot* _slots
-    cdef shm_u64* _released
-    cdef uint8_t* _data
-    cdef column_def* _columns        # private copy
-    cdef readonly uint32_t column_count
-    cdef readonly uint32_t slot_count
-    cdef readonly uint64_t data_bytes
-    cdef readonly uint64_t next      # sequence to take from the ring
-    cdef readonly uint64_t first_head
-    cdef list _backlog               # (sequence, slot) committed and un-released before this hub came, newest first
+    cdef object _keep                # what views hold on to through their lane: the control mapping with the hub lock
+    cdef lane_reader _reader
     cdef public bint abandoned       # leases end without release: the next hub gets these records again
+    cdef public bint ranks_before    # a rank of an earlier hub may still read what is redelivered: its release is put off
+    cdef list _put_off               # (slot, generation)
     cdef readonly uint64_t held
 
-    cdef shm_u64* tail_word(self) noexcept nogil
-    cdef void end_lease(self, uint32_t index, uint64_t generation) noexcept nogil
-    cdef object _lease(self, type cls, uint32_t index, uint64_t sequence, bint redelivered)
+    cdef int end_lease(self, Lease lease) except -1
+    cdef object lease(self, type cls, const lane_found* found)
+
+
+cdef class RankReader(LaneReader):
+    pass
 
 
 cdef class Lease:
     cdef readonly LaneReader reader
     cdef readonly bytes index
     cdef readonly uint64_t sequence
+    cdef readonly uint64_t generation
+    cdef readonly uint32_t slot
     cdef readonly int64_t min_policy_version
     cdef readonly int64_t max_policy_version
     cdef readonly int64_t t_created_ns
@@ -81,10 +108,8 @@ cdef class Lease:
     cdef readonly int32_t env_id
     cdef readonly uint32_t flags
     cdef readonly bint redelivered
-    cdef uint32_t _slot
     cdef uint32_t _group_id_bytes
-    cdef uint64_t _generation
-    cdef uint8_t* _extent
+    cdef const uint8_t* _extent
     cdef uint32_t _exports
     cdef bint _released              # asked for; the lease ends with the last export
     cdef bint _ended

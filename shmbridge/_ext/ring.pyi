@@ -41,14 +41,15 @@ class LaneWriter:
 
 class LaneReader:
     lane: Mapping
-    column_count: int
     slot_count: int
     data_bytes: int
-    next: int
-    first_head: int
     held: int
     abandoned: bool
+    ranks_before: bool
     def __init__(self, lane: Mapping, keep: object) -> None: ...
+    @property
+    def put_off(self) -> int: ...
+    def release_put_off(self) -> None: ...
     @property
     def waiting(self) -> int: ...
     @property
@@ -63,10 +64,15 @@ class LaneReader:
     def count_discard(self, reason: int, count: int = 1) -> None: ...
     def quarantine(self) -> None: ...
 
+class RankReader(LaneReader):
+    def look(self, cls: type[_L], index: int, sequence: int, generation: int, redelivered: bool) -> _L: ...
+
 class Lease:
     reader: LaneReader
     index: bytes
     sequence: int
+    generation: int
+    slot: int
     min_policy_version: int
     max_policy_version: int
     t_created_ns: int
@@ -83,6 +89,8 @@ class Lease:
     def group_id(self) -> str: ...
     @property
     def is_released(self) -> bool: ...
+    @property
+    def has_ended(self) -> bool: ...
     def release(self) -> None: ...
     def abandon(self) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...

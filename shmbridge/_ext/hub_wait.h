@@ -1,0 +1,60 @@
+/* How the hub waits for records of any lane: a short adaptive spin, then the doorbell. Plain C; wait.pyx binds it.
+ *
+ * The store-load handshake is argued in docs/adr/0001-lanes.md; its other half is lane_commit. One sleeper at a time: hub_sleeping has one owner.
+ */
+#ifndef SHMBRIDGE_HUB_WAIT_H
+#define SHMBRIDGE_HUB_WAIT_H
+
+#include "faults.h"
+#include "futex.h"
+#include "layout.h"
+
+#define LONGEST_SPIN_NS 50000
+#define SHORTEST_SPIN_NS 500
+#define HUB_TICK_NS 1000000000
+
+typedef struct {
+    shm_u64 **tails; /* of the lanes that are watched */
+    uint64_t *next;  /* what each tail is while its lane has nothing new */
+    uint32_t count;
+    uint32_t arrivals; /* likewise, of the bridge */
+} hub_watch;
+
+static inline int hub_has_work(const hub_watch *watch, control_header *control) {
+    for (uint32_t i = 0; i < watch->count; i++)
+        if (load_seq64(watch->tails[i]) != watch->next[i]) return 1; /* SYNC(commit), SYNC(hub-wake) */
+    return load_seq32(&control->arrivals) != watch->arrivals;         /* SYNC(bell) */
+}
+
+/* Looks for work for a while, which is the longer the oftener it was worth it. */
+static inline int hub_spin(const hub_watch *watch, control_header *control, int64_t timeout_ns, int64_t *spin_ns) {
+    int64_t until = monotonic_ns() + (*spin_ns < timeout_ns ? *spin_ns : timeout_ns);
+    int work = hub_has_work(watch, control);
+    while (!work && monotonic_ns() < until) {
+        cpu_relax();
+        work = hub_has_work(watch, control);
+    }
+    *spin_ns = work ? *spin_ns * 2 : *spin_ns / 2;
+    if (*spin_ns > LONGEST_SPIN_NS) *spin_ns = LONGEST_SPIN_NS;
+    if (*spin_ns < SHORTEST_SPIN_NS) *spin_ns = SHORTEST_SPIN_NS;
+    return work;
+}
+
+/* Sleeps until there is work, the bell rang or a tick is over. 1 if there may be work, 0 if not; *late if a tick found what nobody rang for. */
+static inline int hub_sleep(const hub_watch *watch, control_header *control, int64_t timeout_ns, int *late) {
+    uint32_t seen;
+    int status = 0, work;
+    *late = 0;
+    fault_hit("hub.before_sleep");
+    seen = load_seq32(&control->doorbell);  /* SYNC(bell) */
+    store_seq32(&control->hub_sleeping, 1); /* SYNC(hub-wake) */
+    work = hub_has_work(watch, control);
+    if (!work) status = futex_wait(&control->doorbell, seen, timeout_ns < HUB_TICK_NS ? timeout_ns : HUB_TICK_NS);
+    store_seq32(&control->hub_sleeping, 0);
+    if (status != ETIMEDOUT) return 1;
+    work = hub_has_work(watch, control);
+    *late = work && load_seq32(&control->doorbell) == seen; /* SYNC(bell) */
+    return work;
+}
+
+#endif

@@ -1,0 +1,149 @@
+/* The reader's side of one lane: adopt, take, release. docs/adr/0001-lanes.md says why it is right.
+ *
+ * Plain C, so that the same lines run under sanitizers and fuzzers; ring.pyx binds it. For the holder of the hub lock; a learner rank uses
+ * only lane_reader_open and lane_look. Whatever is used as an index is copied to private memory first and checked there.
+ */
+#ifndef SHMBRIDGE_LANE_READ_H
+#define SHMBRIDGE_LANE_READ_H
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "faults.h"
+#include "futex.h"
+#include "index.h"
+
+typedef struct {
+    uint64_t sequence;
+    uint32_t index;
+} lane_entry;
+
+typedef struct {
+    lane_header *header;
+    const uint32_t *ring;
+    const slot *slots;
+    shm_u64 *released;
+    const uint8_t *data;
+    lane_shape shape;
+    column_def *columns;   /* private copy, shape.column_count of them */
+    uint64_t next;         /* sequence to take from the ring */
+    uint64_t first_head;   /* head as the predecessor left it */
+    lane_entry *backlog;   /* committed and un-released before this hub came, newest first */
+    uint32_t backlog_count;
+} lane_reader;
+
+/* A record found, not yet handed out: private copies. */
+typedef struct {
+    slot body;
+    uint64_t generation;
+    uint32_t index;
+    int from_backlog;
+} lane_found;
+
+static inline void lane_reader_close(lane_reader *reader) {
+    free(reader->columns), free(reader->backlog);
+    reader->columns = NULL, reader->backlog = NULL;
+}
+
+/* Reads a lane's shape and columns. 0, or -1 and why; an empty complaint means no memory. */
+static inline int lane_reader_open(lane_reader *reader, uint8_t *base, uint64_t size, complaint *why) {
+    *reader = (lane_reader){.header = (lane_header *)base};
+    why->text[0] = 0;
+    if (size < sizeof(lane_header) || load_acquire64(&reader->header->magic) != LANE_MAGIC) /* SYNC(lane-ready) */
+        return complain(why, "no lane");
+    if (shape_read(reader->header, size, &reader->shape, why)) return -1;
+    reader->ring = (const uint32_t *)(base + reader->shape.ring_at);
+    reader->slots = (const slot *)(base + reader->shape.slots_at);
+    reader->released = (shm_u64 *)(base + reader->shape.released_at);
+    reader->data = base + reader->shape.data_at;
+    reader->columns = malloc(reader->shape.column_count * sizeof(column_def) + 1);
+    if (!reader->columns) return -1;
+    memcpy(reader->columns, base + PAGE, reader->shape.column_count * sizeof(column_def));
+    return 0;
+}
+
+static inline int lane_newest_first(const void *one, const void *other) {
+    uint64_t a = ((const lane_entry *)one)->sequence, b = ((const lane_entry *)other)->sequence;
+    return (a < b) - (a > b);
+}
+
+/* Finds what is committed and un-released: tail first, then the slots. 0, or -1: no memory. */
+static inline int lane_adopt(lane_reader *reader) {
+    uint64_t tail = load_seq64(&reader->header->tail); /* SYNC(commit) */
+    uint32_t count = reader->shape.slot_count;
+    reader->backlog = malloc(count * sizeof(lane_entry));
+    if (!reader->backlog) return -1;
+    fault_hit("hub.adopting");
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t generation = load_acquire64(&reader->slots[i].generation), sequence; /* SYNC(slot-body) */
+        if (generation == load_relaxed64(&reader->released[i])) continue;
+        sequence = reader->slots[i].sequence;
+        if (sequence < tail) reader->backlog[reader->backlog_count++] = (lane_entry){sequence, i};
+    }
+    qsort(reader->backlog, reader->backlog_count, sizeof(lane_entry), lane_newest_first);
+    reader->next = tail;
+    reader->first_head = load_relaxed64(&reader->header->head); /* SYNC(hand-out): ordered by the hub lock that changed hands */
+    return 0;
+}
+
+/* Copies and checks what slot `index` holds, which must be `sequence`. 0, or -1 and why. */
+static inline int lane_look(const lane_reader *reader, uint32_t index, uint64_t sequence, lane_found *found, complaint *why) {
+    const slot *body = &found->body;
+    uint64_t data = reader->shape.data_bytes;
+    if (index >= reader->shape.slot_count)
+        return complain(why, "record %" PRIu64 " is said to be in slot %u of %u", sequence, index, reader->shape.slot_count);
+    found->index = index;
+    found->generation = load_acquire64(&reader->slots[index].generation); /* SYNC(slot-body) */
+    memcpy(&found->body, &reader->slots[index], sizeof(slot));
+    if (body->sequence != sequence || found->generation == load_relaxed64(&reader->released[index]))
+        return complain(why, "slot %u holds record %" PRIu64 ", generation %" PRIu64 ", not an un-released record %" PRIu64, index, body->sequence,
+                        found->generation, sequence);
+    if (body->extent_at % ALIGNMENT || body->extent_bytes % ALIGNMENT || body->extent_at > data || body->extent_bytes > data - body->extent_at ||
+        body->index_bytes > body->extent_bytes)
+        return complain(why, "slot %u: extent %" PRIu64 "+%" PRIu64 " (index %u) is not inside %" PRIu64 " data bytes", index, body->extent_at,
+                        body->extent_bytes, body->index_bytes, data);
+    return 0;
+}
+
+/* The next record, from the backlog or the ring. 1, 0 if there is none, or -1 and why. Moves nothing: see lane_hand_out. */
+static inline int lane_next(const lane_reader *reader, lane_found *found, complaint *why) {
+    uint64_t tail, next = reader->next;
+    found->from_backlog = reader->backlog_count > 0;
+    if (found->from_backlog) {
+        lane_entry oldest = reader->backlog[reader->backlog_count - 1];
+        return lane_look(reader, oldest.index, oldest.sequence, found, why) ? -1 : 1;
+    }
+    tail = load_acquire64(&reader->header->tail); /* SYNC(commit) */
+    if (tail == next) return 0;
+    if (tail - next > reader->shape.slot_count)
+        return complain(why, "tail %" PRIu64 " is %" PRIu64 " past %" PRIu64 ", more than %u slots", tail, tail - next, next, reader->shape.slot_count);
+    return lane_look(reader, reader->ring[next & (reader->shape.slot_count - 1)], next, found, why) ? -1 : 1;
+}
+
+/* A found record is about to leave: stores head first. Whether an earlier hub may have handed it out. */
+static inline int lane_hand_out(lane_reader *reader, const lane_found *found) {
+    uint64_t sequence = found->body.sequence;
+    if (found->from_backlog) reader->backlog_count--;
+    else reader->next = sequence + 1;
+    fault_hit("hub.read");
+    if (sequence >= load_relaxed64(&reader->header->head)) store_release64(&reader->header->head, sequence + 1); /* SYNC(hand-out) */
+    fault_hit("hub.marked");
+    return found->from_backlog && sequence < reader->first_head;
+}
+
+/* Slot and extent may be used again. Idempotent until they are. */
+static inline void lane_release(lane_reader *reader, uint32_t index, uint64_t generation) {
+    fault_hit("hub.releasing");
+    store_seq64(&reader->released[index], generation); /* SYNC(release), SYNC(space-wake) */
+    fault_hit("hub.released");
+    if (load_seq32(&reader->header->space_waiting)) { /* SYNC(space-wake) */
+        ring_bell(&reader->header->space_bell);
+    }
+}
+
+/* Records that can be taken now. */
+static inline uint64_t lane_waiting(const lane_reader *reader) {
+    return reader->backlog_count + load_acquire64(&reader->header->tail) - reader->next; /* SYNC(commit) */
+}
+
+#endif

@@ -1,0 +1,191 @@
+/* The producer's side of one lane: claim, commit, abort, wait for space. docs/adr/0001-lanes.md says why it is right.
+ *
+ * Plain C, so that the same lines run under ThreadSanitizer and in a harness; ring.pyx binds it. One thread at a time. Everything in
+ * lane_writer is private to the process: what dies with it needs no repair.
+ */
+#ifndef SHMBRIDGE_LANE_WRITE_H
+#define SHMBRIDGE_LANE_WRITE_H
+
+#include <stdlib.h>
+
+#include "extents.h"
+#include "faults.h"
+#include "futex.h"
+#include "shape.h"
+
+#define PRODUCER_TICK_NS 50000000
+
+typedef struct {
+    lane_header *header;
+    control_header *hub;
+    uint32_t *ring;
+    slot *slots;
+    shm_u64 *released;
+    uint8_t *data;
+    uint32_t slot_count;
+    uint64_t data_bytes;
+    uint64_t tail;          /* what the shared tail is: nobody else stores it */
+    uint32_t *free_slots;   /* a stack */
+    uint32_t free_slot_count;
+    uint32_t *outstanding;  /* a ring: slots of committed records not yet taken back, in order of commit */
+    uint32_t outstanding_at, outstanding_count;
+    interval *free_extents;
+    uint32_t free_extent_count;
+    int64_t claimed;        /* slot of the open claim, -1: none */
+    uint64_t claim_at, claim_bytes;
+} lane_writer;
+
+/* For a lane that was formatted just now and has never been written to. 0, or -1: no memory. */
+static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lane_shape *shape, control_header *hub) {
+    *writer = (lane_writer){.header = (lane_header *)base, .hub = hub, .claimed = -1};
+    writer->slot_count = shape->slot_count, writer->data_bytes = shape->data_bytes;
+    writer->ring = (uint32_t *)(base + shape->ring_at);
+    writer->slots = (slot *)(base + shape->slots_at);
+    writer->released = (shm_u64 *)(base + shape->released_at);
+    writer->data = base + shape->data_at;
+    writer->free_slots = malloc(shape->slot_count * sizeof(uint32_t));
+    writer->outstanding = malloc(shape->slot_count * sizeof(uint32_t));
+    writer->free_extents = malloc((shape->slot_count + 2ull) * sizeof(interval));
+    if (!writer->free_slots || !writer->outstanding || !writer->free_extents) return -1;
+    for (uint32_t i = 0; i < shape->slot_count; i++) writer->free_slots[i] = shape->slot_count - 1 - i;
+    writer->free_slot_count = shape->slot_count;
+    writer->free_extents[0] = (interval){0, shape->data_bytes};
+    writer->free_extent_count = 1;
+    return 0;
+}
+
+static inline void lane_writer_close(lane_writer *writer) {
+    free(writer->free_slots), free(writer->outstanding), free(writer->free_extents);
+    *writer = (lane_writer){.claimed = -1};
+}
+
+/* The i-th slot in order of commit that has not been taken back. */
+static inline uint32_t lane_outstanding(const lane_writer *writer, uint32_t i) {
+    return writer->outstanding[(writer->outstanding_at + i) & (writer->slot_count - 1)];
+}
+
+static inline int lane_is_released(const lane_writer *writer, uint32_t index) {
+    /* SYNC(release): after this the readers' loads of the extent are over, so it may be written again. */
+    return load_seq64(&writer->released[index]) == load_relaxed64(&writer->slots[index].generation);
+}
+
+static inline void lane_take_back(lane_writer *writer, uint32_t index) {
+    extent_give(writer->free_extents, &writer->free_extent_count, writer->slots[index].extent_at, writer->slots[index].extent_bytes);
+    writer->free_slots[writer->free_slot_count++] = index;
+}
+
+/* Takes released slots back: the oldest ones while they are released, or, thoroughly, by one pass over all. */
+static inline void lane_reclaim(lane_writer *writer, int thoroughly) {
+    uint32_t mask = writer->slot_count - 1, kept = 0;
+    while (writer->outstanding_count && lane_is_released(writer, lane_outstanding(writer, 0))) {
+        lane_take_back(writer, lane_outstanding(writer, 0));
+        writer->outstanding_at++, writer->outstanding_count--;
+    }
+    if (!thoroughly) return;
+    for (uint32_t i = 0; i < writer->outstanding_count; i++) {
+        uint32_t index = lane_outstanding(writer, i);
+        if (lane_is_released(writer, index)) lane_take_back(writer, index);
+        else writer->outstanding[(writer->outstanding_at + kept++) & mask] = index;
+    }
+    writer->outstanding_count = kept;
+}
+
+/* Reserves a slot and `bytes` of the data area, whole lines. 1, or 0 if there is no room now; touches nothing that others believe. */
+static inline int lane_claim(lane_writer *writer, uint64_t bytes) {
+    uint64_t at = UINT64_MAX;
+    bytes = up_to(bytes, ALIGNMENT);
+    for (int thoroughly = 0; at == UINT64_MAX && thoroughly < 2; thoroughly++) {
+        lane_reclaim(writer, thoroughly);
+        if (writer->free_slot_count) at = extent_take(writer->free_extents, &writer->free_extent_count, bytes);
+    }
+    if (at == UINT64_MAX) {
+        store_relaxed64(&writer->header->wanted_bytes, bytes);
+        return 0;
+    }
+    if (load_relaxed64(&writer->header->wanted_bytes)) store_relaxed64(&writer->header->wanted_bytes, 0);
+    writer->claimed = writer->free_slots[--writer->free_slot_count];
+    writer->claim_at = at, writer->claim_bytes = bytes;
+    fault_hit("producer.claimed");
+    return 1;
+}
+
+/* Gives the open claim back; no shared word has been touched. */
+static inline void lane_abort(lane_writer *writer) {
+    extent_give(writer->free_extents, &writer->free_extent_count, writer->claim_at, writer->claim_bytes);
+    writer->free_slots[writer->free_slot_count++] = (uint32_t)writer->claimed;
+    writer->claimed = -1;
+}
+
+/* Publishes the open claim under what `stamp` says of it; generation, sequence, extent and publish time are set here. Its sequence. */
+static inline uint64_t lane_commit(lane_writer *writer, const slot *stamp) {
+    uint32_t index = (uint32_t)writer->claimed, mask = writer->slot_count - 1;
+    uint64_t sequence = writer->tail;
+    lane_header *header = writer->header;
+    slot *body = &writer->slots[index];
+    fault_hit("producer.payload_written");
+    body->sequence = sequence;
+    body->extent_at = writer->claim_at, body->extent_bytes = writer->claim_bytes;
+    body->min_policy_version = stamp->min_policy_version, body->max_policy_version = stamp->max_policy_version;
+    body->t_created_ns = stamp->t_created_ns, body->t_publish_ns = monotonic_ns();
+    body->tokens = stamp->tokens, body->rows = stamp->rows, body->columns = stamp->columns;
+    body->group_size = stamp->group_size, body->env_id = stamp->env_id;
+    body->group_id_bytes = stamp->group_id_bytes, body->flags = stamp->flags, body->index_bytes = stamp->index_bytes;
+    fault_hit("producer.body_written");
+    store_release64(&body->generation, load_relaxed64(&body->generation) + 1); /* SYNC(slot-body) */
+    fault_hit("producer.generation_stored");
+    writer->ring[sequence & mask] = index;
+    fault_hit("producer.ring_written");
+    writer->outstanding[(writer->outstanding_at + writer->outstanding_count++) & mask] = index;
+    writer->claimed = -1;
+    writer->tail = sequence + 1;
+    store_relaxed64(&header->bytes_total, load_relaxed64(&header->bytes_total) + writer->claim_bytes);
+    store_relaxed64(&header->tokens_total, load_relaxed64(&header->tokens_total) + stamp->tokens);
+    fault_hit("producer.before_tail");
+    store_seq64(&header->tail, sequence + 1); /* SYNC(commit), SYNC(hub-wake) */
+    fault_hit("producer.committed");
+    if (load_seq32(&writer->hub->hub_sleeping)) { /* SYNC(hub-wake) */
+        ring_bell(&writer->hub->doorbell);
+    }
+    fault_hit("producer.woken_hub");
+    return sequence;
+}
+
+static inline int lane_anything_released(const lane_writer *writer) {
+    for (uint32_t i = 0; i < writer->outstanding_count; i++)
+        if (lane_is_released(writer, lane_outstanding(writer, i))) return 1; /* SYNC(space-wake) */
+    return 0;
+}
+
+/* Sleeps until something was released since the last claim, the bell rang, or the tick or the timeout is over. Nanoseconds slept. */
+static inline int64_t lane_wait_space(lane_writer *writer, int64_t timeout_ns) {
+    lane_header *header = writer->header;
+    int64_t began = monotonic_ns();
+    uint32_t seen;
+    int status = 0;
+    seen = load_seq32(&header->space_bell);  /* SYNC(bell) */
+    store_seq32(&header->space_waiting, 1);  /* SYNC(space-wake) */
+    fault_hit("producer.waiting");
+    if (!lane_anything_released(writer))
+        status = futex_wait(&header->space_bell, seen, timeout_ns < PRODUCER_TICK_NS ? timeout_ns : PRODUCER_TICK_NS);
+    store_seq32(&header->space_waiting, 0);
+    if (status == ETIMEDOUT && load_seq32(&header->space_bell) == seen && lane_anything_released(writer)) /* SYNC(bell) */
+        store_relaxed64(&header->late_wakes_total, load_relaxed64(&header->late_wakes_total) + 1);
+    return monotonic_ns() - began;
+}
+
+/* Bytes of the data area that no committed, un-released record has. */
+static inline uint64_t lane_free_bytes(const lane_writer *writer) {
+    uint64_t used = 0;
+    for (uint32_t i = 0; i < writer->outstanding_count; i++)
+        if (!lane_is_released(writer, lane_outstanding(writer, i))) used += writer->slots[lane_outstanding(writer, i)].extent_bytes;
+    return writer->data_bytes - used;
+}
+
+/* Committed and un-released records. */
+static inline uint32_t lane_unreleased(const lane_writer *writer) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < writer->outstanding_count; i++) count += !lane_is_released(writer, lane_outstanding(writer, i));
+    return count;
+}
+
+#endif

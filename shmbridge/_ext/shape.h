@@ -1,0 +1,56 @@
+/* Where things lie in a lane, worked out from two numbers, and what a lane's header claims about it.
+ *
+ * Whoever opens a lane copies the claim to private memory, checks the copy, and computes with the copy: the header may change meanwhile.
+ */
+#ifndef SHMBRIDGE_SHAPE_H
+#define SHMBRIDGE_SHAPE_H
+
+#include <inttypes.h>
+#include <stdio.h>
+
+#include "layout.h"
+
+/* What cannot be true, in words. */
+typedef struct {
+    char text[200];
+} complaint;
+
+#define complain(why, ...) (snprintf((why)->text, sizeof(why)->text, __VA_ARGS__), -1)
+
+typedef struct {
+    uint32_t slot_count, column_count;
+    uint64_t data_bytes;
+    uint64_t ring_at, slots_at, released_at, data_at, segment_bytes;
+} lane_shape;
+
+static inline uint64_t up_to(uint64_t size, uint64_t unit) { return (size + unit - 1) & ~(unit - 1); }
+
+static inline lane_shape shape_of(uint64_t data_bytes, uint32_t slot_count) {
+    lane_shape shape = {.slot_count = slot_count, .data_bytes = data_bytes};
+    shape.ring_at = PAGE + MAX_COLUMNS * sizeof(column_def);
+    shape.slots_at = up_to(shape.ring_at + (uint64_t)slot_count * sizeof(uint32_t), PAGE);
+    shape.released_at = up_to(shape.slots_at + (uint64_t)slot_count * sizeof(slot), PAGE);
+    shape.data_at = up_to(shape.released_at + (uint64_t)slot_count * sizeof(shm_u64), PAGE);
+    shape.segment_bytes = up_to(shape.data_at + data_bytes, PAGE);
+    return shape;
+}
+
+/* A checked private copy of the shape that a lane of `size` mapped bytes claims to have. 0, or -1 and why. */
+static inline int shape_read(const lane_header *header, uint64_t size, lane_shape *shape, complaint *why) {
+    uint32_t version, slots, columns;
+    uint64_t data;
+    if (size < PAGE + MAX_COLUMNS * sizeof(column_def)) return complain(why, "%" PRIu64 " bytes are no lane", size);
+    version = header->layout_version, slots = header->slot_count, columns = header->column_count, data = header->data_bytes;
+    if (version != LAYOUT_VERSION) return complain(why, "layout version %u, this build reads %u", version, LAYOUT_VERSION);
+    if (slots == 0 || slots & (slots - 1) || slots > 1 << 24 || data > size || columns > MAX_COLUMNS)
+        return complain(why, "%u slots, %" PRIu64 " data bytes, %u columns in %" PRIu64 " bytes", slots, data, columns, size);
+    *shape = shape_of(data, slots);
+    shape->column_count = columns;
+    if (shape->segment_bytes > size || header->segment_bytes != shape->segment_bytes || header->ring_at != shape->ring_at ||
+        header->slots_at != shape->slots_at || header->released_at != shape->released_at || header->data_at != shape->data_at)
+        return complain(why, "geometry: ring at %" PRIu64 ", slots at %" PRIu64 ", released at %" PRIu64 ", data at %" PRIu64 " do not belong to %u slots",
+                        header->ring_at, header->slots_at, header->released_at, header->data_at, slots);
+    return 0;
+}
+
+#endif
