@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import LeaseReleased as LeaseReleased
     from shmbridge.errors import NoConsumer as NoConsumer
     from shmbridge.errors import NotReady as NotReady
+    from shmbridge.errors import RankTaken as RankTaken
     from shmbridge.errors import RecordTooBig as RecordTooBig
     from shmbridge.errors import SchemaMismatch as SchemaMismatch
     from shmbridge.errors import ShmBridgeError as ShmBridgeError
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from shmbridge.inventory import clean as clean
     from shmbridge.inventory import list_bridges as list_bridges
     from shmbridge.producer import Producer as Producer
+    from shmbridge.rank import Rank as Rank
     from shmbridge.record import Record as Record
 
     TRAJECTORY_SCHEMA: Any
@@ -52,6 +54,7 @@ _HOMES = {
     "CleanReport": "inventory",
     "Consumer": "consumer",
     "Producer": "producer",
+    "Rank": "rank",
     "Record": "record",
     "Run": "config",
     "clean": "inventory",
@@ -60,7 +63,7 @@ _HOMES = {
         [
             "BadBridgeName", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
             "ConsumerTaken", "InvalidRecord", "LaneFull", "LaneQuarantined",
-            "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotReady", "RecordTooBig", "SchemaMismatch", "ShmBridgeError",
+            "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotReady", "RankTaken", "RecordTooBig", "SchemaMismatch", "ShmBridgeError",
             "ShmPermission", "ShmTooSmall", "WeightsBusy", "WeightsMismatch",
         ],
         "errors",

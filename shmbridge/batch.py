@@ -3,13 +3,16 @@
 Knows columns and rows; knows nothing of torch, advantages or where groups come from. Called by the consumer.
 """
 
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
 from shmbridge.groups import Group
 from shmbridge.record import Ragged, RaggedLists, Record, RecordMeta
 from shmbridge.schema import Column, Kind
+
+if TYPE_CHECKING:
+    from shmbridge.messages import Manifest
 
 Layout = Literal["padded", "packed"]
 _NAMES = {"scores": "score"}
@@ -27,6 +30,7 @@ class Batch:
     def __init__(self, groups: list[Group], layout: Layout) -> None:
         self.layout = layout
         self.groups = groups
+        self.manifest: Manifest | None = None  # what a learner rank got it by
         self.records: list[Record] = [record for group in groups for record in group.records]
         self.meta: list[RecordMeta] = [record.meta for record in self.records for _ in range(record.rows)]
         self.group_index = np.repeat(np.arange(len(groups), dtype=np.int32), [group.rows for group in groups])

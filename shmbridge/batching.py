@@ -72,7 +72,11 @@ class BatchAssembly:
                 self._stop_prefetch()
 
     def _form(self, groups: int, layout: Layout, max_staleness: int | None, stop: threading.Event) -> Batch | None:
-        """The next batch, waiting for it; None when stopped, closed, or drained with too few groups left."""
+        chosen = self.choose(groups, max_staleness, stop)
+        return None if chosen is None else Batch(chosen, layout)
+
+    def choose(self, groups: int, max_staleness: int | None, stop: threading.Event) -> list[Group] | None:
+        """The groups of the next batch, waiting for them; None when stopped, closed, or drained with too few groups left."""
         idle_since = time.monotonic()
         while not (self._closed or stop.is_set()):
             with self._lock:
@@ -80,7 +84,7 @@ class BatchAssembly:
                 chosen = self._complete.take(groups)
                 took = chosen is None and self._take_records()
             if chosen is not None:
-                return Batch(chosen, layout)
+                return chosen
             if took:
                 idle_since = time.monotonic()
                 continue
@@ -121,8 +125,12 @@ class BatchAssembly:
 
     def _put_back(self, batch: Batch) -> None:
         batch.records = []
+        self.put_back(batch.groups)
+
+    def put_back(self, groups: list[Group]) -> None:
+        """Groups of a batch that was not handed out wait again, before all others; any thread."""
         with self._lock:
-            self._complete.put_back(batch.groups)
+            self._complete.put_back(groups)
 
     def _check_stuck(self, groups: int) -> None:
         """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else holds anything."""

@@ -1,7 +1,7 @@
 """Consumer: the hub of a bridge. Takes records in place and hands them out, one by one or as batches.
 
-Knows the hub lock and who may call what; which lanes there are is lanes.py's, how groups become batches is batching.py's, what environments
-ask on the side is control.py's.
+Knows the hub lock and who may call what; which lanes there are is lanes.py's, how groups become batches is batching.py's, what the
+bridge is told is hub.py's, what environments and learner ranks ask on the side is control.py's.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from shmbridge.batching import BatchAssembly, Hold
 from shmbridge.config import Run, check_bridge_name
 from shmbridge.errors import Closed, ConsumerEmpty, ConsumerTaken
 from shmbridge.exits import at_exit
+from shmbridge.hub import Hub
 from shmbridge.lanes import LaneSet
 from shmbridge.liveness import Byte
 from shmbridge.reasons import Discard
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
 
     from shmbridge.batch import Batch, Layout
     from shmbridge.control import ControlServer
+    from shmbridge.ranks import DeadRank, RankServer
+    from shmbridge.shares import Mode
 
 _LONGEST_WAIT_S = 1.0
 _DRAIN_GRACE_S = 0.05
 
 
-class Consumer:
+class Consumer(Hub):
     """The one hub of a bridge; a context manager.
 
     For one thread at a time, except stats, publish_policy_version, pause, resume and drain. Construction adopts every lane
@@ -66,16 +69,13 @@ class Consumer:
     ) -> None:
         if resume not in ("redeliver", "discard"):
             raise ValueError(f'resume={resume!r} is not "redeliver" or "discard"')
-        self.bridge = check_bridge_name(bridge)
         self.columns = columns_of(schema)
-        self._run = run
-        self._batches_formed = 0
+        super().__init__(bridge, run, self._enter(check_bridge_name(bridge)))
         self._wait_s = 0.0
         self._closed = False
         self._final: dict[str, float] = {}
         self._waiter: ThreadPoolExecutor | None = None
         self._one_sleeper = threading.Lock()  # hub_sleeping has one owner at a time
-        self._control_words: header.Control | None = self._enter()
         try:
             self._start(lanes, resume, group_timeout_s)
         except BaseException:
@@ -85,14 +85,15 @@ class Consumer:
 
     # -- becoming the hub ---------------------------------------------------------------------------------------------------------
 
-    def _enter(self) -> header.Control:
+    @staticmethod
+    def _enter(bridge: str) -> header.Control:
         """Takes the hub lock, or raises ConsumerTaken."""
-        control = participation.open_control(self.bridge)
+        control = participation.open_control(bridge)
         if not liveness.lock_exclusive(control.mapping.fd, Byte.HUB):
             pid = control.hub_pid
             me = " (this very process)" if pid == os.getpid() else ""
             raise ConsumerTaken(
-                f"bridge {self.bridge!r} has a living consumer: pid {pid}{me}",
+                f"bridge {bridge!r} has a living consumer: pid {pid}{me}",
                 hint=f"close it and drop its records first, or use another bridge; ps -p {pid}",
             )
         header.fault(b"hub.locked")
@@ -104,6 +105,7 @@ class Consumer:
         try:
             self._lanes.adopt(strict=True)
             self.hub_epoch = self._control.begin_epoch(os.getpid(), liveness.pid_namespace(), self.columns.encode())
+            self._lanes.look_for_ranks()  # after the epoch was stored: a rank that joins the old one sees that
             if self._run is not None:
                 self._control.next_run()
             self._sleep = HubWait(self._control.mapping)
@@ -247,77 +249,47 @@ class Consumer:
             hint="are environments running on this bridge? shmbridge inspect " + self.bridge,
         )
 
-    # -- control: also for the control plane's thread (environments.HubView) -------------------------------------------------------------
+    def serve_ranks(
+        self,
+        world_size: int,
+        groups: int = 8,
+        mode: "Mode" = "sharded",
+        max_staleness: int | None = None,
+        prefetch: int = 1,
+        dead_rank: "DeadRank" = "wait",
+    ) -> "RankServer":
+        """Deals batches out to `world_size` learner ranks (shmbridge.Rank) from now on, in a thread. Does not block.
+
+        Do not call get, poll or batches besides. The server it returns says when all is done: `wait`, `idle`, `stats`.
+
+        Args:
+            world_size: ranks, 1 to 1024; rank 0 may well be in this process.
+            groups: groups of a batch, over all ranks; at least one for each.
+            mode: "sharded": every rank gets groups of its own, as many as the others and about as many tokens; "broadcast": all groups.
+            max_staleness: as in batches.
+            prefetch: batches formed ahead of the one that is being read.
+            dead_rank: what a dead rank leaves goes to the next process that takes its number ("wait"), or to the others ("spread").
+        """
+        from shmbridge.ranks import RankServer
+
+        self._check_open()
+        if self._ranks is not None:
+            raise ValueError("this consumer serves ranks already")
+        self._ranks = RankServer(
+            self, self._batching, world_size=world_size, groups=groups, mode=mode, max_staleness=max_staleness, prefetch=prefetch,
+            dead_rank=dead_rank,
+        )  # fmt: skip
+        self._server.look_again()
+        return self._ranks
+
+    def answer_ranks(self) -> None:
+        """There may be a share for a rank that waits; for ranks.py."""
+        self._server.look_again()
 
     @property
-    def _control(self) -> header.Control:
-        """The control segment's words, which end with close()."""
-        if self._control_words is None:
-            raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
-        if self._control_words.mapping.forked:
-            raise Closed(f"the consumer of bridge {self.bridge!r} belongs to the process before fork")
-        return self._control_words
-
-    @property
-    def run(self) -> Run | None:
-        """The announced training run."""
-        return self._run
-
-    @property
-    def current_step(self) -> int:
-        """`run.starting_step` plus the batches formed since."""
-        return (self._run.starting_step if self._run else 0) + self._batches_formed
-
-    @property
-    def policy_version(self) -> int:
-        """The newest published policy version, -1 before the first."""
-        return int(self._control.policy_version)
-
-    @property
-    def paused(self) -> bool:
-        """Whether producers are held back."""
-        return bool(self._control.paused)
-
-    @property
-    def draining(self) -> bool:
-        """Whether the bridge takes no new records."""
-        return bool(self._control.draining)
-
-    def announce_run(self, run: Run) -> None:
-        """Announces (or replaces) the training run; environments that wait for one go on."""
-        self._run = run
-        self._batches_formed = 0
-        self._control.next_run()
-
-    def publish_policy_version(self, version: int) -> None:
-        """Tells every producer, by one store, which policy version is current. Never goes backwards: ValueError."""
-        if version < self.policy_version:
-            raise ValueError(f"policy version {version} is before {self.policy_version}: versions of one bridge only rise")
-        self._control.policy_version = version
-
-    def pause(self) -> None:
-        """Holds producers back: their `put` waits. Records already committed still come."""
-        self._control.paused = True
-
-    def resume(self) -> None:
-        """Ends a pause."""
-        self._control.paused = False
-        self._lanes.ring_all()
-
-    def drain(self) -> None:
-        """Takes no new records: `put` raises BridgeDraining, iteration ends when nothing is left."""
-        self._control.draining = True
-        self._lanes.ring_all()
-        self._control.ring()
-
-    def queue_groups(self, producer_id: str | None = None) -> int:
-        """Groups committed and not yet in a batch, of one producer or all; a fragment not yet read counts as one."""
-        waiting = sum(lane.waiting for lane in self._lanes if producer_id in (None, lane.producer_id))
-        return waiting + self._batching.queued(producer_id)
-
-    def producer_live(self, producer_id: str) -> bool:
-        """Whether a living producer's lane is attached under this id."""
-        return any(lane.producer_id == producer_id and not lane.dead for lane in self._lanes)
+    def control_fd(self) -> int:
+        """Descriptor whose locks say who is who; for ranks.py."""
+        return int(self._control.mapping.fd)
 
     def count_batch(self) -> None:
         """A batch was formed; for batching.py."""
@@ -346,6 +318,7 @@ class Consumer:
             "queue_groups": self.queue_groups(),
             "batches_total": self._batches_formed,
             "policy_version": self.policy_version,
+            **(self._ranks.stats() if self._ranks else {}),
         }
 
     def _check_open(self) -> None:
@@ -354,9 +327,14 @@ class Consumer:
 
     def _leave_unclosed(self) -> None:
         """The process ends: what is still leased stays un-released, for the next consumer."""
-        self._batching.stop()
+        self._stop_forming()
         self._lanes.abandon()
         participation.leave(self._control.mapping.fd, self.bridge)
+
+    def _stop_forming(self) -> None:
+        self._batching.stop()
+        if self._ranks is not None:
+            self._ranks.stop()
 
     def close(self) -> None:
         """Gives the bridge up. Records not yet handed out come to the next consumer; live views stay valid and keep the hub lock until
@@ -364,7 +342,7 @@ class Consumer:
         """
         if self._closed or (self._control_words is not None and self._control_words.mapping.forked):
             return
-        self._batching.stop()
+        self._stop_forming()
         self._final = self.stats()
         self._batching.forget()
         self._closed = True

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shmbridge.config import Run
-from shmbridge.messages import Register, Registered, Status, WaitForRun
+from shmbridge.messages import Ack, Manifest, NextShare, NoMoreShares, Refused, Register, Registered, SharesDone, Status, WaitForRun
 
 # An environment never counts for less than this, whatever its weight (as upstream).
 MIN_ENV_WEIGHT = 0.01
@@ -76,6 +76,12 @@ class HubView(Protocol):
 
     def producer_live(self, producer_id: str) -> bool:
         """A lane of this producer is attached and its process holds it; False for an unknown one."""
+
+    def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
+        """A learner rank's next share; None while there is none."""
+
+    def shares_done(self, request: SharesDone) -> Ack | Refused:
+        """A learner rank is done with shares."""
 
 
 @dataclass

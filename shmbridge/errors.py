@@ -131,6 +131,12 @@ class Closed(ShmBridgeError, RuntimeError):
     code = "SB405"
 
 
+class RankTaken(ShmBridgeError, RuntimeError):
+    """A living process is that rank of the bridge already."""
+
+    code = "SB408"
+
+
 class WeightsMismatch(ShmBridgeError, ValueError):
     """The tensors do not have the names, types or shapes of the weights segment."""
 

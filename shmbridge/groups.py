@@ -19,6 +19,11 @@ class Group:
         self.size = size
         self.began_s = began_s
 
+    def append(self, record: Record) -> None:
+        """Takes a record, and its lease, over."""
+        self.records.append(record)
+        self.rows += record.rows
+
     @property
     def complete(self) -> bool:
         """Whether all rows are here."""
@@ -57,11 +62,11 @@ class GroupAssembler:
         """Takes a record over; returns its group once that is complete. `now_s` is time.monotonic()."""
         if record.rows >= record.group_size:
             group = Group(record.group_size, now_s)
-            _append(group, record)
+            group.append(record)
             return group
         key = (record.meta.producer_id, record.group_id)
         group = self._partial.get(key) or self._partial.setdefault(key, Group(record.group_size, now_s))
-        _append(group, record)
+        group.append(record)
         return self._partial.pop(key) if group.complete else None
 
     def late(self, now_s: float, busy: set[str]) -> Iterator[Group]:
@@ -74,8 +79,3 @@ class GroupAssembler:
         """Takes out and yields the partial groups of producers that will put nothing more."""
         for key in [key for key in self._partial if key[0] in producer_ids]:
             yield self._partial.pop(key)
-
-
-def _append(group: Group, record: Record) -> None:
-    group.records.append(record)
-    group.rows += record.rows

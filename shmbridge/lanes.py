@@ -44,10 +44,15 @@ class AdoptedLane:
         return 0 if self.corrupt else self.reader.waiting
 
     @property
+    def held(self) -> int:
+        """Records taken and not yet released; a release that is put off counts as none."""
+        return self.reader.held + self.reader.put_off
+
+    @property
     def starves(self) -> bool:
         """Whether its producer asked for room in vain, and there is none yet."""
         wanted = self.reader.wanted_bytes
-        return wanted > 0 and self.reader.held > 0 and not self.reader.has_room_for(wanted)
+        return wanted > 0 and self.held > 0 and not self.reader.has_room_for(wanted)
 
     def take(self) -> Record | None:
         """The next record; None if there is none, or if the lane has just been quarantined."""
@@ -72,12 +77,12 @@ class AdoptedLane:
     def counters(self) -> Counter[str]:
         """From the lane's own words."""
         if self._last_counters is not None:
-            return Counter({**self._last_counters, "held": self.reader.held})
+            return Counter({**self._last_counters, "held": self.held})
         words = header.lane_counters(self.reader.lane)
         return Counter(
             {
                 "records_total": words["tail"],
-                "held": self.waiting + self.reader.held,
+                "held": self.waiting + self.held,
                 "tokens_total": words["tokens"],
                 "bytes_total": words["bytes"],
                 "producer_wait_ns": words["wait_ns"],
@@ -101,6 +106,7 @@ class LaneSet:
         self._turn = 0
         self._crowded = False
         self.arrivals = control.arrivals
+        self._ranks_before = False
         self._adopting = threading.Lock()
         self._watch = DeathWatch(self._on_death, self._look_round)
 
@@ -161,7 +167,8 @@ class LaneSet:
                 raise
             self._refuse(name, str(wrong))
             return
-        self._lanes[name] = AdoptedLane(name, reader, Lane(info["producer_id"], info["env_name"], columns), mapping.size)
+        reader.ranks_before = self._ranks_before
+        self._lanes[name] = AdoptedLane(name, reader, Lane(info["producer_id"], info["env_name"], columns, name), mapping.size)
         reader.ring()  # a predecessor may have died between release and wake
         self._watch.watch(name, mapping, info["pid"], info["pid_namespace"])
 
@@ -218,11 +225,28 @@ class LaneSet:
         """Adopts what came while the consumer was busy, removes dead lanes that hold nothing any more; whether any is left for later."""
         if self._control.arrivals != self.arrivals:
             self.adopt()
-        left = False
+        if self._ranks_before:
+            self._heed_ranks_before()
+        left = self._ranks_before
         for lane in self:
             if lane.dead:
-                left |= bool(lane.waiting or lane.reader.held or not self._bury(lane))
+                left |= bool(lane.waiting or lane.held or not self._bury(lane))
         return left
+
+    def look_for_ranks(self) -> None:
+        """This hub's epoch has begun: from now on ranks of earlier ones are heeded, as long as there are any."""
+        self._heed_ranks_before()
+        self._watch.nudge()
+
+    def _heed_ranks_before(self) -> None:
+        """While a rank of an earlier hub lives, releases of what is redelivered are put off; once none does, they are done."""
+        with self._adopting:
+            self._ranks_before = participation.ranks_before(self._control)
+            for lane in self:
+                if self._ranks_before:
+                    lane.reader.ranks_before = True
+                else:
+                    lane.reader.release_put_off()
 
     def _bury(self, lane: AdoptedLane) -> bool:
         counters = lane.counters()
@@ -257,7 +281,7 @@ class LaneSet:
     @property
     def held(self) -> int:
         """Records taken and not yet released, over all lanes."""
-        return sum(lane.reader.held for lane in self)
+        return sum(lane.held for lane in self)
 
     def stuck(self, held_here: int) -> str:
         """Why no lane can bring anything more until one of the caller's `held_here` records is released, or ""."""
@@ -287,9 +311,12 @@ class LaneSet:
             lane.reader.abandoned = True
 
     def close(self) -> int:
-        """Ends the death watch and lets go of all lanes; how many records are still leased. Views keep their lane."""
+        """Ends the death watch and lets go of all lanes; how many records are still leased. Views keep their lane.
+
+        A release that is still put off is not done any more: the next consumer gets the record again.
+        """
         self._watch.stop()
-        held = self.held
+        held = sum(lane.reader.held for lane in self)
         self._lanes.clear()
         del self._control  # views, through their reader, are to be the last that keep it
         return held

@@ -18,15 +18,16 @@ class Byte(IntEnum):
     HUB = 0
     PARTICIPANTS = 1
     INITIALISING = 2
-    RANKS = 3
+    FIRST_RANK = 1024
+    FIRST_EPOCH = 1 << 32
     PRODUCER = 0
     WRITER = 0
     FIRST_SLOT = 16
 
 
-def _lock(fd: int, kind: int, byte: int) -> bool:
+def _lock(fd: int, kind: int, byte: int, count: int = 1) -> bool:
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, count, 0))
     except (BlockingIOError, PermissionError):
         return False
     return True
@@ -47,9 +48,14 @@ def unlock(fd: int, byte: int) -> None:
     _lock(fd, fcntl.F_UNLCK, byte)
 
 
-def is_locked(fd: int, byte: int) -> bool:
-    """Whether another open file description holds the byte in any way. Never blocks, takes nothing."""
-    raw = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+def unlock_all(fd: int) -> None:
+    """Gives every byte back."""
+    _lock(fd, fcntl.F_UNLCK, 0, 0)
+
+
+def is_locked(fd: int, byte: int, count: int = 1) -> bool:
+    """Whether another open file description holds any of `count` bytes in any way. Never blocks, takes nothing."""
+    raw = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, count, 0))
     return bool(_FLOCK.unpack(raw)[0] != fcntl.F_UNLCK)
 
 

@@ -19,8 +19,8 @@ from shmbridge.errors import ShmBridgeError
 
 PROTOCOL = 1
 
-# The largest message either side believes; the longest real one (a `Run` with its paths) is below 10 KiB.
-MAX_MESSAGE_BYTES = 64 * 1024
+# The largest message either side believes. The longest real one is a manifest: some 20 bytes a record and 50 a lane.
+MAX_MESSAGE_BYTES = 1024 * 1024
 
 # Codes of `Refused`, for programs; the text beside them is for people.
 MALFORMED = "malformed"
@@ -29,6 +29,9 @@ OTHER_PROTOCOL = "other-protocol"
 UNKNOWN_ENV = "unknown-env"
 BAD_VALUE = "bad-value"
 INTERNAL = "internal"
+NO_RANKS = "no-ranks"
+NO_MORE_BATCHES = "no-more-batches"
+OTHER_EPOCH = "other-epoch"
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag=str.lower):
@@ -105,6 +108,29 @@ class Goodbye(Message, frozen=True):
     env_id: int
 
 
+class NextShare(Message, frozen=True):
+    """A learner rank asks for its next share; answered with `Manifest`, once there is one, or `NoMoreShares`.
+
+    `after` is the number of the last share that `member`, one incarnation of the rank, has got (-1: none yet), so that an
+    answer which was lost comes again.
+    """
+
+    rank: int
+    world_size: int
+    member: str
+    epoch: int
+    after: int = -1
+
+
+class SharesDone(Message, frozen=True):
+    """A learner rank looks at nothing of these shares any more; answered with `Ack`."""
+
+    rank: int
+    member: str
+    epoch: int
+    numbers: list[int]
+
+
 # --- answers ----------------------------------------------------------------------------------------------
 
 
@@ -158,6 +184,45 @@ class RunInfo(Message, frozen=True):
     hub_epoch: int
 
 
+class RecordPlace(msgspec.Struct, frozen=True, array_like=True):
+    """Where a record is: `lane` counts in `Manifest.lanes`; the rest must agree with what is found there."""
+
+    lane: int
+    slot: int
+    generation: int
+    sequence: int
+    redelivered: bool
+
+
+class GroupPlaces(msgspec.Struct, frozen=True, array_like=True):
+    """A whole group: its size in rows, and its records."""
+
+    size: int
+    records: list[RecordPlace]
+
+
+class Manifest(Message, frozen=True):
+    """One rank's share of a batch; docs/reference/manifest.md says what each field is."""
+
+    epoch: int
+    number: int
+    step: int
+    rank: int
+    world_size: int
+    mode: str
+    reissued: bool
+    policy_version: int
+    batch_groups: int
+    batch_rows: int
+    batch_tokens: int
+    lanes: list[str]
+    groups: list[GroupPlaces]
+
+
+class NoMoreShares(Message, frozen=True):
+    """The bridge was drained, and every share has been handed out."""
+
+
 class Ack(Message, frozen=True):
     """Done."""
 
@@ -181,8 +246,10 @@ Request: TypeAlias = (
     | Resume
     | Drain
     | Goodbye
+    | NextShare
+    | SharesDone
 )
-Answer: TypeAlias = Welcome | Registered | WaitForRun | Status | RunInfo | Ack | Refused
+Answer: TypeAlias = Welcome | Registered | WaitForRun | Status | RunInfo | Manifest | NoMoreShares | Ack | Refused
 
 
 # --- the bytes --------------------------------------------------------------------------------------------

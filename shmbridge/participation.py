@@ -81,10 +81,36 @@ def _enter_control(fd: int, name: str, bridge: str) -> header.Control:
     return control
 
 
+def join_epoch(control: header.Control) -> int:
+    """Says, by a lock, that this rank may hold memory which the present hub hands out; that hub's epoch, 0 if there was none yet.
+
+    A hub that comes between the load and the lock is seen by the second load; one that comes later sees the lock.
+    """
+    while True:
+        epoch = int(control.hub_epoch)
+        if epoch == 0:
+            return 0
+        header.fault(b"rank.epoch_loaded")
+        liveness.lock_shared(control.mapping.fd, Byte.FIRST_EPOCH + epoch)
+        header.fault(b"rank.epoch_locked")
+        if control.hub_epoch == epoch:
+            return epoch
+        leave_epoch(control, epoch)
+
+
+def leave_epoch(control: header.Control, epoch: int) -> None:
+    """Nothing that the hub of `epoch` handed out is held here any more."""
+    liveness.unlock(control.mapping.fd, Byte.FIRST_EPOCH + epoch)
+
+
+def ranks_before(control: header.Control) -> bool:
+    """Whether a rank lives that may hold what a hub before the present one handed out."""
+    return liveness.is_locked(control.mapping.fd, Byte.FIRST_EPOCH, int(control.hub_epoch))
+
+
 def leave(fd: int, bridge: str) -> None:
     """Gives up every part in a bridge that the control segment's `fd` stands for, and removes what is dead of it."""
-    liveness.unlock(fd, Byte.HUB)
-    liveness.unlock(fd, Byte.PARTICIPANTS)
+    liveness.unlock_all(fd)
     sweep(bridge)
 
 

@@ -49,6 +49,7 @@ class Lane:
     producer_id: str
     env_name: str
     columns: Columns
+    name: str = ""  # of the segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,11 @@ class Record(Lease):
     def lane_columns(self) -> Columns:
         """All columns its lane may carry, by name."""
         return self._lane.columns
+
+    @property
+    def lane_name(self) -> str:
+        """Name of the segment it lies in."""
+        return self._lane.name
 
     def bind(self, lane: Lane) -> "Record":
         """Ties the record to what its lane says of all records; for the consumer only."""

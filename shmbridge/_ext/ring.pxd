@@ -87,7 +87,7 @@ cdef class LaneReader:
 
 
 cdef class RankReader(LaneReader):
-    pass
+    cdef set _holding                # (slot, generation) of records that are looked at
 
 
 cdef class Lease:

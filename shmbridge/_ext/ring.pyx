@@ -270,7 +270,11 @@ cdef class RankReader(LaneReader):
     """A learner rank's look at one lane: reads what a manifest names, writes nothing. Its leases end in this process only."""
 
     def __init__(self, Mapping lane not None, object keep):
-        pass  # the hub adopts, not a rank
+        self._holding = set()  # nothing is adopted: that is for the hub
+
+    def holds(self, uint32_t index, uint64_t generation):
+        """Whether the lease of that record, or a view of it, lives."""
+        return (index, generation) in self._holding
 
     def look(self, type cls, uint32_t index, uint64_t sequence, uint64_t generation, bint redelivered):
         """The record that the hub said is in slot `index`, as an instance of `cls`. LaneCorrupt if another is there."""
@@ -282,10 +286,12 @@ cdef class RankReader(LaneReader):
             raise LaneCorrupt(f"slot {index} is in generation {found.generation}, the manifest says {generation}")
         lease = self.lease(cls, &found)
         (<Lease>lease).redelivered = redelivered
+        self._holding.add((index, generation))
         return lease
 
     cdef int end_lease(self, Lease lease) except -1:
         self.held -= 1
+        self._holding.discard((lease.slot, lease.generation))
         return 0
 
 
@@ -308,11 +314,6 @@ cdef class Lease:
     @property
     def is_released(self) -> bool:
         return self._released
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is released and no view of it is left."""
-        return self._ended
 
     def release(self):
         """Ends the lease as soon as no view of it is left. Idempotent."""

@@ -39,7 +39,7 @@ ALLOWED = {
     "ray": ("shmbridge.relay", "shmbridge.consumers"),
     "atroposlib": ("shmbridge.producers",),
     "textual": ("shmbridge.tui",),
-    "zmq": ("shmbridge.control", "shmbridge.relay"),
+    "zmq": ("shmbridge.control", "shmbridge.control_client", "shmbridge.relay"),
     "pyarrow": ("shmbridge",),
 }
 

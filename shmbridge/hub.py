@@ -1,0 +1,114 @@
+"""What the hub says to a whole bridge, and what its control plane sees of it: run, policy version, pause, drain, queues.
+
+All of it is a few shared words, safe from any thread. Knows nothing of taking records: that is consumer.py, which is a Hub.
+"""
+
+from typing import TYPE_CHECKING
+
+from shmbridge import messages
+from shmbridge._ext import header
+from shmbridge.batching import BatchAssembly
+from shmbridge.config import Run
+from shmbridge.errors import Closed
+from shmbridge.lanes import LaneSet
+
+if TYPE_CHECKING:
+    from shmbridge.ranks import RankServer
+
+
+class Hub:
+    """The consumer's other half; environments.HubView says what the control plane's thread calls. Never blocks."""
+
+    hub_epoch: int
+    _lanes: LaneSet
+    _batching: BatchAssembly
+
+    def __init__(self, bridge: str, run: Run | None, control: header.Control) -> None:
+        self.bridge = bridge
+        self._run = run
+        self._batches_formed = 0
+        self._control_words: header.Control | None = control
+        self._ranks: RankServer | None = None
+
+    @property
+    def _control(self) -> header.Control:
+        """The control segment's words, which end with close()."""
+        if self._control_words is None:
+            raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
+        if self._control_words.mapping.forked:
+            raise Closed(f"the consumer of bridge {self.bridge!r} belongs to the process before fork")
+        return self._control_words
+
+    @property
+    def run(self) -> Run | None:
+        """The announced training run."""
+        return self._run
+
+    @property
+    def current_step(self) -> int:
+        """`run.starting_step` plus the batches formed since."""
+        return (self._run.starting_step if self._run else 0) + self._batches_formed
+
+    @property
+    def policy_version(self) -> int:
+        """The newest published policy version, -1 before the first."""
+        return int(self._control.policy_version)
+
+    @property
+    def paused(self) -> bool:
+        """Whether producers are held back."""
+        return bool(self._control.paused)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the bridge takes no new records."""
+        return bool(self._control.draining)
+
+    def announce_run(self, run: Run) -> None:
+        """Announces (or replaces) the training run; environments that wait for one go on."""
+        self._run = run
+        self._batches_formed = 0
+        self._control.next_run()
+
+    def publish_policy_version(self, version: int) -> None:
+        """Tells every producer, by one store, which policy version is current. Never goes backwards: ValueError."""
+        if version < self.policy_version:
+            raise ValueError(f"policy version {version} is before {self.policy_version}: versions of one bridge only rise")
+        self._control.policy_version = version
+
+    def pause(self) -> None:
+        """Holds producers back: their `put` waits. Records already committed still come."""
+        self._control.paused = True
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._control.paused = False
+        self._lanes.ring_all()
+
+    def drain(self) -> None:
+        """Takes no new records: `put` raises BridgeDraining, iteration ends when nothing is left."""
+        self._control.draining = True
+        self._lanes.ring_all()
+        self._control.ring()
+
+    def queue_groups(self, producer_id: str | None = None) -> int:
+        """Groups committed and not yet in a batch, of one producer or all; a fragment not yet read counts as one."""
+        waiting = sum(lane.waiting for lane in self._lanes if producer_id in (None, lane.producer_id))
+        return waiting + self._batching.queued(producer_id)
+
+    def producer_live(self, producer_id: str) -> bool:
+        """Whether a living producer's lane is attached under this id."""
+        return any(lane.producer_id == producer_id and not lane.dead for lane in self._lanes)
+
+    def next_share(self, request: messages.NextShare) -> messages.Manifest | messages.NoMoreShares | messages.Refused | None:
+        """A learner rank's next share; None while there is none."""
+        return self._no_ranks() if self._ranks is None else self._ranks.next_share(request)
+
+    def shares_done(self, request: messages.SharesDone) -> messages.Ack | messages.Refused:
+        """A learner rank is done with shares."""
+        return self._no_ranks() if self._ranks is None else self._ranks.shares_done(request)
+
+    def _no_ranks(self) -> messages.Refused:
+        return messages.Refused(
+            messages.NO_RANKS, f"the consumer of bridge {self.bridge!r} hands out no shares", "call Consumer.serve_ranks in it"
+        )

@@ -1,0 +1,302 @@
+"""A learner rank: reads its share of every batch in place, in the lanes themselves.
+
+Knows manifests, and which hub's memory it may still hold; who gets what is the hub's business (ranks.py). Writes to no lane. Why
+nothing changes under its eyes, also when the hub dies, is in docs/adr/0002-ranks.md.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Self
+
+from shmbridge import liveness, messages, participation, segment
+from shmbridge._ext import header
+from shmbridge._ext.ring import RankReader
+from shmbridge.batch import Batch, Layout
+from shmbridge.config import check_bridge_name
+from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
+from shmbridge.exits import at_exit
+from shmbridge.groups import Group
+from shmbridge.liveness import Byte
+from shmbridge.record import Lane, Record
+from shmbridge.schema import Columns
+
+if TYPE_CHECKING:
+    from shmbridge.batching import Hold
+    from shmbridge.messages import Manifest
+
+_Held = tuple["Manifest", list[tuple[RankReader, int, int]]]  # reader, slot, generation
+_ASK_S = 1.0
+_RETRY_S = 0.02
+
+
+class RankShare:
+    """What one rank reads of one batch: `groups` of records held in place, and the `manifest` they came by.
+
+    A context manager. The hub is told once all its records are released, or let go, and no view of them is left.
+    """
+
+    def __init__(self, manifest: "Manifest", groups: list[Group]) -> None:
+        self.manifest, self.groups = manifest, groups
+
+    @property
+    def records(self) -> list[Record]:
+        """Of all groups, in order."""
+        return [record for group in self.groups for record in group.records]
+
+    def release(self) -> None:
+        """Releases every record. Idempotent."""
+        for record in self.records:
+            record.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Rank:
+    """One of `world_size` learner ranks of a bridge; a context manager. For one thread at a time.
+
+    The hub is a Consumer that called serve_ranks, in this process or another. Construction does not wait for it.
+
+    Args:
+        bridge: name of the bridge.
+        rank: 0 to world_size - 1, as in torch.distributed.
+        world_size: as the hub was told.
+
+    Raises:
+        RankTaken: a living process is this rank already.
+        BadBridgeName, ShmPermission, NotReady, LayoutMismatch.
+    """
+
+    def __init__(self, bridge: str, rank: int, world_size: int) -> None:
+        from shmbridge.control_client import ControlClient
+
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} is not within 0 and world_size={world_size} - 1")
+        self.bridge, self.rank, self.world_size = check_bridge_name(bridge), rank, world_size
+        self._member = secrets.token_hex(8)
+        self._control_words: header.Control | None = participation.open_control(bridge)
+        if not liveness.lock_exclusive(self._control.mapping.fd, Byte.FIRST_RANK + rank):
+            participation.leave(self._control.mapping.fd, bridge)
+            raise RankTaken(
+                f"rank {rank} of bridge {bridge!r} is taken by a living process",
+                hint="give every learner process a rank of its own, or end the other one",
+            )
+        header.fault(b"rank.locked")
+        self._epoch = 0
+        self._after = -1
+        self._open: list[_Held] = []  # shares that were looked at, and that the hub was not told of
+        self._epochs: set[int] = set()  # whose lock is held
+        self._lanes: dict[str, tuple[RankReader, Lane]] = {}
+        self._totals = dict.fromkeys(("shares", "records", "tokens", "reissued", "outdated"), 0)
+        self._wait_s = 0.0
+        self._client = ControlClient(bridge, role="rank", name=f"rank {rank} of {world_size}, pid {os.getpid()}")
+        self._no_exit_call = at_exit(self._leave_unclosed)
+
+    @property
+    def _control(self) -> header.Control:
+        if self._control_words is None or self._control_words.mapping.forked:
+            raise Closed(f"rank {self.rank} of bridge {self.bridge!r} is closed, or belongs to the process before fork")
+        return self._control_words
+
+    # -- reading ------------------------------------------------------------------------------------------------------------------
+
+    def batches(self, layout: Layout = "packed", timeout_s: float | None = None, hold: "Hold" = "step") -> Iterator[Batch]:
+        """This rank's part of batch after batch, as Consumer.batches would give it, until the bridge is drained.
+
+        Blocks in `next` until there is a share, at most `timeout_s` seconds. `batch.manifest` says what the whole batch has.
+
+        Args:
+            layout: "packed" (N,) or "padded" (B, T).
+            timeout_s: for each batch; None: for ever, also while there is no hub.
+            hold: "step" keeps the share until the next iteration, so that a rank which dies meanwhile gets it again; "gather" is
+                done with it once gathered: at most once.
+
+        Raises:
+            ConsumerEmpty: no share came in time. NoConsumer: there was no hub. Closed.
+            RequestRefused: the hub serves another world_size, or forms no more batches; it says why.
+        """
+        while (share := self.next_share(timeout_s)) is not None:
+            batch = Batch(share.groups, layout)
+            batch.manifest = share.manifest
+            if hold == "gather":
+                share.release()
+                self.report_done()
+            yield batch
+            batch.release()
+            share.release()
+
+    def next_share(self, timeout_s: float | None = None) -> RankShare | None:
+        """The next share, its records held in place; None once the bridge is drained. Blocks, tells the hub what is done with first.
+
+        Raises: as batches.
+        """
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        began = time.monotonic()
+        try:
+            while True:
+                if self._join():
+                    self.report_done()
+                    answer = self._ask(deadline)
+                    if isinstance(answer, messages.NoMoreShares):
+                        return None
+                    if answer is not None and (share := self._look(answer)) is not None:
+                        return share
+                else:
+                    time.sleep(_RETRY_S)
+                if time.monotonic() > deadline:
+                    raise self._empty(timeout_s)
+        finally:
+            self._wait_s += time.monotonic() - began
+
+    def report_done(self) -> None:
+        """Tells the hub which shares nobody looks at any more. next_share does so by itself; a rank with a long step may call it before.
+
+        Blocks for an answer, at most a second; what could not be told is told next time.
+        """
+        ended = [manifest for manifest, records in self._open if not _any_held(records)]
+        numbers = [manifest.number for manifest in ended if manifest.epoch == self._epoch]
+        if numbers and self._request(messages.SharesDone(self.rank, self._member, self._epoch, numbers), _ASK_S) is None:
+            return
+        header.fault(b"rank.told_done")
+        self._open = [(manifest, records) for manifest, records in self._open if manifest not in ended]
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Gives back what nothing held here needs: locks of earlier epochs, and lanes of dead producers, whose memory can go."""
+        for epoch in self._epochs - {self._epoch, *(manifest.epoch for manifest, _ in self._open)}:
+            participation.leave_epoch(self._control, epoch)
+            self._epochs.discard(epoch)
+        for name, (reader, _) in list(self._lanes.items()):
+            if reader.held == 0 and not liveness.is_locked(reader.lane.fd, Byte.PRODUCER):
+                del self._lanes[name]
+
+    def _join(self) -> bool:
+        """Takes part in the present hub's epoch, if it is alive. What is still held of an earlier one keeps that one's lock."""
+        control = self._control
+        if self._epoch != control.hub_epoch:
+            self._epoch = participation.join_epoch(control)
+            self._epochs.add(self._epoch)
+            header.fault(b"rank.joined")
+            self._after = -1
+        return self._epoch > 0 and liveness.is_locked(control.mapping.fd, Byte.HUB)
+
+    def _ask(self, deadline: float) -> "Manifest | messages.NoMoreShares | None":
+        question = messages.NextShare(self.rank, self.world_size, self._member, self._epoch, self._after)
+        answer = self._request(question, min(_ASK_S, max(deadline - time.monotonic(), 0.001)))
+        return answer if isinstance(answer, messages.Manifest | messages.NoMoreShares) else None
+
+    def _request(self, request: messages.Request, timeout_s: float) -> messages.Answer | None:
+        """The hub's answer; None if there is none in time, or none yet from this hub."""
+        from shmbridge.control_client import RequestRefused
+
+        try:
+            return self._client.request(request, timeout_s)
+        except NoConsumer:
+            return None
+        except RequestRefused as refused:
+            if refused.reason in (messages.OTHER_EPOCH, messages.NO_RANKS):
+                time.sleep(_RETRY_S)
+                return None
+            raise
+
+    def _look(self, manifest: "Manifest") -> RankShare | None:
+        """Opens what a manifest names; None if it is of a hub that is gone: the present one hands it out again."""
+        self._after = manifest.number
+        if manifest.epoch != self._epoch or self._control.hub_epoch != self._epoch:
+            self._totals["outdated"] += 1
+            return None
+        header.fault(b"rank.looking")
+        groups, held = [], []
+        for places in manifest.groups:
+            group = Group(places.size, time.monotonic())
+            for place in places.records:
+                reader, record = self._look_at(manifest.lanes[place.lane], place, manifest.reissued)
+                held.append((reader, place.slot, place.generation))
+                group.append(record)
+            groups.append(group)
+        share = RankShare(manifest, groups)
+        self._open.append((manifest, held))
+        header.fault(b"rank.holding")
+        self._totals["shares"] += 1
+        self._totals["reissued"] += manifest.reissued
+        self._totals["records"] += len(share.records)
+        self._totals["tokens"] += sum(group.tokens for group in groups)
+        return share
+
+    def _look_at(self, name: str, place: "messages.RecordPlace", reissued: bool) -> tuple[RankReader, Record]:
+        try:
+            if name not in self._lanes:
+                self._lanes[name] = self._open_lane(name)
+            reader, lane = self._lanes[name]
+            record = reader.look(Record, place.slot, place.sequence, place.generation, place.redelivered or reissued)
+        except header.LaneCorrupt as wrong:
+            said = f"lane {name} is not what the hub said: {wrong}"
+            raise LaneQuarantined(said, hint="see the consumer's log; restart this rank") from None
+        return reader, record.bind(lane)
+
+    def _open_lane(self, name: str) -> tuple[RankReader, Lane]:
+        mapping = segment.open_mapping(name, readonly=True, minimum=header.control_bytes)
+        info = None if mapping is None else header.read_lane(mapping)
+        if mapping is None or info is None:
+            raise header.LaneCorrupt("it is gone")
+        reader = RankReader(mapping, self._control.mapping)  # its views keep the locks of this rank
+        return reader, Lane(info["producer_id"], info["env_name"], Columns.decode(info["columns"]), name)
+
+    def _empty(self, timeout_s: float | None) -> ConsumerEmpty | NoConsumer:
+        if not (self._epoch and liveness.is_locked(self._control.mapping.fd, Byte.HUB)):
+            return NoConsumer(
+                f"bridge {self.bridge!r} had no consumer for {timeout_s} s", hint="start the process that calls Consumer.serve_ranks"
+            )
+        return ConsumerEmpty(
+            f"no share for rank {self.rank} within {timeout_s} s",
+            hint=f"are environments running, and the other ranks? shmbridge inspect {self.bridge}",
+        )
+
+    # -- state --------------------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, float]:
+        """Counters of this rank, flat. Never blocks."""
+        return {**{f"{name}_total": count for name, count in self._totals.items()}, "open_shares": len(self._open), "wait_s": self._wait_s}
+
+    def _leave_unclosed(self) -> None:
+        """The process ends: what is still held goes to the successor."""
+        self._open.clear()
+        self.close()
+
+    def close(self) -> None:
+        """Leaves. What it had not finished goes to its successor; live views stay valid, and keep its number, until the last is gone.
+
+        Idempotent; does nothing in a child of fork.
+        """
+        if self._control_words is None or self._control_words.mapping.forked:
+            return
+        self._no_exit_call()
+        if self._epoch and liveness.is_locked(self._control.mapping.fd, Byte.HUB):
+            self.report_done()
+        self._client.close()
+        held = sum(reader.held for reader, _ in self._lanes.values())
+        if held == 0:
+            participation.leave(self._control.mapping.fd, self.bridge)
+        self._lanes.clear()
+        self._open.clear()
+        self._control_words = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._open.clear()
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Rank {self.rank} of {self.world_size} of {self.bridge!r}, epoch {self._epoch}>"
+
+
+def _any_held(records: list[tuple[RankReader, int, int]]) -> bool:
+    return any(reader.holds(slot, generation) for reader, slot, generation in records)

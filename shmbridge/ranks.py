@@ -1,0 +1,211 @@
+"""The hub's side of learner ranks: forms batches ahead, hands out shares, and keeps their leases until all readers are done.
+
+Knows who asked for what and, by a lock, which ranks live; who gets which group is shares.py's. The other side is rank.py; why nothing
+changes under a rank's eyes, also when a hub or a rank dies, is in docs/adr/0002-ranks.md.
+"""
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Literal
+
+from shmbridge import liveness
+from shmbridge.errors import ShmBridgeError
+from shmbridge.groups import Group
+from shmbridge.liveness import Byte
+from shmbridge.messages import (
+    BAD_VALUE,
+    NO_MORE_BATCHES,
+    OTHER_EPOCH,
+    Ack,
+    GroupPlaces,
+    Manifest,
+    NextShare,
+    NoMoreShares,
+    RecordPlace,
+    Refused,
+    SharesDone,
+)  # fmt: skip
+from shmbridge.shares import Mode, Share, ShareBook
+from shmbridge.staleness import is_stale
+
+if TYPE_CHECKING:
+    from shmbridge.batching import BatchAssembly
+    from shmbridge.consumer import Consumer
+
+log = logging.getLogger(__name__)
+
+DeadRank = Literal["wait", "spread"]
+MOST_RANKS = 1024
+
+
+class RankServer:
+    """Deals a consumer's batches out to learner ranks, in a thread of its own. Made by Consumer.serve_ranks."""
+
+    def __init__(
+        self,
+        consumer: "Consumer",
+        batching: "BatchAssembly",
+        *,
+        world_size: int,
+        groups: int,
+        mode: Mode,
+        max_staleness: int | None,
+        prefetch: int,
+        dead_rank: DeadRank,
+    ) -> None:
+        if not 1 <= world_size <= MOST_RANKS or prefetch < 0 or groups < (world_size if mode == "sharded" else 1):
+            raise ValueError(f"world_size={world_size}, groups={groups}, prefetch={prefetch}: every rank needs a group of each batch")
+        if mode not in ("sharded", "broadcast") or dead_rank not in ("wait", "spread"):
+            raise ValueError(f'mode={mode!r} is "sharded" or "broadcast", dead_rank={dead_rank!r} is "wait" or "spread"')
+        self.world_size = world_size
+        self._consumer, self._batching = consumer, batching
+        self._groups, self._max_staleness, self._dead_rank = groups, max_staleness, dead_rank
+        self._steps_ahead = 1 + prefetch
+        self._book = ShareBook(world_size, mode)
+        self._known: set[int] = set()  # ranks that were alive when last looked at
+        self._reissued = self._done = 0
+        self._ended, self._failed = False, ""
+        self._stop = threading.Event()
+        self._change = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"shmbridge-ranks-{consumer.bridge}", daemon=True)
+        self._thread.start()
+
+    # -- forming batches ----------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_room():
+                groups = self._batching.choose(self._groups, self._max_staleness, self._stop)
+                if groups is None:
+                    break
+                with self._change:
+                    self._book.open(groups, self._consumer.policy_version, self._takers())
+                self._consumer.count_batch()
+                self._consumer.answer_ranks()
+        except ShmBridgeError as error:
+            log.exception("bridge %r forms no more batches for its ranks", self._consumer.bridge)
+            self._failed = str(error)
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
+        if not self._stop.is_set():
+            self._consumer.answer_ranks()
+
+    def _wait_for_room(self) -> bool:
+        with self._change:
+            self._change.wait_for(lambda: self._stop.is_set() or self._book.open_steps < self._steps_ahead)
+        return not self._stop.is_set()
+
+    def _takers(self) -> list[int]:
+        """The ranks that a new batch is for: all, or, where a dead one's work is spread, those that live."""
+        everybody = list(range(self.world_size))
+        return (self._living() or everybody) if self._dead_rank == "spread" else everybody
+
+    def _living(self) -> list[int]:
+        fd = self._consumer.control_fd
+        return [rank for rank in range(self.world_size) if liveness.is_locked(fd, Byte.FIRST_RANK + rank)]
+
+    # -- answering, in the control plane's thread -------------------------------------------------------------------------------------
+
+    def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
+        """The rank's next share; None while there is none. Never blocks."""
+        if request.epoch != self._consumer.hub_epoch:
+            return self._other_epoch(request.epoch)
+        if request.world_size != self.world_size or not 0 <= request.rank < self.world_size:
+            said = f"rank {request.rank} of {request.world_size} asks a hub that serves {self.world_size} ranks"
+            return Refused(BAD_VALUE, said, "give Rank and Consumer.serve_ranks the same world_size")
+        if self._failed:
+            return Refused(NO_MORE_BATCHES, f"no more batches are formed: {self._failed}", "see the consumer's log")
+        with self._change:
+            self._look_for_deaths()
+            self._withdraw_stale()
+            share = None if self._stop.is_set() else self._book.next_for(request.rank, request.member, request.after)
+            if share is not None:
+                self._reissued += share.reissued
+                return self._manifest(share, request.rank)
+        return NoMoreShares() if self._ended else None
+
+    def shares_done(self, request: SharesDone) -> Ack | Refused:
+        """Ends the leases that nobody needs any more. Never blocks."""
+        if request.epoch != self._consumer.hub_epoch:
+            return self._other_epoch(request.epoch)
+        with self._change:
+            self._finish(self._book.done(request.rank, request.member, request.numbers))
+        return Ack()
+
+    def _other_epoch(self, epoch: int) -> Refused:
+        said = f"that was a share of hub {epoch}, this is hub {self._consumer.hub_epoch}"
+        return Refused(OTHER_EPOCH, said, "join again: what was not released is handed out again")
+
+    def _finish(self, groups: list[Group]) -> None:
+        for group in groups:
+            for record in group.records:
+                record.release()
+        self._done += len(groups)
+        self._change.notify_all()
+
+    def _look_for_deaths(self) -> None:
+        living = set(self._living())
+        for rank in sorted(self._known - living):
+            waiting = sum(rank in share.readers for share in self._book)
+            log.warning("rank %d of bridge %r is dead; %d shares of it wait", rank, self._consumer.bridge, waiting)
+        self._known = living
+        if self._dead_rank == "spread" and living:
+            for rank in {reader for share in self._book for reader in share.readers} - living:
+                self._finish(self._book.hand_over(rank, sorted(living)))
+
+    def _withdraw_stale(self) -> None:
+        """What grew stale while it waited to be asked for is not handed out."""
+        current = self._consumer.policy_version
+        groups = self._book.withdraw(lambda group: is_stale(group.oldest_version, current, self._max_staleness))
+        if groups:
+            self._batching.put_back(groups)
+            self._change.notify_all()
+
+    def _manifest(self, share: Share, rank: int) -> Manifest:
+        lanes: dict[str, int] = {}
+        groups = []
+        for group in share.groups:
+            places = []
+            for record in group.records:
+                lane = lanes.setdefault(record.lane_name, len(lanes))
+                places.append(RecordPlace(lane, record.slot, record.generation, record.sequence, bool(record.redelivered)))
+            groups.append(GroupPlaces(group.size, places))
+        step = share.step
+        return Manifest(
+            epoch=self._consumer.hub_epoch, number=share.number, step=step.number, rank=rank, world_size=self.world_size,
+            mode=self._book.mode, reissued=share.reissued, policy_version=step.policy_version, batch_groups=step.groups,
+            batch_rows=step.rows, batch_tokens=step.tokens, lanes=list(lanes), groups=groups,
+        )  # fmt: skip
+
+    # -- state --------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether the bridge is drained and every share is done."""
+        return self._ended and self._book.open_steps == 0
+
+    def stats(self) -> dict[str, float]:
+        """Counters, flat. Never blocks; any thread."""
+        return {
+            "ranks_live": len(self._living()),
+            "ranks_steps_open": self._book.open_steps,
+            "ranks_groups_done_total": self._done,
+            "ranks_reissued_total": self._reissued,
+        }
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Blocks until the bridge is drained and every share is done, or the time is over; which of the two."""
+        with self._change:
+            return self._change.wait_for(lambda: self.idle or bool(self._failed), timeout_s)
+
+    def stop(self) -> None:
+        """Ends the thread and lets go of every lease un-released: the next consumer gets those records. For Consumer.close."""
+        self._stop.set()
+        with self._change:
+            self._change.notify_all()
+        self._thread.join()
+        for share in self._book:
+            for group in share.groups:
+                for record in group.records:
+                    record.abandon()

@@ -1,0 +1,145 @@
+"""Shares: which learner rank reads which groups of a batch, and who is not done yet.
+
+Knows groups and rank numbers; knows nothing of sockets, threads, locks or who is alive. Used by ranks.py, under its lock.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shmbridge.groups import Group
+
+Mode = Literal["sharded", "broadcast"]
+
+
+def share_out(groups: list[Group], ranks: list[int]) -> dict[int, list[Group]]:
+    """Deals whole groups out: counts differ by one at most, tokens as little as that allows; oldest first within a share.
+
+    The longest first, each to whoever has the fewest tokens and still wants a group (the LPT rule of R. L. Graham, "Bounds on
+    Multiprocessing Timing Anomalies", 1969, with a limit on the count).
+    """
+    most, rest = divmod(len(groups), len(ranks))
+    dealt: dict[int, list[int]] = {rank: [] for rank in ranks}
+    tokens = dict.fromkeys(ranks, 0)
+    for place in sorted(range(len(groups)), key=lambda place: -groups[place].tokens):
+        larger = sum(len(places) > most for places in dealt.values())
+        open_to = [rank for rank in ranks if len(dealt[rank]) < most or (len(dealt[rank]) == most and larger < rest)]
+        rank = min(open_to, key=lambda rank: (tokens[rank], len(dealt[rank])))
+        dealt[rank].append(place)
+        tokens[rank] += groups[place].tokens
+    return {rank: [groups[place] for place in sorted(places)] for rank, places in dealt.items()}
+
+
+@dataclass(slots=True)
+class Step:
+    """One global batch: what all its shares have in sum, and the policy version it was formed under."""
+
+    number: int
+    groups: int
+    rows: int
+    tokens: int
+    policy_version: int
+
+
+@dataclass(slots=True)
+class Share:
+    """Groups that the same ranks read. `readers` are not done; `issued` says which incarnation of a rank got it last."""
+
+    number: int
+    step: Step
+    groups: list[Group]
+    readers: set[int]
+    issued: dict[int, str] = field(default_factory=dict)
+    reissued: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of all its groups."""
+        return sum(group.tokens for group in self.groups)
+
+
+class ShareBook:
+    """The shares that somebody still reads or will read. Not thread-safe."""
+
+    def __init__(self, world_size: int, mode: Mode) -> None:
+        self.world_size, self.mode = world_size, mode
+        self._shares: dict[int, Share] = {}  # by number, rising
+        self._next_share = self._next_step = 0
+
+    def __iter__(self) -> Iterator[Share]:
+        return iter(self._shares.values())
+
+    @property
+    def open_steps(self) -> int:
+        """Batches of which some share is not done."""
+        return len({share.step.number for share in self})
+
+    def open(self, groups: list[Group], policy_version: int, ranks: list[int]) -> None:
+        """A batch is formed: shares of it for these ranks."""
+        rows, tokens = sum(group.rows for group in groups), sum(group.tokens for group in groups)
+        step = Step(self._next_step, len(groups), rows, tokens, policy_version)
+        self._next_step += 1
+        if self.mode == "broadcast":
+            self._add(step, groups, set(ranks))
+        else:
+            for rank, dealt in share_out(groups, ranks).items():
+                self._add(step, dealt, {rank})
+
+    def _add(self, step: Step, groups: list[Group], readers: set[int]) -> None:
+        self._shares[self._next_share] = Share(self._next_share, step, groups, readers)
+        self._next_share += 1
+
+    def next_for(self, rank: int, member: str, after: int) -> Share | None:
+        """The first share after number `after` that the rank is to read, now issued to `member`; a lost answer comes again."""
+        for share in self:
+            if share.number > after and rank in share.readers:
+                share.reissued |= share.issued.get(rank, member) != member
+                share.issued[rank] = member
+                return share
+        return None
+
+    def done(self, rank: int, member: str, numbers: Iterable[int]) -> list[Group]:
+        """The rank is done with these shares: the groups that nobody reads any more. A second time changes nothing.
+
+        Only the incarnation that a share was last issued to may say so: another one may be looking at it.
+        """
+        finished: list[Group] = []
+        for share in [self._shares[number] for number in numbers if number in self._shares]:
+            if share.issued.get(rank) == member:
+                finished += self._finish(share, rank)
+        return finished
+
+    def hand_over(self, dead: int, living: list[int]) -> list[Group]:
+        """What a dead rank has not read goes to the living rank with the fewest tokens before it; a broadcast goes on without it.
+
+        The groups that nobody reads any more. A share that moves gets a new number, so that whoever gets it has not seen it.
+        """
+        finished: list[Group] = []
+        for share in [share for share in self if dead in share.readers]:
+            if self.mode == "broadcast":
+                finished += self._finish(share, dead)
+            else:
+                load = {rank: sum(other.tokens for other in self if rank in other.readers) for rank in living}
+                del self._shares[share.number]
+                heir = min(living, key=lambda rank: load[rank])
+                moved = Share(self._next_share, share.step, share.groups, {heir}, reissued=bool(share.issued))
+                self._shares[self._next_share] = moved
+                self._next_share += 1
+        return finished
+
+    def withdraw(self, unfit: Callable[[Group], bool]) -> list[Group]:
+        """Takes back the batches of which nothing was issued and some group is unfit: their groups, oldest first."""
+        taken: dict[int, Group] = {}
+        issued = {share.step.number for share in self if share.issued or share.reissued}
+        steps = {share.step.number for share in self if any(map(unfit, share.groups))} - issued
+        for share in [share for share in self if share.step.number in steps]:
+            del self._shares[share.number]
+            taken.update((id(group), group) for group in share.groups)
+        return list(taken.values())
+
+    def _finish(self, share: Share, rank: int) -> list[Group]:
+        share.readers.discard(rank)
+        if share.readers:
+            return []
+        del self._shares[share.number]
+        return share.groups
