@@ -187,8 +187,12 @@ def _undelivered(lane: Mapping) -> int | None:
 
 
 def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> SweepReport:
-    """Removes what is dead of a bridge: lanes without undelivered records (with them, if asked), then the rest if nobody takes part."""
+    """Removes what is dead of a bridge: lanes without undelivered records (with them, if asked), then the rest if nobody takes part.
+
+    While a consumer lives, undelivered records are never removed: they are on their way to it.
+    """
     report = SweepReport()
+    with_records = with_records and not _has_consumer(bridge)
     for name in lane_names(bridge):
         removed, reason, held = remove_lane(name, with_records=with_records, dry_run=dry_run)
         if removed:
@@ -199,6 +203,11 @@ def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> 
             report.undelivered[name] = held
     _sweep_control(bridge, report, dry_run)
     return report
+
+
+def _has_consumer(bridge: str) -> bool:
+    mapping = open_mapping(control_name(bridge), readonly=True)
+    return mapping is not None and liveness.is_locked(mapping.fd, Byte.HUB)
 
 
 def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
