@@ -111,13 +111,13 @@ class Goodbye(Message, frozen=True):
 class NextShare(Message, frozen=True):
     """A learner rank asks for its next share; answered with `Manifest`, once there is one, or `NoMoreShares`.
 
-    `after` is the number of the last share that `member`, one incarnation of the rank, has got (-1: none yet), so that an
-    answer which was lost comes again.
+    `member` is one incarnation of the rank, rising from one to the next. `after` is the number of the last share it has got (-1: none
+    yet), so that an answer which was lost comes again.
     """
 
     rank: int
     world_size: int
-    member: str
+    member: int
     epoch: int
     after: int = -1
 
@@ -126,7 +126,7 @@ class SharesDone(Message, frozen=True):
     """A learner rank looks at nothing of these shares any more; answered with `Ack`."""
 
     rank: int
-    member: str
+    member: int
     epoch: int
     numbers: list[int]
 

@@ -5,7 +5,6 @@ nothing changes under its eyes, also when the hub dies, is in docs/adr/0002-rank
 """
 
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Self
@@ -78,7 +77,6 @@ class Rank:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} is not within 0 and world_size={world_size} - 1")
         self.bridge, self.rank, self.world_size = check_bridge_name(bridge), rank, world_size
-        self._member = secrets.token_hex(8)
         self._control_words: header.Control | None = participation.open_control(bridge)
         if not liveness.lock_exclusive(self._control.mapping.fd, Byte.FIRST_RANK + rank):
             participation.leave(self._control.mapping.fd, bridge)
@@ -87,6 +85,7 @@ class Rank:
                 hint="give every learner process a rank of its own, or end the other one",
             )
         header.fault(b"rank.locked")
+        self._member = time.monotonic_ns()  # under the lock: later than any predecessor's
         self._epoch = 0
         self._after = -1
         self._open: list[_Held] = []  # shares that were looked at, and that the hub was not told of

@@ -49,7 +49,7 @@ class Share:
     step: Step
     groups: list[Group]
     readers: set[int]
-    issued: dict[int, str] = field(default_factory=dict)
+    issued: dict[int, int] = field(default_factory=dict)
     reissued: bool = False
 
     @property
@@ -64,6 +64,7 @@ class ShareBook:
     def __init__(self, world_size: int, mode: Mode) -> None:
         self.world_size, self.mode = world_size, mode
         self._shares: dict[int, Share] = {}  # by number, rising
+        self._members: dict[int, int] = {}  # rank -> its newest incarnation
         self._next_share = self._next_step = 0
 
     def __iter__(self) -> Iterator[Share]:
@@ -89,8 +90,14 @@ class ShareBook:
         self._shares[self._next_share] = Share(self._next_share, step, groups, readers)
         self._next_share += 1
 
-    def next_for(self, rank: int, member: str, after: int) -> Share | None:
-        """The first share after number `after` that the rank is to read, now issued to `member`; a lost answer comes again."""
+    def next_for(self, rank: int, member: int, after: int) -> Share | None:
+        """The first share after number `after` that the rank is to read, now issued to `member`; a lost answer comes again.
+
+        Nothing is issued to an incarnation that has a successor: its question was under way when it died.
+        """
+        if member < self._members.get(rank, member):
+            return None
+        self._members[rank] = member
         for share in self:
             if share.number > after and rank in share.readers:
                 share.reissued |= share.issued.get(rank, member) != member
@@ -98,7 +105,7 @@ class ShareBook:
                 return share
         return None
 
-    def done(self, rank: int, member: str, numbers: Iterable[int]) -> list[Group]:
+    def done(self, rank: int, member: int, numbers: Iterable[int]) -> list[Group]:
         """The rank is done with these shares: the groups that nobody reads any more. A second time changes nothing.
 
         Only the incarnation that a share was last issued to may say so: another one may be looking at it.

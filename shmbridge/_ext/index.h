@@ -6,6 +6,8 @@
 #ifndef SHMBRIDGE_INDEX_H
 #define SHMBRIDGE_INDEX_H
 
+#include <string.h>
+
 #include "shape.h"
 
 static inline uint64_t index_sum(const uint32_t *lengths, uint64_t count) {
@@ -44,10 +46,24 @@ static inline int index_lengths(const uint8_t *index, const directory_entry *ent
     return entry->keys_bytes ? index_span(entry->keys_at, entry->keys_bytes, size, body->extent_bytes, "keys", column, why) : 0;
 }
 
+/* The number of the column that every record has, column_count if the lane has none. */
+static inline uint32_t index_tokens(const column_def *columns, uint32_t column_count) {
+    uint32_t column = 0;
+    while (column < column_count && (strncmp(columns[column].name, "tokens", COLUMN_NAME_BYTES) || columns[column].kind != KIND_LIST)) column++;
+    return column;
+}
+
+/* Whether a column has as many entries as it must: one per row, or one; uneven records are flagged as such, but not in their tokens. */
+static inline int index_entries(const directory_entry *entry, const slot *body, const column_def *column, int is_tokens) {
+    if (column->flags & COLUMN_PER_RECORD) return entry->entries == 1;
+    return entry->entries == body->rows || (body->flags & SLOT_UNEVEN && !is_tokens);
+}
+
 /* 0, or -1 and why. `index` holds body->index_bytes bytes, 8-byte aligned; `columns` is the reader's own copy of the lane's table. */
-static inline int index_check(const uint8_t *index, const slot *body, const column_def *columns, uint32_t column_count, complaint *why) {
-    uint64_t head = body->columns * (uint64_t)sizeof(directory_entry) + body->group_id_bytes, values;
-    if (body->columns > column_count || head > body->index_bytes || body->rows > 1u << 30)
+static inline int index_check(const uint8_t *index, const slot *body, const column_def *columns, uint32_t column_count, uint32_t tokens,
+                              complaint *why) {
+    uint64_t head = body->columns * (uint64_t)sizeof(directory_entry) + body->group_id_bytes, values, seen[MAX_COLUMNS / 64] = {0};
+    if (body->columns > column_count || head > body->index_bytes || body->rows < 1 || body->rows > 1u << 30)
         return complain(why, "%u columns, %u rows, group id of %u in an index of %u bytes", body->columns, body->rows, body->group_id_bytes,
                         body->index_bytes);
     for (uint32_t i = 0; i < body->columns; i++) {
@@ -55,14 +71,18 @@ static inline int index_check(const uint8_t *index, const slot *body, const colu
         uint32_t column = entry->column;
         if (column >= column_count || entry->kind != columns[column].kind || entry->tag > TAG_EMPTY_MAP)
             return complain(why, "entry %u: column %u kind %u tag %u", i, column, entry->kind, entry->tag);
+        if (seen[column / 64] >> column % 64 & 1) return complain(why, "entry %u: column %u for a second time", i, column);
         if (entry->tag != TAG_VALUES) {
             if (entry->entries || entry->values_bytes || entry->inner_count || entry->keys_bytes || entry->validity_at)
                 return complain(why, "entry %u: an empty column with values", i);
             continue;
         }
+        seen[column / 64] |= 1ull << column % 64;
+        if (!index_entries(entry, body, &columns[column], column == tokens))
+            return complain(why, "column %u: %u entries for %u rows", column, entry->entries, body->rows);
         values = entry->entries;
         if (entry->kind != KIND_SCALAR && index_lengths(index, entry, head, body, &values, why)) return -1;
-        if (entry->values_bytes != values * columns[column].item_bytes)
+        if (values > body->extent_bytes || entry->values_bytes != values * columns[column].item_bytes)
             return complain(why, "column %u: %" PRIu64 " bytes for %" PRIu64 " values", column, entry->values_bytes, values);
         if (entry->values_bytes &&
             index_span(entry->values_at, entry->values_bytes, body->index_bytes, body->extent_bytes, "values", column, why))
@@ -71,6 +91,7 @@ static inline int index_check(const uint8_t *index, const slot *body, const colu
             index_span(entry->validity_at, entry->entries, body->index_bytes, body->extent_bytes, "validity", column, why))
             return -1;
     }
+    if (tokens < column_count && !(seen[tokens / 64] >> tokens % 64 & 1)) return complain(why, "a record without tokens");
     return 0;
 }
 

@@ -26,6 +26,7 @@ typedef struct {
     const uint8_t *data;
     lane_shape shape;
     column_def *columns;   /* private copy, shape.column_count of them */
+    uint32_t tokens;       /* number of the column that every record has */
     uint64_t next;         /* sequence to take from the ring */
     uint64_t first_head;   /* head as the predecessor left it */
     lane_entry *backlog;   /* committed and un-released before this hub came, newest first */
@@ -59,6 +60,7 @@ static inline int lane_reader_open(lane_reader *reader, uint8_t *base, uint64_t 
     reader->columns = malloc(reader->shape.column_count * sizeof(column_def) + 1);
     if (!reader->columns) return -1;
     memcpy(reader->columns, base + PAGE, reader->shape.column_count * sizeof(column_def));
+    reader->tokens = index_tokens(reader->columns, reader->shape.column_count);
     return 0;
 }
 

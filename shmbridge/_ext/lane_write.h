@@ -15,6 +15,12 @@
 
 #define PRODUCER_TICK_NS 50000000
 
+/* What a producer knows of a slot, whatever its shared words say by now: they may have been scribbled over. */
+typedef struct {
+    uint64_t generation;
+    interval extent;
+} own_slot;
+
 typedef struct {
     lane_header *header;
     control_header *hub;
@@ -24,6 +30,7 @@ typedef struct {
     uint8_t *data;
     uint32_t slot_count;
     uint64_t data_bytes;
+    own_slot *own;          /* one per slot */
     uint64_t tail;          /* what the shared tail is: nobody else stores it */
     uint32_t *free_slots;   /* a stack */
     uint32_t free_slot_count;
@@ -43,10 +50,11 @@ static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lan
     writer->slots = (slot *)(base + shape->slots_at);
     writer->released = (shm_u64 *)(base + shape->released_at);
     writer->data = base + shape->data_at;
+    writer->own = calloc(shape->slot_count, sizeof(own_slot));
     writer->free_slots = malloc(shape->slot_count * sizeof(uint32_t));
     writer->outstanding = malloc(shape->slot_count * sizeof(uint32_t));
     writer->free_extents = malloc((shape->slot_count + 2ull) * sizeof(interval));
-    if (!writer->free_slots || !writer->outstanding || !writer->free_extents) return -1;
+    if (!writer->own || !writer->free_slots || !writer->outstanding || !writer->free_extents) return -1;
     for (uint32_t i = 0; i < shape->slot_count; i++) writer->free_slots[i] = shape->slot_count - 1 - i;
     writer->free_slot_count = shape->slot_count;
     writer->free_extents[0] = (interval){0, shape->data_bytes};
@@ -55,7 +63,7 @@ static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lan
 }
 
 static inline void lane_writer_close(lane_writer *writer) {
-    free(writer->free_slots), free(writer->outstanding), free(writer->free_extents);
+    free(writer->own), free(writer->free_slots), free(writer->outstanding), free(writer->free_extents);
     *writer = (lane_writer){.claimed = -1};
 }
 
@@ -66,11 +74,11 @@ static inline uint32_t lane_outstanding(const lane_writer *writer, uint32_t i) {
 
 static inline int lane_is_released(const lane_writer *writer, uint32_t index) {
     /* SYNC(release): after this the readers' loads of the extent are over, so it may be written again. */
-    return load_seq64(&writer->released[index]) == load_relaxed64(&writer->slots[index].generation);
+    return load_seq64(&writer->released[index]) == writer->own[index].generation;
 }
 
 static inline void lane_take_back(lane_writer *writer, uint32_t index) {
-    extent_give(writer->free_extents, &writer->free_extent_count, writer->slots[index].extent_at, writer->slots[index].extent_bytes);
+    extent_give(writer->free_extents, &writer->free_extent_count, writer->own[index].extent.at, writer->own[index].extent.bytes);
     writer->free_slots[writer->free_slot_count++] = index;
 }
 
@@ -122,6 +130,8 @@ static inline uint64_t lane_commit(lane_writer *writer, const slot *stamp) {
     uint64_t sequence = writer->tail;
     lane_header *header = writer->header;
     slot *body = &writer->slots[index];
+    own_slot *own = &writer->own[index];
+    own->extent = (interval){writer->claim_at, writer->claim_bytes};
     fault_hit("producer.payload_written");
     body->sequence = sequence;
     body->extent_at = writer->claim_at, body->extent_bytes = writer->claim_bytes;
@@ -131,7 +141,7 @@ static inline uint64_t lane_commit(lane_writer *writer, const slot *stamp) {
     body->group_size = stamp->group_size, body->env_id = stamp->env_id;
     body->group_id_bytes = stamp->group_id_bytes, body->flags = stamp->flags, body->index_bytes = stamp->index_bytes;
     fault_hit("producer.body_written");
-    store_release64(&body->generation, load_relaxed64(&body->generation) + 1); /* SYNC(slot-body) */
+    store_release64(&body->generation, ++own->generation); /* SYNC(slot-body) */
     fault_hit("producer.generation_stored");
     writer->ring[sequence & mask] = index;
     fault_hit("producer.ring_written");
@@ -177,7 +187,7 @@ static inline int64_t lane_wait_space(lane_writer *writer, int64_t timeout_ns) {
 static inline uint64_t lane_free_bytes(const lane_writer *writer) {
     uint64_t used = 0;
     for (uint32_t i = 0; i < writer->outstanding_count; i++)
-        if (!lane_is_released(writer, lane_outstanding(writer, i))) used += writer->slots[lane_outstanding(writer, i)].extent_bytes;
+        if (!lane_is_released(writer, lane_outstanding(writer, i))) used += writer->own[lane_outstanding(writer, i)].extent.bytes;
     return writer->data_bytes - used;
 }
 

@@ -39,6 +39,7 @@ enum { KIND_SCALAR = 0, KIND_LIST = 1, KIND_LIST_LIST = 2, KIND_MAP = 3, KIND_BY
 enum { TAG_VALUES = 0, TAG_NULL = 1, TAG_EMPTY_LIST = 2, TAG_EMPTY_MAP = 3 };
 
 enum { SLOT_EVAL = 1, SLOT_UNEVEN = 2 };
+enum { COLUMN_PER_RECORD = 1, COLUMN_TEXT = 2 };
 
 /* Reasons of discarded_total[]; a row each in docs/reference/metrics. Never renumbered. */
 enum {
@@ -52,7 +53,7 @@ typedef struct {
     uint8_t kind;
     uint8_t dtype;      /* shmbridge/schema.py DTYPES index of the values */
     uint8_t item_bytes; /* size of one value */
-    uint8_t flags;      /* 1: one entry per record, not per row; 2: text (UTF-8) */
+    uint8_t flags;      /* COLUMN_PER_RECORD: one entry, not one per row; COLUMN_TEXT: UTF-8 */
     uint32_t reserved;
 } column_def;
 

@@ -19,7 +19,8 @@ cdef extern from "shape.h" nogil:
     int shape_read(const lane_header* header, uint64_t size, lane_shape* shape, complaint* why)
 
 cdef extern from "index.h" nogil:
-    int index_check(const uint8_t* index, const slot* body, const column_def* columns, uint32_t column_count, complaint* why)
+    int index_check(const uint8_t* index, const slot* body, const column_def* columns, uint32_t column_count, uint32_t tokens,
+                    complaint* why)
 
 cdef extern from "lane_write.h" nogil:
     ctypedef struct lane_writer:
@@ -48,6 +49,7 @@ cdef extern from "lane_read.h" nogil:
         const uint8_t* data
         lane_shape shape
         column_def* columns
+        uint32_t tokens
         uint64_t next
         uint64_t first_head
     ctypedef struct lane_found:

@@ -214,7 +214,8 @@ cdef class LaneReader:
         cdef const slot* body = &found.body
         cdef const uint8_t* extent = self._reader.data + body.extent_at
         index = PyBytes_FromStringAndSize(<const char*>extent, body.index_bytes)
-        if index_check(<const uint8_t*>PyBytes_AS_STRING(index), body, self._reader.columns, self._reader.shape.column_count, &why):
+        if index_check(<const uint8_t*>PyBytes_AS_STRING(index), body, self._reader.columns, self._reader.shape.column_count,
+                       self._reader.tokens, &why):
             raise LaneCorrupt(why.text.decode())
         lease = <Lease>cls.__new__(cls)
         lease.reader, lease.index = self, index
