@@ -9,6 +9,7 @@ import threading
 from typing import TYPE_CHECKING, Literal
 
 from shmbridge import liveness
+from shmbridge._ext import header
 from shmbridge.errors import ShmBridgeError
 from shmbridge.groups import Group
 from shmbridge.liveness import Byte
@@ -122,6 +123,7 @@ class RankServer:
             share = None if self._stop.is_set() else self._book.next_for(request.rank, request.member, request.after)
             if share is not None:
                 self._reissued += share.reissued
+                header.fault(b"hub.share_issued")
                 return self._manifest(share, request.rank)
         return NoMoreShares() if self._ended else None
 
@@ -129,6 +131,7 @@ class RankServer:
         """Ends the leases that nobody needs any more. Never blocks."""
         if request.epoch != self._consumer.hub_epoch:
             return self._other_epoch(request.epoch)
+        header.fault(b"hub.share_done")
         with self._change:
             self._finish(self._book.done(request.rank, request.member, request.numbers))
         return Ack()
@@ -174,7 +177,7 @@ class RankServer:
         step = share.step
         return Manifest(
             epoch=self._consumer.hub_epoch, number=share.number, step=step.number, rank=rank, world_size=self.world_size,
-            mode=self._book.mode, reissued=share.reissued, policy_version=step.policy_version, batch_groups=step.groups,
+            mode=self._book.mode, reissued=share.reissued, policy_version=step.policy_version, batch_groups=len(step.groups),
             batch_rows=step.rows, batch_tokens=step.tokens, lanes=list(lanes), groups=groups,
         )  # fmt: skip
 

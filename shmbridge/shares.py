@@ -32,13 +32,21 @@ def share_out(groups: list[Group], ranks: list[int]) -> dict[int, list[Group]]:
 
 @dataclass(slots=True)
 class Step:
-    """One global batch: what all its shares have in sum, and the policy version it was formed under."""
+    """One global batch: all its groups, oldest first, and the policy version it was formed under."""
 
     number: int
-    groups: int
-    rows: int
-    tokens: int
+    groups: list[Group]
     policy_version: int
+
+    @property
+    def rows(self) -> int:
+        """Of all its shares."""
+        return sum(group.rows for group in self.groups)
+
+    @property
+    def tokens(self) -> int:
+        """Of all its shares."""
+        return sum(group.tokens for group in self.groups)
 
 
 @dataclass(slots=True)
@@ -77,8 +85,7 @@ class ShareBook:
 
     def open(self, groups: list[Group], policy_version: int, ranks: list[int]) -> None:
         """A batch is formed: shares of it for these ranks."""
-        rows, tokens = sum(group.rows for group in groups), sum(group.tokens for group in groups)
-        step = Step(self._next_step, len(groups), rows, tokens, policy_version)
+        step = Step(self._next_step, groups, policy_version)
         self._next_step += 1
         if self.mode == "broadcast":
             self._add(step, groups, set(ranks))
@@ -136,13 +143,13 @@ class ShareBook:
 
     def withdraw(self, unfit: Callable[[Group], bool]) -> list[Group]:
         """Takes back the batches of which nothing was issued and some group is unfit: their groups, oldest first."""
-        taken: dict[int, Group] = {}
-        issued = {share.step.number for share in self if share.issued or share.reissued}
-        steps = {share.step.number for share in self if any(map(unfit, share.groups))} - issued
-        for share in [share for share in self if share.step.number in steps]:
-            del self._shares[share.number]
-            taken.update((id(group), group) for group in share.groups)
-        return list(taken.values())
+        steps = {share.step.number: share.step for share in self}
+        for share in self:
+            if share.issued or share.reissued:
+                steps.pop(share.step.number, None)
+        unfit_steps = {number: step for number, step in steps.items() if any(map(unfit, step.groups))}
+        self._shares = {number: share for number, share in self._shares.items() if share.step.number not in unfit_steps}
+        return [group for step in unfit_steps.values() for group in step.groups]
 
     def _finish(self, share: Share, rank: int) -> list[Group]:
         share.readers.discard(rank)

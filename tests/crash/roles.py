@@ -119,6 +119,32 @@ def consume(bridge: str, count: str, release_from: str = "0") -> None:
     say("closed")
 
 
+def serve_ranks(bridge: str, world_size: str, groups: str) -> None:
+    """Is a hub that serves ranks, until it is told to close."""
+    consumer = shmbridge.Consumer(bridge)
+    consumer.serve_ranks(int(world_size), groups=int(groups), prefetch=0)
+    say("ready")
+    sys.stdin.readline()
+    consumer.close()
+    say("closed")
+
+
+def read_shares(bridge: str, rank: str, world_size: str, shares: str) -> None:
+    """Is a learner rank: reads so many shares, says every record, and is done with a share before it asks for the next."""
+    with shmbridge.Rank(bridge, int(rank), int(world_size)) as reader:
+        say("ready")
+        for _ in range(int(shares)):
+            share = reader.next_share(timeout_s=30)
+            for record in share.records:
+                say("read", check(record), record.meta.redelivered)
+            del record
+            share.release()
+            reader.report_done()
+            say("done", share.manifest.number)
+        sys.stdin.readline()
+    say("closed")
+
+
 def enter(bridge: str) -> None:
     """Opens a producer, puts one record, enters as the hub, takes it, leaves: passes every point of creation."""
     with shmbridge.Producer(bridge, producer_id="enter", lane_bytes="64K") as producer:

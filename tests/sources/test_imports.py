@@ -29,6 +29,9 @@ LAYERS = {
     "groups": {"record"},
     "scheduler": {"record", "groups"},
     "batch": {"record", "groups", "schema"},
+    "shares": {"groups"},
+    "rank": {"_ext", "liveness", "messages", "participation", "segment", "batch", "groups", "record", "schema", "control_client"},
+    "control_client": {"messages", "segment"},
     "weights": {"_ext", "segment", "participation", "liveness"},
 }
 # Third parties that are not everywhere installed, and who may import them.

@@ -1,0 +1,209 @@
+"""Ranks and the hub that serves them die at every step: every record is read, marked where it may have been, and never changes in use."""
+
+import signal
+
+import pytest
+
+import shmbridge
+from shmbridge import errors, liveness
+from shmbridge.liveness import Byte
+from shmbridge.testing import faults
+from shmbridge.testing.faults import Fault
+
+GROUPS = 4
+
+
+@pytest.fixture
+def make_rank(bridge):
+    """Ranks in this process; closed at the end."""
+    made = []
+
+    def make(rank=0, world_size=1):
+        made.append(shmbridge.Rank(bridge, rank, world_size))
+        return made[-1]
+
+    yield make
+    while made:
+        made.pop().close()
+
+
+@pytest.fixture
+def filled(make_producer, roles):
+    """A living producer with four records in its lane."""
+    producer = make_producer(producer_id="p", lane_bytes="256K", on_full="raise")
+    for sequence in range(GROUPS):
+        producer.put(roles.pattern("p", sequence), group_id=sequence)
+    return producer
+
+
+@pytest.fixture
+def read(roles):
+    """Reads so many shares: [(sequence, redelivered)], each byte as it was put."""
+
+    def read(rank, shares, timeout_s=20):
+        found = []
+        for _ in range(shares):
+            share = rank.next_share(timeout_s)
+            found += [(roles.check(record), record.meta.redelivered) for record in share.records]
+            share.release()
+        rank.report_done()
+        return found
+
+    return read
+
+
+def fill(producer, roles) -> int:
+    """Puts until the lane is full; how many records it has taken in its life."""
+    while True:
+        try:
+            sequence = producer.stats()["records_total"]
+            producer.put(roles.pattern(producer.producer_id, int(sequence)), group_id=int(sequence))
+        except errors.LaneFull:
+            return int(sequence)
+
+
+# -- the rank dies ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", faults.RANK_JOINING + faults.RANK_READING)
+def test_a_rank_is_killed(label, filled, faulty, make_consumer, make_rank, read):
+    """Its successor gets what it was not done with, `redelivered` where it may have seen it; afterwards nothing is held."""
+    consumer = make_consumer()
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    done, seen = int(label == "rank.told_done"), label in ("rank.looking", "rank.holding")
+    faulty("read_shares", 0, 1, GROUPS, fault=Fault(label, skip=done)).end_on_fault()  # told_done is passed once before anything is read
+    assert read(make_rank(), GROUPS - done) == [(sequence, seen and sequence == 0) for sequence in range(done, GROUPS)]
+    stats = consumer.stats()
+    assert (stats["held"], stats["released_total"], stats["ranks_reissued_total"]) == (0, GROUPS, seen)
+
+
+def test_a_rank_is_killed_after_it_was_done(filled, faulty, make_consumer, make_rank, read):
+    """What the hub was told of does not come again."""
+    consumer = make_consumer()
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    child = faulty("read_shares", 0, 1, GROUPS)
+    child.until("done 1")
+    child.kill()
+    found = read(make_rank(), GROUPS - 2 - sum(line == "done 2" for line in child.said))
+    assert [sequence for sequence, _ in found][-1] == GROUPS - 1
+    assert consumer.stats()["held"] == 0
+
+
+def test_a_stopped_rank_is_alive(filled, faulty, make_consumer, make_rank, bridge, read):
+    """Nobody takes its number, nothing of its share is given away; then it goes on as if nothing had been."""
+    consumer = make_consumer()
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    child = faulty("read_shares", 0, 1, GROUPS, fault=Fault("rank.holding", 0, signal.SIGSTOP))
+    child.wait_stopped()
+    with pytest.raises(errors.RankTaken):
+        make_rank()
+    assert consumer.stats()["held"] == GROUPS
+    child.go_on()
+    child.until(f"done {GROUPS - 1}")
+    assert [line for line in child.said if line.startswith("read ")] == [f"read {sequence} False" for sequence in range(GROUPS)]
+    assert consumer.stats()["held"] == 0
+
+
+def test_a_dead_ranks_share_goes_to_the_living(filled, faulty, make_consumer, make_rank, read, until):
+    consumer = make_consumer()
+    consumer.serve_ranks(2, groups=4, prefetch=0, dead_rank="spread")
+    child = faulty("read_shares", 1, 2, 1, fault=Fault("rank.epoch_locked", 0, signal.SIGSTOP))
+    child.wait_stopped()
+    rank = make_rank(0, 2)
+    first = read(rank, 1)
+    with pytest.raises(errors.ConsumerEmpty):
+        rank.next_share(0.3)  # a stopped rank is alive: nobody reads its share
+    child.kill()
+    assert sorted(first + read(rank, 1)) == [(sequence, False) for sequence in range(4)]
+    assert consumer.stats()["held"] == 0
+
+
+# -- the hub dies -----------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_changes_under_a_rank_when_another_hub_comes(filled, faulty, make_consumer, make_rank, roles, until):
+    """The next hub gets the record again and releases it, twice over; the producer gets the room only when the rank has let go."""
+    hub = faulty("serve_ranks", 1, 1)
+    hub.until("ready")
+    rank = make_rank()
+    share = rank.next_share(20)
+    record = share.records[0]
+    before = record["tokens"].values
+    wanted = before.tolist()
+    committed = fill(filled, roles)
+    for _ in range(2):
+        hub.kill()
+        consumer = make_consumer()
+        again = consumer.poll()
+        assert [(each.sequence, each.meta.redelivered) for each in again[:1]] == [(0, True)]
+        for each in again:
+            each.release()
+        del each, again
+        marked = consumer.stats()
+        assert marked["held"] >= 1, "the release is put off"
+        assert fill(filled, roles) >= committed
+        assert roles.check(record) == 0
+        assert before.tolist() == wanted
+        consumer.close()
+        hub = faulty("serve_ranks", 1, 1)
+        hub.until("ready")
+    del record, before
+    share.release()
+    del share
+    rank.close()
+    hub.kill()
+    consumer = make_consumer()
+    for each in consumer.poll():
+        each.release()
+    until(lambda: consumer.stats()["held"] == 0)
+    room = fill(filled, roles)
+    assert room > committed
+
+
+def test_a_rank_goes_on_with_the_next_hub(filled, faulty, make_consumer, make_rank, roles, read, bridge, until):
+    """It keeps its view of the old hub's share and reads the new one's; the old epoch's lock goes with the view."""
+    hub = faulty("serve_ranks", 1, 1)
+    hub.until("ready")
+    rank = make_rank()
+    old = rank.next_share(20)
+    hub.kill()
+    consumer = make_consumer()
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    assert read(rank, GROUPS) == [(0, True), *((sequence, False) for sequence in range(1, GROUPS))]
+    assert roles.check(old.records[0]) == 0
+    assert consumer.stats()["held"] == 1, "the record that is still looked at"
+    old.release()
+    rank.report_done()
+    until(lambda: consumer.stats()["held"] == 0)
+
+
+def test_a_hub_is_killed_while_it_serves(filled, faulty, make_consumer, make_rank, read):
+    for label in faults.SERVING_RANKS:
+        hub = faulty("serve_ranks", 1, 1, fault=Fault(label))
+        hub.until("ready")
+        rank = make_rank()
+        with pytest.raises(errors.NoConsumer):
+            for _ in range(2):
+                rank.next_share(3).release()
+        hub.end_on_fault()
+        rank.close()
+    consumer = make_consumer()
+    consumer.serve_ranks(1, groups=1)
+    found = read(make_rank(), GROUPS)
+    assert [sequence for sequence, _ in found] == list(range(GROUPS))
+    assert found[0] == (0, True)
+
+
+def test_a_rank_that_joins_while_the_hub_changes(filled, faulty, make_consumer, bridge):
+    """Stopped between loading the epoch and locking it, while another hub comes: it must not believe the old one."""
+    first = make_consumer()
+    first.serve_ranks(1, groups=1)
+    child = faulty("read_shares", 0, 1, GROUPS, fault=Fault("rank.epoch_loaded", 0, signal.SIGSTOP))
+    child.wait_stopped()
+    first.close()
+    consumer = make_consumer()
+    consumer.serve_ranks(1, groups=1)
+    child.go_on()
+    child.until(f"done {GROUPS - 1}")
+    assert not liveness.is_locked(consumer.control_fd, Byte.FIRST_EPOCH, consumer.hub_epoch)
+    assert liveness.is_locked(consumer.control_fd, Byte.FIRST_EPOCH + consumer.hub_epoch)

@@ -1,0 +1,228 @@
+"""Learner ranks beside a hub: every group once, in place, until all its readers are done."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+import shmbridge
+from shmbridge import errors
+from shmbridge.control_client import RequestRefused
+
+
+def numbers_of(batch) -> list[int]:
+    return sorted({int(row) for row in batch.tokens})
+
+
+def read_all(rank, out, **options) -> None:
+    for batch in rank.batches(timeout_s=20, **options):
+        out.append((batch.manifest, numbers_of(batch)))
+
+
+@pytest.fixture
+def read_in_threads(make_rank):
+    """Ranks 0..world_size-1, each in a thread of its own, until the bridge is drained: [[(manifest, group numbers)]]."""
+
+    def read(consumer, world_size: int, **options):
+        outs: list[list] = [[] for _ in range(world_size)]
+        ranks = [make_rank(number, world_size) for number in range(world_size)]
+        threads = [threading.Thread(target=read_all, args=(rank, out), kwargs=options) for rank, out in zip(ranks, outs, strict=True)]
+        for thread in threads:
+            thread.start()
+        return outs, threads
+
+    return read
+
+
+@pytest.mark.parametrize("hold", ["step", "gather"])
+def test_sharded(hold, make_producer, make_consumer, read_in_threads, put_groups):
+    consumer, producers = make_consumer(), [make_producer(), make_producer()]
+    server = consumer.serve_ranks(2, groups=4)
+    outs, threads = read_in_threads(consumer, 2, hold=hold)
+    put_groups(producers[0], range(12), lambda number: 1 + number % 5)
+    put_groups(producers[1], range(12, 24), lambda number: 1 + number % 5)
+    consumer.drain()
+    for thread in threads:
+        thread.join()
+    assert server.wait(5)
+    seen = [number for out in outs for _, numbers in out for number in numbers]
+    assert sorted(seen) == list(range(24))
+    for one, other in zip(*outs, strict=True):
+        assert (one[0].step, one[0].rank, other[0].rank) == (other[0].step, 0, 1)
+        assert len(one[1]) == len(other[1]) == 2
+        assert one[0].batch_tokens == other[0].batch_tokens == sum(2 * (1 + number % 5) for number in one[1] + other[1])
+        assert (one[0].batch_groups, one[0].batch_rows) == (4, 8)
+    stats = consumer.stats()
+    assert (stats["released_total"], stats["held"], stats["ranks_groups_done_total"]) == (24, 0, 24)
+
+
+def test_broadcast_is_released_when_the_last_reader_is_done(make_producer, make_consumer, make_rank, put_groups):
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(2))
+    consumer.serve_ranks(2, groups=2, mode="broadcast", prefetch=0)
+    ranks = [make_rank(number, 2) for number in range(2)]
+    shares = [rank.next_share(10) for rank in ranks]
+    assert [[record.sequence for record in share.records] for share in shares] == [[0, 1], [0, 1]]
+    shares[0].release()
+    ranks[0].report_done()
+    assert consumer.stats()["held"] == 2
+    shares[1].release()
+    ranks[1].report_done()
+    assert consumer.stats()["held"] == 0
+
+
+def test_reading_is_in_place_and_read_only(make_producer, make_consumer, make_rank):
+    consumer, producer, tokens = make_consumer(), make_producer(), np.arange(1000, dtype=np.int32)
+    producer.put({"tokens": [tokens]}, group_id="g", policy_version=3)
+    consumer.serve_ranks(1, groups=1)
+    rank = make_rank()
+    share = rank.next_share(10)
+    record = share.records[0]
+    assert np.array_equal(record["tokens"].values, tokens)
+    assert not record["tokens"].values.flags.writeable
+    assert not record["tokens"].values.flags.owndata
+    assert (record.meta.group_id, record.meta.producer_id, record.meta.min_policy_version) == ("g", producer.producer_id, 3)
+    assert not record.meta.redelivered
+
+
+def test_a_view_keeps_the_record_until_it_is_dropped(make_producer, make_consumer, make_rank, put_groups):
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(1))
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    rank = make_rank()
+    share = rank.next_share(10)
+    view = share.records[0]["tokens"].values
+    share.release()
+    rank.report_done()
+    assert consumer.stats()["held"] == 1
+    assert view.tolist() == [0] * 10
+    del view
+    rank.report_done()
+    assert consumer.stats()["held"] == 0
+
+
+def test_a_batch_that_is_let_go_counts_as_done(make_producer, make_consumer, make_rank, put_groups):
+    """Breaking out of an iteration must not hold the lanes for ever."""
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(4))
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    rank = make_rank()
+    for batch in rank.batches(timeout_s=10):
+        break
+    del batch
+    assert numbers_of(next(rank.batches(timeout_s=10))) == [1]
+
+
+def test_backpressure_of_an_open_share(make_producer, make_consumer, make_rank, put_groups):
+    """With prefetch=0 no second batch is formed while the first is read."""
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(2))
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    rank = make_rank()
+    share = rank.next_share(10)
+    with pytest.raises(errors.ConsumerEmpty, match="no share for rank 0"):
+        rank.next_share(0.3)
+    share.release()
+    assert rank.next_share(10).manifest.step == 1
+
+
+def test_one_process_per_rank(make_rank):
+    make_rank(1, 2)
+    with pytest.raises(errors.RankTaken, match="rank 1"):
+        make_rank(1, 2)
+    make_rank(0, 2)
+
+
+def test_a_closed_rank_can_be_taken_again(make_rank):
+    make_rank().close()
+    make_rank()
+
+
+def test_no_hub_is_said_within_the_timeout(make_rank):
+    with pytest.raises(errors.NoConsumer, match="had no consumer"):
+        make_rank().next_share(0.2)
+
+
+def test_a_hub_that_serves_no_ranks_is_waited_for(make_rank, make_consumer, make_producer, put_groups):
+    consumer, rank, producer = make_consumer(), make_rank(), make_producer()
+    put_groups(producer, range(1))
+    with pytest.raises(errors.ConsumerEmpty):
+        rank.next_share(0.2)
+    consumer.serve_ranks(1, groups=1)
+    assert rank.next_share(10) is not None
+
+
+def test_another_world_size_is_refused(make_rank, make_consumer):
+    make_consumer().serve_ranks(4, groups=4)
+    with pytest.raises(RequestRefused, match="serves 4 ranks"):
+        make_rank(0, 2).next_share(5)
+
+
+def test_bad_arguments(make_consumer, bridge):
+    consumer = make_consumer()
+    wrongs = ({"world_size": 0}, {"world_size": 4, "groups": 3}, {"world_size": 1, "mode": "both"}, {"world_size": 1, "dead_rank": "?"})
+    for wrong in wrongs:
+        with pytest.raises(ValueError):
+            consumer.serve_ranks(**{"groups": 8, **wrong})
+    for rank, world_size in ((-1, 2), (2, 2), (0, 0)):
+        with pytest.raises(ValueError):
+            shmbridge.Rank(bridge, rank, world_size)
+    consumer.serve_ranks(1)
+    with pytest.raises(ValueError, match="already"):
+        consumer.serve_ranks(1)
+
+
+def test_a_batch_that_can_never_be_filled_is_said_to_the_ranks(make_rank, make_consumer, make_producer):
+    """The lanes are full and hold fewer groups than a batch needs: an error with the numbers, not a wait without end."""
+    consumer, producer = make_consumer(), make_producer(on_full="drop")
+    while producer.put({"tokens": [np.zeros(2000, np.int32)]}) is not None:
+        pass
+    consumer.serve_ranks(1, groups=500)
+    with pytest.raises(RequestRefused, match="cannot be filled"):
+        make_rank().next_share(20)
+
+
+def test_what_grows_stale_while_it_waits_is_not_handed_out(make_rank, make_consumer, make_producer, put_groups, until):
+    consumer, producer = make_consumer(), make_producer()
+    consumer.publish_policy_version(1)
+    put_groups(producer, range(1), policy_version=1)
+    consumer.serve_ranks(1, groups=1, max_staleness=1)
+    until(lambda: consumer.stats()["batches_total"] == 1)
+    consumer.publish_policy_version(3)
+    rank = make_rank()
+    with pytest.raises(errors.ConsumerEmpty):
+        rank.next_share(0.5)
+    put_groups(producer, range(1, 2), policy_version=3)
+    assert numbers_of(next(rank.batches(timeout_s=10))) == [1]
+    assert consumer.stats()["discarded_total{stale}"] == 1
+
+
+def test_an_exception_leaves_the_share_to_the_successor(bridge, make_consumer, make_producer, put_groups):
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(1))
+    consumer.serve_ranks(1, groups=1)
+
+    def fail():
+        with shmbridge.Rank(bridge, 0, 1) as rank:
+            for _ in rank.batches(timeout_s=10):
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    with shmbridge.Rank(bridge, 0, 1) as successor:
+        batch = next(successor.batches(timeout_s=10))
+        assert batch.manifest.reissued
+        assert all(meta.redelivered for meta in batch.meta)
+
+
+def test_a_child_of_fork_is_told(make_rank):
+    rank = make_rank()
+    child = os.fork()
+    if child == 0:
+        try:
+            rank.next_share(0.1)
+        except errors.Closed:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

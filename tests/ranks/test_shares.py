@@ -1,0 +1,160 @@
+"""Who gets what: dealing out, and the book of shares, against properties that hold whatever happens."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shmbridge.shares import ShareBook, share_out
+
+QUIET = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+
+def group(tokens: int) -> SimpleNamespace:
+    return SimpleNamespace(tokens=tokens, rows=2)
+
+
+@QUIET
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=64), st.integers(1, 8))
+def test_dealing_out(tokens, world_size):
+    """Every group once, counts as even as can be, oldest first, and no rank worse off than by the longest group."""
+    ranks = list(range(min(world_size, len(tokens))))
+    groups = [group(each) for each in tokens]
+    dealt = share_out(groups, ranks)
+    assert sorted(map(id, groups)) == sorted(id(each) for share in dealt.values() for each in share)
+    counts = [len(dealt[rank]) for rank in ranks]
+    assert max(counts) - min(counts) <= 1
+    order = {id(each): place for place, each in enumerate(groups)}
+    assert all([order[id(each)] for each in share] == sorted(order[id(each)] for each in share) for share in dealt.values())
+    if len(tokens) % len(ranks) == 0:
+        sums = [sum(each.tokens for each in dealt[rank]) for rank in ranks]
+        assert max(sums) - min(sums) <= max(tokens) * (len(tokens) // len(ranks))
+
+
+def test_tokens_are_balanced():
+    """One long group and three short ones for two ranks: not the two oldest for one."""
+    dealt = share_out([group(800), group(700), group(100), group(200)], [0, 1])
+    assert [sum(each.tokens for each in dealt[rank]) for rank in (0, 1)] == [900, 900]
+
+
+class Book(RuleBasedStateMachine):
+    """Ranks that ask, die, come again, say done late or twice; compared with who really looks at what."""
+
+    @initialize(world_size=st.integers(1, 3), mode=st.sampled_from(["sharded", "broadcast"]))
+    def begin(self, world_size, mode):
+        self.mode, self.ranks = mode, list(range(world_size))
+        self.book = ShareBook(world_size, mode)
+        self.clock = 0
+        self.member = dict.fromkeys(self.ranks, 0)
+        self.living = set(self.ranks)
+        self.after = dict.fromkeys(self.ranks, -1)
+        self.looking: dict[int, dict[int, list]] = {rank: {} for rank in self.ranks}  # rank -> share -> groups under its eyes
+        self.read: dict[int, set[int]] = {rank: set() for rank in self.ranks}  # rank -> groups it (or a predecessor) was done with
+        self.released: set[int] = set()
+        self.opened: list = []
+        self.dead_said: list[tuple[int, int, list[int]]] = []  # what the dead had under way
+
+    def finish(self, groups):
+        for each in groups:
+            assert id(each) not in self.released, "released twice"
+            self.released.add(id(each))
+
+    @precondition(lambda self: len(self.opened) < 12)
+    @rule(tokens=st.lists(st.integers(1, 9), min_size=3, max_size=6))
+    def open(self, tokens):
+        groups = [group(each) for each in tokens]
+        self.opened += groups
+        self.book.open(groups, 0, self.ranks)
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data(), lost=st.booleans())
+    def ask(self, data, lost):
+        rank = data.draw(st.sampled_from(sorted(self.living)))
+        share = self.book.next_for(rank, self.member[rank], self.after[rank])
+        if share is not None and not lost:
+            self.after[rank] = share.number
+            self.looking[rank][share.number] = share.groups
+
+    @precondition(lambda self: any(self.looking[rank] for rank in self.living))
+    @rule(data=st.data(), dies=st.booleans())
+    def done(self, data, dies):
+        rank = data.draw(st.sampled_from(sorted(rank for rank in self.living if self.looking[rank])))
+        number = data.draw(st.sampled_from(sorted(self.looking[rank])))
+        if dies:  # with the message in the socket
+            self.dead_said.append((rank, self.member[rank], [number]))
+            self.die(rank)
+            return
+        groups = self.looking[rank].pop(number)
+        self.read[rank].update(map(id, groups))
+        self.finish(self.book.done(rank, self.member[rank], [number]))
+        assert self.book.done(rank, self.member[rank], [number, number]) == [], "a second done changes nothing"
+
+    @precondition(lambda self: self.dead_said)
+    @rule()
+    def a_dead_ones_message_arrives(self):
+        rank, member, numbers = self.dead_said.pop()
+        self.finish(self.book.done(rank, member, numbers))
+        assert self.book.next_for(rank, member, -1) is None or member == self.member[rank]
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data())
+    def someone_dies(self, data):
+        self.die(data.draw(st.sampled_from(sorted(self.living))))
+
+    def die(self, rank):
+        self.living.discard(rank)
+        self.looking[rank] = {}
+
+    @precondition(lambda self: len(self.living) < len(self.ranks))
+    @rule(data=st.data())
+    def a_successor_comes(self, data):
+        rank = data.draw(st.sampled_from(sorted(set(self.ranks) - self.living)))
+        self.clock += 1
+        self.member[rank], self.after[rank] = self.clock, -1
+        self.living.add(rank)
+
+    @precondition(lambda self: 0 < len(self.living) < len(self.ranks))
+    @rule(data=st.data())
+    def spread(self, data):
+        dead = data.draw(st.sampled_from(sorted(set(self.ranks) - self.living)))
+        self.finish(self.book.hand_over(dead, sorted(self.living)))
+
+    @invariant()
+    def nobodys_view_changes(self):
+        for rank in getattr(self, "living", ()):
+            for groups in self.looking[rank].values():
+                assert not self.released & set(map(id, groups)), "released under the eyes of a rank"
+
+    @invariant()
+    def nothing_is_lost(self):
+        if hasattr(self, "book"):
+            kept = {id(each) for share in self.book for each in share.groups}
+            assert kept | self.released == set(map(id, self.opened))
+            assert all(share.readers for share in self.book)
+
+
+TestBook = Book.TestCase
+TestBook.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+
+
+def test_stale_batches_are_withdrawn_until_someone_has_seen_a_part():
+    book = ShareBook(2, "sharded")
+    first, second = [group(1), group(2)], [group(3), group(4)]
+    book.open(first, 0, [0, 1])
+    book.open(second, 0, [0, 1])
+    book.next_for(0, 1, -1)
+    assert book.withdraw(lambda each: True) == second
+    assert book.open_steps == 1
+
+
+@pytest.mark.parametrize("mode", ["sharded", "broadcast"])
+def test_a_lost_answer_comes_again_and_is_no_new_issue(mode):
+    book = ShareBook(2, mode)
+    book.open([group(1), group(2)], 0, [0, 1])
+    first = book.next_for(0, 7, -1)
+    assert book.next_for(0, 7, -1) is first
+    assert not first.reissued
+    assert book.next_for(0, 8, -1) is first
+    assert first.reissued
