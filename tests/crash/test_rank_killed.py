@@ -89,6 +89,41 @@ def test_a_rank_is_killed_after_it_was_done(filled, faulty, make_consumer, make_
     assert consumer.stats()["held"] == 0
 
 
+@pytest.mark.parametrize("label", faults.RANK_JOINING + faults.RANK_READING)
+def test_a_rank_is_stopped(label, filled, faulty, make_consumer, make_rank, read):
+    """The other rank reads on, and whoever was stopped goes on as if nothing had been: every record once, none marked."""
+    consumer = make_consumer()
+    consumer.serve_ranks(2, groups=2, prefetch=1)
+    child = faulty("read_shares", 0, 2, 2, fault=Fault(label, 0, signal.SIGSTOP))
+    child.wait_stopped()
+    other = read(make_rank(1, 2), 2)
+    child.go_on()
+    while len([line for line in child.said if line.startswith("done ")]) < 2:
+        assert child.line() is not None
+    words = [line.split() for line in child.said if line.startswith("read ")]
+    found = other + [(int(sequence), marked == "True") for _, sequence, marked in words]
+    assert sorted(found) == [(sequence, False) for sequence in range(GROUPS)]
+    assert consumer.stats()["held"] == 0
+
+
+@pytest.mark.parametrize("label", faults.SERVING_RANKS)
+def test_a_serving_hub_is_stopped(label, filled, faulty, make_rank, read):
+    """It is alive: a rank waits for it, and nothing comes twice."""
+    hub = faulty("serve_ranks", 1, 1, fault=Fault(label, 0, signal.SIGSTOP))
+    hub.until("ready")
+    rank = make_rank()
+    if label == "hub.share_done":
+        first = read(rank, 1)
+        hub.wait_stopped()
+    else:
+        first = []
+        with pytest.raises(errors.ConsumerEmpty):
+            rank.next_share(0.2)
+        hub.wait_stopped()
+    hub.go_on()
+    assert first + read(rank, GROUPS - len(first)) == [(sequence, False) for sequence in range(GROUPS)]
+
+
 def test_a_stopped_rank_is_alive(filled, faulty, make_consumer, make_rank, bridge, read):
     """Nobody takes its number, nothing of its share is given away; then it goes on as if nothing had been."""
     consumer = make_consumer()
