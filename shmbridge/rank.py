@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shmbridge.batching import Hold
     from shmbridge.messages import Manifest
 
-_Held = tuple["Manifest", list[tuple[RankReader, int, int]]]  # reader, slot, generation
+_Held = tuple["Manifest", list[tuple[RankReader, int]]]  # reader, number of the look
 _ASK_S = 1.0
 _RETRY_S = 0.02
 
@@ -215,7 +215,7 @@ class Rank:
             group = Group(places.size, time.monotonic())
             for place in places.records:
                 reader, record = self._look_at(manifest.lanes[place.lane], place, manifest.reissued)
-                held.append((reader, place.slot, place.generation))
+                held.append((reader, record.look))
                 group.append(record)
             groups.append(group)
         share = RankShare(manifest, groups)
@@ -297,5 +297,5 @@ class Rank:
         return f"<Rank {self.rank} of {self.world_size} of {self.bridge!r}, epoch {self._epoch}>"
 
 
-def _any_held(records: list[tuple[RankReader, int, int]]) -> bool:
-    return any(reader.holds(slot, generation) for reader, slot, generation in records)
+def _any_held(records: list[tuple[RankReader, int]]) -> bool:
+    return any(reader.holds(look) for reader, look in records)

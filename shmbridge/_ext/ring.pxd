@@ -89,7 +89,8 @@ cdef class LaneReader:
 
 
 cdef class RankReader(LaneReader):
-    cdef set _holding                # (slot, generation) of records that are looked at
+    cdef set _looks                  # numbers of the leases that live; one record may be looked at twice
+    cdef uint64_t _next_look
 
 
 cdef class Lease:
@@ -98,6 +99,7 @@ cdef class Lease:
     cdef readonly uint64_t sequence
     cdef readonly uint64_t generation
     cdef readonly uint32_t slot
+    cdef readonly uint64_t look      # number of a rank's lease in its RankReader
     cdef readonly int64_t min_policy_version
     cdef readonly int64_t max_policy_version
     cdef readonly int64_t t_created_ns

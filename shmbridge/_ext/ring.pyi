@@ -65,7 +65,7 @@ class LaneReader:
     def quarantine(self) -> None: ...
 
 class RankReader(LaneReader):
-    def holds(self, index: int, generation: int) -> bool: ...
+    def holds(self, look: int) -> bool: ...
     def look(self, cls: type[_L], index: int, sequence: int, generation: int, redelivered: bool) -> _L: ...
 
 class Lease:
@@ -74,6 +74,7 @@ class Lease:
     sequence: int
     generation: int
     slot: int
+    look: int
     min_policy_version: int
     max_policy_version: int
     t_created_ns: int

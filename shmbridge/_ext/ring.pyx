@@ -271,11 +271,11 @@ cdef class RankReader(LaneReader):
     """A learner rank's look at one lane: reads what a manifest names, writes nothing. Its leases end in this process only."""
 
     def __init__(self, Mapping lane not None, object keep):
-        self._holding = set()  # nothing is adopted: that is for the hub
+        self._looks = set()  # nothing is adopted: that is for the hub
 
-    def holds(self, uint32_t index, uint64_t generation):
-        """Whether the lease of that record, or a view of it, lives."""
-        return (index, generation) in self._holding
+    def holds(self, uint64_t look):
+        """Whether the lease of that number, or a view of its record, lives."""
+        return look in self._looks
 
     def look(self, type cls, uint32_t index, uint64_t sequence, uint64_t generation, bint redelivered):
         """The record that the hub said is in slot `index`, as an instance of `cls`. LaneCorrupt if another is there."""
@@ -287,12 +287,14 @@ cdef class RankReader(LaneReader):
             raise LaneCorrupt(f"slot {index} is in generation {found.generation}, the manifest says {generation}")
         lease = self.lease(cls, &found)
         (<Lease>lease).redelivered = redelivered
-        self._holding.add((index, generation))
+        (<Lease>lease).look = self._next_look
+        self._looks.add(self._next_look)
+        self._next_look += 1
         return lease
 
     cdef int end_lease(self, Lease lease) except -1:
         self.held -= 1
-        self._holding.discard((lease.slot, lease.generation))
+        self._looks.discard(lease.look)
         return 0
 
 

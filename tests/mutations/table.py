@@ -1,0 +1,141 @@
+"""Each guarantee, the line broken on purpose, and the test that must go red. docs/explanation/crash-model.md shows the same table.
+
+A mutation is text that stands exactly once in its file. Knows sources and tests; `run.py` breaks and tests.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """`before` becomes `after` in `path`; at least one test of `tests` must fail then."""
+
+    name: str
+    guarantee: int  # of README.md, 1 to 8
+    breaks: str
+    path: str
+    before: str
+    after: str
+    tests: str
+
+
+WRITE, READ, RING, INDEX = (f"shmbridge/_ext/{name}" for name in ("lane_write.h", "lane_read.h", "ring.pyx", "index.h"))
+
+MUTATIONS = (
+    # 1: nothing committed is lost, duplicated or torn
+    Mutation(
+        "tail-before-ring", 1, "the commit point comes before the ring entry", WRITE,
+        "    writer->ring[sequence & mask] = index;\n", "    store_seq64(&header->tail, sequence + 1);\n    writer->ring[sequence & mask] = index;\n",
+        "tests/crash/test_producer_killed.py",
+    ),
+    Mutation(
+        "generation-kept", 1, "a slot's generation does not rise when it is used", WRITE,
+        "++own->generation", "own->generation", "tests/unit/test_ring.py",
+    ),
+    Mutation(
+        "released-under-a-view", 1, "release() ends the lease although a view of it lives", RING,
+        "        self._released = True\n        if self._exports == 0:\n            self._end()\n\n    cdef", "        self._released = True\n        self._end()\n\n    cdef",
+        "tests/conformance",
+    ),
+    Mutation(
+        "extent-forgotten", 1, "an aborted claim's memory is given back twice over", WRITE,
+        "    writer->free_slots[writer->free_slot_count++] = (uint32_t)writer->claimed;\n    writer->claimed = -1;",
+        "    writer->claimed = -1;", "tests/conformance",
+    ),
+    # 2: a consumer's death loses nothing
+    Mutation(
+        "head-not-stored", 2, "a record is handed out before head says so", READ,
+        "    if (sequence >= load_relaxed64(&reader->header->head)) store_release64", "    if (0) store_release64",
+        "tests/crash/test_hub_killed.py",
+    ),
+    Mutation(
+        "backlog-ignored", 2, "a new hub takes only what is committed from now on", READ,
+        "        if (sequence < tail) reader->backlog", "        if (0) reader->backlog", "tests/crash/test_hub_killed.py",
+    ),
+    Mutation(
+        "backlog-unordered", 2, "redelivery does not follow the order of commit", READ,
+        "    return (a < b) - (a > b);", "    return (a > b) - (a < b);", "tests/crash/test_hub_killed.py",
+    ),
+    Mutation(
+        "everything-marked", 2, "what was never handed out is marked redelivered", READ,
+        "    return found->from_backlog && sequence < reader->first_head;", "    return found->from_backlog;", "tests/crash/test_hub_killed.py",
+    ),
+    Mutation(
+        "rank-release-not-put-off", 2, "a new hub gives room away that an old rank looks at", RING,
+        "        if self.ranks_before and lease.redelivered:", "        if False:", "tests/crash/test_rank_killed.py",
+    ),
+    Mutation(
+        "rank-lets-go-of-its-epoch", 2, "a rank says it has let go of an old hub's memory while it looks at it", "shmbridge/rank.py",
+        "self._epochs - {self._epoch, *(manifest.epoch for manifest, _ in self._open)}", "self._epochs - {self._epoch}",
+        "tests/crash/test_rank_killed.py",
+    ),
+    Mutation(
+        "rank-late-done-honoured", 2, "a dead rank's message ends a lease under its successor's eyes", "shmbridge/shares.py",
+        "            if share.issued.get(rank) == member:", "            if True:", "tests/ranks/test_shares.py",
+    ),
+    # 3: nobody waits for a dead process
+    Mutation(
+        "death-not-told", 3, "the watcher does not ring when a producer dies", "shmbridge/lanes.py",
+        "            lane.dead = True\n            self._control.ring()", "            lane.dead = True", "tests/crash/test_producer_killed.py",
+    ),
+    Mutation(
+        "no-bell-at-takeover", 3, "a new hub does not wake the producers", "shmbridge/lanes.py",
+        "        reader.ring()  #", "        #", "tests/crash",
+    ),
+    # 4: nothing leaks, nothing live is touched
+    Mutation(
+        "live-lane-swept", 4, "a lane is removed without its lock", "shmbridge/participation.py",
+        '            return False, "its producer is alive", 0', "            pass", "tests/crash/test_alive_or_dead.py tests/unit/test_inventory.py",
+    ),
+    Mutation(
+        "held-lane-swept", 4, "a dead lane goes although it holds records", "shmbridge/participation.py",
+        "        if held and not with_records:", "        if False:", "tests/crash tests/unit/test_inventory.py",
+    ),
+    Mutation(
+        "child-keeps-lock", 4, "a forked child keeps its dead parent's lane locked", "shmbridge/_ext/mapping.pyx",
+        "    if fork_watch(fd) != 0:", "    if False:", "tests/crash/test_alive_or_dead.py",
+    ),
+    # 5: nothing is dropped silently
+    Mutation(
+        "discard-uncounted", 5, "a discarded record is not counted", RING,
+        "        if reason < DISCARD_REASONS:", "        if False:", "tests/unit/test_batching.py tests/unit/test_consumer.py",
+    ),
+    Mutation(
+        "drop-uncounted", 5, "a dropped record is not counted", RING,
+        "        if reason < DROP_REASONS and self._lane.alive():", "        if False:", "tests/unit/test_producer.py",
+    ),
+    # 6: backpressure is real
+    Mutation(
+        "producer-not-woken", 6, "a release does not wake the producer that waits for room", READ,
+        "    if (load_seq32(&reader->header->space_waiting)) {", "    if (0) {", "tests/unit/test_ring.py tests/unit/test_producer.py tests/sanitize",
+    ),
+    Mutation(
+        "hub-not-woken", 6, "a commit does not wake the hub that waits", WRITE,
+        "    if (load_seq32(&writer->hub->hub_sleeping)) {", "    if (0) {", "tests/unit/test_consumer.py tests/sanitize",
+    ),
+    Mutation(
+        "memory-not-reserved", 6, "pages are not reserved: too little memory is a SIGBUS", "shmbridge/segment.py",
+        "os.posix_fallocate(fd, 0, size)", "os.ftruncate(fd, size)", "tests/limits",
+    ),
+    Mutation(
+        "cgroup-not-asked", 6, "the memory cgroup's limit is not looked at", "shmbridge/segment.py",
+        "    if room is not None and size > room:", "    if False:", "tests/limits",
+    ),
+    # 7: strangers are refused, garbage stays in its lane
+    Mutation(
+        "version-not-compared", 7, "a lane of another layout version is read", "shmbridge/_ext/shape.h",
+        "    if (version != LAYOUT_VERSION)", "    if (0)", "tests/unit/test_ring.py",
+    ),
+    Mutation(
+        "types-not-compared", 7, "a column of another type is taken", "shmbridge/schema.py",
+        "            if peer is not None and not peer.same_type(column):", "            if False:", "tests/unit/test_schema.py tests/unit/test_consumer.py",
+    ),
+    Mutation(
+        "span-unchecked", 7, "a column may lie outside its record", INDEX,
+        "    if (at < begin || at > end || size > end - at)", "    if (0)", "tests/hostile tests/unit/test_ring.py",
+    ),
+    # 8: owner-only
+    Mutation(
+        "mode-open", 8, "segments can be read by others", "shmbridge/segment.py", "mode=0o600", "mode=0o666", "tests/unit tests/limits -k 'mode or owner or private or permission'",
+    ),
+)
