@@ -11,12 +11,13 @@ from shmbridge.batching import BatchAssembly
 from shmbridge.config import Run
 from shmbridge.errors import Closed
 from shmbridge.lanes import LaneSet
+from shmbridge.one_process import OneProcess
 
 if TYPE_CHECKING:
     from shmbridge.ranks import RankServer
 
 
-class Hub:
+class Hub(OneProcess):
     """The consumer's other half; environments.HubView says what the control plane's thread calls. Never blocks."""
 
     hub_epoch: int
@@ -72,6 +73,8 @@ class Hub:
 
     def publish_policy_version(self, version: int) -> None:
         """Tells every producer, by one store, which policy version is current. Never goes backwards: ValueError."""
+        if not 0 <= version < 1 << 62:
+            raise ValueError(f"policy version {version} is not within 0 and 2**62")
         if version < self.policy_version:
             raise ValueError(f"policy version {version} is before {self.policy_version}: versions of one bridge only rise")
         self._control.policy_version = version

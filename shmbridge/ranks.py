@@ -6,6 +6,7 @@ changes under a rank's eyes, also when a hub or a rank dies, is in docs/adr/0002
 
 import logging
 import threading
+import time
 from typing import TYPE_CHECKING, Literal
 
 from shmbridge import liveness
@@ -115,6 +116,8 @@ class RankServer:
         if request.world_size != self.world_size or not 0 <= request.rank < self.world_size:
             said = f"rank {request.rank} of {request.world_size} asks a hub that serves {self.world_size} ranks"
             return Refused(BAD_VALUE, said, "give Rank and Consumer.serve_ranks the same world_size")
+        if request.member > time.monotonic_ns():
+            return Refused(BAD_VALUE, f"incarnation {request.member} is in the future", "share one clock: CLOCK_MONOTONIC")
         if self._failed:
             return Refused(NO_MORE_BATCHES, f"no more batches are formed: {self._failed}", "see the consumer's log")
         with self._change:

@@ -8,7 +8,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from shmbridge._ext.atomics cimport (
-    load_acquire64, load_relaxed64, load_seq32, shm_u64, store_relaxed64, store_release64, store_seq32,
+    load_acquire64, load_relaxed64, load_seq32, load_seq64, shm_u64, store_relaxed64, store_release64, store_seq32, store_seq64,
 )
 from shmbridge._ext.faults cimport FAULTS_COMPILED, fault_hit
 from shmbridge._ext.futex cimport monotonic_ns, ring_bell
@@ -184,7 +184,7 @@ cdef class Control:
         store_relaxed64(&self.words().paused, 0)
         store_relaxed64(&self.words().draining, 0)
         epoch = load_relaxed64(&self.words().hub_epoch) + 1
-        store_release64(&self.words().hub_epoch, epoch)  # SYNC(epoch)
+        store_seq64(&self.words().hub_epoch, epoch)  # SYNC(epoch)
         store_release64(&self.words().column_count, count)  # SYNC(hub-columns): after the epoch, so that an old count cannot pass for it
         return epoch
 
@@ -203,7 +203,7 @@ cdef class Control:
 
     @property
     def hub_epoch(self) -> int:
-        return load_acquire64(&self.words().hub_epoch)  # SYNC(epoch)
+        return load_seq64(&self.words().hub_epoch)  # SYNC(epoch)
 
     @property
     def run_epoch(self) -> int:

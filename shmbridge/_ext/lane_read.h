@@ -69,10 +69,14 @@ static inline int lane_newest_first(const void *one, const void *other) {
     return (a < b) - (a > b);
 }
 
-/* Finds what is committed and un-released: tail first, then the slots. 0, or -1: no memory. */
-static inline int lane_adopt(lane_reader *reader) {
-    uint64_t tail = load_seq64(&reader->header->tail); /* SYNC(commit) */
+/* Finds what is committed and un-released: tail first, then the slots. 0, or -1 and why; an empty complaint means no memory.
+ *
+ * A slot at or beyond that tail was, or is being, committed meanwhile. One beyond a tail loaded after it cannot be.
+ */
+static inline int lane_adopt(lane_reader *reader, complaint *why) {
+    uint64_t tail = load_seq64(&reader->header->tail), newest = 0; /* SYNC(commit) */
     uint32_t count = reader->shape.slot_count;
+    why->text[0] = 0;
     reader->backlog = malloc(count * sizeof(lane_entry));
     if (!reader->backlog) return -1;
     fault_hit("hub.adopting");
@@ -81,8 +85,15 @@ static inline int lane_adopt(lane_reader *reader) {
         if (generation == load_relaxed64(&reader->released[i])) continue;
         sequence = reader->slots[i].sequence;
         if (sequence < tail) reader->backlog[reader->backlog_count++] = (lane_entry){sequence, i};
+        if (sequence > newest) newest = sequence;
     }
+    if (newest > load_acquire64(&reader->header->tail)) /* SYNC(commit) */
+        return complain(why, "a slot says record %" PRIu64 ", the lane has %" PRIu64, newest, load_acquire64(&reader->header->tail));
     qsort(reader->backlog, reader->backlog_count, sizeof(lane_entry), lane_newest_first);
+    for (uint32_t i = 1; i < reader->backlog_count; i++)
+        if (reader->backlog[i].sequence == reader->backlog[i - 1].sequence)
+            return complain(why, "slots %u and %u both say record %" PRIu64, reader->backlog[i].index, reader->backlog[i - 1].index,
+                            reader->backlog[i].sequence);
     reader->next = tail;
     reader->first_head = load_relaxed64(&reader->header->head); /* SYNC(hand-out): ordered by the hub lock that changed hands */
     return 0;

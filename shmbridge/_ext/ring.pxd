@@ -58,7 +58,7 @@ cdef extern from "lane_read.h" nogil:
         uint32_t index
     int lane_reader_open(lane_reader* reader, uint8_t* base, uint64_t size, complaint* why)
     void lane_reader_close(lane_reader* reader)
-    int lane_adopt(lane_reader* reader)
+    int lane_adopt(lane_reader* reader, complaint* why)
     int lane_look(const lane_reader* reader, uint32_t index, uint64_t sequence, lane_found* found, complaint* why)
     int lane_next(const lane_reader* reader, lane_found* found, complaint* why)
     int lane_hand_out(lane_reader* reader, const lane_found* found)

@@ -142,8 +142,9 @@ cdef class LaneReader:
             raise LaneCorrupt(why.text.decode()) if why.text[0] else MemoryError()
 
     def __init__(self, Mapping lane not None, object keep):
-        if lane_adopt(&self._reader):
-            raise MemoryError
+        cdef complaint why
+        if lane_adopt(&self._reader, &why):
+            raise LaneCorrupt(why.text.decode()) if why.text[0] else MemoryError()
 
     def __dealloc__(self):
         lane_reader_close(&self._reader)

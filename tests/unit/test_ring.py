@@ -315,3 +315,14 @@ def test_undelivered_counts_committed_and_unreleased(lane) -> None:
     it.writer.claim(1)
     hub.take(ring.Lease).release()
     assert header.undelivered(it.other) == 2
+
+
+@pytest.mark.parametrize(("sequence", "what"), [(1 << 40, "a slot says record"), (1, "both say record 1")])
+def test_a_hub_that_starts_misses_no_scribbled_slot(lane, sequence, what) -> None:
+    """Its record must not vanish silently."""
+    it = lane()
+    put(it.writer)
+    put(it.writer)
+    poke(it.mapping, it.places[1] + 8, sequence, "<u8")
+    with pytest.raises(header.LaneCorrupt, match=what):
+        it.hub()
