@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shmbridge.config import Run
+from shmbridge.messages import NO_RANKS, Ack, Manifest, NextShare, NoMoreShares, Refused, SharesDone
 
 
 @dataclass
@@ -54,3 +55,11 @@ class FakeHub:
     def producer_live(self, producer_id: str) -> bool:
         """Whether it is in `live`."""
         return producer_id in self.live
+
+    def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
+        """There are no ranks here."""
+        return Refused(NO_RANKS, "no real hub", "use a Consumer")
+
+    def shares_done(self, request: SharesDone) -> Ack | Refused:
+        """There are no ranks here."""
+        return Refused(NO_RANKS, "no real hub", "use a Consumer")

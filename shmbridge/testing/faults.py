@@ -1,9 +1,11 @@
 """Fail-points: where a process can be made to die or to stop, and children that do so there.
 
-A build with SHMBRIDGE_FAULTS=1 passes a labelled point at every step that matters if the process ends on it; SHMBRIDGE_FAULT in the
-environment arms one. Knows labels and processes; knows nothing of what a child does. Imported by tests, never by the package itself.
+A build with SHMBRIDGE_FAULTS=1 (fault_build.py makes one) passes a labelled point at every step that matters if the process ends on it;
+SHMBRIDGE_FAULT in the environment arms one. Knows labels and processes; knows nothing of what a child does. Imported by tests, never by
+the package itself.
 """
 
+import difflib
 import os
 import selectors
 import signal
@@ -27,24 +29,37 @@ ENTERING_HUB = ("hub.locked", "hub.adopting")
 TAKING = ("hub.read", "hub.marked")
 RELEASING = ("hub.releasing", "hub.released")
 HUB_SLEEPING = ("hub.before_sleep",)
+SERVING_RANKS = ("hub.share_issued", "hub.share_done")
+RANK_JOINING = ("rank.locked", "rank.epoch_loaded", "rank.epoch_locked", "rank.joined")
+RANK_READING = ("rank.looking", "rank.holding", "rank.told_done")
 SWEEPING = ("segment.unlinking",)
 WEIGHTS = ("weights.before_magic", "weights.filling", "weights.filled", "weights.committed")
 
+# Every label there is, per role that passes it.
 LABELS: Mapping[str, tuple[str, ...]] = {
     "anyone": CREATING_CONTROL + SWEEPING,
     "producer": CREATING_LANE + BEFORE_COMMIT + AFTER_COMMIT + WAITING_FOR_SPACE,
-    "hub": ENTERING_HUB + TAKING + RELEASING + HUB_SLEEPING,
+    "hub": ENTERING_HUB + TAKING + RELEASING + HUB_SLEEPING + SERVING_RANKS,
+    "rank": RANK_JOINING + RANK_READING,
     "weights writer": WEIGHTS,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One armed label: the process passes it `skip` times, then raises `signal_number` against itself."""
+    """One armed label: the process passes it `skip` times, then raises `signal_number` against itself.
+
+    A label that is not in LABELS would never be reached: ValueError.
+    """
 
     label: str
     skip: int = 0
     signal_number: int = signal.SIGKILL
+
+    def __post_init__(self) -> None:
+        if not any(self.label in labels for labels in LABELS.values()):
+            near = difflib.get_close_matches(self.label, [label for labels in LABELS.values() for label in labels], n=3)
+            raise ValueError(f"no fail-point is called {self.label!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
 
     def __str__(self) -> str:
         return f"{self.label}:{self.skip}:{int(self.signal_number)}"

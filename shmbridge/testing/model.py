@@ -1,13 +1,13 @@
-"""The specification of one lane and its hub, in plain Python: what each step may do, and what must be seen after it.
+"""The specification of a bridge's lanes and their hub, in plain Python: what each step may do, and what must be seen after it.
 
-No memory, no locks, no waiting: only the rules of docs/adr/0001-lanes.md. `tests/conformance` drives this and the compiled ring
-side by side. Where the ring has a choice (the place of an extent) the model is told the choice and checks that it was allowed.
+No memory, no locks, no waiting: only the rules of docs/adr/0001-lanes.md. Where a ring has a choice (the place of an extent, the lane it
+serves next) the model is told the choice and checks that it was allowed.
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
 
-LINE = 64
+from shmbridge.testing.ring_under_test import LINE, lines
 
 
 class State(Enum):
@@ -33,6 +33,7 @@ class _Record:
     size: int
     payload: bytes
     state: State = State.WAITING
+    damaged: bool = False
 
 
 class RingModel:
@@ -46,29 +47,33 @@ class RingModel:
         self.tail = 0  # records committed; the next sequence
         self.head = 0  # every sequence below may have been handed out
         self.released = 0
+        self.discarded = 0
+        self.quarantined = False
         self._records: dict[int, _Record] = {}  # committed and un-released, by sequence
         self._claim: tuple[int, int] | None = None  # place and size of the open claim
+        self._alive = True
         self._has_hub = False
         self._head_found = 0  # `head` when the present hub came
 
     # -- the producer -------------------------------------------------------------------------------------------------------------
 
-    def room_for(self, size: int) -> bool:
-        """Whether a claim of `size` bytes must succeed: a free slot, and a gap between un-released extents that is wide enough."""
+    def place_for(self, size: int) -> int | None:
+        """The first place for a claim of `size` bytes, which must succeed if there is one: a free slot, and a gap that is wide enough."""
         taken = sorted([(record.at, record.size) for record in self._records.values()] + ([self._claim] if self._claim else []))
         if len(taken) == self.slots:
-            return False
+            return None
         begin = 0
         for at, length in [*taken, (self.data_bytes, 0)]:
-            if at - begin >= _lines(size):
-                return True
+            if at - begin >= lines(size):
+                return begin
             begin = at + length
-        return False
+        return None
 
     def claim(self, at: int, size: int) -> None:
         """The ring reserved `size` bytes at `at`. Nothing un-released may lie there: a reader still looks at it."""
+        assert self._alive, "the producer is dead"
         assert self._claim is None, "one open claim per producer"
-        size = _lines(size)
+        size = lines(size)
         assert at % LINE == 0, f"extent {at} is not on a line"
         assert 0 <= at <= self.data_bytes - size, f"extent {at}+{size} is outside {self.data_bytes} bytes"
         assert len(self._records) < self.slots, "no slot is free"
@@ -79,6 +84,7 @@ class RingModel:
 
     def abort(self) -> None:
         """Gives the open claim back; nobody ever sees it."""
+        assert self._claim is not None, "nothing is claimed"
         self._claim = None
 
     def commit(self, payload: bytes) -> int:
@@ -91,7 +97,7 @@ class RingModel:
 
     def producer_dies(self) -> None:
         """The open claim never existed; what is committed stays."""
-        self._claim = None
+        self._claim, self._alive = None, False
 
     # -- the hub ------------------------------------------------------------------------------------------------------------------
 
@@ -108,13 +114,19 @@ class RingModel:
         self._has_hub = False
 
     def take(self) -> Taken | None:
-        """The oldest record that can be taken, or None. `redelivered` exactly where an earlier hub may have handed it out."""
+        """The oldest record that can be taken, or None. `redelivered` exactly where an earlier hub may have handed it out.
+
+        If its slot makes no sense the lane is quarantined: nothing more is taken from it, and all that waited is counted as discarded.
+        """
         assert self._has_hub
-        waiting = [sequence for sequence, record in self._records.items() if record.state is State.WAITING]
-        if not waiting:
+        if not self.waiting:
             return None
-        sequence = min(waiting)
+        sequence = min(sequence for sequence, record in self._records.items() if record.state is State.WAITING)
         record = self._records[sequence]
+        if record.damaged:
+            self.discarded += self.waiting
+            self.quarantined = True
+            return None
         record.state = State.HELD
         self.head = max(self.head, sequence + 1)
         return Taken(sequence, record.payload, sequence < self._head_found)
@@ -125,10 +137,20 @@ class RingModel:
         del self._records[sequence]
         self.released += 1
 
+    def discard(self, sequence: int) -> None:
+        """A lease ends, and the record is counted as one that nobody wanted."""
+        self.release(sequence)
+        self.discarded += 1
+
     def abandon(self, sequence: int) -> None:
         """A lease is forgotten without release: the next hub gets the record again."""
         assert self._records[sequence].state is State.HELD
         self._records[sequence].state = State.ADRIFT
+
+    def damage(self) -> None:
+        """Nonsense is written over the slot of the record that would be taken next."""
+        waiting = [sequence for sequence, record in self._records.items() if record.state is State.WAITING]
+        self._records[min(waiting)].damaged = True
 
     # -- what can be seen -----------------------------------------------------------------------------------------------------------
 
@@ -140,14 +162,13 @@ class RingModel:
 
     @property
     def waiting(self) -> int:
-        """Records that the present hub can take."""
-        return sum(record.state is State.WAITING for record in self._records.values())
+        """Records that the present hub can take; none of a quarantined lane."""
+        return 0 if self.quarantined or not self._has_hub else self._count(State.WAITING)
 
     @property
     def held(self) -> int:
         """Records that the present hub has leased out."""
-        return sum(record.state is State.HELD for record in self._records.values())
+        return self._count(State.HELD) if self._has_hub else 0
 
-
-def _lines(size: int) -> int:
-    return -(-size // LINE) * LINE
+    def _count(self, state: State) -> int:
+        return sum(record.state is state for record in self._records.values())

@@ -1,63 +1,77 @@
 """A build with fail-points, children that die on them, and what must be true afterwards."""
 
 import contextlib
-import fcntl
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import shmbridge
+from shmbridge import segment
+from shmbridge._ext import header
+from shmbridge.testing.fault_build import fault_build as build_with_faults
 from shmbridge.testing.faults import Fault, FaultyChild
 
 ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build" / "faults"
 ROLES = Path(__file__).with_name("roles.py")
-
-
-def newest_source() -> float:
-    sources = [ROOT / "setup.py", ROOT / "pyproject.toml"]
-    for folder in ("shmbridge", "producers", "consumers"):
-        sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".pyx", ".pxd", ".h"} or path.name == "fork.c"]
-    return max(path.stat().st_mtime for path in sources)
 
 
 @pytest.fixture(scope="session")
 def fault_build() -> Path:
     """Folder of a build with fail-points, made anew if a source is newer. It shares nothing with the in-place extensions."""
-    stamp = BUILD / ".built"
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with open(BUILD / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        began = newest_source()
-        if not stamp.exists() or stamp.stat().st_mtime < began:
-            build = ["build", "--build-base", "build/faults-base", "--build-lib", str(BUILD), "build_ext", "-j2"]
-            done = subprocess.run(
-                [sys.executable, "setup.py", "-q", *build], cwd=ROOT, env={**os.environ, "SHMBRIDGE_FAULTS": "1"},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout[-4000:]
-            subprocess.run([sys.executable, "-m", "compileall", "-q", str(BUILD)], check=False, stdout=subprocess.DEVNULL)
-            stamp.touch()
-            os.utime(stamp, (began, began))
-    return BUILD
+    return build_with_faults(ROOT, ROOT / "build" / "faults")
 
 
 @pytest.fixture
 def faulty(fault_build: Path, bridge: str) -> Iterator[Callable[..., FaultyChild]]:
     """Starts a child in a role of roles.py, with a fault armed or none; killed at the end of the test."""
     with contextlib.ExitStack() as children:
+        yield _starter(ROLES, fault_build, bridge, children)
 
-        def start(role: str, *arguments: object, fault: Fault | None = None) -> FaultyChild:
-            argv = [str(ROLES), role, bridge, *map(str, arguments)]
-            return children.enter_context(FaultyChild(argv, build=fault_build, fault=fault))
 
-        yield start
+@pytest.fixture
+def actor(fault_build: Path, bridge: str) -> Iterator[Callable[..., FaultyChild]]:
+    """As `faulty`, for the roles of takeover_roles.py."""
+    with contextlib.ExitStack() as children:
+        yield _starter(ROLES.with_name("takeover_roles.py"), fault_build, bridge, children)
+
+
+def _starter(script: Path, build: Path, bridge: str, children: contextlib.ExitStack) -> Callable[..., FaultyChild]:
+    def start(role: str, *arguments: object, fault: Fault | None = None) -> FaultyChild:
+        argv = [str(script), role, bridge, *map(str, arguments)]
+        return children.enter_context(FaultyChild(argv, build=build, fault=fault))
+
+    return start
+
+
+@dataclass(frozen=True)
+class LaneWords:
+    """What a lane says of itself, whoever lives."""
+
+    name: str
+    committed: int
+    head: int
+    unreleased: int
+    discarded: list[int]
+
+
+@pytest.fixture
+def lane_words(bridge: str) -> Callable[[], dict[str, LaneWords]]:
+    """Call it for the words of every lane there is now, by producer."""
+
+    def read() -> dict[str, LaneWords]:
+        found = {}
+        for name in segment.lane_names(bridge):
+            mapping = segment.open_mapping(name, readonly=True)
+            info = header.read_lane(mapping)
+            words = header.lane_counters(mapping)
+            found[info["producer_id"]] = LaneWords(name, words["tail"], words["head"], header.undelivered(mapping), words["discarded"])
+        return found
+
+    return read
 
 
 def _roles() -> ModuleType:

@@ -4,7 +4,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,29 +24,6 @@ from shmbridge.segment import socket_directory
 from shmbridge.testing.fake_hub import FakeHub
 
 RUN = FakeHub().run
-
-
-def env(name: str, producer_id: str, **changes: object) -> Register:
-    fields = {"max_token_length": 512, "group_size": 4, "producer_id": producer_id}
-    return Register(desired_name=name, **(fields | changes))
-
-
-@pytest.fixture
-def hub() -> FakeHub:
-    return FakeHub()
-
-
-@pytest.fixture
-def server(bridge: str, hub: FakeHub) -> Iterator[ControlServer]:
-    server = ControlServer(bridge, hub)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def client(bridge: str, server: ControlServer) -> Iterator[ControlClient]:
-    with ControlClient(bridge, role="test", name="t") as client:
-        yield client
 
 
 # --- conversations ----------------------------------------------------------------------------------------
@@ -72,7 +49,7 @@ def test_a_learner_steers_the_hub(client: ControlClient, hub: FakeHub) -> None:
     assert client.request(messages.RunInfoRequest()) == messages.RunInfo(run, current_step=0, hub_epoch=1)
 
 
-def test_an_environment_waits_for_a_run_and_is_then_told_it(client: ControlClient, hub: FakeHub) -> None:
+def test_an_environment_waits_for_a_run_and_is_then_told_it(client: ControlClient, hub: FakeHub, env: Callable[..., Register]) -> None:
     hub.run = None
     assert client.request(env("gsm8k", "a")) == messages.WaitForRun(hub_epoch=1)
     hub.run, hub.current_step = RUN, 5
@@ -93,12 +70,16 @@ def test_an_environment_waits_for_a_run_and_is_then_told_it(client: ControlClien
         {"max_token_length": -1},
         {"weight": float("nan")},
         {"weight": float("inf")},
+        {"group_size": 2**31},
+        {"max_token_length": 2**31},
+        {"env_id": -1},
+        {"env_id": 2**63},
         {"min_batch_allocation": 1.5},
         {"min_batch_allocation": float("nan")},
     ],
     ids=str,
 )
-def test_an_environment_with_meaningless_numbers_is_refused(client: ControlClient, nonsense: dict) -> None:
+def test_an_environment_with_meaningless_numbers_is_refused(client: ControlClient, nonsense: dict, env: Callable[..., Register]) -> None:
     with pytest.raises(RequestRefused) as caught:
         client.request(env("gsm8k", "a", **nonsense))
     assert caught.value.reason == messages.BAD_VALUE
@@ -111,10 +92,38 @@ def test_an_unknown_environment_is_refused(client: ControlClient) -> None:
     assert caught.value.reason == messages.UNKNOWN_ENV
 
 
-def test_a_value_the_hub_will_not_take_is_refused(client: ControlClient) -> None:
-    with pytest.raises(RequestRefused, match="version -4") as caught:
-        client.request(messages.SetPolicyVersion(-4))
+@pytest.mark.parametrize("version", [-4, 2**62, 2**63 - 1, 2**64 - 1])
+def test_a_version_the_hub_will_not_take_is_refused(client: ControlClient, version: int) -> None:
+    with pytest.raises(RequestRefused, match=f"version {version}") as caught:
+        client.request(messages.SetPolicyVersion(version))
     assert caught.value.reason == messages.BAD_VALUE
+
+
+@pytest.mark.parametrize("name", ["batch_size", "max_token_len", "num_steps", "starting_step", "save_checkpoint_interval"])
+@pytest.mark.parametrize("number", [2**31, 2**64 - 1, -(2**63)])
+def test_a_run_with_meaningless_numbers_is_refused(client: ControlClient, hub: FakeHub, name: str, number: int) -> None:
+    with pytest.raises(RequestRefused, match=name) as caught:
+        client.request(messages.AnnounceRun(Run(**{name: number})))
+    assert (caught.value.reason, hub.announced) == (messages.BAD_VALUE, 0)
+
+
+def test_an_answer_that_cannot_be_said_is_refused_and_not_the_end(client: ControlClient, hub: FakeHub) -> None:
+    hub.current_step = 2**64
+    with pytest.raises(RequestRefused, match="OverflowError") as caught:
+        client.request(messages.RunInfoRequest(), timeout_s=2)
+    assert caught.value.reason == messages.INTERNAL
+    assert isinstance(client.hello(), messages.Welcome)
+
+
+def test_a_socket_that_fails_once_is_not_the_end(client: ControlClient, server: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = server._reply
+
+    def fail_once(*frames: object) -> None:
+        monkeypatch.setattr(server, "_reply", reply)
+        raise zmq.ZMQError(zmq.EFSM)
+
+    monkeypatch.setattr(server, "_reply", fail_once)
+    assert isinstance(client.hello(), messages.Welcome)  # asked again
 
 
 def test_a_run_announced_again_does_not_begin_again(client: ControlClient, hub: FakeHub) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -24,29 +24,6 @@ from shmbridge.segment import socket_directory
 from shmbridge.testing.fake_hub import FakeHub
 
 RUN = FakeHub().run
-
-
-def env(name: str, producer_id: str, **changes: object) -> Register:
-    fields = {"max_token_length": 512, "group_size": 4, "producer_id": producer_id}
-    return Register(desired_name=name, **(fields | changes))
-
-
-@pytest.fixture
-def hub() -> FakeHub:
-    return FakeHub()
-
-
-@pytest.fixture
-def server(bridge: str, hub: FakeHub) -> Iterator[ControlServer]:
-    server = ControlServer(bridge, hub)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def client(bridge: str, server: ControlServer) -> Iterator[ControlClient]:
-    with ControlClient(bridge, role="test", name="t") as client:
-        yield client
 
 
 # --- who is not there, or comes back ----------------------------------------------------------------------
@@ -86,7 +63,7 @@ def test_requests_nobody_waits_for_do_not_pile_up_for_the_next_hub(bridge: str, 
         server.close()
 
 
-def test_an_environment_keeps_number_and_name_across_hubs(bridge: str) -> None:
+def test_an_environment_keeps_number_and_name_across_hubs(bridge: str, env: Callable[..., Register]) -> None:
     first = ControlServer(bridge, FakeHub(hub_epoch=1))
     with (
         ControlClient(bridge, role="env", name="old") as old,
@@ -104,7 +81,7 @@ def test_an_environment_keeps_number_and_name_across_hubs(bridge: str) -> None:
         second.close()
 
 
-def test_a_hub_without_a_run_holds_an_environment_it_does_not_know(bridge: str) -> None:
+def test_a_hub_without_a_run_holds_an_environment_it_does_not_know(bridge: str, env: Callable[..., Register]) -> None:
     first = ControlServer(bridge, FakeHub(hub_epoch=1))
     with ControlClient(bridge, role="env", name="e") as client:
         env_id = client.request(env("gsm8k", "a")).env_id
@@ -234,7 +211,7 @@ async def test_the_async_client_never_blocks_its_loop(bridge: str, hub: FakeHub)
 
 
 async def test_concurrent_and_cancelled_async_requests_get_their_own_answers(
-    server: ControlServer, bridge: str, hub: FakeHub
+    server: ControlServer, bridge: str, hub: FakeHub, env: Callable[..., Register]
 ) -> None:
     client = AsyncControlClient(bridge, role="test", name="t")
     env_id = (await client.request(env("gsm8k", "a"))).env_id
