@@ -15,4 +15,6 @@ cdef extern from "atomics.h" nogil:
     uint32_t load_seq32(const shm_u32* word)
     void store_seq32(shm_u32* word, uint32_t value)
     void add_seq32(shm_u32* word)
+    void store_release_words(shm_u64* to, const void* source, uint64_t count)
+    void load_acquire_words(void* to, const shm_u64* source, uint64_t count)
     void cpu_relax()

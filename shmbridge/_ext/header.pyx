@@ -8,7 +8,8 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from shmbridge._ext.atomics cimport (
-    load_acquire64, load_relaxed64, load_seq32, load_seq64, shm_u64, store_relaxed64, store_release64, store_seq32, store_seq64,
+    load_acquire64, load_acquire_words, load_relaxed64, load_seq32, load_seq64, shm_u64, store_relaxed64, store_release64,
+    store_release_words, store_seq32, store_seq64,
 )
 from shmbridge._ext.faults cimport FAULTS_COMPILED, fault_hit
 from shmbridge._ext.futex cimport monotonic_ns, ring_bell
@@ -178,7 +179,8 @@ cdef class Control:
         if count > MAX_COLUMNS:
             raise ValueError(f"{count} columns, at most {MAX_COLUMNS}")
         store_release64(&self.words().column_count, 0)  # SYNC(hub-columns)
-        memcpy(self.mapping.base + PAGE, PyBytes_AS_STRING(columns), len(columns))
+        table = <shm_u64*>(self.mapping.base + PAGE)
+        store_release_words(table, PyBytes_AS_STRING(columns), count * sizeof(column_def) // 8)  # SYNC(hub-columns)
         self.words().hub_pid, self.words().hub_pid_namespace = pid, pid_namespace
         store_seq32(&self.words().hub_sleeping, 0)
         store_relaxed64(&self.words().paused, 0)
@@ -193,7 +195,8 @@ cdef class Control:
         """The hub's column table; empty if no hub has been here, or while one is writing it."""
         epoch = self.hub_epoch
         count = load_acquire64(&self.words().column_count)  # SYNC(hub-columns)
-        table = PyBytes_FromStringAndSize(<char*>self.mapping.base + PAGE, min(count, MAX_COLUMNS) * sizeof(column_def))
+        table = PyBytes_FromStringAndSize(NULL, min(count, MAX_COLUMNS) * sizeof(column_def))
+        load_acquire_words(PyBytes_AS_STRING(table), <shm_u64*>(self.mapping.base + PAGE), len(table) // 8)  # SYNC(hub-columns)
         still = load_acquire64(&self.words().column_count) == count  # SYNC(hub-columns)
         return table if still and self.hub_epoch == epoch else b""
 

@@ -108,6 +108,7 @@ static inline int lane_look(const lane_reader *reader, uint32_t index, uint64_t 
     found->index = index;
     found->generation = load_acquire64(&reader->slots[index].generation); /* SYNC(slot-body) */
     memcpy(&found->body, &reader->slots[index], sizeof(slot));
+    copied();
     if (body->sequence != sequence || found->generation == load_relaxed64(&reader->released[index]))
         return complain(why, "slot %u holds record %" PRIu64 ", generation %" PRIu64 ", not an un-released record %" PRIu64, index, body->sequence,
                         found->generation, sequence);

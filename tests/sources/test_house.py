@@ -1,7 +1,10 @@
-"""File sizes, error codes, and the pairs of the memory model."""
+"""File sizes, error codes, and the memory model: tags in pairs, in the functions it names, no shared word touched past the verbs."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from shmbridge import errors
 
@@ -11,7 +14,9 @@ MOST_LINES = {".py": 400, ".pyx": 600}
 EXCEPTIONS = {
     "shmbridge/producer.py": (480, "put, put_async and claim are three doors to one claim-commit sequence"),
 }
-VERBS = re.compile(r"\b(load_acquire|load_seq|load_relaxed|store_release|store_seq|store_relaxed|ring_bell|add_seq|fetch_add)\w*\(")
+EXT = ROOT / "shmbridge" / "_ext"
+MODEL = (ROOT / "docs" / "memory-model.md").read_text()
+VERBS = re.compile(r"\b(load_(?:acquire|seq|relaxed)|store_(?:release|seq|relaxed)|lane_is_released|ring_bell|add_seq|fetch_add)\w*\(")
 
 
 def test_no_file_is_long(sources):
@@ -46,61 +51,181 @@ def test_error_codes():
     assert all(re.fullmatch(r"SB\d{3}", code) for code in codes)
 
 
-def tags_of(path: Path) -> list[tuple[str, int, str]]:
-    """(tag, line number, verbs it stands for): a tag belongs to the atomic of its own line, or, alone on a line, of the next two."""
-    lines = path.read_text().splitlines()
+@dataclass(frozen=True)
+class Sync:
+    """One SYNC(tag) comment, and the verbs it stands for: those of its own line, or, alone on a line, of the next two."""
+
+    tag: str
+    file: str
+    line: int
+    function: str
+    verbs: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.function}"
+
+    @property
+    def stores(self) -> bool:
+        return re.search(r"store|bell|add", self.verbs) is not None
+
+    @property
+    def loads(self) -> bool:
+        return re.search(r"load|is_released", self.verbs) is not None
+
+
+def sources_of_words() -> list[Path]:
+    """The files that touch shared words."""
+    return sorted(path for path in EXT.iterdir() if path.suffix in (".pyx", ".h", ".pxd") or path.name == "fork.c")
+
+
+def defined_on(line: str) -> str | None:
+    """Name of the function whose definition begins on this line."""
+    c = re.match(r"static inline [\w ]+[ *](\w+)\(.*\{", line)
+    cython = re.match(r"\s*(?:cdef|cpdef|def)\b[^(=]*?\b(\w+)\(.*", line)
+    found = c or cython
+    return found[1] if found else None
+
+
+def syncs() -> list[Sync]:
     found = []
-    for number, line in enumerate(lines):
-        for tag in re.findall(r"SYNC\((?!tag\))([\w-]+)\)", line):
-            around = line if VERBS.search(line) else "\n".join(lines[number : number + 3])
-            found.append((tag, number + 1, " ".join(VERBS.findall(around))))
+    for path in sources_of_words():
+        lines, function = path.read_text().splitlines(), ""
+        for number, line in enumerate(lines):
+            function = defined_on(line) or function
+            for tag in re.findall(r"SYNC\((?!tag\))([\w-]+)\)", line):
+                around = line if VERBS.search(line) else "\n".join(lines[number : number + 3])
+                found.append(Sync(tag, path.name, number + 1, function, " ".join(VERBS.findall(around))))
     return found
 
 
-def all_tags() -> dict[str, list[tuple[str, str]]]:
-    tags: dict[str, list[tuple[str, str]]] = {}
-    for path in sorted((ROOT / "shmbridge/_ext").iterdir()):
-        if path.suffix in (".pyx", ".h", ".pxd") or path.name == "fork.c":
-            for tag, number, verbs in tags_of(path):
-                tags.setdefault(tag, []).append((f"{path.name}:{number}", verbs))
-    return tags
+def table(first_columns: str) -> dict[str, list[str]]:
+    """First cell, without backticks -> all cells, of the table of the memory model whose head begins so."""
+    body = MODEL[MODEL.index(f"\n| {first_columns} |") :].strip().split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in body]
+    assert len({row[0] for row in rows}) == len(rows), "a row twice"
+    return {row[0].strip("`"): row for row in rows}
 
 
-def table_rows() -> dict[str, list[str]]:
-    """First cell, in backticks or bold -> all cells, of every table of the memory model."""
-    rows = {}
-    for line in (ROOT / "docs/memory-model.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        named = re.fullmatch(r"(?:`|\*\*)(?:SYNC\()?([\w-]+)\)?(?:`|\*\*)", cells[0])
-        if line.lstrip().startswith("|") and named:
-            rows[named[1]] = cells
-    return rows
+def named_in(cell: str) -> set[str]:
+    """file:function, wherever it stands in backticks."""
+    return set(re.findall(r"`(\w+\.(?:h|pyx):\w+)`", cell))
 
 
 def test_every_sync_tag_has_a_row_and_every_row_a_tag():
-    assert set(all_tags()) == set(table_rows())
-    for tag, cells in table_rows().items():
-        assert all(cells), f"{tag} has an empty cell"
+    tags = {sync.tag for sync in syncs()}
+    for head in ("tag | stored by", "tag | aarch64"):
+        rows = table(head)
+        assert set(rows) == tags, head
+        assert all(all(cells) for cells in rows.values()), f"an empty cell in {head}"
 
 
-def test_every_sync_tag_has_a_storing_and_a_loading_side():
-    """`hand-out` is loaded by the next hub; whoever stores and whoever loads says the same tag."""
+def test_rows_name_the_functions_that_carry_their_tag():
+    """Both ways: each function named does store, or load, under that tag; each that does is named."""
+    rows = table("tag | stored by")
     wrong = []
-    for tag, places in all_tags().items():
-        stores = [place for place, verbs in places if re.search(r"store|bell|add", verbs)]
-        loads = [place for place, verbs in places if "load" in verbs]
-        if not stores or not loads:
-            wrong.append(f"{tag}: stored at {stores}, loaded at {loads}")
-    assert not wrong
+    for tag, cells in rows.items():
+        for side, cell, carries in (("stored", cells[1], "stores"), ("loaded", cells[2], "loads")):
+            there = {sync.place for sync in syncs() if sync.tag == tag and getattr(sync, carries)}
+            if not there:
+                wrong.append(f"{tag} is {side} nowhere")
+            if named_in(cell) != there:
+                wrong.append(f"{tag} is {side} by {sorted(there)}, the page says {sorted(named_in(cell))}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_publishing_store_is_tagged():
     """A release or seq_cst store without a tag has no written partner; clearing one's own flag needs none."""
     wrong = []
-    for path in sorted(path for path in (ROOT / "shmbridge/_ext").iterdir() if path.suffix in (".pyx", ".h") and path.stem != "atomics"):
+    for path in (path for path in sources_of_words() if path.suffix in (".pyx", ".h") and path.stem != "atomics"):
         lines = path.read_text().splitlines()
         for number, line in enumerate(lines):
             publishes = re.search(r"\bstore_(release|seq)\w*\(", line) and not re.search(r"(space_waiting|hub_sleeping), 0\)", line)
             if publishes and "SYNC(" not in line + lines[number - 1]:
                 wrong.append(f"{path.name}:{number + 1}: {line.strip()}")
     assert not wrong
+
+
+def test_every_ordered_load_is_tagged():
+    """An acquire or seq_cst load without a tag waits for nobody's store; counters that are only shown need none."""
+    wrong = []
+    for path in (path for path in sources_of_words() if path.suffix in (".pyx", ".h") and path.stem != "atomics"):
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            ordered = re.search(r"\bload_(acquire|seq)\w*\(", line)
+            shown = re.match(r'\s*"\w+": load_acquire64', line)
+            if ordered and not shown and "SYNC(" not in line + lines[number - 1]:
+                wrong.append(f"{path.name}:{number + 1}: {line.strip()}")
+    assert not wrong
+
+
+# How a pointer to each struct of layout.h is spelled where its words are used.
+OWNERS = {
+    "control_header": r"(?:control|hub|words\(\)|_words)",
+    "lane_header": r"header",
+    "weights_header": r"_header",
+    "slot": r"slots\[[^\]]*\]",
+}
+
+
+def shared_words(struct: str) -> list[str]:
+    """Names of the atomic fields of a struct of layout.h; those of arrays with brackets."""
+    layout = (EXT / "layout.h").read_text()
+    body = next(body for body in layout.split("typedef struct {")[1:] if re.search(rf"^\}} {struct};", body, re.MULTILINE)).split("\n}")[0]
+    fields = re.findall(r"^    shm_u(?:64|32) ([^;]+);", body, re.MULTILINE)
+    return [re.sub(r"\[.*", "[]", name.strip()) for field in fields for name in field.split(",")]
+
+
+def past_the_verbs(line: str) -> bool:
+    """Whether a line reads or writes a shared word of a header or a slot itself, instead of giving its address to a verb."""
+    for struct, owner in OWNERS.items():
+        words = shared_words(struct)
+        names = "|".join(word.rstrip("[]") for word in words)
+        for address, name, index in re.findall(rf"(&?)(?<!\w)(?:\w+(?:->|\.))*{owner}(?:->|\.)({names})\b(\[?)", line):
+            if not address and (f"{name}[]" not in words or index):
+                return True
+    return False
+
+
+def test_shared_words_are_touched_by_the_verbs_only():
+    assert {"tail", "head", "space_waiting", "discarded_total[]"} <= set(shared_words("lane_header"))
+    assert shared_words("slot") == ["generation"]
+    wrong = []
+    for path in (path for path in sources_of_words() if path.suffix in (".pyx", ".h") and path.stem not in ("atomics", "layout")):
+        for number, line in enumerate(path.read_text().splitlines()):
+            if past_the_verbs(line.split("/*")[0].split("# ")[0]):
+                wrong.append(f"{path.name}:{number + 1}: {line.strip()}")
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if (writer->hub->hub_sleeping) {", "header->tail = sequence;", "x = reader->slots[i].generation + 1", "self.words().paused = 1",
+        "n = header.dropped_total[0]", "self._header.latest += 1",
+    ],
+)  # fmt: skip
+def test_that_sees_what_goes_past_the_verbs(line):
+    assert past_the_verbs(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "load_seq32(&writer->hub->hub_sleeping)", "load_acquire64(&reader->slots[i].generation)", "writer->tail = 1",
+        "words = self._reader.header.dropped_total", "tails[i] = &reader._reader.header.tail", "header->column_count = 1",
+    ],
+)  # fmt: skip
+def test_that_sees_what_does_not(line):
+    assert not past_the_verbs(line)
+
+
+def test_planted_errors_have_their_rows():
+    """What shows which error is said for each that tests/sanitize plants, and for no other."""
+    listed = (ROOT / "tests/sanitize/planted.py").read_text().split("PLANTED = {")[1].split("\n}")[0]
+    assert sorted(table("planted error")) == sorted(re.findall(r'^    "([^"]+)": ', listed, re.MULTILINE))
+
+
+def test_litmus_tests_are_named_and_there():
+    there = {path.stem for path in (ROOT / "docs/model/litmus").glob("*.litmus")}
+    assert set(re.findall(r"litmus `([\w-]+)`", MODEL)) == there
