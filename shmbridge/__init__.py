@@ -30,12 +30,15 @@ if TYPE_CHECKING:
     from shmbridge.errors import LeaseReleased as LeaseReleased
     from shmbridge.errors import NoConsumer as NoConsumer
     from shmbridge.errors import NotReady as NotReady
+    from shmbridge.errors import ProcessLimit as ProcessLimit
     from shmbridge.errors import RankTaken as RankTaken
     from shmbridge.errors import RecordTooBig as RecordTooBig
+    from shmbridge.errors import RecordUnreadable as RecordUnreadable
     from shmbridge.errors import SchemaMismatch as SchemaMismatch
     from shmbridge.errors import ShmBridgeError as ShmBridgeError
     from shmbridge.errors import ShmPermission as ShmPermission
     from shmbridge.errors import ShmTooSmall as ShmTooSmall
+    from shmbridge.errors import ShmUnavailable as ShmUnavailable
     from shmbridge.errors import WeightsBusy as WeightsBusy
     from shmbridge.errors import WeightsMismatch as WeightsMismatch
     from shmbridge.inventory import BridgeInfo as BridgeInfo
@@ -63,8 +66,9 @@ _HOMES = {
         [
             "BadBridgeName", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
             "ConsumerTaken", "InvalidRecord", "LaneFull", "LaneQuarantined",
-            "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotReady", "RankTaken", "RecordTooBig", "SchemaMismatch", "ShmBridgeError",
-            "ShmPermission", "ShmTooSmall", "WeightsBusy", "WeightsMismatch",
+            "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotReady", "ProcessLimit", "RankTaken", "RecordTooBig",
+            "RecordUnreadable", "SchemaMismatch", "ShmBridgeError",
+            "ShmPermission", "ShmTooSmall", "ShmUnavailable", "WeightsBusy", "WeightsMismatch",
         ],
         "errors",
     ),

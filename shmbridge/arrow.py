@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from shmbridge.errors import RecordUnreadable
 from shmbridge.record import Ragged, RaggedLists
 from shmbridge.schema import Column, Kind, arrow_field, arrow_type
 
@@ -18,9 +19,19 @@ def record_batch(record: "Record") -> pa.RecordBatch:
         raise ValueError(f"{record!r} has rows of unequal length and no rectangular form: use record[name] or to_scored_data()")
     names = record.columns
     columns = record.lane_columns
-    arrays = [_array(record, columns[name]) for name in names]
+    arrays = [_rows_of(record, columns[name]) for name in names]
     meta = {key: str(getattr(record.meta, key)) for key in record.meta.__slots__}
     return pa.record_batch(arrays, schema=pa.schema([arrow_field(columns[name]) for name in names], metadata=meta))
+
+
+def _rows_of(record: "Record", column: Column) -> pa.Array:
+    """One value a row, which a lane may have said and not kept."""
+    array = _array(record, column)
+    if column.per_record and len(array) == 1:
+        array = array.take(pa.array(np.zeros(len(record), np.int32)))
+    if len(array) != len(record):
+        raise RecordUnreadable(f"column {column.name!r} of {record!r} has {len(array)} rows", hint="end that producer: it is broken")
+    return array
 
 
 def _array(record: "Record", column: Column) -> pa.Array:
@@ -31,8 +42,6 @@ def _array(record: "Record", column: Column) -> pa.Array:
         return _list(value.lengths, _flat(value.values), value.valid)
     if isinstance(value, RaggedLists):
         return _list(value.lengths, _list(value.inner_lengths, _flat(value.values), None), value.valid)
-    if column.per_record:
-        value = value * len(record)
     if column.kind is Kind.MAP:
         value = [list(row.items()) for row in value]
     return pa.array(value, arrow_type(column))

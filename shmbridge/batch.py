@@ -149,6 +149,19 @@ class Batch:
         return padded
 
 
+def unreadable(groups: list[Group], layout: Layout) -> list[tuple[Group, Exception]]:
+    """The groups that no batch can be made of, each with the reason. A group's fault must not cost the others."""
+    found: list[tuple[Group, Exception]] = []
+    for group in groups:
+        try:
+            Batch([group], layout)
+        except MemoryError:
+            raise
+        except Exception as wrong:
+            found.append((group, wrong))
+    return found
+
+
 def _present_rows(record: Record, name: str) -> np.ndarray[Any, Any]:
     """bool (rows,): where the record has a value in this column."""
     if name not in record:

@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from shmbridge.batch import Batch, Layout
+from shmbridge import sizing
+from shmbridge.batch import Batch, Layout, unreadable
+from shmbridge.config import format_size
 from shmbridge.errors import BatchTooBig
 from shmbridge.groups import Group, GroupAssembler
 from shmbridge.lanes import LaneSet
@@ -72,8 +74,19 @@ class BatchAssembly:
                 self._stop_prefetch()
 
     def _form(self, groups: int, layout: Layout, max_staleness: int | None, stop: threading.Event) -> Batch | None:
-        chosen = self.choose(groups, max_staleness, stop)
-        return None if chosen is None else Batch(chosen, layout)
+        while (chosen := self.choose(groups, max_staleness, stop)) is not None:
+            try:
+                return Batch(chosen, layout)
+            except BaseException as error:
+                wrong = unreadable(chosen, layout) if isinstance(error, Exception) and not isinstance(error, MemoryError) else []
+                at_fault = {id(group) for group, _ in wrong}
+                self.put_back([group for group in chosen if id(group) not in at_fault])
+                for group, why in wrong:
+                    log.error("group %s of %s is discarded: %s", group.records[0].group_id, group.producer_id, why)
+                    self._discard(group, Discard.CORRUPT)
+                if not wrong:
+                    raise
+        return None
 
     def choose(self, groups: int, max_staleness: int | None, stop: threading.Event) -> list[Group] | None:
         """The groups of the next batch, waiting for them; None when stopped, closed, or drained with too few groups left."""
@@ -135,13 +148,20 @@ class BatchAssembly:
     def _check_stuck(self, groups: int) -> None:
         """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else holds anything."""
         with self._lock:
-            here = sum(len(group.records) for group in [*self._complete, *self._partial])
-        why = self._lanes.stuck(here)
-        if why:
-            raise BatchTooBig(
-                f"a batch of {groups} groups cannot be filled: {len(self._complete)} are complete, {len(self._partial)} in part; {why}",
-                hint="raise lane_bytes of the producers, ask for fewer groups, or use hold='gather'",
-            )
+            all_here = [*self._complete, *self._partial]
+            sizes = [record.extent_bytes for group in all_here for record in group.records]
+            fragments = max((-(-len(group.records) * group.size // group.rows) for group in all_here), default=1)
+        stuck = self._lanes.stuck(len(sizes))
+        if stuck is None:
+            return
+        largest = max([*sizes, stuck.wanted_bytes])
+        raise BatchTooBig(
+            f"a batch of {groups} groups cannot be filled: {len(self._complete)} are complete, {len(self._partial)} in part; "
+            f"{stuck.lanes} lanes of {format_size(stuck.data_bytes)} in all hold {stuck.held} records of at most {format_size(largest)}, "
+            f"and their {stuck.live} living producers have no room for {format_size(stuck.wanted_bytes)} more",
+            hint=_enough(-(-groups * fragments // stuck.live), largest, min([*sizes, stuck.wanted_bytes]) == largest)
+            + (", raise Consumer(lanes=): more lanes wait" if stuck.crowded else ""),
+        )
 
     def _stop_prefetch(self) -> None:
         ahead, self._prefetcher = self._prefetcher, None
@@ -162,6 +182,14 @@ class BatchAssembly:
             for record in group.records:
                 record.abandon()
         self._complete, self._partial = Scheduler(), GroupAssembler(0.0)
+
+
+def _enough(held: int, largest: int, same_size: bool) -> str:
+    try:
+        size = sizing.as_option(sizing.lane_bytes_holding(held, largest, same_size=same_size))
+    except ValueError as too_many:
+        return str(too_many)
+    return f"raise lane_bytes of the producers to at least {size} each ({held} records and room for one more), or ask for fewer groups"
 
 
 class _Prefetcher:

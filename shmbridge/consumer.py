@@ -91,6 +91,7 @@ class Consumer(Hub):
         control = participation.open_control(bridge)
         if not liveness.lock_exclusive(control.mapping.fd, Byte.HUB):
             pid = control.hub_pid
+            participation.leave(control.mapping.fd, bridge)
             me = " (this very process)" if pid == os.getpid() else ""
             raise ConsumerTaken(
                 f"bridge {bridge!r} has a living consumer: pid {pid}{me}",

@@ -15,11 +15,14 @@ import os
 import shutil
 import stat
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import zmq
 
 from shmbridge import messages
+from shmbridge.config import Run
 from shmbridge.control_client import CUT_OFF_BYTES, AsyncControlClient, ControlClient, RequestRefused, control_address
 from shmbridge.environments import Environments, HubView
 from shmbridge.errors import ShmPermission
@@ -36,6 +39,12 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+_NUMBERS = 1 << 31  # what environments count in
+_VERSIONS = 1 << 62
+_HANDSHAKE_MS = 2000  # then a connection that says nothing is cut off
+_AFTER_STUMBLE_S = 0.1
+_MOST_WAITING = 1024
 
 _COUNTERS = ("requests_total", "malformed_total", "oversized_total", "refused_total")
 
@@ -92,6 +101,7 @@ class ControlServer:
         Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         socket = self._context.socket(zmq.ROUTER)
         socket.maxmsgsize = CUT_OFF_BYTES
+        socket.handshake_ivl = _HANDSHAKE_MS
         socket.bind(address)
         return socket
 
@@ -99,24 +109,42 @@ class ControlServer:
         poller = zmq.Poller()
         for each in (self._socket, self._stop, self._again):
             poller.register(each, zmq.POLLIN)
-        while self._stop not in (ready := dict(poller.poll())):
-            if self._again in ready:
-                os.eventfd_read(self._again)
-                for peer in list(self._waiting):
-                    self._reply(peer, self._waiting[peer])
-            if self._socket in ready:
-                peer, *frames = self._socket.recv_multipart()
-                self._counters["requests_total"] += 1
-                self._reply(peer, frames)
+        while not self._closed:
+            try:
+                self._serve_once(dict(poller.poll()))
+            except Exception:  # the thread must outlive any peer
+                log.exception("the control plane of bridge %r stumbled", self._bridge)
+                time.sleep(_AFTER_STUMBLE_S)
+
+    def _serve_once(self, ready: dict[Any, int]) -> None:
+        if self._again in ready:
+            os.eventfd_read(self._again)
+            for peer in list(self._waiting):
+                self._reply(peer, self._waiting[peer])
+        if self._socket in ready:
+            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            self._counters["requests_total"] += 1
+            self._reply(peer, frames)
 
     def _reply(self, peer: bytes, frames: list[bytes]) -> None:
         request_id, answer = self._answer(frames)
         if answer is None:
             self._waiting[peer] = frames  # a peer has one request under way; said again, it is the same one
+            if len(self._waiting) > _MOST_WAITING:  # peers that are gone, mostly; one that is not asks again
+                del self._waiting[next(iter(self._waiting))]
             return
         self._waiting.pop(peer, None)
         with contextlib.suppress(zmq.Again):  # a peer that does not read its answers loses them
-            self._socket.send_multipart([peer, *messages.encode(request_id, answer)], zmq.NOBLOCK)
+            self._socket.send_multipart([peer, *self._encode(request_id, answer)], zmq.NOBLOCK)
+
+    def _encode(self, request_id: int, answer: Answer) -> list[bytes]:
+        try:
+            return messages.encode(request_id, answer)
+        except Exception as error:  # such as a number beyond 64 bits
+            log.exception("the answer %s cannot be said", answer)
+            self._counters["refused_total"] += 1
+            said = f"the answer cannot be said: {type(error).__name__}"
+            return messages.encode(request_id, Refused(messages.INTERNAL, said, "see the consumer's log"))
 
     def _answer(self, frames: list[bytes]) -> tuple[int, Answer | None]:
         """None: not yet. Never raises: the thread must outlive any peer."""
@@ -148,9 +176,13 @@ class ControlServer:
             case messages.RunInfoRequest():
                 return messages.RunInfo(hub.run, hub.current_step, hub.hub_epoch)
             case messages.AnnounceRun(run):
+                if (odd := _fault_of_run(run)) is not None:
+                    return odd
                 if run != hub.run:  # said again, it must not begin the run again
                     hub.announce_run(run)
             case messages.SetPolicyVersion(version):
+                if version >= _VERSIONS:
+                    raise ValueError(f"policy version {version} is not below {_VERSIONS}")
                 hub.publish_policy_version(version)
             case messages.Pause():
                 hub.pause()
@@ -187,8 +219,10 @@ def _unknown(env_id: int) -> Refused:
 def _fault_of(wish: Register) -> Refused | None:
     """Return the refusal of an environment whose numbers would make the steering arithmetic meaningless."""
     share = wish.min_batch_allocation
-    if wish.group_size < 1 or wish.max_token_length < 0:
+    if not (1 <= wish.group_size < _NUMBERS and 0 <= wish.max_token_length < _NUMBERS):
         fault = f"group_size {wish.group_size}, max_token_length {wish.max_token_length}"
+    elif wish.env_id is not None and not 0 <= wish.env_id < _NUMBERS:
+        fault = f"env_id {wish.env_id}"
     elif share is not None and not 0.0 <= share <= 1.0:
         fault = f"min_batch_allocation {share} is not within 0 and 1"
     elif not -1e12 < wish.weight < 1e12:  # so for NaN too
@@ -198,3 +232,11 @@ def _fault_of(wish: Register) -> Refused | None:
     return Refused(
         messages.BAD_VALUE, f"cannot register {wish.desired_name!r}: {fault}", "correct its config"
     )
+
+
+def _fault_of_run(run: Run) -> Refused | None:
+    """Return the refusal of a run whose numbers are no counts of anything."""
+    for name in ("batch_size", "max_token_len", "num_steps", "starting_step", "save_checkpoint_interval"):
+        if not -_NUMBERS < getattr(run, name) < _NUMBERS:
+            return Refused(messages.BAD_VALUE, f"cannot announce a run with {name} {getattr(run, name)}", "correct the run")
+    return None

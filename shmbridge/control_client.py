@@ -45,7 +45,7 @@ class RequestRefused(ShmBridgeError):
 
 
 class _Send(msgspec.Struct, frozen=True):
-    """Put these frames on the wire once a hub is connected; performed: True."""
+    """Put these frames on the wire once a hub is connected; performed: whether that was done."""
 
     frames: list[bytes]
     timeout_s: float
@@ -115,14 +115,14 @@ class _Client:
         frames = messages.encode(request_id, request)
         while (left_s := deadline - time.monotonic()) > 0:
             if not (yield _Send(frames, left_s)):
-                break
+                continue
             repeat_at = min(deadline, time.monotonic() + REPEAT_AFTER_S)
             while (left_s := repeat_at - time.monotonic()) > 0:
                 received = yield _Receive(left_s)
                 if isinstance(received, list):
                     answer_id, answer = messages.decode_answer(received)
                     if answer_id == request_id:
-                        return answer
+                        return messages.checked(request, answer)
         raise NoConsumer(
             f"no consumer of bridge {self._bridge!r} answered within {timeout_s:g} s",
             hint=f"start one, or look who holds the bridge: shmbridge inspect {self._bridge}",
@@ -172,7 +172,10 @@ class ControlClient(_Client):
             return self._socket.recv_multipart() if self._socket.poll(timeout_ms, zmq.POLLIN) else None
         if not self._socket.poll(timeout_ms, zmq.POLLOUT):
             return False
-        self._socket.send_multipart(step.frames)
+        try:
+            self._socket.send_multipart(step.frames, zmq.NOBLOCK)
+        except zmq.Again:  # the hub went in between
+            return False
         return True
 
     def __enter__(self) -> Self:
@@ -217,7 +220,10 @@ class AsyncControlClient(_Client):
             return frames
         if not await self._socket.poll(timeout_ms, zmq.POLLOUT):
             return False
-        await self._socket.send_multipart(step.frames)
+        try:
+            await self._socket.send_multipart(step.frames, zmq.NOBLOCK)
+        except zmq.Again:  # the hub went in between
+            return False
         return True
 
 

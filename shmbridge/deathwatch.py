@@ -59,32 +59,41 @@ class DeathWatch:
     def _run(self) -> None:
         timeout_ms = _PROBE_MS
         while not self._stopping:
-            self._sleep(timeout_ms)
+            fired = self._sleep(timeout_ms)
             if self._stopping:
                 return
             try:
-                busy = self._look()
-            except OSError:  # such as no descriptor left: it may be better next time, and nobody else watches
+                busy = self._look(fired)
+            except Exception:  # such as no descriptor left: it may be better next time, and nobody else watches
                 log.exception("the death watch could not look round")
                 busy = True
             timeout_ms = _BUSY_MS if busy else _PROBE_MS
 
-    def _look(self) -> bool:
-        """One round over all lanes; whether something dead is left to be removed."""
+    def _look(self, fired: set[int]) -> bool:
+        """One round over all lanes; whether to look again soon: something dead is left to be removed, or a pidfd was wrong."""
+        wrong = False
         for name, (lane, pidfd) in list(self._lanes.items()):
-            if not liveness.is_locked(lane.fd, Byte.PRODUCER):
+            dead = not liveness.is_locked(lane.fd, Byte.PRODUCER)
+            if dead:
                 del self._lanes[name]
-                if pidfd >= 0:
-                    os.close(pidfd)
+            elif pidfd in fired:  # of another process than the lock's holder: it would fire for ever
+                self._lanes[name] = (lane, -1)
+                wrong = True
+            if pidfd >= 0 and (dead or pidfd in fired):
+                os.close(pidfd)
+            if dead:
                 self._on_death(name)
             del lane
-        return self._on_tick()
+        return self._on_tick() or wrong
 
-    def _sleep(self, timeout_ms: int) -> None:
+    def _sleep(self, timeout_ms: int) -> set[int]:
+        """Waits for a death or a nudge; the pidfds that fired."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for _, pidfd in list(self._lanes.values()):
             if pidfd >= 0:
                 poll.register(pidfd, select.POLLIN)
-        if any(fd == self._wake for fd, _ in poll.poll(timeout_ms)):
+        fired = {fd for fd, _ in poll.poll(timeout_ms)}
+        if self._wake in fired:
             os.eventfd_read(self._wake)
+        return fired

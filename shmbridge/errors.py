@@ -37,6 +37,18 @@ class ShmPermission(ShmBridgeError, PermissionError):
     code = "SB102"
 
 
+class ProcessLimit(ShmBridgeError, OSError):
+    """A limit of this process is too low: descriptors, address space, file size or threads."""
+
+    code = "SB103"
+
+
+class ShmUnavailable(ShmBridgeError, OSError):
+    """The shm mount is not there, or this process may not write to it."""
+
+    code = "SB104"
+
+
 class NotReady(ShmBridgeError, TimeoutError):
     """A living process has been initialising a segment for too long."""
 
@@ -69,6 +81,12 @@ class InvalidRecord(ShmBridgeError, ValueError):
     def __init__(self, message: str, *, hint: str = "", column: str = "", row: int = -1, position: int = -1) -> None:
         super().__init__(message, hint=hint)
         self.column, self.row, self.position = column, row, position
+
+
+class RecordUnreadable(ShmBridgeError, ValueError):
+    """What a column of a committed record holds is not what its type says: text that is not UTF-8, JSON that does not parse."""
+
+    code = "SB205"
 
 
 class LaneQuarantined(ShmBridgeError, RuntimeError):

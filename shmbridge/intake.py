@@ -154,19 +154,20 @@ class _Mapping:
         if empty is not None:
             self.columns.append(_tagged(self.table, column, empty))
         elif column.per_record:
-            self.columns.append(texts(self.table, column, [self.as_text(name, value)]))
+            self.columns.append(texts(self.table, column, [self.as_text(name, 0, value)]))
         elif isinstance(value, (list, tuple)) and len(value) == self.rows:
-            self.columns.append(texts(self.table, column, [None if row is None else self.as_text(name, row) for row in value]))
+            rows = [None if row is None else self.as_text(name, number, row) for number, row in enumerate(value)]
+            self.columns.append(texts(self.table, column, rows))
         else:
             self.add_unknown(name, value)
 
-    def as_text(self, name: str, value: Any) -> bytes | str:
+    def as_text(self, name: str, row: int, value: Any) -> bytes | str:
         """Atropos' values become JSON, also plain strings; in our own form a string is JSON already."""
         if isinstance(value, (str, bytes)) and not self.is_atropos:
-            return value
+            return _checked_json(name, row, value)
         try:
             return msgspec.json.encode(value)
-        except (TypeError, ValueError, OverflowError) as wrong:
+        except (TypeError, ValueError, OverflowError, RecursionError) as wrong:
             raise InvalidRecord(
                 f"column {name!r} cannot become JSON: {wrong}", hint="pass str, numbers, lists and dicts", column=name
             ) from None
@@ -195,7 +196,10 @@ class _Mapping:
         uneven = False
         for column in self.columns:
             kind = self.table[column.name]
-            if column.tag != Tag.VALUES or kind.per_record:
+            if column.tag != Tag.VALUES:
+                continue
+            if kind.per_record:
+                check_one_value(column)
                 continue
             row = _first_difference(column, self.lengths["tokens"]) if column.entries == self.rows and kind.per_token else -1
             if column.entries == self.rows and row < 0:
@@ -216,6 +220,14 @@ class _Mapping:
         )
 
 
+def check_one_value(column: Column) -> None:
+    """Raises unless a column with one value per record has one."""
+    if column.entries != 1:
+        raise InvalidRecord(
+            f"column {column.name!r} has {column.entries} values, and has one per record", hint="pass a list of one", column=column.name
+        )
+
+
 def _first_difference(column: Column, tokens: Array) -> int:
     """The first row that is there and has not one value per token; -1 if none."""
     if column.lengths is None or np.array_equal(column.lengths, tokens):
@@ -231,6 +243,15 @@ def _empty_tag(value: Any) -> Tag | None:
     if isinstance(value, (list, tuple)) and len(value) == 0:
         return Tag.EMPTY_LIST
     return Tag.EMPTY_MAP if isinstance(value, Mapping) and len(value) == 0 else None
+
+
+def _checked_json(name: str, row: int, text: bytes | str) -> bytes | str:
+    """JSON as its reader will read it."""
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
+        raise BadValue(name, row, 0, text, f"is no JSON: {wrong}") from None
+    return text
 
 
 def _tagged(table: Columns, column: ColumnType, tag: Tag) -> Column:
@@ -249,14 +270,15 @@ def _from_arrow(batch: Any, table: Columns) -> dict[str, Any]:
     for name, array in zip(batch.schema.names, batch.columns, strict=True):
         if array.null_count == len(array) and len(array):
             group[name] = None
+        elif len(array) and name in table and table[name].per_record:  # repeated in every row
+            value = next(value for value in array.to_pylist() if value is not None)
+            group[name] = value if name in JSON_COLUMNS else [dict(value) if pa.types.is_map(array.type) else value]
         elif pa.types.is_map(array.type):
             group[name] = [None if row is None else dict(row) for row in array.to_pylist()]
         elif isinstance(array, pa.ListArray) and not pa.types.is_nested(array.type.value_type) and array.null_count == 0:
             group[name] = (array.flatten().to_numpy(zero_copy_only=False), np.diff(array.offsets.to_numpy()))
         elif pa.types.is_primitive(array.type) and array.null_count == 0:
             group[name] = array.to_numpy(zero_copy_only=False)
-        elif name in table and table[name].per_record:
-            group[name] = next(value for value in array.to_pylist() if value is not None)
         else:
             group[name] = array.to_pylist()
     return group

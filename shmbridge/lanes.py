@@ -8,103 +8,50 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from shmbridge import participation, segment
+from shmbridge import limits, participation, segment
 from shmbridge._ext import header, ring
 from shmbridge._ext.mapping import Mapping
-from shmbridge.config import format_size
+from shmbridge.adopted_lane import AdoptedLane
 from shmbridge.deathwatch import DeathWatch
-from shmbridge.errors import SchemaMismatch
-from shmbridge.reasons import Discard, Drop, labelled
+from shmbridge.errors import Closed, ProcessLimit, SchemaMismatch, ShmPermission
 from shmbridge.record import Lane, Record
 from shmbridge.schema import Columns
 
 log = logging.getLogger(__name__)
 
+_DESCRIPTORS = 32  # control plane, death watch, and what is open only for a moment
+_THREADS = 5  # death watch, control plane and the two of its socket library, prefetch
 
-class AdoptedLane:
-    """One lane: its reader, what it says of all its records, and whether its producer is dead or its words cannot be true."""
 
-    __slots__ = ("_last_counters", "corrupt", "dead", "lane", "name", "reader", "size")
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """Lanes that are full of what one reader holds, so that nothing more can come; `live` of them have a living producer."""
 
-    def __init__(self, name: str, reader: ring.LaneReader, lane: Lane, size: int) -> None:
-        self.name, self.reader, self.lane, self.size = name, reader, lane, size
-        self.dead, self.corrupt = False, reader.quarantined
-        self._last_counters: Counter[str] | None = None
-
-    @property
-    def producer_id(self) -> str:
-        """Whose lane it is."""
-        return self.lane.producer_id
-
-    @property
-    def waiting(self) -> int:
-        """Records that can be taken."""
-        return 0 if self.corrupt else self.reader.waiting
-
-    @property
-    def held(self) -> int:
-        """Records taken and not yet released; a release that is put off counts as none."""
-        return self.reader.held + self.reader.put_off
-
-    @property
-    def starves(self) -> bool:
-        """Whether its producer asked for room in vain, and there is none yet."""
-        wanted = self.reader.wanted_bytes
-        return wanted > 0 and self.held > 0 and not self.reader.has_room_for(wanted)
-
-    def take(self) -> Record | None:
-        """The next record; None if there is none, or if the lane has just been quarantined."""
-        if self.corrupt:
-            return None
-        try:
-            record = self.reader.take(Record)
-        except header.LaneCorrupt as wrong:
-            self.quarantine()
-            log.error("lane of producer %s is quarantined: %s", self.producer_id, str(wrong))  # a log that keeps it must not keep frames
-            return None
-        return None if record is None else record.bind(self.lane)
-
-    def quarantine(self) -> None:
-        """Takes nothing from the lane any more; what it held is counted, and its counters stand still."""
-        waiting = self.reader.waiting
-        self.reader.quarantine()
-        self.reader.count_discard(Discard.CORRUPT, waiting if 0 < waiting <= self.reader.slot_count else 1)
-        self.corrupt = True
-        self._last_counters = self.counters()
-
-    def counters(self) -> Counter[str]:
-        """From the lane's own words."""
-        if self._last_counters is not None:
-            return Counter({**self._last_counters, "held": self.held})
-        words = header.lane_counters(self.reader.lane)
-        return Counter(
-            {
-                "records_total": words["tail"],
-                "held": self.waiting + self.held,
-                "tokens_total": words["tokens"],
-                "bytes_total": words["bytes"],
-                "producer_wait_ns": words["wait_ns"],
-                "late_wakes_total": words["late_wakes"],
-                "lane_bytes": self.size,
-                **labelled("dropped_total", Drop, words["dropped"]),
-                **labelled("discarded_total", Discard, words["discarded"]),
-            }
-        )
+    lanes: int
+    live: int
+    data_bytes: int
+    held: int
+    wanted_bytes: int
+    crowded: bool
 
 
 class LaneSet:
     """All adopted lanes of a bridge."""
 
     def __init__(self, bridge: str, control: header.Control, columns: Columns, limit: int) -> None:
+        limits.check_descriptors(_DESCRIPTORS, f"the consumer of bridge {bridge!r} with up to {limit} lanes")
+        limits.check_threads(_THREADS, f"the consumer of bridge {bridge!r}")
         self.bridge, self.columns, self.limit = bridge, columns, limit
         self._control = control
         self._lanes: dict[str, AdoptedLane] = {}
         self.refused: set[str] = set()
         self._gone: Counter[str] = Counter()  # counters of lanes that are no more
         self._turn = 0
-        self._crowded = False
+        self._crowded = False  # there are more lanes than `limit`
+        self._hindered = False  # a lane could not be opened: a limit of this process
         self.arrivals = control.arrivals
         self._ranks_before = False
         self._adopting = threading.Lock()
@@ -120,9 +67,10 @@ class LaneSet:
     # -- adopting -----------------------------------------------------------------------------------------------------------------
 
     def adopt(self, *, strict: bool = False) -> None:
-        """Takes over every new lane there is room for, oldest first.
+        """Takes over every new lane there is room for, oldest first. Dead lanes whose records are all taken need no room.
 
-        A lane that disagrees on a column's type is refused and logged; with `strict` it is a SchemaMismatch.
+        A lane that disagrees on a column's type is refused and logged; with `strict` it is a SchemaMismatch. A lane that this process has
+        no descriptor or address space left for is tried again by the death watch.
         """
         with self._adopting:
             try:
@@ -133,19 +81,38 @@ class LaneSet:
 
     def _adopt(self, strict: bool) -> None:
         self.arrivals = self._control.arrivals  # before the names are listed: what comes later is looked for again
-        found = []
-        for name in segment.lane_names(self.bridge):
-            if name not in self._lanes and name not in self.refused:
-                mapping = segment.open_mapping(name, minimum=header.control_bytes)
-                info = self._header(name, mapping) if mapping is not None else None
-                if mapping is not None and info is not None:
-                    found.append((info["created_ns"], name, mapping, info))
-        for _, name, mapping, info in sorted(found, key=lambda each: each[:2]):
-            if len(self._lanes) >= self.limit:
-                self._say_crowded(len(found))
-                return
+        room, crowded, hindered = self._room(), 0, ""
+        found: list[tuple[int, str, Mapping, dict[str, Any]]] = []
+        try:
+            for name in segment.lane_names(self.bridge):
+                if name not in self._lanes and name not in self.refused and (opened := self._open(name)) is not None:
+                    found.append((opened[1]["created_ns"], name, *opened))
+                    found.sort(key=lambda each: each[:2])
+                    crowded += len(found) > room
+                    del found[room:]  # the youngest wait; only so many are open at a time
+        except OSError as wrong:
+            limit = wrong if isinstance(wrong, ProcessLimit) else limits.as_process_limit(wrong, f"a lane of bridge {self.bridge!r}")
+            if limit is None:
+                raise
+            hindered = str(limit)
+        for _, name, mapping, info in found:
             self._adopt_one(name, mapping, info, strict)
-        self._crowded = False
+        del found
+        self._say_what_waits(crowded, hindered)
+
+    def _room(self) -> int:
+        """Lanes that may still be adopted."""
+        return max(self.limit - sum(not lane.dead or lane.waiting > 0 for lane in self), 0)
+
+    def _open(self, name: str) -> tuple[Mapping, dict[str, Any]] | None:
+        """A ready lane's mapping and header; None if it is gone, not ready, or refused. Raises ProcessLimit."""
+        try:
+            mapping = segment.open_mapping(name, minimum=header.control_bytes)
+        except ShmPermission as foreign:
+            self._refuse(name, str(foreign))
+            return None
+        info = self._header(name, mapping) if mapping is not None else None
+        return None if mapping is None or info is None else (mapping, info)
 
     def _header(self, name: str, mapping: Mapping) -> dict[str, Any] | None:
         try:
@@ -157,6 +124,11 @@ class LaneSet:
     def _adopt_one(self, name: str, mapping: Mapping, info: dict[str, Any], strict: bool) -> None:
         try:
             columns = Columns.decode(info["columns"])
+            columns.check_standard()
+        except SchemaMismatch as garbage:  # what no producer writes is that lane's matter alone
+            self._refuse(name, str(garbage))
+            return
+        try:
             here = f"in producer {info['producer_id']}"
             self.columns.check_agrees(columns, "in this consumer", here)
             for other in self:
@@ -176,10 +148,17 @@ class LaneSet:
         self.refused.add(name)
         log.error("lane %s is refused: %s", name, why)
 
-    def _say_crowded(self, found: int) -> None:
-        if not self._crowded:
-            log.warning("bridge %r has %d lanes and %d more that wait for their turn: Consumer(lanes=)", self.bridge, self.limit, found)
-        self._crowded = True
+    def _say_what_waits(self, crowded: int, hindered: str) -> None:
+        if crowded and not self._crowded:
+            log.warning("bridge %r has %d lanes and %d more that wait for their turn: Consumer(lanes=)", self.bridge, self.limit, crowded)
+        if hindered and not self._hindered:
+            log.error("bridge %r has %d lanes, and at least one more that waits: %s", self.bridge, len(self._lanes), hindered)
+        self._crowded, self._hindered = crowded > 0, bool(hindered)
+
+    @property
+    def some_wait(self) -> bool:
+        """Whether a lane is known that could not be adopted yet."""
+        return self._crowded or self._hindered
 
     # -- taking -------------------------------------------------------------------------------------------------------------------
 
@@ -187,6 +166,13 @@ class LaneSet:
         """The next record, one lane after the other; None if no lane has one."""
         if self._control.arrivals != self.arrivals:
             self.adopt()
+        record = self._take_in_turn()
+        if record is None and self._crowded and self._room():
+            self.adopt()
+            record = self._take_in_turn()
+        return record
+
+    def _take_in_turn(self) -> Record | None:
         lanes = list(self)
         for offset in range(len(lanes)):
             place = (self._turn + offset) % len(lanes)
@@ -200,8 +186,9 @@ class LaneSet:
         """What was committed and un-released when these lanes were adopted."""
         for lane in self:
             for _ in range(lane.waiting):
-                if (record := lane.take()) is not None:
-                    yield record
+                if (record := lane.take()) is None:
+                    break  # the lane's words said more than there is
+                yield record
 
     def readers(self) -> list[ring.LaneReader]:
         """Of the lanes to wait for."""
@@ -223,8 +210,11 @@ class LaneSet:
 
     def _look_round(self) -> bool:
         """Adopts what came while the consumer was busy, removes dead lanes that hold nothing any more; whether any is left for later."""
-        if self._control.arrivals != self.arrivals:
+        if self._control.arrivals != self.arrivals or self._hindered or (self._crowded and self._room()):
+            known = len(self._lanes)
             self.adopt()
+            if len(self._lanes) != known:
+                self._control.ring()  # the consumer may sleep, and nobody else says that they can be taken from
         if self._ranks_before:
             self._heed_ranks_before()
         left = self._ranks_before
@@ -250,12 +240,16 @@ class LaneSet:
 
     def _bury(self, lane: AdoptedLane) -> bool:
         counters = lane.counters()
-        removed, reason, _ = participation.remove_lane(lane.name, with_records=lane.corrupt)
+        try:
+            removed, reason, _ = participation.remove_lane(lane.name, with_records=lane.corrupt)
+        except ProcessLimit:  # it can wait until a descriptor is free
+            return False
         if not (removed or reason == "gone already"):
             return False
         self._lanes.pop(lane.name, None)
         self._gone.update({key: value for key, value in counters.items() if key not in ("held", "lane_bytes")})
-        self._control.announce_lane()  # there may be room for one that waits
+        if self._crowded:
+            self._control.ring()  # there may be room for one that waits
         return True
 
     def finished_producers(self) -> set[str]:
@@ -269,7 +263,7 @@ class LaneSet:
     @property
     def nothing_left(self) -> bool:
         """Whether nothing can be taken, nor could be if there were room for more lanes."""
-        return not self._crowded and not any(lane.waiting for lane in self)
+        return not self.some_wait and not any(lane.waiting for lane in self)
 
     # -- state --------------------------------------------------------------------------------------------------------------------
 
@@ -283,21 +277,28 @@ class LaneSet:
         """Records taken and not yet released, over all lanes."""
         return sum(lane.held for lane in self)
 
-    def stuck(self, held_here: int) -> str:
-        """Why no lane can bring anything more until one of the caller's `held_here` records is released, or ""."""
+    def stuck(self, held_here: int) -> Stuck | None:
+        """What is full, if no lane can bring anything more until one of the caller's `held_here` records is released."""
         lanes = [lane for lane in self if not lane.corrupt]
         if all(lane.dead for lane in lanes):
-            return ""
+            return None
         if any(lane.waiting or not (lane.dead or lane.starves) for lane in lanes):
-            return ""
+            return None
         if self.held > held_here:  # somebody else holds leases, whose end makes room
-            return ""
-        size = format_size(sum(lane.reader.data_bytes for lane in lanes))
-        wanted = format_size(max(lane.reader.wanted_bytes for lane in lanes))
-        return f"{len(lanes)} lanes of {size} in all hold {self.held} records, and their producers have no room for {wanted} more"
+            return None
+        return Stuck(
+            lanes=len(lanes),
+            live=sum(not lane.dead for lane in lanes),
+            data_bytes=sum(lane.reader.data_bytes for lane in lanes),
+            held=self.held,
+            wanted_bytes=max(lane.reader.wanted_bytes for lane in lanes),
+            crowded=self.some_wait,
+        )
 
     def counters(self) -> Counter[str]:
         """Summed over all lanes that there are and were."""
+        if self._control.mapping.forked:
+            raise Closed(f"the consumer of bridge {self.bridge!r} belongs to the process before fork")
         total = Counter(self._gone)
         for lane in self:
             total.update(lane.counters())

@@ -68,6 +68,6 @@ def open_pidfd(pid: int, namespace: int) -> int:
     """A descriptor that becomes readable when the process ends; -1 where there is none to be had."""
     if namespace != pid_namespace():
         return -1
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, OverflowError):  # a lane may say any number
         return os.pidfd_open(pid)
     return -1

@@ -152,9 +152,13 @@ def _utf8(column: ColumnType, row: int, value: Any) -> bytes:
     if not isinstance(value, (str, bytes, bytearray, memoryview)):
         raise BadValue(column.name, row, 0, value, f"is not {column.type_name}")
     try:
-        return value.encode() if isinstance(value, str) else bytes(value)
-    except UnicodeEncodeError as wrong:
-        raise BadValue(column.name, row, wrong.start, value, "is not Unicode text") from None
+        raw = value.encode() if isinstance(value, str) else bytes(value)
+        if column.text and not isinstance(value, str):
+            raw.decode()
+        return raw
+    except UnicodeError as wrong:
+        at = wrong.start if isinstance(wrong, UnicodeEncodeError | UnicodeDecodeError) else 0
+        raise BadValue(column.name, row, at, value, "is not Unicode text") from None
 
 
 def is_flat(value: Any) -> bool:

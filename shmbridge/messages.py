@@ -305,6 +305,22 @@ def decode_answer(frames: Sequence[bytes]) -> tuple[int, Answer]:
         raise BadMessage(MALFORMED, f"no answer of protocol {PROTOCOL}: {error}", request_id) from error
 
 
+_ANSWERS: dict[type[Request], tuple[type[Answer], ...]] = {
+    Hello: (Welcome,),
+    Register: (Registered, WaitForRun),
+    StatusRequest: (Status,),
+    RunInfoRequest: (RunInfo,),
+    NextShare: (Manifest, NoMoreShares),
+}
+
+
+def checked(request: Request, answer: Answer) -> Answer:
+    """Return the answer, or raise `BadMessage` if it is of a kind that this request is not answered by."""
+    if not isinstance(answer, (Refused, *_ANSWERS.get(type(request), (Ack,)))):
+        raise BadMessage(MALFORMED, f"{type(request).__name__} was answered by {type(answer).__name__}")
+    return answer
+
+
 def _open(frames: Sequence[bytes]) -> tuple[int, bytes]:
     size = sum(map(len, frames))
     if size > MAX_MESSAGE_BYTES:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shmbridge import intake
+from shmbridge import intake, sizing
 from shmbridge._ext.pack import Column, Plan
 from shmbridge.config import format_size
 from shmbridge.errors import InvalidRecord, RecordTooBig
@@ -84,10 +84,11 @@ class Outgoing:
         """Raises RecordTooBig for a record of more than half a lane, which could never be written while another is read."""
         size = self.plan.extent_bytes
         if size > lane_bytes // 2:
+            least, eight = (sizing.as_option(sizing.lane_bytes_holding(held, size)) for held in (1, 8))
             raise RecordTooBig(
                 f"a record of {format_size(size)} ({self.fields['rows']} rows, {self.fields['tokens']} tokens); half of the lane's "
                 f"{format_size(lane_bytes)} is the limit",
-                hint=f"Producer(lane_bytes={_next_power(2 * size)}), or put the group in fragments with group_size=",
+                hint=f'Producer(lane_bytes="{least}") holds one, "{eight}" eight of them; or put the group in fragments with group_size=',
             )
 
     def with_masks_as_they_are(self, table: Columns) -> "Outgoing":
@@ -116,7 +117,7 @@ def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> Column
     column = table.get(name)
     if column is None or column.kind not in (Kind.LIST, Kind.SCALAR):
         raise InvalidRecord(f"column {name!r} cannot be claimed: only number and list<number> columns can", column=name)
-    number = table.number[name]
+    number, rows = table.number[name], 1 if column.per_record else rows
     if column.kind is Kind.SCALAR:
         return Column(name, number, column.kind, column.dtype, entries=rows, count=rows, finite=column.finite)
     lengths = checked_lengths(name, wanted)
@@ -124,8 +125,3 @@ def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> Column
         raise InvalidRecord(f"column {name!r}: lengths of shape {lengths.shape} for {rows} rows", column=name)
     count = int(lengths.sum())
     return Column(name, number, column.kind, column.dtype, entries=rows, count=count, lengths=lengths, finite=column.finite)
-
-
-def _next_power(size: int) -> str:
-    power = 1 << (size - 1).bit_length()
-    return f'"{power >> 20}M"' if power >= 1 << 20 else f'"{max(power >> 10, 1)}K"'

@@ -6,6 +6,7 @@ name", is what both do.
 
 import contextlib
 import os
+import shutil
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -13,26 +14,30 @@ from typing import Any
 
 import posix_ipc
 
-from shmbridge import liveness
+from shmbridge import limits, liveness
 from shmbridge._ext import header
 from shmbridge._ext.mapping import Mapping
-from shmbridge.errors import LayoutMismatch, NotReady
+from shmbridge.errors import LayoutMismatch, NotReady, ShmPermission
 from shmbridge.liveness import Byte
 from shmbridge.segment import (
-    MOUNT,
     close_segment,
     control_name,
     lane_names,
+    map_segment,
     open_mapping,
     open_segment,
     reserve,
     socket_directory,
+    stands_there,
     still_named,
     unlink,
     weights_name,
 )  # fmt: skip
 
 _READY_TIMEOUT_S = 10.0
+_EPOCHS = 1 << 31
+_OVERWRITTEN = "something overwrote it: end what uses the bridge and run shmbridge clean --yes"
+_DESCRIPTORS = 8  # control, a lane or weights, and what is open only for a moment
 
 
 def open_control(bridge: str) -> header.Control:
@@ -42,6 +47,7 @@ def open_control(bridge: str) -> header.Control:
     """
     name = control_name(bridge)
     deadline = time.monotonic() + _READY_TIMEOUT_S
+    limits.check_descriptors(_DESCRIPTORS, f"taking part in bridge {bridge!r}")
     while True:
         fd = open_segment(name, posix_ipc.O_CREAT)
         if not liveness.lock_exclusive(fd, Byte.INITIALISING):
@@ -63,22 +69,37 @@ def _enter_control(fd: int, name: str, bridge: str) -> header.Control:
     try:
         if os.fstat(fd).st_size < header.control_bytes:
             reserve(fd, header.control_bytes, f"the control segment of bridge {bridge!r}")
-        mapping = Mapping(fd, header.control_bytes)
+        mapping = map_segment(fd, header.control_bytes, f"the control segment of bridge {bridge!r}")
     except BaseException:
         close_segment(fd)
+        with contextlib.suppress(OSError):  # made just now, in vain
+            _sweep_control(bridge, SweepReport(), dry_run=False)
         raise
     control = header.Control(mapping)
     header.fault(b"control.locked")
-    if not control.ready:
-        control.format(os.getpid())
+    try:
+        if not control.ready:
+            control.format(os.getpid())
+    except header.LaneCorrupt as wrong:
+        liveness.unlock_all(fd)  # the error's frames keep the descriptor
+        raise LayoutMismatch(f"{name}: {wrong}", hint=_OVERWRITTEN) from None
     liveness.unlock(fd, Byte.INITIALISING)
     weakref.finalize(mapping, _leave_late, mapping.fd, bridge, os.getpid()).atexit = False
+    try:
+        _check_layout(control, name)
+    except LayoutMismatch:
+        liveness.unlock_all(fd)
+        raise
+    return control
+
+
+def _check_layout(control: header.Control, name: str) -> None:
     if control.layout_version != header.layout_version:
         raise LayoutMismatch(
             f"{name} has layout version {control.layout_version}, this build has {header.layout_version}",
             hint="use one shmbridge version on both sides, or end the other side and run: shmbridge clean --yes",
         )
-    return control
+    _epoch(control)
 
 
 def join_epoch(control: header.Control) -> int:
@@ -87,7 +108,7 @@ def join_epoch(control: header.Control) -> int:
     A hub that comes between the load and the lock is seen by the second load; one that comes later sees the lock.
     """
     while True:
-        epoch = int(control.hub_epoch)
+        epoch = _epoch(control)
         if epoch == 0:
             return 0
         header.fault(b"rank.epoch_loaded")
@@ -105,7 +126,14 @@ def leave_epoch(control: header.Control, epoch: int) -> None:
 
 def ranks_before(control: header.Control) -> bool:
     """Whether a rank lives that may hold what a hub before the present one handed out."""
-    return liveness.is_locked(control.mapping.fd, Byte.FIRST_EPOCH, int(control.hub_epoch))
+    return liveness.is_locked(control.mapping.fd, Byte.FIRST_EPOCH, min(int(control.hub_epoch), _EPOCHS))
+
+
+def _epoch(control: header.Control) -> int:
+    epoch = int(control.hub_epoch)
+    if epoch >= _EPOCHS:
+        raise LayoutMismatch(f"the control segment counts {epoch} consumers", hint=_OVERWRITTEN)
+    return epoch
 
 
 def leave(fd: int, bridge: str) -> None:
@@ -142,8 +170,11 @@ class SweepReport:
 
 
 def lane_fate(name: str) -> LaneFate | None:
-    """Looks at a lane without touching it; None if it is gone."""
-    mapping = open_mapping(name, readonly=True)
+    """Looks at a lane without touching it; None if it is gone, or another user's."""
+    try:
+        mapping = open_mapping(name, readonly=True)
+    except ShmPermission:
+        return None
     if mapping is None:
         return None
     alive = liveness.is_locked(mapping.fd, Byte.PRODUCER)
@@ -161,9 +192,12 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
         fd = open_segment(name)
     except FileNotFoundError:
         return False, "gone already", 0
-    size = os.fstat(fd).st_size
-    mapping = Mapping(fd, size, True) if size else None  # owns the descriptor from here on
+    except ShmPermission as foreign:
+        return False, foreign.message, 0
+    mapping = None
     try:
+        if size := os.fstat(fd).st_size:
+            mapping = map_segment(fd, size, f"segment {name}", readonly=True)  # owns the descriptor from here on
         if not liveness.lock_exclusive(fd, Byte.PRODUCER):
             return False, "its producer is alive", 0
         held = 0 if mapping is None else _undelivered(mapping)
@@ -213,8 +247,11 @@ def _has_consumer(bridge: str) -> bool:
 def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
     """Control, weights and socket directory go together, when nobody takes part and no lane is left."""
     name = control_name(bridge)
-    present = [each for each in (name, weights_name(bridge)) if (MOUNT / each[1:]).exists()]
-    if not present and not socket_directory(bridge).exists():
+    names = (name, weights_name(bridge))
+    odd = {each: "is no segment" for each in names if stands_there(each) == "other"}
+    present = [each for each in names if stands_there(each) == "segment"]
+    if name in odd or not (present or socket_directory(bridge).exists()):
+        report.kept.update(odd)
         return
     if report.kept if dry_run else lane_names(bridge):
         reason = "lanes of the bridge are left"
@@ -232,6 +269,7 @@ def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
     else:
         report.kept.clear()  # lanes that others removed meanwhile
         report.removed.extend(present)
+    report.kept.update(odd)
 
 
 def _unused_control(fd: int, name: str) -> str:
@@ -245,11 +283,7 @@ def _unused_control(fd: int, name: str) -> str:
 
 def _remove_control(fd: int, name: str, bridge: str, *, keep_others: bool) -> None:
     if not keep_others:
-        with contextlib.suppress(posix_ipc.ExistentialError):
+        with contextlib.suppress(posix_ipc.ExistentialError, IsADirectoryError):
             posix_ipc.unlink_shared_memory(weights_name(bridge))
-        with contextlib.suppress(FileNotFoundError):
-            directory = socket_directory(bridge)
-            for entry in directory.iterdir():
-                entry.unlink()
-            directory.rmdir()
+        shutil.rmtree(socket_directory(bridge), ignore_errors=True)
     unlink(fd, name)

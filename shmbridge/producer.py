@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from shmbridge import intake, liveness, participation, segment
+from shmbridge import intake, liveness, participation, segment, sizing
 from shmbridge._ext import header, ring
 from shmbridge._ext.pack import BadValue, LossyMasks, Plan
 from shmbridge.config import check_bridge_name, format_size, parse_size
@@ -33,6 +33,7 @@ from shmbridge.errors import (
 from shmbridge.exits import at_exit
 from shmbridge.liveness import Byte
 from shmbridge.measure import as_invalid
+from shmbridge.one_process import OneProcess
 from shmbridge.outgoing import Outgoing, Split, Stamp, Version, claimed
 from shmbridge.reasons import Drop, labelled
 from shmbridge.schema import Columns, columns_of
@@ -44,11 +45,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OnFull = Literal["block", "raise", "drop"]
-_SMALLEST_LANE = 64 << 10
 _SAY_SO_AFTER_S = 5.0
 
 
-class Producer:
+class Producer(OneProcess):
     """One producer's end of a bridge. For one thread at a time; a context manager.
 
     Never blocks at construction beyond reserving the lane's memory (about 0.3 ms per MiB); a consumer need not be there yet.
@@ -79,7 +79,7 @@ class Producer:
         self.bridge = check_bridge_name(bridge)
         self.env_name, self.on_full = env_name, on_full
         self.producer_id = (producer_id or f"{env_name[:32] or 'producer'}-{os.getpid()}-{secrets.token_hex(3)}")[:63]
-        self.lane_bytes = max(parse_size(lane_bytes), _SMALLEST_LANE) & ~63
+        self.lane_bytes = max(parse_size(lane_bytes), sizing.SMALLEST_LANE) & ~63
         self.columns = columns_of(schema)
         self._control = participation.open_control(bridge)
         try:
@@ -99,12 +99,13 @@ class Producer:
         self._no_exit_call = at_exit(self.close)
 
     def _open_lane(self) -> None:
-        slots = 1 << max(6, min(13, (self.lane_bytes >> 13).bit_length() - 1))
+        names = self.producer_id.encode()[:63], self.env_name.encode()[:127]  # what is no text leaves no lane behind
+        slots = sizing.slots_of(self.lane_bytes)
         *_, size = header.lane_geometry(self.lane_bytes, slots)
         self.lane_name, self._lane = segment.create_lane(self.bridge, size)
         header.format_lane(
             self._lane, self.lane_bytes, slots, self.columns.encode(), len(self.columns),
-            os.getpid(), liveness.pid_namespace(), self.producer_id.encode()[:63], self.env_name.encode()[:127],
+            os.getpid(), liveness.pid_namespace(), *names,
         )  # fmt: skip
         self._writer = ring.LaneWriter(self._lane, self._control.mapping)
         self._control.announce_lane()

@@ -4,6 +4,7 @@ Knows manifests, and which hub's memory it may still hold; who gets what is the 
 nothing changes under its eyes, also when the hub dies, is in docs/adr/0002-ranks.md.
 """
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -12,9 +13,9 @@ from typing import TYPE_CHECKING, Self
 from shmbridge import liveness, messages, participation, segment
 from shmbridge._ext import header
 from shmbridge._ext.ring import RankReader
-from shmbridge.batch import Batch, Layout
+from shmbridge.batch import Batch, Layout, unreadable
 from shmbridge.config import check_bridge_name
-from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
+from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken, ShmBridgeError
 from shmbridge.exits import at_exit
 from shmbridge.groups import Group
 from shmbridge.liveness import Byte
@@ -24,6 +25,8 @@ from shmbridge.schema import Columns
 if TYPE_CHECKING:
     from shmbridge.batching import Hold
     from shmbridge.messages import Manifest
+
+log = logging.getLogger(__name__)
 
 _Held = tuple["Manifest", list[tuple[RankReader, int]]]  # reader, number of the look
 _ASK_S = 1.0
@@ -91,7 +94,7 @@ class Rank:
         self._open: list[_Held] = []  # shares that were looked at, and that the hub was not told of
         self._epochs: set[int] = set()  # whose lock is held
         self._lanes: dict[str, tuple[RankReader, Lane]] = {}
-        self._totals = dict.fromkeys(("shares", "records", "tokens", "reissued", "outdated"), 0)
+        self._totals = dict.fromkeys(("shares", "records", "tokens", "reissued", "outdated", "unreadable_groups"), 0)
         self._wait_s = 0.0
         self._client = ControlClient(bridge, role="rank", name=f"rank {rank} of {world_size}, pid {os.getpid()}")
         self._no_exit_call = at_exit(self._leave_unclosed)
@@ -120,7 +123,9 @@ class Rank:
             RequestRefused: the hub serves another world_size, or forms no more batches; it says why.
         """
         while (share := self.next_share(timeout_s)) is not None:
-            batch = Batch(share.groups, layout)
+            batch = self._gather(share, layout)
+            if batch is None:
+                continue
             batch.manifest = share.manifest
             if hold == "gather":
                 share.release()
@@ -128,6 +133,20 @@ class Rank:
             yield batch
             batch.release()
             share.release()
+
+    def _gather(self, share: RankShare, layout: Layout) -> Batch | None:
+        """A batch of what can be read of a share; None if that is nothing."""
+        try:
+            return Batch(share.groups, layout)
+        except ShmBridgeError:
+            wrong = {id(group): why for group, why in unreadable(share.groups, layout)}
+            for group in [group for group in share.groups if id(group) in wrong]:
+                log.error("group %s of %s is left out: %s", group.records[0].group_id, group.producer_id, wrong[id(group)])
+                for record in group.records:
+                    record.release()
+            self._totals["unreadable_groups"] += len(wrong)
+            share.groups = [group for group in share.groups if id(group) not in wrong]
+            return Batch(share.groups, layout) if share.groups else None
 
     def next_share(self, timeout_s: float | None = None) -> RankShare | None:
         """The next share, its records held in place; None once the bridge is drained. Blocks, tells the hub what is done with first.

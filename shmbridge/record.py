@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from shmbridge._ext.ring import Lease
-from shmbridge.errors import LeaseReleased
+from shmbridge.errors import LeaseReleased, RecordUnreadable
+from shmbridge.one_process import OneProcess
 from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class RaggedLists:
         return Ragged(self.values[start : start + int(inner.sum())], inner, None)
 
 
-class Record(Lease):
+class Record(OneProcess, Lease):
     """One record, leased: its memory does not change until release() was called and the last view of it is gone.
 
     `len(record)` counts rows; `record[name]` is a column; `name in record` and `record.columns` say which are present. Use
@@ -131,6 +132,7 @@ class Record(Lease):
     """
 
     __slots__ = ("_directory", "_lane", "_meta")
+    _instead = "pass copies of its columns: to_arrow(), to_scored_data(), or numpy arrays"
     _lane: Lane
 
     @property
@@ -202,9 +204,10 @@ class Record(Lease):
         return entry is not None and entry.tag is Tag.VALUES
 
     def __getitem__(self, name: str) -> Any:
-        """A column: Ragged (lists), RaggedLists, ndarray (rows,) of scalars, or a list of dict, str or bytes. KeyError if absent.
+        """A column: Ragged (lists), RaggedLists, ndarray (rows,) of scalars, or a list of dict, str or bytes.
 
-        Numbers are read-only views of the lane; dicts, str and bytes are copies.
+        Raises KeyError if it is absent, RecordUnreadable for text that is none. Numbers are read-only views of the lane; dicts, str
+        and bytes are copies.
         """
         entry = self._entries().get(name)
         if entry is None or entry.tag is not Tag.VALUES:
@@ -223,7 +226,8 @@ class Record(Lease):
     def to_arrow(self) -> "pa.RecordBatch":
         """The record as a pyarrow.RecordBatch over the lane's own buffers; it holds the lease until it is dropped.
 
-        Columns with one value per record repeat it. Raises ValueError for uneven records, which have no rectangular form.
+        Columns with one value per record repeat it. Raises ValueError for uneven records, which have no rectangular form, and
+        RecordUnreadable for text that is none.
         """
         from shmbridge.arrow import record_batch
 
@@ -240,11 +244,20 @@ class Record(Lease):
         return self._validity(self._entries()[name])
 
     def json(self, name: str) -> Any:
-        """A column of JSON text, decoded: one value, or a list with one per row. KeyError if absent."""
+        """A column of JSON text, decoded: one value, or a list with one per row. KeyError if absent, RecordUnreadable if it is none."""
         if name not in JSON_COLUMNS:
             raise KeyError(f"{name} is not JSON")
-        values = [None if text is None else msgspec.json.decode(text) for text in self[name]]
-        return values[0] if self._lane.columns[name].per_record else values
+        try:
+            values = [None if text is None else msgspec.json.decode(text) for text in self[name]]
+            return values[0] if self._lane.columns[name].per_record else values
+        except (msgspec.MsgspecError, RecursionError, IndexError) as wrong:
+            raise self._unreadable(name, f"is no JSON: {wrong}") from None
+
+    def _unreadable(self, name: str, why: object) -> RecordUnreadable:
+        return RecordUnreadable(
+            f"column {name!r} of record {self.sequence} of producer {self._lane.producer_id} {why}",
+            hint="end that producer: it is broken, or something overwrites shared memory",
+        )
 
     def _entries(self) -> dict[str, _Entry]:
         if self._directory is None:
@@ -277,13 +290,19 @@ class Record(Lease):
         ends = np.cumsum(self._lengths(entry), dtype=np.int64).tolist()
         rows: list[Any] = [raw[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         if entry.column.text:
-            rows = [row.decode() for row in rows]
+            rows = self._decoded(entry, rows)
         return rows if valid is None else [row if there else None for row, there in zip(rows, valid, strict=True)]
+
+    def _decoded(self, entry: _Entry, raw: list[bytes]) -> list[str]:
+        try:
+            return [each.decode() for each in raw]
+        except UnicodeDecodeError as wrong:
+            raise self._unreadable(entry.column.name, f"is no text: {wrong}") from None
 
     def _maps(self, entry: _Entry) -> list[dict[str, float]]:
         raw = bytes(memoryview(self)[entry.keys_at : entry.keys_at + entry.keys_bytes]) if entry.keys_bytes else b""
         ends = np.cumsum(self._inner(entry), dtype=np.int64).tolist()
-        keys = [raw[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
+        keys = self._decoded(entry, [raw[start:end] for start, end in zip([0, *ends], ends, strict=False)])
         pairs = iter(zip(keys, self._values(entry).tolist(), strict=True))
         return [dict(next(pairs) for _ in range(count)) for count in self._lengths(entry).tolist()]
 

@@ -86,8 +86,9 @@ class Column:
         """A column from its `column_def`; what only this side knows of a standard column is added from the standard."""
         name, kind, code, item_bytes, flags, _ = _DEFINITION.unpack(raw)
         text = name.rstrip(b"\0").decode("utf-8", "replace")
-        if kind > max(Kind) or code >= len(DTYPES) or np.dtype(DTYPES[code]).itemsize != item_bytes or not text:
-            raise SchemaMismatch(f"column {text!r}: kind {kind}, dtype {code}, {item_bytes} bytes is no type of this build")
+        known = kind <= max(Kind) and code < len(DTYPES) and np.dtype(DTYPES[code]).itemsize == item_bytes and text and "\0" not in text
+        if not known or flags & ~(_PER_RECORD | _TEXT) or (kind == Kind.BYTES and DTYPES[code] != "uint8"):
+            raise SchemaMismatch(f"column {text!r}: kind {kind}, dtype {code}, {item_bytes} bytes, flags {flags} is no type of this build")
         column = cls(text, Kind(kind), np.dtype(DTYPES[code]), bool(flags & _TEXT), bool(flags & _PER_RECORD))
         standard = STANDARD.get(text)
         return standard if standard is not None and standard.same_type(column) else column
@@ -121,8 +122,18 @@ class Columns(Mapping[str, Column]):
 
     @classmethod
     def decode(cls, raw: bytes) -> "Columns":
-        """The table of a segment; raises SchemaMismatch if it names types this build does not know."""
-        return cls(Column.decode(raw[at : at + _DEFINITION.size]) for at in range(0, len(raw), _DEFINITION.size))
+        """The table of a segment; raises SchemaMismatch if it names types this build does not know, or a column twice."""
+        columns = [Column.decode(raw[at : at + _DEFINITION.size]) for at in range(0, len(raw), _DEFINITION.size)]
+        table = cls(columns)
+        if len(table) != len(columns):
+            raise SchemaMismatch(f"{len(columns)} columns have {len(table)} names: {', '.join(column.name for column in columns)}")
+        return table
+
+    def check_standard(self) -> None:
+        """Raises SchemaMismatch for a table that no producer of this build writes: without tokens, or a standard column of another type."""
+        if "tokens" not in self:
+            raise SchemaMismatch(f"no column 'tokens' among {', '.join(self) or 'none'}")
+        standard_columns().check_agrees(self, "in TRAJECTORY_SCHEMA", "there")
 
     def check_agrees(self, other: "Columns", here: str, there: str) -> None:
         """Raises SchemaMismatch if a column of one name has two types. Columns that only one side has are no conflict."""

@@ -4,25 +4,32 @@ Knows inodes and memory limits; who takes part in a bridge and what is dead of i
 """
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import secrets
+import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import posix_ipc
 
-from shmbridge import liveness
+from shmbridge import limits, liveness
 from shmbridge._ext import header
 from shmbridge._ext import mapping as mapping_module
 from shmbridge._ext.mapping import Mapping
 from shmbridge.config import check_bridge_name, format_size
-from shmbridge.errors import ShmPermission, ShmTooSmall
+from shmbridge.errors import LayoutMismatch, ShmPermission, ShmTooSmall, ShmUnavailable
 from shmbridge.liveness import Byte
 
 MOUNT = Path("/dev/shm")
 _PREFIX = "shmbridge."
-_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(?:c|w|s|l\.[0-9a-f]{16})")
+_STEP_BYTES = 16 << 20
+_LEFT_ALONE_BYTES = 8 << 20
+_TURN_TIMEOUT_S = 10.0
+_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|l\.[0-9a-f]{16})")
 
 
 def control_name(bridge: str) -> str:
@@ -43,16 +50,26 @@ def socket_directory(bridge: str) -> Path:
 def lane_names(bridge: str) -> list[str]:
     """Names of all lanes of the bridge that exist now, sorted."""
     prefix = f"{_PREFIX}{check_bridge_name(bridge)}.l."
-    with contextlib.suppress(FileNotFoundError):
-        return sorted(f"/{name}" for name in os.listdir(MOUNT) if name.startswith(prefix))
-    return []
+    return sorted(f"/{entry.name}" for entry in _mount() if entry.name.startswith(prefix) and entry.is_file(follow_symlinks=False))
 
 
 def bridges() -> list[str]:
-    """Names of all bridges that have anything on the mount, sorted."""
+    """Names of all bridges of which this user has anything on the mount, sorted."""
+    found = ((_SEGMENT_NAME.fullmatch(entry.name), entry) for entry in _mount())
+    ours = {match[1] for match, entry in found if match and entry.is_dir(follow_symlinks=False) == (match[2] == "s") and _is_ours(entry)}
+    return sorted(ours)
+
+
+def _is_ours(entry: "os.DirEntry[str]") -> bool:
     with contextlib.suppress(FileNotFoundError):
-        found = (_SEGMENT_NAME.fullmatch(name) for name in os.listdir(MOUNT))
-        return sorted({match[1] for match in found if match is not None})
+        return entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+    return False
+
+
+def _mount() -> list["os.DirEntry[str]"]:
+    """What stands on the mount; anybody may put anything there."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(MOUNT) as entries:
+        return list(entries)
     return []
 
 
@@ -72,17 +89,59 @@ def open_segment(name: str, flags: int = 0) -> int:
 
 def _open_once(name: str, flags: int) -> int:
     try:
-        return int(posix_ipc.SharedMemory(name, flags, mode=0o600, size=0).fd)
+        fd = int(posix_ipc.SharedMemory(name, flags, mode=0o600, size=0).fd)
     except posix_ipc.ExistentialError as missing:
         if flags & posix_ipc.O_EXCL:
             raise FileExistsError(name) from missing
+        if flags & posix_ipc.O_CREAT:
+            hint = "mount a tmpfs at /dev/shm, or share the host's: docker run --ipc=host"
+            raise ShmUnavailable(f"{MOUNT} is not there", hint=hint) from missing
         raise FileNotFoundError(name) from missing
     except posix_ipc.PermissionsError as denied:
-        info = os.stat(MOUNT / name[1:])
-        raise ShmPermission(
-            f"segment {name} belongs to uid {info.st_uid} with mode {info.st_mode & 0o777:04o}, this process is uid {os.geteuid()}",
-            hint="run producers and consumer as the same user",
-        ) from denied
+        raise _denied(name) from denied
+    except (ValueError, OSError) as wrong:
+        raise _cannot_open(name, wrong) from wrong
+    owner = os.fstat(fd).st_uid
+    if owner == os.geteuid():
+        return fd
+    os.close(fd)  # root may open everything, and would lock the owner out with what it creates
+    raise _foreign(name, owner)
+
+
+def _cannot_open(name: str, wrong: ValueError | OSError) -> Exception:
+    if stands_there(name) == "other":
+        return LayoutMismatch(f"{MOUNT}{name} is a directory, a link or the like, no segment", hint="remove it")
+    if isinstance(wrong, ValueError):
+        return wrong
+    if wrong.errno == errno.EROFS:
+        return ShmUnavailable(f"{MOUNT} is mounted read-only", hint="mount it read-write: docker run -v /dev/shm:/dev/shm:rw")
+    if wrong.errno == errno.ENOSPC:
+        return _mount_too_small(0, f"segment {name}")
+    return limits.as_process_limit(wrong, f"segment {name}") or wrong
+
+
+def _denied(name: str) -> ShmPermission | ShmUnavailable:
+    try:
+        return _foreign(name, os.stat(MOUNT / name[1:]).st_uid)
+    except OSError:  # nobody's: it is the mount that this user may not write to
+        mode = os.stat(MOUNT).st_mode & 0o7777
+        return ShmUnavailable(f"{MOUNT} has mode {mode:04o}: uid {os.geteuid()} may not create there", hint="chmod 1777 /dev/shm")
+
+
+def _foreign(name: str, owner: int) -> ShmPermission:
+    return ShmPermission(
+        f"segment {name} belongs to uid {owner}, this process is uid {os.geteuid()}",
+        hint="run producers and consumer as the same user, or choose another bridge name",
+    )
+
+
+def stands_there(name: str) -> str:
+    """What the name leads to: "segment", "other" (a directory, a link), or "" for nothing."""
+    try:
+        mode = os.lstat(MOUNT / name[1:]).st_mode
+    except FileNotFoundError:
+        return ""
+    return "segment" if stat.S_ISREG(mode) else "other"
 
 
 close_segment = mapping_module.close_watched
@@ -109,47 +168,74 @@ def unlink(fd: int, name: str) -> bool:
 
 
 def reserve(fd: int, size: int, what: str) -> None:
-    """Reserves every page of a segment now, so that too little memory is ShmTooSmall here and never a SIGBUS later."""
-    room = cgroup_headroom()
-    if room is not None and size > room:
-        raise ShmTooSmall(
-            f"{what} needs {format_size(size)}, the memory cgroup has {format_size(room)} left",
-            hint="give the container more memory, or lower lane_bytes",
-        )
+    """Reserves every page of a segment now, so that too little memory is an error here and never a SIGBUS later.
+
+    One process of the mount at a time, and it looks before each step at the memory that is left: the kernel ends somebody when two find
+    the last of it free. Raises ShmTooSmall, ProcessLimit.
+    """
+    with _one_at_a_time():
+        _reserve(fd, size, what)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Holds a lock on the mount's directory, which ends with its holder. Somebody stopped in here is waited for 10 s, not for ever."""
     try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as full:
-        mount = os.statvfs(MOUNT)
-        raise ShmTooSmall(
-            f"{what} needs {format_size(size)}, {MOUNT} has {format_size(mount.f_bavail * mount.f_frsize)} free "
-            f"of {format_size(mount.f_blocks * mount.f_frsize)}",
-            hint="docker run --shm-size=16g (Kubernetes: emptyDir with medium Memory), or lower lane_bytes",
-        ) from full
+        directory = os.open(MOUNT, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # it may be written to and not read
+        yield
+        return
+    mapping_module.watch(directory)
+    deadline = time.monotonic() + _TURN_TIMEOUT_S
+    try:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.002)
+        yield
+    finally:
+        close_segment(directory)
 
 
-def cgroup_headroom() -> int | None:
-    """Bytes this process' memory cgroup can still take, page cache that can be dropped counted as free; None without a limit."""
-    for limit_file, used_file, drop in _cgroup_files():
+def _reserve(fd: int, size: int, what: str) -> None:
+    mount = os.statvfs(MOUNT)
+    if mount.f_blocks and size > mount.f_bavail * mount.f_frsize:
+        raise _mount_too_small(size, what)
+    for at in range(0, size, _STEP_BYTES):
+        room, whose = limits.memory_headroom()
+        if size - at + min(size, _LEFT_ALONE_BYTES) > room:
+            raise ShmTooSmall(
+                f"{what} needs {format_size(size - at)}{' more' if at else ''}, {whose} has {format_size(room)} left "
+                f"({format_size(_LEFT_ALONE_BYTES)} of it for the processes themselves)",
+                hint="give the container more memory (segments count as memory of who creates them), or lower lane_bytes",
+            )
         try:
-            limit, used = limit_file.read_text().strip(), int(used_file.read_text())
-            droppable = dict(line.split() for line in (used_file.parent / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        if limit != "max" and int(limit) < 1 << 60:
-            return max(int(limit) - used + int(droppable.get(drop, 0)), 0)
-    return None
+            os.posix_fallocate(fd, at, min(_STEP_BYTES, size - at))
+        except OSError as full:
+            raise (limits.as_process_limit(full, what) if full.errno == errno.EFBIG else None) or _mount_too_small(size, what) from full
 
 
-def _cgroup_files() -> Iterator[tuple[Path, Path, str]]:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        below = path.lstrip("/")
-        if controllers == "":
-            for root in (Path("/sys/fs/cgroup") / below, Path("/sys/fs/cgroup")):
-                yield root / "memory.max", root / "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            for root in (Path("/sys/fs/cgroup/memory") / below, Path("/sys/fs/cgroup/memory")):
-                yield root / "memory.limit_in_bytes", root / "memory.usage_in_bytes", "total_inactive_file"
+def _mount_too_small(size: int, what: str) -> ShmTooSmall:
+    mount = os.statvfs(MOUNT)
+    if mount.f_files and not mount.f_favail:
+        return ShmTooSmall(f"{what}: {MOUNT} has no inode left of {mount.f_files}", hint="remove what is dead: shmbridge clean")
+    return ShmTooSmall(
+        f"{what} needs {format_size(size)}, {MOUNT} has {format_size(mount.f_bavail * mount.f_frsize)} free "
+        f"of {format_size(mount.f_blocks * mount.f_frsize)}",
+        hint="docker run --shm-size=16g (Kubernetes: emptyDir with medium Memory), or lower lane_bytes",
+    )
+
+
+def map_segment(fd: int, size: int, what: str, *, readonly: bool = False) -> Mapping:
+    """Maps a segment whole; `fd` is the mapping's from then on, the caller's still if this raises (ProcessLimit)."""
+    try:
+        return Mapping(fd, size, readonly)
+    except OSError as wrong:
+        limit = limits.as_process_limit(wrong, f"{what} ({format_size(size)})")
+        if limit is None:
+            raise
+        raise limit from wrong
 
 
 def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
@@ -169,7 +255,7 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
             header.fault(b"segment.locked")
             reserve(fd, size, f"a lane of bridge {bridge!r}")
             header.fault(b"segment.reserved")
-            return name, Mapping(fd, size)
+            return name, map_segment(fd, size, f"a lane of bridge {bridge!r}")
         except BaseException:
             unlink(fd, name)
             close_segment(fd)
@@ -188,11 +274,11 @@ def create_weights(bridge: str, size: int) -> Mapping | None:
             close_segment(fd)
             return None
         reserve(fd, size, f"the weights segment of bridge {bridge!r}")
+        return map_segment(fd, size, f"the weights segment of bridge {bridge!r}")
     except BaseException:
         unlink(fd, name)
         close_segment(fd)
         raise
-    return Mapping(fd, size)
 
 
 def remove_weights(bridge: str) -> None:
@@ -208,13 +294,17 @@ def remove_weights(bridge: str) -> None:
 
 
 def open_mapping(name: str, *, readonly: bool = False, minimum: int = 1) -> Mapping | None:
-    """Maps an existing segment whole; None if it is gone or not yet as large as `minimum`."""
+    """Maps an existing segment whole; None if it is gone, no segment, or not yet as large as `minimum`."""
     try:
         fd = open_segment(name)
-    except FileNotFoundError:
+    except (FileNotFoundError, LayoutMismatch):
         return None
     size = os.fstat(fd).st_size
     if size < minimum:
         close_segment(fd)
         return None
-    return Mapping(fd, size, readonly)
+    try:
+        return map_segment(fd, size, f"segment {name}", readonly=readonly)
+    except BaseException:
+        close_segment(fd)
+        raise

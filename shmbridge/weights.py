@@ -5,6 +5,7 @@ that a reader's death frees it and a writer's death leaves the last complete ver
 how to get at them.
 """
 
+import logging
 import math
 import os
 import time
@@ -26,8 +27,13 @@ from shmbridge.liveness import Byte
 
 # How numpy carries what it has no name for.
 _CARRIERS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+_PLAIN = frozenset(np.dtype(code).name for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"])
+_LARGEST = 1 << 48
 _ALIGNMENT = 64
 _RETRY_S = 0.0005
+_OVERWRITTEN = "something overwrote shared memory, or another build wrote it: publish them anew"
+
+log = logging.getLogger(__name__)
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -54,12 +60,32 @@ def _as_bytes(tensor: Any) -> tuple[str, tuple[int, ...], np.ndarray[Any, Any]]:
     return array.dtype.name, np.shape(tensor), array.reshape(-1).view(np.uint8)
 
 
-def _layout(tensors: list[tuple[str, str, tuple[int, ...], np.ndarray[Any, Any]]]) -> tuple[list[TensorSpec], int]:
+def _layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bridge: str) -> tuple[list[TensorSpec], int]:
+    """The table of tensors of these names, dtypes and shapes, and the bytes of a slot; WeightsMismatch for what no reader could take."""
     table, at = [], 0
-    for name, dtype, shape, raw in tensors:
-        table.append(TensorSpec(name, dtype, shape, at, raw.nbytes))
-        at += -(-raw.nbytes // _ALIGNMENT) * _ALIGNMENT
+    for name, dtype, shape in tensors:
+        carrier = _CARRIERS.get(dtype, dtype)
+        if carrier not in _PLAIN or len(shape) > 32 or not all(0 <= size < _LARGEST for size in shape):
+            raise WeightsMismatch(
+                f"weights of bridge {bridge!r}: tensor {name!r} is {dtype}{list(shape)}, which no reader can take",
+                hint="publish plain numbers",
+            )
+        size_bytes = math.prod(shape) * np.dtype(carrier).itemsize
+        table.append(TensorSpec(name, dtype, shape, at, size_bytes))
+        at += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
     return table, max(at, _ALIGNMENT)
+
+
+def _read_table(found: Versions, bridge: str) -> list[TensorSpec]:
+    """The table of a segment; WeightsMismatch unless it is what a writer of these names, dtypes and shapes would have written."""
+    try:
+        table = _table.decode(found.table)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as wrong:
+        raise WeightsMismatch(f"the weights of bridge {bridge!r} have no table: {wrong}", hint=_OVERWRITTEN) from None
+    expected, slot_bytes = _layout([(spec.name, spec.dtype, spec.shape) for spec in table], bridge)
+    if table != expected or found.slot_at(1) - found.slot_at(0) != slot_bytes:
+        raise WeightsMismatch(f"the weights of bridge {bridge!r} do not lie where their table says", hint=_OVERWRITTEN)
+    return table
 
 
 class WeightsWriter:
@@ -91,8 +117,14 @@ class WeightsWriter:
                 f"the weights of bridge {self.bridge!r} have a living writer", hint="one learner writes weights: end the other"
             )
         found = Versions(mapping)
-        if found.ready:
-            self._versions, self._table = found, _table.decode(found.table)
+        if not found.ready:
+            return
+        try:
+            self._table = _read_table(found, self.bridge)
+        except WeightsMismatch as remains:
+            log.warning("%s: they are made anew", remains.message)
+        else:
+            self._versions = found
 
     @property
     def last_version(self) -> int | None:
@@ -121,7 +153,7 @@ class WeightsWriter:
         if last is not None and version <= last:
             raise ValueError(f"weights version {version} is not after {last}: versions of one bridge only rise")
         flat = [(name, *_as_bytes(tensor)) for name, tensor in tensors]
-        table, slot_bytes = _layout(flat)
+        table, slot_bytes = _layout([each[:3] for each in flat], self.bridge)
         self._fit(table, slot_bytes)
         assert self._versions is not None
         latest = self._versions.latest
@@ -214,7 +246,10 @@ def _view(memory: memoryview, base: int, spec: TensorSpec) -> np.ndarray[Any, An
 
 
 class WeightsReader:
-    """Reads the newest weights of a bridge. Never waits for a writer to exist; follows one that is replaced. For one thread."""
+    """Reads the newest weights of a bridge. Never waits for a writer to exist; follows one that is replaced. For one thread.
+
+    `version` and `lease` raise WeightsMismatch for a segment whose table cannot be what a writer wrote.
+    """
 
     def __init__(self, bridge: str) -> None:
         self.bridge = check_bridge_name(bridge)
@@ -238,7 +273,8 @@ class WeightsReader:
         self._versions = None
         mapping = segment.open_mapping(name, minimum=versions.header_bytes)
         if mapping is not None and (found := Versions(mapping)).ready:
-            self._versions, self._table = found, _table.decode(found.table)
+            self._table = _read_table(found, self.bridge)
+            self._versions = found
         return self._versions
 
     @contextmanager

@@ -179,18 +179,23 @@ cdef class LaneReader:
 
     def has_room_for(self, uint64_t size):
         """Whether a record of `size` bytes fits beside the committed, un-released ones: a free slot, and a gap in the data area."""
-        cdef uint64_t at = 0, generation
+        cdef uint64_t at = 0, generation, start, taken, data = self._reader.shape.data_bytes
         cdef uint32_t i
         extents = []
+        if size > data:
+            return False
         for i in range(self._reader.shape.slot_count):
             generation = load_acquire64(&self._reader.slots[i].generation)  # SYNC(slot-body)
             if generation != load_relaxed64(&self._reader.released[i]):
-                extents.append((self._reader.slots[i].extent_at, self._reader.slots[i].extent_bytes))
+                start, taken = self._reader.slots[i].extent_at, self._reader.slots[i].extent_bytes
+                if start > data or taken > data - start:  # it is being written anew, or was scribbled over
+                    return False
+                extents.append((start, taken))
         for start, taken in sorted(extents):
             if start >= at + size:
                 return len(extents) < self._reader.shape.slot_count
             at = start + taken
-        return len(extents) < self._reader.shape.slot_count and at + size <= self._reader.shape.data_bytes
+        return len(extents) < self._reader.shape.slot_count and at + size <= data
 
     def take(self, type cls):
         """The next record as an instance of `cls` (a Lease type), or None. Stores head before it returns.

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from shmbridge._ext.atomics cimport load_acquire64, load_seq64, store_release64, store_seq64
 from shmbridge._ext.faults cimport fault_hit
-from shmbridge._ext.layout cimport LAYOUT_VERSION, PAGE, WEIGHTS_MAGIC, WEIGHTS_SLOTS, weights_header
+from shmbridge._ext.layout cimport ALIGNMENT, LAYOUT_VERSION, PAGE, WEIGHTS_MAGIC, WEIGHTS_SLOTS, weights_header
 from shmbridge._ext.mapping cimport Mapping
 
 slots = WEIGHTS_SLOTS
@@ -16,6 +16,7 @@ cdef class Versions:
 
     cdef readonly Mapping mapping
     cdef weights_header* _header
+    cdef uint64_t _table_bytes, _data_at, _slot_bytes  # our own copies: what is computed with was checked
 
     def __cinit__(self, Mapping mapping not None):
         if mapping.size < sizeof(weights_header):
@@ -28,30 +29,44 @@ cdef class Versions:
         data_at = (PAGE + len(table) + PAGE - 1) // PAGE * PAGE
         self._header.layout_version, self._header.writer_pid = LAYOUT_VERSION, pid
         self._header.table_bytes, self._header.data_at, self._header.slot_bytes = len(table), data_at, slot_bytes
+        self._table_bytes, self._data_at, self._slot_bytes = len(table), data_at, slot_bytes
         memoryview(self.mapping)[PAGE:PAGE + len(table)] = table
         fault_hit(b"weights.before_magic")
         store_release64(&self._header.magic, WEIGHTS_MAGIC)  # SYNC(weights-ready)
 
     @property
     def ready(self) -> bool:
-        """Whether the segment is whole and of this build's layout."""
-        return (load_acquire64(&self._header.magic) == WEIGHTS_MAGIC  # SYNC(weights-ready)
-                and self._header.layout_version == LAYOUT_VERSION
-                and self._header.data_at + WEIGHTS_SLOTS * self._header.slot_bytes <= self.mapping.size)
+        """Whether the segment is whole, of this build's layout, and what its header says of it can be; to be asked before all else."""
+        cdef uint64_t size = self.mapping.size, table_bytes, data_at, slot_bytes
+        if load_acquire64(&self._header.magic) != WEIGHTS_MAGIC or self._header.layout_version != LAYOUT_VERSION:  # SYNC(weights-ready)
+            return False
+        table_bytes, data_at, slot_bytes = self._header.table_bytes, self._header.data_at, self._header.slot_bytes
+        if table_bytes > size - PAGE or data_at != (PAGE + table_bytes + PAGE - 1) // PAGE * PAGE or data_at > size:
+            return False
+        if slot_bytes % ALIGNMENT or slot_bytes > (size - data_at) // WEIGHTS_SLOTS:
+            return False
+        self._table_bytes, self._data_at, self._slot_bytes = table_bytes, data_at, slot_bytes
+        return True
 
     @property
     def table(self) -> bytes:
-        return bytes(memoryview(self.mapping)[PAGE:PAGE + min(self._header.table_bytes, self.mapping.size - PAGE)])
+        return bytes(memoryview(self.mapping)[PAGE:PAGE + self._table_bytes])
 
     def slot_at(self, uint32_t slot):
         """Place of a slot in the segment, bytes."""
-        return self._header.data_at + slot * self._header.slot_bytes
+        return self._data_at + slot * self._slot_bytes
 
     @property
     def latest(self):
-        """(version, slot) of the newest complete version, or None before the first."""
-        word = load_seq64(&self._header.latest)  # SYNC(weights-commit)
-        return None if word == 0 else (word // WEIGHTS_SLOTS - 1, word % WEIGHTS_SLOTS)
+        """(version, slot) of the newest complete version; None before the first, or if no slot holds what the word says."""
+        cdef uint64_t word = load_seq64(&self._header.latest), before  # SYNC(weights-commit)
+        while word >= WEIGHTS_SLOTS:
+            if load_acquire64(&self._header.slot_version[word % WEIGHTS_SLOTS]) == word // WEIGHTS_SLOTS:  # SYNC(weights-slot)
+                return word // WEIGHTS_SLOTS - 1, word % WEIGHTS_SLOTS
+            before, word = word, load_seq64(&self._header.latest)  # SYNC(weights-commit)
+            if word == before:
+                return None
+        return None
 
     def holds(self, uint32_t slot, int64_t version):
         """Whether the slot holds that version, whole."""

@@ -13,19 +13,20 @@ import shmbridge
 ROOT = Path(__file__).parents[2]
 
 # module of the transport -> what of the transport it may import, besides these that know nothing of it:
-LEAVES = {"errors", "config", "reasons", "exits", "staleness"}
+LEAVES = {"errors", "config", "limits", "one_process", "reasons", "exits", "staleness"}
 LAYERS = {
     "segment": {"_ext", "liveness"},
     "participation": {"_ext", "liveness", "segment"},
     "measure": {"_ext", "schema"},
     "intake": {"_ext", "schema", "measure"},
     "slot": {"_ext"},
-    "outgoing": {"_ext", "schema", "intake", "measure"},
+    "sizing": {"_ext", "schema"},
+    "outgoing": {"_ext", "schema", "intake", "measure", "sizing"},
     "liveness": {"_ext"},
     "deathwatch": {"_ext", "liveness"},
     "schema": {"_ext"},
     "record": {"_ext", "segment", "liveness", "schema", "arrow", "scored_data"},
-    "producer": {"_ext", "segment", "liveness", "participation", "schema", "intake", "measure", "outgoing", "slot"},
+    "producer": {"_ext", "segment", "liveness", "participation", "schema", "intake", "measure", "outgoing", "sizing", "slot"},
     "groups": {"record"},
     "scheduler": {"record", "groups"},
     "batch": {"record", "groups", "schema"},

@@ -9,6 +9,7 @@ ALL = [each for each in vars(errors).values() if isinstance(each, type) and issu
 BUILTIN = {
     "BadBridgeName": ValueError, "ShmTooSmall": MemoryError, "ShmPermission": PermissionError, "NotReady": TimeoutError,
     "LayoutMismatch": ValueError, "SchemaMismatch": ValueError, "RecordTooBig": ValueError, "InvalidRecord": ValueError,
+    "RecordUnreadable": ValueError,
     "LaneFull": TimeoutError, "ConsumerEmpty": TimeoutError, "LeaseReleased": RuntimeError, "BatchTooBig": ValueError,
     "ConsumerTaken": RuntimeError, "NoConsumer": TimeoutError, "BridgeDraining": RuntimeError,
     "Closed": RuntimeError, "WeightsMismatch": ValueError, "WeightsBusy": TimeoutError,

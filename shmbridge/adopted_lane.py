@@ -1,0 +1,95 @@
+"""One lane as its consumer knows it: what can be taken, what it counts, whether it can still be believed.
+
+Knows one lane's reader; which lanes there are is lanes.py's.
+"""
+
+import logging
+from collections import Counter
+
+from shmbridge._ext import header, ring
+from shmbridge.reasons import Discard, Drop, labelled
+from shmbridge.record import Lane, Record
+
+log = logging.getLogger(__name__)
+
+
+class AdoptedLane:
+    """One lane: its reader, what it says of all its records, and whether its producer is dead or its words cannot be true."""
+
+    __slots__ = ("_last_counters", "corrupt", "dead", "lane", "name", "reader", "size")
+
+    def __init__(self, name: str, reader: ring.LaneReader, lane: Lane, size: int) -> None:
+        self.name, self.reader, self.lane, self.size = name, reader, lane, size
+        self.dead, self.corrupt = False, reader.quarantined
+        self._last_counters: Counter[str] | None = None
+        if self.corrupt:
+            self._count_what_is_lost()
+
+    @property
+    def producer_id(self) -> str:
+        """Whose lane it is."""
+        return self.lane.producer_id
+
+    @property
+    def waiting(self) -> int:
+        """Records that can be taken."""
+        return 0 if self.corrupt else self.reader.waiting
+
+    @property
+    def held(self) -> int:
+        """Records taken and not yet released; a release that is put off counts as none."""
+        return self.reader.held + self.reader.put_off
+
+    @property
+    def starves(self) -> bool:
+        """Whether its producer asked for room in vain, and there is none yet."""
+        wanted = self.reader.wanted_bytes
+        if wanted == 0 or self.held == 0 or self.reader.has_room_for(wanted):
+            return False
+        return self.reader.wanted_bytes == wanted  # else the producer has moved on while its slots were looked at
+
+    def take(self) -> Record | None:
+        """The next record; None if there is none, or if the lane has just been quarantined."""
+        if self.corrupt:
+            return None
+        try:
+            record = self.reader.take(Record)
+        except header.LaneCorrupt as wrong:
+            self.quarantine()
+            log.error("lane of producer %s is quarantined: %s", self.producer_id, str(wrong))  # a log that keeps it must not keep frames
+            return None
+        return None if record is None else record.bind(self.lane)
+
+    def quarantine(self) -> None:
+        """Takes nothing from the lane any more; what it held is counted, and its counters stand still."""
+        waiting = self.reader.waiting
+        self.reader.quarantine()
+        self.reader.count_discard(Discard.CORRUPT, waiting if 0 < waiting <= self.reader.slot_count else 1)
+        self.corrupt = True
+        self._last_counters = self.counters()
+
+    def _count_what_is_lost(self) -> None:
+        """An earlier hub has quarantined the lane. What it still held then, and what was committed since, is lost as well."""
+        lost = header.undelivered(self.reader.lane) - header.lane_counters(self.reader.lane)["discarded"][Discard.CORRUPT]
+        if lost > 0:
+            self.reader.count_discard(Discard.CORRUPT, lost)
+        self._last_counters = self.counters()
+
+    def counters(self) -> Counter[str]:
+        """From the lane's own words."""
+        if self._last_counters is not None:
+            return Counter({**self._last_counters, "held": self.held})
+        words = header.lane_counters(self.reader.lane)
+        return Counter(
+            {
+                "records_total": words["tail"],
+                "held": self.waiting + self.held,
+                "tokens_total": words["tokens"],
+                "bytes_total": words["bytes"],
+                "producer_wait_ns": words["wait_ns"],
+                "late_wakes_total": words["late_wakes"],
+                "lane_bytes": self.size,
+                **labelled("dropped_total", Drop, words["dropped"]),
+                **labelled("discarded_total", Discard, words["discarded"]),
+            }
+        )

@@ -1,0 +1,121 @@
+"""What this process may still take: memory of its cgroups and of the machine, descriptors, address space, size of a file.
+
+Knows the kernel's limits and how to say which of them was hit; knows nothing of segments. Imported by whoever is about to take something.
+"""
+
+import errno
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from shmbridge.config import format_size
+from shmbridge.errors import ProcessLimit
+
+_NO_LIMIT = 1 << 60  # cgroup v1 writes "none" as the largest page-aligned number
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
+
+
+def memory_headroom() -> tuple[int, str]:
+    """Bytes that can still be taken before somebody is killed for it, and whose limit that is. Page cache that can go counts as free."""
+    return min([*_cgroups(), *_machine()], default=(_NO_LIMIT, "nobody"))
+
+
+def _machine() -> Iterator[tuple[int, str]]:
+    try:
+        found = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        yield 1024 * sum(int(found[key].split()[0]) for key in ("MemAvailable", "SwapFree")), "the machine"
+    except (OSError, KeyError, ValueError):
+        return
+
+
+def _cgroups() -> Iterator[tuple[int, str]]:
+    for folder, limit_file, used_file, droppable in _cgroup_folders():
+        try:
+            limit, used = (folder / limit_file).read_text().strip(), int((folder / used_file).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit != "max" and int(limit) < _NO_LIMIT:
+            yield max(int(limit) - used + int(stat.get(droppable, 0)), 0), f"the memory cgroup ({format_size(int(limit))})"
+
+
+def _cgroup_folders() -> Iterator[tuple[Path, str, str, str]]:
+    """This process' memory cgroup and all above it, of version 2 and 1; in a container the path may be the host's, and lead nowhere."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        below = Path(path.lstrip("/"))
+        if controllers == "":
+            for each in (below, *below.parents):
+                yield Path("/sys/fs/cgroup") / each, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            for each in (below, *below.parents):
+                yield Path("/sys/fs/cgroup/memory") / each, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+
+
+def check_descriptors(count: int, what: str) -> None:
+    """Raises ProcessLimit unless `count` more descriptors can be had now: some libraries abort the process for want of one."""
+    taken: list[int] = []
+    try:
+        taken.extend(os.open("/", os.O_PATH | os.O_CLOEXEC) for _ in range(count))
+    except OSError as wrong:
+        limit = as_process_limit(wrong, f"{what} (it needs {count} descriptors)")
+        if limit is None:
+            raise
+        raise limit from wrong
+    finally:
+        for fd in taken:
+            os.close(fd)
+
+
+def check_threads(count: int, what: str) -> None:
+    """Raises ProcessLimit unless `count` more threads can be started now: some libraries abort the process for want of one."""
+    end, started = threading.Event(), []
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=end.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as wrong:
+        raise ProcessLimit(
+            f"no {count} threads can be started for {what}: {wrong} ({threading.active_count()} Python threads run)",
+            hint="raise the container's pids limit, ulimit -u or ulimit -v",
+        ) from wrong
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+
+
+def as_process_limit(wrong: OSError, what: str) -> ProcessLimit | None:
+    """The limit of this process that an OSError speaks of, with its number; None if it speaks of something else."""
+    if wrong.errno in _TOO_MANY_FILES or "maximum number of files" in str(wrong):  # posix_ipc gives a text and no number
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return ProcessLimit(
+            f"no descriptor is left for {what}: RLIMIT_NOFILE is {soft}, at most {_number(hard)}",
+            hint=f"ulimit -n {max(1024, 4 * soft)}, or close what is not needed",
+        )
+    if wrong.errno == errno.ENOMEM:
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        return ProcessLimit(
+            f"no address space is left for {what}: RLIMIT_AS is {_size(soft)}", hint="ulimit -v unlimited, or lower lane_bytes"
+        )
+    if wrong.errno == errno.EFBIG:
+        soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return ProcessLimit(
+            f"a file may not be large enough for {what}: RLIMIT_FSIZE is {_size(soft)}", hint="ulimit -f unlimited, or lower lane_bytes"
+        )
+    return None
+
+
+def _number(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+def _size(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else format_size(limit)

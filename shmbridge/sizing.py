@@ -1,0 +1,153 @@
+"""How large things have to be: a record of a given shape, a lane for a batch, the mount for all lanes. Arithmetic only.
+
+Knows the record layout of `_ext/layout.h` and how many records a batch holds at a time; touches no memory. The same in words:
+docs/reference/sizing.md.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from shmbridge._ext import header
+from shmbridge.schema import Column, Columns, Kind, standard_columns
+
+# tokens, mask, logprobs, advantages and token rewards: 17 bytes a token.
+DENSE_CORE = ("tokens", "loss_mask", "inference_logprobs", "advantages", "token_rewards")
+
+SMALLEST_LANE = 64 << 10
+MOST_RECORDS = 1 << 13  # un-released records in one lane
+_FEWEST_SLOTS = 1 << 6
+_BYTES_PER_SLOT_SHIFT = 13
+_LINE = 64
+_DIRECTORY_ENTRY = 64
+
+Shape = int | tuple[int, int]
+
+
+def slots_of(lane_bytes: int) -> int:
+    """Most records that a lane of this size holds at a time: a power of two, one per 8 KiB, from 64 to 8192."""
+    return max(_FEWEST_SLOTS, min(MOST_RECORDS, 1 << max((lane_bytes >> _BYTES_PER_SLOT_SHIFT).bit_length() - 1, 0)))
+
+
+def record_bytes(
+    tokens: int | Sequence[int],
+    rows: int = 1,
+    columns: Iterable[str] | Mapping[str, Shape | None] = DENSE_CORE,
+    *,
+    table: Columns | None = None,
+    group_id_bytes: int = _LINE,
+) -> int:
+    """Bytes that one record takes in a lane, exactly as the packer lays it out.
+
+    Args:
+        tokens: tokens of each row, or a list with one number per row.
+        rows: rows, where `tokens` is one number.
+        columns: names of the columns that are there. As a mapping, it also says how many values a row has where that is not the number
+            of tokens: bytes of a text, (lists in a row, values in a list), (pairs in a row, bytes of a key); None for "as many as tokens".
+        table: columns beyond the standard ones, as `schema.columns_of` gives them.
+        group_id_bytes: length of the group id; ids of up to 64 bytes cost the same.
+    """
+    lengths = [tokens] * rows if isinstance(tokens, int) else list(tokens)
+    shapes = dict(columns) if isinstance(columns, Mapping) else dict.fromkeys(columns)
+    known = standard_columns() if table is None else table
+    lines = _lines(_DIRECTORY_ENTRY * len(shapes) + group_id_bytes)
+    return _LINE * (lines + sum(_column_lines(known[name], lengths, shape) for name, shape in shapes.items()))
+
+
+def _column_lines(column: Column, lengths: list[int], shape: Shape | None) -> int:
+    """Lines of one column: its lengths, its inner lengths, its values, its keys."""
+    item, rows = column.dtype.itemsize, 1 if column.per_record else len(lengths)
+    if column.kind is Kind.SCALAR:
+        return _lines(item * rows)
+    if column.kind in (Kind.LIST, Kind.BYTES):
+        if shape is None and not column.per_token:
+            raise ValueError(f"column {column.name!r} has not one value per token: say how many a row has, {{{column.name!r}: 100}}")
+        values = sum(lengths) if shape is None else rows * _count(column, shape)
+        return _lines(4 * rows) + _lines(item * values)
+    outer, inner = _pair(column, shape)
+    lists = rows * outer
+    if column.kind is Kind.MAP:  # one value and one key, of `inner` bytes, per pair
+        return _lines(4 * rows) + _lines(4 * lists) + _lines(item * lists) + _lines(inner * lists)
+    return _lines(4 * rows) + _lines(4 * lists) + _lines(item * lists * inner)
+
+
+def _count(column: Column, shape: Shape) -> int:
+    if isinstance(shape, int):
+        return shape
+    raise ValueError(f"column {column.name!r} is {column.type_name}: one number says how many values a row has")
+
+
+def _pair(column: Column, shape: Shape | None) -> tuple[int, int]:
+    if isinstance(shape, tuple):
+        return shape
+    raise ValueError(f"column {column.name!r} is {column.type_name}: two numbers say what a row has, {{{column.name!r}: (100, 8)}}")
+
+
+def _lines(size: int) -> int:
+    return -(-size // _LINE)
+
+
+def records_held(groups: int, producers: int = 1, *, prefetch: int = 1, hold: str = "step", records_per_group: int = 1) -> int:
+    """Records of one lane that are un-released at a time, when every producer brings its share of each batch.
+
+    Under hold="step" that is the batch of the step under way and `prefetch` batches gathered ahead; under "gather" only the latter.
+    """
+    batches = 1 + prefetch if hold == "step" else max(prefetch, 1)
+    return -(-batches * groups * records_per_group // producers)
+
+
+def lane_bytes_for(
+    record: int,
+    groups: int,
+    producers: int = 1,
+    *,
+    prefetch: int = 1,
+    hold: str = "step",
+    records_per_group: int = 1,
+    same_size: bool = False,
+) -> int:
+    """The least `lane_bytes` in which such batches are always filled, and a producer still writes while they are held.
+
+    Args:
+        record: bytes of the largest record; see `record_bytes`.
+        groups: groups in a batch.
+        producers: producers that live at the same time and bring about as much each.
+        prefetch, hold: as given to `Consumer.batches`.
+        records_per_group: more than 1 where groups are put in fragments.
+        same_size: all records are as large as the largest. Otherwise gaps between records of other sizes are allowed for.
+
+    Raises:
+        ValueError: one lane would have to hold more records than a lane can.
+    """
+    held = records_held(groups, producers, prefetch=prefetch, hold=hold, records_per_group=records_per_group)
+    return lane_bytes_holding(held, record, same_size=same_size)
+
+
+def lane_bytes_holding(held: int, record: int, *, same_size: bool = False) -> int:
+    """The least `lane_bytes` that always has room for one more record of `record` bytes beside `held` of at most that size.
+
+    `held` records leave up to `held` + 1 gaps, each of which may be a line too small; records of one size leave none. Raises ValueError if
+    no lane holds so many.
+    """
+    if held + 1 > MOST_RECORDS:
+        raise ValueError(f"{held + 1} records in one lane; {MOST_RECORDS} is the limit: more producers, fewer groups, or groups put whole")
+    record = _LINE * _lines(record)
+    gaps = record if same_size else (held + 1) * (record - _LINE) + _LINE
+    slots = 1 << held.bit_length()  # more than `held`
+    need = max(held * record + gaps, 2 * record, slots << _BYTES_PER_SLOT_SHIFT if slots > _FEWEST_SLOTS else 0, SMALLEST_LANE)
+    unit = 1 << 20 if need > 1 << 20 else SMALLEST_LANE
+    return -(-need // unit) * unit
+
+
+def segment_bytes(lane_bytes: int) -> int:
+    """Bytes of the shm mount that one lane takes: its data area, 36 KiB at least, and 140 bytes per slot."""
+    size: int = header.lane_geometry(lane_bytes, slots_of(lane_bytes))[-1]
+    return size
+
+
+def mount_bytes_for(lane_bytes: int, producers: int, *, weights_bytes: int = 0) -> int:
+    """Bytes of the shm mount that a bridge takes: a lane per producer, the control segment, two versions of the weights."""
+    return producers * segment_bytes(lane_bytes) + header.control_bytes + 2 * weights_bytes
+
+
+def as_option(size: int) -> str:
+    """A size as one writes it: `12M`, `192K`. Rounds up to whole KiB."""
+    return f"{size >> 20}M" if size % (1 << 20) == 0 else f"{-(-size >> 10)}K"
