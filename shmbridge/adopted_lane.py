@@ -62,9 +62,9 @@ class AdoptedLane:
 
     def quarantine(self) -> None:
         """Takes nothing from the lane any more; what it held is counted, and its counters stand still."""
-        waiting = self.reader.waiting
+        waiting, unreleased = self.reader.waiting, header.undelivered(self.reader.lane) - self.held  # one of them may be nonsense
         self.reader.quarantine()
-        self.reader.count_discard(Discard.CORRUPT, waiting if 0 < waiting <= self.reader.slot_count else 1)
+        self.reader.count_discard(Discard.CORRUPT, max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1))
         self.corrupt = True
         self._last_counters = self.counters()
 

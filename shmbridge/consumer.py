@@ -97,6 +97,7 @@ class Consumer(Hub):
                 f"bridge {bridge!r} has a living consumer: pid {pid}{me}",
                 hint=f"close it and drop its records first, or use another bridge; ps -p {pid}",
             )
+        control.enter(os.getpid(), liveness.pid_namespace())  # so that whoever asks meanwhile is told the right pid
         header.fault(b"hub.locked")
         return control
 
@@ -316,6 +317,7 @@ class Consumer(Hub):
             "lanes_dead": len(self._lanes) - self._lanes.live,
             "lanes_quarantined": sum(lane.corrupt for lane in self._lanes),
             "lanes_refused": len(self._lanes.refused),
+            "lanes_waiting": int(self._lanes.some_wait),
             "queue_groups": self.queue_groups(),
             "batches_total": self._batches_formed,
             "policy_version": self.policy_version,

@@ -17,13 +17,16 @@ from typing import Any, Self, TypeAlias
 import msgspec
 import zmq
 
-from shmbridge import messages
+from shmbridge import limits, messages
 from shmbridge.errors import Closed, NoConsumer, ShmBridgeError
 from shmbridge.messages import Answer, Refused, Register, Registered, Request, WaitForRun
+from shmbridge.one_process import OneProcess
 from shmbridge.segment import socket_directory
 
 # A peer that sends more than this is cut off by the socket itself; below it, it gets an answer.
 CUT_OFF_BYTES = 16 * messages.MAX_MESSAGE_BYTES
+
+_DESCRIPTORS = 12  # libzmq aborts the process where it finds none left
 
 # A request without an answer is sent again: it may have died with the hub that read it.
 REPEAT_AFTER_S = 0.5
@@ -62,10 +65,11 @@ _Performed: TypeAlias = bool | list[bytes] | None
 _Talk: TypeAlias = Generator[_Step, _Performed, Answer]
 
 
-class _Client:
+class _Client(OneProcess):
     """The conversation, without doing any of it: each client performs the steps that `_talk` asks for."""
 
     def __init__(self, bridge: str, role: str, name: str) -> None:
+        limits.check_descriptors(_DESCRIPTORS, f"a control client of bridge {bridge!r}")
         self._bridge = bridge
         self._pid = os.getpid()
         self._hello = messages.Hello(role=role, name=name, pid=self._pid)

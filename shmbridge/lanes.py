@@ -42,6 +42,7 @@ class LaneSet:
     """All adopted lanes of a bridge."""
 
     def __init__(self, bridge: str, control: header.Control, columns: Columns, limit: int) -> None:
+        limits.raise_descriptors()
         limits.check_descriptors(_DESCRIPTORS, f"the consumer of bridge {bridge!r} with up to {limit} lanes")
         limits.check_threads(_THREADS, f"the consumer of bridge {bridge!r}")
         self.bridge, self.columns, self.limit = bridge, columns, limit

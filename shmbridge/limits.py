@@ -3,6 +3,7 @@
 Knows the kernel's limits and how to say which of them was hit; knows nothing of segments. Imported by whoever is about to take something.
 """
 
+import contextlib
 import errno
 import os
 import resource
@@ -14,6 +15,7 @@ from shmbridge.config import format_size
 from shmbridge.errors import ProcessLimit
 
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "none" as the largest page-aligned number
+_ENOUGH_DESCRIPTORS = 1 << 16
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 
@@ -71,6 +73,15 @@ def check_descriptors(count: int, what: str) -> None:
     finally:
         for fd in taken:
             os.close(fd)
+
+
+def raise_descriptors() -> None:
+    """Raises the soft limit of descriptors to the hard one, 65,536 at most: a process that many connect to needs more than they have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def check_threads(count: int, what: str) -> None:

@@ -19,6 +19,7 @@ from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer,
 from shmbridge.exits import at_exit
 from shmbridge.groups import Group
 from shmbridge.liveness import Byte
+from shmbridge.one_process import OneProcess
 from shmbridge.record import Lane, Record
 from shmbridge.schema import Columns
 
@@ -59,7 +60,7 @@ class RankShare:
         self.release()
 
 
-class Rank:
+class Rank(OneProcess):
     """One of `world_size` learner ranks of a bridge; a context manager. For one thread at a time.
 
     The hub is a Consumer that called serve_ranks, in this process or another. Construction does not wait for it.

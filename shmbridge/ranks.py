@@ -65,7 +65,7 @@ class RankServer:
         self._steps_ahead = 1 + prefetch
         self._book = ShareBook(world_size, mode)
         self._known: set[int] = set()  # ranks that were alive when last looked at
-        self._reissued = self._done = 0
+        self._done = 0
         self._ended, self._failed = False, ""
         self._stop = threading.Event()
         self._change = threading.Condition()
@@ -125,7 +125,6 @@ class RankServer:
             self._withdraw_stale()
             share = None if self._stop.is_set() else self._book.next_for(request.rank, request.member, request.after)
             if share is not None:
-                self._reissued += share.reissued
                 header.fault(b"hub.share_issued")
                 return self._manifest(share, request.rank)
         return NoMoreShares() if self._ended else None
@@ -197,7 +196,7 @@ class RankServer:
             "ranks_live": len(self._living()),
             "ranks_steps_open": self._book.open_steps,
             "ranks_groups_done_total": self._done,
-            "ranks_reissued_total": self._reissued,
+            "ranks_reissued_total": self._book.reissues,
         }
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -74,6 +74,7 @@ class ShareBook:
         self._shares: dict[int, Share] = {}  # by number, rising
         self._members: dict[int, int] = {}  # rank -> its newest incarnation
         self._next_share = self._next_step = 0
+        self.reissues = 0
 
     def __iter__(self) -> Iterator[Share]:
         return iter(self._shares.values())
@@ -107,7 +108,9 @@ class ShareBook:
         self._members[rank] = member
         for share in self:
             if share.number > after and rank in share.readers:
-                share.reissued |= share.issued.get(rank, member) != member
+                if share.issued.get(rank, member) != member:
+                    share.reissued = True
+                    self.reissues += 1
                 share.issued[rank] = member
                 return share
         return None
@@ -136,6 +139,7 @@ class ShareBook:
                 load = {rank: sum(other.tokens for other in self if rank in other.readers) for rank in living}
                 del self._shares[share.number]
                 heir = min(living, key=lambda rank: load[rank])
+                self.reissues += bool(share.issued)
                 moved = Share(self._next_share, share.step, share.groups, {heir}, reissued=bool(share.issued))
                 self._shares[self._next_share] = moved
                 self._next_share += 1

@@ -24,6 +24,7 @@ from shmbridge.config import check_bridge_name
 from shmbridge.errors import Closed, ConsumerTaken, NotReady, WeightsBusy, WeightsMismatch
 from shmbridge.exits import at_exit
 from shmbridge.liveness import Byte
+from shmbridge.one_process import OneProcess
 
 # How numpy carries what it has no name for.
 _CARRIERS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
@@ -88,7 +89,7 @@ def _read_table(found: Versions, bridge: str) -> list[TensorSpec]:
     return table
 
 
-class WeightsWriter:
+class WeightsWriter(OneProcess):
     """The one writer of a bridge's weights. For one thread; a context manager.
 
     Takes over the segment a dead writer left. Raises ConsumerTaken if another writer is alive.
@@ -110,12 +111,12 @@ class WeightsWriter:
         mapping = segment.open_mapping(segment.weights_name(self.bridge), minimum=versions.header_bytes)
         if mapping is None:
             return
-        if not segment.still_named(mapping.fd, segment.weights_name(self.bridge)):
-            return
         if not liveness.lock_exclusive(mapping.fd, Byte.WRITER):
             raise ConsumerTaken(
                 f"the weights of bridge {self.bridge!r} have a living writer", hint="one learner writes weights: end the other"
             )
+        if not segment.still_named(mapping.fd, segment.weights_name(self.bridge)):
+            return  # another writer removed it just before; what this one publishes makes it anew
         found = Versions(mapping)
         if not found.ready:
             return
@@ -245,7 +246,7 @@ def _view(memory: memoryview, base: int, spec: TensorSpec) -> np.ndarray[Any, An
     return np.frombuffer(memory, dtype, math.prod(spec.shape), base + spec.offset).reshape(spec.shape)
 
 
-class WeightsReader:
+class WeightsReader(OneProcess):
     """Reads the newest weights of a bridge. Never waits for a writer to exist; follows one that is replaced. For one thread.
 
     `version` and `lease` raise WeightsMismatch for a segment whose table cannot be what a writer wrote.

@@ -173,6 +173,10 @@ cdef class Control:
     def created_ns(self) -> int:
         return self.words().created_ns
 
+    def enter(self, uint64_t pid, uint64_t pid_namespace):
+        """Names the holder of the hub lock; for messages only."""
+        self.words().hub_pid, self.words().hub_pid_namespace = pid, pid_namespace
+
     def begin_epoch(self, uint64_t pid, uint64_t pid_namespace, bytes columns not None):
         """A new hub enters: its pid and columns, flags cleared, epoch + 1. Returns the epoch."""
         count = len(columns) // sizeof(column_def)

@@ -1,0 +1,116 @@
+"""Another user's bridge: refused on both sides with both users named, listed to nobody, and in nobody's way."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import shmbridge
+from shmbridge import participation, segment
+from shmbridge.weights import WeightsWriter
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def as_nobody(not_root, tmp_path):
+    """Does something in a child that has become another user; (class, text) of the ShmBridgeError it raises, or its result as text."""
+    import shmbridge.control  # what is imported lazily must be there before: the interpreter may lie where nobody may read
+
+    _ = shmbridge.control, shmbridge.clean, shmbridge.list_bridges, shmbridge.Consumer, shmbridge.Producer
+
+    def run(action) -> str:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setgroups([])
+                os.setuid(NOBODY)
+                try:
+                    text = f"did {action()}"
+                except Exception as wrong:
+                    text = f"{type(wrong).__name__}: {wrong}"
+                os.write(write, text.encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        with open(read) as pipe:
+            text = pipe.read()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return text
+
+    return run
+
+
+ROOTS = {
+    "producer": lambda bridge: shmbridge.Producer(bridge, lane_bytes="64K"),
+    "consumer": lambda bridge: shmbridge.Consumer(bridge),
+    "weights": lambda bridge: WeightsWriter(bridge),
+    "clean": lambda bridge: shmbridge.clean(bridge, dry_run=False),
+}
+
+
+@pytest.mark.parametrize("what", ROOTS)
+def test_another_users_bridge_is_refused(what, bridge, producer, consumer, as_nobody) -> None:
+    producer.put({"tokens": [[1, 2]]})
+    said = as_nobody(lambda: ROOTS[what](bridge))
+    assert said.startswith("ShmPermission: [SB102] segment /shmbridge."), said
+    assert f"belongs to uid 0, this process is uid {NOBODY}" in said
+    assert "same user" in said
+    assert consumer.get(5)["tokens"].values.tolist() == [1, 2]
+
+
+def test_another_users_bridges_are_in_nobodys_way(bridge, producer, as_nobody) -> None:
+    """Listing and cleaning everything concerns one's own."""
+    assert bridge in [each.name for each in shmbridge.list_bridges()]
+    assert bridge not in as_nobody(shmbridge.list_bridges)
+    said = as_nobody(lambda: shmbridge.clean(None, dry_run=False))
+    assert said.startswith("did CleanReport"), said
+    assert len(segment.lane_names(bridge)) == 1
+
+
+def test_root_does_not_lock_a_user_out_of_his_bridge(bridge, as_nobody) -> None:
+    """Root may open everything: a producer run with sudo would make a lane that the user's consumer cannot open."""
+
+    def open_and_leave() -> None:
+        control = participation.open_control(bridge)
+        control.mapping.fd  # noqa: B018
+        os._exit(0)
+
+    as_nobody(open_and_leave)
+    assert segment.MOUNT.joinpath(segment.control_name(bridge)[1:]).stat().st_uid == NOBODY
+    try:
+        for attempt in (lambda: shmbridge.Producer(bridge), lambda: shmbridge.Consumer(bridge)):
+            with pytest.raises(shmbridge.ShmPermission, match=f"belongs to uid {NOBODY}, this process is uid 0"):
+                attempt()
+        assert segment.lane_names(bridge) == []
+    finally:
+        segment.MOUNT.joinpath(segment.control_name(bridge)[1:]).unlink()
+
+
+def test_a_foreign_lane_is_refused_and_nobody_else_suffers(not_root, bridge, consumer, make_producer) -> None:
+    foreign = segment.MOUNT / f"shmbridge.{bridge}.l.{'0' * 16}"
+    foreign.write_bytes(b"\0" * 65536)
+    os.chown(foreign, NOBODY, NOBODY)
+    try:
+        producer = make_producer()  # its start sweeps, the consumer looks for lanes
+        producer.put({"tokens": [[1]]})
+        assert consumer.get(5)["tokens"].values.tolist() == [1]
+        assert consumer.stats()["lanes_refused"] == 1
+        report = shmbridge.clean(bridge, dry_run=False)
+        assert f"belongs to uid {NOBODY}" in report.kept[f"/{foreign.name}"]
+        assert foreign.exists()
+    finally:
+        foreign.unlink()
+
+
+def test_a_foreign_socket_directory(not_root, bridge) -> None:
+    directory: Path = segment.socket_directory(bridge)
+    directory.mkdir()
+    os.chown(directory, NOBODY, NOBODY)
+    try:
+        with pytest.raises(shmbridge.ShmPermission, match=f"owner {NOBODY}"):
+            shmbridge.Consumer(bridge)
+    finally:
+        if directory.exists():
+            directory.rmdir()
