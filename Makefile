@@ -8,7 +8,13 @@ RUN    := $(BIN)/python
 # A CPU machine gets the CPU build of torch where one is provided; see constraints-cpu.txt.
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
 
-.PHONY: help install demo test lint types model bench-first clean
+# For C files that stand alone; bash's own SECONDS is not taken.
+SAN := -std=gnu11 -g -O1 -Wall -Wno-unused-function -fno-sanitize-recover=undefined -I shmbridge/_ext
+ifneq ($(origin SECONDS),command line)
+SECONDS :=
+endif
+
+.PHONY: help install demo test lint types model sanitize fuzz kill-fuzz mutations test-all bench-first clean
 
 help: ## this list
 	@echo "make demo MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -31,7 +37,9 @@ $(VENV)/.built: $(VENV)/.installed $(wildcard shmbridge/_ext/*.pyx shmbridge/_ex
 demo: $(VENV)/.built ## train a small model through shared memory: policy server, two Atropos environments, learner
 	$(RUN) examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(ENV),--env $(ENV)) $(DEMO_FLAGS)
 
+# The build with fail-points is made before the tests, so that none of them has to wait for it.
 test: $(VENV)/.built lint types ## everything, Atropos end to end included
+	$(RUN) -c "from shmbridge.testing.fault_build import fault_build; fault_build('.', 'build/faults')"
 	$(BIN)/pytest
 
 lint: $(VENV)/.built ## ruff
@@ -40,10 +48,33 @@ lint: $(VENV)/.built ## ruff
 types: $(VENV)/.built ## mypy strict over the package
 	$(BIN)/mypy
 
-model: ## check the lane protocol exhaustively (needs spin)
+model: ## check the protocols of lanes and ranks exhaustively (needs spin)
 	@command -v spin >/dev/null || { echo "spin is not installed: apt-get install spin"; exit 1; }
 	docs/model/check.sh
 	docs/model/check.sh --mutations
+
+sanitize: $(VENV)/.built build/fuzz/seeds ## the C core under ThreadSanitizer, AddressSanitizer and UBSan (needs gcc)
+	$(RUN) tests/sanitize/harness.py 6
+	for each in lane writer; do \
+	  gcc $(SAN) -fsanitize=address,undefined tests/hostile/fuzz_$$each.c -o build/fuzz/mutate_$$each && \
+	  build/fuzz/mutate_$$each 10 1 build/fuzz/seeds/$$each-* || exit 1; done
+
+build/fuzz/seeds: $(VENV)/.built tests/hostile/seeds.py
+	rm -rf $@ && mkdir -p build/fuzz/corpus
+	$(RUN) tests/hostile/seeds.py $@
+
+fuzz: $(VENV)/.built build/fuzz/seeds ## libFuzzer over the reader of lanes (needs clang): SECONDS=300
+	clang $(SAN) -DWITH_LIBFUZZER -fsanitize=fuzzer,address,undefined tests/hostile/fuzz_lane.c -o build/fuzz/lane
+	cd build/fuzz && ./lane -max_total_time=$(or $(SECONDS),300) -use_value_profile=1 corpus seeds
+
+kill-fuzz: $(VENV)/.built ## kill and stop producers and consumers at random: SECONDS=600 SEED=1 PRODUCERS=16
+	$(RUN) tests/stress/kill_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) --producers $(or $(PRODUCERS),16)
+
+mutations: $(VENV)/.built ## break each guarantee on purpose: a test must go red (half an hour)
+	$(RUN) tests/mutations/run.py
+
+test-all: test model sanitize kill-fuzz mutations ## what takes too long for every change, too
+	docs/model/check.sh --long
 
 bench-first: $(VENV)/.built ## first figures: groups from lists and arrays beside the C twin
 	$(RUN) bench/first_figures.py

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import shmbridge
 
+BRIDGES = ("run1", "run2", "run3")
 README = Path(__file__).parents[2] / "README.md"
 
 
@@ -13,11 +14,11 @@ def blocks() -> list[str]:
 
 
 def test_the_readme_has_its_examples() -> None:
-    assert len(blocks()) == 3
+    assert len(blocks()) == 4
 
 
 def test_the_examples_run_as_written(capsys) -> None:
-    for bridge in ("run1", "run2"):
+    for bridge in BRIDGES:
         assert not [info for info in shmbridge.list_bridges() if info.name == bridge], f"bridge {bridge} is in use on this machine"
     scope: dict[str, object] = {}
     try:
@@ -25,7 +26,7 @@ def test_the_examples_run_as_written(capsys) -> None:
             exec(compile(block, str(README), "exec"), scope)
     finally:
         scope.clear()
-        reports = [shmbridge.clean(bridge, dry_run=False) for bridge in ("run1", "run2")]
+        reports = [shmbridge.clean(bridge, dry_run=False) for bridge in BRIDGES]
     assert "gsm8k [11 12 13 14] [1. 0.]" in capsys.readouterr().out
     assert not any(report.kept or report.undelivered for report in reports), reports
 
