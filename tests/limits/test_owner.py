@@ -1,6 +1,7 @@
 """Another user's bridge: refused on both sides with both users named, listed to nobody, and in nobody's way."""
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,9 @@ def test_a_foreign_socket_directory(not_root, bridge) -> None:
     finally:
         if directory.exists():
             directory.rmdir()
+
+
+def test_segments_and_sockets_are_the_owners_alone(bridge, producer, consumer) -> None:
+    """Whatever the umask says."""
+    modes = {path.name.split(".")[2]: stat.S_IMODE(path.stat().st_mode) for path in Path("/dev/shm").glob(f"shmbridge.{bridge}.*")}
+    assert modes == {"c": 0o600, "l": 0o600, "s": 0o700}

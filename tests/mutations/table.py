@@ -115,11 +115,19 @@ MUTATIONS = (
     ),
     Mutation(
         "memory-not-reserved", 6, "pages are not reserved: too little memory is a SIGBUS", "shmbridge/segment.py",
-        "os.posix_fallocate(fd, 0, size)", "os.ftruncate(fd, size)", "tests/limits",
+        "os.posix_fallocate(fd, at, min(_STEP_BYTES, size - at))", "os.ftruncate(fd, size)", "tests/limits",
     ),
     Mutation(
         "cgroup-not-asked", 6, "the memory cgroup's limit is not looked at", "shmbridge/segment.py",
-        "    if room is not None and size > room:", "    if False:", "tests/limits",
+        "        if size - at + min(size, _LEFT_ALONE_BYTES) > room:", "        if False:", "tests/limits",
+    ),
+    Mutation(
+        "descriptors-not-raised", 6, "a hub lives with as few descriptors as one peer can use up", "shmbridge/lanes.py",
+        "        limits.raise_descriptors()\n", "", "tests/hostile/test_control_messages.py",
+    ),
+    Mutation(
+        "stuck-not-said", 6, "a batch that can never be filled is waited for", "shmbridge/batching.py",
+        "        if stuck is None:\n            return\n", "        return\n", "tests/unit/test_batching.py tests/limits/test_sizing.py",
     ),
     # 7: strangers are refused, garbage stays in its lane
     Mutation(
@@ -136,6 +144,6 @@ MUTATIONS = (
     ),
     # 8: owner-only
     Mutation(
-        "mode-open", 8, "segments can be read by others", "shmbridge/segment.py", "mode=0o600", "mode=0o666", "tests/unit tests/limits -k 'mode or owner or private or permission'",
+        "mode-open", 8, "segments can be read by others", "shmbridge/segment.py", "mode=0o600", "mode=0o666", "tests/limits/test_owner.py",
     ),
 )
