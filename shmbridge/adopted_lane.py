@@ -37,7 +37,7 @@ class AdoptedLane:
 
     @property
     def held(self) -> int:
-        """Records taken and not yet released; a release that is put off counts as none."""
+        """Records taken whose memory is not free yet: leased, or their release is put off for a rank of an earlier hub."""
         return self.reader.held + self.reader.put_off
 
     @property
@@ -78,12 +78,13 @@ class AdoptedLane:
     def counters(self) -> Counter[str]:
         """From the lane's own words."""
         if self._last_counters is not None:
-            return Counter({**self._last_counters, "held": self.held})
+            return Counter({**self._last_counters, "held": self.reader.held, "put_off": self.reader.put_off})
         words = header.lane_counters(self.reader.lane)
         return Counter(
             {
                 "records_total": words["tail"],
-                "held": self.waiting + self.held,
+                "held": self.waiting + self.reader.held,
+                "put_off": self.reader.put_off,
                 "tokens_total": words["tokens"],
                 "bytes_total": words["bytes"],
                 "producer_wait_ns": words["wait_ns"],

@@ -1,6 +1,7 @@
 """From records to batches: group assembly, staleness cut, scheduling, gathering ahead. The consumer's other half.
 
-Knows groups and batches; takes records through the consumer and knows nothing of lanes. Called by shmbridge.consumer only.
+Knows groups and batches; takes records through the consumer, and asks the lanes only whether they are stuck. Called by consumer.py
+and ranks.py.
 """
 
 import logging
@@ -39,6 +40,11 @@ class BatchAssembly:
         self._prefetcher: _Prefetcher | None = None
         self._closed = False
         self._lock = threading.Lock()  # groups are put back by whoever iterates, while others are gathered ahead
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more is formed because the consumer closes."""
+        return self._closed
 
     def queued(self, producer_id: str | None) -> int:
         """Groups that were taken from lanes and are in no batch yet; any thread."""

@@ -306,7 +306,8 @@ class Consumer(Hub):
         total = self._lanes.counters()
         reasons = {key: value for key, value in sorted(total.items()) if "{" in key}
         return {
-            **{key: total[key] for key in ("records_total", "released_total", "held", "tokens_total", "bytes_total", "lane_bytes")},
+            **{key: total[key] for key in ("records_total", "released_total", "held", "put_off")},
+            **{key: total[key] for key in ("tokens_total", "bytes_total", "lane_bytes")},
             **reasons,
             "dropped_total": sum(value for key, value in reasons.items() if key.startswith("dropped")),
             "discarded_total": sum(value for key, value in reasons.items() if key.startswith("discarded")),
@@ -325,7 +326,7 @@ class Consumer(Hub):
         }
 
     def _check_open(self) -> None:
-        if self._closed or self._control is None:
+        if self._closed:
             raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
 
     def _leave_unclosed(self) -> None:

@@ -1,7 +1,7 @@
-"""Everything shmbridge raises on purpose: a code, a message with the numbers, a hint with one next action.
+"""What shmbridge raises on purpose, the control plane's own apart: a code, a message with the numbers, a hint with one next action.
 
-Knows nothing else of the package. Each class also inherits the nearest builtin, so that `except TimeoutError` does what it says.
-A page per code: docs/errors/.
+Knows nothing else of the package. Each class here also inherits the nearest builtin, so that `except TimeoutError` does what it says.
+A row per code: docs/errors/README.md.
 """
 
 

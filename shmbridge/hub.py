@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Hub(OneProcess):
-    """The consumer's other half; environments.HubView says what the control plane's thread calls. Never blocks."""
+    """Base of Consumer; environments.HubView says what the control plane's thread calls. Never blocks."""
 
     hub_epoch: int
     _lanes: LaneSet
@@ -104,14 +104,12 @@ class Hub(OneProcess):
         return any(lane.producer_id == producer_id and not lane.dead for lane in self._lanes)
 
     def next_share(self, request: messages.NextShare) -> messages.Manifest | messages.NoMoreShares | messages.Refused | None:
-        """A learner rank's next share; None while there is none."""
-        return self._no_ranks() if self._ranks is None else self._ranks.next_share(request)
+        """A learner rank's next share; None while there is none, or serve_ranks has not been called."""
+        return None if self._ranks is None else self._ranks.next_share(request)
 
     def shares_done(self, request: messages.SharesDone) -> messages.Ack | messages.Refused:
         """A learner rank is done with shares."""
-        return self._no_ranks() if self._ranks is None else self._ranks.shares_done(request)
-
-    def _no_ranks(self) -> messages.Refused:
-        return messages.Refused(
-            messages.NO_RANKS, f"the consumer of bridge {self.bridge!r} hands out no shares", "call Consumer.serve_ranks in it"
-        )
+        if self._ranks is not None:
+            return self._ranks.shares_done(request)
+        said = f"the consumer of bridge {self.bridge!r} hands out no shares"
+        return messages.Refused(messages.NO_RANKS, said, "call Consumer.serve_ranks in it")

@@ -248,7 +248,7 @@ class LaneSet:
         if not (removed or reason == "gone already"):
             return False
         self._lanes.pop(lane.name, None)
-        self._gone.update({key: value for key, value in counters.items() if key not in ("held", "lane_bytes")})
+        self._gone.update({key: value for key, value in counters.items() if key not in ("held", "put_off", "lane_bytes")})
         if self._crowded:
             self._control.ring()  # there may be room for one that waits
         return True

@@ -12,6 +12,9 @@ from enum import IntEnum
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
 
 
+MOST_RANKS = 1024
+
+
 class Byte(IntEnum):
     """Which byte of a segment stands for what; the table of docs/adr/0001-lanes.md."""
 

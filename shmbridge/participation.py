@@ -36,7 +36,7 @@ from shmbridge.segment import (
 
 _READY_TIMEOUT_S = 10.0
 _EPOCHS = 1 << 31
-_OVERWRITTEN = "something overwrote it: end what uses the bridge and run shmbridge clean --yes"
+_OVERWRITTEN = "something overwrote it: end what uses the bridge and run: shmbridge clean <bridge> --yes"
 _DESCRIPTORS = 8  # control, a lane or weights, and what is open only for a moment
 
 
@@ -97,7 +97,7 @@ def _check_layout(control: header.Control, name: str) -> None:
     if control.layout_version != header.layout_version:
         raise LayoutMismatch(
             f"{name} has layout version {control.layout_version}, this build has {header.layout_version}",
-            hint="use one shmbridge version on both sides, or end the other side and run: shmbridge clean --yes",
+            hint="use one shmbridge version on both sides, or end the other side and run: shmbridge clean <bridge> --yes",
         )
     _epoch(control)
 

@@ -327,12 +327,12 @@ class Producer(OneProcess):
 
     def _lane_full(self, plan: Plan, waited_s: float) -> LaneFull:
         control = self._control
-        if control.paused:
-            culprit, hint = f"paused by the consumer (pid {control.hub_pid})", "resume the bridge"
-        elif not liveness.is_locked(control.mapping.fd, Byte.HUB):
+        if not liveness.is_locked(control.mapping.fd, Byte.HUB):
             culprit, hint = "no consumer is alive: waiting for the next one", "start the learner"
+        elif control.paused:
+            culprit, hint = f"paused by the consumer (pid {control.hub_pid})", "resume the bridge"
         else:
-            culprit = f"consumer pid {control.hub_pid} is alive and holds {self._writer.outstanding} records of this lane"
+            culprit = f"consumer pid {control.hub_pid} is alive and has not released {self._writer.outstanding} records"
             hint = "the learner is slow or holds leases: raise lane_bytes, or lower what it holds"
         return LaneFull(
             f"lane of {self.producer_id} has no room for {format_size(plan.extent_bytes)} after {waited_s:.1f} s "

@@ -18,7 +18,7 @@ from shmbridge.config import check_bridge_name
 from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken, ShmBridgeError
 from shmbridge.exits import at_exit
 from shmbridge.groups import Group
-from shmbridge.liveness import Byte
+from shmbridge.liveness import MOST_RANKS, Byte
 from shmbridge.one_process import OneProcess
 from shmbridge.record import Lane, Record
 from shmbridge.schema import Columns
@@ -72,23 +72,29 @@ class Rank(OneProcess):
 
     Raises:
         RankTaken: a living process is this rank already.
-        BadBridgeName, ShmPermission, NotReady, LayoutMismatch.
+        ValueError: rank or world_size is out of range.
+        BadBridgeName, ShmPermission, ShmTooSmall, ShmUnavailable, ProcessLimit, NotReady, LayoutMismatch.
     """
 
     def __init__(self, bridge: str, rank: int, world_size: int) -> None:
         from shmbridge.control_client import ControlClient
 
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank={rank} is not within 0 and world_size={world_size} - 1")
+        if not 0 <= rank < world_size <= MOST_RANKS:
+            raise ValueError(f"rank={rank} is not within 0 and world_size={world_size} - 1, or world_size is above {MOST_RANKS}")
         self.bridge, self.rank, self.world_size = check_bridge_name(bridge), rank, world_size
         self._control_words: header.Control | None = participation.open_control(bridge)
         if not liveness.lock_exclusive(self._control.mapping.fd, Byte.FIRST_RANK + rank):
             participation.leave(self._control.mapping.fd, bridge)
             raise RankTaken(
                 f"rank {rank} of bridge {bridge!r} is taken by a living process",
-                hint="give every learner process a rank of its own, or end the other one",
+                hint=f"give every process a rank of its own; who is on the bridge: fuser -v /dev/shm{segment.control_name(bridge)}",
             )
         header.fault(b"rank.locked")
+        try:
+            self._client = ControlClient(bridge, role="rank", name=f"rank {rank} of {world_size}, pid {os.getpid()}")
+        except BaseException:
+            participation.leave(self._control.mapping.fd, bridge)
+            raise
         self._member = time.monotonic_ns()  # under the lock: later than any predecessor's
         self._epoch = 0
         self._after = -1
@@ -97,7 +103,6 @@ class Rank(OneProcess):
         self._lanes: dict[str, tuple[RankReader, Lane]] = {}
         self._totals = dict.fromkeys(("shares", "records", "tokens", "reissued", "outdated", "unreadable_groups"), 0)
         self._wait_s = 0.0
-        self._client = ControlClient(bridge, role="rank", name=f"rank {rank} of {world_size}, pid {os.getpid()}")
         self._no_exit_call = at_exit(self._leave_unclosed)
 
     @property
@@ -122,7 +127,13 @@ class Rank(OneProcess):
         Raises:
             ConsumerEmpty: no share came in time. NoConsumer: there was no hub. Closed.
             RequestRefused: the hub serves another world_size, or forms no more batches; it says why.
+            ValueError: layout or hold is none of those; at once.
         """
+        if layout not in ("padded", "packed") or hold not in ("step", "gather"):
+            raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step" or "gather"')
+        return self._iterate(layout, timeout_s, hold)
+
+    def _iterate(self, layout: Layout, timeout_s: float | None, hold: "Hold") -> Iterator[Batch]:
         while (share := self.next_share(timeout_s)) is not None:
             batch = self._gather(share, layout)
             if batch is None:
@@ -225,7 +236,6 @@ class Rank(OneProcess):
 
     def _look(self, manifest: "Manifest") -> RankShare | None:
         """Opens what a manifest names; None if it is of a hub that is gone: the present one hands it out again."""
-        self._after = manifest.number
         if manifest.epoch != self._epoch or self._control.hub_epoch != self._epoch:
             self._totals["outdated"] += 1
             return None
@@ -240,6 +250,7 @@ class Rank(OneProcess):
             groups.append(group)
         share = RankShare(manifest, groups)
         self._open.append((manifest, held))
+        self._after = manifest.number  # only now: whoever fails on the way gets it again
         header.fault(b"rank.holding")
         self._totals["shares"] += 1
         self._totals["reissued"] += manifest.reissued
@@ -273,7 +284,7 @@ class Rank(OneProcess):
             )
         return ConsumerEmpty(
             f"no share for rank {self.rank} within {timeout_s} s",
-            hint=f"are environments running, and the other ranks? shmbridge inspect {self.bridge}",
+            hint=f"are environments running, and the other ranks? has the consumer called serve_ranks? shmbridge inspect {self.bridge}",
         )
 
     # -- state --------------------------------------------------------------------------------------------------------------------
@@ -288,7 +299,8 @@ class Rank(OneProcess):
         self.close()
 
     def close(self) -> None:
-        """Leaves. What it had not finished goes to its successor; live views stay valid, and keep its number, until the last is gone.
+        """Leaves; blocks for the hub's answer, at most a second. What it had not finished goes to its successor; live views stay
+        valid, and keep its number, until the last is gone.
 
         Idempotent; does nothing in a child of fork.
         """

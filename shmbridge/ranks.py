@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 from shmbridge import liveness
 from shmbridge._ext import header
-from shmbridge.errors import ShmBridgeError
 from shmbridge.groups import Group
-from shmbridge.liveness import Byte
+from shmbridge.liveness import MOST_RANKS, Byte
 from shmbridge.messages import (
     BAD_VALUE,
     NO_MORE_BATCHES,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DeadRank = Literal["wait", "spread"]
-MOST_RANKS = 1024
 
 
 class RankServer:
@@ -55,8 +53,12 @@ class RankServer:
         prefetch: int,
         dead_rank: DeadRank,
     ) -> None:
-        if not 1 <= world_size <= MOST_RANKS or prefetch < 0 or groups < (world_size if mode == "sharded" else 1):
-            raise ValueError(f"world_size={world_size}, groups={groups}, prefetch={prefetch}: every rank needs a group of each batch")
+        if not 1 <= world_size <= MOST_RANKS:
+            raise ValueError(f"world_size={world_size} is not within 1 and {MOST_RANKS}")
+        if prefetch < 0 or (max_staleness is not None and max_staleness < 0):
+            raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}: at least 0 each")
+        if groups < (world_size if mode == "sharded" else 1):
+            raise ValueError(f"groups={groups}: each of {world_size} ranks needs one of every batch")
         if mode not in ("sharded", "broadcast") or dead_rank not in ("wait", "spread"):
             raise ValueError(f'mode={mode!r} is "sharded" or "broadcast", dead_rank={dead_rank!r} is "wait" or "spread"')
         self.world_size = world_size
@@ -65,8 +67,9 @@ class RankServer:
         self._steps_ahead = 1 + prefetch
         self._book = ShareBook(world_size, mode)
         self._known: set[int] = set()  # ranks that were alive when last looked at
+        self._dead: set[int] = set()  # ranks that were alive once and are not now
         self._done = 0
-        self._ended, self._failed = False, ""
+        self._drained, self._withdrawn, self._failed = False, False, ""
         self._stop = threading.Event()
         self._change = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"shmbridge-ranks-{consumer.bridge}", daemon=True)
@@ -79,18 +82,17 @@ class RankServer:
             while self._wait_for_room():
                 groups = self._batching.choose(self._groups, self._max_staleness, self._stop)
                 if groups is None:
-                    break
+                    self._wait_drained()
+                    continue
                 with self._change:
                     self._book.open(groups, self._consumer.policy_version, self._takers())
                 self._consumer.count_batch()
                 self._consumer.answer_ranks()
-        except ShmBridgeError as error:
+        except Exception as error:  # whatever it is, the ranks are to hear of it
             log.exception("bridge %r forms no more batches for its ranks", self._consumer.bridge)
-            self._failed = str(error)
-        with self._change:
-            self._ended = True
-            self._change.notify_all()
-        if not self._stop.is_set():
+            with self._change:
+                self._failed = f"{type(error).__name__}: {error}"
+                self._change.notify_all()
             self._consumer.answer_ranks()
 
     def _wait_for_room(self) -> bool:
@@ -98,10 +100,21 @@ class RankServer:
             self._change.wait_for(lambda: self._stop.is_set() or self._book.open_steps < self._steps_ahead)
         return not self._stop.is_set()
 
+    def _wait_drained(self) -> None:
+        """Nothing more can be formed: the ranks hear of it, unless it is because this consumer closes. Until some batch is withdrawn."""
+        with self._change:
+            self._drained = not (self._withdrawn or self._batching.closed or self._stop.is_set())
+            self._change.notify_all()
+        if self._drained:
+            self._consumer.answer_ranks()
+        with self._change:
+            self._change.wait_for(lambda: self._stop.is_set() or self._withdrawn)
+            self._withdrawn = self._drained = False
+
     def _takers(self) -> list[int]:
-        """The ranks that a new batch is for: all, or, where a dead one's work is spread, those that live."""
-        everybody = list(range(self.world_size))
-        return (self._living() or everybody) if self._dead_rank == "spread" else everybody
+        """The ranks that a new batch is for: all, those that have not come yet, too; without the dead, where their work is spread."""
+        everybody = set(range(self.world_size))
+        return sorted((everybody - self._dead if self._dead_rank == "spread" else everybody) or everybody)
 
     def _living(self) -> list[int]:
         fd = self._consumer.control_fd
@@ -127,7 +140,11 @@ class RankServer:
             if share is not None:
                 header.fault(b"hub.share_issued")
                 return self._manifest(share, request.rank)
-        return NoMoreShares() if self._ended else None
+            return NoMoreShares() if self._drained and not self._may_be_inherited() else None
+
+    def _may_be_inherited(self) -> bool:
+        """Whether a share that another rank reads now may yet come to this one."""
+        return self._dead_rank == "spread" and self._book.open_steps > 0
 
     def shares_done(self, request: SharesDone) -> Ack | Refused:
         """Ends the leases that nobody needs any more. Never blocks."""
@@ -136,6 +153,7 @@ class RankServer:
         header.fault(b"hub.share_done")
         with self._change:
             self._finish(self._book.done(request.rank, request.member, request.numbers))
+        self._consumer.answer_ranks()  # for some the end may have come
         return Ack()
 
     def _other_epoch(self, epoch: int) -> Refused:
@@ -151,12 +169,13 @@ class RankServer:
 
     def _look_for_deaths(self) -> None:
         living = set(self._living())
+        self._dead = (self._dead | self._known) - living
         for rank in sorted(self._known - living):
             waiting = sum(rank in share.readers for share in self._book)
             log.warning("rank %d of bridge %r is dead; %d shares of it wait", rank, self._consumer.bridge, waiting)
         self._known = living
         if self._dead_rank == "spread" and living:
-            for rank in {reader for share in self._book for reader in share.readers} - living:
+            for rank in {reader for share in self._book for reader in share.readers} & self._dead:
                 self._finish(self._book.hand_over(rank, sorted(living)))
 
     def _withdraw_stale(self) -> None:
@@ -165,6 +184,7 @@ class RankServer:
         groups = self._book.withdraw(lambda group: is_stale(group.oldest_version, current, self._max_staleness))
         if groups:
             self._batching.put_back(groups)
+            self._withdrawn, self._drained = True, False
             self._change.notify_all()
 
     def _manifest(self, share: Share, rank: int) -> Manifest:
@@ -188,21 +208,26 @@ class RankServer:
     @property
     def idle(self) -> bool:
         """Whether the bridge is drained and every share is done."""
-        return self._ended and self._book.open_steps == 0
+        with self._change:
+            return self._drained and self._book.open_steps == 0
 
     def stats(self) -> dict[str, float]:
-        """Counters, flat. Never blocks; any thread."""
-        return {
-            "ranks_live": len(self._living()),
-            "ranks_steps_open": self._book.open_steps,
-            "ranks_groups_done_total": self._done,
-            "ranks_reissued_total": self._book.reissues,
-        }
+        """Counters, flat. Any thread."""
+        with self._change:
+            return {
+                "ranks_live": len(self._living()),
+                "ranks_steps_open": self._book.open_steps,
+                "ranks_groups_done_total": self._done,
+                "ranks_reissued_total": self._book.reissues,
+            }
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks until the bridge is drained and every share is done, or the time is over; which of the two."""
+        """Blocks until the bridge is drained and every share is done: True. False if the time is over first, or no more can come:
+        the consumer was closed, or a batch could not be formed (its log says why). Any thread.
+        """
         with self._change:
-            return self._change.wait_for(lambda: self.idle or bool(self._failed), timeout_s)
+            self._change.wait_for(lambda: self.idle or bool(self._failed) or self._stop.is_set(), timeout_s)
+            return self.idle
 
     def stop(self) -> None:
         """Ends the thread and lets go of every lease un-released: the next consumer gets those records. For Consumer.close."""
@@ -210,7 +235,8 @@ class RankServer:
         with self._change:
             self._change.notify_all()
         self._thread.join()
-        for share in self._book:
-            for group in share.groups:
-                for record in group.records:
-                    record.abandon()
+        with self._change:
+            for share in self._book:
+                for group in share.groups:
+                    for record in group.records:
+                        record.abandon()

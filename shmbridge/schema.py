@@ -45,8 +45,6 @@ DTYPES: tuple[str, ...] = (
 # Python values that Atropos sends as they are; carried as JSON text.
 JSON_COLUMNS = frozenset({"messages", "overrides", "group_overrides", "generation_params", "images", "extra"})
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
-
 _PER_RECORD, _TEXT = 1, 2
 _DEFINITION = struct.Struct("<56sBBBBI")
 

@@ -37,6 +37,7 @@ class Step:
     number: int
     groups: list[Group]
     policy_version: int
+    issued: bool = False  # a part of it has been handed out
 
     @property
     def rows(self) -> int:
@@ -112,6 +113,7 @@ class ShareBook:
                     share.reissued = True
                     self.reissues += 1
                 share.issued[rank] = member
+                share.step.issued = True
                 return share
         return None
 
@@ -147,10 +149,7 @@ class ShareBook:
 
     def withdraw(self, unfit: Callable[[Group], bool]) -> list[Group]:
         """Takes back the batches of which nothing was issued and some group is unfit: their groups, oldest first."""
-        steps = {share.step.number: share.step for share in self}
-        for share in self:
-            if share.issued or share.reissued:
-                steps.pop(share.step.number, None)
+        steps = {share.step.number: share.step for share in self if not share.step.issued}
         unfit_steps = {number: step for number, step in steps.items() if any(map(unfit, step.groups))}
         self._shares = {number: share for number, share in self._shares.items() if share.step.number not in unfit_steps}
         return [group for step in unfit_steps.values() for group in step.groups]

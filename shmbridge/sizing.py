@@ -90,6 +90,8 @@ def records_held(groups: int, producers: int = 1, *, prefetch: int = 1, hold: st
 
     Under hold="step" that is the batch of the step under way and `prefetch` batches gathered ahead; under "gather" only the latter.
     """
+    if hold not in ("step", "gather") or min(groups, producers, records_per_group) < 1 or prefetch < 0:
+        raise ValueError(f'hold={hold!r} is "step" or "gather"; groups, producers and records_per_group are 1 at least, prefetch 0')
     batches = 1 + prefetch if hold == "step" else max(prefetch, 1)
     return -(-batches * groups * records_per_group // producers)
 
@@ -138,7 +140,7 @@ def lane_bytes_holding(held: int, record: int, *, same_size: bool = False) -> in
 
 
 def segment_bytes(lane_bytes: int) -> int:
-    """Bytes of the shm mount that one lane takes: its data area, 36 KiB at least, and 140 bytes per slot."""
+    """Bytes of the shm mount that one lane takes: its data area, 20 KiB, and 140 bytes per slot, in whole pages."""
     size: int = header.lane_geometry(lane_bytes, slots_of(lane_bytes))[-1]
     return size
 

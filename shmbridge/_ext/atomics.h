@@ -1,6 +1,6 @@
 /* The atomic verbs of the ring, and nothing else.
  *
- * Every use elsewhere carries a SYNC(tag) comment; docs/memory-model.md has one row per tag. Plain loads and stores of shared words are
+ * Every ordered use elsewhere carries a SYNC(tag) comment; docs/memory-model.md has one row per tag. Plain loads and stores of shared words are
  * not ordered by Cython or by the GIL, so no shared word is touched except through these.
  */
 #ifndef SHMBRIDGE_ATOMICS_H

@@ -71,7 +71,7 @@ class FaultyChild:
     A context manager: the child never outlives the block. For one thread.
 
     Args:
-        argv: arguments after the interpreter.
+        argv: arguments after the interpreter; the child runs in `/`, so paths are absolute.
         build: folder the build with fail-points was installed into; nothing else is on the child's PYTHONPATH.
         fault: what is armed, or None.
         environment: more variables for the child.

@@ -176,7 +176,8 @@ def test_nothing_changes_under_a_rank_when_another_hub_comes(filled, faulty, mak
             each.release()
         del each, again
         marked = consumer.stats()
-        assert marked["held"] >= 1, "the release is put off"
+        assert marked["put_off"] >= 1
+        assert marked["records_total"] == marked["released_total"] + marked["held"] + marked["discarded_total"]
         assert fill(filled, roles) >= committed
         assert roles.check(record) == 0
         assert before.tolist() == wanted
@@ -191,7 +192,7 @@ def test_nothing_changes_under_a_rank_when_another_hub_comes(filled, faulty, mak
     consumer = make_consumer()
     for each in consumer.poll():
         each.release()
-    until(lambda: consumer.stats()["held"] == 0)
+    until(lambda: consumer.stats()["put_off"] == 0)
     room = fill(filled, roles)
     assert room > committed
 
@@ -213,10 +214,21 @@ def test_a_rank_goes_on_with_the_next_hub(filled, faulty, make_consumer, make_ra
         seen = committed
         assert roles.check(old.records[0]) == 0, "the record that is looked at"
     assert seen > 3 * GROUPS
-    assert consumer.stats()["held"] == 1, "the record that is still looked at"
+    assert consumer.stats()["put_off"] == 1, "the record that is still looked at"
     old.release()
     rank.report_done()
-    until(lambda: consumer.stats()["held"] == 0)
+    until(lambda: consumer.stats()["put_off"] == 0)
+
+
+def test_discards_that_are_put_off_add_up(filled, faulty, make_consumer, make_rank):
+    hub = faulty("serve_ranks", 1, 1)
+    hub.until("ready")
+    rank = make_rank()
+    share = rank.next_share(20)
+    hub.kill()
+    stats = make_consumer(resume="discard").stats()
+    assert (stats["discarded_total{resume}"], stats["released_total"], stats["held"], stats["put_off"]) == (GROUPS, 0, 0, 1)
+    del share
 
 
 def test_a_hub_is_killed_while_it_serves(filled, faulty, make_consumer, make_rank, read):

@@ -85,7 +85,7 @@ def test_a_hub_is_stopped(label, faulty, make_producer, make_consumer, roles, se
     with pytest.raises(shmbridge.ConsumerTaken):
         make_consumer()
     count = put_until_full(producer, roles, producer.stats()["records_total"])
-    with pytest.raises(shmbridge.LaneFull, match="is alive and holds"):
+    with pytest.raises(shmbridge.LaneFull, match="is alive and has not released"):
         producer.put(roles.pattern("p", count), group_id=count)
     child.go_on()
     child.until("done")

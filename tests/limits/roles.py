@@ -17,7 +17,7 @@ import numpy as np
 
 import shmbridge
 import shmbridge.control
-from shmbridge import Consumer, Producer, clean, list_bridges
+from shmbridge import Consumer, Producer, clean, limits, list_bridges
 from shmbridge.weights import WeightsWriter
 
 MOUNT = "/dev/shm"
@@ -173,7 +173,9 @@ def _limited(bridge: str, what: str, limit: str) -> None:
         with open("/proc/self/statm") as statm:
             soft += int(statm.read().split()[0]) * resource.getpagesize()
     model = [("w", np.zeros(1 << 16, np.float32))]
-    resource.setrlimit(number, (soft, resource.getrlimit(number)[1]))
+    hard = resource.getrlimit(number)[1]
+    resource.setrlimit(number, (soft, hard))
+    limits.raise_descriptors = lambda: None  # as if the hard limit were as low: it could not be raised again here
     producer = attempt("producer", lambda: Producer(bridge, lane_bytes="8M"))
     if producer is not None:
         attempt("put", partial(producer.put, {"tokens": [[1, 2, 3]]}, timeout_s=5))
@@ -183,7 +185,7 @@ def _limited(bridge: str, what: str, limit: str) -> None:
     writer = attempt("weights", lambda: WeightsWriter(bridge))
     if writer is not None:
         attempt("publish", partial(writer.publish, 1, model))
-    resource.setrlimit(number, (resource.getrlimit(number)[1],) * 2)
+    resource.setrlimit(number, (hard, hard))
     for each in (writer, producer, consumer):
         if each is not None:
             each.close()

@@ -79,8 +79,8 @@ MUTATIONS = (
         "            lane.dead = True\n            self._control.ring()", "            lane.dead = True", "tests/crash/test_producer_killed.py",
     ),
     Mutation(
-        "no-bell-at-takeover", 3, "a new hub does not wake the producers", "shmbridge/lanes.py",
-        "        reader.ring()  #", "        #", "tests/crash",
+        "death-guessed", 3, "a process is taken for dead although its lock is held", "shmbridge/deathwatch.py",
+        "dead = not liveness.is_locked(lane.fd, Byte.PRODUCER)", "dead = True", "tests/crash/test_stopped.py",
     ),
     # 4: nothing leaks, nothing live is touched
     Mutation(

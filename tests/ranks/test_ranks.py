@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -226,3 +227,98 @@ def test_a_child_of_fork_is_told(make_rank):
             os._exit(0)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("how", ["closes", "fails"])
+def test_a_hub_that_goes_is_no_end_of_the_run(how, bridge, make_rank, make_producer, put_groups):
+    """A rank that asks is not told that the bridge was drained: another consumer may come."""
+    producer, rank = make_producer(), make_rank()
+    put_groups(producer, range(1))
+    consumer = shmbridge.Consumer(bridge)
+    server = consumer.serve_ranks(1, groups=1, prefetch=0)
+    rank.next_share(10).release()
+    asking = threading.Timer(0.3, consumer.close if how == "closes" else lambda: consumer.__exit__(ValueError, None, None))
+    asking.start()
+    with pytest.raises(errors.NoConsumer):
+        rank.next_share(1.5)
+    asking.join()
+    assert not server.wait(0)
+
+
+def test_a_finished_part_of_a_batch_is_not_dealt_out_again(make_rank, make_consumer, make_producer, put_groups):
+    """One rank is done before the other has asked; then the batch grows stale."""
+    consumer, producer = make_consumer(), make_producer()
+    consumer.publish_policy_version(1)
+    put_groups(producer, range(2), policy_version=1)
+    consumer.serve_ranks(2, groups=2, max_staleness=0, prefetch=0)
+    quick, slow = make_rank(0, 2), make_rank(1, 2)
+    quick.next_share(10).release()
+    quick.report_done()
+    consumer.publish_policy_version(2)
+    with slow.next_share(10) as share:
+        assert share.manifest.step == 0
+    slow.report_done()
+    assert consumer.stats()["released_total"] == 2
+
+
+def test_an_error_in_forming_batches_reaches_the_ranks(make_rank, make_consumer, make_producer, put_groups, monkeypatch):
+    consumer = make_consumer()
+    monkeypatch.setattr(consumer._batching, "choose", lambda *_: 1 // 0)
+    server = consumer.serve_ranks(1, groups=1)
+    with pytest.raises(RequestRefused, match="ZeroDivisionError"):
+        make_rank().next_share(5)
+    assert not server.wait(5)
+    assert not server.idle
+
+
+def test_a_look_that_fails_is_made_again(make_rank, make_consumer, make_producer, put_groups, monkeypatch):
+    """For want of a descriptor, say: the share must not be lost for a rank that lives."""
+    consumer, producer, rank = make_consumer(), make_producer(), make_rank()
+    put_groups(producer, range(1))
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    with monkeypatch.context() as broken:
+        broken.setattr(rank, "_open_lane", lambda name: (_ for _ in ()).throw(OSError(24, "too many files")))
+        with pytest.raises(OSError, match="too many"):
+            rank.next_share(10)
+    assert numbers_of(next(rank.batches(timeout_s=10))) == [0]
+
+
+def test_what_is_fresh_of_a_withdrawn_batch_is_dealt_out_although_the_bridge_is_drained(
+    make_rank, make_consumer, make_producer, put_groups, until
+):
+    consumer, producer = make_consumer(), make_producer()
+    consumer.publish_policy_version(1)
+    put_groups(producer, range(1), policy_version=1)
+    put_groups(producer, range(1, 3), policy_version=2)
+    server = consumer.serve_ranks(1, groups=1, max_staleness=0, prefetch=3)
+    consumer.drain()
+    until(lambda: consumer.stats()["ranks_steps_open"] == 3)
+    consumer.publish_policy_version(2)
+    rank = make_rank()
+    assert [numbers_of(batch) for batch in rank.batches(timeout_s=10)] == [[1], [2]]
+    assert server.wait(5)
+    until(lambda: consumer.stats()["discarded_total{stale}"] == 1)
+    assert consumer.stats()["held"] == 0
+
+
+def test_a_rank_that_has_not_come_yet_is_not_dead(make_rank, make_consumer, make_producer, put_groups):
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(2))
+    consumer.serve_ranks(2, groups=2, dead_rank="spread", prefetch=0)
+    first = make_rank(0, 2)
+    assert len(first.next_share(10).groups) == 1
+    with pytest.raises(errors.ConsumerEmpty):
+        first.next_share(0.3)
+    assert len(make_rank(1, 2).next_share(10).groups) == 1
+
+
+def test_an_idle_rank_and_its_hub_cost_nothing(make_rank, make_consumer):
+    """Also before serve_ranks was called: less than 1 % of a core for both together."""
+    make_consumer()
+    rank = make_rank()
+    with pytest.raises(errors.ConsumerEmpty):
+        rank.next_share(0.2)
+    began = time.process_time()
+    with pytest.raises(errors.ConsumerEmpty):
+        rank.next_share(2.0)
+    assert time.process_time() - began < 0.04

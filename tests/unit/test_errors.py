@@ -1,19 +1,34 @@
 """What is raised: a stable code, numbers in the message, one next action, and the builtin a caller would expect."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 import shmbridge
 from shmbridge import errors
 
+DOCUMENT = Path(__file__).parents[2] / "docs/errors/README.md"
 ALL = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.ShmBridgeError)]
 BUILTIN = {
     "BadBridgeName": ValueError, "ShmTooSmall": MemoryError, "ShmPermission": PermissionError, "NotReady": TimeoutError,
     "LayoutMismatch": ValueError, "SchemaMismatch": ValueError, "RecordTooBig": ValueError, "InvalidRecord": ValueError,
-    "RecordUnreadable": ValueError,
+    "RecordUnreadable": ValueError, "ProcessLimit": OSError, "ShmUnavailable": OSError, "LaneQuarantined": RuntimeError,
+    "ClaimOpen": RuntimeError, "RankTaken": RuntimeError,
     "LaneFull": TimeoutError, "ConsumerEmpty": TimeoutError, "LeaseReleased": RuntimeError, "BatchTooBig": ValueError,
     "ConsumerTaken": RuntimeError, "NoConsumer": TimeoutError, "BridgeDraining": RuntimeError,
     "Closed": RuntimeError, "WeightsMismatch": ValueError, "WeightsBusy": TimeoutError,
 }  # fmt: skip
+
+
+def test_the_documents_table_has_every_class() -> None:
+    import shmbridge.control_client
+    import shmbridge.messages
+
+    rows = dict(re.findall(r"^\| (SB\d{3}) \| (\w+) \|", DOCUMENT.read_text(), re.MULTILINE))
+    assert rows == {each.code: each.__name__ for each in [*ALL, shmbridge.messages.BadMessage, shmbridge.control_client.RequestRefused]
+                    if each is not errors.ShmBridgeError}  # fmt: skip
+    assert {each.__name__ for each in ALL} - {"ShmBridgeError"} == set(BUILTIN)
 
 
 def test_codes_are_unique() -> None:

@@ -82,7 +82,7 @@ def test_a_full_lane_names_the_consumer_that_holds_it(producer, make_consumer) -
     with pytest.raises(shmbridge.LaneFull, match="no consumer is alive"):
         producer.put(BIG)
     consumer = make_consumer()
-    with pytest.raises(shmbridge.LaneFull, match=r"consumer pid \d+ is alive and holds \d records"):
+    with pytest.raises(shmbridge.LaneFull, match=r"consumer pid \d+ is alive and has not released \d records"):
         producer.put(BIG)
     consumer.pause()
     with pytest.raises(shmbridge.LaneFull, match="paused by the consumer"):
