@@ -38,7 +38,7 @@ MUTATIONS = (
         "tests/conformance",
     ),
     Mutation(
-        "extent-forgotten", 1, "an aborted claim's memory is given back twice over", WRITE,
+        "extent-forgotten", 1, "an aborted claim's slot is lost", WRITE,
         "    writer->free_slots[writer->free_slot_count++] = (uint32_t)writer->claimed;\n    writer->claimed = -1;",
         "    writer->claimed = -1;", "tests/conformance",
     ),
