@@ -94,6 +94,10 @@ class Hub(OneProcess):
         self._lanes.ring_all()
         self._control.ring()
 
+    def say_finished(self) -> None:
+        """The bridge is drained and every learner rank is done: they hear of it also when this hub is gone. For ranks.py."""
+        self._control.finish()
+
     def queue_groups(self, producer_id: str | None = None) -> int:
         """Groups committed and not yet in a batch, of one producer or all; a fragment not yet read counts as one."""
         waiting = sum(lane.waiting for lane in self._lanes if producer_id in (None, lane.producer_id))

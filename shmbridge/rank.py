@@ -176,6 +176,8 @@ class Rank(OneProcess):
                         return None
                     if answer is not None and (share := self._look(answer)) is not None:
                         return share
+                elif self._is_finished():
+                    return None
                 else:
                     time.sleep(_RETRY_S)
                 if time.monotonic() > deadline:
@@ -214,6 +216,10 @@ class Rank(OneProcess):
             header.fault(b"rank.joined")
             self._after = -1
         return self._epoch > 0 and liveness.is_locked(control.mapping.fd, Byte.HUB)
+
+    def _is_finished(self) -> bool:
+        """Whether the hub that is gone had drained the bridge and seen every rank done. The next hub unsays it with its epoch."""
+        return self._epoch > 0 and self._control.finished and self._control.hub_epoch == self._epoch
 
     def _ask(self, deadline: float) -> "Manifest | messages.NoMoreShares | None":
         question = messages.NextShare(self.rank, self.world_size, self._member, self._epoch, self._after)

@@ -108,6 +108,7 @@ class RankServer:
         if self._drained:
             self._consumer.answer_ranks()
         with self._change:
+            self._say_if_finished()
             self._change.wait_for(lambda: self._stop.is_set() or self._withdrawn)
             self._withdrawn = self._drained = False
 
@@ -165,7 +166,12 @@ class RankServer:
             for record in group.records:
                 record.release()
         self._done += len(groups)
+        self._say_if_finished()
         self._change.notify_all()
+
+    def _say_if_finished(self) -> None:
+        if self.idle and not self._stop.is_set():
+            self._consumer.say_finished()
 
     def _look_for_deaths(self) -> None:
         living = set(self._living())

@@ -28,6 +28,8 @@ cdef extern from "shape.h" nogil:
     lane_shape shape_of(uint64_t data_bytes, uint32_t slot_count)
     int shape_read(const lane_header* header, uint64_t size, lane_shape* shape, complaint* why)
 
+cdef uint64_t FINISHED = 2
+
 faults_compiled = bool(FAULTS_COMPILED)
 layout_version = LAYOUT_VERSION
 control_bytes = CONTROL_BYTES
@@ -243,6 +245,14 @@ cdef class Control:
     @draining.setter
     def draining(self, bint value):
         store_release64(&self.words().draining, value)  # SYNC(flags)
+
+    @property
+    def finished(self) -> bool:
+        """Whether a hub has drained the bridge and seen every learner rank done; until the next hub."""
+        return load_acquire64(&self.words().draining) == FINISHED  # SYNC(flags)
+
+    def finish(self):
+        store_release64(&self.words().draining, FINISHED)  # SYNC(flags)
 
     @property
     def arrivals(self) -> int:

@@ -70,7 +70,7 @@ typedef struct {
     shm_u64 run_epoch;
     shm_u64 policy_version; /* biased by one: 0 means none announced */
     shm_u64 paused;
-    shm_u64 draining;
+    shm_u64 draining; /* 1: takes no new records; 2: and every learner rank is done */
     shm_u64 column_count; /* H: stored after the table, 0 means not yet */
     uint8_t pad1[0x80 - 64];
 

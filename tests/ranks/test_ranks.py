@@ -322,3 +322,30 @@ def test_an_idle_rank_and_its_hub_cost_nothing(make_rank, make_consumer):
     with pytest.raises(errors.ConsumerEmpty):
         rank.next_share(2.0)
     assert time.process_time() - began < 0.04
+
+
+def test_the_end_of_the_run_reaches_a_rank_that_asks_too_late(make_rank, make_producer, put_groups, bridge):
+    """The consumer drains, waits until all is done, and is gone before the rank has asked once more."""
+    producer, rank = make_producer(), make_rank()
+    put_groups(producer, range(1))
+    with shmbridge.Consumer(bridge) as consumer:
+        server = consumer.serve_ranks(1, groups=1)
+        rank.next_share(10).release()
+        consumer.drain()
+        rank.report_done()
+        assert server.wait(10)
+    assert rank.next_share(5) is None
+
+
+def test_a_later_run_is_not_ended_by_an_earlier_one(make_rank, make_consumer, make_producer, put_groups, bridge):
+    rank = make_rank()
+    with shmbridge.Consumer(bridge) as first:
+        server = first.serve_ranks(1, groups=1)
+        with pytest.raises(errors.ConsumerEmpty):
+            rank.next_share(0.2)
+        first.drain()
+        assert server.wait(10)
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(1))
+    consumer.serve_ranks(1, groups=1)
+    assert numbers_of(next(rank.batches(timeout_s=10))) == [0]
