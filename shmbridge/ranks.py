@@ -104,13 +104,14 @@ class RankServer:
         """Nothing more can be formed: the ranks hear of it, unless it is because this consumer closes. Until some batch is withdrawn."""
         with self._change:
             self._drained = not (self._withdrawn or self._batching.closed or self._stop.is_set())
+            self._say_if_finished()  # before anybody is told, and closes
             self._change.notify_all()
         if self._drained:
             self._consumer.answer_ranks()
         with self._change:
-            self._say_if_finished()
             self._change.wait_for(lambda: self._stop.is_set() or self._withdrawn)
-            self._withdrawn = self._drained = False
+            if self._withdrawn:
+                self._withdrawn = self._drained = False
 
     def _takers(self) -> list[int]:
         """The ranks that a new batch is for: all, those that have not come yet, too; without the dead, where their work is spread."""
@@ -170,7 +171,7 @@ class RankServer:
         self._change.notify_all()
 
     def _say_if_finished(self) -> None:
-        if self.idle and not self._stop.is_set():
+        if self.idle:
             self._consumer.say_finished()
 
     def _look_for_deaths(self) -> None:

@@ -335,6 +335,7 @@ def test_the_end_of_the_run_reaches_a_rank_that_asks_too_late(make_rank, make_pr
         rank.report_done()
         assert server.wait(10)
     assert rank.next_share(5) is None
+    assert server.idle
 
 
 def test_a_later_run_is_not_ended_by_an_earlier_one(make_rank, make_consumer, make_producer, put_groups, bridge):
