@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import RecordTooBig as RecordTooBig
     from shmbridge.errors import RecordUnreadable as RecordUnreadable
     from shmbridge.errors import SchemaMismatch as SchemaMismatch
+    from shmbridge.errors import ServesRanks as ServesRanks
     from shmbridge.errors import ShmBridgeError as ShmBridgeError
     from shmbridge.errors import ShmPermission as ShmPermission
     from shmbridge.errors import ShmTooSmall as ShmTooSmall
@@ -67,7 +68,7 @@ _HOMES = {
             "BadBridgeName", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
             "ConsumerTaken", "InvalidRecord", "LaneFull", "LaneQuarantined",
             "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotReady", "ProcessLimit", "RankTaken", "RecordTooBig",
-            "RecordUnreadable", "SchemaMismatch", "ShmBridgeError",
+            "RecordUnreadable", "SchemaMismatch", "ServesRanks", "ShmBridgeError",
             "ShmPermission", "ShmTooSmall", "ShmUnavailable", "WeightsBusy", "WeightsMismatch",
         ],
         "errors",

@@ -17,7 +17,7 @@ from shmbridge._ext import header
 from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly, Hold
 from shmbridge.config import Run, check_bridge_name
-from shmbridge.errors import Closed, ConsumerEmpty, ConsumerTaken
+from shmbridge.errors import Closed, ConsumerEmpty, ConsumerTaken, ServesRanks
 from shmbridge.exits import at_exit
 from shmbridge.hub import Hub
 from shmbridge.lanes import LaneSet
@@ -136,6 +136,7 @@ class Consumer(Hub):
             ConsumerEmpty: none came in time; the message says who is alive.
             Closed: the consumer was closed.
         """
+        self._check_mine()
         deadline = _deadline(timeout_s)
         while (record := self._take()) is None:
             left = deadline - time.monotonic()
@@ -146,6 +147,7 @@ class Consumer(Hub):
 
     async def get_async(self, timeout_s: float | None = None) -> Record:
         """`get` that never blocks the event loop: the wait is in a thread of its own."""
+        self._check_mine()
         deadline = _deadline(timeout_s)
         while (record := self._take()) is None:
             left = deadline - time.monotonic()
@@ -156,6 +158,7 @@ class Consumer(Hub):
 
     def poll(self, max_records: int = 256) -> list[Record]:
         """Up to `max_records` records that are there now, leased, fairly over the lanes. Never blocks."""
+        self._check_mine()
         records: list[Record] = []
         while len(records) < max_records and (record := self._take()) is not None:
             records.append(record)
@@ -163,6 +166,7 @@ class Consumer(Hub):
 
     def __iter__(self) -> Iterator[Record]:
         """Records as they come, until close(), or until drain() and nothing is left."""
+        self._check_mine()
         while not self._closed:
             record = self._take()
             if record is not None:
@@ -174,6 +178,7 @@ class Consumer(Hub):
 
     async def __aiter__(self) -> AsyncIterator[Record]:
         """`__iter__` for an event loop."""
+        self._check_mine()
         while not self._closed:
             record = self._take()
             if record is not None:
@@ -208,11 +213,16 @@ class Consumer(Hub):
         Raises:
             BatchTooBig: the lanes are full of what the batch already has, so that it can never be filled.
         """
+        self._check_mine()
         return self._batching.batches(groups=groups, layout=layout, max_staleness=max_staleness, prefetch=prefetch, hold=hold)
 
     def _take(self) -> Record | None:
         self._check_open()
         return self._lanes.take()
+
+    def _check_mine(self) -> None:
+        if self._ranks is not None:
+            raise ServesRanks(f"the consumer of bridge {self.bridge!r} serves ranks", hint="read through a shmbridge.Rank, here too")
 
     def discard(self, record: Record, reason: Discard) -> None:
         """Releases a record unread and counts it."""
@@ -262,7 +272,7 @@ class Consumer(Hub):
     ) -> "RankServer":
         """Deals batches out to `world_size` learner ranks (shmbridge.Rank) from now on, in a thread. Does not block.
 
-        Do not call get, poll or batches besides. The server it returns says when all is done: `wait`, `idle`, `stats`.
+        get, poll and batches raise ServesRanks from now on. The server it returns says when all is done: `wait`, `idle`, `stats`.
 
         Args:
             world_size: ranks, 1 to 1024; rank 0 may well be in this process.

@@ -155,6 +155,12 @@ class RankTaken(ShmBridgeError, RuntimeError):
     code = "SB408"
 
 
+class ServesRanks(ShmBridgeError, RuntimeError):
+    """A consumer that deals batches out to learner ranks was asked for records itself."""
+
+    code = "SB409"
+
+
 class WeightsMismatch(ShmBridgeError, ValueError):
     """The tensors do not have the names, types or shapes of the weights segment."""
 

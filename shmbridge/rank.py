@@ -15,7 +15,7 @@ from shmbridge._ext import header
 from shmbridge._ext.ring import RankReader
 from shmbridge.batch import Batch, Layout, unreadable
 from shmbridge.config import check_bridge_name
-from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken, ShmBridgeError
+from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
 from shmbridge.exits import at_exit
 from shmbridge.groups import Group
 from shmbridge.liveness import MOST_RANKS, Byte
@@ -122,7 +122,7 @@ class Rank(OneProcess):
             layout: "packed" (N,) or "padded" (B, T).
             timeout_s: for each batch; None: for ever, also while there is no hub.
             hold: "step" keeps the share until the next iteration, so that a rank which dies meanwhile gets it again; "gather" is
-                done with it once gathered: at most once.
+                done with it once gathered: at most once, unless the hub dies before it has heard.
 
         Raises:
             ConsumerEmpty: no share came in time. NoConsumer: there was no hub. Closed.
@@ -150,7 +150,9 @@ class Rank(OneProcess):
         """A batch of what can be read of a share; None if that is nothing."""
         try:
             return Batch(share.groups, layout)
-        except ShmBridgeError:
+        except MemoryError:
+            raise
+        except Exception:
             wrong = {id(group): why for group, why in unreadable(share.groups, layout)}
             for group in [group for group in share.groups if id(group) in wrong]:
                 log.error("group %s of %s is left out: %s", group.records[0].group_id, group.producer_id, wrong[id(group)])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shmbridge import liveness
 from shmbridge._ext import header
+from shmbridge.errors import BatchTooBig
 from shmbridge.groups import Group
 from shmbridge.liveness import MOST_RANKS, Byte
 from shmbridge.messages import (
@@ -32,6 +33,9 @@ from shmbridge.staleness import is_stale
 if TYPE_CHECKING:
     from shmbridge.batching import BatchAssembly
     from shmbridge.consumer import Consumer
+
+_MOST_RECORDS = 30_000  # of one share: messages.MAX_MESSAGE_BYTES at 34 bytes a record
+_LOOK_EVERY_S = 0.2
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +73,7 @@ class RankServer:
         self._known: set[int] = set()  # ranks that were alive when last looked at
         self._dead: set[int] = set()  # ranks that were alive once and are not now
         self._done = 0
+        self._looked_s = 0.0
         self._drained, self._withdrawn, self._failed = False, False, ""
         self._stop = threading.Event()
         self._change = threading.Condition()
@@ -84,6 +89,7 @@ class RankServer:
                 if groups is None:
                     self._wait_drained()
                     continue
+                self._check_sayable(groups)
                 with self._change:
                     self._book.open(groups, self._consumer.policy_version, self._takers())
                 self._consumer.count_batch()
@@ -94,6 +100,17 @@ class RankServer:
                 self._failed = f"{type(error).__name__}: {error}"
                 self._change.notify_all()
             self._consumer.answer_ranks()
+
+    def _check_sayable(self, groups: list[Group]) -> None:
+        """Raises if a share could have more records than a message can name."""
+        records = sum(len(group.records) for group in groups)
+        shares = self.world_size if self._book.mode == "sharded" else 1
+        if records > _MOST_RECORDS * shares:
+            self._batching.put_back(groups)
+            raise BatchTooBig(
+                f"a batch of {len(groups)} groups has {records} records, and a manifest names {_MOST_RECORDS}",
+                hint="ask for fewer groups, or put groups whole: one record each",
+            )
 
     def _wait_for_room(self) -> bool:
         with self._change:
@@ -175,6 +192,9 @@ class RankServer:
             self._consumer.say_finished()
 
     def _look_for_deaths(self) -> None:
+        if time.monotonic() < self._looked_s + _LOOK_EVERY_S:
+            return
+        self._looked_s = time.monotonic()
         living = set(self._living())
         self._dead = (self._dead | self._known) - living
         for rank in sorted(self._known - living):

@@ -242,6 +242,8 @@ cdef class LaneReader:
             return 0
         if self.ranks_before and lease.redelivered:
             self._put_off.append((lease.slot, lease.generation))
+            if not self.ranks_before:  # another thread has just done all that was put off
+                self.release_put_off()
         else:
             lane_release(&self._reader, lease.slot, lease.generation)
         return 0

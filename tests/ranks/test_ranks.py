@@ -350,3 +350,20 @@ def test_a_later_run_is_not_ended_by_an_earlier_one(make_rank, make_consumer, ma
     put_groups(producer, range(1))
     consumer.serve_ranks(1, groups=1)
     assert numbers_of(next(rank.batches(timeout_s=10))) == [0]
+
+
+def test_a_consumer_that_serves_ranks_gives_no_records_itself(make_consumer):
+    consumer = make_consumer()
+    consumer.serve_ranks(1)
+    for ask in (consumer.poll, lambda: consumer.get(0.1), lambda: consumer.batches(groups=1), lambda: next(iter(consumer))):
+        with pytest.raises(errors.ServesRanks, match="serves ranks"):
+            ask()
+
+
+def test_a_share_that_no_message_could_name_is_refused(make_rank, make_consumer, make_producer, monkeypatch, put_groups):
+    consumer, producer = make_consumer(), make_producer()
+    monkeypatch.setattr("shmbridge.ranks._MOST_RECORDS", 3)
+    put_groups(producer, range(4))
+    consumer.serve_ranks(1, groups=4)
+    with pytest.raises(RequestRefused, match="4 records, and a manifest names 3"):
+        make_rank().next_share(5)

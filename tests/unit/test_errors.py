@@ -14,7 +14,7 @@ BUILTIN = {
     "BadBridgeName": ValueError, "ShmTooSmall": MemoryError, "ShmPermission": PermissionError, "NotReady": TimeoutError,
     "LayoutMismatch": ValueError, "SchemaMismatch": ValueError, "RecordTooBig": ValueError, "InvalidRecord": ValueError,
     "RecordUnreadable": ValueError, "ProcessLimit": OSError, "ShmUnavailable": OSError, "LaneQuarantined": RuntimeError,
-    "ClaimOpen": RuntimeError, "RankTaken": RuntimeError,
+    "ClaimOpen": RuntimeError, "RankTaken": RuntimeError, "ServesRanks": RuntimeError,
     "LaneFull": TimeoutError, "ConsumerEmpty": TimeoutError, "LeaseReleased": RuntimeError, "BatchTooBig": ValueError,
     "ConsumerTaken": RuntimeError, "NoConsumer": TimeoutError, "BridgeDraining": RuntimeError,
     "Closed": RuntimeError, "WeightsMismatch": ValueError, "WeightsBusy": TimeoutError,
