@@ -336,7 +336,7 @@ class Consumer(Hub):
         }
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closed or self._control.mapping.forked:  # in a child of fork, _control says so itself
             raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
 
     def _leave_unclosed(self) -> None:

@@ -92,7 +92,7 @@ def test_clean_shows_and_then_removes(bridge, wreck, orphan, make_consumer, segm
     others = [segment.control_name(bridge), segment.weights_name(bridge), *(lane.name for lane in words.values() if not lane.unreleased)]
     assert code == 0
     assert sorted(lines[:-1]) == sorted(f"would remove {name}" for name in shown + others)
-    assert lines[-1] == "nothing was touched -> shmbridge clean --yes"
+    assert lines[-1] == f"nothing was touched -> shmbridge clean {bridge} --yes"
     assert segments() == before
 
     code, lines = clean_command(bridge, "--yes")
