@@ -48,9 +48,10 @@ static inline int index_lengths(const uint8_t *index, const directory_entry *ent
 
 /* The number of the column that every record has, column_count if the lane has none. */
 static inline uint32_t index_tokens(const column_def *columns, uint32_t column_count) {
-    uint32_t column = 0;
-    while (column < column_count && (strncmp(columns[column].name, "tokens", COLUMN_NAME_BYTES) || columns[column].kind != KIND_LIST)) column++;
-    return column;
+    for (uint32_t column = 0; column < column_count; column++)
+        if (!strncmp(columns[column].name, "tokens", COLUMN_NAME_BYTES))
+            return columns[column].kind == KIND_LIST && !(columns[column].flags & COLUMN_PER_RECORD) ? column : column_count;
+    return column_count;
 }
 
 /* Whether a column has as many entries as it must: one per row, or one; uneven records are flagged as such, but not in their tokens. */
