@@ -1,7 +1,7 @@
-"""The fixtures that users get too, and two ends that most tests want; an ignored SIGINT is put right for all children."""
+"""The fixtures that users get too, and ends that many tests want; an ignored SIGINT is put right for all children."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -23,3 +23,17 @@ def producer(make_producer: Callable[..., shmbridge.Producer]) -> shmbridge.Prod
 @pytest.fixture
 def consumer(make_consumer: Callable[..., shmbridge.Consumer]) -> shmbridge.Consumer:
     return make_consumer()
+
+
+@pytest.fixture
+def make_rank(bridge: str) -> Iterator[Callable[..., shmbridge.Rank]]:
+    """Makes learner ranks of the bridge; closed at the end."""
+    made: list[shmbridge.Rank] = []
+
+    def make(rank: int = 0, world_size: int = 1) -> shmbridge.Rank:
+        made.append(shmbridge.Rank(bridge, rank, world_size))
+        return made[-1]
+
+    yield make
+    while made:
+        made.pop().close()

@@ -5,27 +5,12 @@ import time
 
 import pytest
 
-import shmbridge
 from shmbridge import errors, liveness
 from shmbridge.liveness import Byte
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 
 GROUPS = 4
-
-
-@pytest.fixture
-def make_rank(bridge):
-    """Ranks in this process; closed at the end."""
-    made = []
-
-    def make(rank=0, world_size=1):
-        made.append(shmbridge.Rank(bridge, rank, world_size))
-        return made[-1]
-
-    yield make
-    while made:
-        made.pop().close()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+import shmbridge
 from tests.mutations.table import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
@@ -36,9 +37,18 @@ def build(tree: Path) -> None:
 def red_tests(tree: Path, tests: str) -> list[str]:
     """Names of the tests that fail; a crash of the interpreter counts as one."""
     done = shell(tree, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=60", *shlex.split(tests))
+    sweep_after_red_tests()
     red = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     assert red or done.returncode in (0, 1) or done.returncode < 0, f"pytest ended with {done.returncode}: {done.stdout[-2000:]}"
     return red or (["(the interpreter crashed)"] if done.returncode < 0 else [])
+
+
+def sweep_after_red_tests() -> None:
+    """A test that fails leaves its bridge, `t-<test>-<pid>-<hex>`, to be looked at; here nobody will. Only of test runs that are over."""
+    for bridge in shmbridge.list_bridges():
+        named = re.fullmatch(r"t-.*-(\d+)-[0-9a-f]+", bridge.name)
+        if named and not Path("/proc", named[1]).exists():
+            shmbridge.clean(bridge.name, dry_run=False)
 
 
 def compiled(mutation: Mutation) -> bool:

@@ -1,24 +1,10 @@
-"""A hub that serves ranks, ranks that are closed at the end, and groups to read."""
+"""Groups for learner ranks to read."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 import shmbridge
-
-
-@pytest.fixture
-def make_rank(bridge: str) -> Iterator[Callable[..., shmbridge.Rank]]:
-    """Makes learner ranks of the bridge; closed at the end."""
-    made: list[shmbridge.Rank] = []
-
-    def make(rank: int = 0, world_size: int = 1) -> shmbridge.Rank:
-        made.append(shmbridge.Rank(bridge, rank, world_size))
-        return made[-1]
-
-    yield make
-    while made:
-        made.pop().close()
 
 
 @pytest.fixture
