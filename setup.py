@@ -6,6 +6,7 @@ SHMBRIDGE_FAULTS=1 compiles the labelled fail-points in, SHMBRIDGE_DEBUG=1 turns
 import os
 from glob import glob
 
+import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
@@ -19,9 +20,9 @@ def extension(name: str, *c_sources: str) -> Extension:
     return Extension(
         f"shmbridge._ext.{name}",
         [f"{EXT}/{name}.pyx", *c_sources],
-        include_dirs=[EXT],
+        include_dirs=[EXT, numpy.get_include()],
         depends=glob(f"{EXT}/*.h") + glob(f"{EXT}/*.pxd"),
-        define_macros=[("SHMBRIDGE_FAULTS", "1")] if FAULTS else [],
+        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"), *([("SHMBRIDGE_FAULTS", "1")] if FAULTS else [])],
         extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wno-unused-function", "-Wno-sign-compare", *(["-g", "-O0"] if DEBUG else [])],
     )
 
