@@ -13,13 +13,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shmbridge._ext.pack import BadValue, Column, row_lengths
+from shmbridge._ext.column import Column, row_lengths
+from shmbridge._ext.pack import BadValue
 from shmbridge.errors import InvalidRecord
 from shmbridge.measure import Array, as_invalid, build, is_flat, texts
 from shmbridge.schema import JSON_COLUMNS, Columns, Tag
 from shmbridge.schema import Column as ColumnType
 
-_ALIASES = {"scores": "score", "rewards": "token_rewards"}
+ALIASES = {"scores": "score", "rewards": "token_rewards"}
 _ATROPOS_MARKS = ("masks", "scores")
 
 @dataclass(slots=True)
@@ -30,7 +31,6 @@ class Intake:
     rows: int
     tokens: int
     uneven: bool
-    group_size: int
     env_id: int
 
 
@@ -66,7 +66,7 @@ class _Mapping:
     def take(self) -> Intake:
         self.take_tokens()
         for key, value in self.group.items():
-            name = _ALIASES.get(key, key)
+            name = ALIASES.get(key, key)
             if name in ("tokens", "env_id", "extra"):
                 continue
             if name != key and name in self.group:
@@ -85,7 +85,6 @@ class _Mapping:
             rows=self.rows,
             tokens=int(self.lengths["tokens"].sum()),
             uneven=self.check_lengths(),
-            group_size=self.rows,
             env_id=self.env_id(),
         )
 
@@ -97,8 +96,8 @@ class _Mapping:
         self.add("tokens", tokens)
         column = self.columns[0]
         self.rows = column.entries
-        if column.validity is not None:
-            row = int(column.validity.argmin())
+        if column.valid is not None:
+            row = int(column.valid.argmin())
             raise InvalidRecord(f"column 'tokens' row {row} is None", column="tokens", row=row)
 
     def env_id(self) -> int:
@@ -133,13 +132,11 @@ class _Mapping:
         if not self.foreign and isinstance(value, (list, tuple)) and any(row is None for row in value):
             row = next(number for number, each in enumerate(value) if each is None)
             raise InvalidRecord(f"column 'masks' row {row} is None", column="masks", row=row)
-        tokens = self.group["tokens"]
-        if self.fold and _all_lists(value) and _all_lists(tokens) and np.array_equal(row_lengths(list(value)), self.lengths["tokens"]):
-            column = self.table["loss_mask"]
+        if self.fold and _all_lists(value) and np.array_equal(row_lengths(list(value)), self.lengths["tokens"]):
             lengths = self.lengths["loss_mask"] = self.lengths["tokens"]
             folded = Column(
-                "loss_mask", self.table.number["loss_mask"], column.kind, column.dtype,
-                entries=len(lengths), count=int(lengths.sum()), lengths=lengths, rows=list(value), tokens=tokens,
+                self.table.forms["loss_mask"], entries=len(lengths), count=int(lengths.sum()), lengths=lengths,
+                rows=list(value), folds=self.columns[0],
             )  # fmt: skip
             self.columns.append(folded)
         else:
@@ -232,7 +229,7 @@ def _first_difference(column: Column, tokens: Array) -> int:
     """The first row that is there and has not one value per token; -1 if none."""
     if column.lengths is None or np.array_equal(column.lengths, tokens):
         return -1
-    valid = np.ones(len(tokens), bool) if column.validity is None else column.validity.astype(bool)
+    valid = np.ones(len(tokens), bool) if column.valid is None else column.valid
     differing = np.flatnonzero((column.lengths != tokens) & valid)
     return int(differing[0]) if differing.size else -1
 
@@ -255,7 +252,7 @@ def _checked_json(name: str, row: int, text: bytes | str) -> bytes | str:
 
 
 def _tagged(table: Columns, column: ColumnType, tag: Tag) -> Column:
-    return Column(column.name, table.number[column.name], column.kind, column.dtype, tag=tag)
+    return Column(table.forms[column.name], tag=tag)
 
 
 def _all_lists(rows: Any) -> bool:

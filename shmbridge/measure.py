@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge._ext.pack import BadValue, Column, row_lengths
+from shmbridge._ext.column import Column, row_lengths
+from shmbridge._ext.pack import BadValue
 from shmbridge.errors import InvalidRecord
 from shmbridge.schema import Column as ColumnType
 from shmbridge.schema import Columns, Kind
@@ -71,10 +72,7 @@ def _scalars(table: Columns, column: ColumnType, value: Any) -> Column:
             validity = np.array([each is not None for each in values], np.uint8)
             values = [column.dtype.type(0) if each is None else each for each in values]
         rows = [values]
-    return Column(
-        column.name, table.number[column.name], column.kind, column.dtype,
-        entries=entries, count=entries, rows=rows, validity=validity, finite=column.finite,
-    )  # fmt: skip
+    return Column(table.forms[column.name], entries=entries, count=entries, rows=rows, validity=validity)
 
 
 def _lists(table: Columns, column: ColumnType, value: Any) -> Column:
@@ -96,8 +94,7 @@ def _lists(table: Columns, column: ColumnType, value: Any) -> Column:
         rows = [row if type(row) is list else _row(column, number, row) for number, row in enumerate(rows)]
         lengths = row_lengths(rows)
     return Column(
-        column.name, table.number[column.name], column.kind, column.dtype,
-        entries=len(lengths), count=int(lengths.sum()), lengths=lengths, validity=validity, rows=rows, finite=column.finite,
+        table.forms[column.name], entries=len(lengths), count=int(lengths.sum()), lengths=lengths, validity=validity, rows=rows,
     )  # fmt: skip
 
 
@@ -110,8 +107,8 @@ def _list_lists(table: Columns, column: ColumnType, value: Any) -> Column:
     inner_rows = [_row(column, number, inner) for number, row in enumerate(outer) for inner in row]
     lengths, inner = row_lengths(outer), row_lengths(inner_rows)
     return Column(
-        column.name, table.number[column.name], column.kind, column.dtype,
-        entries=len(outer), count=int(inner.sum()), lengths=lengths, inner=inner, validity=validity, rows=inner_rows, finite=column.finite,
+        table.forms[column.name], entries=len(outer), count=int(inner.sum()), lengths=lengths, inner=inner,
+        validity=validity, rows=inner_rows,
     )  # fmt: skip
 
 
@@ -129,9 +126,8 @@ def _maps(table: Columns, column: ColumnType, value: Any) -> Column:
             values.append(each)
         counts.append(len(pairs))
     return Column(
-        column.name, table.number[column.name], column.kind, column.dtype,
-        entries=len(rows), count=len(values), lengths=np.array(counts, np.uint32), inner=row_lengths(keys), keys=b"".join(keys),
-        validity=validity, rows=[values], finite=column.finite,
+        table.forms[column.name], entries=len(rows), count=len(values), lengths=np.array(counts, np.uint32), inner=row_lengths(keys),
+        keys=b"".join(keys), validity=validity, rows=[values],
     )  # fmt: skip
 
 
@@ -143,8 +139,7 @@ def texts(table: Columns, column: ColumnType, value: Sequence[Any]) -> Column:
     raw = [b"" if row is None else _utf8(column, number, row) for number, row in enumerate(rows)]
     whole = b"".join(raw)
     return Column(
-        column.name, table.number[column.name], column.kind, column.dtype,
-        entries=len(raw), count=len(whole), lengths=row_lengths(raw), validity=validity, rows=whole,
+        table.forms[column.name], entries=len(raw), count=len(whole), lengths=row_lengths(raw), validity=validity, rows=whole,
     )  # fmt: skip
 
 

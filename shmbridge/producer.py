@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from shmbridge import intake, liveness, participation, segment, sizing
-from shmbridge._ext import header, ring
-from shmbridge._ext.pack import BadValue, LossyMasks, Plan
+from shmbridge import liveness, participation, segment, sizing
+from shmbridge._ext import header, quick, ring
+from shmbridge._ext.pack import BadValue, LossyMasks
+from shmbridge._ext.plan import Plan, Stamp
 from shmbridge.config import check_bridge_name, format_size, parse_size
 from shmbridge.errors import (
     BridgeDraining,
@@ -34,7 +35,7 @@ from shmbridge.exits import at_exit
 from shmbridge.liveness import Byte
 from shmbridge.measure import as_invalid
 from shmbridge.one_process import OneProcess
-from shmbridge.outgoing import Outgoing, Split, Stamp, Version, claimed
+from shmbridge.outgoing import Loader, Split, Version, checked_stamp
 from shmbridge.reasons import Drop, labelled
 from shmbridge.schema import Columns, columns_of
 from shmbridge.slot import Slot
@@ -81,6 +82,7 @@ class Producer(OneProcess):
         self.producer_id = (producer_id or f"{env_name[:32] or 'producer'}-{os.getpid()}-{secrets.token_hex(3)}")[:63]
         self.lane_bytes = max(parse_size(lane_bytes), sizing.SMALLEST_LANE) & ~63
         self.columns = columns_of(schema)
+        self._loader = Loader(self.columns, self.lane_bytes)
         self._control = participation.open_control(bridge)
         try:
             participation.sweep(bridge)
@@ -90,7 +92,7 @@ class Producer(OneProcess):
             participation.leave(self._control.mapping.fd, bridge)
             raise
         self._groups_put = 0
-        self._waiting: deque[Outgoing] = deque()  # handed over by put_async, not yet committed
+        self._waiting: deque[Plan] = deque()  # handed over by put_async, not yet committed
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self._one_sleeper = threading.Lock()
         self._sleeper: ThreadPoolExecutor | None = None
@@ -155,9 +157,9 @@ class Producer(OneProcess):
         Raises:
             InvalidRecord, SchemaMismatch, RecordTooBig, LaneFull, BridgeDraining, Closed: nothing was committed.
         """
-        record = self._measure(group, group_id, group_size, policy_version, split, foreign)
-        if self._try_put(record) or self._wait_for(lambda: self._try_put(record), record, timeout_s):
-            return record.sequence
+        plan = self._measure(group, group_id, group_size, policy_version, split, foreign)
+        if self._try_put(plan) or self._wait_for(lambda: self._try_put(plan), plan, timeout_s):
+            return plan.sequence
         return None
 
     def put_many(self, groups: Iterable["Mapping[str, Any] | pa.RecordBatch"], **options: Any) -> list[int | None]:
@@ -180,16 +182,16 @@ class Producer(OneProcess):
         Once called, the group is committed or counted as dropped, also if the awaiting task is cancelled; it must not be changed meanwhile.
         Groups are committed in the order of the calls.
         """
-        record = self._measure(group, group_id, group_size, policy_version, split, foreign)
-        if not self._waiting and self._try_put(record):
-            return record.sequence
+        plan = self._measure(group, group_id, group_size, policy_version, split, foreign)
+        if not self._waiting and self._try_put(plan):
+            return plan.sequence
         if self.on_full == "raise":
-            raise self._lane_full(record.plan, 0.0)
+            raise self._lane_full(plan, 0.0)
         if self.on_full == "drop":
-            self._drop(record, Drop.FULL)
+            self._drop(plan, Drop.FULL)
             return None
-        self._waiting.append(record)
-        task = asyncio.get_running_loop().create_task(self._put_later(record, timeout_s))
+        self._waiting.append(plan)
+        task = asyncio.get_running_loop().create_task(self._put_later(plan, timeout_s))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return await asyncio.shield(task)
@@ -199,7 +201,7 @@ class Producer(OneProcess):
         if not task.cancelled():
             task.exception()  # the caller may have been cancelled: it is counted, not "never retrieved"
 
-    async def _put_later(self, record: Outgoing, timeout_s: float | None) -> int | None:
+    async def _put_later(self, plan: Plan, timeout_s: float | None) -> int | None:
         """Waits its turn and for room, in a thread; commits, or counts why not."""
         loop = asyncio.get_running_loop()
         if self._turn is None or self._turn[0] is not loop:
@@ -211,7 +213,7 @@ class Producer(OneProcess):
             async with asyncio.timeout(timeout_s):
                 await turn.acquire()
             try:
-                while not record.done and not self._try_put(record):
+                while not plan.done and not self._try_put(plan):
                     left = _left(began, timeout_s)
                     if left <= 0:
                         raise TimeoutError
@@ -220,15 +222,15 @@ class Producer(OneProcess):
                 turn.release()
         except TimeoutError:
             reason = Drop.TIMEOUT
-            raise self._lane_full(record.plan, time.monotonic() - began) from None
+            raise self._lane_full(plan, time.monotonic() - began) from None
         finally:
-            if not record.done:
-                self._drop(record, reason)
+            if not plan.done:
+                self._drop(plan, reason)
             with suppress(ValueError):
-                self._waiting.remove(record)
-        if record.sequence is None:  # close() was faster and had no room
+                self._waiting.remove(plan)
+        if plan.sequence is None:  # close() was faster and had no room
             raise Closed(f"producer {self.producer_id} was closed while this group waited for room: it is counted in dropped_total")
-        return record.sequence
+        return plan.sequence
 
     def claim(
         self,
@@ -251,34 +253,39 @@ class Producer(OneProcess):
             group_id, group_size, policy_version, split, timeout_s: as in `put`.
         """
         self._check_open()
-        measured = claimed(self.columns, rows, lengths)
-        record = Outgoing(measured, self._stamp(group_id, group_size, policy_version, split), None)
-        record.check_fits(self.lane_bytes)
-        if not self._try_claim(record.plan) and not self._wait_for(lambda: self._try_claim(record.plan), record, timeout_s):
-            raise self._lane_full(record.plan, 0.0)
-        record.plan.write(self._writer)
-        return Slot(record.plan, self._writer.claimed_memory(), lambda memory: self._end_claim(record, memory))
+        plan = self._loader.claimed(rows, lengths, self._stamp(group_id, group_size, policy_version, split))
+        if not self._try_claim(plan) and not self._wait_for(lambda: self._try_claim(plan), plan, timeout_s):
+            raise self._lane_full(plan, 0.0)
+        plan.begin(self._writer)
+        return Slot(plan, self._writer.claimed_memory(), lambda memory: self._end_claim(plan, memory))
 
     def _measure(
         self, group: Any, group_id: str | int | None, group_size: int | None, version: Version, split: str, foreign: bool
-    ) -> Outgoing:
+    ) -> Plan:
         self._check_open()
         try:
-            stamp = self._stamp(group_id, group_size, version, split)
-            record = Outgoing(intake.take_in(group, self.columns, foreign=foreign), stamp, (group, foreign))
-            record.check_fits(self.lane_bytes)
-            return record
+            return self._loader.plan(group, self._stamp(group_id, group_size, version, split), foreign)
         except (InvalidRecord, RecordTooBig):
             self._writer.count_drop(Drop.INVALID)
             raise
 
     def _stamp(self, group_id: str | int | None, group_size: int | None, version: Version, split: str) -> Stamp:
-        if group_id is None:
-            group_id = f"{self.producer_id}:{self._groups_put}"
-        self._groups_put += 1
-        return Stamp.of(group_id, group_size, version, self.policy_version, split)
+        number, current = self._groups_put, self._control.policy_version
+        self._groups_put = number + 1
+        usual = quick.stamp(group_id, self.producer_id, number, version, current, split) if group_size is None else None
+        if usual is not None:
+            return usual
+        return checked_stamp(f"{self.producer_id}:{number}" if group_id is None else group_id, group_size, version, current, split)
 
     def _try_claim(self, plan: Plan) -> bool:
+        if self._closed or self._writer.hindered:
+            self._check_claimable()
+            if self._control.paused:
+                return False
+        return self._writer.claim(plan.extent_bytes)
+
+    def _check_claimable(self) -> None:
+        """Raises whatever will not pass by itself."""
         self._check_open()
         if self._writer.quarantined:
             raise LaneQuarantined(
@@ -289,19 +296,36 @@ class Producer(OneProcess):
             raise ClaimOpen(f"producer {self.producer_id} has an open claim", hint="put after the `with producer.claim(...)` block")
         if self._control.draining:
             raise BridgeDraining(f"the consumer of bridge {self.bridge!r} is draining it", hint="the run is over: close the producer")
-        return not self._control.paused and self._writer.claim(plan.extent_bytes)
 
-    def _try_put(self, record: Outgoing) -> bool:
+    def _try_put(self, plan: Plan) -> bool:
         """Claims and commits if there is room now."""
-        while self._try_claim(record.plan):
-            if self._place(record):
+        while self._try_claim(plan):
+            try:
+                plan.place(self._writer)
                 return True
+            except LossyMasks:  # rare masks, neither -100 nor the token: `masks` becomes a column of its own, and there must be room for it
+                self._writer.abort()
+                self._unfold(plan)
+            except BadValue as bad:
+                self._writer.abort()
+                self._drop(plan, Drop.INVALID)
+                raise as_invalid(bad) from None
+            except BaseException:
+                self._writer.abort()
+                raise
         return False
 
-    def _wait_for(self, attempt: Callable[[], bool], record: Outgoing, timeout_s: float | None) -> bool:
+    def _unfold(self, plan: Plan) -> None:
+        try:
+            plan.become(self._loader.with_masks_as_they_are(plan))
+        except RecordTooBig:
+            self._drop(plan, Drop.INVALID)
+            raise
+
+    def _wait_for(self, attempt: Callable[[], bool], plan: Plan, timeout_s: float | None) -> bool:
         """Attempts until it succeeds, waiting as `on_full` says; False if the record was dropped and counted."""
         if self.on_full == "drop":
-            self._drop(record, Drop.FULL)
+            self._drop(plan, Drop.FULL)
             return False
         began, said = time.monotonic(), False
         while self.on_full == "block" and (left := _left(began, timeout_s)) > 0:
@@ -310,8 +334,8 @@ class Producer(OneProcess):
                 return True
             if not said and time.monotonic() - began > _SAY_SO_AFTER_S:
                 said = True
-                log.warning("%s", self._lane_full(record.plan, time.monotonic() - began))
-        raise self._lane_full(record.plan, time.monotonic() - began)
+                log.warning("%s", self._lane_full(plan, time.monotonic() - began))
+        raise self._lane_full(plan, time.monotonic() - began)
 
     def _sleep(self, left_s: float) -> None:
         """Sleeps until something may have changed; in any thread."""
@@ -340,48 +364,23 @@ class Producer(OneProcess):
             hint=hint,
         )
 
-    def _place(self, record: Outgoing) -> bool:
-        """Writes the measured group into the open claim and publishes it; False if it has to be claimed for anew."""
-        try:
-            record.plan.write(self._writer)
-            record.sequence = self._writer.commit(**record.fields)
-        except LossyMasks:  # the rare group whose masks are neither -100 nor the token: `masks` becomes a column of its own
-            self._writer.abort()
-            again = record.with_masks_as_they_are(self.columns)
-            record.plan, record.fields = again.plan, again.fields
-            try:
-                record.check_fits(self.lane_bytes)
-            except RecordTooBig:
-                self._drop(record, Drop.INVALID)
-                raise
-            return False
-        except BadValue as bad:
-            self._writer.abort()
-            self._drop(record, Drop.INVALID)
-            raise as_invalid(bad) from None
-        except BaseException:
-            self._writer.abort()
-            raise
-        record.done = True
-        return True
-
-    def _end_claim(self, record: Outgoing, memory: memoryview | None) -> int | None:
+    def _end_claim(self, plan: Plan, memory: memoryview | None) -> int | None:
         """What the caller wrote into the open claim is checked and published; without `memory` the claim is given up."""
         if memory is None:
             self._writer.abort()
             return None
         self._check_open()
         try:
-            record.plan.check_values(memory)
-            return self._writer.commit(**record.fields)
+            plan.finish(self._writer)
+            return plan.sequence
         except BadValue as bad:
-            self._drop(record, Drop.INVALID)
+            self._drop(plan, Drop.INVALID)
             raise as_invalid(bad) from None
         finally:
             self._writer.abort()  # nothing after a commit
 
-    def _drop(self, record: Outgoing, reason: Drop) -> None:
-        record.done = True
+    def _drop(self, plan: Plan, reason: Drop) -> None:
+        plan.done = True
         self._writer.count_drop(reason)
 
     # -- state ------------------------------------------------------------------------------------------------------------------
@@ -450,12 +449,12 @@ class Producer(OneProcess):
 
     def _settle_waiting(self) -> None:
         """What put_async has taken over and not yet placed: committed if there is room now, else counted."""
-        for record in self._waiting:
+        for plan in self._waiting:
             with suppress(ShmBridgeError):
-                if not record.done:
-                    self._try_put(record)
-            if not record.done:
-                self._drop(record, Drop.CANCELLED)
+                if not plan.done:
+                    self._try_put(plan)
+            if not plan.done:
+                self._drop(plan, Drop.CANCELLED)
 
     def _leave(self) -> None:
         self._closed = True

@@ -7,11 +7,12 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shmbridge._ext.column import Form
 from shmbridge.errors import SchemaMismatch
 
 if TYPE_CHECKING:
@@ -113,6 +114,17 @@ class Columns(Mapping[str, Column]):
 
     def __len__(self) -> int:
         return len(self.order)
+
+    @cached_property
+    def forms(self) -> dict[str, Form]:
+        """What packing needs to know of each column, by name."""
+        return {
+            column.name: Form(
+                column.name, number, column.kind, column.dtype,
+                per_token=column.per_token, per_record=column.per_record, finite=column.finite,
+            )
+            for number, column in enumerate(self.order)
+        }  # fmt: skip
 
     def encode(self) -> bytes:
         """The column table as it stands in a segment."""

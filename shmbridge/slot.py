@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from shmbridge._ext.pack import Plan
+from shmbridge._ext.plan import Plan
 from shmbridge.errors import ClaimOpen
 
 

@@ -1,32 +1,36 @@
 /* Python numbers to C arrays, without an array in between. Each function returns -1, or the index of the first value that does not fit.
  *
- * The compact-int path reads CPython's own representation behind a version guard; everything unusual goes the checked way round.
+ * `row` is a list or tuple of at least `count` items. Exact ints and floats are read as CPython keeps them, behind a version guard, and run no
+ * Python code; everything else goes the checked way round, after which the row is looked at anew: that code may have changed it.
  */
 #ifndef SHMBRIDGE_PYLIST_H
 #define SHMBRIDGE_PYLIST_H
 
 #include <Python.h>
-#include <math.h>
 #include <stdint.h>
 
-/* The value of an int-like object. 0, or -1 with a Python error cleared: not an integer, or beyond 64 bits. */
-static inline int int_value(PyObject *item, int64_t *value) {
-    if (PyLong_CheckExact(item)) {
 #if PY_VERSION_HEX >= 0x030C0000
-        if (PyUnstable_Long_IsCompact((PyLongObject *)item)) {
-            *value = PyUnstable_Long_CompactValue((PyLongObject *)item);
-            return 0;
-        }
+#define is_compact(item) PyUnstable_Long_IsCompact((PyLongObject *)(item))
+#define compact_value(item) ((int64_t)PyUnstable_Long_CompactValue((PyLongObject *)(item)))
 #else
-        Py_ssize_t size = Py_SIZE(item);
-        if (size >= -1 && size <= 1) {
-            *value = size * (int64_t)((PyLongObject *)item)->ob_digit[0];
-            return 0;
-        }
+#define is_compact(item) ((size_t)(Py_SIZE(item) + 1) <= 2)
+#define compact_value(item) ((int64_t)Py_SIZE(item) * (int64_t)((PyLongObject *)(item))->ob_digit[0])
 #endif
-    }
-    PyObject *exact = PyNumber_Index(item);
+
+/* The objects of a list lie one after another as a rule, but not always: they are asked for this far ahead. */
+#define OBJECTS_AHEAD 16
+#define prefetch_ahead(items, i, count) \
+    if ((i) + OBJECTS_AHEAD < (count)) __builtin_prefetch((items)[(i) + OBJECTS_AHEAD])
+
+static inline int row_is_there(PyObject *row, Py_ssize_t count) { return PySequence_Fast_GET_SIZE(row) >= count; }
+
+/* The value of an int-like object. 0, or -1 with a Python error cleared: not an integer, or beyond 64 bits. */
+static int int_value(PyObject *item, int64_t *value) {
     int overflow = 0;
+    PyObject *exact;
+    Py_INCREF(item);
+    exact = PyNumber_Index(item);
+    Py_DECREF(item);
     if (exact) {
         *value = PyLong_AsLongLongAndOverflow(exact, &overflow);
         Py_DECREF(exact);
@@ -38,12 +42,10 @@ static inline int int_value(PyObject *item, int64_t *value) {
     return 0;
 }
 
-static inline int float_value(PyObject *item, double *value) {
-    if (PyFloat_CheckExact(item)) {
-        *value = PyFloat_AS_DOUBLE(item);
-        return 0;
-    }
+static int float_value(PyObject *item, double *value) {
+    Py_INCREF(item);
     *value = PyFloat_AsDouble(item);
+    Py_DECREF(item);
     if (*value == -1.0 && PyErr_Occurred()) {
         PyErr_Clear();
         return -1;
@@ -51,54 +53,85 @@ static inline int float_value(PyObject *item, double *value) {
     return 0;
 }
 
-static inline Py_ssize_t pack_int32(PyObject *const *items, Py_ssize_t count, int32_t *to) {
+/* Item `i` of the row as an int64; -1 if it is none. `items` is looked up anew if Python code ran. */
+static inline int row_int(PyObject *row, PyObject ***items, Py_ssize_t i, Py_ssize_t count, int64_t *value) {
+    PyObject *item = (*items)[i];
+    if (__builtin_expect(PyLong_CheckExact(item) && is_compact(item), 1)) {
+        *value = compact_value(item);
+        return 0;
+    }
+    if (int_value(item, value) != 0 || !row_is_there(row, count)) return -1;
+    *items = PySequence_Fast_ITEMS(row);
+    return 0;
+}
+
+static inline int row_float(PyObject *row, PyObject ***items, Py_ssize_t i, Py_ssize_t count, double *value) {
+    PyObject *item = (*items)[i];
+    if (__builtin_expect(PyFloat_CheckExact(item), 1)) {
+        *value = PyFloat_AS_DOUBLE(item);
+        return 0;
+    }
+    if (float_value(item, value) != 0 || !row_is_there(row, count)) return -1;
+    *items = PySequence_Fast_ITEMS(row);
+    return 0;
+}
+
+static inline Py_ssize_t pack_int32(PyObject *row, Py_ssize_t count, int32_t *to) {
+    PyObject **items = PySequence_Fast_ITEMS(row);
     int64_t value;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (int_value(items[i], &value) != 0 || value < INT32_MIN || value > INT32_MAX) return i;
+        prefetch_ahead(items, i, count);
+        if (row_int(row, &items, i, count, &value) != 0 || value != (int32_t)value) return i;
         to[i] = (int32_t)value;
     }
     return -1;
 }
 
-static inline Py_ssize_t pack_uint8(PyObject *const *items, Py_ssize_t count, uint8_t *to) {
+static inline Py_ssize_t pack_uint8(PyObject *row, Py_ssize_t count, uint8_t *to) {
+    PyObject **items = PySequence_Fast_ITEMS(row);
     int64_t value;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (int_value(items[i], &value) != 0 || value < 0 || value > UINT8_MAX) return i;
+        if (row_int(row, &items, i, count, &value) != 0 || value != (uint8_t)value) return i;
         to[i] = (uint8_t)value;
     }
     return -1;
 }
 
-static inline Py_ssize_t pack_float32(PyObject *const *items, Py_ssize_t count, float *to) {
+static inline Py_ssize_t pack_float32(PyObject *row, Py_ssize_t count, float *to) {
+    PyObject **items = PySequence_Fast_ITEMS(row);
     double value;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (float_value(items[i], &value) != 0) return i;
+        prefetch_ahead(items, i, count);
+        if (row_float(row, &items, i, count, &value) != 0) return i;
         to[i] = (float)value;
     }
     return -1;
 }
 
-/* Atropos masks: -100 where not trained, else the token itself. 1 where trained; the index of the first value that is neither. */
-static inline Py_ssize_t fold_masks(PyObject *const *masks, PyObject *const *tokens, Py_ssize_t count, uint8_t *to) {
-    int64_t mask, token;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (masks[i] == tokens[i]) {
-            to[i] = 1;
-            continue;
-        }
-        if (int_value(masks[i], &mask) != 0 || int_value(tokens[i], &token) != 0) return i;
-        if (mask != -100 && mask != token) return i;
-        to[i] = mask != -100;
-    }
+static inline Py_ssize_t pack_float64(PyObject *row, Py_ssize_t count, double *to) {
+    PyObject **items = PySequence_Fast_ITEMS(row);
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (row_float(row, &items, i, count, &to[i]) != 0) return i;
     return -1;
 }
 
-static inline Py_ssize_t first_non_finite32(const float *values, Py_ssize_t count) {
-    int bad = 0;
-    for (Py_ssize_t i = 0; i < count; i++) bad |= !isfinite(values[i]);
-    if (!bad) return -1;
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (!isfinite(values[i])) return i;
+/* Atropos masks: -100 where not trained, else the token itself. 1 where trained; the index of the first value that is neither.
+ *
+ * `packed` are the row's tokens as they were packed just now; `tokens` the objects, or NULL: a mask often is the very object.
+ */
+static inline Py_ssize_t fold_masks(PyObject *masks, PyObject *tokens, const int32_t *packed, Py_ssize_t count, uint8_t *to) {
+    PyObject **items = PySequence_Fast_ITEMS(masks), **same = tokens ? PySequence_Fast_ITEMS(tokens) : NULL;
+    int64_t mask;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (same && items[i] == same[i]) {
+            to[i] = 1;
+            continue;
+        }
+        prefetch_ahead(items, i, count);
+        if (row_int(masks, &items, i, count, &mask) != 0 || (mask != -100 && mask != packed[i])) return i;
+        to[i] = mask != -100;
+        if (same && !row_is_there(tokens, count)) same = NULL;
+    }
     return -1;
 }
 

@@ -73,6 +73,7 @@ cdef class LaneWriter:
 
     cdef lane_writer* alive(self) except NULL
     cdef uint8_t* claimed(self) except NULL
+    cdef object publish(self, const slot* stamp)
 
 
 cdef class LaneReader:

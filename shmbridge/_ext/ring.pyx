@@ -69,6 +69,17 @@ cdef class LaneWriter:
         return self._lane.alive() and load_relaxed64(&self._writer.header.quarantined) != 0
 
     @property
+    def hindered(self) -> bool:
+        """Whether to look closer before a claim: another is open, or the lane is quarantined, the bridge draining or paused."""
+        cdef control_header* hub
+        if self._writer.claimed >= 0 or not self._lane.alive():
+            return True
+        hub = <control_header*>self._control.base
+        if load_relaxed64(&self._writer.header.quarantined):
+            return True
+        return load_acquire64(&hub.draining) or load_acquire64(&hub.paused)  # SYNC(flags)
+
+    @property
     def claiming(self) -> bool:
         """Whether a claim is open."""
         return self._writer.claimed >= 0
@@ -92,12 +103,16 @@ cdef class LaneWriter:
                int64_t min_policy_version, int64_t max_policy_version, int64_t t_created_ns, int32_t group_size, int32_t env_id):
         """Publishes the open claim and returns its sequence."""
         cdef slot stamp
-        self.claimed()
         stamp.min_policy_version, stamp.max_policy_version = min_policy_version, max_policy_version
         stamp.t_created_ns, stamp.tokens, stamp.rows, stamp.columns = t_created_ns, tokens, rows, columns
         stamp.group_size, stamp.env_id = group_size, env_id
         stamp.group_id_bytes, stamp.flags, stamp.index_bytes = group_id_bytes, flags, index_bytes
-        return lane_commit(&self._writer, &stamp)
+        return self.publish(&stamp)
+
+    cdef object publish(self, const slot* stamp):
+        """Publishes the open claim under what `stamp` says of it; its sequence."""
+        self.claimed()
+        return lane_commit(&self._writer, stamp)
 
     def wait_space(self, int64_t timeout_ns):
         """Sleeps until something was released since the last claim, the bell rang, or the tick (50 ms) or the timeout is over.

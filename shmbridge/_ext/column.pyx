@@ -1,0 +1,68 @@
+"""One column of a record under way, measured: how many rows of what length, and where its values come from.
+
+Knows numbers, not values: those are pack.pyx's. Where in the record it will lie is plan.pyx's.
+"""
+
+cimport numpy as cnp
+
+import numpy as np
+
+from shmbridge._ext.layout cimport TAG_VALUES
+
+cnp.import_array()
+
+
+cdef class Form:
+    """What packing needs to know of one column of a lane's table."""
+
+    def __init__(self, str name not None, uint32_t number, int kind, dtype, *, bint per_token, bint per_record, bint finite):
+        self.name, self.number, self.kind, self.dtype = name, number, kind, dtype
+        self.item_bytes, self.code = dtype.itemsize, ord(dtype.char)
+        self.array_type = dtype.num
+        self.per_token, self.per_record, self.finite = per_token, per_record, finite
+
+
+cdef class Column:
+    """A present column of a record. One record, one thread."""
+
+    def __init__(self, Form form not None, *, int tag=TAG_VALUES, uint64_t entries=0, uint64_t count=0, lengths=None, inner=None,
+                 bytes keys=None, validity=None, rows=None, Column folds=None):
+        if entries > 0xFFFFFFFF:
+            raise OverflowError(f"{entries} rows, allowed are 2**32 - 1")
+        self.form, self.tag, self.entries, self.count = form, tag, entries, count
+        self.row_lengths = None if lengths is None else lengths.tobytes()
+        self.inner_lengths = None if inner is None else inner.tobytes()
+        self.validity = None if validity is None else validity.tobytes()
+        self.keys, self.rows, self.folds = keys, rows, folds
+
+    @property
+    def name(self) -> str:
+        return self.form.name
+
+    @property
+    def lengths(self):
+        """Values per row, uint32[entries], or None for a column that has one each."""
+        return None if self.row_lengths is None else np.frombuffer(self.row_lengths, np.uint32)
+
+    @property
+    def inner(self):
+        """Values per inner list, or bytes per key; uint32, or None."""
+        return None if self.inner_lengths is None else np.frombuffer(self.inner_lengths, np.uint32)
+
+    @property
+    def valid(self):
+        """bool[entries], or None where no row is null."""
+        return None if self.validity is None else np.frombuffer(self.validity, np.bool_)
+
+
+def row_lengths(list rows not None):
+    """Lengths of the rows of a list of sequences, uint32[len(rows)]."""
+    cdef Py_ssize_t i, length, count = len(rows)
+    lengths = np.empty(count, np.uint32)
+    cdef uint32_t[::1] view = lengths
+    for i in range(count):
+        length = len(rows[i])
+        if length > 0xFFFFFFFF:
+            raise OverflowError(f"row {i} has {length} values, allowed are 2**32 - 1")
+        view[i] = <uint32_t>length
+    return lengths

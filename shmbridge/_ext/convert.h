@@ -1,0 +1,74 @@
+/* Arrays of one type into arrays of another, checked. Each function returns -1, or the index of the first value that does not fit. No Python. */
+#ifndef SHMBRIDGE_CONVERT_H
+#define SHMBRIDGE_CONVERT_H
+
+#include <stdint.h>
+#include <string.h>
+
+#define CHUNK 4096 /* values: they are still in the first cache when they are looked at again */
+
+/* Whether all are finite: an exponent of all ones is infinity or NaN. */
+static inline int all_finite32(const float *values, int64_t count) {
+    const uint32_t ones = 0x7f800000u;
+    uint32_t bad = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, values + i, sizeof bits);
+        bad |= (bits & ones) == ones;
+    }
+    return !bad;
+}
+
+static inline int64_t first_non_finite32(const float *values, int64_t count) {
+    for (int64_t at = 0; at < count; at += CHUNK) {
+        int64_t some = count - at < CHUNK ? count - at : CHUNK;
+        if (all_finite32(values + at, some)) continue;
+        for (int64_t i = at; i < at + some; i++)
+            if (!all_finite32(values + i, 1)) return i;
+    }
+    return -1;
+}
+
+static inline int64_t first_non_finite64(const double *values, int64_t count) {
+    const uint64_t ones = 0x7ff0000000000000u;
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t bits;
+        memcpy(&bits, values + i, sizeof bits);
+        if ((bits & ones) == ones) return i;
+    }
+    return -1;
+}
+
+static inline int64_t copy_finite32(float *to, const float *from, int64_t count) {
+    for (int64_t at = 0; at < count; at += CHUNK) {
+        int64_t some = count - at < CHUNK ? count - at : CHUNK;
+        memcpy(to + at, from + at, some * sizeof *to);
+        if (!all_finite32(to + at, some)) return at + first_non_finite32(to + at, some);
+    }
+    return -1;
+}
+
+static inline int64_t int64_to_int32(int32_t *to, const int64_t *from, int64_t count) {
+    for (int64_t at = 0; at < count; at += CHUNK) {
+        int64_t end = count - at < CHUNK ? count : at + CHUNK, bad = 0;
+        for (int64_t i = at; i < end; i++) bad |= (to[i] = (int32_t)from[i]) ^ from[i];
+        if (!bad) continue;
+        for (int64_t i = at; i < end; i++)
+            if (from[i] != (int32_t)from[i]) return i;
+    }
+    return -1;
+}
+
+static inline int64_t int64_to_uint8(uint8_t *to, const int64_t *from, int64_t count) {
+    uint64_t bad = 0;
+    for (int64_t i = 0; i < count; i++) to[i] = (uint8_t)from[i], bad |= (uint64_t)from[i] > UINT8_MAX;
+    for (int64_t i = 0; bad && i < count; i++)
+        if ((uint64_t)from[i] > UINT8_MAX) return i;
+    return -1;
+}
+
+static inline void float64_to_float32(float *to, const double *from, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] = (float)from[i];
+}
+
+#endif

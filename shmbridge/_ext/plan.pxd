@@ -1,0 +1,25 @@
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+
+from shmbridge._ext.column cimport Column
+from shmbridge._ext.layout cimport slot
+from shmbridge._ext.ring cimport LaneWriter
+
+
+cdef class Stamp:
+    cdef readonly bytes group_id
+    cdef readonly uint32_t group_size  # 0: as many rows as are given
+    cdef readonly bint is_eval
+    cdef int64_t oldest
+    cdef int64_t newest
+
+
+cdef class Plan:
+    cdef readonly list columns
+    cdef readonly Stamp stamp
+    cdef readonly uint64_t extent_bytes
+    cdef readonly object sequence    # of the committed record; None before
+    cdef public bint done            # committed, or counted as dropped
+    cdef public object source        # what it was made of, to make it anew
+    cdef slot _slot
+
+    cdef int write_index(self, uint8_t* base) except -1

@@ -1,0 +1,34 @@
+from typing import Any
+
+import numpy as np
+
+from shmbridge._ext.column import Column
+from shmbridge._ext.ring import LaneWriter
+
+class Stamp:
+    group_id: bytes
+    group_size: int
+    is_eval: bool
+    def __init__(self, group_id: bytes, group_size: int, oldest: int, newest: int, is_eval: bool) -> None: ...
+
+class Plan:
+    columns: list[Column]
+    stamp: Stamp
+    extent_bytes: int
+    sequence: int | None
+    done: bool
+    source: Any
+    def __init__(
+        self, columns: list[Column], stamp: Stamp, rows: int, tokens: int, uneven: bool, env_id: int, source: Any = None
+    ) -> None: ...
+    def become(self, other: Plan) -> None: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def index_bytes(self) -> int: ...
+    def place(self, writer: LaneWriter) -> None: ...
+    def begin(self, writer: LaneWriter) -> None: ...
+    def finish(self, writer: LaneWriter) -> None: ...
+    def view(self, memory: memoryview, column: Column) -> np.ndarray[Any, Any]: ...

@@ -1,0 +1,147 @@
+"""A record under way: where in its extent everything will lie, and what its slot will say.
+
+Knows layout.h and measured columns; how values become bytes is pack.pyx's. A Plan is for one record and one thread.
+"""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from libc.stdint cimport int32_t, uint16_t
+from libc.string cimport memcpy, memset
+
+import numpy as np
+
+from shmbridge._ext.futex cimport monotonic_ns
+from shmbridge._ext.layout cimport ALIGNMENT, SLOT_EVAL, SLOT_UNEVEN, directory_entry
+from shmbridge._ext.pack cimport check_column, fold_values, write_values
+from shmbridge._ext.ring cimport LaneWriter
+
+
+cdef class Stamp:
+    """What a caller says of a group beside its columns; already checked."""
+
+    def __init__(self, bytes group_id not None, uint32_t group_size, int64_t oldest, int64_t newest, bint is_eval):
+        self.group_id, self.group_size, self.is_eval = group_id, group_size, is_eval
+        self.oldest, self.newest = oldest, newest
+
+
+cdef inline uint64_t lines(uint64_t size) noexcept:
+    return (size + ALIGNMENT - 1) // ALIGNMENT
+
+
+cdef class Plan:
+    """The layout of one record. Raises OverflowError for one beyond what a directory can say."""
+
+    def __init__(self, list columns not None, Stamp stamp not None, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, source=None):
+        cdef uint64_t at, head = len(columns) * sizeof(directory_entry) + PyBytes_GET_SIZE(stamp.group_id)
+        cdef Column column
+        self.columns, self.stamp, self.source = columns, stamp, source
+        at = lines(head)
+        for column in columns:
+            if column.row_lengths is not None:
+                column.lengths_at = at
+                at += lines(PyBytes_GET_SIZE(column.row_lengths))
+            if column.inner_lengths is not None:
+                column.inner_at = at
+                at += lines(PyBytes_GET_SIZE(column.inner_lengths))
+        if at >= 1 << 26:
+            raise OverflowError(f"{at * ALIGNMENT} bytes of lengths; the layout ends at 4 GiB")
+        self._slot.index_bytes = at * ALIGNMENT
+        for column in columns:
+            if column.count:
+                column.values_at = at
+                at += lines(column.count * column.form.item_bytes)
+            if column.keys is not None and PyBytes_GET_SIZE(column.keys):
+                column.keys_at = at
+                at += lines(PyBytes_GET_SIZE(column.keys))
+            if column.validity is not None:
+                column.validity_at = at
+                at += lines(column.entries)
+        self.extent_bytes = at * ALIGNMENT
+        if at >= 1 << 32:
+            raise OverflowError(f"a record of {self.extent_bytes} bytes; the layout ends at 256 GiB")
+        self._slot.rows, self._slot.columns, self._slot.tokens = rows, len(columns), tokens
+        self._slot.group_id_bytes = <uint16_t>PyBytes_GET_SIZE(stamp.group_id)
+        self._slot.flags = (SLOT_EVAL if stamp.is_eval else 0) | (SLOT_UNEVEN if uneven else 0)
+        self._slot.min_policy_version, self._slot.max_policy_version = stamp.oldest, stamp.newest
+        self._slot.group_size = stamp.group_size if stamp.group_size else rows
+        self._slot.env_id = env_id
+        self._slot.t_created_ns = monotonic_ns()
+
+    def become(self, Plan other not None):
+        """Lays the record out as `other` is, which was made of the same source."""
+        self.columns, self.extent_bytes, self._slot = other.columns, other.extent_bytes, other._slot
+
+    @property
+    def rows(self) -> int:
+        return self._slot.rows
+
+    @property
+    def tokens(self) -> int:
+        return self._slot.tokens
+
+    @property
+    def index_bytes(self) -> int:
+        return self._slot.index_bytes
+
+    def place(self, LaneWriter writer not None):
+        """Writes everything into the writer's open claim and publishes it.
+
+        Raises BadValue or LossyMasks before anything is published; the caller aborts the claim then.
+        """
+        cdef uint8_t* base = writer.claimed()
+        cdef const int32_t* tokens
+        cdef Column column
+        self.write_index(base)
+        for column in self.columns:
+            if column.folds is not None:
+                tokens = <int32_t*>(base + column.folds.values_at * ALIGNMENT)
+                fold_values(column, base + column.values_at * ALIGNMENT, tokens)
+            elif column.rows is not None and column.count:
+                write_values(column, base + column.values_at * ALIGNMENT)
+        self.sequence = writer.publish(&self._slot)
+        self.done = True
+
+    def begin(self, LaneWriter writer not None):
+        """Writes all but the values into the writer's open claim."""
+        self.write_index(writer.claimed())
+
+    def finish(self, LaneWriter writer not None):
+        """Checks values that were written in place, and publishes. Raises BadValue before."""
+        cdef uint8_t* base = writer.claimed()
+        cdef Column column
+        for column in self.columns:
+            check_column(column, base + column.values_at * ALIGNMENT)
+        self.sequence = writer.publish(&self._slot)
+        self.done = True
+
+    def view(self, memory, Column column not None):
+        """The column's values inside `memory` of the claim, as a flat array of its dtype."""
+        dtype = column.form.dtype
+        return np.frombuffer(memory, dtype, column.count, column.values_at * ALIGNMENT) if column.count else np.empty(0, dtype)
+
+    cdef int write_index(self, uint8_t* base) except -1:
+        """Directory, group id, lengths, keys and validity."""
+        cdef directory_entry* entry = <directory_entry*>base
+        cdef Column column
+        memset(base, 0, len(self.columns) * sizeof(directory_entry))
+        for column in self.columns:
+            entry.column, entry.kind, entry.tag, entry.entries = <uint16_t>column.form.number, column.form.kind, column.tag, column.entries
+            entry.values_at, entry.values_bytes = <uint32_t>column.values_at, column.count * column.form.item_bytes
+            entry.lengths_at, entry.inner_at = <uint32_t>column.lengths_at, <uint32_t>column.inner_at
+            entry.keys_at, entry.validity_at = <uint32_t>column.keys_at, <uint32_t>column.validity_at
+            if column.row_lengths is not None:
+                copy_bytes(base + column.lengths_at * ALIGNMENT, column.row_lengths)
+            if column.inner_lengths is not None:
+                entry.inner_count = PyBytes_GET_SIZE(column.inner_lengths) // 4
+                copy_bytes(base + column.inner_at * ALIGNMENT, column.inner_lengths)
+            if column.keys_at:
+                entry.keys_bytes = PyBytes_GET_SIZE(column.keys)
+                copy_bytes(base + column.keys_at * ALIGNMENT, column.keys)
+            if column.validity_at:
+                copy_bytes(base + column.validity_at * ALIGNMENT, column.validity)
+            entry += 1
+        copy_bytes(<uint8_t*>entry, self.stamp.group_id)
+        return 0
+
+
+cdef inline void copy_bytes(uint8_t* to, bytes source) noexcept:
+    memcpy(to, PyBytes_AS_STRING(source), PyBytes_GET_SIZE(source))
