@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "lane_copy.h"
+
 #define CHUNK 4096 /* values: they are still in the first cache when they are looked at again */
 
 /* Whether all are finite: an exponent of all ones is infinity or NaN. */
@@ -39,11 +41,12 @@ static inline int64_t first_non_finite64(const double *values, int64_t count) {
     return -1;
 }
 
-static inline int64_t copy_finite32(float *to, const float *from, int64_t count) {
+/* Copies while all are finite. The source is looked at first: what goes past the cache is not to be read again. */
+static inline int64_t copy_finite32(float *to, const float *from, int64_t count, int is_cold) {
     for (int64_t at = 0; at < count; at += CHUNK) {
         int64_t some = count - at < CHUNK ? count - at : CHUNK;
-        memcpy(to + at, from + at, some * sizeof *to);
-        if (!all_finite32(to + at, some)) return at + first_non_finite32(to + at, some);
+        if (!all_finite32(from + at, some)) return at + first_non_finite32(from + at, some);
+        lane_copy(to + at, from + at, some * sizeof *to, is_cold);
     }
     return -1;
 }

@@ -11,6 +11,7 @@
 #include "extents.h"
 #include "faults.h"
 #include "futex.h"
+#include "lane_copy.h"
 #include "shape.h"
 
 #define PRODUCER_TICK_NS 50000000
@@ -40,6 +41,8 @@ typedef struct {
     uint32_t free_extent_count;
     int64_t claimed;        /* slot of the open claim, -1: none */
     uint64_t claim_at, claim_bytes;
+    int claim_is_cold;      /* its extent has left the cache since it was last written */
+    extent_warmth warmth;
 } lane_writer;
 
 /* For a lane that was formatted just now and has never been written to. 0, or -1: no memory. */
@@ -54,7 +57,8 @@ static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lan
     writer->free_slots = malloc(shape->slot_count * sizeof(uint32_t));
     writer->outstanding = malloc(shape->slot_count * sizeof(uint32_t));
     writer->free_extents = malloc((shape->slot_count + 2ull) * sizeof(interval));
-    if (!writer->own || !writer->free_slots || !writer->outstanding || !writer->free_extents) return -1;
+    if (!writer->own || !writer->free_slots || !writer->outstanding || !writer->free_extents || warmth_open(&writer->warmth, shape->data_bytes))
+        return -1;
     for (uint32_t i = 0; i < shape->slot_count; i++) writer->free_slots[i] = shape->slot_count - 1 - i;
     writer->free_slot_count = shape->slot_count;
     writer->free_extents[0] = (interval){0, shape->data_bytes};
@@ -64,6 +68,7 @@ static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lan
 
 static inline void lane_writer_close(lane_writer *writer) {
     free(writer->own), free(writer->free_slots), free(writer->outstanding), free(writer->free_extents);
+    warmth_close(&writer->warmth);
     *writer = (lane_writer){.claimed = -1};
 }
 
@@ -113,6 +118,7 @@ static inline int lane_claim(lane_writer *writer, uint64_t bytes) {
     if (load_relaxed64(&writer->header->wanted_bytes)) store_relaxed64(&writer->header->wanted_bytes, 0);
     writer->claimed = writer->free_slots[--writer->free_slot_count];
     writer->claim_at = at, writer->claim_bytes = bytes;
+    writer->claim_is_cold = warmth_claim(&writer->warmth, at, bytes);
     fault_hit("producer.claimed");
     return 1;
 }

@@ -7,7 +7,6 @@ cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy
 
 from operator import index
 
@@ -29,10 +28,13 @@ cdef extern from "pylist.h":
 cdef extern from "convert.h" nogil:
     int64_t first_non_finite32(const float* values, int64_t count)
     int64_t first_non_finite64(const double* values, int64_t count)
-    int64_t copy_finite32(float* to, const float* source, int64_t count)
+    int64_t copy_finite32(float* to, const float* source, int64_t count, bint is_cold)
     int64_t int64_to_int32(int32_t* to, const int64_t* source, int64_t count)
     int64_t int64_to_uint8(uint8_t* to, const int64_t* source, int64_t count)
     void float64_to_float32(float* to, const double* source, int64_t count)
+
+cdef extern from "lane_copy.h" nogil:
+    void lane_copy(void* to, const void* source, uint64_t bytes, bint is_cold)
 
 cnp.import_array()
 
@@ -49,14 +51,14 @@ class LossyMasks(Exception):
     """Atropos masks that are neither -100 nor the token: loss_mask alone cannot carry them."""
 
 
-cdef int write_values(Column column, uint8_t* to) except -1:
-    """All values of a column, one row after another. Raises BadValue or LossyMasks."""
+cdef int write_values(Column column, uint8_t* to, bint is_cold) except -1:
+    """All values of a column, one row after another; `is_cold`: into an extent that has left the cache. Raises BadValue or LossyMasks."""
     cdef uint64_t item = column.form.item_bytes
     cdef uint8_t* first = to
     cdef uint8_t* end = to + column.count * item
     cdef Py_ssize_t count, row = 0
     if column.form.kind == KIND_BYTES:
-        memcpy(to, PyBytes_AS_STRING(column.rows), column.count)
+        lane_copy(to, PyBytes_AS_STRING(column.rows), column.count, is_cold)
         return 0
     for source in <list>column.rows:
         count = cnp.PyArray_SIZE(source) if cnp.PyArray_CheckExact(source) else PySequence_Fast_GET_SIZE(source)
@@ -64,7 +66,7 @@ cdef int write_values(Column column, uint8_t* to) except -1:
             raise BadValue(column.form.name, row, 0, count, "is a length that was smaller when the group was handed over")
         if count:
             if cnp.PyArray_CheckExact(source):
-                write_array(column, row, <cnp.ndarray>source, first, to, count)
+                write_array(column, row, <cnp.ndarray>source, first, to, count, is_cold)
             else:
                 write_list(column, row, source, first, to, count)
         to += count * item
@@ -93,7 +95,8 @@ cdef int write_list(Column column, Py_ssize_t row, source, uint8_t* first, uint8
     return check_finite(column, first, to, count)
 
 
-cdef int write_array(Column column, Py_ssize_t row, cnp.ndarray source, uint8_t* first, uint8_t* to, Py_ssize_t count) except -1:
+cdef int write_array(Column column, Py_ssize_t row, cnp.ndarray source, uint8_t* first, uint8_t* to, Py_ssize_t count,
+                     bint is_cold) except -1:
     """One array: a copy where the dtype is the column's, the commonest conversions in C, all others in NumPy."""
     cdef int have = cnp.PyArray_TYPE(source), want = column.form.array_type
     cdef void* values = cnp.PyArray_DATA(source)
@@ -101,18 +104,18 @@ cdef int write_array(Column column, Py_ssize_t row, cnp.ndarray source, uint8_t*
     if not (cnp.PyArray_IS_C_CONTIGUOUS(source) and cnp.PyArray_ISNOTSWAPPED(source)):
         copy_array(column, row, source.reshape(-1), temporary_view(column, to, count))
     elif have == want and want == cnp.NPY_FLOAT32 and column.form.finite:
-        bad = copy_finite32(<float*>to, <const float*>values, count)
+        bad = copy_finite32(<float*>to, <const float*>values, count, is_cold)
         if bad >= 0:
             raise_non_finite(column, (to - first) // 4 + bad, (<float*>values)[bad])
         return 0
     elif have == want:
-        memcpy(to, values, count * column.form.item_bytes)
+        lane_copy(to, values, count * column.form.item_bytes, is_cold)
     elif have == cnp.NPY_INT64 and want == cnp.NPY_INT32:
         bad = int64_to_int32(<int32_t*>to, <const int64_t*>values, count)
     elif have == cnp.NPY_INT64 and want == cnp.NPY_UINT8:
         bad = int64_to_uint8(to, <const int64_t*>values, count)
     elif have == cnp.NPY_BOOL and want == cnp.NPY_UINT8:
-        memcpy(to, values, count)
+        lane_copy(to, values, count, is_cold)
     elif have == cnp.NPY_FLOAT64 and want == cnp.NPY_FLOAT32:
         float64_to_float32(<float*>to, <const double*>values, count)
     else:

@@ -14,6 +14,9 @@ from shmbridge._ext.layout cimport ALIGNMENT, SLOT_EVAL, SLOT_UNEVEN, directory_
 from shmbridge._ext.pack cimport check_column, fold_values, write_values
 from shmbridge._ext.ring cimport LaneWriter
 
+cdef extern from "lane_copy.h" nogil:
+    void lane_copies_done(bint is_cold)
+
 
 cdef class Stamp:
     """What a caller says of a group beside its columns; already checked."""
@@ -88,6 +91,7 @@ cdef class Plan:
         Raises BadValue or LossyMasks before anything is published; the caller aborts the claim then.
         """
         cdef uint8_t* base = writer.claimed()
+        cdef bint is_cold = writer._writer.claim_is_cold
         cdef const int32_t* tokens
         cdef Column column
         self.write_index(base)
@@ -96,7 +100,8 @@ cdef class Plan:
                 tokens = <int32_t*>(base + column.folds.values_at * ALIGNMENT)
                 fold_values(column, base + column.values_at * ALIGNMENT, tokens)
             elif column.rows is not None and column.count:
-                write_values(column, base + column.values_at * ALIGNMENT)
+                write_values(column, base + column.values_at * ALIGNMENT, is_cold)
+        lane_copies_done(is_cold)
         self.sequence = writer.publish(&self._slot)
         self.done = True
 

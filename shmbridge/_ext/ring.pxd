@@ -31,6 +31,7 @@ cdef extern from "lane_write.h" nogil:
         int64_t claimed
         uint64_t claim_at
         uint64_t claim_bytes
+        bint claim_is_cold
     int lane_writer_open(lane_writer* writer, uint8_t* base, const lane_shape* shape, control_header* hub)
     void lane_writer_close(lane_writer* writer)
     int lane_claim(lane_writer* writer, uint64_t bytes)

@@ -1,0 +1,170 @@
+"""The common forms, understood in C, give the same bytes as the careful way; whatever is uncommon is left to it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shmbridge import participation, segment
+from shmbridge._ext import header, quick, ring
+from shmbridge._ext.plan import Plan, Stamp
+from shmbridge.intake import ALIASES, take_in
+from shmbridge.schema import standard_columns
+
+TABLE = standard_columns()
+FORMS = quick.Forms({**TABLE.forms, **{alias: TABLE.forms[name] for alias, name in ALIASES.items()}})
+STAMP = Stamp(b"g", 0, 3, 3, False)
+quick.know_tensors(torch.Tensor)
+
+
+def plans(group) -> tuple[Plan | None, Plan]:
+    measured = take_in(group, TABLE)
+    careful = Plan(measured.columns, STAMP, measured.rows, measured.tokens, measured.uneven, measured.env_id)
+    return FORMS.plan(group, STAMP, None), careful
+
+
+@pytest.fixture
+def placed(bridge):
+    """The bytes of a plan in a lane."""
+    control = participation.open_control(bridge)
+    *_, size = header.lane_geometry(1 << 20, 64)
+    _, mapping = segment.create_lane(bridge, size)
+    header.format_lane(mapping, 1 << 20, 64, TABLE.encode(), len(TABLE), 1, 1, b"me", b"env")
+    writers = [ring.LaneWriter(mapping, control.mapping)]
+    del control, mapping
+
+    def place(plan: Plan) -> bytes:
+        assert writers[0].claim(plan.extent_bytes)
+        memory = writers[0].claimed_memory()
+        memory[:] = bytes(len(memory))
+        plan.place(writers[0])
+        return bytes(memory)
+
+    yield place
+    writers.clear()  # the lane ends with it
+
+
+LENGTHS = [3, 1, 0, 70]
+TOKENS = [list(range(100, 100 + length)) for length in LENGTHS]
+MASKS = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in TOKENS]
+FLOATS = [[value / 7 for value in row] for row in TOKENS]
+FLAT = np.concatenate([np.array(row, np.float32) for row in FLOATS])
+
+QUICK = {
+    "lists": {"tokens": TOKENS, "masks": MASKS, "scores": [1.0, 2, 0.5, -1.0], "advantages": FLOATS},
+    "aliases": {"tokens": TOKENS, "rewards": FLOATS, "score": [0.0] * 4},
+    "arrays": {"tokens": [np.array(row, np.int32) for row in TOKENS], "advantages": [np.array(row, np.float32) for row in FLOATS]},
+    "other dtypes": {"tokens": [np.array(row, np.int64) for row in TOKENS], "advantages": [np.array(row) for row in FLOATS],
+                     "loss_mask": [np.array(row, np.int64) > 101 for row in TOKENS]},
+    "uint16": {"tokens": [np.array(row, np.uint16) for row in TOKENS]},
+    "flat": {"tokens": TOKENS, "advantages": (FLAT, np.array(LENGTHS)), "token_rewards": (FLAT, LENGTHS), "score": np.arange(4)},
+    "flat of int32 lengths": {"tokens": (np.arange(74), np.array(LENGTHS, np.int32)), "advantages": (FLAT, np.array(LENGTHS, np.uint32))},
+    "matrix": {"tokens": np.arange(12).reshape(3, 4), "advantages": np.ones((3, 4))},
+    "tensors": {"tokens": torch.arange(12).reshape(3, 4), "advantages": [torch.ones(4)] * 3, "loss_mask": torch.ones(3, 4, dtype=torch.uint8)},
+    "nothing": {"tokens": TOKENS, "messages": None, "overrides": [], "generation_params": {}, "ref_logprobs": None, "masks": None},
+    "masks beside arrays": {"tokens": [np.array(row) for row in TOKENS], "masks": MASKS},
+    "other lists": {"tokens": TOKENS, "step_rewards": [[1.0], [], [2.0, 3.0], []], "env_id": 7},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("group", QUICK.values(), ids=QUICK)
+def test_common_forms_are_quick_and_give_the_same_bytes(placed, group) -> None:
+    fast, careful = plans(group)
+    assert fast is not None
+    assert placed(fast) == placed(careful)
+    assert (fast.rows, fast.tokens, fast.index_bytes, fast.extent_bytes) == (
+        careful.rows, careful.tokens, careful.index_bytes, careful.extent_bytes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        None,
+        {},
+        {"tokens": []},
+        {"tokens": [[1], None]},
+        {"tokens": [(1, 2)]},
+        {"tokens": [[1, 2]], "advantages": [[1.0]]},
+        {"tokens": [[1, 2]], "score": [1.0, 2.0]},
+        {"tokens": [[1, 2]], "score": [None]},
+        {"tokens": [[1, 2]], "scores": [1.0], "score": [1.0]},
+        {"tokens": [[1, 2]], "unknown": [1]},
+        {"tokens": [[1, 2]], 7: [1]},
+        {"tokens": [[1, 2]], "messages": [[{"role": "user"}]]},
+        {"tokens": [[1, 2]], "masks": [[1]]},
+        {"tokens": [[1, 2]], "masks": [(1, 2)]},
+        {"tokens": [[1, 2]], "masks": np.array([[1, 2]])},
+        {"tokens": [[1, 2]], "masks": [[1, 2]], "loss_mask": [[1, 1]]},
+        {"tokens": [[1, 2]], "env_id": -1},
+        {"tokens": [[1, 2]], "env_id": True},
+        {"tokens": [np.array([[1, 2]])]},
+        {"tokens": [np.arange(9)[::2]]},
+        {"tokens": [np.array([1, 2], ">i4")]},
+        {"tokens": (np.arange(4), [3, 2])},
+        {"tokens": (np.arange(4), [5, -1])},
+        {"tokens": (np.arange(4), [3.0, 1.0])},
+        {"tokens": [torch.ones(2, requires_grad=True)]},
+        {"tokens": [torch.ones(2, dtype=torch.bfloat16)]},
+        {"tokens": [[1, 2]], "is_last": [True]},
+    ],
+    ids=repr,
+)
+def test_whatever_is_uncommon_is_left_to_the_careful_way(group) -> None:
+    assert FORMS.plan(group, STAMP, None) is None
+
+
+def test_a_group_larger_than_it_is_said_to_be_is_left_to_the_careful_way() -> None:
+    assert FORMS.plan({"tokens": [[1], [2]]}, Stamp(b"g", 1, -1, -1, False), None) is None
+
+
+number = st.integers(-(2**40), 2**40) | st.booleans() | st.floats(width=32) | st.none() | st.sampled_from([2**31 - 1, -(2**31), 2**70])
+row = st.lists(number, max_size=4) | st.lists(st.integers(0, 300), max_size=4).map(np.array) | st.none()
+rows = st.lists(row, max_size=3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(group=st.fixed_dictionaries({"tokens": rows}, optional={name: rows for name in ("masks", "advantages", "step_rewards")}))
+def test_what_is_quick_is_never_measured_otherwise(group) -> None:
+    fast = FORMS.plan(group, STAMP, None)
+    if fast is None:
+        return
+    measured = take_in(group, TABLE)
+    assert sorted(column.name for column in measured.columns) == sorted(column.name for column in fast.columns)
+    by_name = {column.name: column for column in measured.columns}
+    for column in fast.columns:
+        careful = by_name[column.name]
+        assert (column.tag, column.entries, column.count) == (careful.tag, careful.entries, careful.count)
+        assert (column.lengths is None and careful.lengths is None) or column.lengths.tolist() == careful.lengths.tolist()
+
+
+@pytest.mark.parametrize(
+    ("group_id", "version", "split"),
+    [(7, 1, "train"), ("x" * 1001, 1, "train"), ("\ud800", 1, "train"), ("g", (1, 2), "train"), ("g", -1, "train"), ("g", 1, "eval")],
+)
+def test_unusual_stamps_are_left_to_the_careful_way(group_id, version, split) -> None:
+    assert quick.stamp(group_id, "me", 0, version, 5, split) is None
+
+
+def test_usual_stamps() -> None:
+    assert quick.stamp(None, "me", 4, None, 5, "train").group_id == b"me:4"
+    assert quick.stamp("gruppe-ä", "me", 4, 0, -1, "train").group_id == "gruppe-ä".encode()
+
+
+class Shrinks:
+    """A number that takes the list it stands in away while it is read."""
+
+    def __index__(self) -> int:
+        self.home.clear()
+        return 1
+
+
+@pytest.mark.parametrize("others", [[], [5] * 40])
+def test_a_list_that_shrinks_while_it_is_packed_is_refused(placed, others) -> None:
+    row = [1, 2, *others]
+    row[1] = Shrinks()
+    row[1].home = row
+    plan = FORMS.plan({"tokens": [row, [3]]}, STAMP, None)
+    with pytest.raises(ValueError, match="does not fit|smaller"):
+        placed(plan)
