@@ -29,7 +29,10 @@ def extension(name: str, *c_sources: str) -> Extension:
 
 setup(
     ext_modules=cythonize(
-        [extension("mapping", f"{EXT}/fork.c"), *map(extension, ("header", "ring", "wait", "column", "pack", "plan", "quick", "versions"))],
+        [
+            extension("mapping", f"{EXT}/fork.c"),
+            *map(extension, ("header", "ring", "record", "turns", "wait", "column", "pack", "plan", "quick", "versions")),
+        ],
         compiler_directives={
             "language_level": "3",
             "boundscheck": DEBUG,

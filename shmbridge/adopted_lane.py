@@ -18,8 +18,8 @@ class AdoptedLane:
 
     __slots__ = ("_last_counters", "corrupt", "dead", "lane", "name", "reader", "size")
 
-    def __init__(self, name: str, reader: ring.LaneReader, lane: Lane, size: int) -> None:
-        self.name, self.reader, self.lane, self.size = name, reader, lane, size
+    def __init__(self, reader: ring.LaneReader, lane: Lane, size: int) -> None:
+        self.name, self.reader, self.lane, self.size = lane.name, reader, lane, size
         self.dead, self.corrupt = False, reader.quarantined
         self._last_counters: Counter[str] | None = None
         if self.corrupt:
@@ -53,12 +53,16 @@ class AdoptedLane:
         if self.corrupt:
             return None
         try:
-            record = self.reader.take(Record)
+            return self.reader.take(Record)
         except header.LaneCorrupt as wrong:
-            self.quarantine()
-            log.error("lane of producer %s is quarantined: %s", self.producer_id, str(wrong))  # a log that keeps it must not keep frames
+            self.distrust(str(wrong))  # a log that keeps it must not keep frames
             return None
-        return None if record is None else record.bind(self.lane)
+
+    def distrust(self, why: str) -> None:
+        """Quarantines the lane and says why, once."""
+        if not self.corrupt:
+            self.quarantine()
+            log.error("lane of producer %s is quarantined: %s", self.producer_id, why)
 
     def quarantine(self) -> None:
         """Takes nothing from the lane any more; what it held is counted, and its counters stand still."""

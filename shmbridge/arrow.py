@@ -1,5 +1,6 @@
 """A record as a pyarrow.RecordBatch over the lane's own buffers. The only file besides schema.py that needs pyarrow."""
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ def record_batch(record: "Record") -> pa.RecordBatch:
     names = record.columns
     columns = record.lane_columns
     arrays = [_rows_of(record, columns[name]) for name in names]
-    meta = {key: str(getattr(record.meta, key)) for key in record.meta.__slots__}
+    meta = {field.name: str(getattr(record.meta, field.name)) for field in fields(record.meta)}
     return pa.record_batch(arrays, schema=pa.schema([arrow_field(columns[name]) for name in names], metadata=meta))
 
 

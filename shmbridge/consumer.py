@@ -104,6 +104,7 @@ class Consumer(Hub):
     def _start(self, lanes: int, resume: str, group_timeout_s: float) -> None:
         """Everything a hub does before it serves; whoever dies or fails in here leaves the bridge as it was."""
         self._lanes = LaneSet(self.bridge, self._control, self.columns, lanes)
+        self._turns = self._lanes.turns
         try:
             self._lanes.adopt(strict=True)
             self.hub_epoch = self._control.begin_epoch(os.getpid(), liveness.pid_namespace(), self.columns.encode())
@@ -136,6 +137,8 @@ class Consumer(Hub):
             ConsumerEmpty: none came in time; the message says who is alive.
             Closed: the consumer was closed.
         """
+        if self._ranks is None and (record := self._turns.take()) is not None:
+            return record
         self._check_mine()
         deadline = _deadline(timeout_s)
         while (record := self._take()) is None:
@@ -158,11 +161,11 @@ class Consumer(Hub):
 
     def poll(self, max_records: int = 256) -> list[Record]:
         """Up to `max_records` records that are there now, leased, fairly over the lanes. Never blocks."""
+        if self._ranks is None and (records := self._turns.poll(max_records)):
+            return records
         self._check_mine()
-        records: list[Record] = []
-        while len(records) < max_records and (record := self._take()) is not None:
-            records.append(record)
-        return records
+        self._check_open()
+        return self._lanes.poll(max_records)
 
     def __iter__(self) -> Iterator[Record]:
         """Records as they come, until close(), or until drain() and nothing is left."""
@@ -217,8 +220,11 @@ class Consumer(Hub):
         return self._batching.batches(groups=groups, layout=layout, max_staleness=max_staleness, prefetch=prefetch, hold=hold)
 
     def _take(self) -> Record | None:
-        self._check_open()
-        return self._lanes.take()
+        record = self._turns.take()
+        if record is None:
+            self._check_open()
+            record = self._lanes.take()
+        return record
 
     def _check_mine(self) -> None:
         if self._ranks is not None:
@@ -236,7 +242,7 @@ class Consumer(Hub):
             self._control.ring()  # a cancelled get_async has left the thread asleep
             self._one_sleeper.acquire()
         try:
-            self._sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), self._lanes.arrivals, spin)
+            self._sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), self._turns.arrivals, spin)
         finally:
             self._one_sleeper.release()
         self._wait_s += time.monotonic() - began

@@ -14,6 +14,7 @@ from typing import Any
 from shmbridge import limits, participation, segment
 from shmbridge._ext import header, ring
 from shmbridge._ext.mapping import Mapping
+from shmbridge._ext.turns import Turns
 from shmbridge.adopted_lane import AdoptedLane
 from shmbridge.deathwatch import DeathWatch
 from shmbridge.errors import Closed, ProcessLimit, SchemaMismatch, ShmPermission
@@ -48,12 +49,11 @@ class LaneSet:
         self.bridge, self.columns, self.limit = bridge, columns, limit
         self._control = control
         self._lanes: dict[str, AdoptedLane] = {}
+        self.turns = Turns(Record, control.mapping, self._on_corrupt, control.arrivals)
         self.refused: set[str] = set()
         self._gone: Counter[str] = Counter()  # counters of lanes that are no more
-        self._turn = 0
         self._crowded = False  # there are more lanes than `limit`
         self._hindered = False  # a lane could not be opened: a limit of this process
-        self.arrivals = control.arrivals
         self._ranks_before = False
         self._adopting = threading.Lock()
         self._watch = DeathWatch(self._on_death, self._look_round)
@@ -77,11 +77,11 @@ class LaneSet:
             try:
                 self._adopt(strict)
             except BaseException:
-                self.arrivals = (self.arrivals - 1) & 0xFFFFFFFF  # what was not adopted is looked for again
+                self.turns.arrivals = (self.turns.arrivals - 1) & 0xFFFFFFFF  # what was not adopted is looked for again
                 raise
 
     def _adopt(self, strict: bool) -> None:
-        self.arrivals = self._control.arrivals  # before the names are listed: what comes later is looked for again
+        self.turns.arrivals = self._control.arrivals  # before the names are listed: what comes later is looked for again
         room, crowded, hindered = self._room(), 0, ""
         found: list[tuple[int, str, Mapping, dict[str, Any]]] = []
         try:
@@ -135,13 +135,17 @@ class LaneSet:
             for other in self:
                 columns.check_agrees(other.lane.columns, here, f"in producer {other.producer_id}")
             reader = ring.LaneReader(mapping, self._control.mapping)
+            lane = Lane(info["producer_id"], info["env_name"], columns, name)
+            lane.describe_to(reader, info["columns"])
         except (SchemaMismatch, header.LaneCorrupt) as wrong:
             if strict and isinstance(wrong, SchemaMismatch):
                 raise
             self._refuse(name, str(wrong))
             return
         reader.ranks_before = self._ranks_before
-        self._lanes[name] = AdoptedLane(name, reader, Lane(info["producer_id"], info["env_name"], columns, name), mapping.size)
+        self._lanes[name] = adopted = AdoptedLane(reader, lane, mapping.size)
+        if not adopted.corrupt:
+            self.turns.add(reader)
         reader.ring()  # a predecessor may have died between release and wake
         self._watch.watch(name, mapping, info["pid"], info["pid_namespace"])
 
@@ -165,23 +169,29 @@ class LaneSet:
 
     def take(self) -> Record | None:
         """The next record, one lane after the other; None if no lane has one."""
-        if self._control.arrivals != self.arrivals:
+        record = self.turns.take()
+        if record is None and self._control.arrivals != self.turns.arrivals:
             self.adopt()
-        record = self._take_in_turn()
+            record = self.turns.take(anyway=True)
         if record is None and self._crowded and self._room():
             self.adopt()
-            record = self._take_in_turn()
+            record = self.turns.take(anyway=True)
         return record
 
-    def _take_in_turn(self) -> Record | None:
-        lanes = list(self)
-        for offset in range(len(lanes)):
-            place = (self._turn + offset) % len(lanes)
-            record = lanes[place].take()
-            if record is not None:
-                self._turn = (place + 1) % len(lanes)
-                return record
-        return None
+    def poll(self, most: int) -> list[Record]:
+        """Up to `most` records that are there now, one lane after the other."""
+        if self._control.arrivals != self.turns.arrivals:
+            self.adopt()
+        records = self.turns.poll(most, anyway=True)
+        if not records and most > 0 and self._crowded and self._room():
+            self.adopt()
+            records = self.turns.poll(most, anyway=True)
+        return records
+
+    def _on_corrupt(self, reader: ring.LaneReader, why: str) -> None:
+        for lane in self:
+            if lane.reader is reader:
+                lane.distrust(why)
 
     def take_backlog(self) -> Iterator[Record]:
         """What was committed and un-released when these lanes were adopted."""
@@ -211,7 +221,7 @@ class LaneSet:
 
     def _look_round(self) -> bool:
         """Adopts what came while the consumer was busy, removes dead lanes that hold nothing any more; whether any is left for later."""
-        if self._control.arrivals != self.arrivals or self._hindered or (self._crowded and self._room()):
+        if self._control.arrivals != self.turns.arrivals or self._hindered or (self._crowded and self._room()):
             known = len(self._lanes)
             self.adopt()
             if len(self._lanes) != known:
@@ -248,6 +258,7 @@ class LaneSet:
         if not (removed or reason == "gone already"):
             return False
         self._lanes.pop(lane.name, None)
+        self.turns.remove(lane.reader)
         self._gone.update({key: value for key, value in counters.items() if key not in ("held", "put_off", "lane_bytes")})
         if self._crowded:
             self._control.ring()  # there may be room for one that waits
@@ -320,5 +331,6 @@ class LaneSet:
         self._watch.stop()
         held = sum(lane.reader.held for lane in self)
         self._lanes.clear()
+        self.turns.close()
         del self._control  # views, through their reader, are to be the last that keep it
         return held

@@ -100,7 +100,7 @@ class Rank(OneProcess):
         self._after = -1
         self._open: list[_Held] = []  # shares that were looked at, and that the hub was not told of
         self._epochs: set[int] = set()  # whose lock is held
-        self._lanes: dict[str, tuple[RankReader, Lane]] = {}
+        self._lanes: dict[str, RankReader] = {}
         self._totals = dict.fromkeys(("shares", "records", "tokens", "reissued", "outdated", "unreadable_groups"), 0)
         self._wait_s = 0.0
         self._no_exit_call = at_exit(self._leave_unclosed)
@@ -205,7 +205,7 @@ class Rank(OneProcess):
         for epoch in self._epochs - {self._epoch, *(manifest.epoch for manifest, _ in self._open)}:
             participation.leave_epoch(self._control, epoch)
             self._epochs.discard(epoch)
-        for name, (reader, _) in list(self._lanes.items()):
+        for name, reader in list(self._lanes.items()):
             if reader.held == 0 and not liveness.is_locked(reader.lane.fd, Byte.PRODUCER):
                 del self._lanes[name]
 
@@ -270,20 +270,22 @@ class Rank(OneProcess):
         try:
             if name not in self._lanes:
                 self._lanes[name] = self._open_lane(name)
-            reader, lane = self._lanes[name]
+            reader = self._lanes[name]
             record = reader.look(Record, place.slot, place.sequence, place.generation, place.redelivered or reissued)
         except header.LaneCorrupt as wrong:
             said = f"lane {name} is not what the hub said: {wrong}"
             raise LaneQuarantined(said, hint="see the consumer's log; restart this rank") from None
-        return reader, record.bind(lane)
+        return reader, record
 
-    def _open_lane(self, name: str) -> tuple[RankReader, Lane]:
+    def _open_lane(self, name: str) -> RankReader:
         mapping = segment.open_mapping(name, readonly=True, minimum=header.control_bytes)
         info = None if mapping is None else header.read_lane(mapping)
         if mapping is None or info is None:
             raise header.LaneCorrupt("it is gone")
         reader = RankReader(mapping, self._control.mapping)  # its views keep the locks of this rank
-        return reader, Lane(info["producer_id"], info["env_name"], Columns.decode(info["columns"]), name)
+        lane = Lane(info["producer_id"], info["env_name"], Columns.decode(info["columns"]), name)
+        lane.describe_to(reader, info["columns"])
+        return reader
 
     def _empty(self, timeout_s: float | None) -> ConsumerEmpty | NoConsumer:
         if not (self._epoch and liveness.is_locked(self._control.mapping.fd, Byte.HUB)):
@@ -318,7 +320,7 @@ class Rank(OneProcess):
         if self._epoch and liveness.is_locked(self._control.mapping.fd, Byte.HUB):
             self.report_done()
         self._client.close()
-        held = sum(reader.held for reader, _ in self._lanes.values())
+        held = sum(reader.held for reader in self._lanes.values())
         if held == 0:
             participation.leave(self._control.mapping.fd, self.bridge)
         self._lanes.clear()

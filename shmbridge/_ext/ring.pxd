@@ -85,9 +85,14 @@ cdef class LaneReader:
     cdef public bint ranks_before    # a rank of an earlier hub may still read what is redelivered: its release is put off
     cdef list _put_off               # (slot, generation)
     cdef readonly uint64_t held
+    cdef readonly object about       # what all records of the lane share
+    cdef dict numbers                # of its columns, by name
+    cdef tuple names                 # of its columns, by number
+    cdef tuple dtypes
 
     cdef int end_lease(self, Lease lease) except -1
-    cdef object lease(self, type cls, const lane_found* found)
+    cdef object next_lease(self, type cls)
+    cdef Lease lease(self, type cls, const lane_found* found)
 
 
 cdef class RankReader(LaneReader):
@@ -120,4 +125,6 @@ cdef class Lease:
     cdef bint _released              # asked for; the lease ends with the last export
     cdef bint _ended
 
+    cdef int begin_view(self) except -1
+    cdef void end_view(self) noexcept
     cdef void _end(self) noexcept

@@ -1,4 +1,6 @@
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 from shmbridge._ext.mapping import Mapping
 
@@ -48,7 +50,9 @@ class LaneReader:
     held: int
     abandoned: bool
     ranks_before: bool
+    about: Any
     def __init__(self, lane: Mapping, keep: object) -> None: ...
+    def describe(self, about: object, table: bytes, names: tuple[str, ...], dtypes: tuple[np.dtype[Any], ...]) -> None: ...
     @property
     def put_off(self) -> int: ...
     def release_put_off(self) -> None: ...

@@ -8,12 +8,13 @@ at a time, except that a Lease may end on any thread.
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcmp
 
 from shmbridge._ext.atomics cimport load_acquire64, load_relaxed64, load_seq32, shm_u64, store_relaxed64
 from shmbridge._ext.futex cimport monotonic_ns, ring_bell
-from shmbridge._ext.layout cimport DISCARD_REASONS, DROP_REASONS, control_header, directory_entry, lane_header, slot
+from shmbridge._ext.layout cimport DISCARD_REASONS, DROP_REASONS, column_def, control_header, directory_entry, lane_header, slot
 from shmbridge._ext.mapping cimport Mapping
 
 from shmbridge._ext.header import LaneCorrupt
@@ -153,6 +154,7 @@ cdef class LaneReader:
     def __cinit__(self, Mapping lane not None, object keep):
         cdef complaint why
         self.lane, self._keep, self._put_off = lane, keep, []
+        self.numbers, self.names, self.dtypes = {}, (), ()
         if lane_reader_open(&self._reader, lane.base, lane.size, &why):
             raise LaneCorrupt(why.text.decode()) if why.text[0] else MemoryError()
 
@@ -163,6 +165,19 @@ cdef class LaneReader:
 
     def __dealloc__(self):
         lane_reader_close(&self._reader)
+
+    def describe(self, object about, bytes table not None, tuple names not None, tuple dtypes not None):
+        """What all records of the lane share, for LeasedRecord: `about` has producer_id and env_name; the columns' names and NumPy types, by number.
+
+        `table` is the column table that these were read from. LaneCorrupt if the lane had another when this reader opened it.
+        """
+        cdef uint32_t count = self._reader.shape.column_count
+        if len(table) != count * sizeof(column_def) or memcmp(PyBytes_AS_STRING(table), self._reader.columns, len(table)):
+            raise LaneCorrupt("its column table has changed")
+        if len(names) != count or len(dtypes) != count:
+            raise ValueError(f"{len(names)} names and {len(dtypes)} types for {count} columns")
+        self.about, self.names, self.dtypes = about, names, dtypes
+        self.numbers = {name: number for number, name in enumerate(names)}
 
     @property
     def slot_count(self) -> int:
@@ -217,7 +232,11 @@ cdef class LaneReader:
 
         Raises LaneCorrupt when what the lane says cannot be; the record is then left un-released.
         """
+        return self.next_lease(cls)
+
+    cdef object next_lease(self, type cls):
         cdef lane_found found
+        cdef Lease lease
         cdef complaint why
         cdef int there = lane_next(&self._reader, &found, &why)
         if there < 0:
@@ -225,10 +244,10 @@ cdef class LaneReader:
         if there == 0:
             return None
         lease = self.lease(cls, &found)
-        (<Lease>lease).redelivered = lane_hand_out(&self._reader, &found)
+        lease.redelivered = lane_hand_out(&self._reader, &found)
         return lease
 
-    cdef object lease(self, type cls, const lane_found* found):
+    cdef Lease lease(self, type cls, const lane_found* found):
         """A lease of a found record, once its index was copied and checked."""
         cdef complaint why
         cdef Lease lease
@@ -304,13 +323,13 @@ cdef class RankReader(LaneReader):
         """The record that the hub said is in slot `index`, as an instance of `cls`. LaneCorrupt if another is there."""
         cdef lane_found found
         cdef complaint why
+        cdef Lease lease
         if lane_look(&self._reader, index, sequence, &found, &why):
             raise LaneCorrupt(why.text.decode())
         if found.generation != generation:
             raise LaneCorrupt(f"slot {index} is in generation {found.generation}, the manifest says {generation}")
         lease = self.lease(cls, &found)
-        (<Lease>lease).redelivered = redelivered
-        (<Lease>lease).look = self._next_look
+        lease.redelivered, lease.look = redelivered, self._next_look
         self._looks.add(self._next_look)
         self._next_look += 1
         return lease
@@ -321,7 +340,7 @@ cdef class RankReader(LaneReader):
         return 0
 
 
-@cython.no_gc_clear  # the end of a lease needs its reader, also when a reference cycle is collected
+@cython.no_gc  # no way leads from its fields back to it, so that no cycle goes through it
 cdef class Lease:
     """One record held in place: its memory does not change until the lease ends.
 
@@ -334,8 +353,8 @@ cdef class Lease:
 
     @property
     def group_id(self) -> str:
-        start = self.column_entries * sizeof(directory_entry)
-        return self.index[start:start + self._group_id_bytes].decode("utf-8", "replace")
+        cdef const char* at = PyBytes_AS_STRING(self.index) + self.column_entries * sizeof(directory_entry)
+        return PyUnicode_DecodeUTF8(at, self._group_id_bytes, "replace")
 
     @property
     def is_released(self) -> bool:
@@ -358,16 +377,28 @@ cdef class Lease:
             self._ended = True
             self.reader.held -= 1
 
-    def __getbuffer__(self, Py_buffer* buffer, int flags):
+    cdef int begin_view(self) except -1:
+        """One more looks at the record's memory, until end_view. BufferError if the lease has ended."""
         if self._ended or not self.reader.lane.alive():
             raise BufferError("the lease has ended")
-        PyBuffer_FillInfo(buffer, self, <void*>self._extent, self.extent_bytes, True, flags)
         self._exports += 1
+        return 0
 
-    def __releasebuffer__(self, Py_buffer* buffer):
+    cdef void end_view(self) noexcept:
         self._exports -= 1
         if self._exports == 0 and self._released:
             self._end()
+
+    def __getbuffer__(self, Py_buffer* buffer, int flags):
+        self.begin_view()
+        try:
+            PyBuffer_FillInfo(buffer, self, <void*>self._extent, self.extent_bytes, True, flags)
+        except BaseException:
+            self.end_view()
+            raise
+
+    def __releasebuffer__(self, Py_buffer* buffer):
+        self.end_view()
 
     def __dealloc__(self):
         self._end()

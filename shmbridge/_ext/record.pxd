@@ -1,0 +1,12 @@
+from shmbridge._ext.layout cimport directory_entry
+from shmbridge._ext.ring cimport Lease
+
+
+cdef class LeasedRecord(Lease):
+    cdef object _meta                # made when it is asked for
+
+    cdef const directory_entry* find(self, object name) except? NULL
+    cdef const directory_entry* there(self, object name) except NULL
+    cdef object values(self, const directory_entry* entry)
+    cdef object lengths(self, const directory_entry* entry)
+    cdef object validity(self, const directory_entry* entry)

@@ -1,0 +1,289 @@
+"""What a leased record says: its metadata, and its columns as arrays over the lane's own memory, each by one call and without Python.
+
+Knows the private copy of a record's index, which index_check has passed, and what LaneReader.describe was told of the lane. Knows nothing of
+text, maps, Arrow, nor of errors' words: Record in shmbridge/record.py derives from LeasedRecord and says those.
+"""
+
+cimport cython
+cimport numpy as cnp
+from cython.dataclasses cimport dataclass
+from cpython.bytes cimport PyBytes_AS_STRING
+from cpython.dict cimport PyDict_GetItemWithError
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+from shmbridge._ext.layout cimport ALIGNMENT, KIND_LIST, KIND_SCALAR, SLOT_EVAL, SLOT_UNEVEN, TAG_VALUES, directory_entry
+from shmbridge._ext.ring cimport Lease
+
+cdef extern from "numpy/arrayobject.h":
+    object PyArray_NewFromDescr(type subtype, cnp.dtype dtype, int dimensions, cnp.npy_intp* shape, cnp.npy_intp* strides, void* data, int flags,
+                                PyObject* like)
+
+cnp.import_array()
+cdef cnp.dtype UINT32 = cnp.PyArray_DescrFromType(cnp.NPY_UINT32)
+
+
+@cython.final
+@cython.no_gc  # it leads to a lease only, and nothing leads from there back
+@cython.freelist(64)
+cdef class View:
+    """What an array over a record's memory keeps, so that the lease does not end before it is gone."""
+
+    cdef Lease _lease
+
+    def __dealloc__(self):
+        if self._lease is not None:
+            self._lease.end_view()
+
+
+cdef View view_of(Lease lease):
+    cdef View view = View.__new__(View)
+    lease.begin_view()
+    view._lease = lease
+    return view
+
+
+cdef object array_over(object keeper, cnp.dtype dtype, const void* at, uint64_t count):
+    """A read-only array of `count` values at `at`, which are there as long as `keeper` is."""
+    cdef cnp.npy_intp shape = count
+    Py_INCREF(dtype)  # the call keeps one
+    cdef object made = PyArray_NewFromDescr(cnp.ndarray, dtype, 1, &shape, NULL, <void*>at, cnp.NPY_ARRAY_CARRAY_RO, NULL)
+    cnp.set_array_base(made, keeper)
+    return made
+
+
+cdef object nothing(cnp.dtype dtype):
+    """An empty array, read-only as all others; it keeps nothing."""
+    cdef cnp.npy_intp shape = 0
+    cdef cnp.ndarray made = cnp.PyArray_EMPTY(1, &shape, dtype.num, 0)
+    cnp.PyArray_CLEARFLAGS(made, cnp.NPY_ARRAY_WRITEABLE)
+    return made
+
+
+@cython.no_gc
+@cython.freelist(64)
+cdef class Ragged:
+    """A list column of one record: flat values in place, and the length of each row.
+
+    `values` is a read-only view of the lane, valid as long as it is referenced, also after the record's release().
+    `lengths` is uint32[rows]. `valid` is bool[rows] where some rows are null, None where none is.
+    """
+
+    cdef readonly object values
+    cdef readonly object valid
+    cdef object _lengths
+    cdef bytes _index                # else they are here
+    cdef uint64_t _lengths_at
+    cdef Py_ssize_t _rows
+    cdef object _offsets
+
+    def __init__(self, values, lengths, valid):
+        self.values, self._lengths, self.valid = values, lengths, valid
+        self._rows = len(lengths)
+
+    @property
+    def lengths(self):
+        if self._lengths is None:
+            self._lengths = array_over(self._index, UINT32, PyBytes_AS_STRING(self._index) + self._lengths_at, self._rows)
+        return self._lengths
+
+    @property
+    def offsets(self):
+        """Start of each row and the end of the last, int64[rows + 1]."""
+        return self.row_offsets().copy()
+
+    cdef cnp.ndarray row_offsets(self):
+        cdef cnp.npy_intp shape = self._rows + 1
+        cdef cnp.ndarray lengths, offsets
+        cdef int64_t total = 0
+        cdef int64_t* length
+        cdef int64_t* offset
+        cdef Py_ssize_t row
+        if self._offsets is None:
+            lengths = cnp.PyArray_FROM_OTF(self.lengths, cnp.NPY_INT64, cnp.NPY_ARRAY_CARRAY_RO | cnp.NPY_ARRAY_FORCECAST)
+            offsets = cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_INT64)
+            length, offset = <int64_t*>cnp.PyArray_DATA(lengths), <int64_t*>cnp.PyArray_DATA(offsets)
+            for row in range(self._rows):
+                offset[row] = total
+                total += length[row]
+            offset[self._rows] = total
+            self._offsets = offsets
+        return self._offsets
+
+    def __len__(self):
+        return self._rows
+
+    def __getitem__(self, Py_ssize_t row):
+        """Row `row` as a read-only view of the values."""
+        cdef int64_t* offsets
+        if not -self._rows <= row < self._rows:
+            raise IndexError(f"row {row} of {self._rows}")
+        if row < 0:
+            row += self._rows
+        offsets = <int64_t*>cnp.PyArray_DATA(self.row_offsets())
+        return self.values[offsets[row]:offsets[row + 1]]
+
+    def __iter__(self):
+        return (self[row] for row in range(self._rows))
+
+    def __reduce__(self):
+        return type(self), (self.values, self.lengths, self.valid)
+
+    def __repr__(self):
+        return f"<Ragged {self.values.dtype}: {', '.join(map(str, list(self)[:8]))}{', …' if len(self) > 8 else ''}>"
+
+
+@cython.final
+@dataclass(frozen=True)
+cdef class RecordMeta:
+    """Where a record came from and when. Times are CLOCK_MONOTONIC nanoseconds; versions are -1 where nobody stamped one."""
+
+    cdef readonly str producer_id
+    cdef readonly str env_name
+    cdef readonly uint64_t sequence
+    cdef readonly str group_id
+    cdef readonly int32_t group_size
+    cdef readonly object env_id
+    cdef readonly int64_t min_policy_version
+    cdef readonly int64_t max_policy_version
+    cdef readonly int64_t t_created_ns
+    cdef readonly int64_t t_publish_ns
+    cdef readonly str split
+    cdef readonly bint redelivered
+    cdef readonly bint uneven
+
+
+cdef RecordMeta meta_of(Lease lease):
+    cdef RecordMeta meta = RecordMeta.__new__(RecordMeta)
+    meta.producer_id, meta.env_name = lease.reader.about.producer_id, lease.reader.about.env_name
+    meta.sequence, meta.group_id, meta.group_size = lease.sequence, lease.group_id, lease.group_size
+    meta.env_id = None if lease.env_id < 0 else lease.env_id
+    meta.min_policy_version, meta.max_policy_version = lease.min_policy_version, lease.max_policy_version
+    meta.t_created_ns, meta.t_publish_ns = lease.t_created_ns, lease.t_publish_ns
+    meta.split = "eval" if lease.flags & SLOT_EVAL else "train"
+    meta.redelivered, meta.uneven = lease.redelivered, lease.flags & SLOT_UNEVEN != 0
+    return meta
+
+
+cdef class LeasedRecord(Lease):
+    """Metadata and columns of one record. The names that begin with _ are for Record."""
+
+    @property
+    def meta(self):
+        """Who, when, which group, which policy version. Valid also after release()."""
+        if self._meta is None:
+            self._meta = meta_of(self)
+        return self._meta
+
+    cdef const directory_entry* find(self, object name) except? NULL:
+        """The entry of a column; NULL if it has none. One that has values comes last (index_check), so the last one counts."""
+        cdef PyObject* number = PyDict_GetItemWithError(self.reader.numbers, name)
+        cdef const directory_entry* entries = <const directory_entry*>PyBytes_AS_STRING(self.index)
+        cdef uint32_t column, i = self.column_entries
+        if number != NULL:
+            column = <object>number
+            while i > 0:
+                i -= 1
+                if entries[i].column == column:
+                    return &entries[i]
+        return NULL
+
+    cdef const directory_entry* there(self, object name) except NULL:
+        cdef const directory_entry* entry = self.find(name)
+        if entry == NULL:
+            raise KeyError(name)
+        return entry
+
+    cdef object values(self, const directory_entry* entry):
+        cdef cnp.dtype dtype = <cnp.dtype>self.reader.dtypes[entry.column]
+        cdef uint64_t count = entry.values_bytes // self.reader._reader.columns[entry.column].item_bytes
+        if count == 0:
+            return nothing(dtype)
+        return array_over(view_of(self), dtype, self._extent + entry.values_at * <uint64_t>ALIGNMENT, count)
+
+    cdef object lengths(self, const directory_entry* entry):
+        return array_over(self.index, UINT32, PyBytes_AS_STRING(self.index) + entry.lengths_at * <uint64_t>ALIGNMENT, entry.entries)
+
+    cdef object validity(self, const directory_entry* entry):
+        """bool[entries], a copy; None where nothing is null."""
+        cdef cnp.npy_intp shape = entry.entries
+        cdef const uint8_t* said = self._extent + entry.validity_at * <uint64_t>ALIGNMENT
+        cdef uint8_t* valid
+        cdef cnp.npy_intp i
+        if entry.validity_at == 0:
+            return None
+        view = view_of(self)
+        copy = cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_BOOL)
+        valid = <uint8_t*>cnp.PyArray_DATA(<cnp.ndarray>copy)
+        for i in range(shape):
+            valid[i] = said[i] != 0
+        return copy
+
+    def __len__(self):
+        return self.rows
+
+    def __contains__(self, name):
+        cdef const directory_entry* entry = self.find(name)
+        return entry != NULL and entry.tag == TAG_VALUES
+
+    @property
+    @cython.boundscheck(True)  # the lane may not have been described
+    def columns(self):
+        """Names of the columns that have values in this record."""
+        cdef const directory_entry* entries = <const directory_entry*>PyBytes_AS_STRING(self.index)
+        cdef uint32_t i
+        return [self.reader.names[entries[i].column] for i in range(self.column_entries) if entries[i].tag == TAG_VALUES]
+
+    def __getitem__(self, name):
+        """A column: Ragged (lists), RaggedLists, ndarray (rows,) of scalars, or a list of dict, str or bytes.
+
+        Raises KeyError if it is absent, RecordUnreadable for text that is none. Numbers are read-only views of the lane; dicts, str
+        and bytes are copies.
+        """
+        cdef const directory_entry* entry = self.find(name)
+        cdef Ragged ragged
+        if entry == NULL or entry.tag != TAG_VALUES:
+            raise self._absent(name)
+        if self._released:
+            raise self._too_late(name)
+        if entry.kind == KIND_SCALAR:
+            return self.values(entry)
+        if entry.kind != KIND_LIST:
+            return self._compound(name)
+        ragged = Ragged.__new__(Ragged)
+        ragged.values, ragged.valid = self.values(entry), self.validity(entry)
+        ragged._index, ragged._lengths_at, ragged._rows = self.index, entry.lengths_at * <uint64_t>ALIGNMENT, entry.entries
+        return ragged
+
+    def valid(self, name):
+        """bool[rows] where some rows of the column are null, None where none is."""
+        return self.validity(self.there(name))
+
+    def _tag(self, name):
+        """The TAG_ of a column's entry, -1 if it has none."""
+        cdef const directory_entry* entry = self.find(name)
+        return -1 if entry == NULL else entry.tag
+
+    def _values(self, name):
+        """All values of a column, flat."""
+        return self.values(self.there(name))
+
+    def _lengths(self, name):
+        """uint32[entries]."""
+        return self.lengths(self.there(name))
+
+    def _inner_lengths(self, name):
+        """uint32: values per inner list, or bytes per key."""
+        cdef const directory_entry* entry = self.there(name)
+        cdef const char* at = PyBytes_AS_STRING(self.index) + entry.inner_at * <uint64_t>ALIGNMENT
+        return array_over(self.index, UINT32, at, entry.inner_count)
+
+    def _keys(self, name):
+        """The bytes of all keys of a map column, a copy."""
+        cdef const directory_entry* entry = self.there(name)
+        cdef const uint8_t* at = self._extent + entry.keys_at * <uint64_t>ALIGNMENT
+        if entry.keys_bytes == 0:
+            return b""
+        view = view_of(self)
+        return at[:entry.keys_bytes]
