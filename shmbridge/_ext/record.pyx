@@ -4,6 +4,8 @@ Knows the private copy of a record's index, which index_check has passed, and wh
 text, maps, Arrow, nor of errors' words: Record in shmbridge/record.py derives from LeasedRecord and says those.
 """
 
+import numpy as np
+
 cimport cython
 cimport numpy as cnp
 from cython.dataclasses cimport dataclass
@@ -73,7 +75,7 @@ cdef class Ragged:
     cdef readonly object values
     cdef readonly object valid
     cdef object _lengths
-    cdef bytes _index                # else they are here
+    cdef bytes _index                # of the record, if it came from one: its lengths are here
     cdef uint64_t _lengths_at
     cdef Py_ssize_t _rows
     cdef object _offsets
@@ -95,20 +97,19 @@ cdef class Ragged:
 
     cdef cnp.ndarray row_offsets(self):
         cdef cnp.npy_intp shape = self._rows + 1
-        cdef cnp.ndarray lengths, offsets
-        cdef int64_t total = 0
-        cdef int64_t* length
+        cdef cnp.ndarray made
         cdef int64_t* offset
+        cdef const uint32_t* length
         cdef Py_ssize_t row
-        if self._offsets is None:
-            lengths = cnp.PyArray_FROM_OTF(self.lengths, cnp.NPY_INT64, cnp.NPY_ARRAY_CARRAY_RO | cnp.NPY_ARRAY_FORCECAST)
-            offsets = cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_INT64)
-            length, offset = <int64_t*>cnp.PyArray_DATA(lengths), <int64_t*>cnp.PyArray_DATA(offsets)
+        if self._offsets is None and self._index is None:
+            self._offsets = np.concatenate(([0], np.cumsum(self._lengths, dtype=np.int64)))
+        elif self._offsets is None:
+            made = cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_INT64)
+            offset, length = <int64_t*>cnp.PyArray_DATA(made), <const uint32_t*>(PyBytes_AS_STRING(self._index) + self._lengths_at)
+            offset[0] = 0
             for row in range(self._rows):
-                offset[row] = total
-                total += length[row]
-            offset[self._rows] = total
-            self._offsets = offsets
+                offset[row + 1] = offset[row] + length[row]
+            self._offsets = made
         return self._offsets
 
     def __len__(self):
@@ -116,13 +117,19 @@ cdef class Ragged:
 
     def __getitem__(self, Py_ssize_t row):
         """Row `row` as a read-only view of the values."""
+        cdef cnp.ndarray values
+        cdef const char* first
         cdef int64_t* offsets
         if not -self._rows <= row < self._rows:
             raise IndexError(f"row {row} of {self._rows}")
         if row < 0:
             row += self._rows
         offsets = <int64_t*>cnp.PyArray_DATA(self.row_offsets())
-        return self.values[offsets[row]:offsets[row + 1]]
+        if self._index is None:
+            return self.values[offsets[row]:offsets[row + 1]]
+        values = self.values
+        first = cnp.PyArray_BYTES(values) + offsets[row] * cnp.PyArray_ITEMSIZE(values)
+        return array_over(values, values.descr, first, offsets[row + 1] - offsets[row])
 
     def __iter__(self):
         return (self[row] for row in range(self._rows))

@@ -277,3 +277,35 @@ def test_garbage_in_one_lane_quarantines_that_lane_only(make_producer, make_cons
     assert (stats["lanes_quarantined"], stats["discarded_total{corrupt}"]) == (1, 1)
     good.put(numbered(9))
     assert numbers(consumer.poll()) == [9]
+
+
+def test_garbage_amid_a_poll_is_said_once_and_the_records_before_it_come(make_producer, make_consumer, caplog) -> None:
+    first, bad, last = (make_producer() for _ in range(3))
+    consumer = make_consumer()
+    for number in range(3):
+        for place, producer in enumerate((first, bad, last)):
+            producer.put(numbered(10 * place + number))
+    assert numbers(consumer.poll(max_records=4)) == [0, 10, 20, 1]
+    np.frombuffer(memoryview(segment.open_mapping(bad.lane_name)), "<u8", 1, 0x200)[0] = 1 << 40
+    first.put(numbered(3))
+    assert sorted(numbers(consumer.poll())) == [2, 3, 21, 22]
+    with pytest.raises(shmbridge.ConsumerEmpty):
+        consumer.get(timeout_s=0)
+    assert [line for line in caplog.messages if "quarantined" in line] == [
+        f"lane of producer {bad.producer_id} is quarantined: tail {1 << 40} is {(1 << 40) - 1} past 1, more than 64 slots"
+    ]
+    assert consumer.stats()["lanes_quarantined"] == 1
+
+
+def test_garbage_found_while_a_backlog_is_discarded_is_counted_once(make_producer, make_consumer) -> None:
+    producer = make_producer()
+    for number in range(3):
+        producer.put(numbered(number))
+    slot = segment.open_mapping(producer.lane_name)
+    words = np.frombuffer(memoryview(slot), "<u8")
+    (place,) = np.flatnonzero((words[:-1] == 1) & (words[1:] == 1))  # generation 1, sequence 1
+    words[place + 3] = 1 << 40  # bytes of its extent
+    consumer = make_consumer(resume="discard")
+    assert consumer.poll() == []
+    stats = consumer.stats()
+    assert (stats["lanes_quarantined"], stats["discarded_total{resume}"], stats["discarded_total{corrupt}"]) == (1, 1, 2)

@@ -1,6 +1,11 @@
 """A record as its reader sees it: in place, read-only, and there until the last view is gone."""
 
+import copy
+import dataclasses
 import gc
+import os
+import pickle
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -113,6 +118,88 @@ def test_a_view_outlives_release_and_holds_the_memory(record, producer, held, ta
     assert view.tolist() == before
 
 
+def test_a_lease_ends_with_its_last_view_and_not_with_the_object(record, held) -> None:
+    it = record()
+    first, second, row = it["tokens"].values, it["advantages"].values, it["tokens"][1]
+    it.release()
+    del first
+    assert held() == 1
+    del second
+    assert (held(), row.tolist()) == (1, [4])
+    del row
+    assert held() == 0
+    with pytest.raises(shmbridge.LeaseReleased):
+        it["score"]
+    with pytest.raises(BufferError, match="ended"):
+        memoryview(it)
+
+
+def test_lengths_and_nulls_are_copies_that_hold_nothing(record, held) -> None:
+    it = record({"tokens": [[1, 2], [3]], "advantages": [[0.5, 1.0], None]})
+    lengths, valid, offsets = it["tokens"].lengths, it.valid("advantages"), it["tokens"].offsets
+    it.release()
+    assert held() == 0
+    assert (lengths.tolist(), valid.tolist(), offsets.tolist()) == ([2, 1], [True, False], [0, 2, 3])
+    offsets[:] = 7
+    with pytest.raises(ValueError, match="read-only"):
+        lengths[0] = 7
+
+
+def test_columns_of_zero_values(record, held) -> None:
+    it = record({"tokens": [[1], [2]], "step_rewards": [[], []], "instance_id": ["", ""], "distill_token_ids": [[[]], [[]]]})
+    column = it["step_rewards"]
+    assert (len(column), column.lengths.tolist(), column.offsets.tolist(), column.valid) == (2, [0, 0], [0, 0, 0], None)
+    assert (column.values.dtype, column.values.shape, column[1].shape, column[-2].dtype) == (np.float32, (0,), (0,), np.float32)
+    assert not column.values.flags.writeable
+    assert it["instance_id"] == ["", ""]
+    assert it["distill_token_ids"].inner_lengths.tolist() == [0, 0]
+    it.release()
+    assert held() == 0
+
+
+def test_columns_are_read_and_let_go_on_another_thread(record, held) -> None:
+    it, seen = record(), []
+
+    def read() -> None:
+        seen.append([row.tolist() for row in it["tokens"]])
+        views.append(it["score"])
+
+    views: list[np.ndarray] = []
+    for step in (read, it.release, views.clear):
+        assert held() == 1
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    assert seen == [[[1, 2, 3], [4]]]
+    assert held() == 0
+
+
+def test_a_forked_child_has_no_columns_and_ends_no_lease(record, held) -> None:
+    it = record()
+    view = it["tokens"].values
+    child = os.fork()
+    if child == 0:
+        try:
+            it["advantages"]
+        except BufferError:
+            del view
+            it.release()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert held() == 1
+    assert view.tolist() == [1, 2, 3, 4]
+
+
+def test_a_ragged_column_can_be_copied_out(record, held) -> None:
+    it = record()
+    for other in (pickle.loads(pickle.dumps(it["tokens"])), copy.deepcopy(it["tokens"])):
+        assert [row.tolist() for row in other] == [[1, 2, 3], [4]]
+        assert other.offsets.tolist() == [0, 3, 4]
+    it.release()
+    assert held() == 0
+
+
 def test_a_view_outlives_its_consumer_which_keeps_the_bridge_until_then(bridge, record, consumer) -> None:
     view = record()["tokens"].values
     consumer.close()
@@ -176,6 +263,19 @@ def test_metadata(record, producer) -> None:
     assert (meta.min_policy_version, meta.max_policy_version, meta.env_id, meta.split) == (1, 2, 4, "train")
     assert 0 < meta.t_created_ns <= meta.t_publish_ns
     assert not meta.redelivered
+
+
+def test_metadata_does_not_change_and_outlives_its_record(record, held) -> None:
+    it = record(group_id="g")
+    meta, again = it.meta, it.meta
+    assert meta is again
+    with pytest.raises(AttributeError):
+        meta.sequence = 3
+    it.release()
+    del it
+    assert held() == 0
+    assert dataclasses.asdict(meta)["group_id"] == "g"
+    assert dataclasses.replace(meta, sequence=3) != meta == pickle.loads(pickle.dumps(meta))
 
 
 def test_the_text_of_a_record_says_who_and_how_much(record, producer) -> None:

@@ -307,6 +307,14 @@ def test_garbage_in_a_lane_is_noticed_before_it_is_used(lane, field) -> None:
     assert hub.held == 0
 
 
+def test_a_column_table_that_changed_while_the_lane_was_opened_is_noticed(lane) -> None:
+    hub = lane().hub()
+    with pytest.raises(header.LaneCorrupt, match="column table has changed"):
+        hub.describe(None, bytes(64), ("tokens",), (np.dtype("int32"),))
+    with pytest.raises(ValueError, match="1 names and 0 types for 0 columns"):
+        hub.describe(None, b"", ("tokens",), ())
+
+
 def test_undelivered_counts_committed_and_unreleased(lane) -> None:
     it = lane()
     hub = it.hub()

@@ -1,0 +1,177 @@
+"""Records of many lanes in turn: fairness, lanes that come, go and turn to garbage, and that nothing taken is lost on the way."""
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from shmbridge import participation, segment
+from shmbridge._ext import header, ring
+from shmbridge._ext.turns import Turns
+
+FIELDS = {
+    "rows": 1, "columns": 0, "index_bytes": 0, "group_id_bytes": 0, "flags": 0, "tokens": 0, "min_policy_version": -1,
+    "max_policy_version": -1, "t_created_ns": 0, "group_size": 1,
+}  # fmt: skip
+TAIL_AT = 0x200
+
+
+class Bridge:
+    """Lanes of up to 16 records; `env_id` of a record says which lane it is from."""
+
+    def __init__(self, bridge: str) -> None:
+        self.bridge, self.control, self.told = bridge, participation.open_control(bridge), []
+        self.mappings, self.writers, self.readers = [], [], []
+
+    def turns(self, lanes: int, cls: type = ring.Lease) -> Turns:
+        made = Turns(cls, self.control.mapping, self.tell, self.control.arrivals)
+        for _ in range(lanes):
+            made.add(self.lane())
+        return made
+
+    def tell(self, reader: ring.LaneReader, why: str) -> None:
+        self.told.append((self.readers.index(reader), why))
+
+    def lane(self) -> ring.LaneReader:
+        _, mapping = segment.create_lane(self.bridge, header.lane_geometry(16 * 64, 16)[-1])
+        header.format_lane(mapping, 16 * 64, 16, b"", 0, os.getpid(), 0, b"", b"")
+        self.mappings.append(mapping)
+        self.writers.append(ring.LaneWriter(mapping, self.control.mapping))
+        self.readers.append(ring.LaneReader(mapping, None))
+        return self.readers[-1]
+
+    def put(self, *lanes: int) -> None:
+        for lane in lanes:
+            assert self.writers[lane].claim(1)
+            self.writers[lane].commit(**FIELDS, env_id=lane)
+
+    def spoil(self, lane: int) -> None:
+        np.frombuffer(self.mappings[lane], "<u8", 1, TAIL_AT)[0] = 1 << 40
+
+
+@pytest.fixture
+def on(bridge: str) -> Iterator[Bridge]:
+    made = Bridge(bridge)
+    yield made
+    vars(made).clear()
+
+
+def lanes_of(leases: list[ring.Lease]) -> list[int]:
+    return [lease.env_id for lease in leases]
+
+
+def test_one_of_each_lane_and_then_the_next(on) -> None:
+    turns = on.turns(3)
+    on.put(0, 0, 0, 0, 1, 2, 2)
+    assert lanes_of(turns.poll(99)) == [0, 1, 2, 0, 2, 0, 0]
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2, 3])
+def test_the_turn_goes_on_where_it_stopped(on, at_a_time) -> None:
+    turns = on.turns(3)
+    on.put(*[0, 1, 2] * 4)
+    seen = []
+    while got := [turns.take()] if at_a_time == 1 else turns.poll(at_a_time):
+        if got == [None]:
+            break
+        seen += lanes_of(got)
+    assert seen == [0, 1, 2] * 4
+
+
+def test_a_lane_that_goes_takes_nobodys_turn(on) -> None:
+    turns = on.turns(4)
+    on.put(*range(4), *range(4))
+    assert lanes_of(turns.poll(2)) == [0, 1]
+    turns.remove(on.readers[0])
+    turns.remove(on.readers[0])
+    turns.remove(on.readers[2])
+    assert lanes_of(turns.poll(99)) == [3, 1, 3]
+    turns.add(on.lane())
+    on.put(4)
+    assert lanes_of(turns.poll(99)) == [4]
+
+
+def test_the_last_lane_goes_while_it_is_its_turn(on) -> None:
+    turns = on.turns(2)
+    on.put(0, 0)
+    assert lanes_of([turns.take()]) == [0]
+    turns.remove(on.readers[1])
+    assert lanes_of([turns.take()]) == [0]
+    turns.remove(on.readers[0])
+    assert turns.take() is None
+    assert turns.poll(9) == []
+
+
+def test_garbage_amid_a_poll_costs_nobody_else_anything(on) -> None:
+    turns = on.turns(3)
+    on.put(*[0, 1, 2] * 2)
+    assert lanes_of(turns.poll(3)) == [0, 1, 2]
+    on.spoil(1)
+    assert lanes_of(turns.poll(99)) == [0, 2]
+    assert [lane for lane, _ in on.told] == [1]
+    assert "more than 16 slots" in on.told[0][1]
+    on.put(0, 2)
+    assert lanes_of(turns.poll(99)) == [0, 2]
+    assert len(on.told) == 1
+
+
+def test_a_lane_that_could_not_be_reported_is_looked_at_again(on) -> None:
+    turns = Turns(ring.Lease, on.control.mapping, lambda *_: on.told.append(0) or 1 // (len(on.told) - 1), on.control.arrivals)
+    turns.add(on.lane())
+    on.spoil(0)
+    with pytest.raises(ZeroDivisionError):
+        turns.take()
+    assert turns.take() is None
+    assert on.told == [0, 0]
+
+
+def test_want_of_memory_amid_a_poll_loses_nothing(on) -> None:
+    class Scarce(ring.Lease):
+        left = 2
+
+        def __new__(cls) -> "Scarce":
+            cls.left -= 1
+            if cls.left < 0:
+                raise MemoryError
+            return super().__new__(cls)
+
+    turns = on.turns(2, Scarce)
+    on.put(0, 1, 0, 1)
+    first = turns.poll(99)
+    assert lanes_of(first) == [0, 1]
+    with pytest.raises(MemoryError):
+        turns.poll(99)
+    assert header.lane_counters(on.mappings[0])["head"] == 1
+    Scarce.left = 9
+    assert sorted((lease.env_id, lease.sequence) for lease in turns.poll(99)) == [(0, 1), (1, 1)]
+
+
+def test_nothing_is_taken_before_a_look_at_lanes_that_arrived(on) -> None:
+    turns = on.turns(1)
+    on.put(0, 0)
+    on.control.announce_lane()
+    assert turns.take() is None
+    assert turns.poll(1) == []
+    assert lanes_of([turns.take(anyway=True), *turns.poll(1, anyway=True)]) == [0, 0]
+    on.put(0)
+    turns.arrivals = on.control.arrivals
+    assert lanes_of([turns.take()]) == [0]
+
+
+def test_closed_turns_give_nothing_and_keep_nothing(on) -> None:
+    turns = on.turns(1)
+    on.put(0)
+    turns.close()
+    assert turns.take(anyway=True) is None
+    assert turns.poll(1, anyway=True) == []
+
+
+def test_a_forked_child_takes_nothing(on) -> None:
+    turns = on.turns(1)
+    on.put(0)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if turns.take() is None and turns.poll(9, anyway=True) == [] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert lanes_of(turns.poll(9)) == [0]
