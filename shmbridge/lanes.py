@@ -203,7 +203,7 @@ class LaneSet:
 
     def readers(self) -> list[ring.LaneReader]:
         """Of the lanes to wait for."""
-        return [lane.reader for lane in self if not lane.corrupt]
+        return self.turns.readers()
 
     def ring_all(self) -> None:
         """Wakes every producer that waits for room or for the end of a pause."""

@@ -8,11 +8,11 @@ import numpy as np
 
 cimport cython
 cimport numpy as cnp
-from cython.dataclasses cimport dataclass
 from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.dict cimport PyDict_GetItemWithError
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
+from cython.dataclasses cimport dataclass
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from shmbridge._ext.layout cimport ALIGNMENT, KIND_LIST, KIND_SCALAR, SLOT_EVAL, SLOT_UNEVEN, TAG_VALUES, directory_entry
@@ -173,6 +173,7 @@ cdef RecordMeta meta_of(Lease lease):
     return meta
 
 
+@cython.no_gc  # as Lease
 cdef class LeasedRecord(Lease):
     """Metadata and columns of one record. The names that begin with _ are for Record."""
 

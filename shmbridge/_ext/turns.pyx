@@ -44,6 +44,10 @@ cdef class Turns:
                 self._place -= place < self._place
                 return
 
+    def readers(self):
+        """A list of the lanes that are taken from now."""
+        return list(self._readers)
+
     def close(self):
         """Lets go of everything: nothing is there to take any more."""
         self._readers.clear()

@@ -38,6 +38,10 @@ MUTATIONS = (
         "tests/conformance",
     ),
     Mutation(
+        "column-keeps-nothing", 1, "a column that somebody looks at does not hold its record", "shmbridge/_ext/record.pyx",
+        "        return array_over(view_of(self), dtype,", "        return array_over(self.index, dtype,", "tests/unit/test_record.py",
+    ),
+    Mutation(
         "extent-forgotten", 1, "an aborted claim's slot is lost", WRITE,
         "    writer->free_slots[writer->free_slot_count++] = (uint32_t)writer->claimed;\n    writer->claimed = -1;",
         "    writer->claimed = -1;", "tests/conformance",
@@ -141,6 +145,11 @@ MUTATIONS = (
     Mutation(
         "span-unchecked", 7, "a column may lie outside its record", INDEX,
         "    if (at < begin || at > end || size > end - at)", "    if (0)", "tests/hostile tests/unit/test_ring.py",
+    ),
+    Mutation(
+        "garbage-ends-the-look", 7, "one lane of garbage keeps the others from being read", "shmbridge/_ext/turns.pyx",
+        "                self.remove(reader)\n                continue", "                self.remove(reader)\n                return None",
+        "tests/unit/test_turns.py tests/unit/test_consumer.py",
     ),
     # 8: owner-only
     Mutation(
