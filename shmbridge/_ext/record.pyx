@@ -63,7 +63,7 @@ cdef object nothing(cnp.dtype dtype):
     return made
 
 
-@cython.no_gc
+@cython.no_gc  # arrays of numbers lead nowhere
 @cython.freelist(64)
 cdef class Ragged:
     """A list column of one record: flat values in place, and the length of each row.
@@ -173,7 +173,7 @@ cdef RecordMeta meta_of(Lease lease):
     return meta
 
 
-@cython.no_gc  # as Lease
+@cython.no_gc_clear  # as Lease
 cdef class LeasedRecord(Lease):
     """Metadata and columns of one record. The names that begin with _ are for Record."""
 

@@ -340,7 +340,7 @@ cdef class RankReader(LaneReader):
         return 0
 
 
-@cython.no_gc  # no way leads from its fields back to it, so that no cycle goes through it
+@cython.no_gc_clear  # the end of a lease needs its reader, also when a reference cycle is collected
 cdef class Lease:
     """One record held in place: its memory does not change until the lease ends.
 
