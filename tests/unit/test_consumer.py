@@ -11,6 +11,8 @@ import pytest
 
 import shmbridge
 from shmbridge import segment
+from shmbridge._ext import header
+from shmbridge.reasons import Discard
 
 GROUP = {"tokens": [[1, 2]]}
 
@@ -297,15 +299,17 @@ def test_garbage_amid_a_poll_is_said_once_and_the_records_before_it_come(make_pr
     assert consumer.stats()["lanes_quarantined"] == 1
 
 
-def test_garbage_found_while_a_backlog_is_discarded_is_counted_once(make_producer, make_consumer) -> None:
+def test_garbage_found_while_a_backlog_is_discarded_is_counted_and_said_once(make_producer, make_consumer, caplog) -> None:
     producer = make_producer()
     for number in range(3):
         producer.put(numbered(number))
-    slot = segment.open_mapping(producer.lane_name)
-    words = np.frombuffer(memoryview(slot), "<u8")
+    lane = segment.open_mapping(producer.lane_name)
+    words = np.frombuffer(memoryview(lane), "<u8")
     (place,) = np.flatnonzero((words[:-1] == 1) & (words[1:] == 1))  # generation 1, sequence 1
     words[place + 3] = 1 << 40  # bytes of its extent
     consumer = make_consumer(resume="discard")
     assert consumer.poll() == []
     stats = consumer.stats()
     assert (stats["lanes_quarantined"], stats["discarded_total{resume}"], stats["discarded_total{corrupt}"]) == (1, 1, 2)
+    assert header.lane_counters(lane)["discarded"][Discard.CORRUPT] == 2, "what the next consumer will see"
+    assert sum("quarantined" in line for line in caplog.messages) == 1
