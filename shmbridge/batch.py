@@ -1,12 +1,14 @@
 """Batches: many groups gathered into padded or packed arrays, one host copy per column.
 
-Knows columns and rows; knows nothing of torch, advantages or where groups come from. Called by the consumer.
+Knows columns and rows; knows nothing of torch, advantages or where groups come from. _ext/gather.pyx copies. Called by the consumer.
 """
 
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
+from shmbridge._ext.gather import MOST_TOKENS, Gather, TooManyTokens, positions
+from shmbridge.errors import BatchTooBig, LeaseReleased
 from shmbridge.groups import Group
 from shmbridge.record import Ragged, RaggedLists, Record, RecordMeta
 from shmbridge.schema import Column, Kind
@@ -25,6 +27,9 @@ class Batch:
     Ragged or RaggedLists with B rows; text and maps are lists of B. A column no record has is None as an attribute (`batch.advantages`)
     and a KeyError as `batch["advantages"]`. Where only some records have it, the others' rows are zero: see `has`.
     All arrays are the batch's own copies; under hold="step" the batch also keeps its records' leases until release().
+
+    Raises:
+        BatchTooBig: more tokens than the int32 of cu_seqlens can count.
     """
 
     def __init__(self, groups: list[Group], layout: Layout) -> None:
@@ -32,17 +37,28 @@ class Batch:
         self.groups = groups
         self.manifest: Manifest | None = None  # what a learner rank got it by
         self.records: list[Record] = [record for group in groups for record in group.records]
-        self.meta: list[RecordMeta] = [record.meta for record in self.records for _ in range(record.rows)]
-        self.group_index = np.repeat(np.arange(len(groups), dtype=np.int32), [group.rows for group in groups])
-        self.lengths = np.concatenate([record["tokens"].lengths for record in self.records]).astype(np.int32)
-        self.cu_seqlens = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64))).astype(np.int32)
-        starts = np.repeat(self.cu_seqlens[:-1], self.lengths)
-        positions = np.arange(self.cu_seqlens[-1], dtype=np.int32) - starts
-        self.position_ids = positions if layout == "packed" else self._pad(positions)
+        self._sources = tuple(self.records)
+        self._meta: list[RecordMeta] | None = None
+        self._position_ids: np.ndarray[Any, np.dtype[np.int32]] | None = None
         self._present: dict[str, np.ndarray[Any, Any]] = {}
         self._columns: dict[str, Any] = {}
-        for column in self._all_columns():
-            self._gather(column)
+        with self._gathering() as gather:
+            self.lengths, self.cu_seqlens, self.group_index = gather.lengths, gather.cu_seqlens, gather.group_index
+            self._gather(gather)
+
+    @property
+    def meta(self) -> list[RecordMeta]:
+        """Where each row came from and when; rows of one record share one. Valid also after release()."""
+        if self._meta is None:
+            self._meta = [meta for record in self._sources for meta in [record.meta] * record.rows]
+        return self._meta
+
+    @property
+    def position_ids(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """0, 1, 2, ... in each row: int32, (N,) packed, (B, T) padded with zeros. Made when first asked for."""
+        if self._position_ids is None:
+            self._position_ids = positions(self.lengths, self.layout == "padded")
+        return self._position_ids
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -96,57 +112,35 @@ class Batch:
     def __repr__(self) -> str:
         return f"<Batch {self.layout}: {self.group_count} groups, {len(self)} rows, {self.token_count} tokens, {', '.join(self.columns)}>"
 
-    def _all_columns(self) -> list[Column]:
-        found: dict[str, Column] = {}
-        for record in self.records:
-            for name in record.columns:
-                found.setdefault(name, record.lane_columns[name])
-        return list(found.values())
+    def _gathering(self) -> Gather:
+        try:
+            return Gather([group.records for group in self.groups], self.layout == "padded")
+        except BufferError as ended:
+            raise LeaseReleased(f"a record of a batch was released before it was gathered: {ended}") from None
+        except TooManyTokens as wrong:
+            raise BatchTooBig(
+                f"a batch of {len(self.groups)} groups has {wrong.args[0]} tokens, and int32 cu_seqlens count {MOST_TOKENS}",
+                hint="ask for fewer groups",
+            ) from None
 
-    def _gather(self, column: Column) -> None:
-        name = column.name
-        have = [name in record for record in self.records]
-        self._present[name] = np.concatenate([_present_rows(record, name) for record in self.records])
-        if column.per_token and column.kind is Kind.LIST:
-            flat = np.concatenate([self._token_values(record, column) for record in self.records])
-            self._columns[name] = flat if self.layout == "packed" else self._pad(flat)
-        elif column.kind is Kind.SCALAR:
-            self._columns[name] = np.concatenate(
-                [
-                    _fit(record[name], record.rows, column.per_record) if there else np.zeros(record.rows, column.dtype)
-                    for record, there in zip(self.records, have, strict=True)
-                ]
-            )
-        elif column.kind is Kind.LIST:
-            self._columns[name] = _join(self.records, column)
-        elif column.kind is Kind.LIST_LIST:
-            self._columns[name] = _join_lists(self.records, column)
-        else:
-            self._columns[name] = [
-                row
-                for record, there in zip(self.records, have, strict=True)
-                for row in (_rows(record, column) if there else [None] * record.rows)
-            ]
-
-    def _token_values(self, record: Record, column: Column) -> np.ndarray[Any, Any]:
-        """One value per token; rows that disagree with their tokens (uneven records) are cut or filled with zeros."""
-        tokens = record["tokens"].lengths
-        if column.name not in record:
-            return np.zeros(int(tokens.sum()), column.dtype)
-        values: Ragged = record[column.name]
-        if np.array_equal(values.lengths, tokens):
-            return values.values
-        flat, at = np.zeros(int(tokens.sum()), column.dtype), 0
-        for row, length in enumerate(tokens.tolist()):
-            source = values[row][:length] if row < len(values) else values.values[:0]
-            flat[at : at + len(source)] = source
-            at += length
-        return flat
-
-    def _pad(self, flat: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        padded = np.zeros((len(self), int(self.lengths.max())), flat.dtype)
-        padded[np.arange(padded.shape[1]) < self.lengths[:, None]] = flat
-        return padded
+    def _gather(self, gather: Gather) -> None:
+        """Every column that some record has; whatever is numbers is copied at once, without the GIL."""
+        added: list[tuple[Column, Any]] = []
+        for record, number in gather.columns():
+            column = record.lane_columns.order[number]
+            name = column.name
+            if name in self._columns:
+                continue
+            self._present[name], *arrays = gather.add(
+                name.encode(), column.kind, column.dtype, per_record=column.per_record,
+                per_token=column.per_token and column.kind is Kind.LIST,
+            )  # fmt: skip
+            self._columns[name] = _texts_or_maps(self.records, column) if arrays[0] is None else arrays[0]
+            if arrays[1] is not None:
+                added.append((column, arrays))
+        gather.copy()
+        for column, (values, lengths, inner) in added:
+            self._columns[column.name] = Ragged(values, lengths, None) if inner is None else RaggedLists(values, lengths, inner, None)
 
 
 def unreadable(groups: list[Group], layout: Layout) -> list[tuple[Group, Exception]]:
@@ -162,44 +156,13 @@ def unreadable(groups: list[Group], layout: Layout) -> list[tuple[Group, Excepti
     return found
 
 
-def _present_rows(record: Record, name: str) -> np.ndarray[Any, Any]:
-    """bool (rows,): where the record has a value in this column."""
-    if name not in record:
-        return np.zeros(record.rows, bool)
-    valid = record.valid(name)
-    return np.ones(record.rows, bool) if valid is None else _fit(valid, record.rows, record.lane_columns[name].per_record)
-
-
-def _fit(values: np.ndarray[Any, Any], rows: int, repeated: bool) -> np.ndarray[Any, Any]:
-    """One value per row: cut or filled with zeros in uneven records; a per-record value is repeated."""
-    if repeated:
-        return np.repeat(values, rows)
-    return values if len(values) == rows else np.concatenate((values, np.zeros(rows, values.dtype)))[:rows]
-
-
-def _join(records: list[Record], column: Column) -> Ragged:
-    nothing = np.empty(0, column.dtype)
-    parts = [
-        record[column.name] if column.name in record else Ragged(nothing, np.zeros(record.rows, np.uint32), None)
-        for record in records
-    ]
-    return Ragged(np.concatenate([part.values for part in parts]), np.concatenate([part.lengths for part in parts]), None)
-
-
-def _join_lists(records: list[Record], column: Column) -> RaggedLists:
-    nothing, no_lengths = np.empty(0, column.dtype), np.empty(0, np.uint32)
-    parts = [
-        record[column.name] if column.name in record else RaggedLists(nothing, np.zeros(record.rows, np.uint32), no_lengths, None)
-        for record in records
-    ]
-    return RaggedLists(
-        np.concatenate([part.values for part in parts]),
-        np.concatenate([part.lengths for part in parts]),
-        np.concatenate([part.inner_lengths for part in parts]),
-        None,
-    )
-
-
-def _rows(record: Record, column: Column) -> list[Any]:
-    value = record[column.name]
-    return list(value) * record.rows if column.per_record else list(value)
+def _texts_or_maps(records: list[Record], column: Column) -> list[Any]:
+    """One value per row: None where a record lacks the column, and in rows that an uneven one does not reach."""
+    rows: list[Any] = []
+    for record in records:
+        values = list(record[column.name]) if column.name in record else []
+        if column.per_record:
+            values *= record.rows
+        rows += values[: record.rows]
+        rows += [None] * (record.rows - len(values))
+    return rows

@@ -29,7 +29,7 @@ LAYERS = {
     "producer": {"_ext", "segment", "liveness", "participation", "schema", "intake", "measure", "outgoing", "sizing", "slot"},
     "groups": {"record"},
     "scheduler": {"record", "groups"},
-    "batch": {"record", "groups", "schema"},
+    "batch": {"_ext", "record", "groups", "schema"},
     "shares": {"groups"},
     "rank": {"_ext", "liveness", "messages", "participation", "segment", "batch", "groups", "record", "schema", "control_client"},
     "control_client": {"messages", "segment"},
