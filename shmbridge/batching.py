@@ -67,7 +67,7 @@ class BatchAssembly:
                 batch = ahead.next() if ahead else self._form(groups, layout, max_staleness, threading.Event())
                 if batch is None:
                     return
-                if any(is_stale(group.oldest_version, self._consumer.policy_version, max_staleness) for group in batch.groups):
+                if self._has_stale(batch.groups, max_staleness):
                     self._put_back(batch)  # it grew stale while it waited to be taken
                     continue
                 if hold == "gather":
@@ -101,7 +101,7 @@ class BatchAssembly:
             with self._lock:
                 self._cut_stale(max_staleness)
                 chosen = self._complete.take(groups)
-                took = chosen is None and self._take_records()
+                took = chosen is None and self._take_records(groups)
             if chosen is not None:
                 return chosen
             if took:
@@ -114,15 +114,14 @@ class BatchAssembly:
             self._consumer._wait(0.25)
         return None
 
-    def _take_records(self) -> bool:
-        """Moves what the lanes have now into groups; whether there was anything."""
+    def _take_records(self, groups: int) -> bool:
+        """Moves what the lanes have now into groups, until so many are complete; whether there was anything."""
         now, took = time.monotonic(), False
-        while (record := self._consumer._take()) is not None:
+        while len(self._complete) < groups and (record := self._consumer._take()) is not None:
             took = True
             group = self._partial.add(record, now)
             if group is not None:
                 self._complete.add(group)
-                break
         for group in self._partial.late(now, self._lanes.busy_producers() if len(self._partial) else set()):
             log.warning("group %s of %s has %d of %d rows after %.0f s: discarded", group.records[0].group_id, group.producer_id,
                         group.rows, group.size, self._partial.timeout_s)  # fmt: skip
@@ -137,6 +136,12 @@ class BatchAssembly:
             return
         for group in self._complete.stale(self._consumer.policy_version, max_staleness):
             self._discard(group, Discard.STALE)
+
+    def _has_stale(self, groups: list[Group], max_staleness: int | None) -> bool:
+        if max_staleness is None:
+            return False
+        current = self._consumer.policy_version
+        return any(is_stale(group.oldest_version, current, max_staleness) for group in groups)
 
     def _discard(self, group: Group, reason: Discard) -> None:
         for record in group.records:

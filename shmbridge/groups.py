@@ -32,7 +32,7 @@ class Group:
     @property
     def producer_id(self) -> str:
         """Who put it; one group comes from one producer."""
-        return self.records[0].meta.producer_id
+        return self.records[0]._lane.producer_id  # not of its meta, which is made for whoever reads it
 
     @property
     def tokens(self) -> int:
@@ -64,7 +64,7 @@ class GroupAssembler:
             group = Group(record.group_size, now_s)
             group.append(record)
             return group
-        key = (record.meta.producer_id, record.group_id)
+        key = (record._lane.producer_id, record.group_id)
         group = self._partial.get(key) or self._partial.setdefault(key, Group(record.group_size, now_s))
         group.append(record)
         return self._partial.pop(key) if group.complete else None

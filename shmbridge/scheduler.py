@@ -50,5 +50,6 @@ class Scheduler:
         if len(self._queue) < count:
             return None
         groups = [self._queue.popleft() for _ in range(count)]
-        self._by_producer.subtract(group.producer_id for group in groups)
+        for group in groups:
+            self._by_producer[group.producer_id] -= 1
         return groups
