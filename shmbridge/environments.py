@@ -42,7 +42,7 @@ class HubView(Protocol):
 
     @property
     def current_step(self) -> int:
-        """`run.starting_step` plus the batches formed since."""
+        """`run.starting_step` plus the batches handed out since."""
 
     @property
     def policy_version(self) -> int:

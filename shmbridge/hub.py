@@ -47,7 +47,7 @@ class Hub(OneProcess):
 
     @property
     def current_step(self) -> int:
-        """`run.starting_step` plus the batches formed since."""
+        """`run.starting_step` plus the batches handed out since."""
         return (self._run.starting_step if self._run else 0) + self._batches_formed
 
     @property

@@ -92,7 +92,6 @@ class RankServer:
                 self._check_sayable(groups)
                 with self._change:
                     self._book.open(groups, self._consumer.policy_version, self._takers())
-                self._consumer.count_batch()
                 self._consumer.answer_ranks()
         except Exception as error:  # whatever it is, the ranks are to hear of it
             log.exception("bridge %r forms no more batches for its ranks", self._consumer.bridge)
@@ -155,7 +154,10 @@ class RankServer:
         with self._change:
             self._look_for_deaths()
             self._withdraw_stale()
+            known = self._book.issued_steps
             share = None if self._stop.is_set() else self._book.next_for(request.rank, request.member, request.after)
+            if self._book.issued_steps > known:  # not when it is formed: it may be withdrawn
+                self._consumer.count_batch()
             if share is not None:
                 header.fault(b"hub.share_issued")
                 return self._manifest(share, request.rank)

@@ -75,7 +75,7 @@ class ShareBook:
         self._shares: dict[int, Share] = {}  # by number, rising
         self._members: dict[int, int] = {}  # rank -> its newest incarnation
         self._next_share = self._next_step = 0
-        self.reissues = 0
+        self.reissues = self.issued_steps = 0
 
     def __iter__(self) -> Iterator[Share]:
         return iter(self._shares.values())
@@ -113,6 +113,7 @@ class ShareBook:
                     share.reissued = True
                     self.reissues += 1
                 share.issued[rank] = member
+                self.issued_steps += not share.step.issued
                 share.step.issued = True
                 return share
         return None

@@ -189,14 +189,16 @@ def test_what_grows_stale_while_it_waits_is_not_handed_out(make_rank, make_consu
     consumer.publish_policy_version(1)
     put_groups(producer, range(1), policy_version=1)
     consumer.serve_ranks(1, groups=1, max_staleness=1)
-    until(lambda: consumer.stats()["batches_total"] == 1)
+    until(lambda: consumer.stats()["ranks_steps_open"] == 1)
     consumer.publish_policy_version(3)
     rank = make_rank()
     with pytest.raises(errors.ConsumerEmpty):
         rank.next_share(0.5)
     put_groups(producer, range(1, 2), policy_version=3)
+    assert consumer.stats()["batches_total"] == 0
     assert numbers_of(next(rank.batches(timeout_s=10))) == [1]
     assert consumer.stats()["discarded_total{stale}"] == 1
+    assert consumer.stats()["batches_total"] == consumer.current_step == 1
 
 
 def test_an_exception_leaves_the_share_to_the_successor(bridge, make_consumer, make_producer, put_groups):
