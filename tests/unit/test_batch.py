@@ -1,7 +1,16 @@
 """What stands in a batch: the records' rows, nothing else, in both layouts."""
 
+import gc
+from itertools import chain, islice, repeat
+
 import numpy as np
+import pyarrow as pa
 import pytest
+
+from shmbridge.batch import Batch
+from shmbridge.groups import Group
+from shmbridge.record import Ragged, RaggedLists, RecordMeta
+from shmbridge.schema import Kind
 
 ROWS = [
     {"tokens": [[1, 2, 3], [4]], "advantages": [[0.5, 1, 1.5], [2]], "score": [1.0, 0.0], "step_rewards": [[0.5], []]},
@@ -89,6 +98,157 @@ def test_uneven_rows_are_cut_or_filled_to_their_tokens(producer, consumer) -> No
     it = next(consumer.batches(groups=1, prefetch=0))
     assert it.masks.tolist() == [1, 0, 0, 4]
     assert it.scores.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_every_column_of_uneven_records_has_the_rows_of_its_batch(producer, consumer, layout) -> None:
+    short = {"step_rewards": [[1, 2]], "distill_token_ids": [[[1, 2], [3]]], "reward_components": [{"a": 1.0}], "instance_id": ["x"]}
+    long = {"step_rewards": [[3], [4]], "distill_token_ids": [[[4]], [[5]]], "reward_components": [{}, {}], "instance_id": ["y", "z"]}
+    producer.put({"tokens": [[1, 2, 3], [4]], "scores": [1.0], **short}, foreign=True)
+    producer.put({"tokens": [[5]], "scores": [2.0, 3.0], **long}, foreign=True)
+    it = next(consumer.batches(groups=2, layout=layout, prefetch=0))
+    assert [row.tolist() for row in it.step_rewards] == [[1.0, 2.0], [], [3.0]]
+    assert [[each.tolist() for each in it.distill_token_ids[row]] for row in range(3)] == [[[1, 2], [3]], [], [[4]]]
+    assert it.reward_components == [{"a": 1.0}, None, {}]
+    assert it.instance_id == ["x", None, "y"]
+    assert it.scores.tolist() == [1.0, 0.0, 2.0]
+    assert all(it.has(name).tolist() == [True, False, True] for name in ("step_rewards", "distill_token_ids", "instance_id", "scores"))
+
+
+def test_a_value_per_record_stands_in_each_of_its_rows(make_producer, make_consumer) -> None:
+    per_record = {b"per": b"record"}
+    schema = pa.schema(
+        [
+            pa.field("seed", pa.int64(), metadata=per_record),
+            pa.field("goal", pa.list_(pa.int32()), metadata=per_record),
+            pa.field("tree", pa.list_(pa.list_(pa.int16())), metadata=per_record),
+        ]
+    )
+    producer, consumer = make_producer(schema=schema), make_consumer(schema=schema)
+    producer.put({"tokens": [[1], [2]], "seed": [7], "goal": [[5, 6]], "tree": [[[1], [2, 3]]]})
+    producer.put({"tokens": [[3]]})
+    it = next(consumer.batches(groups=2, prefetch=0))
+    assert it["seed"].tolist() == [7, 7, 0]
+    assert [row.tolist() for row in it["goal"]] == [[5, 6], [5, 6], []]
+    assert [[each.tolist() for each in it["tree"][row]] for row in range(3)] == [[[1], [2, 3]], [[1], [2, 3]], []]
+    assert it.has("goal").tolist() == [True, True, False]
+
+
+def test_lanes_may_differ_in_columns(make_producer, make_consumer) -> None:
+    """One has a column more, and another number for it: each record is read by the table of its own lane."""
+    mine, yours = pa.field("mine", pa.int32()), pa.field("yours", pa.list_(pa.float64()))
+    consumer = make_consumer()
+    make_producer(schema=pa.schema([mine, yours])).put({"tokens": [[1]], "mine": [10], "yours": [[0.5]]}, group_id="a")
+    make_producer(schema=pa.schema([yours, mine])).put({"tokens": [[2]], "mine": [20], "yours": [[1.5, 2.5]]}, group_id="b")
+    make_producer().put({"tokens": [[3]]}, group_id="c")
+    it = next(consumer.batches(groups=3, prefetch=0))
+    yours_of = [row.tolist() for row in it["yours"]]
+    rows = zip([meta.group_id for meta in it.meta], it.tokens.tolist(), it["mine"].tolist(), yours_of, strict=True)
+    assert sorted(rows) == [("a", 1, 10, [0.5]), ("b", 2, 20, [1.5, 2.5]), ("c", 3, 0, [])]
+
+
+@pytest.mark.parametrize(("layout", "shape"), [("packed", (0,)), ("padded", (2, 0))])
+def test_rows_without_tokens(batch, layout, shape) -> None:
+    it = batch([{"tokens": [[], []], "advantages": [[], []], "score": [1.0, 2.0]}], layout=layout)
+    assert it.tokens.shape == it.advantages.shape == it.position_ids.shape == shape
+    assert (it.scores.tolist(), it.cu_seqlens.tolist(), len(it), it.token_count) == ([1.0, 2.0], [0, 0, 0], 2, 0)
+
+
+def test_metadata_is_made_when_it_is_read(batch) -> None:
+    def made() -> int:
+        return sum(isinstance(each, RecordMeta) for each in gc.get_objects())
+
+    before = made()
+    it = batch()
+    assert made() == before
+    assert it.meta is it.meta
+    assert made() == before + len(ROWS)
+
+
+def test_metadata_stays_after_release(batch) -> None:
+    it = batch()
+    it.release()
+    assert [meta.sequence for meta in it.meta] == [0, 0, 1, 2, 2, 2]
+
+
+def value_rows(record, name):
+    """The column's values row by row, as its record says them: one per row; None in rows it does not reach."""
+    value, column = record[name], record.lane_columns[name]
+    if isinstance(value, RaggedLists):
+        rows = [[each.tolist() for each in value[row]] for row in range(len(value))]
+    elif isinstance(value, Ragged):
+        rows = [row.tolist() for row in value]
+    else:
+        rows = list(value)
+    return list(islice(chain(rows * (record.rows if column.per_record else 1), repeat(None)), record.rows))
+
+
+def said_by_records(records, name, column):
+    """What the batch should say of the column, row by row; per-token rows are cut or filled to their tokens."""
+    for record in records:
+        tokens = record["tokens"].lengths.tolist()
+        for length, value in zip(tokens, value_rows(record, name) if name in record else repeat(None, record.rows), strict=True):
+            if column.per_token and column.kind is Kind.LIST:
+                yield ((value or []) + [0] * length)[:length]
+            elif column.kind in (Kind.LIST, Kind.LIST_LIST):
+                yield value or []
+            else:
+                yield 0 if value is None and column.kind is Kind.SCALAR else value
+
+
+def said_by_batch(batch, name, column):
+    values = batch[name]
+    if column.per_token and column.kind is Kind.LIST:
+        padded = values.tolist() if batch.layout == "padded" else []
+        assert all(not any(row[length:]) for row, length in zip(padded, batch.lengths, strict=False))
+        cut = [values[end - n : end] for end, n in zip(batch.cu_seqlens[1:], batch.lengths, strict=True)]
+        yield from [row[:n] for row, n in zip(padded, batch.lengths, strict=True)] if padded else [row.tolist() for row in cut]
+    elif column.kind is Kind.LIST_LIST:
+        yield from ([each.tolist() for each in values[row]] for row in range(len(values)))
+    else:
+        yield from (each.tolist() if isinstance(each, np.ndarray) else each for each in values)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_any_records_become_the_batch_they_say(make_producer, consumer, layout, foreign) -> None:
+    """Drawn at random: which columns, how many rows, how long; uneven ones in any column."""
+    draw, producer = np.random.default_rng(11), make_producer(lane_bytes="1M")
+
+    def rows_of(make, rows):
+        return [make() for _ in range(max(1, rows + (int(draw.integers(-1, 2)) if foreign else 0)))]
+
+    def lists(high):
+        return lambda: draw.integers(1, 9, draw.integers(0, high)).tolist()
+
+    for _ in range(40):
+        rows = int(draw.integers(1, 5))
+        tokens = [draw.integers(1, 99, draw.integers(0, 30)).tolist() for _ in range(rows)]
+        optional = {
+            "advantages": rows_of(lists(30), rows) if foreign else [draw.normal(size=len(row)).astype(np.float32) for row in tokens],
+            "token_versions": rows_of(lists(30), rows) if foreign else [[1] * len(row) for row in tokens],
+            "step_rewards": rows_of(lists(4), rows),
+            "distill_token_ids": rows_of(lambda: [lists(3)() for _ in range(draw.integers(0, 4))], rows)
+            if foreign else [[[1, 2]] * len(row) for row in tokens],
+            "score": rows_of(lambda: float(draw.normal()), rows),
+            "prompt_length": rows_of(lambda: int(draw.integers(0, 9)), rows),
+            "reward_components": rows_of(lambda: {"a": 1.0}, rows),
+            "instance_id": rows_of(lambda: f"i{draw.integers(9)}", rows),
+            "group_overrides": {"k": 1},
+        }  # fmt: skip
+        some = {name: value for name, value in optional.items() if draw.random() < 0.5}
+        producer.put({"tokens": tokens, **some}, foreign=foreign)
+    records = consumer.poll()
+    groups = [Group(record.group_size, 0.0) for record in records]
+    for group, record in zip(groups, records, strict=True):
+        group.append(record)
+    it = Batch(groups, layout)
+    assert sorted(it.columns) == sorted(["tokens", *optional])
+    for name in it.columns:
+        column = next(record.lane_columns[name] for record in records if name in record)
+        assert list(said_by_batch(it, name, column)) == list(said_by_records(records, name, column)), name
+        reached = [row is not None for record in records for row in (value_rows(record, name) if name in record else [None] * record.rows)]
+        assert it.has(name).tolist() == reached, name
 
 
 def test_random_groups_equal_their_records(producer, consumer) -> None:
