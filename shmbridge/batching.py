@@ -84,7 +84,7 @@ class BatchAssembly:
             try:
                 return Batch(chosen, layout)
             except BaseException as error:
-                wrong = unreadable(chosen, layout) if isinstance(error, Exception) and not isinstance(error, MemoryError) else []
+                wrong = unreadable(chosen, layout) if _may_be_one_groups_fault(error) else []
                 at_fault = {id(group) for group, _ in wrong}
                 self.put_back([group for group in chosen if id(group) not in at_fault])
                 for group, why in wrong:
@@ -193,6 +193,10 @@ class BatchAssembly:
             for record in group.records:
                 record.abandon()
         self._complete, self._partial = Scheduler(), GroupAssembler(0.0)
+
+
+def _may_be_one_groups_fault(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, (MemoryError, BatchTooBig))
 
 
 def _enough(held: int, largest: int, same_size: bool) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge._ext.gather import Gather, TooManyTokens
 
 
 def group(number: int, rows: int = 1) -> dict:
@@ -59,6 +60,38 @@ def test_gather_releases_at_once(producer, consumer) -> None:
     batch = next(batches)
     assert producer.stats()["held"] == 0
     assert firsts(batch) == [0, 1]
+
+
+def test_what_was_gathered_ahead_and_not_handed_out_is_still_held(producer, make_consumer, until) -> None:
+    """Under "gather", too, a record is released when its batch is handed out: what nobody got is the next consumer's."""
+    consumer = make_consumer()
+    for number in range(6):
+        producer.put(group(number))
+    batches = consumer.batches(groups=2, prefetch=2, hold="gather")
+    assert firsts(next(batches)) == [0, 1]
+    until(lambda: consumer.stats()["queue_groups"] == 0 and producer.stats()["held"] == 4)
+    batches.close()
+    consumer.close()
+    assert firsts(next(make_consumer().batches(groups=4, prefetch=0))) == [2, 3, 4, 5]
+
+
+def test_too_many_tokens_are_an_error_and_no_group_is_at_fault(producer, consumer, monkeypatch) -> None:
+    """The groups wait again: fewer of them make a batch."""
+
+    class Counts(Gather):
+        def __init__(self, groups, padded) -> None:
+            if self.tokens > 3:
+                raise TooManyTokens(self.tokens)
+
+    monkeypatch.setattr("shmbridge.batch.Gather", Counts)
+    for number in range(4):
+        producer.put(group(number))
+    with pytest.raises(shmbridge.BatchTooBig, match="4 groups has 4 tokens"):
+        next(consumer.batches(groups=4, prefetch=0))
+    batches = consumer.batches(groups=2, prefetch=0)
+    assert [firsts(next(batches)) for _ in range(2)] == [[0, 1], [2, 3]]
+    assert consumer.stats()["discarded_total"] == 0
+    batches.close()
 
 
 def test_an_exception_in_a_step_gives_the_batch_to_the_next_consumer(producer, make_consumer) -> None:
@@ -153,6 +186,7 @@ def test_a_batch_that_grew_stale_while_it_waited_is_not_handed_out(producer, con
     producer.put(group(9), policy_version=1)
     assert firsts(next(batches)) == [9]
     assert consumer.stats()["discarded_total{stale}"] == 3
+    assert consumer.stats()["batches_total"] == consumer.current_step == 2
     batches.close()
 
 
