@@ -1,4 +1,4 @@
-/* A lane made of hostile bytes, read as the hub and as a learner rank read one. Any sanitizer report is a finding.
+/* A lane made of hostile bytes, read as the hub and as a learner rank read one, and gathered. Any sanitizer report is a finding.
  *
  * The input is a compact lane (struct recipe below, made from real lanes by seeds.py) and a few patches, each applied at a moment of its
  * own: a peer writes while the reader reads. The lane lies in heap memory of exactly its size; while a record is read, everything but its
@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "gather.h"
 #include "lane_read.h"
 
 #define MOST_SLOTS 16u
@@ -155,6 +156,46 @@ static void read_record(const lane_reader *reader, const lane_found *found, cons
     must(has_tokens || reader->tokens == reader->shape.column_count, "a row of tokens for each row");
 }
 
+/* One column of a batch of this record twice over, into memory of exactly the size that was said. */
+static void gather_one(const gather_record *records, gather_column *column, uint64_t width) {
+    uint64_t rows = 2ull * records->rows, lists = 0, count = 0, item = column->item;
+    if (column->per_token) count = width ? rows * width : 2 * records->tokens;
+    else if (column->kind <= KIND_LIST_LIST && gather_total(records, 2, column, &lists, &count)) return;
+    if (rows > 1 << 20 || lists > 1 << 20 || count > 1 << 22) return; /* Python finds no memory for more */
+    column->width = width;
+    column->present = malloc(rows);
+    column->values = column->kind <= KIND_LIST_LIST ? malloc(count * item + !count) : NULL;
+    column->lengths = column->kind != KIND_SCALAR && !column->per_token && column->values ? malloc(rows * sizeof(uint32_t)) : NULL;
+    column->inner = column->kind == KIND_LIST_LIST ? malloc(lists * sizeof(uint32_t) + !lists) : NULL;
+    gather_copy(records, 2, column);
+    touch(column->present, rows);
+    if (column->values) touch(column->values, count * item);
+    if (column->lengths) must(index_sum(column->lengths, rows) == (column->inner ? lists : count), "as many as the gathered lengths say");
+    if (column->inner) must(index_sum(column->inner, lists) == count, "as many values as the gathered inner lengths say");
+    free(column->present), free(column->values), free(column->lengths), free(column->inner);
+}
+
+/* Gathers every column of the lane, in each form that its kind has, as gather.pyx does. */
+static void gather_record_twice(const lane_reader *reader, const lane_found *found, const uint8_t *index) {
+    const slot *body = &found->body;
+    gather_record both[2] = {{.extent = reader->data + body->extent_at, .index = index, .entries = body->columns, .rows = body->rows}};
+    const directory_entry *tokens = gather_find(both, (int32_t)reader->tokens);
+    uint64_t longest = 0;
+    if (!tokens) return;
+    both->lengths = gather_lengths(both, tokens->lengths_at);
+    both->tokens = index_sum(both->lengths, both->rows);
+    for (uint32_t row = 0; row < both->rows; row++) longest = both->lengths[row] > longest ? both->lengths[row] : longest;
+    both[1] = both[0];
+    for (int32_t number = 0; number < (int32_t)reader->shape.column_count; number++) {
+        const column_def *def = &reader->columns[number];
+        gather_column column = {&number, def->item_bytes, def->kind, def->flags & COLUMN_PER_RECORD};
+        if (!def->item_bytes) continue; /* no type of schema.py */
+        gather_one(both, &column, 0);
+        column.per_token = def->kind == KIND_LIST && !column.per_record;
+        if (column.per_token) gather_one(both, &column, 0), gather_one(both, &column, longest);
+    }
+}
+
 /* Copies the index, checks it, reads the record. Whether it is one. */
 static int take_index(lane *lane, const lane_reader *reader, const lane_found *found) {
     complaint why;
@@ -171,6 +212,7 @@ static int take_index(lane *lane, const lane_reader *reader, const lane_found *f
     if (good) {
         only(lane, (uint64_t)(reader->data - lane->base) + body->extent_at, body->extent_bytes);
         read_record(reader, found, index);
+        gather_record_twice(reader, found, index);
         records_read++;
         all(lane);
     }

@@ -29,6 +29,10 @@ def groups() -> dict[str, list[dict[str, Any]]]:
         "text": [{"tokens": [[1]], "instance_id": ["a" * 300], "routed_experts": [b"\0" * 70]}],
         "maps": [{"tokens": [[1], [2]], "reward_components": [{"a": 1.0, "bb": 2.0}, {"ccc": 3.0}]}],
         "lists": [{"tokens": [[1, 2]], "distill_token_ids": [[[1, 2, 3], []]], "distill_logprobs": [[[0.1, 0.2], [0.3]]]}],
+        "uneven": [
+            {"tokens": [[1, 2], [3]], "masks": [[1], [2, 3, 4]], "step_rewards": [[1.0]], "score": [1.0]},
+            {"tokens": [[1]], "distill_token_ids": [[[1]], [[2, 3]]], "score": [1.0, 2.0], "advantages": [[], [1.0]]},
+        ],
         "nulls": [{"tokens": [[1], [2]], "score": [None, 1.0], "advantages": [None, [1.0]], "images": None, "ref_logprobs": []}],
     }
 
@@ -69,7 +73,7 @@ def main(folder: Path) -> None:
         bridge = f"seeds-{os.getpid()}"
         with shmbridge.Producer(bridge, lane_bytes="64K", on_full="raise") as producer:
             for group in puts:
-                producer.put(group)
+                producer.put(group, foreign=name == "uneven")
             memory = Path(f"/dev/shm{producer.lane_name}").read_bytes()
         shmbridge.clean(bridge, dry_run=False)
         (folder / f"lane-{name}").write_bytes(compact(memory, len(puts)))
