@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
+from shmbridge._ext.blocks import Pool
 from shmbridge._ext.gather import MOST_TOKENS, Gather, TooManyTokens, positions
 from shmbridge.errors import BatchTooBig, LeaseReleased
 from shmbridge.groups import Group
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 Layout = Literal["padded", "packed"]
 _NAMES = {"scores": "score"}
+_POOL = Pool()  # memory of arrays that nobody refers to any more, for those of the next batch
 
 
 class Batch:
@@ -57,7 +59,7 @@ class Batch:
     def position_ids(self) -> np.ndarray[Any, np.dtype[np.int32]]:
         """0, 1, 2, ... in each row: int32, (N,) packed, (B, T) padded with zeros. Made when first asked for."""
         if self._position_ids is None:
-            self._position_ids = positions(self.lengths, self.layout == "padded")
+            self._position_ids = positions(self.lengths, self.layout == "padded", _POOL)
         return self._position_ids
 
     def __len__(self) -> int:
@@ -114,7 +116,7 @@ class Batch:
 
     def _gathering(self) -> Gather:
         try:
-            return Gather([group.records for group in self.groups], self.layout == "padded")
+            return Gather([group.records for group in self.groups], self.layout == "padded", _POOL)
         except BufferError as ended:
             raise LeaseReleased(f"a record of a batch was released before it was gathered: {ended}") from None
         except TooManyTokens as wrong:
@@ -141,6 +143,11 @@ class Batch:
         gather.copy()
         for column, (values, lengths, inner) in added:
             self._columns[column.name] = Ragged(values, lengths, None) if inner is None else RaggedLists(values, lengths, inner, None)
+
+
+def forget_spare_memory() -> None:
+    """Gives back what is kept of earlier batches' arrays. Any thread."""
+    _POOL.keep_bytes = 0
 
 
 def unreadable(groups: list[Group], layout: Layout) -> list[tuple[Group, Exception]]:

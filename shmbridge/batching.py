@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from shmbridge import sizing
-from shmbridge.batch import Batch, Layout, unreadable
+from shmbridge.batch import Batch, Layout, forget_spare_memory, unreadable
 from shmbridge.config import format_size
 from shmbridge.errors import BatchTooBig
 from shmbridge.groups import Group, GroupAssembler
@@ -186,6 +186,7 @@ class BatchAssembly:
         self._closed = True
         self._consumer._control.ring()
         self._stop_prefetch()
+        forget_spare_memory()
 
     def forget(self) -> None:
         """Lets go of every lease that was not handed out, un-released: the next consumer gets those records."""

@@ -48,6 +48,7 @@ cdef extern from "gather.h" nogil:
 
 cnp.import_array()
 
+INT32, UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 MOST_TOKENS = 0x7FFFFFFF  # cu_seqlens is int32
 
 
@@ -72,6 +73,8 @@ cdef class Gather:
     cdef readonly Py_ssize_t tokens
     cdef readonly Py_ssize_t longest  # tokens of the longest row
     cdef readonly tuple shape         # of what has a value per token: (tokens,), or (rows, longest)
+    cdef object _pool                 # a blocks.Pool, where large arrays come from
+    cdef size_t _bytes                # of the arrays that were added
     cdef list _leases
     cdef list _tables                 # a LaneReader for each distinct column table
     cdef list _arrays                 # what `copy` writes to, and the numbers it reads
@@ -81,10 +84,11 @@ cdef class Gather:
     cdef gather_column* _columns
     cdef Py_ssize_t _added
 
-    def __cinit__(self, list groups not None, bint padded):
+    def __cinit__(self, list groups not None, bint padded, pool not None):
         """`groups` is a list of lists of leases. BufferError for a lease that has ended, TooManyTokens beyond MOST_TOKENS."""
         cdef Py_ssize_t i, group
         cdef Lease lease
+        self._pool = pool
         self._leases, self._tables, self._arrays = [lease for leases in groups for lease in leases], [], []
         self._views = <Py_buffer*>calloc(len(self._leases) or 1, sizeof(Py_buffer))
         self._records = <gather_record*>calloc(len(self._leases) or 1, sizeof(gather_record))
@@ -211,18 +215,20 @@ cdef class Gather:
         if joined:
             if gather_total(self._records, len(self._leases), column, &lists, &count):
                 raise OverflowError(f"column {name.decode()}: its rows repeat, or are, more values than there is memory for")
-            values = np.empty(count, dtype)
+            values = self._pool.empty((count,), dtype)
         elif per_token:
-            values = np.empty(self.shape, dtype)
+            values = self._pool.empty(self.shape, dtype)
         if joined and kind != KIND_SCALAR:
             lengths = np.empty(self.rows, np.uint32)
             column.lengths = <uint32_t*>data_of(lengths)
         if joined and kind == KIND_LIST_LIST:
-            inner = np.empty(lists, np.uint32)
+            inner = self._pool.empty((lists,), UINT32)
+            self._bytes += inner.nbytes
             column.inner = <uint32_t*>data_of(inner)
         column.present = <uint8_t*>data_of(present)
         if values is not None:
             column.values = <uint8_t*>data_of(values)
+            self._bytes += values.nbytes
         self._arrays.append((numbers, present, values, lengths, inner))
         self._added += 1
         return present, values, lengths, inner
@@ -249,21 +255,25 @@ cdef class Gather:
         return numbers
 
     def copy(self):
-        """Fills every array that was added. Copies without the GIL; what is null, absent or beyond a row's end is zero."""
+        """Fills every array that was added. Copies without the GIL; what is null, absent or beyond a row's end is zero.
+
+        The pool keeps as much spare memory as two such batches have from now on.
+        """
         cdef Py_ssize_t i
         cdef uint64_t count = len(self._leases)
         if self._open < <Py_ssize_t>count:
             raise BufferError("the leases have been let go")
+        self._pool.keep_bytes = 2 * self._bytes
         with nogil:
             for i in range(self._added):
                 gather_copy(self._records, count, &self._columns[i])
 
 
-def positions(lengths not None, bint padded):
+def positions(lengths not None, bint padded, pool not None):
     """0, 1, 2, ... for each row of int32 `lengths`: int32, one row after another, or (rows, longest) with zeros on the right."""
     lengths = np.ascontiguousarray(lengths, np.int32)
     cdef uint64_t rows = len(lengths), longest = lengths.max(initial=0) if padded else 0
-    to = np.empty([rows, longest] if padded else int(lengths.sum()), np.int32)
+    to = pool.empty([rows, longest] if padded else [int(lengths.sum())], INT32)
     cdef const int32_t* source = <const int32_t*>data_of(lengths)
     cdef int32_t* values = <int32_t*>data_of(to)
     with nogil:

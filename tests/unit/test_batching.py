@@ -79,7 +79,7 @@ def test_too_many_tokens_are_an_error_and_no_group_is_at_fault(producer, consume
     """The groups wait again: fewer of them make a batch."""
 
     class Counts(Gather):
-        def __init__(self, groups, padded) -> None:
+        def __init__(self, groups, padded, pool) -> None:
             if self.tokens > 3:
                 raise TooManyTokens(self.tokens)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge._ext.blocks import Pool
 from shmbridge._ext.gather import Gather, TooManyTokens, positions
 from shmbridge._ext.header import LaneCorrupt
 from shmbridge.batch import Batch
@@ -37,7 +38,7 @@ def records(producer, consumer):
 def test_a_release_meanwhile_waits_for_the_copy(records, producer) -> None:
     """Another thread may release a record while the copy runs without the GIL: its memory stays until then."""
     taken = records({"tokens": [[1, 2]]}, {"tokens": [[3]]})
-    with Gather([taken], False) as gather:
+    with Gather([taken], False, Pool()) as gather:
         _, tokens, _, _ = gather.add(b"tokens", Kind.LIST, INT32, per_token=True)
         for record in taken:
             record.release()
@@ -69,7 +70,7 @@ def test_a_record_that_was_released_before_is_an_error(records) -> None:
 
 
 def test_nothing_is_copied_after_close(records) -> None:
-    gather = Gather([records({"tokens": [[1]]})], False)
+    gather = Gather([records({"tokens": [[1]]})], False, Pool())
     gather.add(b"tokens", Kind.LIST, INT32, per_token=True)
     gather.close()
     gather.close()
@@ -85,16 +86,16 @@ def test_more_tokens_than_int32_counts_are_an_error_with_the_numbers(make_produc
     (group,) = grouped(consumer.poll())
     with pytest.raises(shmbridge.BatchTooBig, match=r"2048 groups has 2147483648 tokens.*2147483647.*fewer groups"):
         Batch([group] * 2048, layout)
-    with Gather([group.records] * 2047, False) as gather:
+    with Gather([group.records] * 2047, False, Pool()) as gather:
         assert int(gather.cu_seqlens[-1]) == gather.tokens == 2047 << 20
     with pytest.raises(TooManyTokens):
-        Gather([group.records * 2048], False)
+        Gather([group.records * 2048], False, Pool())
 
 
 def test_a_type_that_the_lane_does_not_have_is_refused(records) -> None:
     """Nothing is computed with a size that the lane's own table does not say."""
     float64 = np.dtype(np.float64)
-    with Gather([records({"tokens": [[1]], "score": [1.0], "step_rewards": [[1.0]]})], False) as gather:
+    with Gather([records({"tokens": [[1]], "score": [1.0], "step_rewards": [[1.0]]})], False, Pool()) as gather:
         for name, kind, dtype in ((b"tokens", Kind.LIST, float64), (b"tokens", Kind.SCALAR, INT32), (b"score", Kind.LIST, float64)):
             with pytest.raises(LaneCorrupt, match="is not of one type"):
                 gather.add(name, kind, dtype)
@@ -108,9 +109,9 @@ def test_a_type_that_the_lane_does_not_have_is_refused(records) -> None:
 
 
 def test_positions() -> None:
-    assert positions(np.array([2, 0, 3], np.int32), False).tolist() == [0, 1, 0, 1, 2]
-    assert positions(np.array([2, 0, 3], np.int32), True).tolist() == [[0, 1, 0], [0, 0, 0], [0, 1, 2]]
-    assert positions(np.array([], np.int32), True).shape == (0, 0)
+    assert positions(np.array([2, 0, 3], np.int32), False, Pool()).tolist() == [0, 1, 0, 1, 2]
+    assert positions(np.array([2, 0, 3], np.int32), True, Pool()).tolist() == [[0, 1, 0], [0, 0, 0], [0, 1, 2]]
+    assert positions(np.array([], np.int32), True, Pool()).shape == (0, 0)
 
 
 def test_other_threads_run_while_a_large_batch_is_copied(make_producer, consumer) -> None:
@@ -132,7 +133,7 @@ def test_other_threads_run_while_a_large_batch_is_copied(make_producer, consumer
         sys.setswitchinterval(1000)
         progress = 0
         for _ in range(100):
-            with Gather([records * 2], False) as gather:
+            with Gather([records * 2], False, Pool()) as gather:
                 for name, dtype in ((b"tokens", INT32), (b"advantages", FLOAT32)):
                     gather.add(name, Kind.LIST, dtype, per_token=True)
                 before = counted[0]
