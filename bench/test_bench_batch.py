@@ -58,9 +58,9 @@ def draw_group(rng: np.random.Generator, length: int) -> dict[str, Any]:
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}x{ROWS}x{case[1]}-{case[2]}")
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     count, length, layout = request.param
-    bridge, rng = f"bench-batch-{os.getpid()}", np.random.default_rng(SEED)
+    bridge, rng = f"bench-batch-{os.getpid()}-{count}-{length}-{layout}", np.random.default_rng(SEED)
     drawn = [draw_group(rng, length) for _ in range(count)]
-    with shmbridge.Producer(bridge, lane_bytes="128M") as producer, shmbridge.Consumer(bridge) as consumer:
+    with shmbridge.Producer(bridge, lane_bytes="64M") as producer, shmbridge.Consumer(bridge) as consumer:
 
         def put() -> None:
             for group in drawn:
@@ -77,7 +77,9 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         records["score"] = [group.records[0]["score"] for group in groups]
         lengths = np.concatenate([group.records[0]["tokens"].lengths for group in groups])
         yield Case(layout, groups, records, rows, lengths, put, consumer)
-        del records, rows, groups, record
+        for each in (groups, records, rows):  # views in the lane, which pytest may keep with the test
+            each.clear()
+        del record
     shmbridge.clean(bridge, dry_run=False)
 
 

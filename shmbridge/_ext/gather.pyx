@@ -48,7 +48,7 @@ cdef extern from "gather.h" nogil:
 
 cnp.import_array()
 
-INT32, UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
+BOOL, INT32, UINT32 = np.dtype(np.bool_), np.dtype(np.int32), np.dtype(np.uint32)
 MOST_TOKENS = 0x7FFFFFFF  # cu_seqlens is int32
 
 
@@ -103,8 +103,8 @@ cdef class Gather:
         self.shape = (self.tokens,)
         if padded:
             self.shape = (self.rows, self.longest)
-        self.lengths, self.cu_seqlens = np.empty(self.rows, np.int32), np.empty(self.rows + 1, np.int32)
-        self.group_index = np.empty(self.rows, np.int32)
+        self.lengths, self.cu_seqlens = np.empty(self.rows, INT32), np.empty(self.rows + 1, INT32)
+        self.group_index = np.empty(self.rows, INT32)
         self._measure([len(leases) for leases in groups])
 
     def __dealloc__(self):
@@ -211,7 +211,7 @@ cdef class Gather:
         column.per_record, column.per_token = per_record, per_token
         column.width = self.shape[1] if len(self.shape) == 2 else 0
         column.values, column.lengths, column.inner = NULL, NULL, NULL
-        present, values, lengths, inner = np.empty(self.rows, np.bool_), None, None, None
+        present, values, lengths, inner = np.empty(self.rows, BOOL), None, None, None
         if joined:
             if gather_total(self._records, len(self._leases), column, &lists, &count):
                 raise OverflowError(f"column {name.decode()}: its rows repeat, or are, more values than there is memory for")
@@ -219,7 +219,7 @@ cdef class Gather:
         elif per_token:
             values = self._pool.empty(self.shape, dtype)
         if joined and kind != KIND_SCALAR:
-            lengths = np.empty(self.rows, np.uint32)
+            lengths = np.empty(self.rows, UINT32)
             column.lengths = <uint32_t*>data_of(lengths)
         if joined and kind == KIND_LIST_LIST:
             inner = self._pool.empty((lists,), UINT32)
@@ -235,13 +235,14 @@ cdef class Gather:
 
     cdef object _numbers(self, bytes name, int kind, uint32_t item, bint per_record):
         """The column's number in each table, int32[tables], -1 where it is not. What is copied by them must be of this type in all."""
-        numbers = np.full(len(self._tables), -1, np.int32)
+        numbers = np.empty(len(self._tables), INT32)
         cdef int32_t* to = <int32_t*>data_of(numbers)
         cdef LaneReader reader
         cdef const column_def* first = NULL
         cdef const column_def* each
         cdef uint32_t at, table
         for table, reader in enumerate(self._tables):
+            to[table] = -1
             for at in range(reader._reader.shape.column_count):
                 each = &reader._reader.columns[at]
                 if strncmp(each.name, PyBytes_AS_STRING(name), COLUMN_NAME_BYTES) != 0:

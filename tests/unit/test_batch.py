@@ -156,7 +156,7 @@ def test_rows_without_tokens(batch, layout, shape) -> None:
 
 def test_metadata_is_made_when_it_is_read(batch) -> None:
     def made() -> int:
-        return sum(isinstance(each, RecordMeta) for each in gc.get_objects())
+        return sum(type(each) is RecordMeta for each in gc.get_objects())
 
     before = made()
     it = batch()
