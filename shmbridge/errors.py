@@ -114,7 +114,7 @@ class LeaseReleased(ShmBridgeError, RuntimeError):
 
 
 class BatchTooBig(ShmBridgeError, ValueError):
-    """The lanes are full of what a batch waits for, and it still lacks groups: it can never be filled."""
+    """A batch can never be filled, since the lanes are full of what it waits for; or it has more tokens than int32 cu_seqlens count."""
 
     code = "SB304"
 
