@@ -31,7 +31,8 @@ setup(
     ext_modules=cythonize(
         [
             extension("mapping", f"{EXT}/fork.c"),
-            *map(extension, ("header", "ring", "record", "turns", "wait", "column", "pack", "plan", "quick", "blocks", "gather", "versions")),
+            *map(extension, ("header", "ring", "record", "turns", "wait", "column", "pack", "plan", "quick")),
+            *map(extension, ("blocks", "gather", "versions")),
         ],
         compiler_directives={
             "language_level": "3",

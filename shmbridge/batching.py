@@ -115,10 +115,11 @@ class BatchAssembly:
         return None
 
     def _take_records(self, groups: int) -> bool:
-        """Moves what the lanes have now into groups, until so many are complete; whether there was anything."""
-        now, took = time.monotonic(), False
-        while len(self._complete) < groups and (record := self._consumer._take()) is not None:
-            took = True
+        """Moves what the lanes have now into groups, no more than can be missing of so many; whether there was anything."""
+        self._consumer._check_open()
+        now = time.monotonic()
+        records = self._lanes.poll(groups - len(self._complete))  # each completes one group at most
+        for record in records:
             group = self._partial.add(record, now)
             if group is not None:
                 self._complete.add(group)
@@ -126,10 +127,10 @@ class BatchAssembly:
             log.warning("group %s of %s has %d of %d rows after %.0f s: discarded", group.records[0].group_id, group.producer_id,
                         group.rows, group.size, self._partial.timeout_s)  # fmt: skip
             self._discard(group, Discard.PARTIAL)
-        if not took and len(self._partial):
+        if not records and len(self._partial):
             for group in self._partial.orphans(self._lanes.finished_producers()):
                 self._discard(group, Discard.PARTIAL)
-        return took
+        return bool(records)
 
     def _cut_stale(self, max_staleness: int | None) -> None:
         if max_staleness is None:
