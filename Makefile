@@ -14,7 +14,9 @@ ifneq ($(origin SECONDS),command line)
 SECONDS :=
 endif
 
-.PHONY: help install demo test lint types model sanitize fuzz kill-fuzz mutations test-all bench-first clean
+comma := ,
+
+.PHONY: help install demo test lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick clean
 
 help: ## this list
 	@echo "make demo MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -76,8 +78,16 @@ mutations: $(VENV)/.built ## break each guarantee on purpose: a test must go red
 test-all: test model sanitize kill-fuzz mutations ## what takes too long for every change, too
 	docs/model/check.sh --long
 
-bench-first: $(VENV)/.built ## first figures: groups from lists and arrays beside the C twin
-	$(RUN) bench/first_figures.py
+bench: $(VENV)/.bench ## measure everything on this machine: bench/results/, a quarter of an hour
+	$(RUN) -m shmbridge.bench.suites
+
+bench-quick: $(VENV)/.bench ## the same, shorter: a look in two minutes
+	$(RUN) -m shmbridge.bench.suites --quick
+
+# What is measured against; ray and TransferQueue are large, and stay out unless BENCH_RAY=1.
+$(VENV)/.bench: $(VENV)/.built
+	$(BIN)/pip install --quiet $(CONSTRAINTS) --config-settings editable_mode=compat -e '.[bench$(if $(BENCH_RAY),$(comma)bench-ray)]'
+	touch $@
 
 clean: ## remove what builds and runs left here
 	rm -rf build dist runs *.egg-info shmbridge/_ext/*.so

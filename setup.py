@@ -9,6 +9,7 @@ from glob import glob
 import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 DEBUG = os.environ.get("SHMBRIDGE_DEBUG") == "1"
 FAULTS = os.environ.get("SHMBRIDGE_FAULTS") == "1"
@@ -27,12 +28,21 @@ def extension(name: str, *c_sources: str) -> Extension:
     )
 
 
+class WithoutSuites(build_py):
+    """Measuring code is installed; the pytest suites that lie beside it are for a clone."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """(package, module, file) of what is installed."""
+        return [each for each in super().find_package_modules(package, package_dir) if not each[1].startswith(("test_", "conftest"))]
+
+
 setup(
+    cmdclass={"build_py": WithoutSuites},
     ext_modules=cythonize(
         [
             extension("mapping", f"{EXT}/fork.c"),
             *map(extension, ("header", "ring", "record", "turns", "wait", "column", "pack", "plan", "quick")),
-            *map(extension, ("blocks", "gather", "versions")),
+            *map(extension, ("blocks", "gather", "versions", "limit")),
         ],
         compiler_directives={
             "language_level": "3",

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("shmbridge", "producers", "consumers", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
+COPIED = (
+    "shmbridge", "producers", "consumers", "bench",
+    "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE",
+)  # fmt: skip
 
 
 def run(*argv: object, cwd: Path | str = "/", **environment: str) -> str:

@@ -28,11 +28,16 @@ def in_wheel(wheel) -> set[str]:
 def sources(tree, *suffixes: str) -> set[str]:
     return {
         str(path.relative_to(tree))
-        for folder in ("shmbridge", "producers", "consumers")
+        for folder in ("shmbridge", "producers", "consumers", "bench")
         for path in (tree / folder).rglob("*")
         if path.suffix in suffixes and not path.is_relative_to(tree / "shmbridge/producers")
-        and not path.is_relative_to(tree / "shmbridge/consumers")
+        and not path.is_relative_to(tree / "shmbridge/consumers") and not path.is_relative_to(tree / "shmbridge/bench")
     }  # fmt: skip
+
+
+def suites(tree) -> set[str]:
+    """Files of bench/ that pytest runs: they stay in the clone and the archive."""
+    return {str(path.relative_to(tree)) for path in (tree / "bench").rglob("*.py") if path.stem.startswith(("test_", "conftest"))}
 
 
 def test_the_archive_has_what_people_wrote(tree, in_archive):
@@ -43,7 +48,8 @@ def test_the_archive_has_what_people_wrote(tree, in_archive):
 def test_the_archive_has_nothing_that_was_built(in_archive):
     generated = [name for name in in_archive if name.endswith((".so", ".pyc", ".o", ".c")) and name != "shmbridge/_ext/fork.c"]
     assert not generated
-    assert not [name for name in in_archive if name.startswith(("shmbridge/producers", "shmbridge/consumers", "build/", "tests/"))]
+    links = ("shmbridge/producers", "shmbridge/consumers", "shmbridge/bench")
+    assert not [name for name in in_archive if name.startswith((*links, "build/", "tests/", "bench/results"))]
 
 
 def test_the_wheel_claims_one_name(wheel, in_wheel):
@@ -54,7 +60,7 @@ def test_the_wheel_claims_one_name(wheel, in_wheel):
 
 
 def test_the_wheel_has_every_module(tree, in_wheel):
-    for name in sources(tree, ".py"):
+    for name in sources(tree, ".py") - suites(tree):
         assert (name if name.startswith("shmbridge/") else f"shmbridge/{name}") in in_wheel
     for name in sources(tree, ".pyx"):
         stem = name.removesuffix(".pyx")
@@ -62,6 +68,12 @@ def test_the_wheel_has_every_module(tree, in_wheel):
         assert f"{stem}.pyi" in in_wheel, "types travel with the extension"
     assert "shmbridge/py.typed" in in_wheel
     assert not [name for name in in_wheel if name.endswith((".pyx", ".c"))]
+
+
+def test_the_wheel_has_no_suite_and_no_result(tree, in_wheel):
+    assert suites(tree), "there are some in the tree"
+    assert not [name for name in in_wheel if name.rpartition("/")[2].startswith(("test_", "conftest"))]
+    assert not [name for name in in_wheel if name.startswith("shmbridge/bench/") and not name.endswith(".py")]
 
 
 def test_the_wheel_is_for_this_platform_and_has_its_licence(wheel, in_wheel):

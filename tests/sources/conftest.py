@@ -7,15 +7,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MAPPED = ("producers", "consumers", "bench")  # folders beside the package that are installed in it
 
 
 def modules() -> Iterator[tuple[str, Path]]:
     """(dotted name, file) of every Python and Cython source that is installed."""
-    for folder, package in (("shmbridge", "shmbridge"), ("producers", "shmbridge.producers"), ("consumers", "shmbridge.consumers")):
+    folders = {"shmbridge": "shmbridge"} | {name: f"shmbridge.{name}" for name in MAPPED}
+    for folder, package in folders.items():
         root = ROOT / folder
         for path in sorted([*root.rglob("*.py"), *root.rglob("*.pyx")]):
             below = path.relative_to(root)
-            if folder == "shmbridge" and below.parts[0] in ("producers", "consumers"):
+            if folder == "shmbridge" and below.parts[0] in MAPPED:
                 continue  # links to the folders beside it
             parts = [*below.parent.parts, *([] if path.stem == "__init__" else [path.stem])]
             yield ".".join([package, *parts]), path

@@ -37,14 +37,16 @@ LAYERS = {
 }
 # Third parties that are not everywhere installed, and who may import them.
 ALLOWED = {
-    "torch": ("shmbridge.consumers", "shmbridge.producers", "shmbridge.cli", "shmbridge.weights"),
+    "torch": ("shmbridge.consumers", "shmbridge.producers", "shmbridge.cli", "shmbridge.weights", "shmbridge.bench"),
     "transformers": ("shmbridge.consumers", "shmbridge.producers"),
     "vllm": ("shmbridge.consumers",),
-    "ray": ("shmbridge.relay", "shmbridge.consumers"),
-    "atroposlib": ("shmbridge.producers",),
+    "ray": ("shmbridge.relay", "shmbridge.consumers", "shmbridge.bench.baselines"),
+    "atroposlib": ("shmbridge.producers", "shmbridge.bench"),
     "textual": ("shmbridge.tui",),
-    "zmq": ("shmbridge.control", "shmbridge.control_client", "shmbridge.relay"),
+    "zmq": ("shmbridge.control", "shmbridge.control_client", "shmbridge.relay", "shmbridge.bench.baselines"),
     "pyarrow": ("shmbridge",),
+    "matplotlib": ("shmbridge.consumers", "shmbridge.bench"),
+    **dict.fromkeys(("faster_fifo", "iceoryx2", "transfer_queue", "tensordict"), ("shmbridge.bench.baselines",)),
 }
 
 
@@ -98,13 +100,13 @@ def test_adapters_use_public_modules_and_not_each_other(python_imports):
 
 
 def test_nothing_imports_what_stands_on_top(python_imports):
-    """cli, tui and relay are imported by nobody, the adapters and testing not by the transport."""
+    """cli, tui and relay are imported by nobody, the adapters, testing and bench not by the transport."""
     wrong = []
     for module, imported, where, _ in python_imports:
-        for top in ("cli", "tui", "relay", "testing", "producers", "consumers"):
+        for top in ("cli", "tui", "relay", "testing", "producers", "consumers", "bench"):
             if within(imported, f"shmbridge.{top}") and not within(module, f"shmbridge.{top}"):
                 on_top = within(module, "shmbridge.cli") or within(module, "shmbridge.relay") or within(module, "shmbridge.tui")
-                if not (on_top and top in ("producers", "consumers", "tui", "testing")):
+                if not (on_top and top in ("producers", "consumers", "tui", "testing", "bench")):
                     wrong.append(f"{where}: {module} imports {imported}")
     assert not wrong
 
@@ -120,11 +122,13 @@ def test_heavy_packages_only_where_allowed(python_imports):
 
 
 def test_no_pickle_and_no_standard_shared_memory(sources):
+    """In anything of ours; what the baselines of bench/ measure does as it does."""
     wrong = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for _, path in sources
+        for name, path in sources
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if re.search(r"\b(?:import|from)\s+(?:c?pickle|cloudpickle|dill|marshal|shelve)\b|\bpickle\.\w|allow_pickle\s*=\s*True"
+        if not within(name, "shmbridge.bench.baselines")
+        and re.search(r"\b(?:import|from)\s+(?:c?pickle|cloudpickle|dill|marshal|shelve)\b|\bpickle\.\w|allow_pickle\s*=\s*True"
                      r"|multiprocessing\W+(?:import\s+)?shared_memory|weights_only\s*=\s*False", line)
     ]  # fmt: skip
     assert not wrong

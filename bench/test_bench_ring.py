@@ -1,0 +1,50 @@
+"""The ring on its own: sizes, forms, producers, small records, and what a check over the bytes would cost. Beside the limit, in turn."""
+
+import pytest
+
+from shmbridge.bench.contract import Plan
+from shmbridge.bench.groups import LARGE, MIDDLE, SIZES, SMALL, TINY
+
+PREFILLED = 7000  # records, below the slots of one lane of 64 MiB
+
+
+@pytest.mark.benchmark(group="sizes")
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_arrays_by_size(measured, shape):
+    measured(Plan("ring", shape))
+
+
+@pytest.mark.benchmark(group="forms")
+@pytest.mark.parametrize("shape", [SMALL, MIDDLE, LARGE], ids=str)
+@pytest.mark.parametrize("form", ["row_arrays", "tensors", "lists"])
+def test_forms(measured, form, shape):
+    if form == "tensors":
+        pytest.importorskip("torch")
+    measured(Plan("ring", shape, form))
+
+
+@pytest.mark.benchmark(group="producers")
+@pytest.mark.parametrize("producers", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("form", ["arrays", "lists"])
+def test_producers(measured, form, producers):
+    measured(Plan("ring", MIDDLE, form, producers))
+
+
+@pytest.mark.benchmark(group="small records")
+@pytest.mark.parametrize("look", ["every byte", "nothing"])
+def test_get_live(measured, look):
+    measured(Plan("ring", TINY, look=look))
+
+
+@pytest.mark.benchmark(group="small records")
+@pytest.mark.parametrize("look", ["every byte", "nothing"])
+def test_poll_drains_a_full_lane(measured, look, quick):
+    measured(Plan("ring", TINY, take="poll", look=look), count=PREFILLED, rounds=5 if quick else 20, filled_first=True)
+
+
+@pytest.mark.benchmark(group="checksum")
+@pytest.mark.parametrize("checksum", ["none", "crc32", "xxh3"])
+def test_with_a_check_over_the_bytes(measured, checksum):
+    if checksum == "xxh3":
+        pytest.importorskip("xxhash")
+    measured(Plan("ring", MIDDLE, checksum=checksum))

@@ -1,0 +1,81 @@
+/* The limit: what two processes move through shared memory when nothing but the bytes is done.
+ *
+ * Slots of one record in a lane of a given size: one memcpy in, a flag, one read of every byte as a sum of 8-byte words, the flag back. It spins
+ * and never sleeps, checks nothing and keeps no books. Knows nothing of the ring; called by limit.pyx, for measurements alone.
+ * What if a process dies here? The other sees no progress, and gives up when its patience ends.
+ */
+#ifndef SHMBRIDGE_TWIN_H
+#define SHMBRIDGE_TWIN_H
+
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+#include "atomics.h"
+
+#define TWIN_LINE 128u
+
+typedef struct {
+    _Alignas(TWIN_LINE) shm_u64 full; /* writer: 1 after the record is there; reader: 0 after it has read it */
+} twin_flag;
+
+typedef struct {
+    twin_flag *flags; /* [slots] */
+    uint8_t *data;    /* [slots][record] */
+    uint64_t slots, record, position;
+} twin;
+
+typedef uint64_t __attribute__((aligned(1), may_alias)) any_word;
+
+/* Reads every byte: the sum of all 8-byte words, and of the bytes after the last whole one. */
+static inline uint64_t sum_of_words(const uint8_t *bytes, uint64_t count) {
+    const any_word *words = (const any_word *)bytes;
+    uint64_t sum = 0;
+    for (uint64_t i = 0; i < count / 8; i++) sum += words[i];
+    for (uint64_t i = count & ~(uint64_t)7; i < count; i++) sum += bytes[i];
+    return sum;
+}
+
+static inline double twin_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Spins until the flag has this value; 0 if patience_s pass. Yields now and then: two sides may share a core. */
+static inline int twin_wait(const shm_u64 *flag, uint64_t value, double patience_s) {
+    double deadline = 0;
+    for (unsigned spins = 1; load_acquire64(flag) != value; spins++) { /* SYNC(twin-full) */
+        cpu_relax();
+        if (spins % 20000) continue;
+        sched_yield();
+        if (deadline == 0) deadline = twin_now() + patience_s;
+        if (twin_now() > deadline) return 0;
+    }
+    return 1;
+}
+
+/* Moves `count` records in, from `sources` records in turn; how many got there. */
+static inline uint64_t twin_write(twin *it, const uint8_t *source, uint64_t sources, uint64_t count, double patience_s) {
+    for (uint64_t n = 0; n < count; n++, it->position++) {
+        const uint64_t slot = it->position % it->slots;
+        if (!twin_wait(&it->flags[slot].full, 0, patience_s)) return n;
+        memcpy(it->data + slot * it->record, source + (n % sources) * it->record, it->record);
+        store_release64(&it->flags[slot].full, 1); /* SYNC(twin-full) */
+    }
+    return count;
+}
+
+/* Reads `count` records; how many came, and the sum of their words. */
+static inline uint64_t twin_read(twin *it, uint64_t count, double patience_s, uint64_t *sum) {
+    for (uint64_t n = 0; n < count; n++, it->position++) {
+        const uint64_t slot = it->position % it->slots;
+        if (!twin_wait(&it->flags[slot].full, 1, patience_s)) return n;
+        *sum += sum_of_words(it->data + slot * it->record, it->record);
+        store_release64(&it->flags[slot].full, 0); /* SYNC(twin-full) */
+    }
+    return count;
+}
+
+#endif
