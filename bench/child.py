@@ -21,17 +21,23 @@ FORM: Form = "arrays"
 
 
 def serve(plan: Plan, address: Any, number: int, receive: Callable[[], int | None], say: Callable[[dict[str, Any]], None]) -> None:
-    """Says {} when ready; then, for each count received, writes that many groups and says {"cpu_s"}. Ends when None is received."""
+    """Says {} when ready; then for each count received writes that many groups. For 0 it says the CPU since then; ends with None.
+
+    So what threads of the transport did for a round after the last write is in its CPU.
+    """
     os.sched_setaffinity(0, {plan.cores.of_producer(number)})
     contender = baselines.load(plan.contender)
     writer = contender.Writer(address, plan)
     form = plan.form if plan.contender == baselines.RING else FORM
     ready = writer.prepare(groups.sources(plan.shape, form))
     say({})
+    began = time.process_time()
     while (count := receive()) is not None:
-        began = time.process_time()
-        writer.write(ready, count)
-        say({"cpu_s": time.process_time() - began})
+        if count:
+            began = time.process_time()
+            writer.write(ready, count)
+        else:
+            say({"cpu_s": time.process_time() - began})
     writer.close()
 
 

@@ -4,6 +4,7 @@ A contender's module has NAME (for tables), NEEDS (what must be importable), a `
 that its address holds what only multiprocessing may hand to a child; a module whose writers are no plain children has a `start` of its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -16,6 +17,7 @@ MODULO = 1 << 64
 Take = Literal["get", "poll"]
 Look = Literal["every byte", "nothing"]
 Checksum = Literal["none", "crc32", "xxh3"]
+Condition = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class WriterProcess(Protocol):
         """Tells it to write `count` groups; does not wait."""
 
     def end(self) -> float:
-        """Waits until they are written; the CPU seconds that took it."""
+        """Waits until they are written; the CPU seconds that took it, threads that send in the background included."""
 
     def close(self) -> None:
         """Ends it."""

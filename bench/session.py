@@ -152,6 +152,7 @@ class Piped:
         print(count, file=self._child.stdin, flush=True)
 
     def end(self) -> float:
+        self.begin(0)
         return float(self._hear()["cpu_s"])
 
     def close(self) -> None:
@@ -192,6 +193,7 @@ class Spawned:
         self._here.send(count)
 
     def end(self) -> float:
+        self.begin(0)
         return float(self._hear()["cpu_s"])
 
     def close(self) -> None:

@@ -7,7 +7,10 @@ from typing import cast
 from shmbridge.bench.contract import Contender
 
 LIMIT, RING = "limit", "ring"
-CONTENDERS = (LIMIT, RING)
+CONTENDERS = (
+    LIMIT, RING, "numpy_slots", "iceoryx", "faster_fifo_queue", "zmq_ipc", "torch_queue", "mp_queue", "ray_actor", "transfer_queue_store",
+)  # fmt: skip
+PEERS = CONTENDERS[2:]
 
 
 def load(name: str) -> Contender:
