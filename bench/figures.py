@@ -1,14 +1,50 @@
-"""What is said of a measurement: medians of its rounds, their spread, the ratio to the limit of the same run, CPU per group and token."""
+"""A plan, measured in turn with its limit, and what is said of it.
+
+Medians of its rounds, their spread, the ratio to the limit of the same run, CPU per group and per token. For suites and command alike.
+"""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shmbridge.bench.contract import Plan
-from shmbridge.bench.session import Round
+from shmbridge.bench.session import Round, Session, limit_of
+
+Figures = dict[str, Any]
+Repeat = Callable[[Callable[[], None], Callable[[], None], int], None]  # (what is timed, what comes before each, how often)
 
 
-def figures(plan: Plan, rounds: Sequence[Round], limit: Sequence[Round]) -> dict[str, Any]:
+def in_turn(timed: Callable[[], None], before: Callable[[], None], rounds: int) -> None:
+    """One after the other, without pytest."""
+    for _ in range(rounds):
+        before()
+        timed()
+
+
+def measure(
+    plan: Plan, *, seconds: float, rounds: int, count: int | None = None, filled_first: bool = False, repeat: Repeat = in_turn
+) -> Figures:
+    """Rounds of about `seconds` (or of `count` groups), each after a round of the limit for the same bytes. Starts and ends all processes.
+
+    With `filled_first` all groups of a round are in the lane before the first is taken.
+    """
+    done: list[Round] = []
+    of_limit: list[Round] = []
+    with Session(limit_of(plan)) as limit, Session(plan) as session:
+        limit_count = limit.warm(seconds / 2)
+        if count is None:
+            groups = session.warm(seconds)
+        else:
+            groups = session.round(count, filled_first=filled_first).count
+        repeat(
+            lambda: done.append(session.round(groups, filled_first=filled_first)),
+            lambda: of_limit.append(limit.round(limit_count)),
+            rounds,
+        )
+    return figures(plan, done, of_limit)
+
+
+def figures(plan: Plan, rounds: Sequence[Round], limit: Sequence[Round]) -> Figures:
     """One flat mapping for a table, a JSON file or a plot; rates are per second, sizes in bytes, CPU in microseconds or as named."""
     rates = [each.count / each.seconds for each in rounds]
     limits = [each.count / each.seconds for each in limit]

@@ -6,16 +6,21 @@ from shmbridge.bench.contract import Plan
 from shmbridge.bench.groups import LARGE, MIDDLE, SIZES, SMALL, TINY
 
 PREFILLED = 7000  # records, below the slots of one lane of 64 MiB
+full = pytest.mark.full
+
+
+def shapes(quick, others):
+    return [pytest.param(shape, id=str(shape), marks=() if shape in quick else full) for shape in others]
 
 
 @pytest.mark.benchmark(group="sizes")
-@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize("shape", shapes((SIZES[0], SMALL, MIDDLE, LARGE, SIZES[-1]), SIZES))
 def test_arrays_by_size(measured, shape):
     measured(Plan("ring", shape))
 
 
 @pytest.mark.benchmark(group="forms")
-@pytest.mark.parametrize("shape", [SMALL, MIDDLE, LARGE], ids=str)
+@pytest.mark.parametrize("shape", shapes((MIDDLE,), (SMALL, MIDDLE, LARGE)))
 @pytest.mark.parametrize("form", ["row_arrays", "tensors", "lists"])
 def test_forms(measured, form, shape):
     if form == "tensors":
@@ -24,8 +29,8 @@ def test_forms(measured, form, shape):
 
 
 @pytest.mark.benchmark(group="producers")
-@pytest.mark.parametrize("producers", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("form", ["arrays", "lists"])
+@pytest.mark.parametrize("producers", [1, pytest.param(2, marks=full), 4, pytest.param(8, marks=full), 16])
+@pytest.mark.parametrize("form", ["arrays", pytest.param("lists", marks=full)])
 def test_producers(measured, form, producers):
     measured(Plan("ring", MIDDLE, form, producers))
 

@@ -8,18 +8,23 @@ round here is small enough), promise anything when a storage actor dies. Four pr
 latter two in Ray, unpinned, and their CPU is not counted.
 """
 
+import os
+import time
 from itertools import count
 from typing import Any
 
 from shmbridge._ext.limit import touch
 from shmbridge.bench import contract
 from shmbridge.bench.baselines.ray_actor import join
-from shmbridge.bench.contract import Plan
+from shmbridge.bench.contract import READ_TIMEOUT_S, Plan
 from shmbridge.bench.groups import Group, Shape
 
 NAME = "TransferQueue"
 NEEDS = ("transfer_queue", "tensordict", "torch", "ray")
 SPAWNED = False
+
+_QUIET = {"TQ_LOGGING_LEVEL": "ERROR"}
+_LOOK_AGAIN_S = 0.0002  # a controller that waits itself would take no put meanwhile
 
 
 class Reader(contract.Reader):
@@ -27,6 +32,7 @@ class Reader(contract.Reader):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
+        os.environ.update(_QUIET)
         import ray
         import torch
         import transfer_queue
@@ -34,7 +40,7 @@ class Reader(contract.Reader):
         torch.set_num_threads(1)
         join(plan)
         self._ray, self._transfer_queue = ray, transfer_queue
-        transfer_queue.init({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
+        transfer_queue.init({"controller": {"polling_mode": True}, "backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
         self._client = transfer_queue.get_client()
         self.address = {"ray": ray.get_runtime_context().gcs_address}
         self._partitions = map(str, count())
@@ -42,9 +48,13 @@ class Reader(contract.Reader):
 
     def read_one(self) -> int:
         partition, rows = next(self._partitions), self.plan.shape.rows
-        meta = self._client.get_meta(self._fields, rows, partition, mode="fetch", task_name="bench")
+        deadline = time.monotonic() + READ_TIMEOUT_S
+        while (meta := self._client.get_meta(self._fields, rows, partition, mode="fetch", task_name="bench")).size == 0:
+            time.sleep(_LOOK_AGAIN_S)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no partition {partition} for {READ_TIMEOUT_S} s")
         data = self._client.get_data(meta)
-        total = sum(touch(data[name].contiguous().numpy()) for name in self._fields)
+        total = sum(touch(row.numpy()) for name in self._fields for row in data[name].unbind())
         self._client.clear_partition(partition)
         return total
 
@@ -58,6 +68,7 @@ class Writer(contract.Writer):
 
     def __init__(self, address: dict[str, str], plan: Plan) -> None:
         super().__init__(address, plan)
+        os.environ.update(_QUIET)
         import ray
         import torch
         import transfer_queue

@@ -1,0 +1,26 @@
+"""Everybody with the same groups, through the same memory, every byte read: the limit, the ring, and its peers."""
+
+import pytest
+
+from shmbridge.bench import baselines
+from shmbridge.bench.contract import Plan
+from shmbridge.bench.groups import LARGE, MIDDLE, SMALL
+
+SLOW_TO_START = ("ray_actor", "transfer_queue_store")
+full = pytest.mark.full
+
+
+def shapes():
+    return [pytest.param(shape, id=str(shape), marks=() if shape is MIDDLE else full) for shape in (SMALL, MIDDLE, LARGE)]
+
+
+def contenders():
+    return [pytest.param(name, marks=full if name in SLOW_TO_START else ()) for name in baselines.CONTENDERS]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.benchmark(group="peers")
+@pytest.mark.parametrize("contender", contenders())
+@pytest.mark.parametrize("shape", shapes())
+def test_peers(measured, shape, contender):
+    measured(Plan(contender, shape))
