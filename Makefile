@@ -15,6 +15,7 @@ SECONDS :=
 endif
 
 comma := ,
+MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
 
 .PHONY: help install demo test lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick clean
 
@@ -79,10 +80,10 @@ test-all: test model sanitize kill-fuzz mutations ## what takes too long for eve
 	docs/model/check.sh --long
 
 bench: $(VENV)/.bench ## measure everything on this machine: bench/results/, a quarter of an hour
-	$(RUN) -m shmbridge.bench.suites
+	$(MEASURE) && $(RUN) -m shmbridge.bench.report build/bench.json
 
-bench-quick: $(VENV)/.bench ## the same, shorter: a look in two minutes
-	$(RUN) -m shmbridge.bench.suites --quick
+bench-quick: $(VENV)/.bench ## the same, shorter: a look in two minutes, into build/
+	$(MEASURE) --quick && $(RUN) -m shmbridge.bench.report build/bench.json --into build/bench
 
 # What is measured against; ray and TransferQueue are large, and stay out unless BENCH_RAY=1.
 $(VENV)/.bench: $(VENV)/.built

@@ -49,7 +49,7 @@ def measured(benchmark, quick):
 
     def run(plan, *, count=None, rounds=None, filled_first=False):
         if absent := baselines.missing(plan.contender):
-            pytest.skip(f"{plan.contender}: not installed: {absent}")
+            pytest.skip(f"{plan.contender} is not installed: {absent}")
         figures = measure(
             plan,
             seconds=0.1 if quick else 0.4,

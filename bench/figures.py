@@ -32,10 +32,7 @@ def measure(
     of_limit: list[Round] = []
     with Session(limit_of(plan)) as limit, Session(plan) as session:
         limit_count = limit.warm(seconds / 2)
-        if count is None:
-            groups = session.warm(seconds)
-        else:
-            groups = session.round(count, filled_first=filled_first).count
+        groups = session.warm(seconds) if count is None else session.round(count, filled_first=filled_first).count
         repeat(
             lambda: done.append(session.round(groups, filled_first=filled_first)),
             lambda: of_limit.append(limit.round(limit_count)),
@@ -71,7 +68,7 @@ def figures(plan: Plan, rounds: Sequence[Round], limit: Sequence[Round]) -> Figu
         "mb_per_s": rate * plan.shape.bytes / 1e6,
         "limit_groups_per_s": statistics.median(limits),
         "limit_mb_per_s": statistics.median(limits) * plan.shape.bytes / 1e6,
-        "of_limit": rate / statistics.median(limits),
+        "of_limit": statistics.median(mine / its for mine, its in zip(rates, limits, strict=True)),  # neighbours in time
         "producer_cpu_us_per_group": 1e6 * producer,
         "consumer_cpu_us_per_group": 1e6 * consumer,
         "cpu_s_per_million_tokens": 1e6 * (producer + consumer) / tokens,

@@ -14,13 +14,13 @@ PEERS = CONTENDERS[2:]
 
 
 def load(name: str) -> Contender:
-    """The contender's module; ImportError if what it measures is not installed."""
+    """The contender's module; what it measures is imported only when its Reader or Writer is made."""
     if name not in CONTENDERS:
         raise ValueError(f"no contender {name!r}; there are {', '.join(CONTENDERS)}")
     return cast(Contender, importlib.import_module(f"shmbridge.bench.baselines.{name}"))
 
 
 def missing(name: str) -> str | None:
-    """What has to be installed before this contender can be measured; None if it can be."""
-    absent = [package for package in load(name).NEEDS if find_spec(package) is None]
-    return ", ".join(absent) or None
+    """How to install what is needed to measure this contender; None if it is there."""
+    contender = load(name)
+    return contender.INSTALL if any(find_spec(package) is None for package in contender.NEEDS) else None

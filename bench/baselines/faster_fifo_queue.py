@@ -15,6 +15,7 @@ from shmbridge.bench.groups import Array, Group, flat_columns
 
 NAME = "faster-fifo"
 NEEDS = ("faster_fifo",)
+INSTALL = "pip install faster-fifo"
 SPAWNED = True
 
 

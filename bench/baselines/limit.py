@@ -15,6 +15,7 @@ from shmbridge.bench.groups import Group, flat_columns
 
 NAME = "limit (C twin)"
 NEEDS = ()
+INSTALL = ""
 SPAWNED = False
 
 

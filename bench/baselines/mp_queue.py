@@ -15,6 +15,7 @@ from shmbridge.bench.groups import Array, Group, flat_columns
 
 NAME = "multiprocessing.Queue"
 NEEDS = ()
+INSTALL = ""
 SPAWNED = True
 
 

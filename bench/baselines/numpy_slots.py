@@ -18,6 +18,7 @@ from shmbridge.bench.groups import DTYPES, Array, Group, flat_columns
 
 NAME = "NumPy slots"
 NEEDS = ()
+INSTALL = ""
 SPAWNED = False
 
 _LINE = 64  # bytes; head and tail have one each, and columns begin on one

@@ -20,6 +20,7 @@ from shmbridge.bench.groups import Array, flat_columns
 
 NAME = "Ray actor"
 NEEDS = ("ray",)
+INSTALL = "pip install ray"
 SPAWNED = False
 
 _MOST_TASKS = 256

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NAME = "shmbridge"
 NEEDS = ()
+INSTALL = ""
 SPAWNED = False
 
 

@@ -17,6 +17,7 @@ from shmbridge.bench.groups import Array, Group, flat_columns
 
 NAME = "torch.multiprocessing"
 NEEDS = ("torch",)
+INSTALL = "pip install torch"
 SPAWNED = True
 
 _MOST_IN_FLIGHT = 128

@@ -21,6 +21,7 @@ from shmbridge.bench.groups import Group, Shape
 
 NAME = "TransferQueue"
 NEEDS = ("transfer_queue", "tensordict", "torch", "ray")
+INSTALL = "pip install TransferQueue"
 SPAWNED = False
 
 _QUIET = {"TQ_LOGGING_LEVEL": "ERROR"}
