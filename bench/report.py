@@ -71,6 +71,7 @@ def markdown(kept: dict[str, Any], rows: Sequence[Figures], pictures: Sequence[s
     for group in dict.fromkeys(row["group"] for row in rows):
         mine = [row for row in rows if row["group"] == group]
         page += [f"## {TITLES.get(group, str(group).capitalize())}", _table(mine)]
+        page += ["More producers than cores: they share them."] if any(row.get("producers_share_cores") for row in mine) else []
     return "\n\n".join(filter(None, page)) + "\n"
 
 
@@ -110,17 +111,17 @@ def _table(rows: Sequence[Figures]) -> str:
     if timed:
         heads = ["", "samples", "p50", "p90", "p99", "p99.9", "most"]
         parts.append(
-            _lines(heads, [[row["name"], f"{len(row['samples_us']):,}", *_percentiles(row["samples_us"])] for row in timed], left=1)
+            _lines(heads, [[row["label"], f"{len(row['samples_us']):,}", *_percentiles(row["samples_us"])] for row in timed], left=1)
         )
     for names in dict.fromkeys(tuple(_facts(row)) for row in others):
         alike = [row for row in others if tuple(_facts(row)) == names]
-        cells = [[row["name"], *map(_value, _facts(row).values())] for row in alike]
+        cells = [[row["label"], *map(_value, _facts(row).values())] for row in alike]
         parts.append(_lines(["", *(name.replace("_", " ") for name in names)], cells, left=1))
     return "\n\n".join(parts)
 
 
 def _facts(row: Figures) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in ("name", "group")}
+    return {key: value for key, value in row.items() if key not in ("label", "group")}
 
 
 def _percentiles(samples: Sequence[float]) -> list[str]:
@@ -140,9 +141,10 @@ def _value(value: Any) -> str:
 
 
 def _row(benchmark: dict[str, Any]) -> Figures:
-    """extra_info with the benchmark's name and group; its own time only where the suite said nothing else."""
+    """extra_info with the benchmark's group, and its name unless the suite gave a label; its time only where the suite said nothing."""
     extra = benchmark.get("extra_info") or {"seconds": benchmark["stats"]["median"]}
-    return {"name": benchmark["name"], "group": benchmark.get("group") or benchmark["name"].partition("[")[0], **extra}
+    name = benchmark["name"]
+    return {"label": name, "group": benchmark.get("group") or name.partition("[")[0], **extra}
 
 
 def _thinned(row: Figures) -> Figures:
@@ -179,9 +181,9 @@ def _plots(rows: Sequence[Figures], into: Path, name: str) -> list[Path]:
     draw("throughput", lambda path: plots.throughput([*ours, *theirs], labels, path, note="64 MiB in flight"), sizes)
     several = [row for row in rows if row["group"] == "producers" and OF_MEASURE in row]
     draw("producers", lambda path: plots.scaling(several, path), several)
-    samples = {row["name"]: row["samples_us"] for row in rows if "samples_us" in row}
+    samples = {row["label"]: row["samples_us"] for row in rows if "samples_us" in row}
     draw("latency", lambda path: plots.latency(samples, path), samples)
-    cpu = {row["name"]: row["cpu_s_per_million_tokens"] for row in rows if "cpu_s_per_million_tokens" in row and OF_MEASURE not in row}
+    cpu = {row["label"]: row["cpu_s_per_million_tokens"] for row in rows if "cpu_s_per_million_tokens" in row and OF_MEASURE not in row}
     draw("cpu", lambda path: plots.cpu_per_token(cpu, path), cpu)
     return made
 

@@ -52,6 +52,8 @@ class Session:
     """A plan that is running; a context manager. For one thread."""
 
     def __init__(self, plan: Plan) -> None:
+        if plan.producers > 1 and plan.contender in baselines.ONE_PRODUCER:
+            raise ValueError(f"{plan.contender} takes one producer, not {plan.producers}")
         self.plan = plan
         self._open = ExitStack()
         self._sums = [_sum_of(plan, groups.SEED + n) for n in range(groups.SOURCES)]

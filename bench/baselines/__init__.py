@@ -11,6 +11,7 @@ CONTENDERS = (
     LIMIT, RING, "numpy_slots", "iceoryx", "faster_fifo_queue", "zmq_ipc", "torch_queue", "mp_queue", "ray_actor", "transfer_queue_store",
 )  # fmt: skip
 PEERS = CONTENDERS[2:]
+ONE_PRODUCER = (LIMIT, "numpy_slots", "transfer_queue_store")
 
 
 def load(name: str) -> Contender:

@@ -40,6 +40,11 @@ def test_several_producers_share_a_round():
         assert session.round(7).count == 9, "the same number for each"
 
 
+def test_who_takes_one_producer_refuses_two():
+    with pytest.raises(ValueError, match="one producer"):
+        Session(plan("numpy_slots", producers=2))
+
+
 @pytest.mark.parametrize("checksum", ["crc32", "xxh3"])
 def test_a_check_over_the_bytes(checksum):
     if checksum == "xxh3":

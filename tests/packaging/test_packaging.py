@@ -1,5 +1,6 @@
 """What is handed out: the archive has the sources, the wheel the right names, and a fresh environment can use it."""
 
+import json
 import subprocess
 import tarfile
 import zipfile
@@ -106,6 +107,15 @@ with shmbridge.Consumer({bridge!r}) as consumer, shmbridge.Producer({bridge!r}, 
 def test_no_generic_name_is_installed(name, fresh_python, tmp_path):
     done = outside(fresh_python, f"import {name}; print({name}.__path__)", tmp_path)
     assert "ModuleNotFoundError" in done.stderr, done.stdout
+
+
+def test_the_installed_package_measures_itself(fresh_python, tmp_path):
+    argv = [fresh_python.with_name("shmbridge"), "bench", "--json", "--only", "limit,ring", "--seconds", "0.01", "--lengths", "16"]
+    done = subprocess.run([str(each) for each in argv], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert [row["contender"] for row in said["rows"]] == ["limit", "ring", "ring"]
+    assert said["machine"]["revision"] == "installed"
 
 
 def test_the_command_is_there(fresh_python, tmp_path):
