@@ -24,7 +24,7 @@ from shmbridge.bench.child import encode, serve
 from shmbridge.bench.contract import MODULO, Plan, WriterProcess
 
 START_TIMEOUT_S = 120.0
-MOST_WARMING = 20_000  # groups
+MOST_WARMING, WARMING_ROUNDS = 20_000, 8  # groups, and how many rounds it may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Session:
         """Fills the memory in flight twice, untimed, and returns how many groups take about `seconds`."""
         count, took = self.plan.producers, 0.0
         left = min(2 * self.plan.in_flight * self.plan.producers, MOST_WARMING)
-        while left > 0 and took < 2 * seconds:
+        while left > 0 and took < WARMING_ROUNDS * seconds:
             done = self.round(min(count, max(left, self.plan.producers)))
             left, took, count = left - done.count, took + done.seconds, 4 * count
         done = self.round(max(self.plan.producers, int(0.2 * seconds * done.count / done.seconds)))
