@@ -31,6 +31,7 @@ from shmbridge.bench.groups import ROWS
 from shmbridge.bench.machine import LANE_BYTES
 
 pytest.importorskip("atroposlib")
+full = pytest.mark.full
 
 
 class Today(dict[int, dict[str, Any]]):
@@ -98,10 +99,8 @@ def say(benchmark: Any, how: str, length: int, figures: dict[str, Any]) -> None:
     benchmark.extra_info.update({"how": how, "tokens_each": length, "lane_bytes": LANE_BYTES, **figures})
 
 
-@pytest.mark.parametrize("length", [2048, 512])
+@pytest.mark.parametrize("length", [2048, pytest.param(512, marks=full)])
 def test_http(benchmark, today, quick, length):
-    if quick and length != 2048:
-        pytest.skip("not in a quick run")
     seconds, rounds = (4.0, 1) if quick else (6.0 if length == 2048 else 3.0, 3)
     figures = measure(benchmark, Flow("http", length, window=UNDER_WAY), warm=2 * UNDER_WAY, seconds=seconds, rounds=rounds)
     today[length] = figures
@@ -111,19 +110,16 @@ def test_http(benchmark, today, quick, length):
     assert figures["cpu_s_per_million_tokens"]["server"] > 0
 
 
-def test_base_env(benchmark, today, quick):
-    if quick:
-        pytest.skip("not in a quick run")
+@full
+def test_base_env(benchmark, today):
     figures = measure(benchmark, Flow("base_env", 2048), warm=1000, seconds=1.0, rounds=3)
     figures["latency_ms"] = latency(Flow("base_env", 2048, window=UNDER_WAY), 2000)
     say(benchmark, "base_env", 2048, figures | {"times_http": against(today[2048], figures)})
 
 
-@pytest.mark.parametrize("form", ["lists", "arrays", "row_arrays"])
+@pytest.mark.parametrize("form", ["lists", "arrays", pytest.param("row_arrays", marks=full)])
 @pytest.mark.parametrize("length", [2048, 512])
 def test_bridge(benchmark, today, quick, form, length):
-    if quick and form == "row_arrays":
-        pytest.skip("not in a quick run")
     lane = LANE_BYTES // (13 * ROWS * length)  # groups that fit
     figures = measure(benchmark, Flow("put", length, form), warm=4 * lane, seconds=0.5 if quick else 1.0, rounds=1 if quick else 5)
     figures["latency_ms"] = latency(Flow("put", length, form, UNDER_WAY), 1000 if quick else 5000)
