@@ -97,12 +97,19 @@ class Flow:
         assert self._trainer.stdout
         answer = self._trainer.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the trainer of {self.how} has ended, see its messages")
+            raise self._has_ended(self._trainer)
         return figures(json.loads(answer), self.length)
 
     def _write(self, child: "subprocess.Popen[str]", line: str) -> None:
         assert child.stdin
-        print(line, file=child.stdin, flush=True)
+        try:
+            print(line, file=child.stdin, flush=True)
+        except BrokenPipeError:
+            raise self._has_ended(child) from None
+
+    def _has_ended(self, child: "subprocess.Popen[str]") -> RuntimeError:
+        who = "trainer" if child is self._trainer else "environment"
+        return RuntimeError(f"the {who} of {self.how!r} has ended (pid {child.pid}): its messages say why")
 
 
 def figures(window: dict[str, Any], length: int) -> dict[str, Any]:

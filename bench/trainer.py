@@ -7,6 +7,7 @@ line of JSON. What arrives is held against what was sent, bit for bit; over HTTP
 shmbridge.bench.flow; knows nothing of who sends.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -28,6 +29,7 @@ RUN = shmbridge.Run(batch_size=ROWS, max_token_len=1 << 20, num_steps=1 << 30)
 # Upstream's example trainer sleeps a whole second when it finds nothing; this is in HTTP's favour where latency is the question.
 IDLE_S = 0.02
 _TIMEOUT_S = 10  # upstream's own, for one batch
+_PATIENCE_S = 60.0  # for the next group: after that somebody is dead
 
 
 class Differs(ValueError):
@@ -51,10 +53,13 @@ class Groups:
 
         requests.post(f"{url}/register", json=msgspec.structs.asdict(RUN), timeout=_TIMEOUT_S).raise_for_status()
         unchecked = UNDER_WAY  # those of the warm-up
+        last = time.monotonic()
         while True:
             batch = requests.get(f"{url}/batch", timeout=_TIMEOUT_S).json()["batch"]
             self.counts["polls"] += 1
             if batch is None:
+                if time.monotonic() - last > _PATIENCE_S:
+                    raise TimeoutError(f"nothing has come over HTTP for {_PATIENCE_S} s; {self.counts} so far")
                 self.counts["empty_polls"] += 1
                 time.sleep(IDLE_S)
                 continue
@@ -64,12 +69,13 @@ class Groups:
                     unchecked -= 1
                     self._check(sum(map(touch, as_arrays(group))))
                 yield group["scores"][0]
+            last = time.monotonic()
 
     def from_bridge(self, bridge: str) -> Iterator[float]:
         """Records in place, every byte of their per-token columns read."""
         with shmbridge.Consumer(bridge, run=RUN) as consumer:
             while True:
-                with consumer.get(60) as record:
+                with consumer.get(_PATIENCE_S) as record:
                     total = 0
                     for name in COLUMNS:
                         total += touch(record[name].values)
@@ -113,7 +119,8 @@ def window(arrivals: Iterator[float], counts: dict[str, int], asked: dict[str, A
         now = time.monotonic()
         latencies.append(now - handed_over)
         if credits_fd >= 0:
-            os.write(credits_fd, b".")
+            with contextlib.suppress(BrokenPipeError):  # the environment has ended, what it sent still comes
+                os.write(credits_fd, b".")
     cpu = {who: cpu_s(pid) - cpu[who] for who, pid in pids.items()}
     return {
         "groups": len(latencies),
