@@ -50,6 +50,7 @@ def test_a_process_that_ends_is_said(who):
         process.wait()
         flow.go(groups=1)
     assert not ours()
+    assert not ours()
 
 
 def test_groups_in_json_are_the_groups_that_were_sent():
