@@ -45,6 +45,7 @@ def test_no_more_groups_are_under_way_than_were_allowed():
 @pytest.mark.parametrize("who", ["trainer", "environment"])
 def test_a_process_that_ends_is_said(who):
     with pytest.raises(RuntimeError, match=f"the {who} of 'put' has ended"), Flow("put", LENGTH, lane_bytes=1 << 20) as flow:
+        flow.go(groups=1)
         process = getattr(flow, f"_{who}")
         process.terminate()
         process.wait()
