@@ -42,6 +42,14 @@ MUTATIONS = (
         "        return array_over(view_of(self), dtype,", "        return array_over(self.index, dtype,", "tests/unit/test_record.py",
     ),
     Mutation(
+        "memory-given-twice", 1, "memory of an array that lives is given to another", "shmbridge/_ext/blocks.pyx",
+        "        self._remove(best)\n        return True", "        return True", "tests/unit/test_blocks.py",
+    ),
+    Mutation(
+        "row-read-past-its-end", 1, "a row longer than its tokens is not cut where a batch is gathered", "shmbridge/_ext/gather.h",
+        "taken = have < tokens ? have : tokens;", "taken = have;", "tests/hostile/test_fuzz_harness.py",
+    ),
+    Mutation(
         "extent-forgotten", 1, "an aborted claim's slot is lost", WRITE,
         "    writer->free_slots[writer->free_slot_count++] = (uint32_t)writer->claimed;\n    writer->claimed = -1;",
         "    writer->claimed = -1;", "tests/conformance",
