@@ -6,10 +6,8 @@ bridge is told is hub.py's, what environments and learner ranks ask on the side 
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, Self
 
 from shmbridge import liveness, participation
@@ -22,6 +20,7 @@ from shmbridge.exits import at_exit
 from shmbridge.hub import Hub
 from shmbridge.lanes import LaneSet
 from shmbridge.liveness import Byte
+from shmbridge.loop_bell import LoopBell
 from shmbridge.reasons import Discard
 from shmbridge.record import Record
 from shmbridge.schema import columns_of
@@ -71,11 +70,9 @@ class Consumer(Hub):
             raise ValueError(f'resume={resume!r} is not "redeliver" or "discard"')
         self.columns = columns_of(schema)
         super().__init__(bridge, run, self._enter(check_bridge_name(bridge)))
-        self._wait_s = 0.0
         self._closed = False
         self._final: dict[str, float] = {}
-        self._waiter: ThreadPoolExecutor | None = None
-        self._one_sleeper = threading.Lock()  # hub_sleeping has one owner at a time
+        self._loop_bell: LoopBell | None = None
         try:
             self._start(lanes, resume, group_timeout_s)
         except BaseException:
@@ -149,7 +146,7 @@ class Consumer(Hub):
         return record
 
     async def get_async(self, timeout_s: float | None = None) -> Record:
-        """`get` that never blocks the event loop: the wait is in a thread of its own."""
+        """`get` that never blocks the event loop: a thread of its own waits, and tells the loop."""
         self._check_mine()
         deadline = _deadline(timeout_s)
         while (record := self._take()) is None:
@@ -235,24 +232,15 @@ class Consumer(Hub):
         record.reader.count_discard(reason)
         record.release()
 
-    def _wait(self, left_s: float, *, spin: bool = True) -> None:
-        """Sleeps until there may be something to take, at most a second, and says how long in `wait_s`."""
-        began = time.monotonic()
-        if not self._one_sleeper.acquire(blocking=False):
-            self._control.ring()  # a cancelled get_async has left the thread asleep
-            self._one_sleeper.acquire()
-        try:
-            self._sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), self._turns.arrivals, spin)
-        finally:
-            self._one_sleeper.release()
-        self._wait_s += time.monotonic() - began
+    def _wait(self, left_s: float) -> None:
+        """Sleeps until there may be something to take, at most a second."""
+        self._sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), self._turns.arrivals)
 
     async def _wait_async(self, left_s: float) -> None:
-        if self._waiter is None:
-            self._waiter = ThreadPoolExecutor(1, f"shmbridge-{self.bridge}")
-        if self._one_sleeper.locked():
-            self._control.ring()  # a cancelled call has left the thread asleep
-        await asyncio.get_running_loop().run_in_executor(self._waiter, lambda: self._wait(left_s, spin=False))
+        """`_wait` for an event loop."""
+        if self._loop_bell is None:
+            self._loop_bell = LoopBell(self._sleep, self.bridge)
+        await self._loop_bell.wait(self._lanes.readers(), self._turns.arrivals, left_s)
 
     def _drained(self) -> bool:
         """Whether the bridge is draining and nothing is left; gives a put that is under way the time to commit."""
@@ -328,7 +316,7 @@ class Consumer(Hub):
             "dropped_total": sum(value for key, value in reasons.items() if key.startswith("dropped")),
             "discarded_total": sum(value for key, value in reasons.items() if key.startswith("discarded")),
             "producer_wait_s": total["producer_wait_ns"] / 1e9,
-            "wait_s": self._wait_s,
+            "wait_s": self._sleep.wait_ns / 1e9,
             "late_wakes_total": total["late_wakes_total"] + self._sleep.late_wakes,
             "lanes_live": self._lanes.live,
             "lanes_dead": len(self._lanes) - self._lanes.live,
@@ -368,9 +356,8 @@ class Consumer(Hub):
         self._closed = True
         self._no_exit_call()
         self._server.close()
-        if self._waiter is not None:
-            self._control.ring()
-            self._waiter.shutdown(wait=True)
+        if self._loop_bell is not None:
+            self._loop_bell.close()
         if self._lanes.close() == 0:
             participation.leave(self._control.mapping.fd, self.bridge)
         self._control_words = None

@@ -1,9 +1,12 @@
-/* How the hub waits for records of any lane: a short adaptive spin, then the doorbell. Plain C; wait.pyx binds it.
+/* How the hub waits for records of any lane: a short adaptive spin, then the doorbell; or, where it must not block, the doorbell's rings in
+ * an eventfd. Plain C; wait.pyx binds it.
  *
  * The store-load handshake is argued in docs/adr/0001-lanes.md; its other half is lane_commit. One sleeper at a time: hub_sleeping has one owner.
  */
 #ifndef SHMBRIDGE_HUB_WAIT_H
 #define SHMBRIDGE_HUB_WAIT_H
+
+#include <sys/eventfd.h>
 
 #include "faults.h"
 #include "futex.h"
@@ -40,21 +43,41 @@ static inline int hub_spin(const hub_watch *watch, control_header *control, int6
     return work;
 }
 
+/* From here to hub_disarm whoever commits rings. 1 if there is work already; *seen is the bell before. */
+static inline int hub_arm(const hub_watch *watch, control_header *control, uint32_t *seen) {
+    *seen = load_seq32(&control->doorbell); /* SYNC(bell) */
+    store_seq32(&control->hub_sleeping, 1); /* SYNC(hub-wake) */
+    return hub_has_work(watch, control);
+}
+
+static inline void hub_disarm(control_header *control) {
+    store_seq32(&control->hub_sleeping, 0);
+}
+
 /* Sleeps until there is work, the bell rang or a tick is over. 1 if there may be work, 0 if not; *late if a tick found what nobody rang for. */
 static inline int hub_sleep(const hub_watch *watch, control_header *control, int64_t timeout_ns, int *late) {
     uint32_t seen;
     int status = 0, work;
     *late = 0;
     fault_hit("hub.before_sleep");
-    seen = load_seq32(&control->doorbell);  /* SYNC(bell) */
-    store_seq32(&control->hub_sleeping, 1); /* SYNC(hub-wake) */
-    work = hub_has_work(watch, control);
+    work = hub_arm(watch, control, &seen);
     if (!work) status = futex_wait(&control->doorbell, seen, timeout_ns < HUB_TICK_NS ? timeout_ns : HUB_TICK_NS);
-    store_seq32(&control->hub_sleeping, 0);
+    hub_disarm(control);
     if (status != ETIMEDOUT) return 1;
     work = hub_has_work(watch, control);
     *late = work && load_seq32(&control->doorbell) == seen; /* SYNC(bell) */
     return work;
+}
+
+/* Writes to an eventfd whenever the bell has rung since `seen`, until *stop is set and the bell rung once more. Blocks; a thread of its own. */
+static inline void hub_relay(control_header *control, uint32_t seen, shm_u64 *stop, int event) {
+    while (!load_relaxed64(stop)) {
+        futex_wait(&control->doorbell, seen, HUB_TICK_NS);
+        uint32_t now = load_seq32(&control->doorbell); /* SYNC(bell) */
+        if (now == seen) continue;
+        seen = now;
+        eventfd_write(event, 1);
+    }
 }
 
 #endif

@@ -1,16 +1,22 @@
-"""How the hub waits for records of any lane: hub_wait.h over the lanes of LaneReader objects. Knows words, not records.
+"""How the hub waits for records of any lane: hub_wait.h over the lanes of LaneReader objects. Knows words, not records, nor event loops.
 
 A producer's wait for space is LaneWriter.wait_space.
 """
 
+from cpython.pythread cimport (
+    NOWAIT_LOCK, WAIT_LOCK, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock, PyThread_release_lock, PyThread_type_lock,
+)
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
-from shmbridge._ext.atomics cimport shm_u64
-from shmbridge._ext.futex cimport monotonic_ns
+from shmbridge._ext.atomics cimport load_seq32, shm_u64, store_relaxed64
+from shmbridge._ext.futex cimport monotonic_ns, ring_bell
 from shmbridge._ext.layout cimport control_header
 from shmbridge._ext.mapping cimport Mapping
 from shmbridge._ext.ring cimport LaneReader
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd_write(int fd, uint64_t value)
 
 cdef extern from "hub_wait.h" nogil:
     enum:
@@ -23,32 +29,50 @@ cdef extern from "hub_wait.h" nogil:
     int hub_has_work(const hub_watch* watch, control_header* control)
     int hub_spin(const hub_watch* watch, control_header* control, int64_t timeout_ns, int64_t* spin_ns)
     int hub_sleep(const hub_watch* watch, control_header* control, int64_t timeout_ns, int* late)
+    int hub_arm(const hub_watch* watch, control_header* control, uint32_t* seen)
+    void hub_disarm(control_header* control)
+    void hub_relay(control_header* control, uint32_t seen, shm_u64* stop, int event)
 
 
 cdef class HubWait:
-    """Waits until a watched lane has a record, a lane arrives, or the doorbell rings. One thread at a time."""
+    """Waits until a watched lane has a record, a lane arrives, or the doorbell rings.
+
+    `wait` sleeps, one thread at a time; between `arm` and `disarm` an event loop is told by `relay` instead, and the two may overlap.
+    """
 
     cdef Mapping _control
     cdef control_header* _words
     cdef hub_watch _watch
     cdef uint32_t _capacity
     cdef int64_t _spin_ns
+    cdef PyThread_type_lock _one_sleeper  # hub_sleeping and _watch have one owner at a time
+    cdef uint32_t _armed, _seen, _relay_from
+    cdef int64_t _armed_at
+    cdef shm_u64 _stop
+    cdef int _event  # what relay writes to, -1: there is none
     cdef readonly uint64_t late_wakes  # ticks that found work: 0 in a healthy run
     cdef readonly uint64_t sleeps
+    cdef readonly uint64_t wait_ns
 
     def __cinit__(self, Mapping control not None):
         self._control = control
         self._words = <control_header*>control.base
         self._spin_ns = LONGEST_SPIN_NS
+        self._event = -1
+        self._one_sleeper = PyThread_allocate_lock()
+        if self._one_sleeper == NULL:
+            raise MemoryError
 
     def __dealloc__(self):
         free(self._watch.tails)
         free(self._watch.next)
+        if self._one_sleeper != NULL:
+            PyThread_free_lock(self._one_sleeper)
 
-    cdef int _look_at(self, list readers) except -1:
+    cdef int _look_at(self, list readers, uint32_t arrivals) except -1:
         cdef uint32_t count = len(readers), i
         cdef LaneReader reader
-        self._watch.count = 0
+        self._watch.count, self._watch.arrivals = 0, arrivals
         if count > self._capacity:
             free(self._watch.tails)
             free(self._watch.next)
@@ -65,25 +89,85 @@ cdef class HubWait:
         self._watch.count = count
         return 0
 
-    def wait(self, list readers not None, int64_t timeout_ns, uint32_t arrivals, bint spin=True):
+    cdef int _own(self) except -1:
+        """Becomes the one sleeper, after whoever is it now has been woken."""
+        if not self._control.alive():
+            raise BufferError("the bridge was attached before fork")
+        if not PyThread_acquire_lock(self._one_sleeper, NOWAIT_LOCK):
+            with nogil:
+                ring_bell(&self._words.doorbell)
+                PyThread_acquire_lock(self._one_sleeper, WAIT_LOCK)
+        return 0
+
+    def wait(self, list readers not None, int64_t timeout_ns, uint32_t arrivals):
         """Returns True when there may be work: a record, an arrival since `arrivals`, or a ring of the bell; False on timeout.
 
         Blocks at most `timeout_ns` and at most one tick of a second, with the GIL released; also returns True on a signal.
         """
         cdef int64_t began = monotonic_ns()
         cdef int work, late = 0
-        if not self._control.alive():
-            raise BufferError("the bridge was attached before fork")
-        self._look_at(readers)
-        self._watch.arrivals = arrivals
-        with nogil:
-            if spin:
+        self._own()
+        try:
+            self._look_at(readers, arrivals)
+            with nogil:
                 work = hub_spin(&self._watch, self._words, timeout_ns, &self._spin_ns)
-            else:
-                work = hub_has_work(&self._watch, self._words)
-            timeout_ns -= monotonic_ns() - began
-            if not work and timeout_ns > 0:
-                self.sleeps += 1
-                work = hub_sleep(&self._watch, self._words, timeout_ns, &late)
+                timeout_ns -= monotonic_ns() - began
+                if not work and timeout_ns > 0:
+                    self.sleeps += 1
+                    work = hub_sleep(&self._watch, self._words, timeout_ns, &late)
+            if self._armed:  # hub_sleep has cleared the flag: set again, and looked again by whoever armed it
+                hub_arm(&self._watch, self._words, &self._seen)
+                eventfd_write(self._event, 1)
+        finally:
+            PyThread_release_lock(self._one_sleeper)
         self.late_wakes += late
+        self.wait_ns += monotonic_ns() - began
         return bool(work)
+
+    def arm(self, list readers not None, uint32_t arrivals):
+        """From now on the relay is rung for what `wait` waits for; True if it is there already. Never sleeps. For each, one `disarm`."""
+        cdef int work
+        self._own()
+        try:
+            self._look_at(readers, arrivals)
+            work = hub_arm(&self._watch, self._words, &self._seen)
+            self._armed += 1
+            if self._armed == 1:
+                self._armed_at = monotonic_ns()
+                self.sleeps += not work
+        finally:
+            PyThread_release_lock(self._one_sleeper)
+        return bool(work)
+
+    def disarm(self, bint tick_over=False):
+        """Takes one `arm` back. With `tick_over`: nobody rang for a whole tick, so work that is there now came late."""
+        if not self._armed or not self._control.alive():
+            return
+        self._own()
+        try:
+            self._armed -= 1
+            if self._armed == 0:
+                hub_disarm(self._words)
+                self.wait_ns += monotonic_ns() - self._armed_at
+            if tick_over and hub_has_work(&self._watch, self._words):
+                self.late_wakes += load_seq32(&self._words.doorbell) == self._seen  # SYNC(bell)
+        finally:
+            PyThread_release_lock(self._one_sleeper)
+
+    def relay(self, int event):
+        """Writes to the eventfd whenever the doorbell rings, until `stop_relay`. Blocks, with the GIL released: for a thread of its own."""
+        with nogil:
+            hub_relay(self._words, self._relay_from, &self._stop, event)
+
+    def start_relay(self, int event):
+        """What rings from now on is for `relay(event)`, whenever its thread begins."""
+        self._event, self._relay_from = event, load_seq32(&self._words.doorbell)  # SYNC(bell)
+
+    def stop_relay(self):
+        """Ends `relay`, and whatever is armed. Does not wait for the thread."""
+        if self._control.alive():
+            if self._armed:
+                self._armed = 0
+                hub_disarm(self._words)
+            store_relaxed64(&self._stop, 1)
+            ring_bell(&self._words.doorbell)

@@ -16,3 +16,4 @@ WHOLE int look(const lane_reader *reader, uint32_t index, uint64_t sequence, lan
 WHOLE int next(const lane_reader *reader, lane_found *found, complaint *why) { return lane_next(reader, found, why); }
 WHOLE int hand_out(lane_reader *reader, const lane_found *found) { return lane_hand_out(reader, found); }
 WHOLE int sleeps(const hub_watch *watch, control_header *control, int *late) { return hub_sleep(watch, control, 1, late); }
+WHOLE int arms(const hub_watch *watch, control_header *control, uint32_t *seen) { return hub_arm(watch, control, seen); }

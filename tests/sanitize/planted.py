@@ -108,8 +108,8 @@ PLANTED = {
     "hub-wake: not looked again": Planted(
         "hub-wake",
         "hub_wait.h",
-        "    work = hub_has_work(watch, control);\n    if (!work)",
-        "    work = 0;\n    if (!work)",
+        "    return hub_has_work(watch, control);",
+        "    return 0;",
         "lost wake",
         2,
     ),

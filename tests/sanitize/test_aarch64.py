@@ -20,6 +20,7 @@ WANTED = {
     "commit": [STORE, STORE, LOAD],            # generation, tail, hub_sleeping
     "release": [STORE, LOAD],                  # released, space_waiting
     "sleeps": [LOAD, STORE, LOAD],             # doorbell, hub_sleeping, a tail
+    "arms": [LOAD, STORE, LOAD],               # the same
     "wait_space": [LOAD, STORE, LOAD],         # space_bell, space_waiting, a released
     "is_released": [LOAD],
     "adopt": [LOAD, ACQUIRE],                  # tail, a generation

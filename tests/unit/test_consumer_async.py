@@ -70,3 +70,42 @@ async def test_close_frees_a_get_async_that_waits(consumer) -> None:
     consumer.close()
     with pytest.raises(shmbridge.Closed):
         await asyncio.wait_for(task, 5)
+
+
+async def test_close_in_a_thread_frees_a_get_async_that_waits(consumer) -> None:
+    task = asyncio.create_task(consumer.get_async())
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(consumer.close)
+    with pytest.raises(shmbridge.Closed):
+        await asyncio.wait_for(task, 5)
+
+
+def test_one_loop_after_another(producer, consumer) -> None:
+    for number in range(3):
+        threading.Timer(0.05, lambda n=number: producer.put({"tokens": [[n]]})).start()
+        assert numbers([asyncio.run(consumer.get_async(timeout_s=10))]) == [number]
+    assert consumer.stats()["late_wakes_total"] == 0
+
+
+async def test_all_that_wait_in_a_loop_are_woken(producer, consumer) -> None:
+    tasks = [asyncio.create_task(consumer.get_async(timeout_s=10)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    for number in range(3):
+        producer.put({"tokens": [[number]]})
+    assert sorted(numbers(await asyncio.gather(*tasks))) == [0, 1, 2]
+
+
+async def test_a_get_beside_a_get_async_does_not_make_it_deaf(producer, consumer) -> None:
+    task = asyncio.create_task(consumer.get_async(timeout_s=10))
+    await asyncio.sleep(0.05)
+    with pytest.raises(shmbridge.ConsumerEmpty):
+        consumer.get(timeout_s=0.05)
+    threading.Timer(0.1, lambda: producer.put({"tokens": [[5]]})).start()
+    assert numbers([await task]) == [5]
+    assert consumer.stats()["late_wakes_total"] == 0
+
+
+async def test_a_wait_in_a_loop_counts_as_wait(consumer) -> None:
+    with pytest.raises(shmbridge.ConsumerEmpty):
+        await consumer.get_async(timeout_s=0.1)
+    assert consumer.stats()["wait_s"] >= 0.09

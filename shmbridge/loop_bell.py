@@ -1,0 +1,97 @@
+"""The doorbell as an event loop hears it: a thread relays its rings to an eventfd that the loop reads, so that the loop never blocks.
+
+Knows event loops and who waits in them; knows nothing of records. Owned by the consumer, from its first wait in a loop on.
+"""
+
+import asyncio
+import contextlib
+import os
+import threading
+
+from shmbridge._ext.ring import LaneReader
+from shmbridge._ext.wait import HubWait
+
+_TICK_S = 1.0
+
+
+class LoopBell:
+    """Waits in the running event loop; one loop at a time. The thread never takes the GIL while it relays."""
+
+    def __init__(self, wait: HubWait, bridge: str) -> None:
+        self._wait: HubWait | None = wait
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        wait.start_relay(self._event)
+        self._relay = threading.Thread(target=wait.relay, args=(self._event,), name=f"shmbridge-{bridge}", daemon=True)
+        self._relay.start()
+
+    async def wait(self, readers: list[LaneReader], arrivals: int, left_s: float) -> None:
+        """Returns when there may be work, `left_s` are over or a tick is; a cancelled wait leaves nothing behind."""
+        if self._wait is None:
+            return
+        loop = self._listen()
+        there, tick, future = self._wait.arm(readers, arrivals), None, loop.create_future()
+        self._waiting.add(future)
+        try:
+            if there:
+                await asyncio.sleep(0)
+            else:
+                tick = loop.call_later(min(left_s, _TICK_S), _end, future)
+                await future
+        finally:
+            self._waiting.discard(future)
+            if self._wait is not None:
+                self._wait.disarm(tick is not None and left_s >= _TICK_S and loop.time() >= tick.when())
+            if tick is not None:
+                tick.cancel()
+
+    def _listen(self) -> asyncio.AbstractEventLoop:
+        """The running loop, which hears the bell from now on."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._leave_loop()
+            loop.add_reader(self._event, self._ring)
+            self._loop = loop
+        return loop
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        for future in self._waiting:
+            _end(future)
+
+    def _leave_loop(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._event)
+        self._loop = None
+
+    def close(self) -> None:
+        """Ends the relay, and every wait that is under way. Blocks until the thread has ended."""
+        wait, loop, self._wait = self._wait, self._loop, None
+        if wait is None:
+            return
+        wait.stop_relay()
+        self._relay.join()
+        if loop is not None and loop.is_running() and not _is_running_here(loop):
+            with contextlib.suppress(RuntimeError):  # it has closed meanwhile
+                loop.call_soon_threadsafe(self._close)
+                return
+        self._close()
+
+    def _close(self) -> None:
+        self._leave_loop()
+        for future in self._waiting:
+            _end(future)
+        os.close(self._event)
+
+
+def _end(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
+    with contextlib.suppress(RuntimeError):
+        return asyncio.get_running_loop() is loop
+    return False
