@@ -1,4 +1,4 @@
-"""Nobody who waits uses the processor: a consumer among idle producers, from a thread and from a loop, and a producer whose lane is full."""
+"""Nobody who waits uses the processor: consumers among idle producers, in a thread or a loop, and producers whose lane is full."""
 
 import asyncio
 import time
