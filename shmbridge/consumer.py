@@ -21,6 +21,7 @@ from shmbridge.hub import Hub
 from shmbridge.lanes import LaneSet
 from shmbridge.liveness import Byte
 from shmbridge.loop_bell import LoopBell
+from shmbridge.placement import MemoryUse
 from shmbridge.reasons import Discard
 from shmbridge.record import Record
 from shmbridge.schema import columns_of
@@ -73,6 +74,7 @@ class Consumer(Hub):
         self._closed = False
         self._final: dict[str, float] = {}
         self._loop_bell: LoopBell | None = None
+        self._memory = MemoryUse()
         try:
             self._start(lanes, resume, group_timeout_s)
         except BaseException:
@@ -312,6 +314,7 @@ class Consumer(Hub):
         return {
             **{key: total[key] for key in ("records_total", "released_total", "held", "put_off")},
             **{key: total[key] for key in ("tokens_total", "bytes_total", "lane_bytes")},
+            **self._memory.of(lane.reader.lane for lane in self._lanes),
             **reasons,
             "dropped_total": sum(value for key, value in reasons.items() if key.startswith("dropped")),
             "discarded_total": sum(value for key, value in reasons.items() if key.startswith("discarded")),

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from shmbridge import liveness, participation, segment, sizing
+from shmbridge import liveness, participation, placement, segment, sizing
 from shmbridge._ext import header, quick, ring
 from shmbridge._ext.pack import BadValue, LossyMasks
 from shmbridge._ext.plan import Plan, Stamp
@@ -97,7 +97,7 @@ class Producer(OneProcess):
         self._one_sleeper = threading.Lock()
         self._sleeper: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._closed = False
+        self._closed, self._memory = False, placement.MemoryUse()
         self._no_exit_call = at_exit(self.close)
 
     def _open_lane(self) -> None:
@@ -409,6 +409,7 @@ class Producer(OneProcess):
             "late_wakes_total": counters["late_wakes"],
             "held": self._writer.outstanding if not self._closed else 0,
             "lane_bytes": self.lane_bytes,
+            **self._memory.of([self._lane]),
             "lane_free_bytes": self._writer.free_bytes if not self._closed else self.lane_bytes,
             **labelled("dropped_total", Drop, counters["dropped"]),
         }

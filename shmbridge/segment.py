@@ -16,7 +16,7 @@ from pathlib import Path
 
 import posix_ipc
 
-from shmbridge import limits, liveness
+from shmbridge import limits, liveness, placement
 from shmbridge._ext import header
 from shmbridge._ext import mapping as mapping_module
 from shmbridge._ext.mapping import Mapping
@@ -167,14 +167,14 @@ def unlink(fd: int, name: str) -> bool:
     return False
 
 
-def reserve(fd: int, size: int, what: str) -> None:
-    """Reserves every page of a segment now, so that too little memory is an error here and never a SIGBUS later.
+def reserve(fd: int, size: int, what: str) -> bool:
+    """Reserves every page of a segment now, so that too little memory is an error here and never a SIGBUS later; whether in huge pages.
 
     One process of the mount at a time, and it looks before each step at the memory that is left: the kernel ends somebody when two find
     the last of it free. Raises ShmTooSmall, ProcessLimit.
     """
-    with _one_at_a_time():
-        _reserve(fd, size, what)
+    with _one_at_a_time(), placement.near_the_gpu():
+        return _reserve(fd, size, what)
 
 
 @contextlib.contextmanager
@@ -198,7 +198,8 @@ def _one_at_a_time() -> Iterator[None]:
         close_segment(directory)
 
 
-def _reserve(fd: int, size: int, what: str) -> None:
+def _reserve(fd: int, size: int, what: str) -> bool:
+    huge = size >= placement.HUGE_PAGE and placement.huge_pages_wanted()
     mount = os.statvfs(MOUNT)
     if mount.f_blocks and size > mount.f_bavail * mount.f_frsize:
         raise _mount_too_small(size, what)
@@ -210,10 +211,13 @@ def _reserve(fd: int, size: int, what: str) -> None:
                 f"({format_size(_LEFT_ALONE_BYTES)} of it for the processes themselves)",
                 hint="give the container more memory (segments count as memory of who creates them), or lower lane_bytes",
             )
+        step = min(_STEP_BYTES, size - at)
+        huge = huge and (step < placement.HUGE_PAGE or placement.fill(fd, at, step))
         try:
-            os.posix_fallocate(fd, at, min(_STEP_BYTES, size - at))
+            os.posix_fallocate(fd, at, step)
         except OSError as full:
             raise (limits.as_process_limit(full, what) if full.errno == errno.EFBIG else None) or _mount_too_small(size, what) from full
+    return huge
 
 
 def _mount_too_small(size: int, what: str) -> ShmTooSmall:
@@ -253,9 +257,11 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
                 close_segment(fd)
                 continue
             header.fault(b"segment.locked")
-            reserve(fd, size, f"a lane of bridge {bridge!r}")
+            huge = reserve(fd, size, f"a lane of bridge {bridge!r}")
             header.fault(b"segment.reserved")
-            return name, map_segment(fd, size, f"a lane of bridge {bridge!r}")
+            mapping = map_segment(fd, size, f"a lane of bridge {bridge!r}")
+            placement.settle(mapping, huge)
+            return name, mapping
         except BaseException:
             unlink(fd, name)
             close_segment(fd)

@@ -1,12 +1,15 @@
-"""One mapped segment and its descriptor. Knows neither names nor what the bytes mean; shmbridge.segment makes them.
+"""One mapped segment and its descriptor, and in what pages it lies. Knows neither names nor what the bytes mean; shmbridge.segment makes them.
 
 The descriptor carries the segment's locks, so it lives exactly as long as this object; whoever must keep a lock keeps the Mapping.
 """
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.errno cimport EMFILE, errno
-from libc.stdint cimport uint8_t
-from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
+from libc.stdint cimport int64_t, uint8_t
+from posix.mman cimport (
+    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, mlock, mmap, munmap,
+)
+from posix.types cimport off_t
 from posix.unistd cimport close
 
 cdef extern from "fork.h" nogil:
@@ -18,7 +21,21 @@ cdef extern from "fork.h" nogil:
 cdef extern from "<sys/mman.h>" nogil:
     enum: MADV_DONTFORK
     enum: MADV_DONTDUMP
+    enum: MADV_HUGEPAGE
     int madvise(void* addr, size_t length, int advice)
+
+cdef extern from "<fcntl.h>" nogil:
+    int posix_fallocate(int fd, off_t offset, off_t length)
+
+cdef extern from "placement.h" nogil:
+    enum: HUGE_PAGE
+    enum: MADV_COLLAPSE
+    enum: MADV_POPULATE_WRITE
+    int node_policy(node_choice* kept, int node)
+    void node_policy_restore(const node_choice* kept)
+    int64_t monotonic_ns()
+    ctypedef struct node_choice:
+        pass
 
 
 def forks():
@@ -38,6 +55,76 @@ def close_watched(int fd):
     close(fd)
 
 
+cdef void* map_aligned(int fd, size_t size, int protection, off_t at) noexcept nogil:
+    """mmap at an address that huge pages can be mapped at, if it is large enough for one; anywhere if address space is short."""
+    cdef uint8_t* room
+    cdef uint8_t* base
+    cdef void* there
+    if size >= HUGE_PAGE:
+        room = <uint8_t*>mmap(NULL, size + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        if room != MAP_FAILED:
+            base = <uint8_t*>((<size_t>room + HUGE_PAGE - 1) & ~(<size_t>HUGE_PAGE - 1))
+            there = mmap(base, size, protection, MAP_SHARED | MAP_FIXED, fd, at)
+            if there == MAP_FAILED:
+                munmap(room, size + HUGE_PAGE)
+                return MAP_FAILED
+            size = (size + 4095) & ~(<size_t>4095)
+            if base != room:
+                munmap(room, base - room)
+            munmap(base + size, room + HUGE_PAGE - base)
+            return there
+    return mmap(NULL, size, protection, MAP_SHARED, fd, at)
+
+
+def fill_with_huge_pages(int fd, size_t at, size_t size, int64_t most_ns):
+    """Has bytes `at` to `at + size` of a segment lie in huge pages, as far as whole ones go, and returns how many bytes do; both are multiples of
+    a huge page from the segment's start, but for the last bytes of a segment.
+
+    Best effort: ends at the first that the kernel refuses (before Linux 6.1 all), or that took longer than `most_ns` to be found.
+    Memory that nobody has reserved yet is reserved by that. Blocks; releases the GIL.
+    """
+    cdef size_t whole = size & ~(<size_t>HUGE_PAGE - 1), done = 0
+    cdef int64_t began
+    cdef uint8_t* base
+    if whole == 0:
+        return 0
+    with nogil:
+        base = <uint8_t*>map_aligned(fd, whole, PROT_READ | PROT_WRITE, at)
+        if base != MAP_FAILED:
+            madvise(base, whole, MADV_DONTFORK)
+            while done < whole:
+                began = monotonic_ns()
+                # A huge page grows out of small ones. First the first: the segment is not to end behind a page that is not reserved.
+                if posix_fallocate(fd, at + done, 4096) or posix_fallocate(fd, at + done + HUGE_PAGE - 4096, 4096):
+                    break
+                if madvise(base + done, HUGE_PAGE, MADV_COLLAPSE):
+                    break
+                done += HUGE_PAGE
+                if monotonic_ns() - began > most_ns:
+                    break
+            munmap(base, whole)
+    return done
+
+
+cdef class NodePreference:
+    """While it is entered, new memory of this thread comes from one NUMA node, if that has any. Does nothing where the kernel refuses."""
+
+    cdef node_choice _kept
+    cdef int _node
+    cdef bint _set
+
+    def __cinit__(self, int node):
+        self._node = node
+
+    def __enter__(self):
+        self._set = node_policy(&self._kept, self._node) == 0
+        return self._set
+
+    def __exit__(self, *_):
+        if self._set:
+            node_policy_restore(&self._kept)
+
+
 cdef class Mapping:
     """A shared mapping of a whole segment, closed with the last reference.
 
@@ -49,7 +136,7 @@ cdef class Mapping:
         self.base = NULL
         self._fd = -1
         self._born = fork_generation()
-        base = mmap(NULL, size, PROT_READ if readonly else PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
+        base = map_aligned(fd, size, PROT_READ if readonly else PROT_READ | PROT_WRITE, 0)
         if base == MAP_FAILED:
             raise OSError(errno, f"mmap of {size} bytes failed")
         self.base = <uint8_t*>base
@@ -57,6 +144,8 @@ cdef class Mapping:
         self._readonly = readonly
         madvise(base, size, MADV_DONTFORK)
         madvise(base, size, MADV_DONTDUMP)
+        if size >= HUGE_PAGE:
+            madvise(base, size, MADV_HUGEPAGE)
         watch(fd)
         self._fd = fd
 
@@ -68,9 +157,28 @@ cdef class Mapping:
         return self._fd if self.alive() else -1
 
     @property
+    def address(self) -> int:
+        """Where it begins; 0 in a child of fork."""
+        return <size_t>self.base if self.alive() else 0
+
+    @property
     def forked(self) -> bool:
         """Whether this process is a child of the one that mapped the segment."""
         return self._born != fork_generation()
+
+    def populate(self):
+        """Has every page mapped now, so that no first write to it is a fault. Blocks; does nothing before Linux 5.14."""
+        if self.alive():
+            with nogil:
+                madvise(self.base, self.size, MADV_POPULATE_WRITE)
+
+    def lock(self):
+        """Keeps the pages from being swapped out, if RLIMIT_MEMLOCK allows; returns whether it did. Blocks; maps every page."""
+        cdef bint locked = False
+        if self.alive():
+            with nogil:
+                locked = mlock(self.base, self.size) == 0
+        return locked
 
     def __getbuffer__(self, Py_buffer* buffer, int flags):
         if not self.alive():

@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 # module of the transport -> what of the transport it may import, besides these that know nothing of it:
 LEAVES = {"errors", "config", "limits", "one_process", "reasons", "exits", "staleness"}
 LAYERS = {
-    "segment": {"_ext", "liveness"},
+    "segment": {"_ext", "liveness", "placement"},
+    "placement": {"_ext"},
     "participation": {"_ext", "liveness", "segment"},
     "measure": {"_ext", "schema"},
     "intake": {"_ext", "schema", "measure"},
@@ -26,7 +27,7 @@ LAYERS = {
     "deathwatch": {"_ext", "liveness"},
     "schema": {"_ext"},
     "record": {"_ext", "segment", "liveness", "schema", "arrow", "scored_data"},
-    "producer": {"_ext", "segment", "liveness", "participation", "schema", "intake", "measure", "outgoing", "sizing", "slot"},
+    "producer": {"_ext", "segment", "liveness", "participation", "placement", "schema", "intake", "measure", "outgoing", "sizing", "slot"},
     "groups": {"record"},
     "scheduler": {"record", "groups"},
     "batch": {"_ext", "record", "groups", "schema"},

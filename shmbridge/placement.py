@@ -1,0 +1,116 @@
+"""Where the memory of segments lies: in huge pages where the kernel gives them, near the GPU where one node has it, locked if asked.
+
+Knows sysfs, procfs and environment variables; knows nothing of what segments hold. All is best effort.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from shmbridge._ext.mapping import Mapping, NodePreference, fill_with_huge_pages
+
+HUGE_PAGE = 2 << 20
+_MOST_NS = 20_000_000  # for one huge page: what takes longer has been made by moving the memory of others
+_GPU_VENDORS = ("0x10de", "0x1002")
+_GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")  # display, 3D and other controllers, accelerators
+_KEPT_S = 10.0
+_FIELDS = {"Size": "mapped", "Rss": "resident", "ShmemPmdMapped": "huge", "Locked": "locked"}
+
+
+def huge_pages_wanted() -> bool:
+    """Whether segments may lie in huge pages: SHMBRIDGE_HUGE_PAGES=never says no."""
+    return os.environ.get("SHMBRIDGE_HUGE_PAGES", "") != "never"
+
+
+def fill(fd: int, at: int, size: int) -> bool:
+    """Has these bytes of a segment lie in huge pages; whether all whole ones do, so that it is worth asking for the next. Blocks."""
+    whole = size // HUGE_PAGE * HUGE_PAGE
+    return whole > 0 and fill_with_huge_pages(fd, at, size, _MOST_NS) == whole
+
+
+def settle(mapping: Mapping, huge: bool) -> None:
+    """Prepares a new mapping for its first use. Every page is mapped now where that is cheap, in huge pages: small ones are mapped as they
+    are touched, which costs the same and only for what is used. SHMBRIDGE_LOCK_MEMORY=1 locks them.
+    """
+    if huge:
+        mapping.populate()
+    if os.environ.get("SHMBRIDGE_LOCK_MEMORY", "") == "1":
+        mapping.lock()
+
+
+@contextlib.contextmanager
+def near_the_gpu(root: Path = Path("/")) -> Iterator[int | None]:
+    """New memory of this thread comes from the GPU's node, where there is a choice; which node that is."""
+    node = gpu_node(root)
+    if node is None:
+        yield None
+        return
+    with NodePreference(node) as preferred:
+        yield node if preferred else None
+
+
+def gpu_node(root: Path = Path("/")) -> int | None:
+    """The NUMA node of all GPUs of this machine; None if it has one node only, no GPU, or GPUs on several nodes."""
+    online = _read(root / "sys/devices/system/node/online")
+    if online.isdigit() or not online:
+        return None
+    nodes = {_read(device / "numa_node") for device in _gpus(root)}
+    node = nodes.pop() if len(nodes) == 1 else ""
+    return int(node) if node.isdigit() else None
+
+
+def _gpus(root: Path) -> list[Path]:
+    """PCI devices in sysfs: those that NVIDIA's driver names, else those that look like one."""
+    devices = root / "sys/bus/pci/devices"
+    with contextlib.suppress(OSError):
+        named = [devices / entry.name.lower() for entry in (root / "proc/driver/nvidia/gpus").iterdir()]
+        if named:
+            return named
+    with contextlib.suppress(OSError):
+        return [
+            device
+            for device in devices.iterdir()
+            if _read(device / "vendor") in _GPU_VENDORS and _read(device / "class").startswith(_GPU_CLASSES)
+        ]
+    return []
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+class MemoryUse:
+    """How some mappings of this process lie in memory, looked up at most every ten seconds: the kernel's answer takes milliseconds."""
+
+    def __init__(self) -> None:
+        self._looked_at = -_KEPT_S
+        self._found: dict[str, int] = {}
+
+    def of(self, mappings: Iterable[Mapping]) -> dict[str, int]:
+        """`lane_mapped_bytes`, and how many of them this process has touched (`lane_resident_bytes`), sees in huge pages (`lane_huge_bytes`), has
+        locked (`lane_locked_bytes`). Any thread.
+        """
+        if time.monotonic() - self._looked_at >= _KEPT_S:
+            self._found = memory(mappings)
+            self._looked_at = time.monotonic()
+        return {f"lane_{name}_bytes": count for name, count in self._found.items()}
+
+
+def memory(mappings: Iterable[Mapping]) -> dict[str, int]:
+    """Bytes of these mappings: `mapped`, `resident`, `huge`, `locked`. Reads all of /proc/self/smaps."""
+    found = dict.fromkeys(_FIELDS.values(), 0)
+    starts = {f"{mapping.address:08x}" for mapping in mappings}
+    ours = False
+    with contextlib.suppress(OSError), open("/proc/self/smaps") as lines:
+        for line in lines:
+            name, _, rest = line.partition(":")
+            if " " in name:  # the head of a mapping: addresses, rights, offset, device, inode, path
+                ours = name.partition("-")[0] in starts
+            elif ours and name in _FIELDS:
+                found[_FIELDS[name]] += 1024 * int(rest.split()[0])
+    return found

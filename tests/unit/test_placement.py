@@ -1,0 +1,137 @@
+"""Where lanes lie: huge pages, the GPU's node by a made-up sysfs, locked memory; and that each of them may be refused."""
+
+import os
+import resource
+import threading
+
+import pytest
+
+import shmbridge
+from shmbridge import placement
+from shmbridge._ext import mapping as mapping_module
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Call it with the nodes that are online and, per GPU, its node: a made-up root directory."""
+
+    def make(online: str, *gpus: int, driver: bool = True, vendor: str = "0x10de"):
+        nodes = tmp_path / "sys/devices/system/node"
+        nodes.mkdir(parents=True)
+        (nodes / "online").write_text(online + "\n")
+        for number, node in enumerate(gpus):
+            device = tmp_path / f"sys/bus/pci/devices/0000:{number:02x}:00.0"
+            device.mkdir(parents=True)
+            for name, value in (("vendor", vendor), ("class", "0x030200"), ("numa_node", str(node))):
+                (device / name).write_text(value + "\n")
+            if driver:
+                (tmp_path / f"proc/driver/nvidia/gpus/0000:{number:02X}:00.0").mkdir(parents=True)
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("online", "gpus", "node"),
+    [
+        ("0-1", [1, 1], 1),
+        ("0-1", [0], 0),
+        ("0,2", [2], 2),
+        ("0-1", [0, 1], None),
+        ("0-1", [], None),
+        ("0-1", [-1], None),
+        ("0", [0], None),
+    ],
+)
+@pytest.mark.parametrize("driver", [True, False])
+def test_the_node_of_the_gpus(machine, online, gpus, node, driver) -> None:
+    assert placement.gpu_node(machine(online, *gpus, driver=driver)) == node
+
+
+def test_other_devices_are_no_gpus(machine) -> None:
+    assert placement.gpu_node(machine("0-1", 1, driver=False, vendor="0x8086")) is None
+
+
+def test_without_sysfs_there_is_no_node(tmp_path) -> None:
+    assert placement.gpu_node(tmp_path) is None
+
+
+def test_a_preference_ends_with_its_block() -> None:
+    with mapping_module.NodePreference(0) as preferred:
+        inside = _policy()
+    assert _policy() == "default"
+    assert not preferred or inside == "prefer:0"
+
+
+def test_a_node_that_is_not_there_is_no_preference(machine) -> None:
+    with placement.near_the_gpu(machine("0-1", 1000)) as node:
+        assert node is None
+        assert _policy() == "default"
+
+
+def _policy() -> str:
+    """The policy of this thread, as the kernel says it of a mapping that has none of its own."""
+    with open(f"/proc/self/task/{threading.get_native_id()}/numa_maps") as lines:
+        return lines.readline().split()[1]
+
+
+def test_a_large_lane_lies_in_huge_pages_if_there_are_any(make_producer, monkeypatch) -> None:
+    stats = make_producer(lane_bytes="8M").stats()
+    assert stats["lane_mapped_bytes"] >= 8 * MIB
+    if not stats["lane_huge_bytes"]:
+        pytest.skip("this kernel makes no huge pages on request (Linux 6.1 does), or has none left")
+    assert stats["lane_huge_bytes"] == stats["lane_mapped_bytes"] // (2 * MIB) * 2 * MIB
+    assert stats["lane_resident_bytes"] == stats["lane_mapped_bytes"]
+
+
+def test_huge_pages_can_be_declined(make_producer, monkeypatch) -> None:
+    monkeypatch.setenv("SHMBRIDGE_HUGE_PAGES", "never")
+    stats = make_producer(lane_bytes="8M").stats()
+    assert stats["lane_huge_bytes"] == 0
+    assert stats["lane_resident_bytes"] < MIB
+
+
+def test_a_kernel_without_them_changes_nothing(make_producer, consumer, monkeypatch) -> None:
+    monkeypatch.setattr(placement, "fill_with_huge_pages", lambda *_: 0)
+    producer = make_producer(lane_bytes="8M")
+    assert os.fstat(producer._lane.fd).st_blocks * 512 == producer._lane.size + -producer._lane.size % 4096
+    producer.put({"tokens": [[1, 2]]})
+    with consumer.get(5) as record:
+        assert record["tokens"].values.tolist() == [1, 2]
+
+
+def test_every_byte_is_reserved_and_nothing_more(make_producer) -> None:
+    lane = make_producer(lane_bytes="7M")._lane
+    assert os.fstat(lane.fd).st_size == lane.size
+    assert os.fstat(lane.fd).st_blocks * 512 == lane.size + -lane.size % 4096
+
+
+def test_memory_is_locked_if_asked_and_allowed(make_producer, monkeypatch) -> None:
+    monkeypatch.setenv("SHMBRIDGE_LOCK_MEMORY", "1")
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY and soft < MIB:
+        pytest.skip(f"RLIMIT_MEMLOCK is {soft}")
+    stats = make_producer(lane_bytes="64K").stats()
+    assert stats["lane_locked_bytes"] == stats["lane_mapped_bytes"]
+
+
+def test_a_small_limit_of_locked_memory_is_no_error(make_producer, monkeypatch) -> None:
+    monkeypatch.setenv("SHMBRIDGE_LOCK_MEMORY", "1")
+    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, limits[1]))
+    try:
+        stats = make_producer(lane_bytes="64K").stats()
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
+    assert stats["lane_mapped_bytes"] > 0
+    assert os.geteuid() == 0 or stats["lane_locked_bytes"] == 0
+
+
+def test_a_consumer_says_what_its_lanes_take(make_producer, make_consumer) -> None:
+    producers = [make_producer(lane_bytes="4M") for _ in range(2)]
+    consumer: shmbridge.Consumer = make_consumer()
+    stats = consumer.stats()
+    assert stats["lane_mapped_bytes"] == sum(producer.stats()["lane_mapped_bytes"] for producer in producers)
+    assert stats["lane_locked_bytes"] == 0
