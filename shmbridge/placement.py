@@ -92,8 +92,8 @@ class MemoryUse:
         self._found: dict[str, int] = {}
 
     def of(self, mappings: Iterable[Mapping]) -> dict[str, int]:
-        """`lane_mapped_bytes`, and how many of them this process has touched (`lane_resident_bytes`), sees in huge pages (`lane_huge_bytes`), has
-        locked (`lane_locked_bytes`). Any thread.
+        """`lane_mapped_bytes`, and of them `lane_resident_bytes`: touched by this process, `lane_huge_bytes`: seen by it in huge pages, and
+        `lane_locked_bytes`. Any thread.
         """
         if time.monotonic() - self._looked_at >= _KEPT_S:
             self._found = memory(mappings)
