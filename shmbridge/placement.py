@@ -12,7 +12,7 @@ from pathlib import Path
 from shmbridge._ext.mapping import Mapping, NodePreference, fill_with_huge_pages
 
 HUGE_PAGE = 2 << 20
-_MOST_NS = 20_000_000  # for one huge page: what takes longer has been made by moving the memory of others
+_MOST_NS = 20_000_000  # of work for one huge page: what takes more has been made by moving the memory of others
 _GPU_VENDORS = ("0x10de", "0x1002")
 _GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")  # display, 3D and other controllers, accelerators
 _KEPT_S = 10.0

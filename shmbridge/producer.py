@@ -52,7 +52,7 @@ _SAY_SO_AFTER_S = 5.0
 class Producer(OneProcess):
     """One producer's end of a bridge. For one thread at a time; a context manager.
 
-    Never blocks at construction beyond reserving the lane's memory (about 0.3 ms per MiB); a consumer need not be there yet.
+    Never blocks at construction beyond reserving the lane's memory (0.1 to 0.3 ms per MiB); a consumer need not be there yet.
 
     Args:
         bridge: name of the bridge, 1 to 48 of `A-Z a-z 0-9 _ -`.

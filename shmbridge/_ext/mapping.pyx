@@ -33,7 +33,7 @@ cdef extern from "placement.h" nogil:
     enum: MADV_POPULATE_WRITE
     int node_policy(node_choice* kept, int node)
     void node_policy_restore(const node_choice* kept)
-    int64_t monotonic_ns()
+    int64_t worked_ns()
     ctypedef struct node_choice:
         pass
 
@@ -80,7 +80,7 @@ def fill_with_huge_pages(int fd, size_t at, size_t size, int64_t most_ns):
     """Has bytes `at` to `at + size` of a segment lie in huge pages, as far as whole ones go, and returns how many bytes do; both are multiples of
     a huge page from the segment's start, but for the last bytes of a segment.
 
-    Best effort: ends at the first that the kernel refuses (before Linux 6.1 all), or that took longer than `most_ns` to be found.
+    Best effort: ends at the first that the kernel refuses (before Linux 6.1 all), or that took more than `most_ns` of processor time to be found.
     Memory that nobody has reserved yet is reserved by that. Blocks; releases the GIL.
     """
     cdef size_t whole = size & ~(<size_t>HUGE_PAGE - 1), done = 0
@@ -93,14 +93,14 @@ def fill_with_huge_pages(int fd, size_t at, size_t size, int64_t most_ns):
         if base != MAP_FAILED:
             madvise(base, whole, MADV_DONTFORK)
             while done < whole:
-                began = monotonic_ns()
+                began = worked_ns()
                 # A huge page grows out of small ones. First the first: the segment is not to end behind a page that is not reserved.
                 if posix_fallocate(fd, at + done, 4096) or posix_fallocate(fd, at + done + HUGE_PAGE - 4096, 4096):
                     break
                 if madvise(base + done, HUGE_PAGE, MADV_COLLAPSE):
                     break
                 done += HUGE_PAGE
-                if monotonic_ns() - began > most_ns:
+                if worked_ns() - began > most_ns:
                     break
             munmap(base, whole)
     return done

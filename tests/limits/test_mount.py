@@ -33,9 +33,10 @@ def test_four_lanes_of_8_mib_work_in_64_mib(in_shm) -> None:
     assert of(said, "end")[0]["names"] == []
 
 
-def test_lanes_until_the_mount_is_full(in_shm) -> None:
+@pytest.mark.parametrize("huge_pages", ["wanted", "never"])
+def test_lanes_until_the_mount_is_full(in_shm, huge_pages) -> None:
     """The one too many fails and takes nothing from the others, every page of which may then be written."""
-    said = in_shm(SMALL, "lanes_until_full", "8M", 100)
+    said = in_shm(f"{SMALL}; export SHMBRIDGE_HUGE_PAGES={huge_pages}", "lanes_until_full", "8M", 100)
     assert [each["error"] for each in of(said, "producer")] == [None] * 7 + ["ShmTooSmall"]
     assert of(said, "opened")[0] == {"step": "opened", "count": 7, "lanes": 7}
     assert of(said, "batch")[0]["tokens"] == 700_000

@@ -127,7 +127,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory-not-reserved", 6, "pages are not reserved: too little memory is a SIGBUS", "shmbridge/segment.py",
-        "os.posix_fallocate(fd, at, min(_STEP_BYTES, size - at))", "os.ftruncate(fd, size)", "tests/limits",
+        "os.posix_fallocate(fd, at, step)", "os.ftruncate(fd, size)", "tests/limits",
     ),
     Mutation(
         "cgroup-not-asked", 6, "the memory cgroup's limit is not looked at", "shmbridge/segment.py",

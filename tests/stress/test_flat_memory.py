@@ -50,6 +50,7 @@ def consume(bridge: str, records: int, warm: int, tokens: int) -> None:
         print(json.dumps({"before": before, "after": anonymous_bytes(), "records": taken}))
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("size", SIZES)
 def test_memory_stays_flat(bridge, size) -> None:
     records, warm, tokens = SIZES[size]
@@ -59,7 +60,7 @@ def test_memory_stays_flat(bridge, size) -> None:
     try:
         assert consumer.stdout is not None
         assert consumer.stdout.readline() == "ready\n"
-        producer = subprocess.run([*run, "produce", *arguments], stdout=subprocess.PIPE, text=True, timeout=100, check=True)
+        producer = subprocess.run([*run, "produce", *arguments], stdout=subprocess.PIPE, text=True, timeout=300, check=True)
         out, _ = consumer.communicate(timeout=60)
     finally:
         consumer.kill()
