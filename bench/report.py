@@ -116,7 +116,7 @@ def _table(rows: Sequence[Figures]) -> str:
     for names in dict.fromkeys(tuple(_facts(row)) for row in others):
         alike = [row for row in others if tuple(_facts(row)) == names]
         cells = [[row["label"], *map(_value, _facts(row).values())] for row in alike]
-        parts.append(_lines(["", *(name.replace("_", " ") for name in names)], cells, left=1))
+        parts.append(_lines(["", *(name.replace("_us", " µs").replace("_", " ") for name in names)], cells, left=1))
     return "\n\n".join(parts)
 
 
@@ -141,10 +141,10 @@ def _value(value: Any) -> str:
 
 
 def _row(benchmark: dict[str, Any]) -> Figures:
-    """extra_info with the benchmark's group, and its name unless the suite gave a label; its time only where the suite said nothing."""
-    extra = benchmark.get("extra_info") or {"seconds": benchmark["stats"]["median"]}
+    """extra_info with the benchmark's group and median time, and its name unless the suite gave a label."""
     name = benchmark["name"]
-    return {"label": name, "group": benchmark.get("group") or name.partition("[")[0], **extra}
+    own = {"label": name, "group": benchmark.get("group") or name.partition("[")[0], "median_us": 1e6 * benchmark["stats"]["median"]}
+    return {**own, **benchmark.get("extra_info", {})}
 
 
 def _thinned(row: Figures) -> Figures:

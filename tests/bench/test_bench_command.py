@@ -72,8 +72,8 @@ def test_a_page_has_every_row_and_says_what_is_missing(ran, tmp_path):
     assert "## Peers" in page
     assert "| shmbridge | 8 x 16 |" in page
     assert "| test_wake | 2,000 | 1,001 µs |" in page
-    assert "| test_http | 24 | 60,000 |" in page
-    assert "| test_other | 0.5 |" in page
+    assert "| test_http | 500,000 | 24 | 60,000 |" in page
+    assert "| test_other | 500,000 |" in page
     assert "Ray actor (pip install ray)" in page
     kept = json.loads((tmp_path / "results" / f"{name}.json").read_text())
     (latency,) = [row for row in kept["rows"] if row["group"] == "latency"]
