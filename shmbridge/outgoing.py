@@ -49,16 +49,21 @@ class Loader:
 
     def __init__(self, table: Columns, lane_bytes: int) -> None:
         self.table, self.lane_bytes = table, lane_bytes
-        self._forms = quick.Forms({**table.forms, **{alias: table.forms[name] for alias, name in intake.ALIASES.items()}})
+        self.forms = quick.Forms({**table.forms, **{alias: table.forms[name] for alias, name in intake.ALIASES.items()}})
         self._knows_tensors = False
+
+    @property
+    def most_bytes(self) -> int:
+        """The largest record: a larger one could never be written while another is read."""
+        return self.lane_bytes // 2
 
     def plan(self, group: Any, stamp: Stamp, foreign: bool) -> Plan:
         """A group's plan. Raises InvalidRecord, RecordTooBig."""
         if not self._knows_tensors and (tensor := getattr(sys.modules.get("torch"), "Tensor", None)) is not None:
             quick.know_tensors(tensor)
             self._knows_tensors = True
-        plan = self._forms.plan(group, stamp, (group, foreign)) or self._at_leisure(group, stamp, foreign)
-        if plan.extent_bytes > self.lane_bytes // 2:
+        plan = self.forms.plan(group, stamp, (group, foreign)) or self._at_leisure(group, stamp, foreign)
+        if plan.extent_bytes > self.most_bytes:
             raise self._too_big(plan)
         return plan
 
@@ -66,7 +71,7 @@ class Loader:
         """The same group planned anew, its Atropos masks not folded."""
         group, foreign = plan.source
         anew = self._at_leisure(group, plan.stamp, foreign, fold_masks=False)
-        if anew.extent_bytes > self.lane_bytes // 2:
+        if anew.extent_bytes > self.most_bytes:
             raise self._too_big(anew)
         return anew
 
@@ -83,7 +88,7 @@ class Loader:
                     column=column.name,
                 )
         plan = _plan(intake.Intake(columns, rows, tokens.count, False, -1), stamp, None)
-        if plan.extent_bytes > self.lane_bytes // 2:
+        if plan.extent_bytes > self.most_bytes:
             raise self._too_big(plan)
         return plan
 
@@ -91,7 +96,6 @@ class Loader:
         return _plan(intake.take_in(group, self.table, foreign=foreign, fold_masks=fold_masks), stamp, (group, foreign))
 
     def _too_big(self, plan: Plan) -> RecordTooBig:
-        """For a record of more than half a lane, which could never be written while another is read."""
         size = plan.extent_bytes
         least, eight = (sizing.as_option(sizing.lane_bytes_holding(held, size)) for held in (1, 8))
         return RecordTooBig(

@@ -110,6 +110,7 @@ class Producer(OneProcess):
             os.getpid(), liveness.pid_namespace(), *names,
         )  # fmt: skip
         self._writer = ring.LaneWriter(self._lane, self._control.mapping)
+        self._door = quick.Door(self._loader.forms, self._writer, self.producer_id, self._loader.most_bytes)
         self._control.announce_lane()
 
     def _check_columns(self) -> None:
@@ -157,7 +158,14 @@ class Producer(OneProcess):
         Raises:
             InvalidRecord, SchemaMismatch, RecordTooBig, LaneFull, BridgeDraining, Closed: nothing was committed.
         """
-        plan = self._measure(group, group_id, group_size, policy_version, split, foreign)
+        if group_size is None and split == "train" and not self._closed:
+            sequence: int | None = self._door.put(group, group_id, self._groups_put, policy_version)
+            if sequence is not None:
+                self._groups_put += 1
+                return sequence
+        return self._put_at_leisure(self._measure(group, group_id, group_size, policy_version, split, foreign), timeout_s)
+
+    def _put_at_leisure(self, plan: Plan, timeout_s: float | None) -> int | None:
         if self._try_put(plan) or self._wait_for(lambda: self._try_put(plan), plan, timeout_s):
             return plan.sequence
         return None
@@ -270,12 +278,9 @@ class Producer(OneProcess):
             raise
 
     def _stamp(self, group_id: str | int | None, group_size: int | None, version: Version, split: str) -> Stamp:
-        number, current = self._groups_put, self._control.policy_version
-        self._groups_put = number + 1
-        usual = quick.stamp(group_id, self.producer_id, number, version, current, split) if group_size is None else None
-        if usual is not None:
-            return usual
-        return checked_stamp(f"{self.producer_id}:{number}" if group_id is None else group_id, group_size, version, current, split)
+        self._groups_put += 1
+        own = f"{self.producer_id}:{self._groups_put - 1}"
+        return checked_stamp(own if group_id is None else group_id, group_size, version, self._control.policy_version, split)
 
     def _try_claim(self, plan: Plan) -> bool:
         if self._closed or self._writer.hindered:

@@ -5,17 +5,21 @@ What it accepts is measured exactly as there. Knows forms of columns; knows noth
 """
 
 cimport numpy as cnp
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.float cimport PyFloat_CheckExact
 from cpython.list cimport PyList_CheckExact, PyList_GET_ITEM, PyList_GET_SIZE
-from cpython.long cimport PyLong_CheckExact
+from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
 from cpython.tuple cimport PyTuple_CheckExact
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.string cimport memcmp
+from libc.stdio cimport snprintf
+from libc.string cimport memcmp, memcpy
 
 from shmbridge._ext.column cimport Column, Form
 from shmbridge._ext.layout cimport KIND_LIST, KIND_SCALAR, TAG_EMPTY_LIST, TAG_EMPTY_MAP, TAG_NULL, TAG_VALUES
 from shmbridge._ext.plan cimport Plan, Stamp
+from shmbridge._ext.ring cimport LaneWriter, lane_claim
+
+from shmbridge._ext.pack import BadValue, LossyMasks
 
 cnp.import_array()
 
@@ -55,14 +59,14 @@ cdef class Forms:
         for key, value in (<dict>group).items():
             if type(key) is not str:
                 return None
-            if key == "tokens":
+            form = <Form>(self._by_key.get(key))
+            if form is self._tokens:
                 continue
-            if key == "env_id":
-                if not small_number(value, &env_id):
+            if form is None:
+                if key != "env_id" or not small_number(value, &env_id):
                     return None
                 continue
-            form = <Form>(self._by_key.get(key))
-            if form is None or form.name != key and form.name in <dict>group:
+            if form.name is not key and form.name != key and form.name in <dict>group:
                 return None
             if form is self._masks and PyList_CheckExact(value) and PyList_GET_SIZE(value):
                 column = fold(self._loss_mask, tokens, <list>value) if "loss_mask" not in <dict>group else None
@@ -74,32 +78,84 @@ cdef class Forms:
         return Plan(columns, stamp, tokens.entries, tokens.count, False, <int32_t>env_id, source)
 
 
-def stamp(group_id, str producer_id, uint64_t number, version, int64_t current, str split):
-    """The stamp of a whole group in its usual form, or None."""
-    cdef int64_t began
-    if group_id is None:
-        group_id = f"{producer_id}:{number}"
-    elif type(group_id) is not str or len(group_id) > 1000:
-        return None
-    if version is None:
-        began = current
-    elif not small_number(version, &began) or began < 0:
-        return None
-    try:
-        return Stamp((<str>group_id).encode(), 0, began, began, False) if split == "train" else None
-    except UnicodeEncodeError:
-        return None
+cdef class Door:
+    """The whole of a `put` where nothing is uncommon: understood, claimed, written, published. For the producer's thread; never blocks."""
+
+    cdef Forms _forms
+    cdef LaneWriter _writer
+    cdef bytes _own_groups           # what ids of groups without one begin with
+    cdef uint64_t _most_bytes
+
+    def __init__(self, Forms forms not None, LaneWriter writer not None, str producer_id not None, uint64_t most_bytes):
+        """`most_bytes` is the largest record the lane takes."""
+        self._forms, self._writer, self._most_bytes = forms, writer, most_bytes
+        self._own_groups = producer_id.encode() + b":"
+
+    def put(self, group, group_id, uint64_t number, version):
+        """The record's sequence; or None, and nothing has happened: something is uncommon or wrong, or there is no room.
+
+        `number` is the group's among the producer's, for its id if it was given none.
+        """
+        cdef Plan plan
+        cdef Stamp given
+        if self._writer.is_hindered():
+            return None
+        given = self.stamp(group_id, number, version)
+        if given is None:
+            return None
+        plan = self._forms.plan(group, given, None)
+        if plan is None or plan.extent_bytes > self._most_bytes or not lane_claim(&self._writer._writer, plan.extent_bytes):
+            return None
+        try:
+            plan.place(self._writer)
+        except BaseException as error:
+            self._writer.abort()
+            if isinstance(error, (BadValue, LossyMasks)):
+                return None
+            raise
+        return plan.sequence
+
+    def stamp(self, group_id, uint64_t number, version):
+        """The stamp of a whole train group in its usual form, or None."""
+        cdef int64_t began
+        cdef bytes raw
+        if group_id is None:
+            raw = numbered(self._own_groups, number)
+        elif type(group_id) is str and len(<str>group_id) <= 1000:
+            try:
+                raw = (<str>group_id).encode()
+            except UnicodeEncodeError:
+                return None
+        else:
+            return None
+        if version is None:
+            began = self._writer.policy_version()
+        elif not small_number(version, &began) or began < 0:
+            return None
+        return Stamp(raw, 0, began, began, False)
 
 
-cdef bint small_number(value, int64_t* to) except -1:
+cdef bytes numbered(bytes prefix, uint64_t number):
+    """`prefix` with a decimal number behind it."""
+    cdef char digits[24]
+    cdef int count = snprintf(digits, sizeof(digits), "%llu", <unsigned long long>number)
+    cdef Py_ssize_t before = PyBytes_GET_SIZE(prefix)
+    cdef bytes made = PyBytes_FromStringAndSize(NULL, before + count)
+    memcpy(PyBytes_AS_STRING(made), PyBytes_AS_STRING(prefix), before)
+    memcpy(PyBytes_AS_STRING(made) + before, digits, count)
+    return made
+
+
+cdef bint small_number(value, int64_t* to) noexcept:
     """Whether it is None (-1) or an exact int from 0 to 2**31 - 1."""
+    cdef int overflow = 0
+    to[0] = -1
     if value is None:
-        to[0] = -1
         return True
-    if not PyLong_CheckExact(value) or not 0 <= value < 1 << 31:
+    if not PyLong_CheckExact(value):
         return False
-    to[0] = value
-    return True
+    to[0] = PyLong_AsLongAndOverflow(value, &overflow)
+    return not overflow and 0 <= to[0] <= 0x7FFFFFFF
 
 
 cdef bint belongs(Column column, Column tokens) noexcept:

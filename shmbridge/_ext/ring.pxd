@@ -75,6 +75,8 @@ cdef class LaneWriter:
     cdef lane_writer* alive(self) except NULL
     cdef uint8_t* claimed(self) except NULL
     cdef object publish(self, const slot* stamp)
+    cdef bint is_hindered(self) noexcept
+    cdef int64_t policy_version(self) noexcept
 
 
 cdef class LaneReader:

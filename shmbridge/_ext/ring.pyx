@@ -72,6 +72,9 @@ cdef class LaneWriter:
     @property
     def hindered(self) -> bool:
         """Whether to look closer before a claim: another is open, or the lane is quarantined, the bridge draining or paused."""
+        return self.is_hindered()
+
+    cdef bint is_hindered(self) noexcept:
         cdef control_header* hub
         if self._writer.claimed >= 0 or not self._lane.alive():
             return True
@@ -79,6 +82,10 @@ cdef class LaneWriter:
         if load_relaxed64(&self._writer.header.quarantined):
             return True
         return load_acquire64(&hub.draining) or load_acquire64(&hub.paused)  # SYNC(flags)
+
+    cdef int64_t policy_version(self) noexcept:
+        """The newest the hub has announced, -1 before the first; the lane must be alive."""
+        return <int64_t>load_acquire64(&(<control_header*>self._control.base).policy_version) - 1  # SYNC(flags)
 
     @property
     def claiming(self) -> bool:
