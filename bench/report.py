@@ -17,6 +17,7 @@ from shmbridge.config import format_size
 INTO = Path(__file__).parent / "results"
 ABOUT = ("cpu", "cores", "caches", "load_before", "kernel", "python", "shmbridge", "revision", "dirty", "seed", "pinned", "lane_bytes")
 QUANTILES = 400  # of latency samples, in the kept JSON
+WIDEST = 8  # facts of a suite in one line of a table
 OF_MEASURE = "of_limit"  # what only figures of measure() have
 TITLES = {
     "peers": "Peers",
@@ -116,12 +117,30 @@ def _table(rows: Sequence[Figures]) -> str:
     for names in dict.fromkeys(tuple(_facts(row)) for row in others):
         alike = [row for row in others if tuple(_facts(row)) == names]
         cells = [[row["label"], *map(_value, _facts(row).values())] for row in alike]
+        if len(names) > WIDEST:  # facts below each other
+            columns = zip(*(cell[1:] for cell in cells), strict=True)
+            shown = [[name.replace("_", " "), *values] for name, values in zip(names, columns, strict=True)]
+            parts.append(_lines(["", *(row["label"] for row in alike)], shown, left=1))
+            continue
         parts.append(_lines(["", *(name.replace("_us", " µs").replace("_", " ") for name in names)], cells, left=1))
     return "\n\n".join(parts)
 
 
 def _facts(row: Figures) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in ("label", "group")}
+    """What a suite said, dicts in dicts laid flat."""
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}: {inner}": each for inner, each in _facts(value).items()}
+        elif key not in ("label", "group"):
+            flat[key] = value
+    return flat
+
+
+def _cpu(row: Figures) -> float | None:
+    """CPU seconds per million tokens of a suite that measures whole ways; by process, they are added up."""
+    said = row.get("cpu_s_per_million_tokens")
+    return None if said is None or OF_MEASURE in row else sum(said.values()) if isinstance(said, dict) else said
 
 
 def _percentiles(samples: Sequence[float]) -> list[str]:
@@ -183,7 +202,7 @@ def _plots(rows: Sequence[Figures], into: Path, name: str) -> list[Path]:
     draw("producers", lambda path: plots.scaling(several, path), several)
     samples = {row["label"]: row["samples_us"] for row in rows if "samples_us" in row}
     draw("latency", lambda path: plots.latency(samples, path), samples)
-    cpu = {row["label"]: row["cpu_s_per_million_tokens"] for row in rows if "cpu_s_per_million_tokens" in row and OF_MEASURE not in row}
+    cpu = {row["label"]: said for row in rows if (said := _cpu(row)) is not None}
     draw("cpu", lambda path: plots.cpu_per_token(cpu, path), cpu)
     return made
 
