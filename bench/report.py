@@ -71,7 +71,7 @@ def markdown(kept: dict[str, Any], rows: Sequence[Figures], pictures: Sequence[s
     page += [f"![{_title(name)}]({name})" for name in pictures]
     for group in dict.fromkeys(row["group"] for row in rows):
         mine = [row for row in rows if row["group"] == group]
-        page += [f"## {TITLES.get(group, str(group).capitalize())}", _table(mine)]
+        page += [f"## {TITLES.get(group, group[:1].upper() + group[1:])}", _table(mine)]
         page += ["More producers than cores: they share them."] if any(row.get("producers_share_cores") for row in mine) else []
     return "\n\n".join(filter(None, page)) + "\n"
 
