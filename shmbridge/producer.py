@@ -166,9 +166,8 @@ class Producer(OneProcess):
         return self._put_at_leisure(self._measure(group, group_id, group_size, policy_version, split, foreign), timeout_s)
 
     def _put_at_leisure(self, plan: Plan, timeout_s: float | None) -> int | None:
-        if self._try_put(plan) or self._wait_for(lambda: self._try_put(plan), plan, timeout_s):
-            return plan.sequence
-        return None
+        placed = self._try_put(plan) or self._wait_for(lambda: self._try_put(plan), plan, timeout_s)
+        return plan.sequence if placed else None
 
     def put_many(self, groups: Iterable["Mapping[str, Any] | pa.RecordBatch"], **options: Any) -> list[int | None]:
         """`put` for each of the groups, in order; options as there. What was committed before an error stays committed."""
@@ -267,9 +266,7 @@ class Producer(OneProcess):
         plan.begin(self._writer)
         return Slot(plan, self._writer.claimed_memory(), lambda memory: self._end_claim(plan, memory))
 
-    def _measure(
-        self, group: Any, group_id: str | int | None, group_size: int | None, version: Version, split: str, foreign: bool
-    ) -> Plan:
+    def _measure(self, group: Any, group_id: str | int | None, group_size: int | None, version: Version, split: str, foreign: bool) -> Plan:
         self._check_open()
         try:
             return self._loader.plan(group, self._stamp(group_id, group_size, version, split), foreign)
@@ -283,14 +280,11 @@ class Producer(OneProcess):
         return checked_stamp(own if group_id is None else group_id, group_size, version, self._control.policy_version, split)
 
     def _try_claim(self, plan: Plan) -> bool:
-        if self._closed or self._writer.hindered:
-            self._check_claimable()
-            if self._control.paused:
-                return False
-        return self._writer.claim(plan.extent_bytes)
+        held_back = (self._closed or self._writer.hindered) and self._is_paused()
+        return not held_back and self._writer.claim(plan.extent_bytes)
 
-    def _check_claimable(self) -> None:
-        """Raises whatever will not pass by itself."""
+    def _is_paused(self) -> bool:
+        """Whether the bridge is paused; raises whatever else hinders a claim, and will not pass by itself."""
         self._check_open()
         if self._writer.quarantined:
             raise LaneQuarantined(
@@ -301,6 +295,7 @@ class Producer(OneProcess):
             raise ClaimOpen(f"producer {self.producer_id} has an open claim", hint="put after the `with producer.claim(...)` block")
         if self._control.draining:
             raise BridgeDraining(f"the consumer of bridge {self.bridge!r} is draining it", hint="the run is over: close the producer")
+        return bool(self._control.paused)
 
     def _try_put(self, plan: Plan) -> bool:
         """Claims and commits if there is room now."""

@@ -1,6 +1,6 @@
 """What must not become slow, as ratios within one run: never nanoseconds, for machines differ and neighbours are noisy.
 
-Each guard takes the best of a few looks, as a neighbour only ever makes a look worse; each was seen to fail on a planted slow-down, which stays as a test.
+Each guard takes the best of a few looks, as a neighbour only ever makes a look worse. A planted slow-down has to be noticed: that is a test, too.
 """
 
 import time
@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge._ext import quick
 from shmbridge.bench.atropos_http import ratio_to_http
 from shmbridge.bench.contract import Plan
 from shmbridge.bench.figures import measure
-from shmbridge.bench.groups import LARGE, MIDDLE, make
+from shmbridge.bench.groups import DTYPES, MIDDLE, make
 from shmbridge.testing.fixtures import bridge
 
 __all__ = ["bridge"]
@@ -48,11 +47,10 @@ def arrays_of_limit():
 def lists_over_numpy(producer, consumer):
     """CPU of making arrays of lists and putting those, over that of putting the lists."""
     lists = {name: rows for name, rows in make(MIDDLE, "lists").items() if name != "masks"}
-    integers = ("tokens",)
+    types = {name: DTYPES.get(name) for name in lists}
 
     def as_arrays():
-        rows = {name: [np.array(row, np.int32 if name in integers else np.float32) for row in lists[name]] for name in lists if name != "scores"}
-        return rows | {"scores": np.array(lists["scores"])}
+        return {name: [np.array(row, types[name]) for row in rows] if types[name] else np.array(rows) for name, rows in lists.items()}
 
     def spent(put):
         times = []

@@ -140,17 +140,44 @@ def test_what_is_quick_is_never_measured_otherwise(group) -> None:
         assert (column.lengths is None and careful.lengths is None) or column.lengths.tolist() == careful.lengths.tolist()
 
 
+@pytest.fixture
+def door(producer):
+    return producer._door
+
+
 @pytest.mark.parametrize(
-    ("group_id", "version", "split"),
-    [(7, 1, "train"), ("x" * 1001, 1, "train"), ("\ud800", 1, "train"), ("g", (1, 2), "train"), ("g", -1, "train"), ("g", 1, "eval")],
+    ("group_id", "version"), [(7, 1), ("x" * 1001, 1), ("\ud800", 1), ("g", (1, 2)), ("g", -1), ("g", 1 << 31), ("g", 1 << 70), ("g", True)]
 )
-def test_unusual_stamps_are_left_to_the_careful_way(group_id, version, split) -> None:
-    assert quick.stamp(group_id, "me", 0, version, 5, split) is None
+def test_unusual_stamps_are_left_to_the_careful_way(door, group_id, version) -> None:
+    assert door.stamp(group_id, 0, version) is None
+    assert door.put({"tokens": [[1]]}, group_id, 0, version) is None
 
 
-def test_usual_stamps() -> None:
-    assert quick.stamp(None, "me", 4, None, 5, "train").group_id == b"me:4"
-    assert quick.stamp("gruppe-ä", "me", 4, 0, -1, "train").group_id == "gruppe-ä".encode()
+def test_usual_stamps(door, producer) -> None:
+    assert door.stamp(None, 4, None).group_id == f"{producer.producer_id}:4".encode()
+    assert door.stamp("gruppe-ä", 4, 0).group_id == "gruppe-ä".encode()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tokens": [[1, 2**31]]}, {"tokens": [[1]], "masks": [[7]]}, {"tokens": [[1]], "advantages": [[float("nan")]]}]
+)
+def test_what_the_door_declines_leaves_no_trace(door, producer, wrong) -> None:
+    before = producer.stats()
+    assert door.put(wrong, None, 0, None) is None
+    assert not producer._writer.claiming
+    assert {**producer.stats(), "t": 0} == {**before, "t": 0}
+    assert producer.put({"tokens": [[1]]}) == 0
+
+
+def test_the_door_is_shut_while_the_bridge_is_paused_or_full(door, consumer) -> None:
+    consumer.pause()
+    assert door.put({"tokens": [[1]]}, None, 0, None) is None
+    consumer.resume()
+    taken = 0
+    while door.put({"tokens": [[1]] * 8}, None, taken, None) is not None:
+        taken += 1
+    assert taken > 0
+    assert consumer.stats()["records_total"] == taken
 
 
 class Shrinks:
