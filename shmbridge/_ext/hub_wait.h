@@ -11,9 +11,8 @@
 #include "faults.h"
 #include "futex.h"
 #include "layout.h"
+#include "spin.h"
 
-#define LONGEST_SPIN_NS 50000
-#define SHORTEST_SPIN_NS 500
 #define HUB_TICK_NS 1000000000
 
 typedef struct {
@@ -37,9 +36,7 @@ static inline int hub_spin(const hub_watch *watch, control_header *control, int6
         cpu_relax();
         work = hub_has_work(watch, control);
     }
-    *spin_ns = work ? *spin_ns * 2 : *spin_ns / 2;
-    if (*spin_ns > LONGEST_SPIN_NS) *spin_ns = LONGEST_SPIN_NS;
-    if (*spin_ns < SHORTEST_SPIN_NS) *spin_ns = SHORTEST_SPIN_NS;
+    spin_learn(spin_ns, work);
     return work;
 }
 

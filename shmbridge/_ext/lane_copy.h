@@ -11,10 +11,10 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
+
+#include "cache.h"
 
 #define WARMTH_PAGE 4096u
-#define LAST_LEVEL_UNKNOWN (32u << 20)
 #define SHORTEST_STREAM 2048u
 
 typedef struct {
@@ -25,9 +25,8 @@ typedef struct {
 
 /* 0, or -1: no memory. */
 static inline int warmth_open(extent_warmth *warmth, uint64_t data_bytes) {
-    long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
     warmth->pages = 1;
-    warmth->far_off = (uint32_t)((cache > 0 ? (uint64_t)cache : LAST_LEVEL_UNKNOWN) / 2 / WARMTH_PAGE);
+    warmth->far_off = (uint32_t)(cache_bytes(3, 32 << 20) / 2 / WARMTH_PAGE);
     warmth->written = calloc(data_bytes / WARMTH_PAGE + 1, sizeof(uint32_t));
     return warmth->written ? 0 : -1;
 }

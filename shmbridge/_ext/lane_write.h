@@ -13,8 +13,10 @@
 #include "futex.h"
 #include "lane_copy.h"
 #include "shape.h"
+#include "spin.h"
 
 #define PRODUCER_TICK_NS 50000000
+#define OWN_CACHES_ROUND 4 /* measured: bench/README.md, "How far memory goes round" */
 
 /* What a producer knows of a slot, whatever its shared words say by now: they may have been scribbled over. */
 typedef struct {
@@ -39,15 +41,17 @@ typedef struct {
     uint32_t outstanding_at, outstanding_count;
     interval *free_extents;
     uint32_t free_extent_count;
+    uint64_t cursor, window; /* extents.h */
     int64_t claimed;        /* slot of the open claim, -1: none */
     uint64_t claim_at, claim_bytes;
     int claim_is_cold;      /* its extent has left the cache since it was last written */
     extent_warmth warmth;
+    int64_t spin_ns;        /* how long to look for room before sleeping */
 } lane_writer;
 
 /* For a lane that was formatted just now and has never been written to. 0, or -1: no memory. */
 static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lane_shape *shape, control_header *hub) {
-    *writer = (lane_writer){.header = (lane_header *)base, .hub = hub, .claimed = -1};
+    *writer = (lane_writer){.header = (lane_header *)base, .hub = hub, .claimed = -1, .spin_ns = LONGEST_SPIN_NS};
     writer->slot_count = shape->slot_count, writer->data_bytes = shape->data_bytes;
     writer->ring = (uint32_t *)(base + shape->ring_at);
     writer->slots = (slot *)(base + shape->slots_at);
@@ -63,6 +67,7 @@ static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lan
     writer->free_slot_count = shape->slot_count;
     writer->free_extents[0] = (interval){0, shape->data_bytes};
     writer->free_extent_count = 1;
+    writer->window = OWN_CACHES_ROUND * cache_bytes(2, 1 << 20);
     return 0;
 }
 
@@ -109,7 +114,7 @@ static inline int lane_claim(lane_writer *writer, uint64_t bytes) {
     bytes = up_to(bytes, ALIGNMENT);
     for (int thoroughly = 0; at == UINT64_MAX && thoroughly < 2; thoroughly++) {
         lane_reclaim(writer, thoroughly);
-        if (writer->free_slot_count) at = extent_take(writer->free_extents, &writer->free_extent_count, bytes);
+        if (writer->free_slot_count) at = extent_take(writer->free_extents, &writer->free_extent_count, bytes, &writer->cursor, writer->window);
     }
     if (at == UINT64_MAX) {
         store_relaxed64(&writer->header->wanted_bytes, bytes);
@@ -172,12 +177,25 @@ static inline int lane_anything_released(const lane_writer *writer) {
     return 0;
 }
 
-/* Sleeps until something was released since the last claim, the bell rang, or the tick or the timeout is over. Nanoseconds slept. */
+/* Looks for a while whether something was released; a reader that keeps up does that sooner than anybody falls asleep. */
+static inline int lane_spin_for_space(lane_writer *writer, int64_t began, int64_t timeout_ns) {
+    int64_t until = began + (writer->spin_ns < timeout_ns ? writer->spin_ns : timeout_ns);
+    int released = lane_anything_released(writer);
+    while (!released && monotonic_ns() < until) {
+        cpu_relax();
+        released = lane_anything_released(writer);
+    }
+    spin_learn(&writer->spin_ns, released);
+    return released;
+}
+
+/* Spins, then sleeps until something was released since the last claim, the bell rang, or the tick or the timeout is over. Nanoseconds. */
 static inline int64_t lane_wait_space(lane_writer *writer, int64_t timeout_ns) {
     lane_header *header = writer->header;
     int64_t began = monotonic_ns();
     uint32_t seen;
     int status = 0;
+    if (lane_spin_for_space(writer, began, timeout_ns)) return monotonic_ns() - began;
     seen = load_seq32(&header->space_bell);  /* SYNC(bell) */
     store_seq32(&header->space_waiting, 1);  /* SYNC(space-wake) */
     fault_hit("producer.waiting");

@@ -18,9 +18,11 @@ from shmbridge._ext.ring cimport LaneReader
 cdef extern from "<sys/eventfd.h>" nogil:
     int eventfd_write(int fd, uint64_t value)
 
-cdef extern from "hub_wait.h" nogil:
+cdef extern from "spin.h" nogil:
     enum:
         LONGEST_SPIN_NS
+
+cdef extern from "hub_wait.h" nogil:
     ctypedef struct hub_watch:
         shm_u64** tails
         uint64_t* next

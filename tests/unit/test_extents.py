@@ -17,14 +17,14 @@ FIELDS = {
 
 
 class Lane:
-    def __init__(self, bridge: str) -> None:
+    def __init__(self, bridge: str, lines: int = LINES) -> None:
         self.control = participation.open_control(bridge)
-        size = header.lane_geometry(LINES * 64, 32)[-1]
+        size = header.lane_geometry(lines * 64, 32)[-1]
         _, self.mapping = segment.create_lane(bridge, size)
-        header.format_lane(self.mapping, LINES * 64, 32, b"", 0, os.getpid(), 0, b"", b"")
+        header.format_lane(self.mapping, lines * 64, 32, b"", 0, os.getpid(), 0, b"", b"")
         self.writer = ring.LaneWriter(self.mapping, self.control.mapping)
         self.hub = ring.LaneReader(self.mapping, None)
-        self.base = np.frombuffer(self.mapping, np.uint8).ctypes.data + header.lane_geometry(LINES * 64, 32)[3]
+        self.base = np.frombuffer(self.mapping, np.uint8).ctypes.data + header.lane_geometry(lines * 64, 32)[3]
 
     def put(self, lines: int) -> tuple[int, ring.Lease] | None:
         if not self.writer.claim(lines * 64):
@@ -36,10 +36,31 @@ class Lane:
 
 @pytest.fixture
 def make_lane(bridge):
-    return lambda: Lane(bridge)
+    return lambda lines=LINES: Lane(bridge, lines)
 
 
-def test_the_lowest_place_that_fits_is_taken(make_lane) -> None:
+def test_while_the_consumer_keeps_up_memory_goes_round_in_a_window(make_lane) -> None:
+    lane = make_lane((64 << 20) // 64)
+    places = []
+    for _ in range(600):
+        at, lease = lane.put((256 << 10) // 64)
+        places.append(at)
+        lease.release()
+    first = places.index(0, 1)  # the second time at the lowest place
+    assert places[:first] == [n * (256 << 10) // 64 for n in range(first)], "each behind the last"
+    assert places == (places[:first] * 600)[:600]
+    assert 4 <= first < 256, "more than a few, and not the whole lane"
+
+
+def test_what_finds_no_room_in_the_window_goes_where_there_is_any(make_lane) -> None:
+    lane = make_lane((64 << 20) // 64)
+    held = [lane.put((1 << 20) // 64) for _ in range(31)]
+    assert sorted(at for at, _ in held) == [n * (1 << 20) // 64 for n in range(31)]
+    held[2][1].release()
+    assert lane.put((1 << 20) // 64)[0] == 2 * (1 << 20) // 64
+
+
+def test_the_lowest_place_that_fits_is_taken_once_the_end_was_reached(make_lane) -> None:
     lane = make_lane()
     places = [lane.put(lines) for lines in (4, 8, 4, 16)]
     assert [at for at, _ in places] == [0, 4, 12, 16]
@@ -86,6 +107,10 @@ def test_nothing_overlaps_and_nothing_is_lost_in_a_long_run(make_lane) -> None:
                 at, lease = found
                 assert all(at + lines <= other or other + size <= at for other, (size, _) in live.items())
                 live[at] = (lines, lease)
+            else:
+                ends = [0, *(at + size for at, (size, _) in sorted(live.items()))]
+                gaps = [start - end for start, end in zip([*sorted(live), LINES], ends, strict=True)]
+                assert max(gaps) < lines, "there was a place"
         elif live:
             live.pop(draw.choice(sorted(live)))[1].release()
         assert lane.writer.free_bytes == 64 * (LINES - sum(size for size, _ in live.values()))
