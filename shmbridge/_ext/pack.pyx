@@ -61,7 +61,7 @@ cdef int write_values(Column column, uint8_t* to, bint is_cold) except -1:
         lane_copy(to, PyBytes_AS_STRING(column.rows), column.count, is_cold)
         return 0
     for source in <list>column.rows:
-        count = cnp.PyArray_SIZE(source) if cnp.PyArray_CheckExact(source) else PySequence_Fast_GET_SIZE(source)
+        count = array_size(source) if cnp.PyArray_CheckExact(source) else PySequence_Fast_GET_SIZE(source)
         if <uint64_t>count > <uint64_t>(end - to) // item:
             raise BadValue(column.form.name, row, 0, count, "is a length that was smaller when the group was handed over")
         if count:
@@ -74,6 +74,10 @@ cdef int write_values(Column column, uint8_t* to, bint is_cold) except -1:
     if to != end:
         raise BadValue(column.form.name, max(row - 1, 0), 0, end - to, "bytes are missing: the group became smaller after it was handed over")
     return 0
+
+
+cdef inline Py_ssize_t array_size(object array) noexcept:
+    return cnp.PyArray_DIM(array, 0) if cnp.PyArray_NDIM(array) == 1 else cnp.PyArray_SIZE(array)
 
 
 cdef int write_list(Column column, Py_ssize_t row, source, uint8_t* first, uint8_t* to, Py_ssize_t count) except -1:

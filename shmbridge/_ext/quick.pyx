@@ -231,7 +231,7 @@ cdef Column rows(Form form, list values):
                 return None
             if array is not each:
                 held[row] = array
-            length = cnp.PyArray_SIZE(array)
+            length = cnp.PyArray_DIM(array, 0)
         if length > 0xFFFFFFFF:
             return None
         lengths[row] = <uint32_t>length
@@ -256,7 +256,7 @@ cdef Column flat(Form form, values, given):
     given = as_array(given)
     if given is None or cnp.PyArray_NDIM(given) != 1:
         return None
-    kind, count = cnp.PyArray_TYPE(given), cnp.PyArray_SIZE(given)
+    kind, count = cnp.PyArray_TYPE(given), cnp.PyArray_DIM(given, 0)
     if kind != cnp.NPY_INT64 and kind != cnp.NPY_INT32 and kind != cnp.NPY_UINT32:
         return None
     raw = PyBytes_FromStringAndSize(NULL, 4 * count)
@@ -271,7 +271,7 @@ cdef Column flat(Form form, values, given):
             return None
         (<uint32_t*>PyBytes_AS_STRING(raw))[row] = <uint32_t>length
         total += length
-    if total != cnp.PyArray_SIZE(array):
+    if total != cnp.PyArray_DIM(array, 0):
         return None
     column = begun(form, TAG_VALUES, count, total, [array])
     column.row_lengths = raw
@@ -309,9 +309,9 @@ cdef Column scalars(Form form, value):
         value = list(<list>value)
         return begun(form, TAG_VALUES, len(value), len(value), [value])
     array = as_array(value)
-    if array is None or cnp.PyArray_NDIM(array) != 1 or cnp.PyArray_SIZE(array) == 0:
+    if array is None or cnp.PyArray_NDIM(array) != 1 or cnp.PyArray_DIM(array, 0) == 0:
         return None
-    return begun(form, TAG_VALUES, cnp.PyArray_SIZE(array), cnp.PyArray_SIZE(array), [array])
+    return begun(form, TAG_VALUES, cnp.PyArray_DIM(array, 0), cnp.PyArray_DIM(array, 0), [array])
 
 
 cdef Column fold(Form form, Column tokens, list value):
