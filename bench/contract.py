@@ -18,6 +18,7 @@ MODULO = 1 << 64
 Take = Literal["get", "poll"]
 Look = Literal["every byte", "nothing"]
 Checksum = Literal["none", "crc32", "xxh3"]
+Stores = Literal["plain", "past the cache"]
 Condition = Callable[[], bool]
 
 
@@ -26,7 +27,7 @@ class Plan:
     """One measurement: who moves what, from how many producers, through how much memory.
 
     `take`, `look` and `checksum` are for the ring: which of its doors, whether the consumer reads the values, and a check over the bytes
-    that the application makes on both sides.
+    that the application makes on both sides. `stores` is for the limit: how its writer copies.
     """
 
     contender: str
@@ -38,6 +39,7 @@ class Plan:
     take: Take = "get"
     look: Look = "every byte"
     checksum: Checksum = "none"
+    stores: Stores = "plain"
 
     @property
     def in_flight(self) -> int:

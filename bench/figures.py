@@ -60,6 +60,7 @@ def figures(plan: Plan, rounds: Sequence[Round], limit: Sequence[Round]) -> Figu
         "take": plan.take,
         "look": plan.look,
         "checksum": plan.checksum,
+        "stores": plan.stores,
         "rounds": len(rounds),
         "groups_per_round": rounds[0].count,
         "groups_per_s": rate,

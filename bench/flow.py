@@ -126,7 +126,8 @@ def figures(window: dict[str, Any], length: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _child(module: str, order: dict[str, Any], core: int, fd: int) -> Iterator["subprocess.Popen[str]"]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(
         [sys.executable, "-m", f"shmbridge.bench.{module}", json.dumps(order)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[fd], env=environment,

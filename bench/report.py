@@ -25,6 +25,7 @@ TITLES = {
     "forms": "The ring, by form",
     "producers": "The ring, by number of producers",
     "small records": "Small records",
+    "memory": "The limit, by how far memory goes round, and by the stores of its writer",
     "checksum": "With a check over the bytes, made by the application",
 }
 
@@ -87,8 +88,13 @@ def table_of_measure(rows: Sequence[Figures]) -> str:
         ("by", lambda row: str(row["take"])),
         ("read", lambda row: str(row["look"])),
         ("check", lambda row: str(row["checksum"])),
+        ("lane", lambda row: format_size(row["lane_bytes"])),
+        ("stores", lambda row: str(row["stores"])),
     ]
-    plain = {"from": "arrays", "producers": "1", "by": "get", "read": "every byte", "check": "none"}
+    plain = {
+        "from": "arrays", "producers": "1", "by": "get", "read": "every byte", "check": "none",
+        "lane": format_size(machine.LANE_BYTES), "stores": "plain",
+    }  # fmt: skip
     columns = [(head, cell) for head, cell in columns if any(cell(row) != plain.get(head) for row in rows)]
     columns += [
         ("groups/s", lambda row: f"{row['groups_per_s']:,.0f} ({row['groups_per_s_range'][0]:,.0f} - {row['groups_per_s_range'][1]:,.0f})"),

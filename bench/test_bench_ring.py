@@ -1,4 +1,4 @@
-"""The ring on its own: sizes, forms, producers, small records, and what a check over the bytes would cost. Beside the limit, in turn."""
+"""The ring on its own: sizes, forms, producers, small records, a check over the bytes; and how the memory that the limit uses matters."""
 
 import pytest
 
@@ -53,3 +53,11 @@ def test_with_a_check_over_the_bytes(measured, checksum):
     if checksum == "xxh3":
         pytest.importorskip("xxhash")
     measured(Plan("ring", MIDDLE, checksum=checksum))
+
+
+@pytest.mark.benchmark(group="memory")
+@pytest.mark.parametrize("stores", ["plain", "past the cache"])
+@pytest.mark.parametrize("mib", [1, 4, pytest.param(8, marks=full), 16, pytest.param(32, marks=full), 64])
+def test_how_far_memory_goes_round(measured, mib, stores):
+    """The limit in smaller lanes, so in memory that comes again sooner; beside it, in the same lane, with plain stores."""
+    measured(Plan("limit", MIDDLE, lane_bytes=mib << 20, stores=stores))

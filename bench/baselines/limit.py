@@ -56,4 +56,4 @@ class Writer(contract.Writer):
 def _side(fd: int, plan: Plan) -> tuple[mmap.mmap, Twin]:
     size = segment_bytes(plan.lane_bytes, plan.shape.bytes)
     segment = mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    return segment, Twin(segment, plan.lane_bytes, plan.shape.bytes)
+    return segment, Twin(segment, plan.lane_bytes, plan.shape.bytes, plan.stores == "past the cache")

@@ -12,6 +12,7 @@ cdef extern from "twin.h" nogil:
         twin_flag* flags
         uint8_t* data
         uint64_t slots, record, position
+        bint past_cache
     uint64_t sum_of_words(const uint8_t* bytes, uint64_t count)
     uint64_t twin_write(twin* it, const uint8_t* source, uint64_t sources, uint64_t count, double patience_s)
     uint64_t twin_read(twin* it, uint64_t count, double patience_s, uint64_t* sum)
@@ -49,7 +50,7 @@ cdef class Twin:
     cdef twin _it
     cdef bint _open
 
-    def __init__(self, object segment, uint64_t lane_bytes, uint64_t record_bytes):
+    def __init__(self, object segment, uint64_t lane_bytes, uint64_t record_bytes, bint past_cache=False):
         if record_bytes < 8 or record_bytes % 8 or lane_bytes // record_bytes < 2:
             raise ValueError(f"records of {record_bytes} bytes in a lane of {lane_bytes}: whole 8-byte words, and room for two, are needed")
         PyObject_GetBuffer(segment, &self._segment, PyBUF_WRITABLE)
@@ -57,6 +58,7 @@ cdef class Twin:
         if <uint64_t>self._segment.len < segment_bytes(lane_bytes, record_bytes):
             raise ValueError(f"the segment has {self._segment.len} bytes, {segment_bytes(lane_bytes, record_bytes)} are needed")
         self._it.slots, self._it.record, self._it.position = lane_bytes // record_bytes, record_bytes, 0
+        self._it.past_cache = past_cache
         self._it.flags = <twin_flag*>self._segment.buf
         self._it.data = <uint8_t*>self._segment.buf + self._it.slots * TWIN_LINE
 

@@ -13,6 +13,7 @@
 #include <time.h>
 
 #include "atomics.h"
+#include "lane_copy.h"
 
 #define TWIN_LINE 128u
 
@@ -24,6 +25,7 @@ typedef struct {
     twin_flag *flags; /* [slots] */
     uint8_t *data;    /* [slots][record] */
     uint64_t slots, record, position;
+    int past_cache; /* writer: stores past the cache, to see where they win */
 } twin;
 
 typedef uint64_t __attribute__((aligned(1), may_alias)) any_word;
@@ -61,7 +63,8 @@ static inline uint64_t twin_write(twin *it, const uint8_t *source, uint64_t sour
     for (uint64_t n = 0; n < count; n++, it->position++) {
         const uint64_t slot = it->position % it->slots;
         if (!twin_wait(&it->flags[slot].full, 0, patience_s)) return n;
-        memcpy(it->data + slot * it->record, source + (n % sources) * it->record, it->record);
+        lane_copy(it->data + slot * it->record, source + (n % sources) * it->record, it->record, it->past_cache);
+        lane_copies_done(it->past_cache);
         store_release64(&it->flags[slot].full, 1); /* SYNC(twin-full) */
     }
     return count;

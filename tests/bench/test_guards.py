@@ -1,9 +1,10 @@
 """What must not become slow, as ratios within one run: never nanoseconds, for machines differ and neighbours are noisy.
 
-Each guard takes the best of a few looks, as a neighbour only ever makes a look worse. A planted slow-down has to be noticed: that is a test, too.
+Each guard takes the best of a few looks, as a neighbour only ever makes a look worse. Planted slow-downs have to be noticed: tests, too.
 """
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,14 +23,30 @@ ARRAYS_OF_LIMIT = 0.7
 LISTS_OVER_NUMPY = 5
 LISTS_OVER_HTTP = 200
 
-# Every producer measures its groups the careful way, as if nothing were common.
+# What `put` would do besides, if a change had spoilt it; `group` is what it was given.
 PLANTED = """
-from shmbridge import outgoing
-class Declines:
-    def __init__(self, by_key): pass
-    def plan(self, group, stamp, source): return None
-outgoing.quick.Forms = Declines
+import gzip, json
+import numpy as np
+from shmbridge import producer
+put = producer.Producer.put
+def slow(self, group, **options):
+    {instead}
+    return put(self, group, **options)
+producer.Producer.put = slow
 """
+THROUGH_LISTS = "[value[0].tolist() for value in group.values() if isinstance(value, tuple)]"
+THROUGH_JSON = "gzip.compress(json.dumps(group).encode())"
+
+
+@pytest.fixture
+def plant(tmp_path, monkeypatch):
+    """Spoils `put` in every process started from here on."""
+
+    def spoil(instead):
+        (tmp_path / "sitecustomize.py").write_text(PLANTED.format(instead=instead))
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(shmbridge.__file__).parents[1]}")
+
+    return spoil
 
 
 def best(look, enough):
@@ -85,7 +102,23 @@ def test_lists_are_far_ahead_of_the_rollout_server() -> None:
     assert best(lambda: ratio_to_http(3.0), LISTS_OVER_HTTP) >= LISTS_OVER_HTTP
 
 
-def test_the_guard_of_arrays_notices_a_slow_down(tmp_path, monkeypatch) -> None:
-    (tmp_path / "sitecustomize.py").write_text(PLANTED)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+def test_the_guard_of_arrays_notices_a_slow_down(plant) -> None:
+    plant(THROUGH_LISTS)
     assert best(arrays_of_limit, ARRAYS_OF_LIMIT) < ARRAYS_OF_LIMIT
+
+
+def test_the_guard_of_lists_notices_a_slow_down(ends) -> None:
+    producer, consumer = ends
+
+    class Slow:
+        def put(self, group):
+            [np.array(row) for rows in group.values() for row in rows]
+            producer.put(group)
+
+    assert best(lambda: lists_over_numpy(Slow(), consumer), LISTS_OVER_NUMPY) < LISTS_OVER_NUMPY
+
+
+@pytest.mark.timeout(400)
+def test_the_guard_of_the_rollout_server_notices_a_slow_down(plant) -> None:
+    plant(THROUGH_JSON)
+    assert ratio_to_http(3.0) < LISTS_OVER_HTTP

@@ -7,7 +7,7 @@ import pytest
 
 from shmbridge._ext.limit import Twin, segment_bytes, slots_in, touch
 
-RECORD, LANE = 64, 256  # four slots
+RECORD, LANE = 4096, 16384  # four slots
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 1000, 4099])
@@ -33,10 +33,10 @@ def test_touch_takes_contiguous_buffers_only():
         touch("text")
 
 
-@pytest.fixture
-def sides():
+@pytest.fixture(params=[False, True], ids=["plain", "past the cache"])
+def sides(request):
     segment = bytearray(segment_bytes(LANE, RECORD))
-    return Twin(segment, LANE, RECORD), Twin(segment, LANE, RECORD)
+    return Twin(segment, LANE, RECORD, request.param), Twin(segment, LANE, RECORD)
 
 
 def test_the_limit_moves_what_was_written(sides):
