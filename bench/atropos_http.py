@@ -100,7 +100,7 @@ def ratio_to_http(seconds: float = 6.0) -> float:
             flow.go(groups=warm)
             return float(flow.go(seconds=seconds)["tokens_per_s"])
 
-    before = rate(Flow("put", 2048), 600, 0.1 * seconds)
+    before = rate(Flow("put", 2048), 300, 0.1 * seconds)
     http = rate(Flow("http", 2048, window=UNDER_WAY), UNDER_WAY, seconds)
-    after = rate(Flow("put", 2048), 600, 0.1 * seconds)
+    after = rate(Flow("put", 2048), 300, 0.1 * seconds)
     return (before + after) / 2 / http
