@@ -1,4 +1,4 @@
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from shmbridge._ext.column cimport Column
 from shmbridge._ext.layout cimport slot
@@ -22,4 +22,6 @@ cdef class Plan:
     cdef public object source        # what it was made of, to make it anew
     cdef slot _slot
 
+    cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, object source) except -1
+    cdef int write_all(self, LaneWriter writer) except -1
     cdef int write_index(self, uint8_t* base) except -1

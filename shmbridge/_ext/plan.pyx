@@ -4,7 +4,7 @@ Knows layout.h and measured columns; how values become bytes is pack.pyx's. A Pl
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
-from libc.stdint cimport int32_t, uint16_t
+from libc.stdint cimport uint16_t
 from libc.string cimport memcpy, memset
 
 import numpy as np
@@ -34,6 +34,9 @@ cdef class Plan:
     """The layout of one record. Raises OverflowError for one beyond what a directory can say."""
 
     def __init__(self, list columns not None, Stamp stamp not None, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, source=None):
+        self.lay_out(columns, stamp, rows, tokens, uneven, env_id, source)
+
+    cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, object source) except -1:
         cdef uint64_t at, head = len(columns) * sizeof(directory_entry) + PyBytes_GET_SIZE(stamp.group_id)
         cdef Column column
         self.columns, self.stamp, self.source = columns, stamp, source
@@ -68,6 +71,7 @@ cdef class Plan:
         self._slot.group_size = stamp.group_size if stamp.group_size else rows
         self._slot.env_id = env_id
         self._slot.t_created_ns = monotonic_ns()
+        return 0
 
     def become(self, Plan other not None):
         """Lays the record out as `other` is, which was made of the same source."""
@@ -90,6 +94,9 @@ cdef class Plan:
 
         Raises BadValue or LossyMasks before anything is published; the caller aborts the claim then.
         """
+        self.write_all(writer)
+
+    cdef int write_all(self, LaneWriter writer) except -1:
         cdef uint8_t* base = writer.claimed()
         cdef bint is_cold = writer._writer.claim_is_cold
         cdef const int32_t* tokens
@@ -104,6 +111,7 @@ cdef class Plan:
         lane_copies_done(is_cold)
         self.sequence = writer.publish(&self._slot)
         self.done = True
+        return 0
 
     def begin(self, LaneWriter writer not None):
         """Writes all but the values into the writer's open claim."""

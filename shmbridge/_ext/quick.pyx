@@ -46,8 +46,12 @@ cdef class Forms:
 
     def plan(self, group, Stamp stamp not None, source):
         """The plan of a group's record, or None."""
+        return self.make_plan(group, stamp, source)
+
+    cdef Plan make_plan(self, group, Stamp stamp, source):
         cdef Column tokens, column
         cdef Form form
+        cdef Plan made
         cdef list columns
         cdef int64_t env_id = -1
         if type(group) is not dict or "tokens" not in <dict>group:
@@ -75,7 +79,9 @@ cdef class Forms:
             if column is None or form is self._masks and column.tag == TAG_VALUES and column.folds is None or not belongs(column, tokens):
                 return None
             columns.append(column)
-        return Plan(columns, stamp, tokens.entries, tokens.count, False, <int32_t>env_id, source)
+        made = Plan.__new__(Plan)
+        made.lay_out(columns, stamp, tokens.entries, tokens.count, False, <int32_t>env_id, source)
+        return made
 
 
 cdef class Door:
@@ -100,14 +106,14 @@ cdef class Door:
         cdef Stamp given
         if self._writer.is_hindered():
             return None
-        given = self.stamp(group_id, number, version)
+        given = self.make_stamp(group_id, number, version)
         if given is None:
             return None
-        plan = self._forms.plan(group, given, None)
+        plan = self._forms.make_plan(group, given, None)
         if plan is None or plan.extent_bytes > self._most_bytes or not lane_claim(&self._writer._writer, plan.extent_bytes):
             return None
         try:
-            plan.place(self._writer)
+            plan.write_all(self._writer)
         except BaseException as error:
             self._writer.abort()
             if isinstance(error, (BadValue, LossyMasks)):
@@ -117,8 +123,12 @@ cdef class Door:
 
     def stamp(self, group_id, uint64_t number, version):
         """The stamp of a whole train group in its usual form, or None."""
+        return self.make_stamp(group_id, number, version)
+
+    cdef Stamp make_stamp(self, group_id, uint64_t number, version):
         cdef int64_t began
         cdef bytes raw
+        cdef Stamp given
         if group_id is None:
             raw = numbered(self._own_groups, number)
         elif type(group_id) is str and len(<str>group_id) <= 1000:
@@ -132,7 +142,9 @@ cdef class Door:
             began = self._writer.policy_version()
         elif not small_number(version, &began) or began < 0:
             return None
-        return Stamp(raw, 0, began, began, False)
+        given = Stamp.__new__(Stamp)
+        given.group_id, given.oldest, given.newest = raw, began, began
+        return given
 
 
 cdef bytes numbered(bytes prefix, uint64_t number):
