@@ -82,14 +82,23 @@ def scaling(rows: Sequence[Figures], path: Path, *, note: str = "") -> None:
 
 
 def latency(samples_us: Mapping[str, Sequence[float]], path: Path, *, note: str = "") -> None:
-    """Share of samples at or below a latency, for each name; median and 99th percentile are marked. Microseconds."""
+    """Share of samples at or below a latency, for each name; median and 99th percentile are marked. Microseconds.
+
+    Names that are alike up to their last colon share a color; the first of them is drawn thick, the others dashed.
+    """
+    cases: dict[str, list[str]] = {}
+    for name in samples_us:
+        cases.setdefault(name.rpartition(": ")[0] or name, []).append(name)
+    colors = zip(cases.values(), _colors(len(cases), OURS), strict=True)
+    drawn = [(name, color, name == names[0]) for names, color in colors for name in names]
     with _figure(path, "Latency", _join("share of samples that took at most so long; dots: median and 99th percentile", note)) as axes:
-        for (name, samples), color in zip(samples_us.items(), (OURS, *OTHERS), strict=False):
-            ordered = sorted(samples)
+        for name, color, first in drawn:
+            ordered = sorted(samples_us[name])
             shares = [(n + 1) / len(ordered) for n in range(len(ordered))]
             middle, late = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.50, 0.99))
             label = f"{name}   p50 {_number(middle)} µs, p99 {_number(late)} µs"
-            axes.step(ordered, shares, where="post", color=color, linewidth=2, label=label)
+            line = {"linewidth": 2, "linestyle": "-"} if first else {"linewidth": 1.2, "linestyle": (0, (4, 2))}
+            axes.step(ordered, shares, where="post", color=color, label=label, **line)
             axes.plot([middle, late], [0.50, 0.99], "o", color=color, markersize=5)
         axes.set_xscale("log")
         axes.set_ylim(0, 1.02)
@@ -107,7 +116,7 @@ def cpu_per_token(cpu_s_per_million_tokens: Mapping[str, float], path: Path, *, 
         best = ways[-1][1]
         for at, (name, value) in enumerate(ways):
             axes.barh(at, value, height=0.62, color=OURS if "shmbridge" in name or value == best else "#9aa5b4")
-            times = "" if value == best else f"   {value / best:,.0f} x"
+            times = "" if value == best else f"   {_number(value / best)} x"
             axes.annotate(f"{_number(value)} s{times}", (value, at), (6, 0), textcoords="offset points", va="center", fontsize=9)
         axes.set_yticks(range(len(ways)), [name for name, _ in ways])
         axes.tick_params(axis="y", length=0, labelcolor=INK)
@@ -156,8 +165,9 @@ def _join(*parts: str) -> str:
     return " · ".join(filter(None, parts))
 
 
-def _colors(count: int) -> list[str]:
-    return [OTHERS[n % len(OTHERS)] for n in range(count)]
+def _colors(count: int, *first: str) -> list[str]:
+    colors = (*first, *OTHERS)
+    return [colors[n % len(colors)] for n in range(count)]
 
 
 def _sorted(rows: Sequence[Figures]) -> list[Figures]:

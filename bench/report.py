@@ -5,6 +5,7 @@ A suite's figures are whatever it put in extra_info. This knows those of `measur
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +37,7 @@ def write(source: Path, into: Path = INTO) -> list[Path]:
     """Reads a file of pytest-benchmark and writes the results; the paths written. Plots are left out where matplotlib is not installed."""
     ran = json.loads(source.read_text())
     about = ran["machine_info"]
-    rows = [_row(each) for each in ran["benchmarks"]]
+    rows = [row for each in ran["benchmarks"] for row in _rows(each)]
     name = machine.slug()
     into.mkdir(parents=True, exist_ok=True)
     pictures = _plots(rows, into, name)
@@ -125,10 +126,10 @@ def _table(rows: Sequence[Figures]) -> str:
         cells = [[row["label"], *map(_value, _facts(row).values())] for row in alike]
         if len(names) > WIDEST:  # facts below each other
             columns = zip(*(cell[1:] for cell in cells), strict=True)
-            shown = [[name.replace("_", " "), *values] for name, values in zip(names, columns, strict=True)]
+            shown = [[_fact(name), *values] for name, values in zip(names, columns, strict=True)]
             parts.append(_lines(["", *(row["label"] for row in alike)], shown, left=1))
             continue
-        parts.append(_lines(["", *(name.replace("_us", " µs").replace("_", " ") for name in names)], cells, left=1))
+        parts.append(_lines(["", *map(_fact, names)], cells, left=1))
     return "\n\n".join(parts)
 
 
@@ -159,7 +160,13 @@ def _lines(heads: Sequence[str], cells: Sequence[Sequence[str]], left: int) -> s
     return "\n".join(f"| {' | '.join(row)} |" for row in [heads, rule, *cells])
 
 
+def _fact(name: str) -> str:
+    return re.sub("_us(?=_|$)", " µs", name).replace("_", " ")
+
+
 def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return " - ".join(map(_value, value))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 or isinstance(value, int) else f"{value:.4g}"
@@ -170,6 +177,16 @@ def _row(benchmark: dict[str, Any]) -> Figures:
     name = benchmark["name"]
     own = {"label": name, "group": benchmark.get("group") or name.partition("[")[0], "median_us": 1e6 * benchmark["stats"]["median"]}
     return {**own, **benchmark.get("extra_info", {})}
+
+
+def _rows(benchmark: dict[str, Any]) -> list[Figures]:
+    """One, or one for each name where a suite took samples of several in turn."""
+    row = _row(benchmark)
+    several = row.get("samples_us")
+    if not isinstance(several, dict):
+        return [row]
+    own = {key: row[key] for key in ("label", "group", "median_us")}
+    return [own | {"label": f"{row['label']}: {name}", "samples_us": samples} for name, samples in several.items()]
 
 
 def _thinned(row: Figures) -> Figures:

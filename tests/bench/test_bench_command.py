@@ -52,6 +52,7 @@ def ran(tmp_path):
         "test_peers[ring]": ("peers", figures),
         "test_producers[2]": ("producers", figures),
         "test_wake": ("latency", {"samples_us": [float(n) for n in range(1, 2001)]}),
+        "test_both": ("latency", {"label": "asleep", "samples_us": {"get": [3.0, 1.0, 2.0], "eventfd": [2.0]}}),
         "test_http": ("end to end", {"cpu_s_per_million_tokens": 24.0, "tokens_per_s": 60000.0}),
         "test_ways": ("ways", {"cpu_s_per_million_tokens": {"environment": 0.5, "server": 1.5}} | {f"fact_{n}": n for n in range(8)}),
         "test_other": (None, {}),
@@ -73,10 +74,12 @@ def test_a_page_has_every_row_and_says_what_is_missing(ran, tmp_path):
     assert "## Peers" in page
     assert "| shmbridge | 8 x 16 |" in page
     assert "| test_wake | 2,000 | 1,001 µs |" in page
+    assert "| asleep: get | 3 | 2 µs |" in page, "taken in turn, a row each"
     assert "| test_http | 500,000 | 24 | 60,000 |" in page
     assert "| test_other | 500,000 |" in page
     assert "| cpu s per million tokens: server | 1.5 |" in page, "many facts stand below each other"
     assert "Ray actor (pip install ray)" in page
     kept = json.loads((tmp_path / "results" / f"{name}.json").read_text())
-    (latency,) = [row for row in kept["rows"] if row["group"] == "latency"]
+    latency, ours, theirs = [row for row in kept["rows"] if row["group"] == "latency"]
     assert (latency["samples"], len(latency["samples_us"])) == (2000, 401)
+    assert (ours["samples_us"], theirs["samples_us"]) == ([1.0, 2.0, 3.0], [2.0])
