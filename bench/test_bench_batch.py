@@ -146,7 +146,9 @@ def size_of(arrays: Arrays) -> int:
 
 def measure(benchmark: Any, case: Case, maker: str, arrays: Arrays, call: Callable[..., Any], **options: Any) -> None:
     """Times `call` and notes what it moved."""
-    benchmark.extra_info.update(maker=maker, bytes=size_of(arrays), tokens=case.tokens, rows=len(case.lengths), groups=len(case.groups))
+    benchmark.group = f"batches, {case.layout}"
+    label = f"{len(case.groups)} groups of {ROWS} x {case.lengths.max()}, {maker}"
+    benchmark.extra_info.update(label=label, bytes=size_of(arrays), tokens=case.tokens, rows=len(case.lengths), groups=len(case.groups))
     benchmark.pedantic(call, rounds=20, warmup_rounds=3, **options)
 
 

@@ -33,6 +33,10 @@ from shmbridge.bench.machine import LANE_BYTES
 
 pytest.importorskip("atroposlib")
 full = pytest.mark.full
+LABELS = {
+    "http": "Atropos, BaseEnv over HTTP", "base_env": "shmbridge, BaseEnv unedited", "lists": "shmbridge, put from lists",
+    "arrays": "shmbridge, put from arrays", "row_arrays": "shmbridge, put from row arrays",
+}  # fmt: skip
 
 
 class Today(dict[int, dict[str, Any]]):
@@ -53,6 +57,7 @@ def today():
 
 def measure(benchmark: Any, flow: Flow, *, warm: int, seconds: float, rounds: int) -> dict[str, Any]:
     """Windows of about so many seconds, timed by the benchmark; the medians of what they say."""
+    benchmark.group = f"end to end, groups of {ROWS} x {flow.length}"
     windows = []
     with flow:
         groups = flow.warm(warm, seconds)
@@ -97,7 +102,7 @@ def against(http: dict[str, Any], here: dict[str, Any]) -> dict[str, float]:
 
 
 def say(benchmark: Any, how: str, length: int, figures: dict[str, Any]) -> None:
-    benchmark.group = f"end to end, groups of {ROWS} x {length}"
+    benchmark.extra_info["label"] = f"{LABELS[how]}, {ROWS} x {length}"
     benchmark.extra_info.update({"how": how, "tokens_each": length, "lane_bytes": LANE_BYTES, **figures})
 
 

@@ -194,9 +194,10 @@ def live(bridge: str) -> list[float]:
 # -- what is said of it -----------------------------------------------------------------------------------------------------------
 
 
-def report(benchmark: Any, run: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
+def report(benchmark: Any, label: str, run: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
+    benchmark.group = "latency"
     samples = benchmark.pedantic(run, rounds=1)
-    benchmark.extra_info["samples_us"] = samples
+    benchmark.extra_info.update(label=label, samples_us=samples)
     for name, values in samples.items():
         for share in (50, 90, 99):
             benchmark.extra_info[f"{name}_p{share}_us"] = round(float(np.percentile(values, share)), 2)
@@ -219,7 +220,8 @@ def test_asleep(benchmark: Any, bridge: str, waker: str, idle: int) -> None:
         benchmark.extra_info["consumer_cpu_share"] = round(cpu, 5)
         return {"get": ours, "eventfd": theirs}
 
-    report(benchmark, run)
+    among = f", {idle} idle producers" if idle else ""
+    report(benchmark, f"asleep, {waker} waker{among}", run)
 
 
 @pytest.mark.parametrize("how", ["get_async", "async_for"])
@@ -234,11 +236,11 @@ def test_asleep_in_a_loop(benchmark: Any, bridge: str, how: str) -> None:
         ours, theirs = asyncio.run(woken_in_a_loop(bridge, take))
         return {how: ours, "eventfd": theirs}
 
-    report(benchmark, run)
+    report(benchmark, f"asleep in an event loop, {how}", run)
 
 
 def test_live(benchmark: Any, bridge: str) -> None:
-    report(benchmark, lambda: {"get": live(bridge)})
+    report(benchmark, "awake", lambda: {"get": live(bridge)})
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ def test_longer_trajectories(benchmark, quick, form, length):
         benchmark.pedantic(lambda: costs.append(lane.turns(lane.fits, seconds)), rounds=rounds)
         for _ in range(rounds):
             single.append(lane.turns(1, seconds / 2))
+        benchmark.extra_info["label"] = str(shape)
         benchmark.extra_info.update(
             {"form": form, "rows": shape.rows, "length": length, "bytes": shape.bytes, "lane_bytes": LANE_BYTES, "in_lane": lane.fits}
             | {"full": medians(costs, shape), "one at a time": medians(single, shape)}
@@ -74,7 +75,7 @@ def test_longer_batches(benchmark, quick, layout, length):
         )
     middle = sorted(spent)[len(spent) // 2] * 1e9 / groups
     benchmark.extra_info.update(
-        {"layout": layout, "rows": shape.rows, "length": length, "groups": groups, "lane_bytes": LANE_BYTES}
+        {"label": str(shape), "layout": layout, "rows": shape.rows, "length": length, "groups": groups, "lane_bytes": LANE_BYTES}
         | {"us_per_group": middle / 1e3, "ns_per_token": middle / shape.tokens, "ns_per_byte": middle / shape.bytes}
     )
 
@@ -92,6 +93,7 @@ def test_more_lanes(benchmark, quick, lanes, shape):
         for _ in range(rounds):
             one_busy.append(all_lanes.turns(IN_ALL // 64, seconds / 2, lanes=1))
             empty.append(1e6 * all_lanes.poll_empty(500))
+        benchmark.extra_info["label"] = f"{lanes} lane{'s' if lanes > 1 else ''}"
         benchmark.extra_info.update(
             {"lanes": lanes, "lane_bytes": LANE_BYTES // lanes, "groups": IN_ALL, "bytes": shape.bytes}
             | {"all busy": medians(costs, shape), "one busy": medians(one_busy, shape), "empty_poll_us": sorted(empty)[rounds // 2]}
