@@ -82,7 +82,7 @@ test-all: test model sanitize kill-fuzz mutations ## what takes too long for eve
 bench: $(VENV)/.bench ## measure everything on this machine: bench/results/, a quarter of an hour
 	$(MEASURE) && $(RUN) -m shmbridge.bench.report build/bench.json
 
-bench-quick: $(VENV)/.bench ## the same, shorter: a look in two minutes, into build/
+bench-quick: $(VENV)/.bench ## the same, shorter: a look in three minutes, into build/
 	$(MEASURE) --quick && $(RUN) -m shmbridge.bench.report build/bench.json --into build/bench
 
 # What is measured against; ray and TransferQueue are large, and stay out unless BENCH_RAY=1.

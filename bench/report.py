@@ -152,7 +152,7 @@ def _cpu(row: Figures) -> float | None:
 
 def _percentiles(samples: Sequence[float]) -> list[str]:
     ordered = sorted(samples)
-    return [f"{ordered[min(len(ordered) - 1, int(share * len(ordered)))]:,.4g} µs" for share in (0.5, 0.9, 0.99, 0.999, 1)]
+    return [f"{_value(ordered[min(len(ordered) - 1, int(share * len(ordered)))])} µs" for share in (0.5, 0.9, 0.99, 0.999, 1)]
 
 
 def _lines(heads: Sequence[str], cells: Sequence[Sequence[str]], left: int) -> str:

@@ -221,7 +221,7 @@ def test_asleep(benchmark: Any, bridge: str, waker: str, idle: int) -> None:
         return {"get": ours, "eventfd": theirs}
 
     among = f", {idle} idle producers" if idle else ""
-    report(benchmark, f"asleep, {waker} waker{among}", run)
+    report(benchmark, f"consumer asleep, producer {waker}{among}", run)
 
 
 @pytest.mark.parametrize("how", ["get_async", "async_for"])
@@ -236,11 +236,11 @@ def test_asleep_in_a_loop(benchmark: Any, bridge: str, how: str) -> None:
         ours, theirs = asyncio.run(woken_in_a_loop(bridge, take))
         return {how: ours, "eventfd": theirs}
 
-    report(benchmark, f"asleep in an event loop, {how}", run)
+    report(benchmark, f"event loop asleep, {how}", run)
 
 
 def test_live(benchmark: Any, bridge: str) -> None:
-    report(benchmark, "awake", lambda: {"get": live(bridge)})
+    report(benchmark, "consumer awake", lambda: {"get": live(bridge)})
 
 
 if __name__ == "__main__":
