@@ -1,7 +1,7 @@
 """What a value costs on its way from a Python list into the lane, beside what else could be done with that list. One process, one thread.
 
-Lists whose objects lie in the order they were made in, of SOURCES groups put in turn. A column's cost is that of a `put` with it, less that of a `put` without it
-(tokens from arrays); medians of rounds. Method: bench/README.md.
+Lists whose objects lie in the order they were made in, of SOURCES groups in turn. A column costs what a `put` with it takes, less what one
+without it takes (tokens from arrays); medians of rounds. Method: bench/README.md.
 """
 
 import json

@@ -142,7 +142,10 @@ class _Mapping:
         else:
             self.add("masks", value)
             rows = [value[0]] if is_flat(value) else value
-            trained = [None if row is None else np.not_equal(row, -100) for row in rows]
+            try:
+                trained = [None if row is None else np.not_equal(row, -100) for row in rows]
+            except (TypeError, ValueError, RuntimeError) as wrong:
+                raise InvalidRecord(f"column 'masks' is list<int32>: {wrong}", hint="-100, or the token", column="masks") from wrong
             self.add("loss_mask", (trained[0], value[1]) if is_flat(value) else trained)
 
     def add_json(self, name: str, value: Any) -> None:

@@ -174,7 +174,7 @@ def build(table: Columns, column: ColumnType, value: Any) -> Column:
         return _BUILDERS[column.kind](table, column, value)
     except BadValue:
         raise
-    except (TypeError, ValueError, OverflowError, AttributeError) as wrong:
+    except (TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as wrong:  # torch says what it cannot do with RuntimeError
         if isinstance(wrong, InvalidRecord):
             raise
         raise InvalidRecord(f"column {column.name!r} is {column.type_name}: {wrong}", column=column.name) from wrong

@@ -108,7 +108,10 @@ class Loader:
 def _plan(measured: intake.Intake, stamp: Stamp, source: Any) -> Plan:
     if stamp.group_size and stamp.group_size < measured.rows:
         raise InvalidRecord(f"group_size={stamp.group_size} is less than the {measured.rows} rows given")
-    return Plan(measured.columns, stamp, measured.rows, measured.tokens, measured.uneven, measured.env_id, source)
+    try:
+        return Plan(measured.columns, stamp, measured.rows, measured.tokens, measured.uneven, measured.env_id, source)
+    except OverflowError as wrong:
+        raise RecordTooBig(str(wrong), hint="put the group in fragments with group_size=") from None
 
 
 def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> Column:

@@ -15,18 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from shmbridge import liveness, participation, placement, segment, sizing
+from shmbridge import liveness, participation, placement, refusals, segment, sizing
 from shmbridge._ext import header, quick, ring
 from shmbridge._ext.pack import BadValue, LossyMasks
 from shmbridge._ext.plan import Plan, Stamp
 from shmbridge.config import check_bridge_name, format_size, parse_size
 from shmbridge.errors import (
-    BridgeDraining,
     ClaimOpen,
     Closed,
     InvalidRecord,
     LaneFull,
-    LaneQuarantined,
     RecordTooBig,
     SchemaMismatch,
     ShmBridgeError,
@@ -159,10 +157,11 @@ class Producer(OneProcess):
             InvalidRecord, SchemaMismatch, RecordTooBig, LaneFull, BridgeDraining, Closed: nothing was committed.
         """
         if group_size is None and split == "train" and not self._closed:
-            sequence: int | None = self._door.put(group, group_id, self._groups_put, policy_version)
+            self._groups_put += 1  # before: an interrupt may hide that it was put, and no two groups get one id
+            sequence: int | None = self._door.put(group, group_id, self._groups_put - 1, policy_version)
             if sequence is not None:
-                self._groups_put += 1
                 return sequence
+            self._groups_put -= 1
         return self._put_at_leisure(self._measure(group, group_id, group_size, policy_version, split, foreign), timeout_s)
 
     def _put_at_leisure(self, plan: Plan, timeout_s: float | None) -> int | None:
@@ -220,7 +219,7 @@ class Producer(OneProcess):
             async with asyncio.timeout(timeout_s):
                 await turn.acquire()
             try:
-                while not plan.done and not self._try_put(plan):
+                while not plan.done and (self._writer.claiming or not self._try_put(plan)):
                     left = _left(began, timeout_s)
                     if left <= 0:
                         raise TimeoutError
@@ -261,10 +260,21 @@ class Producer(OneProcess):
         """
         self._check_open()
         plan = self._loader.claimed(rows, lengths, self._stamp(group_id, group_size, policy_version, split))
-        if not self._try_claim(plan) and not self._wait_for(lambda: self._try_claim(plan), plan, timeout_s):
-            raise self._lane_full(plan, 0.0)
-        plan.begin(self._writer)
-        return Slot(plan, self._writer.claimed_memory(), lambda memory: self._end_claim(plan, memory))
+
+        def begin() -> bool:
+            if self._held_back() or not self._writer.claim(plan.extent_bytes):
+                return False
+            plan.begin(self._writer)
+            return True
+
+        self._held_back()  # raises, of a claim that is open already, before one of ours can be
+        try:
+            if not begin() and not self._wait_for(begin, plan, timeout_s):
+                raise self._lane_full(plan, 0.0)
+            return Slot(plan, self._writer.claimed_memory(), lambda memory: self._end_claim(plan, memory))
+        except BaseException:
+            self._writer.abort()
+            raise
 
     def _measure(self, group: Any, group_id: str | int | None, group_size: int | None, version: Version, split: str, foreign: bool) -> Plan:
         self._check_open()
@@ -279,28 +289,26 @@ class Producer(OneProcess):
         own = f"{self.producer_id}:{self._groups_put - 1}"
         return checked_stamp(own if group_id is None else group_id, group_size, version, self._control.policy_version, split)
 
-    def _try_claim(self, plan: Plan) -> bool:
-        held_back = (self._closed or self._writer.hindered) and self._is_paused()
-        return not held_back and self._writer.claim(plan.extent_bytes)
+    def _held_back(self) -> bool:
+        """Whether the bridge is paused; raises what hinders a claim and will not pass by itself."""
+        return (self._closed or self._writer.hindered) and self._is_paused()
 
     def _is_paused(self) -> bool:
-        """Whether the bridge is paused; raises whatever else hinders a claim, and will not pass by itself."""
         self._check_open()
         if self._writer.quarantined:
-            raise LaneQuarantined(
-                f"the consumer (pid {self._control.hub_pid}) has quarantined the lane of {self.producer_id}: its words cannot be true",
-                hint="something overwrote shared memory: see the consumer's log, then open a new producer",
-            )
+            raise refusals.quarantined(self.producer_id, self._control.hub_pid)
         if self._writer.claiming:
             raise ClaimOpen(f"producer {self.producer_id} has an open claim", hint="put after the `with producer.claim(...)` block")
         if self._control.draining:
-            raise BridgeDraining(f"the consumer of bridge {self.bridge!r} is draining it", hint="the run is over: close the producer")
+            raise refusals.draining(self.bridge)
         return bool(self._control.paused)
 
     def _try_put(self, plan: Plan) -> bool:
         """Claims and commits if there is room now."""
-        while self._try_claim(plan):
+        while not self._held_back():
             try:
+                if not self._writer.claim(plan.extent_bytes):
+                    return False
                 plan.place(self._writer)
                 return True
             except LossyMasks:  # rare masks, neither -100 nor the token: `masks` becomes a column of its own, and there must be room for it
@@ -318,7 +326,7 @@ class Producer(OneProcess):
     def _unfold(self, plan: Plan) -> None:
         try:
             plan.become(self._loader.with_masks_as_they_are(plan))
-        except RecordTooBig:
+        except (InvalidRecord, RecordTooBig):
             self._drop(plan, Drop.INVALID)
             raise
 
@@ -350,19 +358,7 @@ class Producer(OneProcess):
             time.sleep(min(left_s, 0.02))
 
     def _lane_full(self, plan: Plan, waited_s: float) -> LaneFull:
-        control = self._control
-        if not liveness.is_locked(control.mapping.fd, Byte.HUB):
-            culprit, hint = "no consumer is alive: waiting for the next one", "start the learner"
-        elif control.paused:
-            culprit, hint = f"paused by the consumer (pid {control.hub_pid})", "resume the bridge"
-        else:
-            culprit = f"consumer pid {control.hub_pid} is alive and has not released {self._writer.outstanding} records"
-            hint = "the learner is slow or holds leases: raise lane_bytes, or lower what it holds"
-        return LaneFull(
-            f"lane of {self.producer_id} has no room for {format_size(plan.extent_bytes)} after {waited_s:.1f} s "
-            f"({format_size(self._writer.free_bytes)} of {format_size(self.lane_bytes)} free); {culprit}",
-            hint=hint,
-        )
+        return refusals.lane_full(self.producer_id, self._control, self._writer, plan.extent_bytes, waited_s)
 
     def _end_claim(self, plan: Plan, memory: memoryview | None) -> int | None:
         """What the caller wrote into the open claim is checked and published; without `memory` the claim is given up."""

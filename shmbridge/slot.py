@@ -27,6 +27,10 @@ class Slot:
             raise ClaimOpen("the claim is over: its memory is the consumer's", hint="write inside the `with` block")
         return self._plan.view(self._memory, self._columns[name])
 
+    def __del__(self) -> None:
+        if self._memory is not None:  # never entered, or interrupted on the way
+            self.__exit__(GeneratorExit)
+
     def __enter__(self) -> Self:
         return self
 

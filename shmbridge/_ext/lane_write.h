@@ -24,6 +24,12 @@ typedef struct {
     interval extent;
 } own_slot;
 
+/* A committed record whose release would make room. */
+typedef struct {
+    uint64_t generation;
+    uint32_t index;
+} awaited;
+
 typedef struct {
     lane_header *header;
     control_header *hub;
@@ -47,6 +53,8 @@ typedef struct {
     int claim_is_cold;      /* its extent has left the cache since it was last written */
     extent_warmth warmth;
     int64_t spin_ns;        /* how long to look for room before sleeping */
+    awaited *awaited;       /* what the one that sleeps for room looks at: it may do so while another thread puts */
+    uint32_t awaited_count;
 } lane_writer;
 
 /* For a lane that was formatted just now and has never been written to. 0, or -1: no memory. */
@@ -60,8 +68,10 @@ static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lan
     writer->own = calloc(shape->slot_count, sizeof(own_slot));
     writer->free_slots = malloc(shape->slot_count * sizeof(uint32_t));
     writer->outstanding = malloc(shape->slot_count * sizeof(uint32_t));
+    writer->awaited = malloc(shape->slot_count * sizeof(awaited));
     writer->free_extents = malloc((shape->slot_count + 2ull) * sizeof(interval));
-    if (!writer->own || !writer->free_slots || !writer->outstanding || !writer->free_extents || warmth_open(&writer->warmth, shape->data_bytes))
+    if (!writer->own || !writer->free_slots || !writer->outstanding || !writer->free_extents || !writer->awaited ||
+        warmth_open(&writer->warmth, shape->data_bytes))
         return -1;
     for (uint32_t i = 0; i < shape->slot_count; i++) writer->free_slots[i] = shape->slot_count - 1 - i;
     writer->free_slot_count = shape->slot_count;
@@ -72,7 +82,7 @@ static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lan
 }
 
 static inline void lane_writer_close(lane_writer *writer) {
-    free(writer->own), free(writer->free_slots), free(writer->outstanding), free(writer->free_extents);
+    free(writer->own), free(writer->free_slots), free(writer->outstanding), free(writer->awaited), free(writer->free_extents);
     warmth_close(&writer->warmth);
     *writer = (lane_writer){.claimed = -1};
 }
@@ -171,9 +181,18 @@ static inline uint64_t lane_commit(lane_writer *writer, const slot *stamp) {
     return sequence;
 }
 
+/* Notes what is outstanding now, before a wait for space. For the producer's thread, or, with its lock held, for the one that sleeps. */
+static inline void lane_note_outstanding(lane_writer *writer) {
+    writer->awaited_count = writer->outstanding_count;
+    for (uint32_t i = 0; i < writer->awaited_count; i++) {
+        uint32_t index = lane_outstanding(writer, i);
+        writer->awaited[i].index = index, writer->awaited[i].generation = writer->own[index].generation;
+    }
+}
+
 static inline int lane_anything_released(const lane_writer *writer) {
-    for (uint32_t i = 0; i < writer->outstanding_count; i++)
-        if (lane_is_released(writer, lane_outstanding(writer, i))) return 1; /* SYNC(space-wake) */
+    for (uint32_t i = 0; i < writer->awaited_count; i++)
+        if (load_seq64(&writer->released[writer->awaited[i].index]) >= writer->awaited[i].generation) return 1; /* SYNC(space-wake) */
     return 0;
 }
 
@@ -189,13 +208,15 @@ static inline int lane_spin_for_space(lane_writer *writer, int64_t began, int64_
     return released;
 }
 
-/* Spins, then sleeps until something was released since the last claim, the bell rang, or the tick or the timeout is over. Nanoseconds. */
+/* Spins, then sleeps until something noted was released, the bell rang, or the tick or the timeout is over. Nanoseconds. */
 static inline int64_t lane_wait_space(lane_writer *writer, int64_t timeout_ns) {
     lane_header *header = writer->header;
     int64_t began = monotonic_ns();
     uint32_t seen;
     int status = 0;
     if (lane_spin_for_space(writer, began, timeout_ns)) return monotonic_ns() - began;
+    timeout_ns -= monotonic_ns() - began;
+    if (timeout_ns <= 0) return monotonic_ns() - began;
     seen = load_seq32(&header->space_bell);  /* SYNC(bell) */
     store_seq32(&header->space_waiting, 1);  /* SYNC(space-wake) */
     fault_hit("producer.waiting");

@@ -17,6 +17,7 @@ from shmbridge._ext.layout cimport KIND_BYTES, KIND_LIST_LIST, KIND_MAP, KIND_SC
 
 cdef extern from "Python.h":
     Py_ssize_t PySequence_Fast_GET_SIZE(object row)
+    PyObject* PyErr_Occurred()
 
 cdef extern from "pylist.h":
     Py_ssize_t pack_int32(object row, Py_ssize_t count, int32_t* to)
@@ -94,6 +95,8 @@ cdef int write_list(Column column, Py_ssize_t row, source, uint8_t* first, uint8
     else:
         bad = pack_any(source, temporary_view(column, to, count))
     if bad >= 0:
+        if PyErr_Occurred() != NULL:
+            return -1
         value = source[bad] if bad < len(source) else None
         raise_bad(column, row, bad, value, f"does not fit {column.form.dtype}")
     return check_finite(column, first, to, count)
@@ -105,7 +108,7 @@ cdef int write_array(Column column, Py_ssize_t row, cnp.ndarray source, uint8_t*
     cdef int have = cnp.PyArray_TYPE(source), want = column.form.array_type
     cdef void* values = cnp.PyArray_DATA(source)
     cdef int64_t bad = -1
-    if not (cnp.PyArray_IS_C_CONTIGUOUS(source) and cnp.PyArray_ISNOTSWAPPED(source)):
+    if not cnp.PyArray_ISCARRAY_RO(source):
         copy_array(column, row, source.reshape(-1), temporary_view(column, to, count))
     elif have == want and want == cnp.NPY_FLOAT32 and column.form.finite:
         bad = copy_finite32(<float*>to, <const float*>values, count, is_cold)
@@ -145,6 +148,8 @@ cdef int fold_values(Column column, uint8_t* to, const int32_t* tokens) except -
         if by_row and row < len(token_rows) and isinstance(token_rows[row], (list, tuple)) and PySequence_Fast_GET_SIZE(token_rows[row]) == count:
             same = <PyObject*>token_rows[row]
         if fold_masks(masks, same, tokens, count, to) >= 0:
+            if PyErr_Occurred() != NULL:
+                return -1
             raise LossyMasks
         to += count
         tokens += count

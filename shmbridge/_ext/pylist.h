@@ -1,4 +1,5 @@
-/* Python numbers to C arrays, without an array in between. Each function returns -1, or the index of the first value that does not fit.
+/* Python numbers to C arrays, without an array in between. Each function returns -1, or the index of the first value that does
+ * not fit; a Python error is set then only if it is none of the value's own.
  *
  * `row` is a list or tuple of at least `count` items. Exact ints and floats are read as CPython keeps them, behind a version guard, and run no
  * Python code; everything else goes the checked way round, after which the row is looked at anew: that code may have changed it.
@@ -24,7 +25,12 @@
 
 static inline int row_is_there(PyObject *row, Py_ssize_t count) { return PySequence_Fast_GET_SIZE(row) >= count; }
 
-/* The value of an int-like object. 0, or -1 with a Python error cleared: not an integer, or beyond 64 bits. */
+/* An error of the value's own becomes "does not fit"; an interrupt or want of memory stays set. */
+static inline void forget_bad_value(void) {
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception) && !PyErr_ExceptionMatches(PyExc_MemoryError)) PyErr_Clear();
+}
+
+/* The value of an int-like object. 0, or -1: not an integer, or beyond 64 bits. */
 static int int_value(PyObject *item, int64_t *value) {
     int overflow = 0;
     PyObject *exact;
@@ -36,7 +42,7 @@ static int int_value(PyObject *item, int64_t *value) {
         Py_DECREF(exact);
     }
     if (!exact || overflow || (*value == -1 && PyErr_Occurred())) {
-        PyErr_Clear();
+        forget_bad_value();
         return -1;
     }
     return 0;
@@ -47,7 +53,7 @@ static int float_value(PyObject *item, double *value) {
     *value = PyFloat_AsDouble(item);
     Py_DECREF(item);
     if (*value == -1.0 && PyErr_Occurred()) {
-        PyErr_Clear();
+        forget_bad_value();
         return -1;
     }
     return 0;
@@ -130,7 +136,7 @@ static inline Py_ssize_t fold_masks(PyObject *masks, PyObject *tokens, const int
         prefetch_ahead(items, i, count);
         if (row_int(masks, &items, i, count, &mask) != 0 || (mask != -100 && mask != packed[i])) return i;
         to[i] = mask != -100;
-        if (same && !row_is_there(tokens, count)) same = NULL;
+        if (same) same = row_is_there(tokens, count) ? PySequence_Fast_ITEMS(tokens) : NULL;
     }
     return -1;
 }

@@ -80,7 +80,10 @@ cdef class Forms:
                 return None
             columns.append(column)
         made = Plan.__new__(Plan)
-        made.lay_out(columns, stamp, tokens.entries, tokens.count, False, <int32_t>env_id, source)
+        try:
+            made.lay_out(columns, stamp, tokens.entries, tokens.count, False, <int32_t>env_id, source)
+        except OverflowError:
+            return None
         return made
 
 
@@ -210,29 +213,28 @@ cdef Column empty(Form form, int tag):
 
 
 cdef object as_array(value):
-    """An exact ndarray, C contiguous, in native byte order; or None."""
+    """An exact ndarray, C contiguous, aligned, in native byte order; or None."""
     if type(value) is Tensor:
         try:
             value = value.numpy()
         except (RuntimeError, TypeError):  # it needs a gradient, is on a device, or of a type that NumPy has not
             return None
-    if cnp.PyArray_CheckExact(value) and cnp.PyArray_IS_C_CONTIGUOUS(value) and cnp.PyArray_ISNOTSWAPPED(value):
+    if cnp.PyArray_CheckExact(value) and cnp.PyArray_ISCARRAY_RO(value):
         return value
     return None
 
 
 cdef Column rows(Form form, list values):
     """A list of rows, each a list or a 1-D array."""
-    cdef Py_ssize_t row, length, count = PyList_GET_SIZE(values)
+    cdef list held = list(values)  # the caller's own list may change, also while the record waits for room
+    cdef Py_ssize_t row, length, count = PyList_GET_SIZE(held)
     cdef uint64_t total = 0
     cdef bytes raw
     cdef uint32_t* lengths
-    cdef list held
     if count > 1 << 24:
         return None
     raw = PyBytes_FromStringAndSize(NULL, 4 * count)
     lengths = <uint32_t*>PyBytes_AS_STRING(raw)
-    held = list(values)  # the caller's own list may change while the record waits for room
     for row in range(count):
         each = <object>PyList_GET_ITEM(held, row)
         if PyList_CheckExact(each):

@@ -38,6 +38,7 @@ cdef extern from "lane_write.h" nogil:
     void lane_reclaim(lane_writer* writer, int thoroughly)
     void lane_abort(lane_writer* writer)
     uint64_t lane_commit(lane_writer* writer, const slot* stamp)
+    void lane_note_outstanding(lane_writer* writer)
     int64_t lane_wait_space(lane_writer* writer, int64_t timeout_ns)
     uint64_t lane_free_bytes(const lane_writer* writer)
     uint32_t lane_unreleased(const lane_writer* writer)

@@ -55,8 +55,7 @@ cdef class LaneWriter:
         cdef bint room
         if writer.claimed >= 0:
             raise RuntimeError("a claim is open already")
-        with nogil:
-            room = lane_claim(writer, size)
+        room = lane_claim(writer, size)
         return room
 
     def reclaim(self):
@@ -130,6 +129,7 @@ cdef class LaneWriter:
         cdef int64_t slept
         if not self._lane.alive() or timeout_ns <= 0:
             return 0
+        lane_note_outstanding(&self._writer)  # the GIL is the lock: another thread may put while this one sleeps
         with nogil:
             slept = lane_wait_space(&self._writer, timeout_ns)
         return slept

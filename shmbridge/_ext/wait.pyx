@@ -4,7 +4,7 @@ A producer's wait for space is LaneWriter.wait_space.
 """
 
 from cpython.pythread cimport (
-    NOWAIT_LOCK, WAIT_LOCK, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock, PyThread_release_lock, PyThread_type_lock,
+    NOWAIT_LOCK, PY_LOCK_ACQUIRED, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock, PyThread_release_lock, PyThread_type_lock,
 )
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
@@ -14,6 +14,9 @@ from shmbridge._ext.futex cimport monotonic_ns, ring_bell
 from shmbridge._ext.layout cimport control_header
 from shmbridge._ext.mapping cimport Mapping
 from shmbridge._ext.ring cimport LaneReader
+
+cdef extern from "pythread.h" nogil:
+    int PyThread_acquire_lock_timed(PyThread_type_lock lock, long long microseconds, int interruptible)
 
 cdef extern from "<sys/eventfd.h>" nogil:
     int eventfd_write(int fd, uint64_t value)
@@ -36,6 +39,10 @@ cdef extern from "hub_wait.h" nogil:
     void hub_relay(control_header* control, uint32_t seen, shm_u64* stop, int event)
 
 
+cdef enum:
+    RING_AGAIN_US = 1000
+
+
 cdef class HubWait:
     """Waits until a watched lane has a record, a lane arrives, or the doorbell rings.
 
@@ -45,6 +52,7 @@ cdef class HubWait:
     cdef Mapping _control
     cdef control_header* _words
     cdef hub_watch _watch
+    cdef list _readers               # whose words _watch looks at; None while nobody waits
     cdef uint32_t _capacity
     cdef int64_t _spin_ns
     cdef PyThread_type_lock _one_sleeper  # hub_sleeping and _watch have one owner at a time
@@ -75,6 +83,7 @@ cdef class HubWait:
         cdef uint32_t count = len(readers), i
         cdef LaneReader reader
         self._watch.count, self._watch.arrivals = 0, arrivals
+        self._readers = list(readers)
         if count > self._capacity:
             free(self._watch.tails)
             free(self._watch.next)
@@ -91,14 +100,21 @@ cdef class HubWait:
         self._watch.count = count
         return 0
 
+    cdef void _look_away(self) noexcept:
+        """Lets go of lanes that nobody waits for: a dead one's memory is not to be kept."""
+        if not self._armed:
+            self._watch.count = 0
+            self._readers = None
+
     cdef int _own(self) except -1:
         """Becomes the one sleeper, after whoever is it now has been woken."""
         if not self._control.alive():
             raise BufferError("the bridge was attached before fork")
-        if not PyThread_acquire_lock(self._one_sleeper, NOWAIT_LOCK):
-            with nogil:
+        cdef int owned = PyThread_acquire_lock(self._one_sleeper, NOWAIT_LOCK)
+        with nogil:
+            while not owned:  # rung again and again: who is about to sleep may not have looked at the bell yet
                 ring_bell(&self._words.doorbell)
-                PyThread_acquire_lock(self._one_sleeper, WAIT_LOCK)
+                owned = PyThread_acquire_lock_timed(self._one_sleeper, RING_AGAIN_US, 0) == PY_LOCK_ACQUIRED
         return 0
 
     def wait(self, list readers not None, int64_t timeout_ns, uint32_t arrivals):
@@ -120,6 +136,7 @@ cdef class HubWait:
             if self._armed:  # hub_sleep has cleared the flag: set again, and looked again by whoever armed it
                 hub_arm(&self._watch, self._words, &self._seen)
                 eventfd_write(self._event, 1)
+            self._look_away()
         finally:
             PyThread_release_lock(self._one_sleeper)
         self.late_wakes += late
@@ -153,6 +170,7 @@ cdef class HubWait:
                 self.wait_ns += monotonic_ns() - self._armed_at
             if tick_over and hub_has_work(&self._watch, self._words):
                 self.late_wakes += load_seq32(&self._words.doorbell) == self._seen  # SYNC(bell)
+            self._look_away()
         finally:
             PyThread_release_lock(self._one_sleeper)
 

@@ -52,6 +52,7 @@ static void perform(lane_writer *writer, uint8_t *base, const lane_shape *shape,
     case 5:
         must(lane_free_bytes(writer) <= shape->data_bytes, "no more bytes are free than there are");
         must(lane_unreleased(writer) <= SLOTS, "no more records than slots");
+        lane_note_outstanding(writer);
         lane_anything_released(writer);
         break;
     case 6: lane_reclaim(writer, one->which & 1); break;

@@ -7,7 +7,7 @@
 
 WHOLE uint64_t commit(lane_writer *writer, const slot *stamp) { return lane_commit(writer, stamp); }
 WHOLE int is_released(const lane_writer *writer, uint32_t index) { return lane_is_released(writer, index); }
-WHOLE int64_t wait_space(lane_writer *writer, int64_t timeout_ns) { return lane_wait_space(writer, timeout_ns); }
+WHOLE int64_t wait_space(lane_writer *writer, int64_t timeout_ns) { lane_note_outstanding(writer); return lane_wait_space(writer, timeout_ns); }
 WHOLE void release(lane_reader *reader, uint32_t index, uint64_t generation) { lane_release(reader, index, generation); }
 WHOLE int adopt(lane_reader *reader, complaint *why) { return lane_adopt(reader, why); }
 WHOLE int look(const lane_reader *reader, uint32_t index, uint64_t sequence, lane_found *found, complaint *why) {

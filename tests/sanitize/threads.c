@@ -212,7 +212,7 @@ static void produce(producer *me, lane *of) {
         plan made = plan_of(of, writer->tail);
         slot stamp = {.min_policy_version = 1, .max_policy_version = 2, .t_created_ns = (int64_t)made.key, .tokens = made.tokens, .rows = made.index.entry.entries};
         stamp.columns = 1, stamp.group_size = (int32_t)made.index.entry.entries, stamp.env_id = -1, stamp.index_bytes = INDEX_BYTES;
-        while (!lane_claim(writer, INDEX_BYTES + made.tokens * 4)) me->waits++, lane_wait_space(writer, INT64_MAX);
+        while (!lane_claim(writer, INDEX_BYTES + made.tokens * 4)) me->waits++, lane_note_outstanding(writer), lane_wait_space(writer, INT64_MAX);
         write_record(writer, &made);
         if (draw() % 8 == 0) {
             memset(writer->data + writer->claim_at, 0xee, writer->claim_bytes);

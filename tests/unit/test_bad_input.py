@@ -102,7 +102,8 @@ def test_tokens_that_are_no_rows_are_refused(ends, tokens) -> None:
 
 @pytest.mark.parametrize(
     "column",
-    [{"masks": [None]}, {"masks": 5}, {"masks": [5]}, {"score": 1.0}, {"score": [[1.0]]}, {"score": ["1"]}, {"advantages": [1.0]},
+    [{"masks": [None]}, {"masks": 5}, {"masks": [5]}, {"masks": [["x"]]}, {"masks": [[[2]]]}, {"masks": [np.array(["x"])]},
+     {"score": 1.0}, {"score": [[1.0]]}, {"score": ["1"]}, {"advantages": [1.0]},
      {"advantages": 1.0}, {"reward_components": [{1: 2.0}]}, {"reward_components": {"a": 1.0}}, {"reward_components": [{"a": "b"}]},
      {"reward_components": [{"a": None}]}, {"instance_id": "a"}, {"instance_id": [5]}, {"instance_id": ["\ud800"]},
      {"messages": ["\ud800"]}, {"instance_id": [b"\xff"]}, {"messages": [b"\xff"]}, {"messages": ["{nope"]}, {"messages": ["[" * 100_000]},

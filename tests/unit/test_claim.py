@@ -86,3 +86,9 @@ def test_a_claim_in_a_full_lane_raises_lane_full(make_producer) -> None:
         producer.put({"tokens": [np.arange(3000)]})
     with pytest.raises(shmbridge.LaneFull):
         producer.claim(1, {"tokens": [3000]}, timeout_s=0.05)
+
+
+def test_a_claim_that_nobody_enters_is_given_back(producer, consumer) -> None:
+    slot = producer.claim(rows=1, lengths={"tokens": [3]})
+    del slot
+    assert producer.put({"tokens": [[1]]}) == 0

@@ -176,3 +176,21 @@ def test_a_loop_that_ends_while_a_put_waits_counts_it(full) -> None:
     producer.close()
     counted = sum(value for key, value in producer.stats().items() if key.startswith("dropped_total{"))
     assert counted == 1
+
+
+async def test_a_group_whose_turn_comes_while_a_claim_is_open_waits_for_its_end(make_producer, consumer) -> None:
+    producer = make_producer()
+    while producer.stats()["lane_free_bytes"] > 13_000:
+        producer.put(big(-1))
+    held = consumer.poll()
+    waiting = asyncio.create_task(producer.put_async(big(1)))
+    await asyncio.sleep(0.02)
+    with producer.claim(rows=1, lengths={"tokens": [3]}) as slot:
+        slot["tokens"][:] = 7
+        for record in held:
+            record.release()
+        del record, held
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+    assert await waiting == slot.sequence + 1
+    assert producer.stats()["dropped_total{cancelled}"] == 0

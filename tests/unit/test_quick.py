@@ -196,3 +196,44 @@ def test_a_list_that_shrinks_while_it_is_packed_is_refused(placed, others) -> No
     plan = FORMS.plan({"tokens": [row, [3]]}, STAMP, None)
     with pytest.raises(ValueError, match=r"does not fit|smaller"):
         placed(plan)
+
+
+class Interrupts:
+    def __index__(self) -> int:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("door", [True, False], ids=["common", "uncommon"])
+def test_an_interrupt_while_values_are_packed_is_one_and_leaves_no_claim(producer, consumer, door) -> None:
+    group = {"tokens": [[1, Interrupts()]]} if door else {"tokens": [(1, Interrupts())]}
+    with pytest.raises(KeyboardInterrupt):
+        producer.put(group)
+    assert producer.put({"tokens": [[1]]}) == 0
+    assert producer.put({"tokens": [(1,)]}) == 1
+    ids = [record.group_id for record in consumer.poll()]
+    assert len(set(ids)) == 2
+
+
+def test_default_group_ids_are_all_different_whichever_way_a_group_goes(producer, consumer) -> None:
+    for number in range(6):
+        producer.put({"tokens": [[1]] if number % 2 else [(1,)]})
+    assert len({record.group_id for record in consumer.poll()}) == 6
+
+
+class Grows:
+    """A mask that makes the list of tokens move while masks are compared with it."""
+
+    def __index__(self) -> int:
+        self.tokens.extend([0] * (1 << 20))
+        return -100
+
+
+def test_tokens_that_move_while_masks_are_folded_are_looked_up_anew(make_producer, consumer) -> None:
+    producer = make_producer(lane_bytes="4M")
+    tokens = [1000 + n for n in range(1 << 14)]
+    masks = list(tokens)
+    masks[1] = Grows()
+    masks[1].tokens = tokens
+    producer.put({"tokens": [tokens], "masks": [masks]})
+    with consumer.get(5) as record:
+        assert record["loss_mask"].values.tolist() == [1, 0, *[1] * ((1 << 14) - 2)]

@@ -117,6 +117,7 @@ static void after(void) {}
 #elif TEST == 3 /* space-wake, bell: a producer that sleeps although there is room is rung for */
 static lane_found held;
 static void *first(void *unused) {
+    lane_note_outstanding(&writer);
     lane_wait_space(&writer, 1);
     return unused;
 }

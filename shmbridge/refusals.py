@@ -1,0 +1,36 @@
+"""What a producer says when it cannot put: who is in the way, in numbers, and what to do. Makes errors, decides nothing."""
+
+from shmbridge import liveness
+from shmbridge._ext import header, ring
+from shmbridge.config import format_size
+from shmbridge.errors import BridgeDraining, LaneFull, LaneQuarantined
+from shmbridge.liveness import Byte
+
+
+def lane_full(producer_id: str, control: header.Control, writer: ring.LaneWriter, wanted_bytes: int, waited_s: float) -> LaneFull:
+    """No room came within the time given."""
+    if not liveness.is_locked(control.mapping.fd, Byte.HUB):
+        culprit, hint = "no consumer is alive: waiting for the next one", "start the learner"
+    elif control.paused:
+        culprit, hint = f"paused by the consumer (pid {control.hub_pid})", "resume the bridge"
+    else:
+        culprit = f"consumer pid {control.hub_pid} is alive and has not released {writer.outstanding} records"
+        hint = "the learner is slow or holds leases: raise lane_bytes, or lower what it holds"
+    return LaneFull(
+        f"lane of {producer_id} has no room for {format_size(wanted_bytes)} after {waited_s:.1f} s "
+        f"({format_size(writer.free_bytes)} of {format_size(writer.data_bytes)} free); {culprit}",
+        hint=hint,
+    )
+
+
+def quarantined(producer_id: str, hub_pid: int) -> LaneQuarantined:
+    """The hub reads this lane no more."""
+    return LaneQuarantined(
+        f"the consumer (pid {hub_pid}) has quarantined the lane of {producer_id}: its words cannot be true",
+        hint="something overwrote shared memory: see the consumer's log, then open a new producer",
+    )
+
+
+def draining(bridge: str) -> BridgeDraining:
+    """The run is over."""
+    return BridgeDraining(f"the consumer of bridge {bridge!r} is draining it", hint="the run is over: close the producer")
