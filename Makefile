@@ -80,10 +80,10 @@ test-all: test model sanitize kill-fuzz mutations ## what takes too long for eve
 	docs/model/check.sh --long
 
 bench: $(VENV)/.bench ## measure everything on this machine: bench/results/, a quarter of an hour
-	$(MEASURE) && $(RUN) -m shmbridge.bench.report build/bench.json
+	$(MEASURE); ran=$$?; $(RUN) -m shmbridge.bench.report build/bench.json && exit $$ran
 
 bench-quick: $(VENV)/.bench ## the same, shorter: a look in three minutes, into build/
-	$(MEASURE) --quick && $(RUN) -m shmbridge.bench.report build/bench.json --into build/bench
+	$(MEASURE) --quick; ran=$$?; $(RUN) -m shmbridge.bench.report build/bench.json --into build/bench && exit $$ran
 
 # What is measured against; ray and TransferQueue are large, and stay out unless BENCH_RAY=1.
 $(VENV)/.bench: $(VENV)/.built

@@ -26,6 +26,8 @@ TITLES = {
     "forms": "The ring, by form",
     "producers": "The ring, by number of producers",
     "small records": "Small records",
+    "packing": "Packing Python lists",
+    "idle": "A consumer that waits",
     "memory": "The limit, by how far memory goes round, and by the stores of its writer",
     "checksum": "With a check over the bytes, made by the application",
 }

@@ -114,27 +114,29 @@ def idle_producers(bridge: str, count: int) -> Iterator[None]:
         child.wait()
 
 
-def woken(bridge: str, producers: int, busy: bool) -> tuple[list[float], list[float], float]:
-    """Microseconds of our wakes and of the eventfd's, taken in turn; and the share of a core that this process used meanwhile."""
+def woken(bridge: str, producers: int, busy: bool) -> tuple[dict[str, list[float]], float]:
+    """Microseconds of our wakes, from `put` and from its commit, and of the eventfd's, taken in turn; and the share of a core used."""
     event = os.eventfd(0)
     with consumer_of(bridge) as consumer, idle_producers(bridge, producers), waker(bridge, WAKES, GAP_NS, event, busy) as (child, said):
         for _ in range(64):
             consumer.get(10).release()
-        asleep, back = np.zeros(2 * WAKES, np.int64), np.zeros(2 * WAKES, np.int64)
+        asleep, back, committed = (np.zeros(2 * WAKES, np.int64) for _ in range(3))
         begin(child)
         cpu, began = time.process_time(), time.monotonic()
         for n in range(0, 2 * WAKES, 2):
             asleep[n] = time.monotonic_ns()
             record = consumer.get(10)
             back[n] = time.monotonic_ns()
+            committed[n] = record.meta.t_publish_ns
             record.release()
             asleep[n + 1] = time.monotonic_ns()
             os.eventfd_read(event)
             back[n + 1] = time.monotonic_ns()
         cpu = (time.process_time() - cpu) / (time.monotonic() - began)
         ours, theirs = split(asleep, said, back)
+        wakes, _ = split(asleep, np.where(committed, committed, said), back)
     os.close(event)
-    return ours, theirs, cpu
+    return {"put to get": ours, "commit to get": wakes, "eventfd": theirs}, cpu
 
 
 async def woken_in_a_loop(
@@ -216,9 +218,9 @@ def bridge() -> Iterator[str]:
 @pytest.mark.parametrize(("waker", "idle"), [("busy", 0), ("asleep", 0), ("busy", 16)])
 def test_asleep(benchmark: Any, bridge: str, waker: str, idle: int) -> None:
     def run() -> dict[str, list[float]]:
-        ours, theirs, cpu = woken(bridge, idle, waker == "busy")
+        samples, cpu = woken(bridge, idle, waker == "busy")
         benchmark.extra_info["consumer_cpu_share"] = round(cpu, 5)
-        return {"get": ours, "eventfd": theirs}
+        return samples
 
     among = f", {idle} idle producers" if idle else ""
     report(benchmark, f"consumer asleep, producer {waker}{among}", run)
@@ -241,6 +243,23 @@ def test_asleep_in_a_loop(benchmark: Any, bridge: str, how: str) -> None:
 
 def test_live(benchmark: Any, bridge: str) -> None:
     report(benchmark, "consumer awake", lambda: {"get": live(bridge)})
+
+
+@pytest.mark.benchmark(group="idle")
+@pytest.mark.parametrize("idle", [1, 16])
+def test_idle(benchmark: Any, bridge: str, idle: int) -> None:
+    """What a consumer costs that waits for producers who put nothing."""
+
+    def run() -> float:
+        with consumer_of(bridge) as consumer, idle_producers(bridge, idle):
+            consumer.poll()
+            cpu, began = time.process_time(), time.monotonic()
+            with pytest.raises(shmbridge.ConsumerEmpty):
+                consumer.get(5)
+            return (time.process_time() - cpu) / (time.monotonic() - began)
+
+    share = benchmark.pedantic(run, rounds=1)
+    benchmark.extra_info.update({"label": f"{idle} idle producers", "share_of_a_core": share})
 
 
 if __name__ == "__main__":

@@ -18,6 +18,13 @@ def contenders():
     return [pytest.param(name, marks=full if name in SLOW_TO_START else ()) for name in baselines.CONTENDERS]
 
 
+@pytest.mark.benchmark(group="peers")
+@pytest.mark.parametrize("shape", shapes())
+def test_the_limit_in_a_lane_that_stays_in_the_cache(measured, shape):
+    """The limit, going round in as little memory as the ring does while its consumer keeps up. Held against one of its own kind."""
+    measured(Plan("limit", shape, lane_bytes=max(4 << 20, 2 * shape.bytes)))
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.benchmark(group="peers")
 @pytest.mark.parametrize("contender", contenders())

@@ -46,3 +46,5 @@ def main(argv: list[str] | None = None) -> int:
     except ShmBridgeError as error:
         print(f"shmbridge: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130

@@ -3,10 +3,15 @@
 import argparse
 import itertools
 import json
+import signal
 import sys
 import time
+from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import shmbridge
 
 if TYPE_CHECKING:
     from shmbridge.bench.contract import Plan
@@ -23,7 +28,7 @@ EXAMPLES = """examples:
 Each contender moves the same groups through 64 MiB in flight, one process per side, each on a core; the reader reads every byte. `of limit`
 is the ratio to a C twin of memcpy and a flag, measured in turn with it. Other load on the host shows as a wide range: run it again.
 
-exit codes: 0 measured; 3 nothing to measure"""
+exit codes: 0 measured; 2 wrong arguments; 3 nothing could be measured"""
 SLOW_TO_START = ("ray_actor", "transfer_queue_store")  # left out of --quick
 QUICK_AT_ONE_SIZE = ("mp_queue", "torch_queue")  # --quick measures them with the middle size only
 LONG_S, QUICK_S = 0.4, 0.08  # of a round
@@ -39,12 +44,22 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, and prints a table per size, or JSON."""
+    """Measures, and prints a table per size, or JSON. Ended by SIGTERM, it leaves as little behind as when it is interrupted."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _run(arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     from shmbridge.bench import baselines, machine
     from shmbridge.bench.figures import measure
 
     began, about = time.monotonic(), machine.about()
-    wanted = arguments.only.split(",") if arguments.only else list(baselines.CONTENDERS)
+    wanted = _chosen(arguments.only, baselines.CONTENDERS)
+    if arguments.plot and not _can_draw(arguments.plot):
+        return 2
     absent = {name: how for name in wanted if (how := baselines.missing(name))}
     skipped = [name for name in wanted if arguments.quick and not arguments.only and name in SLOW_TO_START and name not in absent]
     plans = _plans([name for name in wanted if name not in absent and name not in skipped], arguments)
@@ -57,7 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print(f"\n{of_size[0].shape}\n{_HEADS}")
         for plan in of_size:
-            rows.append(measure(plan, seconds=seconds, rounds=3 if arguments.quick else 5))
+            try:
+                rows.append(measure(plan, seconds=seconds, rounds=3 if arguments.quick else 5))
+            except (shmbridge.ShmBridgeError, OSError, RuntimeError) as failed:
+                print(f"{_name(plan.contender)}, {plan.shape}: not measured: {failed}", file=sys.stderr)
+                continue
             if not arguments.json:
                 print(_line(rows[-1]), flush=True)
     took = time.monotonic() - began
@@ -69,6 +88,27 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(_footer(absent, skipped, took))
     return 0 if rows else 3
+
+
+def _chosen(only: str | None, contenders: Collection[str]) -> list[str]:
+    """The contenders asked for. Exits with 2, naming them all, if there is no such one."""
+    names = list(contenders) if only is None else [name for name in only.split(",") if name]
+    unknown = [name for name in names if name not in contenders]
+    if unknown or not names:
+        print(f"shmbridge bench: --only {only!r}: choose from {', '.join(contenders)}", file=sys.stderr)
+        raise SystemExit(2)
+    return names
+
+
+def _can_draw(path: Path) -> bool:
+    """Whether a picture can be made there; says why not."""
+    if path.suffix not in (".png", ".svg", ".pdf") or not path.absolute().parent.is_dir():
+        print(f"shmbridge bench: --plot {path}: a .png, .svg or .pdf in a folder that is there", file=sys.stderr)
+    elif find_spec("matplotlib") is None:
+        print("shmbridge bench: --plot needs matplotlib -> pip install matplotlib", file=sys.stderr)
+    else:
+        return True
+    return False
 
 
 def _plans(names: list[str], arguments: argparse.Namespace) -> "list[Plan]":
@@ -126,8 +166,5 @@ def _name(contender: str) -> str:
 def _plot(rows: "list[Figures]", path: Path) -> None:
     from shmbridge.bench import baselines, plots
 
-    try:
-        labels = {name: _name(name) for name in baselines.CONTENDERS}
-        plots.throughput([row for row in rows if row["form"] == "arrays"], labels, path, note="64 MiB in flight")
-    except ImportError:
-        print("no picture: matplotlib is not installed -> pip install matplotlib", file=sys.stderr)
+    labels = {name: _name(name) for name in baselines.CONTENDERS}
+    plots.throughput([row for row in rows if row["form"] == "arrays"], labels, path, note="64 MiB in flight")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import shmbridge
 from shmbridge.bench import machine, report
 from shmbridge.bench.contract import Plan
 from shmbridge.bench.figures import measure
@@ -25,6 +26,31 @@ def test_json_has_its_fields(capsys):
         assert row["groups_per_s"] > 0
         assert row["of_limit"] > 0
         assert row["groups_per_s_range"][0] <= row["groups_per_s"] <= row["groups_per_s_range"][1]
+
+
+@pytest.mark.parametrize("wrong", [["--only", "foo"], ["--only", ""], ["--plot", "x.xyz"], ["--plot", "/not/there/x.svg"]])
+def test_wrong_arguments_are_said_before_anything_is_measured(capsys, wrong):
+    try:
+        code = main(["bench", *wrong])
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    assert code == 2
+    assert said.out == ""
+    assert "shmbridge bench: --" in said.err
+
+
+def test_what_fails_costs_no_other_figures(capsys, monkeypatch):
+    from shmbridge.bench.baselines import ring
+
+    def no_room(*_):
+        raise shmbridge.ShmTooSmall("no room", hint="a smaller lane")
+
+    monkeypatch.setattr(ring, "Reader", no_room)
+    assert main(["bench", "--quick", "--json", "--only", "ring,limit", *SHORT]) == 0
+    said = capsys.readouterr()
+    assert {row["contender"] for row in json.loads(said.out)["rows"]} == {"limit"}
+    assert "shmbridge, 8 x 16 tokens, 2.19 KiB: not measured: [SB101] no room -> a smaller lane" in said.err
 
 
 def test_what_is_not_installed_is_said(capsys, monkeypatch):
