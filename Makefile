@@ -14,7 +14,6 @@ ifneq ($(origin SECONDS),command line)
 SECONDS :=
 endif
 
-comma := ,
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
 
 .PHONY: help install demo test lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick clean
@@ -29,7 +28,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(CONSTRAINTS) torch
-	$(BIN)/pip install --quiet $(CONSTRAINTS) --config-settings editable_mode=compat -e '.[atropos,learner,dev]'
+	$(BIN)/pip install --quiet $(CONSTRAINTS) --config-settings editable_mode=compat -e '.[atropos,learner,bench,dev]'
 	touch $@
 
 # Extensions are rebuilt when their sources change.
@@ -85,9 +84,9 @@ bench: $(VENV)/.bench ## measure everything on this machine: bench/results/, a q
 bench-quick: $(VENV)/.bench ## the same, shorter: a look in three minutes, into build/
 	$(MEASURE) --quick; ran=$$?; $(RUN) -m shmbridge.bench.report build/bench.json --into build/bench && exit $$ran
 
-# What is measured against; ray and TransferQueue are large, and stay out unless BENCH_RAY=1.
+# Ray and TransferQueue are large: measured against only if BENCH_RAY=1.
 $(VENV)/.bench: $(VENV)/.built
-	$(BIN)/pip install --quiet $(CONSTRAINTS) --config-settings editable_mode=compat -e '.[bench$(if $(BENCH_RAY),$(comma)bench-ray)]'
+	$(if $(BENCH_RAY),$(BIN)/pip install --quiet $(CONSTRAINTS) --config-settings editable_mode=compat -e '.[bench-ray]')
 	touch $@
 
 clean: ## remove what builds and runs left here

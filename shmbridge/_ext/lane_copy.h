@@ -2,7 +2,7 @@
  *
  * A lane that its reader keeps up with goes round in a few megabytes, which stay in the cache: a plain copy is best, and the reader finds the
  * bytes there. An extent that comes again only after more than half of the last-level cache was written has left it: a plain store would first
- * fetch what it overwrites, one past the cache does not (measured: bench/README.md, "Stores past the cache"). Such stores are not ordered by a
+ * fetch what it overwrites, one past the cache does not (measured: bench/README.md, "How far memory goes round"). Such stores are not ordered by a
  * release store on x86: lane_copies_done stands between them and the commit. Private to the producer; a wrong guess costs time, nothing else.
  */
 #ifndef SHMBRIDGE_LANE_COPY_H
