@@ -78,14 +78,14 @@ mutations: $(VENV)/.built ## break each guarantee on purpose: a test must go red
 test-all: test model sanitize kill-fuzz mutations ## what takes too long for every change, too
 	docs/model/check.sh --long
 
-bench: $(VENV)/.bench ## measure everything on this machine: bench/results/, a quarter of an hour
+bench: $(VENV)/.bench$(BENCH_RAY) ## measure everything on this machine: bench/results/, a quarter of an hour
 	$(MEASURE); ran=$$?; $(RUN) -m shmbridge.bench.report build/bench.json && exit $$ran
 
-bench-quick: $(VENV)/.bench ## the same, shorter: a look in three minutes, into build/
+bench-quick: $(VENV)/.bench$(BENCH_RAY) ## the same, shorter: a look in three minutes, into build/
 	$(MEASURE) --quick; ran=$$?; $(RUN) -m shmbridge.bench.report build/bench.json --into build/bench && exit $$ran
 
 # Ray and TransferQueue are large: measured against only if BENCH_RAY=1.
-$(VENV)/.bench: $(VENV)/.built
+$(VENV)/.bench$(BENCH_RAY): $(VENV)/.built
 	$(if $(BENCH_RAY),$(BIN)/pip install --quiet $(CONSTRAINTS) --config-settings editable_mode=compat -e '.[bench-ray]')
 	touch $@
 
