@@ -208,20 +208,23 @@ static inline int lane_spin_for_space(lane_writer *writer, int64_t began, int64_
     return released;
 }
 
-/* Spins, then sleeps until something noted was released, the bell rang, or the tick or the timeout is over. Nanoseconds. */
+/* Spins, then sleeps until something noted was released, the bell rang, or the timeout is over. Nanoseconds. */
 static inline int64_t lane_wait_space(lane_writer *writer, int64_t timeout_ns) {
     lane_header *header = writer->header;
-    int64_t began = monotonic_ns();
+    int64_t began = monotonic_ns(), left;
     uint32_t seen;
     int status = 0;
     if (lane_spin_for_space(writer, began, timeout_ns)) return monotonic_ns() - began;
-    timeout_ns -= monotonic_ns() - began;
-    if (timeout_ns <= 0) return monotonic_ns() - began;
+    left = timeout_ns - (monotonic_ns() - began);
+    if (left <= 0) return timeout_ns;
     seen = load_seq32(&header->space_bell);  /* SYNC(bell) */
     store_seq32(&header->space_waiting, 1);  /* SYNC(space-wake) */
     fault_hit("producer.waiting");
     if (!lane_anything_released(writer))
-        status = futex_wait(&header->space_bell, seen, timeout_ns < PRODUCER_TICK_NS ? timeout_ns : PRODUCER_TICK_NS);
+        do { /* a hub may die between release and wake: every tick one looks for oneself */
+            status = futex_wait(&header->space_bell, seen, left < PRODUCER_TICK_NS ? left : PRODUCER_TICK_NS);
+            left = timeout_ns - (monotonic_ns() - began);
+        } while (status == ETIMEDOUT && left > 0 && !lane_anything_released(writer));
     store_seq32(&header->space_waiting, 0);
     if (status == ETIMEDOUT && load_seq32(&header->space_bell) == seen && lane_anything_released(writer)) /* SYNC(bell) */
         store_relaxed64(&header->late_wakes_total, load_relaxed64(&header->late_wakes_total) + 1);
