@@ -48,6 +48,8 @@ def wreck(faulty, actor, orphan, lane_words):
     learner = actor("learn", 2, "step", 1)
     weights = faulty("write_weights", 1, 2)
     weights.until("done")
+    for producer in producers:
+        producer.until("ready")
     batches = []
     for turn in range(5):
         if turn:
