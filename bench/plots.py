@@ -84,20 +84,19 @@ def scaling(rows: Sequence[Figures], path: Path, *, note: str = "") -> None:
 def latency(samples_us: Mapping[str, Sequence[float]], path: Path, *, note: str = "") -> None:
     """Share of samples at or below a latency, for each name; median and 99th percentile are marked. Microseconds.
 
-    Names that are alike up to their last colon share a color; the first of them is drawn thick, the others dashed.
+    Names that are alike up to their last colon share a color; the first of them is drawn thick, the last dashed, others dotted.
     """
     cases: dict[str, list[str]] = {}
     for name in samples_us:
         cases.setdefault(name.rpartition(": ")[0] or name, []).append(name)
     colors = zip(cases.values(), _colors(len(cases), OURS), strict=True)
-    drawn = [(name, color, name == names[0]) for names, color in colors for name in names]
+    drawn = [(name, color, _line_of(name, names)) for names, color in colors for name in names]
     with _figure(path, "Latency", _join("share of samples that took at most so long; dots: median and 99th percentile", note)) as axes:
-        for name, color, first in drawn:
+        for name, color, line in drawn:
             ordered = sorted(samples_us[name])
             shares = [(n + 1) / len(ordered) for n in range(len(ordered))]
             middle, late = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.50, 0.99))
             label = f"{name}   p50 {_number(middle)} µs, p99 {_number(late)} µs"
-            line = {"linewidth": 2, "linestyle": "-"} if first else {"linewidth": 1.2, "linestyle": (0, (4, 2))}
             axes.step(ordered, shares, where="post", color=color, label=label, **line)
             axes.plot([middle, late], [0.50, 0.99], "o", color=color, markersize=5)
         axes.set_xscale("log")
@@ -125,6 +124,15 @@ def cpu_per_token(cpu_s_per_million_tokens: Mapping[str, float], path: Path, *, 
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("CPU seconds")
         _plain_ticks(axes.xaxis)
+
+
+def _line_of(name: str, names: Sequence[str]) -> dict[str, Any]:
+    return _THICK if name == names[0] else _DASHED if name == names[-1] else _DOTTED
+
+
+_THICK = {"linewidth": 2.0, "linestyle": "-"}
+_DASHED = {"linewidth": 1.2, "linestyle": (0, (4, 2))}
+_DOTTED = {"linewidth": 1.6, "linestyle": (0, (1, 1))}
 
 
 # -- how they look ------------------------------------------------------------------------------------------------------------------
