@@ -62,18 +62,12 @@ class Loader:
         if not self._knows_tensors and (tensor := getattr(sys.modules.get("torch"), "Tensor", None)) is not None:
             quick.know_tensors(tensor)
             self._knows_tensors = True
-        plan = self.forms.plan(group, stamp, (group, foreign)) or self._at_leisure(group, stamp, foreign)
-        if plan.extent_bytes > self.most_bytes:
-            raise self._too_big(plan)
-        return plan
+        return self._fitting(self.forms.plan(group, stamp, (group, foreign)) or self._at_leisure(group, stamp, foreign))
 
     def with_masks_as_they_are(self, plan: Plan) -> Plan:
         """The same group planned anew, its Atropos masks not folded."""
         group, foreign = plan.source
-        anew = self._at_leisure(group, plan.stamp, foreign, fold_masks=False)
-        if anew.extent_bytes > self.most_bytes:
-            raise self._too_big(anew)
-        return anew
+        return self._fitting(self._at_leisure(group, plan.stamp, foreign, fold_masks=False))
 
     def claimed(self, rows: int, lengths: Mapping[str, Any], stamp: Stamp) -> Plan:
         """The plan of a record whose values the caller will write in place. Raises InvalidRecord, RecordTooBig."""
@@ -87,18 +81,18 @@ class Loader:
                     f"column {column.name!r} has lengths {column.lengths.tolist()}, tokens have {tokens.lengths.tolist()}",
                     column=column.name,
                 )
-        plan = _plan(intake.Intake(columns, rows, tokens.count, False, -1), stamp, None)
-        if plan.extent_bytes > self.most_bytes:
-            raise self._too_big(plan)
-        return plan
+        return self._fitting(_plan(intake.Intake(columns, rows, tokens.count, False, -1), stamp, None))
 
     def _at_leisure(self, group: Any, stamp: Stamp, foreign: bool, *, fold_masks: bool = True) -> Plan:
         return _plan(intake.take_in(group, self.table, foreign=foreign, fold_masks=fold_masks), stamp, (group, foreign))
 
-    def _too_big(self, plan: Plan) -> RecordTooBig:
+    def _fitting(self, plan: Plan) -> Plan:
+        """The plan, or RecordTooBig."""
         size = plan.extent_bytes
+        if size <= self.most_bytes:
+            return plan
         least, eight = (sizing.as_option(sizing.lane_bytes_holding(held, size)) for held in (1, 8))
-        return RecordTooBig(
+        raise RecordTooBig(
             f"a record of {format_size(size)} ({plan.rows} rows, {plan.tokens} tokens); half of the lane's "
             f"{format_size(self.lane_bytes)} is the limit",
             hint=f'Producer(lane_bytes="{least}") holds one, "{eight}" eight of them; or put the group in fragments with group_size=',

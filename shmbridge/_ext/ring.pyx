@@ -52,11 +52,9 @@ cdef class LaneWriter:
     def claim(self, uint64_t size):
         """Reserves a slot and `size` bytes; False if the lane has no room now. One open claim at a time."""
         cdef lane_writer* writer = self.alive()
-        cdef bint room
         if writer.claimed >= 0:
             raise RuntimeError("a claim is open already")
-        room = lane_claim(writer, size)
-        return room
+        return bool(lane_claim(writer, size))
 
     def reclaim(self):
         """Takes back whatever has been released."""
