@@ -6,7 +6,7 @@ Knows columns and dtypes; knows nothing of records or lanes. What does not fit i
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.object cimport PyObject
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 from operator import index
 

@@ -83,7 +83,7 @@ cdef class HubWait:
         cdef uint32_t count = len(readers), i
         cdef LaneReader reader
         self._watch.count, self._watch.arrivals = 0, arrivals
-        self._readers = list(readers)
+        self._readers = readers  # the caller's own list, made for this
         if count > self._capacity:
             free(self._watch.tails)
             free(self._watch.next)
@@ -111,6 +111,8 @@ cdef class HubWait:
         if not self._control.alive():
             raise BufferError("the bridge was attached before fork")
         cdef int owned = PyThread_acquire_lock(self._one_sleeper, NOWAIT_LOCK)
+        if owned:
+            return 0
         with nogil:
             while not owned:  # rung again and again: who is about to sleep may not have looked at the bell yet
                 ring_bell(&self._words.doorbell)
