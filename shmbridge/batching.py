@@ -5,7 +5,6 @@ and ranks.py.
 """
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +16,9 @@ from shmbridge.config import format_size
 from shmbridge.errors import BatchTooBig
 from shmbridge.groups import Group, GroupAssembler
 from shmbridge.lanes import LaneSet
+from shmbridge.prefetch import Prefetcher
 from shmbridge.reasons import Discard
-from shmbridge.scheduler import Scheduler
+from shmbridge.scheduler import Policy, Scheduler, Want
 from shmbridge.staleness import is_stale
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ _STUCK_AFTER_S = 1.0
 class BatchAssembly:
     """Everything between a consumer's records and its batches. One iteration at a time."""
 
-    def __init__(self, consumer: "Consumer", lanes: LaneSet, group_timeout_s: float) -> None:
+    def __init__(self, consumer: "Consumer", lanes: LaneSet, group_timeout_s: float, policy: Policy) -> None:
         self._consumer, self._lanes = consumer, lanes
         self._partial = GroupAssembler(group_timeout_s)
         self._complete = Scheduler()
-        self._prefetcher: _Prefetcher | None = None
+        self._prefetcher: Prefetcher | None = None
         self._closed = False
         self._lock = threading.Lock()  # groups are put back by whoever iterates, while others are gathered ahead
 
@@ -50,21 +50,21 @@ class BatchAssembly:
         """Groups that were taken from lanes and are in no batch yet; any thread."""
         return len(self._complete) + len(self._partial) if producer_id is None else self._complete.queued(producer_id)
 
-    def batches(self, *, groups: int, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold) -> Iterator[Batch]:
+    def batches(self, want: Want, *, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold) -> Iterator[Batch]:
         """See Consumer.batches. Checks its arguments at once, not at the first `next`."""
-        if groups < 1 or prefetch < 0 or (max_staleness is not None and max_staleness < 0):
-            raise ValueError(f"groups={groups}, prefetch={prefetch}, max_staleness={max_staleness}: at least 1, 0 and 0")
+        if prefetch < 0 or (max_staleness is not None and max_staleness < 0):
+            raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}: at least 0 each")
         if layout not in ("padded", "packed") or hold not in ("step", "gather"):
             raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step" or "gather"')
-        return self._iterate(groups, layout, max_staleness, prefetch, hold)
+        return self._iterate(want, layout, max_staleness, prefetch, hold)
 
-    def _iterate(self, groups: int, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold) -> Iterator[Batch]:
+    def _iterate(self, want: Want, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold) -> Iterator[Batch]:
         self._stop_prefetch()  # of an earlier iteration, which ends with that
-        ahead = _Prefetcher(prefetch, lambda stop: self._form(groups, layout, max_staleness, stop)) if prefetch else None
+        ahead = Prefetcher(prefetch, lambda stop: self._form(want, layout, max_staleness, stop)) if prefetch else None
         self._prefetcher = ahead
         try:
             while not self._closed:
-                batch = ahead.next() if ahead else self._form(groups, layout, max_staleness, threading.Event())
+                batch = ahead.next() if ahead else self._form(want, layout, max_staleness, threading.Event())
                 if batch is None:
                     return
                 if self._has_stale(batch.groups, max_staleness):
@@ -79,8 +79,8 @@ class BatchAssembly:
             if self._prefetcher is ahead:
                 self._stop_prefetch()
 
-    def _form(self, groups: int, layout: Layout, max_staleness: int | None, stop: threading.Event) -> Batch | None:
-        while (chosen := self.choose(groups, max_staleness, stop)) is not None:
+    def _form(self, want: Want, layout: Layout, max_staleness: int | None, stop: threading.Event) -> Batch | None:
+        while (chosen := self.choose(want, max_staleness, stop)) is not None:
             try:
                 return Batch(chosen, layout)
             except BaseException as error:
@@ -94,31 +94,38 @@ class BatchAssembly:
                     raise
         return None
 
-    def choose(self, groups: int, max_staleness: int | None, stop: threading.Event) -> list[Group] | None:
-        """The groups of the next batch, waiting for them; None when stopped, closed, or drained with too few groups left."""
+    def choose_within(self, want: Want, max_staleness: int | None, timeout_s: float) -> list[Group] | None:
+        """The groups of the next batch; None if there is none in time."""
+        return self.choose(want, max_staleness, threading.Event(), time.monotonic() + timeout_s)
+
+    def choose(
+        self, want: Want, max_staleness: int | None, stop: threading.Event, deadline_s: float = float("inf")
+    ) -> list[Group] | None:
+        """The groups of the next batch, waiting for them; None when stopped, closed, too late, or drained with too few groups left."""
         idle_since = time.monotonic()
         while not (self._closed or stop.is_set()):
             with self._lock:
                 self._cut_stale(max_staleness)
-                chosen = self._complete.take(groups)
-                took = chosen is None and self._take_records(groups)
+                chosen = self._complete.take(want)
+                took = chosen is None and self._take_records(want)
             if chosen is not None:
                 return chosen
             if took:
                 idle_since = time.monotonic()
                 continue
-            if self._consumer._drained():
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or self._consumer._drained():
                 return None
             if time.monotonic() - idle_since > _STUCK_AFTER_S:
-                self._check_stuck(groups)
-            self._consumer._wait(0.25)
+                self._check_stuck(want)
+            self._consumer._wait(min(left_s, 0.25))
         return None
 
-    def _take_records(self, groups: int) -> bool:
+    def _take_records(self, want: Want) -> bool:
         """Moves what the lanes have now into groups, no more than can be missing of so many; whether there was anything."""
         self._consumer._check_open()
         now = time.monotonic()
-        records = self._lanes.poll(groups - len(self._complete))  # each completes one group at most
+        records = self._lanes.poll((want.groups or want.rows or 1) - len(self._complete))  # each completes one group at most
         for record in records:
             group = self._partial.add(record, now)
             if group is not None:
@@ -157,7 +164,7 @@ class BatchAssembly:
         with self._lock:
             self._complete.put_back(groups)
 
-    def _check_stuck(self, groups: int) -> None:
+    def _check_stuck(self, want: Want) -> None:
         """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else holds anything."""
         with self._lock:
             all_here = [*self._complete, *self._partial]
@@ -168,10 +175,10 @@ class BatchAssembly:
             return
         largest = max([*sizes, stuck.wanted_bytes])
         raise BatchTooBig(
-            f"a batch of {groups} groups cannot be filled: {len(self._complete)} are complete, {len(self._partial)} in part; "
+            f"a batch of {want} cannot be filled: {len(self._complete)} are complete, {len(self._partial)} in part; "
             f"{stuck.lanes} lanes of {format_size(stuck.data_bytes)} in all hold {stuck.held} records of at most {format_size(largest)}, "
             f"and their {stuck.live} living producers have no room for {format_size(stuck.wanted_bytes)} more",
-            hint=_enough(-(-groups * fragments // stuck.live), largest, min([*sizes, stuck.wanted_bytes]) == largest)
+            hint=_enough(-(-want.as_groups(all_here) * fragments // stuck.live), largest, min([*sizes, stuck.wanted_bytes]) == largest)
             + (", raise Consumer(lanes=): more lanes wait" if stuck.crowded else ""),
         )
 
@@ -207,55 +214,3 @@ def _enough(held: int, largest: int, same_size: bool) -> str:
     except ValueError as too_many:
         return str(too_many)
     return f"raise lane_bytes of the producers to at least {size} each ({held} records and room for one more), or ask for fewer groups"
-
-
-class _Prefetcher:
-    """Forms batches ahead in a daemon thread, at most `depth` of them."""
-
-    def __init__(self, depth: int, form: "_Form") -> None:
-        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue()
-        self._room = threading.Semaphore(depth)
-        self._stop = threading.Event()
-        self._form = form
-        self._thread = threading.Thread(target=self._run, name="shmbridge-prefetch", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        batch: Batch | BaseException | None
-        while True:
-            self._room.acquire()
-            if self._stop.is_set():
-                return
-            try:
-                batch = self._form(self._stop)
-            except BaseException as error:  # it belongs to whoever iterates
-                batch = error
-            self._ready.put(batch)
-            if not isinstance(batch, Batch):
-                return
-
-    def next(self) -> "Batch | None":
-        batch = self._ready.get()
-        if isinstance(batch, BaseException):
-            raise batch
-        self._room.release()
-        return batch
-
-    def stop(self) -> "list[Batch]":
-        """Ends the thread and returns the batches nobody took, oldest first."""
-        self._stop.set()
-        self._room.release()
-        self._thread.join()
-        left = []
-        while not self._ready.empty():
-            batch = self._ready.get()
-            if isinstance(batch, Batch):
-                left.append(batch)
-        self._ready.put(None)  # for whoever waits in next()
-        return left
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    _Form = Callable[[threading.Event], Batch | None]

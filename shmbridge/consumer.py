@@ -17,6 +17,7 @@ from shmbridge.batching import BatchAssembly, Hold
 from shmbridge.config import Run, check_bridge_name
 from shmbridge.errors import Closed, ConsumerEmpty, ConsumerTaken, ServesRanks
 from shmbridge.exits import at_exit
+from shmbridge.groups import Group
 from shmbridge.hub import Hub
 from shmbridge.lanes import LaneSet
 from shmbridge.liveness import Byte
@@ -24,6 +25,7 @@ from shmbridge.loop_bell import LoopBell
 from shmbridge.placement import MemoryUse
 from shmbridge.reasons import Discard
 from shmbridge.record import Record
+from shmbridge.scheduler import Policy, Want
 from shmbridge.schema import columns_of
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Consumer(Hub):
         resume: "redeliver" hands out what an earlier consumer left un-released; "discard" counts and drops it.
         schema: a pyarrow.Schema whose fields extend the standard columns; producers that disagree on a type are refused.
         group_timeout_s: a group whose fragments do not all come within this many seconds is discarded and counted.
+        policy: how batches are formed: "fair" over environments, or "atropos" as the Atropos server does.
 
     Raises:
         ConsumerTaken: another consumer of this bridge is alive (named by pid; also one of this process).
@@ -66,6 +69,7 @@ class Consumer(Hub):
         resume: Literal["redeliver", "discard"] = "redeliver",
         schema: "pa.Schema | None" = None,
         group_timeout_s: float = 600.0,
+        policy: Policy = "fair",
     ) -> None:
         if resume not in ("redeliver", "discard"):
             raise ValueError(f'resume={resume!r} is not "redeliver" or "discard"')
@@ -76,7 +80,7 @@ class Consumer(Hub):
         self._loop_bell: LoopBell | None = None
         self._memory = MemoryUse()
         try:
-            self._start(lanes, resume, group_timeout_s)
+            self._start(lanes, resume, group_timeout_s, policy)
         except BaseException:
             participation.leave(self._control.mapping.fd, bridge)
             raise
@@ -100,7 +104,7 @@ class Consumer(Hub):
         header.fault(b"hub.locked")
         return control
 
-    def _start(self, lanes: int, resume: str, group_timeout_s: float) -> None:
+    def _start(self, lanes: int, resume: str, group_timeout_s: float, policy: Policy) -> None:
         """Everything a hub does before it serves; whoever dies or fails in here leaves the bridge as it was."""
         self._lanes = LaneSet(self.bridge, self._control, self.columns, lanes)
         self._turns = self._lanes.turns
@@ -111,7 +115,7 @@ class Consumer(Hub):
             if self._run is not None:
                 self._control.next_run()
             self._sleep = HubWait(self._control.mapping)
-            self._batching = BatchAssembly(self, self._lanes, group_timeout_s)
+            self._batching = BatchAssembly(self, self._lanes, group_timeout_s, policy)
             if resume == "discard":
                 for record in self._lanes.take_backlog():
                     self.discard(record, Discard.RESUME)
@@ -216,7 +220,31 @@ class Consumer(Hub):
             BatchTooBig: the lanes are full of what the batch already has, so that it can never be filled.
         """
         self._check_mine()
-        return self._batching.batches(groups=groups, layout=layout, max_staleness=max_staleness, prefetch=prefetch, hold=hold)
+        return self._batching.batches(Want(groups, None), layout=layout, max_staleness=max_staleness, prefetch=prefetch, hold=hold)
+
+    def take_groups(
+        self, *, groups: int | None = None, rows: int | None = None, max_staleness: int | None = None, timeout_s: float = 0.0
+    ) -> list[Group] | None:
+        """The whole groups of the next batch, leased and in place, for who does not want arrays; None if there is no batch in time.
+
+        Blocks at most `timeout_s` seconds. Each group's `records` are the caller's to release, or to return with `put_back`. The batch
+        is counted as a step. Do not call get or poll, nor iterate over batches, beside it.
+
+        Args:
+            groups: groups in the batch; or else
+            rows: trajectories in it. Under policy "atropos" neither is used: a batch has `run.batch_size` trajectories.
+            max_staleness: as in batches.
+            timeout_s: seconds to wait.
+        """
+        self._check_mine()
+        chosen = self._batching.choose_within(Want(groups, rows), max_staleness, timeout_s)
+        if chosen is not None:
+            self.count_batch()
+        return chosen
+
+    def put_back(self, groups: list[Group]) -> None:
+        """Returns groups of take_groups that nobody has read: they come again before all others. Never blocks; any thread."""
+        self._batching.put_back(groups)
 
     def _take(self) -> Record | None:
         record = self._turns.take()
@@ -303,34 +331,7 @@ class Consumer(Hub):
         """A batch was formed; for batching.py."""
         self._batches_formed += 1
 
-    # -- state --------------------------------------------------------------------------------------------------------------------
-
-    def stats(self) -> dict[str, float]:
-        """Counters of the bridge, flat: produced = released + held + discarded, from the lanes' own words. Never blocks; any thread."""
-        if self._closed:
-            return self._final
-        total = self._lanes.counters()
-        reasons = {key: value for key, value in sorted(total.items()) if "{" in key}
-        return {
-            **{key: total[key] for key in ("records_total", "released_total", "held", "put_off")},
-            **{key: total[key] for key in ("tokens_total", "bytes_total", "lane_bytes")},
-            **self._memory.of(lane.reader.lane for lane in self._lanes),
-            **reasons,
-            "dropped_total": sum(value for key, value in reasons.items() if key.startswith("dropped")),
-            "discarded_total": sum(value for key, value in reasons.items() if key.startswith("discarded")),
-            "producer_wait_s": total["producer_wait_ns"] / 1e9,
-            "wait_s": self._sleep.wait_ns / 1e9,
-            "late_wakes_total": total["late_wakes_total"] + self._sleep.late_wakes,
-            "lanes_live": self._lanes.live,
-            "lanes_dead": len(self._lanes) - self._lanes.live,
-            "lanes_quarantined": sum(lane.corrupt for lane in self._lanes),
-            "lanes_refused": len(self._lanes.refused),
-            "lanes_waiting": int(self._lanes.some_wait),
-            "queue_groups": self.queue_groups(),
-            "batches_total": self._batches_formed,
-            "policy_version": self.policy_version,
-            **(self._ranks.stats() if self._ranks else {}),
-        }
+    # -- the end ------------------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed or self._control.mapping.forked:  # in a child of fork, _control says so itself

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from shmbridge import messages
 from shmbridge._ext import header
+from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly
 from shmbridge.config import Run
 from shmbridge.errors import Closed
 from shmbridge.lanes import LaneSet
 from shmbridge.one_process import OneProcess
+from shmbridge.placement import MemoryUse
 
 if TYPE_CHECKING:
     from shmbridge.ranks import RankServer
@@ -21,7 +23,11 @@ class Hub(OneProcess):
     """Base of Consumer; environments.HubView says what the control plane's thread calls. Never blocks."""
 
     hub_epoch: int
+    _closed: bool
+    _final: dict[str, float]
     _lanes: LaneSet
+    _memory: MemoryUse
+    _sleep: HubWait
     _batching: BatchAssembly
 
     def __init__(self, bridge: str, run: Run | None, control: header.Control) -> None:
@@ -97,6 +103,33 @@ class Hub(OneProcess):
     def say_finished(self) -> None:
         """The bridge is drained and every learner rank is done: they hear of it also when this hub is gone. For ranks.py."""
         self._control.finish()
+
+    def stats(self) -> dict[str, float]:
+        """Counters of the bridge, flat: produced = released + held + discarded, from the lanes' own words. Never blocks; any thread."""
+        if self._closed:
+            return self._final
+        total = self._lanes.counters()
+        reasons = {key: value for key, value in sorted(total.items()) if "{" in key}
+        return {
+            **{key: total[key] for key in ("records_total", "released_total", "held", "put_off")},
+            **{key: total[key] for key in ("tokens_total", "bytes_total", "lane_bytes")},
+            **self._memory.of(lane.reader.lane for lane in self._lanes),
+            **reasons,
+            "dropped_total": sum(value for key, value in reasons.items() if key.startswith("dropped")),
+            "discarded_total": sum(value for key, value in reasons.items() if key.startswith("discarded")),
+            "producer_wait_s": total["producer_wait_ns"] / 1e9,
+            "wait_s": self._sleep.wait_ns / 1e9,
+            "late_wakes_total": total["late_wakes_total"] + self._sleep.late_wakes,
+            "lanes_live": self._lanes.live,
+            "lanes_dead": len(self._lanes) - self._lanes.live,
+            "lanes_quarantined": sum(lane.corrupt for lane in self._lanes),
+            "lanes_refused": len(self._lanes.refused),
+            "lanes_waiting": int(self._lanes.some_wait),
+            "queue_groups": self.queue_groups(),
+            "batches_total": self._batches_formed,
+            "policy_version": self.policy_version,
+            **(self._ranks.stats() if self._ranks else {}),
+        }
 
     def queue_groups(self, producer_id: str | None = None) -> int:
         """Groups committed and not yet in a batch, of one producer or all; a fragment not yet read counts as one."""

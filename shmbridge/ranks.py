@@ -27,6 +27,7 @@ from shmbridge.messages import (
     Refused,
     SharesDone,
 )  # fmt: skip
+from shmbridge.scheduler import Want
 from shmbridge.shares import Mode, Share, ShareBook
 from shmbridge.staleness import is_stale
 
@@ -85,7 +86,7 @@ class RankServer:
     def _run(self) -> None:
         try:
             while self._wait_for_room():
-                groups = self._batching.choose(self._groups, self._max_staleness, self._stop)
+                groups = self._batching.choose(Want(self._groups, None), self._max_staleness, self._stop)
                 if groups is None:
                     self._wait_drained()
                     continue
