@@ -16,7 +16,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shmbridge
 from shmbridge.consumers import checkpoint
+from shmbridge.consumers.batch_wait import BatchWait, NoBatch, patience_of
 from shmbridge.consumers.checkpoint import Progress
 from shmbridge.consumers.grpo_options import parser
 from shmbridge.consumers.grpo_update import Learner, Objective, learning_rate_at
-from shmbridge.consumers.metrics_log import Metrics, MetricsLog, progress_line
+from shmbridge.consumers.learner_metrics import LearnerMetrics
+from shmbridge.consumers.metrics_log import MetricsLog, progress_line
 from shmbridge.consumers.stopping import Stopped, StopSignals
+from shmbridge.consumers.training_rows import NoAdvantages
+from shmbridge.consumers.wandb_log import WandbMissing, WandbRun
 from shmbridge.weights import WeightsWriter
+
+GAVE_UP = 3  # exit status: no batch came within the limits
 
 PublishWeights = Callable[[int], None]  # takes a version; returns once samplers can see the weights
 
@@ -49,15 +55,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Stopped as stopped:
             _say(f"stopped by {stopped}")
             return 128 + stopped.signum
-        except (Refused, shmbridge.ShmBridgeError) as error:
+        except NoBatch as error:
+            print(f"grpo: {error}", file=sys.stderr)
+            return GAVE_UP
+        except (Refused, NoAdvantages, WandbMissing, shmbridge.ShmBridgeError) as error:
             print(f"grpo: {error}", file=sys.stderr)
             return 1
     return 0
 
 
 def run(options: argparse.Namespace, stops: StopSignals) -> None:
-    """Load, train, save. Blocks; raises `Refused`, `Stopped`, or what the bridge raises."""
+    """Load, train, save. Blocks; raises `Refused`, `Stopped`, `NoBatch`, `NoAdvantages`, or what the bridge raises."""
     source = starting_point(options)
+    with WandbRun(options, source is not None, _say) if options.wandb else nullcontext() as wandb_run:
+        train(options, source, wandb_run, stops)
+
+
+def train(
+    options: argparse.Namespace, source: Path | None, wandb_run: WandbRun | None, stops: StopSignals
+) -> None:
+    """Load from a checkpoint or the model that the options name, train, save. Blocks; raises as `run`."""
     if options.threads:
         torch.set_num_threads(options.threads)
     model, tokenizer = load_model(source or options.model, options)
@@ -73,7 +90,7 @@ def run(options: argparse.Namespace, stops: StopSignals) -> None:
     with (
         shmbridge.Consumer(options.bridge, run=registration(options, learner.step)) as consumer,
         weights_segment(options, model) as (publish, last_version),
-        MetricsLog(options.run_dir / "metrics.jsonl") as log,
+        MetricsLog(options.run_dir / "metrics.jsonl", wandb_run) as log,
     ):
         version = first_version(progress.policy_version, consumer.policy_version, last_version)
         publish(version)
@@ -82,7 +99,7 @@ def run(options: argparse.Namespace, stops: StopSignals) -> None:
 
         try:
             learn(learner, consumer, publish, saver, log, options, stops)
-        except (Stopped, shmbridge.ShmBridgeError):
+        except (Stopped, NoBatch, NoAdvantages, shmbridge.ShmBridgeError):
             saver.save(consumer.policy_version)  # still the hub: no successor starts from less
             raise
         saver.save(consumer.policy_version)
@@ -133,6 +150,8 @@ def new_learner(model: Any, options: argparse.Namespace) -> Learner:
         temperature=options.temperature,
         micro_tokens=options.micro_tokens,
         precision=getattr(torch, options.precision),
+        use_advantages=options.use_advantages,
+        fallback_to_grpo=options.fallback_to_grpo,
     )
     rate = functools.partial(learning_rate_at, peak=options.lr, warmup=options.warmup, steps=options.steps)
     return Learner(
@@ -154,16 +173,6 @@ def registration(options: argparse.Namespace, step: int) -> shmbridge.Run:
     )
 
 
-def staleness(batch: Any, policy_version: int) -> Metrics:
-    """Versions between the policy that began each trajectory and the one about to be trained."""
-    stamped = [meta.min_policy_version for meta in batch.meta]
-    behind = [policy_version - version for version in stamped if version is not None and version >= 0]
-    return {
-        "staleness_mean": sum(behind) / len(behind) if behind else 0.0,
-        "staleness_max": max(behind, default=0),
-    }
-
-
 def learn(
     learner: Learner,
     consumer: shmbridge.Consumer,
@@ -173,46 +182,55 @@ def learn(
     options: argparse.Namespace,
     stops: StopSignals,
 ) -> None:
-    """Take batches until all steps are done or the bridge is drained. Blocks; raises `Stopped`."""
+    """Take batches until all steps are done or the bridge is drained. Blocks; raises as `run`."""
     if learner.step >= options.steps:
         return
-    waiting_since = time.monotonic()
-    for batch in consumer.batches(
+    describe = LearnerMetrics(options.groups)
+    batches = consumer.batches(
         groups=options.groups, layout="packed", max_staleness=options.max_staleness, prefetch=1, hold="step"
-    ):
-        stops.check()
-        begun = time.monotonic()
-        measured = learner.accumulate(batch) | staleness(batch, consumer.policy_version)
-        computed = time.monotonic()
-        version = consumer.policy_version + 1
-        with stops.held():  # from the update to the release all or nothing
-            metrics = learner.apply() | {"policy_version": version} | measured
-            applied = time.monotonic()
-            publish_weights(version)
-            consumer.publish_policy_version(version)
-            published = time.monotonic()
-            batch.release()
-            metrics |= {
-                "wait_s": begun - waiting_since,
-                "forward_backward_s": computed - begun,
-                "update_s": applied - computed,
-                "publish_s": published - applied,
-                **lost(consumer.stats()),
-                "time": time.time(),
-            }
-            log.append(metrics)
-            if learner.step % options.save_every == 0:
-                saver.save(version)
-        if learner.step % options.log_every == 0 or learner.step >= options.steps:
-            print(progress_line(metrics, options.steps), flush=True)
-        if learner.step >= options.steps:
-            return
+    )
+    missing = functools.partial(who_is_missing, consumer, options.groups)
+    with BatchWait(batches, patience_of(options), missing, _say) as waited_for:
         waiting_since = time.monotonic()
+        for batch in waited_for:
+            stops.check()
+            begun = time.monotonic()
+            aged = describe.taken(batch, int(begun * 1e9), consumer.policy_version)
+            measured = learner.accumulate(batch) | aged
+            computed = time.monotonic()
+            version = consumer.policy_version + 1
+            with stops.held():  # from the update to the release all or nothing
+                metrics = learner.apply() | {"policy_version": version} | measured
+                applied = time.monotonic()
+                publish_weights(version)
+                consumer.publish_policy_version(version)
+                published = time.monotonic()
+                batch.release()
+                metrics |= {
+                    "wait_s": begun - waiting_since,
+                    "forward_backward_s": computed - begun,
+                    "update_s": applied - computed,
+                    "publish_s": published - applied,
+                    **describe.totals(measured, consumer.stats()),
+                    "time": time.time(),
+                }
+                log.append(metrics)
+                if learner.step % options.save_every == 0:
+                    saver.save(version)
+            if learner.step % options.log_every == 0 or learner.step >= options.steps:
+                print(progress_line(metrics, options.steps), flush=True)
+            if learner.step >= options.steps:
+                return
+            waiting_since = time.monotonic()
 
 
-def lost(stats: dict[str, float]) -> Metrics:
-    """Return records that reached no batch: dropped by producers, discarded by this bridge's consumers."""
-    return {"dropped_total": stats["dropped_total"], "discarded_total": stats["discarded_total"]}
+def who_is_missing(consumer: shmbridge.Consumer, groups: int) -> str:
+    """Return what a batch waits for, in a few words. Any thread; never blocks."""
+    stats = consumer.stats()
+    live, dead = int(stats["lanes_live"]), int(stats["lanes_dead"])
+    lanes = f"{live} of {live + dead} lanes have a living producer" if live + dead else "no environment has a lane"
+    state = ", the bridge is paused" if consumer.paused else ""
+    return f"{lanes}, {int(stats['queue_groups'])} of {groups} groups are there{state}"
 
 
 def first_version(*seen: int | None) -> int:

@@ -21,8 +21,13 @@ examples:
   # go on after a crash, from the newest checkpoint of the run directory (a fresh start if there is none)
   python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 --resume
 
-exit status: 0 all steps done, or the bridge was drained; 1 refused to start; 130 or 143 stopped by SIGINT or
-SIGTERM (the unfinished batch goes to the next learner, finished steps are saved).
+  # the limits of the Atropos recipe for verl: 10 attempts of 30 s for a batch, but 30 s in all; advantages wanted
+  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
+      --batch-timeout 30 --batch-attempts 10 --batch-retry-delay 0.5 --max-wait-time 30 --no-fallback-to-grpo
+
+exit status: 0 all steps done, or the bridge was drained; 1 refused to start, or a group had no advantages under
+--no-fallback-to-grpo; 3 no batch came within the limits; 130 or 143 stopped by SIGINT or SIGTERM. The unfinished
+batch goes to the next learner, finished steps are saved.
 """
 
 
@@ -41,10 +46,12 @@ def parser() -> argparse.ArgumentParser:
     )
     _run(root.add_argument_group("run directory"))
     _batch(root.add_argument_group("batch"))
+    _waiting(root.add_argument_group("waiting for a batch (for ever, if none of these is given)"))
     _objective(root.add_argument_group("objective"))
     _optimizer(root.add_argument_group("optimizer"))
     _compute(root.add_argument_group("compute"))
     _registration(root.add_argument_group("registration (what environments are told)"))
+    _wandb(root.add_argument_group("W&B"))
     return root
 
 
@@ -85,6 +92,25 @@ def _batch(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _waiting(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--batch-timeout", type=_above_zero, metavar="SECONDS", help="of one attempt [30 if others are given]"
+    )
+    group.add_argument(
+        "--batch-attempts", type=_positive, metavar="N", help="then give up [10 if others are given]"
+    )
+    group.add_argument(
+        "--batch-retry-delay",
+        type=_zero_or_above,
+        metavar="SECONDS",
+        help="after the first attempt, then 1.5 times as long each time up to 3 s; a batch that comes "
+        "meanwhile is taken [0.5 if others are given]",
+    )
+    group.add_argument(
+        "--max-wait-time", type=_above_zero, metavar="SECONDS", help="for one batch, over all attempts [no limit]"
+    )
+
+
 def _objective(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--clip-low", type=float, metavar="X", default=0.2, help="ratio clipped below 1 - this [0.2]"
@@ -102,6 +128,18 @@ def _objective(group: argparse._ArgumentGroup) -> None:
         default=1.0,
         help="sampling temperature where the record does not say; recorded log-probabilities are taken to be "
         "those of the tempered distribution [1.0]",
+    )
+    group.add_argument(
+        "--no-use-advantages",
+        dest="use_advantages",
+        action="store_false",
+        help="take all advantages from the scores, also where environments wrote their own",
+    )
+    group.add_argument(
+        "--no-fallback-to-grpo",
+        dest="fallback_to_grpo",
+        action="store_false",
+        help="end with an error at a group without advantages of its own, instead of taking them from its scores",
     )
 
 
@@ -150,6 +188,15 @@ def _registration(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--wandb-group", default="", help="passed on to environments that log")
 
 
+def _wandb(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--wandb",
+        action="store_true",
+        help="log every step's metrics to a W&B run, in the project and group of the registration",
+    )
+    group.add_argument("--wandb-name", default="", metavar="NAME", help="name of that run [the bridge's]")
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -168,4 +215,11 @@ def _above_zero(text: str) -> float:
     value = float(text)
     if not value > 0.0:
         raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
+def _zero_or_above(text: str) -> float:
+    value = float(text)
+    if not value >= 0.0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
     return value

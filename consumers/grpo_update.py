@@ -38,6 +38,8 @@ class Objective:
     temperature: float = 1.0  # of rows whose record does not say
     micro_tokens: int = 8192  # of one forward pass, padding included
     precision: torch.dtype = torch.float32  # of the forward pass; parameters are float32
+    use_advantages: bool = True  # of the records, where they have them
+    fallback_to_grpo: bool = True  # where they have none
 
 
 def predict(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor:
@@ -96,8 +98,14 @@ class Learner:
 
         Raises:
             ValueError: a token id outside the model's vocabulary.
+            NoAdvantages: a group needs the fallback that the objective does not allow.
         """
-        rows, metrics = prepare(batch, self.objective.temperature)
+        rows, metrics = prepare(
+            batch,
+            self.objective.temperature,
+            use_advantages=self.objective.use_advantages,
+            fallback_to_grpo=self.objective.fallback_to_grpo,
+        )
         self._check_vocabulary(rows)
         self.optimizer.zero_grad(set_to_none=True)
         device = next(self.model.parameters()).device

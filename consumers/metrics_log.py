@@ -1,6 +1,6 @@
 """metrics.jsonl and the progress line: what a learner says after each step.
 
-Knows nothing of torch and of the bridge. Called by the GRPO learner (`grpo.py`).
+Knows nothing of torch, of the bridge, of wandb. Called by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -9,9 +9,18 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 Metrics = dict[str, Any]
+
+
+class AlsoLog(Protocol):
+    """Somewhere else that wants the metrics, and that counts its failures instead of raising."""
+
+    failures_total: int
+
+    def log(self, metrics: Metrics) -> None:
+        """Take one step's metrics."""
 
 
 class MetricsLog:
@@ -19,9 +28,11 @@ class MetricsLog:
 
     Args:
         path: the file; its folder is created, its earlier lines stay.
+        wandb: gets the same metrics; None for nobody.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, wandb: AlsoLog | None = None) -> None:
+        self._wandb = wandb
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(self._file).st_size
@@ -30,6 +41,9 @@ class MetricsLog:
 
     def append(self, metrics: Metrics) -> None:
         """Append one line in a single write; values that are not finite become null. Blocks for the disk."""
+        if self._wandb is not None:
+            self._wandb.log(metrics)
+            metrics = metrics | {"wandb_failures_total": self._wandb.failures_total}
         line = json.dumps({name: _plain(value) for name, value in metrics.items()})
         os.write(self._file, line.encode() + b"\n")
 

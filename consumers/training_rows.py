@@ -19,10 +19,15 @@ import numpy.typing as npt
 
 from shmbridge.consumers.advantages import group_normalised, override_rows, spread_to_tokens
 from shmbridge.consumers.metrics_log import Metrics
+from shmbridge.metrics import rollout_metrics
 
 # A log-probability is never positive, so a positive one says "none was recorded": Atropos writes 1.0 where no
 # token was sampled, and rows whose record carried no log-probabilities get the same mark here.
 NO_LOGPROB = 1.0
+
+
+class NoAdvantages(Exception):
+    """A group came without advantages of its own, and falling back to its scores is not allowed."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +47,44 @@ class TrainingRows:
         return int(np.count_nonzero(self.trained))
 
 
-def prepare(batch: Any, temperature: float) -> tuple[TrainingRows, Metrics]:
+def prepare(
+    batch: Any, temperature: float, *, use_advantages: bool = True, fallback_to_grpo: bool = True
+) -> tuple[TrainingRows, Metrics]:
     """Return what the loss needs of a packed batch, and metrics that describe it. Never blocks.
 
     Args:
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
         temperature: sampling temperature of rows whose record does not say.
+        use_advantages: whether the records' own advantages replace those from the scores.
+        fallback_to_grpo: whether a row without its own gets those from the scores, if own ones are used.
+
+    Raises:
+        NoAdvantages: a group needs the fallback that is not allowed.
     """
     scores = np.zeros(len(batch.meta)) if batch.scores is None else np.asarray(batch.scores)
     scored = batch.has("score") & np.isfinite(scores)
+    own = batch.has("advantages") if use_advantages else np.zeros(len(batch.meta), bool)
+    silenced = _silenced(batch)
+    fallen_back = ~own & ~silenced if use_advantages else np.zeros(len(batch.meta), bool)
+    if fallen_back.any() and not fallback_to_grpo:
+        raise _no_advantages(batch, fallen_back)
     trained = _trained(batch)
     rows = TrainingRows(
         tokens=batch.tokens,
         cu_seqlens=batch.cu_seqlens,
         trained=trained,
-        advantages=_advantages(batch, scores, scored, trained),
+        advantages=_advantages(batch, scores, scored, own, silenced, trained),
         sampled_logprobs=_sampled_logprobs(batch),
         temperature=_temperature(batch, temperature),
     )
-    return rows, _describe(batch, rows, scores[scored], int((~scored & ~batch.has("advantages")).sum()))
+    return rows, {
+        **_describe(batch, rows, scores[scored]),
+        "trajectories_own_advantages": int(batch.has("advantages").sum()),
+        "trajectories_no_signal": int((~scored & ~own).sum()),
+        "trajectories_silenced": int(silenced.sum()),
+        "groups_fallback": int(np.unique(batch.group_index[fallen_back]).size),
+        **_rollouts(batch, rows, np.where(scored, scores, np.nan)),
+    }
 
 
 def _trained(batch: Any) -> npt.NDArray[np.bool_]:
@@ -77,18 +101,35 @@ def _advantages(
     batch: Any,
     scores: npt.NDArray[np.float64],
     scored: npt.NDArray[np.bool_],
+    own: npt.NDArray[np.bool_],
+    silenced: npt.NDArray[np.bool_],
     trained: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.float32]:
     """Return float32 (N,): from the scores, then the records' own, then those an environment has silenced."""
     per_row = group_normalised(scores, batch.group_index, usable=scored)
     advantages = spread_to_tokens(per_row, batch.cu_seqlens, trained)
-    if batch.advantages is not None:
-        own = batch.has("advantages")
+    if own.any():
         advantages = override_rows(advantages, batch.advantages, own, batch.cu_seqlens, trained)
-    for row, silenced in _settings(batch.overrides, "set_advantage_to_zero"):
-        if silenced:
-            advantages[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]] = 0.0
-    return advantages
+    return np.where(np.repeat(silenced, batch.lengths), np.float32(0.0), advantages)
+
+
+def _silenced(batch: Any) -> npt.NDArray[np.bool_]:
+    """Return bool (B,): rows whose overrides set their advantage to zero."""
+    silenced = np.zeros(len(batch.meta), bool)
+    for row, wanted in _settings(batch.overrides, "set_advantage_to_zero"):
+        silenced[row] = bool(wanted)
+    return silenced
+
+
+def _no_advantages(batch: Any, without: npt.NDArray[np.bool_]) -> NoAdvantages:
+    first = int(np.flatnonzero(without)[0])
+    meta = batch.meta[first]
+    rows = batch.group_index == batch.group_index[first]
+    return NoAdvantages(
+        f"group {meta.group_id} of environment {meta.env_name!r} has {int(rows.sum())} trajectories, and "
+        f"{int((rows & without).sum())} of them without advantages -> let that environment write advantages, "
+        "or run without --no-fallback-to-grpo"
+    )
 
 
 def _sampled_logprobs(batch: Any) -> npt.NDArray[np.float32]:
@@ -120,7 +161,7 @@ def _settings(texts: list[str | None] | None, key: str) -> Iterator[tuple[int, A
                 yield row, settings[key]
 
 
-def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64], no_signal: int) -> Metrics:
+def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
     pushes = rows.advantages[rows.trained]
     groups = np.unique(batch.group_index).size
     pushing = np.unique(np.repeat(batch.group_index, batch.lengths)[rows.advantages != 0]).size
@@ -133,9 +174,24 @@ def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64], n
         "tokens": len(rows.tokens),
         "trained_tokens": rows.trained_count,
         "trajectories": len(batch.meta),
-        "trajectories_own_advantages": int(batch.has("advantages").sum()),
-        "trajectories_no_signal": no_signal,
         "trajectories_redelivered": sum(bool(meta.redelivered) for meta in batch.meta),
         "groups": int(groups),
         "groups_flat": int(groups - pushing),
     }
+
+
+def _rollouts(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
+    """What dashboards know trajectories by; the advantages are those that are trained with."""
+    row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
+    at = np.flatnonzero(rows.trained)
+    counts = np.bincount(row_of_token[at], minlength=len(batch.meta))
+    sums = np.bincount(row_of_token[at], weights=rows.advantages[at], minlength=len(batch.meta))
+    begins = np.array(batch.lengths, np.int64)  # of what the policy wrote; at the end where it wrote nothing
+    begins[row_of_token[at[::-1]]] = batch.position_ids[at[::-1]]  # the first of a row is written last
+    return rollout_metrics(
+        [meta.env_name for meta in batch.meta],
+        batch.group_index,
+        scores,
+        advantages=np.where(counts > 0, sums / np.maximum(counts, 1), np.nan),
+        response_lengths=batch.lengths - begins,
+    )

@@ -89,6 +89,8 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
         generation_params: Sequence[str | None] | None = None,
         group_overrides: Sequence[str | None] | None = None,
         version: int = 0,
+        envs: Sequence[str] | None = None,
+        published_ns: Sequence[int] | None = None,
     ) -> HandMadeBatch:
         present: dict[str, np.ndarray] = {}
 
@@ -105,14 +107,27 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
             present[name] = np.array([value is not None for value in values])
             return np.array([0.0 if value is None else value for value in values], dtype=dtype)
 
-        meta = SimpleNamespace(min_policy_version=version, max_policy_version=version, redelivered=False)
+        group_of = list(groups if groups is not None else [0] * len(rows))
+
+        def record(group: int) -> SimpleNamespace:
+            first = group_of.index(group)
+            return SimpleNamespace(
+                min_policy_version=version,
+                max_policy_version=version,
+                redelivered=False,
+                env_name="test" if envs is None else envs[first],
+                group_id=f"group-{group}",
+                t_publish_ns=0 if published_ns is None else published_ns[first],
+            )
+
+        records = {group: record(group) for group in group_of}
         return HandMadeBatch(
             tokens=np.concatenate([np.asarray(row, dtype=np.int32) for row in rows]),
             cu_seqlens=np.cumsum([0] + [len(row) for row in rows]).astype(np.int32),
             position_ids=np.concatenate([np.arange(len(row), dtype=np.int32) for row in rows]),
             lengths=np.array([len(row) for row in rows], dtype=np.int32),
             loss_mask=ragged("loss_mask", masks, np.uint8),
-            group_index=np.asarray(groups if groups is not None else [0] * len(rows), dtype=np.int32),
+            group_index=np.asarray(group_of, dtype=np.int32),
             scores=scalar("score", scores, np.float64),
             advantages=ragged("advantages", advantages, np.float32),
             inference_logprobs=ragged("inference_logprobs", logprobs, np.float32),
@@ -121,7 +136,7 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
             overrides=None if overrides is None else list(overrides),
             generation_params=None if generation_params is None else list(generation_params),
             group_overrides=None if group_overrides is None else list(group_overrides),
-            meta=[meta] * len(rows),
+            meta=[records[group] for group in group_of],
             present=present,
         )
 

@@ -21,6 +21,7 @@ class FakeConsumer:
     def __init__(self, batches, version=0):
         self._batches = batches
         self.policy_version = version
+        self.paused = False
         self.events = []
 
     def batches(self, **options):
@@ -34,7 +35,9 @@ class FakeConsumer:
         self.policy_version = version
 
     def stats(self):
-        return {"records_total": 9, "dropped_total": 2, "discarded_total": 1, "discarded_total{stale}": 1}
+        lanes = {"lanes_live": 2, "lanes_dead": 1, "queue_groups": 5}
+        lost = {"dropped_total": 2, "discarded_total": 1, "discarded_total{stale}": 1}
+        return {"records_total": 9, "held": 3} | lanes | lost
 
 
 class Session:

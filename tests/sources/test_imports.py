@@ -38,6 +38,7 @@ LAYERS = {
     "rank": {"_ext", "liveness", "messages", "participation", "segment", "batch", "groups", "record", "schema", "control_client"},
     "control_client": {"messages", "segment"},
     "weights": {"_ext", "segment", "participation", "liveness"},
+    "metrics": set(),
 }
 # Third parties that are not everywhere installed, and who may import them.
 ALLOWED = {
@@ -47,6 +48,7 @@ ALLOWED = {
     "ray": ("shmbridge.relay", "shmbridge.consumers", "shmbridge.bench.baselines"),
     "atroposlib": ("shmbridge.producers", "shmbridge.bench"),
     "textual": ("shmbridge.tui",),
+    "wandb": ("shmbridge.consumers",),
     "zmq": ("shmbridge.control", "shmbridge.control_client", "shmbridge.relay", "shmbridge.bench.baselines"),
     "pyarrow": ("shmbridge",),
     "matplotlib": ("shmbridge.consumers", "shmbridge.bench"),

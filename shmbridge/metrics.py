@@ -1,0 +1,234 @@
+"""Metrics under the names that people's dashboards have: flat dicts of numbers, for a log file or for W&B.
+
+Knows numbers only: no bridge, no file, no wandb; every name is in docs/reference/metrics.md. Never blocks. Called by learners and gateways.
+
+A name never holds a record, a pid or a producer, so that a run has as many names as it has environments, and a few dozen more.
+"""
+
+import re
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+MOST_ENVIRONMENTS = 64  # that are told apart in one batch; rows of further ones count under OTHER
+OTHER = "other"
+_UNNAMED = "unnamed"
+_PERCENTILES = (50, 95, 99)
+
+# Key of Consumer.stats() -> name; those with a reason in braces are made in bridge_metrics.
+_OF_STATS = {
+    "records_total": "bridge/records_total",
+    "released_total": "bridge/released_total",
+    "tokens_total": "bridge/tokens_total",
+    "bytes_total": "bridge/bytes_total",
+    "batches_total": "bridge/batches_total",
+    "dropped_total": "bridge/drops_total",
+    "discarded_total": "bridge/discards_total",
+    "late_wakes_total": "bridge/late_wakes_total",
+    "producer_wait_s": "bridge/wait_producer_s",
+    "wait_s": "bridge/wait_consumer_s",
+    "held": "bridge/held",
+    "queue_groups": "bridge/queue_groups",
+    "lane_bytes": "bridge/lane_bytes",
+    "lanes_live": "bridge/lanes_live",
+    "lanes_dead": "bridge/lanes_dead",
+    "lanes_quarantined": "bridge/lanes_quarantined",
+    "lanes_refused": "bridge/lanes_refused",
+    "policy_version": "bridge/policy_version",
+}
+_WITH_REASON = {"dropped_total": "drops", "discarded_total": "discards"}
+
+
+def rollout_metrics(
+    env_names: Sequence[str],
+    groups: npt.ArrayLike,
+    scores: npt.ArrayLike,
+    *,
+    advantages: npt.ArrayLike | None = None,
+    response_lengths: npt.ArrayLike | None = None,
+) -> dict[str, float]:
+    """What the trajectories of one batch are like, under `atropos/...`: over all of them and per environment. Never blocks.
+
+    A value that nothing is known about, such as the mean of no scores, is NaN; what was not passed has no names at all.
+
+    Args:
+        env_names: (B,), each trajectory's environment. Characters other than letters, digits, `.`, `_` and `-` become `_`.
+        groups: int (B,), ordinal of each trajectory's group, any numbers.
+        scores: float (B,); NaN where a trajectory has none, or a broken one: it counts for no score.
+        advantages: float (B,), each trajectory's mean advantage over its trained tokens, dimensionless; NaN where there is none.
+        response_lengths: int (B,), tokens from the first trained one to the end; 0 where no token is trained.
+
+    Raises:
+        ValueError: the arguments disagree in length.
+    """
+    score, group = np.asarray(scores, np.float64), np.asarray(groups)
+    per_row = [each for each in (score, group, _array(advantages), _array(response_lengths)) if each is not None]
+    if any(each.shape != (len(env_names),) for each in per_row):
+        raise ValueError(f"{len(env_names)} environment names, and arrays of shape {[each.shape for each in per_row]}: one of each per row")
+    rows_of = _rows_by_environment(env_names)
+    found = {
+        "atropos/mean_score": _mean(score),
+        "atropos/num_environments": float(len(set(env_names))),
+        "atropos/identical_score_rate": _identical_rate(group, score),
+        "atropos/batch_groups": float(np.unique(group).size),
+        "atropos/total_sequences": float(score.size),
+    }
+    for env_name, rows in rows_of.items():
+        found[f"atropos/{env_name}/mean_score"] = _mean(score[rows])
+        found[f"atropos/{env_name}/std_score"] = _std(score[rows])
+    if advantages is not None:
+        advantage = np.asarray(advantages, np.float64)
+        for env_name, rows in rows_of.items():
+            found[f"atropos/{env_name}/mean_advantage"] = _mean(advantage[rows])
+            found[f"atropos/{env_name}/std_advantage"] = _std(advantage[rows])
+    if response_lengths is not None:
+        lengths = np.asarray(response_lengths, np.float64)
+        found["atropos/avg_response_length"] = _mean(lengths)
+        found["atropos/empty_response_count"] = float(np.count_nonzero(lengths == 0))
+    return found
+
+
+def bridge_metrics(stats: Mapping[str, float]) -> dict[str, float]:
+    """What `Consumer.stats()` says, under `bridge/...`. Never blocks; keys that are not there, or that have no name, are left out."""
+    found = {name: float(stats[key]) for key, name in _OF_STATS.items() if key in stats}
+    for key, value in stats.items():
+        counter, brace, reason = key.partition("{")
+        if brace and counter in _WITH_REASON:
+            found[f"bridge/{_WITH_REASON[counter]}_{reason.rstrip('}')}_total"] = float(value)
+    if stats.get("lane_bytes"):
+        mean_bytes = stats["bytes_total"] / stats["records_total"] if stats.get("records_total") else 0.0
+        found["bridge/lane_fill_frac"] = min(1.0, stats["held"] * mean_bytes / stats["lane_bytes"])
+    return found
+
+
+def batch_metrics(staleness: npt.ArrayLike, group_wait_s: npt.ArrayLike) -> dict[str, float]:
+    """How old one batch is, under `bridge/...`. Never blocks.
+
+    Args:
+        staleness: int (B,) or fewer, current policy version minus the one each trajectory began under, where that was stamped.
+        group_wait_s: float (G,), seconds from the commit of each group's first record until its batch was taken.
+    """
+    behind = np.asarray(staleness, np.float64)
+    return {
+        "bridge/staleness_mean": float(behind.mean()) if behind.size else 0.0,
+        "bridge/staleness_p90": float(np.percentile(behind, 90)) if behind.size else 0.0,
+        "bridge/staleness_max": float(behind.max(initial=0.0)) if behind.size else 0.0,
+        "bridge/group_wait_s": _mean(np.asarray(group_wait_s, np.float64)),
+    }
+
+
+class _Request(NamedTuple):
+    ended_s: float
+    latency_s: float
+    items: int
+    failed: bool
+    raw_bytes: int
+    wire_bytes: int
+
+
+class LatencyWindow:
+    """Latency and throughput of the last requests, under `api_perf/...`. Never blocks; one thread at a time.
+
+    What a request is says who calls: a gateway's are HTTP requests. A learner fed through lanes counts a record as one, from its commit
+    (t_publish_ns) until the learner takes the batch it is in.
+
+    Args:
+        window: how many of the last requests count.
+        slow_s: a request that took longer is a slow one, in seconds.
+    """
+
+    def __init__(self, window: int = 200, slow_s: float = 5.0) -> None:
+        if window < 1 or not slow_s > 0.0:
+            raise ValueError(f"window={window} requests and slow_s={slow_s} s must both be above 0")
+        self.slow_s = slow_s
+        self._last: deque[_Request] = deque(maxlen=window)
+
+    def add(
+        self,
+        latency_s: float,
+        *,
+        items: int = 1,
+        failed: bool = False,
+        raw_bytes: int = 0,
+        wire_bytes: int = 0,
+        ended_s: float | None = None,
+    ) -> None:
+        """Counts one request.
+
+        Args:
+            latency_s: how long it took; below 0 counts as 0.
+            items: trajectories it carried.
+            failed: whether it was answered with an error.
+            raw_bytes, wire_bytes: size of a compressed body, unpacked and as it came; 0 where nothing was compressed.
+            ended_s: time.monotonic() when it ended; None for now.
+        """
+        ended_s = time.monotonic() if ended_s is None else ended_s
+        self._last.append(_Request(ended_s, max(0.0, latency_s), items, failed, raw_bytes, wire_bytes))
+
+    def metrics(self, now_s: float | None = None) -> dict[str, float]:
+        """The window in numbers; an empty one has none. Rates count what ended after the window's oldest request, per second since then.
+
+        Args:
+            now_s: time.monotonic(); None for now.
+        """
+        if not self._last:
+            return {}
+        latencies_ms = np.array([each.latency_s for each in self._last]) * 1e3
+        oldest_s = self._last[0].ended_s
+        since = [each for each in self._last if each.ended_s > oldest_s]
+        seconds = (time.monotonic() if now_s is None else now_s) - oldest_s
+        per_second = 1.0 / seconds if seconds > 0.0 else 0.0
+        percentiles = np.percentile(latencies_ms, _PERCENTILES).tolist()
+        found = {f"api_perf/latency_p{p}_ms": value for p, value in zip(_PERCENTILES, percentiles, strict=True)}
+        found |= {
+            "api_perf/latency_mean_ms": float(latencies_ms.mean()),
+            "api_perf/requests_per_sec": len(since) * per_second,
+            "api_perf/items_per_sec": sum(each.items for each in since) * per_second,
+            "api_perf/error_rate": sum(each.failed for each in self._last) / len(self._last),
+            "api_perf/slow_requests": float(np.count_nonzero(latencies_ms > self.slow_s * 1e3)),
+        }
+        wire_bytes = sum(each.wire_bytes for each in self._last)
+        if wire_bytes:
+            found["api_perf/compression_ratio"] = sum(each.raw_bytes for each in self._last if each.wire_bytes) / wire_bytes
+        return found
+
+
+def _rows_by_environment(env_names: Sequence[str]) -> dict[str, npt.NDArray[np.intp]]:
+    """Environment as it stands in names -> its rows, in the order in which they come."""
+    rows: dict[str, list[int]] = {}
+    for row, env_name in enumerate(env_names):
+        label = re.sub(r"[^\w.-]", "_", env_name, flags=re.ASCII) or _UNNAMED
+        if label not in rows and len(rows) >= MOST_ENVIRONMENTS:
+            label = OTHER
+        rows.setdefault(label, []).append(row)
+    return {label: np.array(of_it, np.intp) for label, of_it in rows.items()}
+
+
+def _identical_rate(group: npt.NDArray[Any], score: npt.NDArray[np.float64]) -> float:
+    """Of the groups with a finite score, the share in which all of those are the same number; a group of one is such a group."""
+    counted = np.isfinite(score)
+    groups, ordinal = np.unique(group[counted], return_inverse=True)
+    if not groups.size:
+        return float("nan")
+    lowest, highest = np.full(groups.size, np.inf), np.full(groups.size, -np.inf)
+    np.minimum.at(lowest, ordinal, score[counted])
+    np.maximum.at(highest, ordinal, score[counted])
+    return float(np.mean(lowest == highest))
+
+
+def _array(values: npt.ArrayLike | None) -> npt.NDArray[Any] | None:
+    return None if values is None else np.asarray(values)
+
+
+def _mean(values: npt.NDArray[np.float64]) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else float("nan")
+
+
+def _std(values: npt.NDArray[np.float64]) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.std()) if finite.size else float("nan")
