@@ -37,15 +37,15 @@ class Patience:
     max_wait_s: float = math.inf
 
     def waits(self) -> Iterator[tuple[float, float]]:
-        """Yield (seconds to wait, of them after the attempt's own) per attempt; the last has no delay."""
+        """Yield (seconds of an attempt, seconds until the next) per attempt; the last has no delay."""
         delay, left = self.retry_delay_s, self.max_wait_s
         for attempt in range(1, self.attempts + 1):
             pause = delay if attempt < self.attempts else 0.0
-            wait = min(self.timeout_s + pause, left)
-            yield wait, max(0.0, wait - self.timeout_s)
-            left -= wait
-            if left <= 0.0:
+            if self.timeout_s + pause >= left:
+                yield left, 0.0
                 return
+            yield self.timeout_s, pause
+            left -= self.timeout_s + pause
             delay = min(delay * _DELAY_GROWTH, max(_LONGEST_DELAY_S, self.retry_delay_s))
 
 
@@ -131,7 +131,7 @@ class BatchWait(Generic[Batch]):
         attempt = 0
         for attempt, (wait, delay) in enumerate(patience.waits(), 1):
             try:
-                return self._answers.get(timeout=wait - delay)
+                return self._answers.get(timeout=wait)
             except queue.Empty:
                 pass
             if delay > 0.0:

@@ -228,7 +228,11 @@ def who_is_missing(consumer: shmbridge.Consumer, groups: int) -> str:
     """Return what a batch waits for, in a few words. Any thread; never blocks."""
     stats = consumer.stats()
     live, dead = int(stats["lanes_live"]), int(stats["lanes_dead"])
-    lanes = f"{live} of {live + dead} lanes have a living producer" if live + dead else "no environment has a lane"
+    lanes = (
+        f"{live} of {live + dead} lanes have a living producer"
+        if live + dead
+        else "no environment has a lane"
+    )
     state = ", the bridge is paused" if consumer.paused else ""
     return f"{lanes}, {int(stats['queue_groups'])} of {groups} groups are there{state}"
 

@@ -107,7 +107,10 @@ def _waiting(group: argparse._ArgumentGroup) -> None:
         "meanwhile is taken [0.5 if others are given]",
     )
     group.add_argument(
-        "--max-wait-time", type=_above_zero, metavar="SECONDS", help="for one batch, over all attempts [no limit]"
+        "--max-wait-time",
+        type=_above_zero,
+        metavar="SECONDS",
+        help="for one batch, over all attempts [no limit]",
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.consumers.training_rows import NO_LOGPROB, prepare
+from shmbridge.consumers.training_rows import NO_LOGPROB, NoAdvantages, prepare
 
 ROWS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
@@ -72,6 +72,59 @@ def test_an_environment_can_silence_a_row(packed_batch):
     assert rows.advantages[1] > 1.0  # its group keeps the score of the silenced row
     np.testing.assert_array_equal(rows.advantages[3:], [0, 0, 0, 0, 2, 2])
     assert metrics["groups_flat"] == 0
+    assert metrics["trajectories_silenced"] == 1
+
+
+GROUPS = {
+    "groups": [0, 0, 1, 1, 2],
+    "envs": ["math", "math", "code", "code", "code"],
+    "scores": [1.0, 0.0, 2.0, 2.0, None],
+    "advantages": [[0.0, 5.0], [0.0, -5.0], None, [0.0, 7.0], None],
+}
+PAIRS = [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
+
+
+def test_groups_without_their_own_advantages_fall_back_and_are_counted(packed_batch):
+    rows, metrics = prepare(packed_batch(PAIRS, **GROUPS), 1.0)
+    np.testing.assert_array_equal(rows.advantages[1::2], [5, -5, 0, 7, 0])
+    assert metrics["groups_fallback"] == 2
+    assert metrics["trajectories_no_signal"] == 1
+    _, metrics = prepare(packed_batch(PAIRS[:2], scores=[1.0, 0.0]), 1.0)
+    assert metrics["groups_fallback"] == 1
+
+
+def test_advantages_of_environments_can_be_ignored(packed_batch):
+    rows, metrics = prepare(packed_batch(PAIRS, **GROUPS), 1.0, use_advantages=False, fallback_to_grpo=False)
+    np.testing.assert_allclose(rows.advantages[1::2], [1, -1, 0, 0, 0], rtol=1e-3)
+    assert metrics["groups_fallback"] == 0  # nothing fell back: nothing else was wanted
+    assert metrics["trajectories_own_advantages"] == 3
+
+
+def test_without_the_fallback_a_group_without_advantages_is_an_error(packed_batch):
+    with pytest.raises(NoAdvantages, match=r"group group-1 of environment 'code' has 2 .* 1 of them without"):
+        prepare(packed_batch(PAIRS, **GROUPS), 1.0, fallback_to_grpo=False)
+    silence = ['{"set_advantage_to_zero": true}' if row is None else None for row in GROUPS["advantages"]]
+    rows, metrics = prepare(packed_batch(PAIRS, **GROUPS, overrides=silence), 1.0, fallback_to_grpo=False)
+    np.testing.assert_array_equal(rows.advantages[1::2], [5, -5, 0, 7, 0])
+    assert (metrics["groups_fallback"], metrics["trajectories_silenced"]) == (0, 2)
+
+
+def test_trajectories_under_the_names_that_dashboards_know(packed_batch):
+    masks = [[0, 1], [0, 1], [0, 0], [1, 1], [0, 1]]
+    _, metrics = prepare(packed_batch(PAIRS, **GROUPS, masks=masks), 1.0)
+    assert metrics["atropos/mean_score"] == 1.25
+    assert metrics["atropos/num_environments"] == 2
+    assert metrics["atropos/identical_score_rate"] == 0.5
+    assert (metrics["atropos/math/mean_score"], metrics["atropos/code/mean_score"]) == (0.5, 2.0)
+    assert (metrics["atropos/math/mean_advantage"], metrics["atropos/math/std_advantage"]) == (0.0, 5.0)
+    assert metrics["atropos/code/mean_advantage"] == 3.5  # of two: the third has no trained token
+    assert (metrics["atropos/avg_response_length"], metrics["atropos/empty_response_count"]) == (0.8, 1)
+
+
+def test_a_response_lasts_from_its_first_trained_token_to_the_end(packed_batch):
+    masks = [[0, 1, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1]]
+    _, metrics = prepare(packed_batch([[1, 2, 3, 4, 5, 6]] * 2, masks=masks, scores=[1.0, 0.0]), 1.0)
+    assert metrics["atropos/avg_response_length"] == 3.0
 
 
 def test_broken_scores_are_no_reward(packed_batch):

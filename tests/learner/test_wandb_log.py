@@ -1,0 +1,142 @@
+"""The learner's W&B run: the real package, offline, its file read back; and what its failures cost, which is nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from shmbridge.consumers import grpo
+from shmbridge.consumers.grpo_options import parser
+from shmbridge.consumers.metrics_log import MetricsLog
+from shmbridge.consumers.wandb_log import ID_FILE, WandbMissing, WandbRun
+
+METRICS = {"step": 3, "atropos/mean_score": 0.5, "atropos/math/mean_score": float("nan"), "update_skipped": False}
+BLOCK = 32768  # the file is a log of blocks, as LevelDB's: each piece has crc, length and kind in front
+
+
+def options(tmp_path, *more):
+    base = ["--bridge", "b", "--model", "m", "--steps", "9", "--run-dir", str(tmp_path / "run"), "--wandb"]
+    return parser().parse_args([*base, *more])
+
+
+def records(path):
+    """Yield the records of a W&B file, which W&B itself reads only to send it away."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if BLOCK - at % BLOCK < 7:  # no room for a head: the rest of the block is empty
+            at += BLOCK - at % BLOCK
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def history(folder):
+    """Return every logged row of all runs under a folder, in order, and the last description of a run."""
+    rows, run = [], None
+    for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
+        for record in records(path):
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+            elif record.WhichOneof("record_type") == "run":
+                run = record.run
+    return rows, run
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """Return the folder of a W&B that talks to nobody."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_a_run_gets_what_the_file_gets_and_a_resumed_learner_goes_on_with_it(offline):
+    more = ("--wandb-project", "proj", "--wandb-group", "grp", "--wandb-name", "nm")
+    said = []
+    for step, resumed in ((3, False), (4, True)):
+        with (
+            WandbRun(options(offline, *more), resumed, said.append) as run,
+            MetricsLog(offline / "run" / "metrics.jsonl", run) as log,
+        ):
+            log.append(METRICS | {"step": step})
+    rows, run = history(offline)
+    assert [row["_step"] for row in rows] == [3, 4]
+    assert rows[0].items() >= {"atropos/mean_score": 0.5, "step": 3, "update_skipped": False}.items()
+    assert "atropos/math/mean_score" not in rows[0]  # nothing is known of it
+    assert (run.project, run.run_group, run.display_name, run.job_type) == ("proj", "grp", "nm", "learner")
+    assert run.run_id == (offline / "run" / ID_FILE).read_text()
+    written = [json.loads(line) for line in (offline / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert written[0]["atropos/math/mean_score"] is None
+    assert written[0]["wandb_failures_total"] == 0
+    assert said == []
+
+
+class BrokenRun:
+    id = "x"
+
+    def log(self, metrics, step):
+        raise ConnectionError("no network")
+
+    def finish(self):
+        raise ConnectionError("no network")
+
+
+def test_a_failing_run_is_said_once_and_counted(tmp_path, monkeypatch):
+    broken = SimpleNamespace(init=lambda **_: BrokenRun(), Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", broken)
+    said = []
+    with WandbRun(options(tmp_path), False, said.append) as run, MetricsLog(tmp_path / "m.jsonl", run) as log:
+        for step in range(3):
+            log.append(METRICS | {"step": step})
+    assert run.failures_total == 4
+    assert said == ["W&B cannot take metrics, training goes on: ConnectionError: no network"]
+    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [line["wandb_failures_total"] for line in lines] == [1, 2, 3]
+
+
+def test_a_run_that_does_not_start_costs_a_line(tmp_path, monkeypatch):
+    def refuse(**_):
+        raise PermissionError("No API key configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse, Settings=lambda **_: None))
+    said = []
+    with WandbRun(options(tmp_path), False, said.append) as run:
+        run.log(METRICS)
+    assert run.failures_total == 1
+    assert "W&B cannot start" in said[0]
+    assert "No API key" in said[0]
+
+
+def test_without_the_package_the_learner_does_not_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(WandbMissing):
+        WandbRun(options(tmp_path), False, print)
+    flags = ["--bridge", "b", "--model", "m", "--steps", "9", "--run-dir", str(tmp_path), "--wandb"]
+    assert grpo.main(flags) == 1
+    assert "pip install wandb" in capsys.readouterr().err
+
+
+def test_a_value_that_is_not_finite_is_not_told(tmp_path, monkeypatch):
+    told = []
+    run_of_ours = SimpleNamespace(id="x", log=lambda values, step: told.append((step, values)), finish=lambda: None)
+    broken = SimpleNamespace(init=lambda **_: run_of_ours, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", broken)
+    with WandbRun(options(tmp_path), False, print) as run:
+        run.log({"step": 1, "a": math.inf, "b": 0.0, "c": math.nan, "d": None, "e": "text"})
+    assert told == [(1, {"step": 1, "b": 0.0, "d": None, "e": "text"})]
