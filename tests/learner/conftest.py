@@ -1,9 +1,13 @@
-"""A tiny model and hand-made packed batches, so that the learner is tested without a transport."""
+"""A tiny model and hand-made packed batches, so that the learner is tested without a transport; W&B's files read back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +17,7 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 VOCABULARY = 28
+BLOCK = 32768  # a W&B file is a log of blocks, as LevelDB's: each piece has crc, length and kind in front
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -141,3 +146,47 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
         )
 
     return make
+
+
+def records(path: Path) -> Iterator[Any]:
+    """Yield the records of a W&B file, which W&B itself reads only to send it away."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if BLOCK - at % BLOCK < 7:  # no room for a head: the rest of the block is empty
+            at += BLOCK - at % BLOCK
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        if at + 7 + length > len(data):
+            return  # more is being written
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+@pytest.fixture
+def wandb_history() -> Callable[..., tuple[list[dict[str, Any]], Any]]:
+    return history
+
+
+def history(folder: Path, runs: int, within_s: float = 30.0) -> tuple[list[dict[str, Any]], Any]:
+    """Return every logged row of all runs under a folder, in order, and the last description of a run.
+
+    Another process writes the files, and may be at it for a moment after a run has ended.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        paths = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+        found = [record for path in paths for record in records(path)]
+        if sum(record.WhichOneof("record_type") == "exit" for record in found) == runs:
+            break
+        assert time.monotonic() < deadline, f"W&B has not ended {runs} runs in {paths}"
+        time.sleep(0.05)
+    logged = [record.history.item for record in found if record.WhichOneof("record_type") == "history"]
+    rows = [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items} for items in logged]
+    return rows, [record.run for record in found if record.WhichOneof("record_type") == "run"][-1]

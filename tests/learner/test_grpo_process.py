@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -134,3 +136,86 @@ def test_stopped_while_waiting_it_saves_and_leaves_the_rest(bridge, start_learne
         assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
         assert len(left_over(bridge)) == 1
         assert published(bridge, tmp_path / "run" / "checkpoints" / "step-00000003") == 3
+
+
+def test_nobody_comes_and_the_learner_gives_up(start_learner):
+    limits = ("--batch-timeout", "0.3", "--batch-attempts", "3", "--batch-retry-delay", "0.1")
+    learner = start_learner("--steps", "5", *limits)
+    out, err = learner.communicate(timeout=60)
+    assert learner.returncode == 3, err
+    assert "Traceback" not in err
+    said = re.search(r"no batch in ([\d.]+) s, 3 of 3 attempts of 0.3 s: no environment has a lane, 0 of 2 groups", err)
+    assert 1.1 <= float(said[1]) < 30.0  # three attempts, and delays of 0.1 and 0.15
+    assert len(re.findall(r"attempt \d of 3, .* no environment has a lane", out)) == 2
+
+
+def test_half_a_batch_is_waited_for_and_left(bridge, start_learner, tmp_path):
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS + 1)
+        learner = start_learner("--steps", "5", "--max-wait-time", "1.5")
+        _, err = learner.communicate(timeout=60)
+        assert learner.returncode == 3, err
+        assert "1 of 1 lanes have a living producer, 1 of 2 groups are there" in err
+        assert [line["step"] for line in metrics(tmp_path)] == [1]
+        assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
+        assert len(left_over(bridge)) == 1
+
+
+def test_without_the_fallback_a_group_without_advantages_ends_the_learner(bridge, start_learner, tmp_path):
+    with shmbridge.Producer(bridge, env_name="countdown", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS)
+        learner = start_learner("--steps", "5", "--no-fallback-to-grpo")
+        _, err = learner.communicate(timeout=60)
+        assert learner.returncode == 1, err
+        assert "Traceback" not in err
+        assert re.search(r"group \S+ of environment 'countdown' has 4 trajectories, .* 4 of them without", err)
+        assert len(left_over(bridge)) == GROUPS
+    assert metrics(tmp_path) == []
+
+
+def on_the_page(heading):
+    """Return the names in the first column of a table of docs/reference/metrics.md."""
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
+    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
+
+
+ASKED_FOR = {
+    *("atropos/mean_score", "atropos/countdown/mean_score", "atropos/countdown/mean_advantage"),
+    *("atropos/num_environments", "atropos/identical_score_rate", "atropos/fallback_groups_total"),
+    *("api_perf/latency_p50_ms", "api_perf/latency_p95_ms", "api_perf/latency_p99_ms"),
+    *("bridge/records_total", "bridge/held", "bridge/drops_full_total", "bridge/staleness_p90"),
+}
+
+
+def test_the_file_and_wandb_have_all_names_that_the_page_has(
+    bridge, start_learner, tmp_path, monkeypatch, wandb_history
+):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    with shmbridge.Producer(bridge, env_name="countdown", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS * 2)
+        learner = start_learner("--steps", "2", "--wandb")
+        _, err = learner.communicate(timeout=90)
+    assert learner.returncode == 0, err
+    first, second = metrics(tmp_path)
+    reasons = r"_(full|cancelled|invalid|timeout|stale|partial|resume|corrupt)_total$"
+    generic = {re.sub(reasons, "_{reason}_total", name).replace("/countdown/", "/{env_name}/") for name in first}
+    for_gateways = {"api_perf/compression_ratio"}
+    assert generic | for_gateways == on_the_page("Names that dashboards know") | on_the_page("The learner's own")
+    assert (first["atropos/fallback_groups_total"], second["atropos/fallback_groups_total"]) == (2, 4)
+    assert first["atropos/countdown/mean_score"] == first["reward_mean"] == 0.5
+    assert first["bridge/records_total"] == GROUPS * 2
+    assert 0.0 < first["bridge/lane_fill_frac"] < 1.0
+    assert first["bridge/group_wait_s"] > 0.0
+
+    rows, run = wandb_history(tmp_path / "run", runs=1)
+    assert [row["_step"] for row in rows] == [1, 2]
+    assert run.display_name == bridge
+    for row, line in zip(rows, (first, second), strict=True):
+        assert row.keys() >= ASKED_FOR
+        known = {name: value for name, value in line.items() if value is not None}
+        assert {name: row[name] for name in known if name != "wandb_failures_total"} == {
+            name: value for name, value in known.items() if name != "wandb_failures_total"
+        }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 import sys
 from types import SimpleNamespace
 
@@ -16,44 +15,11 @@ from shmbridge.consumers.metrics_log import MetricsLog
 from shmbridge.consumers.wandb_log import ID_FILE, WandbMissing, WandbRun
 
 METRICS = {"step": 3, "atropos/mean_score": 0.5, "atropos/math/mean_score": float("nan"), "update_skipped": False}
-BLOCK = 32768  # the file is a log of blocks, as LevelDB's: each piece has crc, length and kind in front
 
 
 def options(tmp_path, *more):
     base = ["--bridge", "b", "--model", "m", "--steps", "9", "--run-dir", str(tmp_path / "run"), "--wandb"]
     return parser().parse_args([*base, *more])
-
-
-def records(path):
-    """Yield the records of a W&B file, which W&B itself reads only to send it away."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, whole = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if BLOCK - at % BLOCK < 7:  # no room for a head: the rest of the block is empty
-            at += BLOCK - at % BLOCK
-            continue
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            yield record
-            whole = b""
-
-
-def history(folder):
-    """Return every logged row of all runs under a folder, in order, and the last description of a run."""
-    rows, run = [], None
-    for path in sorted((folder / "wandb").glob("offline-run-*/run-*.wandb")):
-        for record in records(path):
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
-            elif record.WhichOneof("record_type") == "run":
-                run = record.run
-    return rows, run
 
 
 @pytest.fixture
@@ -66,7 +32,7 @@ def offline(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_gets_what_the_file_gets_and_a_resumed_learner_goes_on_with_it(offline):
+def test_a_run_gets_what_the_file_gets_and_a_resumed_learner_goes_on_with_it(offline, wandb_history):
     more = ("--wandb-project", "proj", "--wandb-group", "grp", "--wandb-name", "nm")
     said = []
     for step, resumed in ((3, False), (4, True)):
@@ -75,7 +41,7 @@ def test_a_run_gets_what_the_file_gets_and_a_resumed_learner_goes_on_with_it(off
             MetricsLog(offline / "run" / "metrics.jsonl", run) as log,
         ):
             log.append(METRICS | {"step": step})
-    rows, run = history(offline)
+    rows, run = wandb_history(offline, runs=2)
     assert [row["_step"] for row in rows] == [3, 4]
     assert rows[0].items() >= {"atropos/mean_score": 0.5, "step": 3, "update_skipped": False}.items()
     assert "atropos/math/mean_score" not in rows[0]  # nothing is known of it
