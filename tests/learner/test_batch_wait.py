@@ -7,6 +7,7 @@ import math
 import queue
 import signal
 import threading
+import time
 import weakref
 
 import pytest
@@ -122,11 +123,12 @@ def test_a_batch_is_kept_by_nobody():
     class Batch:
         pass
 
-    source = Source(Batch(), "next")
-    with wait_for(source, None) as waiting:
+    with wait_for(Source(Batch()), None) as waiting:
         batch = weakref.ref(next(waiting))
-        next(waiting)
-        gc.collect()
+        deadline = time.monotonic() + 10.0
+        while batch() is not None and time.monotonic() < deadline:  # the thread may be about to let go of it
+            gc.collect()
+            time.sleep(0.01)
         assert batch() is None
 
 

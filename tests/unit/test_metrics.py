@@ -158,9 +158,9 @@ def bridge():
 
 @pytest.fixture
 def stats(bridge):
-    """Of a bridge with one record released, one held, one dropped."""
+    """Of a bridge with one record released, two held, one dropped."""
     with shmbridge.Producer(bridge, env_name="math", lane_bytes="1M") as producer, shmbridge.Consumer(bridge) as consumer:
-        for _ in range(2):
+        for _ in range(3):
             producer.put({"tokens": [[1, 2, 3]], "score": [1.0]}, timeout_s=5.0)
         with pytest.raises(shmbridge.InvalidRecord):
             producer.put({"tokens": [[1, 2, 3]], "score": [1.0, 2.0]}, timeout_s=5.0)
@@ -171,12 +171,12 @@ def stats(bridge):
 
 def test_a_bridge_in_numbers(stats):
     found = bridge_metrics(stats)
-    assert (found["bridge/records_total"], found["bridge/released_total"], found["bridge/held"]) == (2.0, 1.0, 1.0)
-    assert (found["bridge/tokens_total"], found["bridge/lanes_live"], found["bridge/lanes_dead"]) == (6.0, 1.0, 0.0)
+    assert (found["bridge/records_total"], found["bridge/released_total"], found["bridge/held"]) == (3.0, 1.0, 2.0)
+    assert (found["bridge/tokens_total"], found["bridge/lanes_live"], found["bridge/lanes_dead"]) == (9.0, 1.0, 0.0)
     assert found["bridge/drops_total"] == sum(value for name, value in found.items() if re.fullmatch(r"bridge/drops_[a-z]+_total", name))
     assert found["bridge/drops_invalid_total"] == stats["dropped_total{invalid}"]
     assert found["bridge/discards_stale_total"] == 0.0
-    assert found["bridge/lane_fill_frac"] == pytest.approx(stats["bytes_total"] / 2 / stats["lane_bytes"])
+    assert found["bridge/lane_fill_frac"] == pytest.approx(stats["bytes_total"] / 3 * 2 / stats["lane_bytes"])
     assert all(type(value) is float for value in found.values())
 
 
