@@ -131,7 +131,7 @@ class BatchWait(Generic[Batch]):
         attempt = 0
         for attempt, (wait, delay) in enumerate(patience.waits(), 1):
             try:
-                return self._answers.get(timeout=wait)
+                return self._answers.get(timeout=min(wait, threading.TIMEOUT_MAX))
             except queue.Empty:
                 pass
             if delay > 0.0:
@@ -140,7 +140,9 @@ class BatchWait(Generic[Batch]):
                     f"in all: {self._missing()}; the next begins in {delay:.1f} s"
                 )
                 try:
-                    return self._answers.get(timeout=delay)  # it may well come meanwhile
+                    return self._answers.get(
+                        timeout=min(delay, threading.TIMEOUT_MAX)
+                    )  # it may well come meanwhile
                 except queue.Empty:
                     pass
         raise NoBatch(

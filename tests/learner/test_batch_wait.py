@@ -55,6 +55,14 @@ def test_batches_come_one_by_one_as_they_are_asked_for():
     assert source.closed.is_set()
 
 
+def test_a_limit_may_be_beyond_any_clock():
+    for patience in (Patience(timeout_s=math.inf), Patience(timeout_s=0.01, retry_delay_s=1e300)):
+        source = Source()
+        with wait_for(source, patience) as waiting:
+            threading.Timer(0.1, source.queue.put, ["late"]).start()
+            assert next(waiting) == "late"
+
+
 def test_an_error_of_the_source_is_an_error_here():
     with wait_for(Source(ValueError("broken")), None) as waiting, pytest.raises(ValueError, match="broken"):
         next(waiting)

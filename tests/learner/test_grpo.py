@@ -161,6 +161,13 @@ def test_stop_signals_put_the_old_handlers_back():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_wait_says_who_is_missing():
+    consumer = FakeConsumer([])
+    assert grpo.who_is_missing(consumer, 8) == "2 of 3 lanes have a living producer, 5 of 8 groups are there"
+    consumer.paused = True
+    assert grpo.who_is_missing(consumer, 8).endswith("there, the bridge is paused")
+
+
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [((None, None, None), 0), ((-1, 0, None), 1), ((50, 57, 50), 58), ((50, 50, None), 51)],
