@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import LeaseReleased as LeaseReleased
     from shmbridge.errors import NoConsumer as NoConsumer
     from shmbridge.errors import NotReady as NotReady
+    from shmbridge.errors import NoWeight as NoWeight
     from shmbridge.errors import ProcessLimit as ProcessLimit
     from shmbridge.errors import RankTaken as RankTaken
     from shmbridge.errors import RecordTooBig as RecordTooBig
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import ShmPermission as ShmPermission
     from shmbridge.errors import ShmTooSmall as ShmTooSmall
     from shmbridge.errors import ShmUnavailable as ShmUnavailable
+    from shmbridge.errors import UnknownEnvironment as UnknownEnvironment
     from shmbridge.errors import WeightsBusy as WeightsBusy
     from shmbridge.errors import WeightsMismatch as WeightsMismatch
     from shmbridge.inventory import BridgeInfo as BridgeInfo
@@ -67,9 +69,9 @@ _HOMES = {
         [
             "BadBridgeName", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
             "ConsumerTaken", "InvalidRecord", "LaneFull", "LaneQuarantined",
-            "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotReady", "ProcessLimit", "RankTaken", "RecordTooBig",
+            "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotReady", "NoWeight", "ProcessLimit", "RankTaken", "RecordTooBig",
             "RecordUnreadable", "SchemaMismatch", "ServesRanks", "ShmBridgeError",
-            "ShmPermission", "ShmTooSmall", "ShmUnavailable", "WeightsBusy", "WeightsMismatch",
+            "ShmPermission", "ShmTooSmall", "ShmUnavailable", "UnknownEnvironment", "WeightsBusy", "WeightsMismatch",
         ],
         "errors",
     ),

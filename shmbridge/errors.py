@@ -161,6 +161,18 @@ class ServesRanks(ShmBridgeError, RuntimeError):
     code = "SB409"
 
 
+class UnknownEnvironment(ShmBridgeError, ValueError):
+    """An environment was named that has not registered."""
+
+    code = "SB410"
+
+
+class NoWeight(ShmBridgeError, ValueError):
+    """An environment asked for its part of the weight, and no connected environment has any."""
+
+    code = "SB411"
+
+
 class WeightsMismatch(ShmBridgeError, ValueError):
     """The tensors do not have the names, types or shapes of the weights segment."""
 

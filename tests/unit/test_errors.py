@@ -17,6 +17,7 @@ BUILTIN = {
     "ClaimOpen": RuntimeError, "RankTaken": RuntimeError, "ServesRanks": RuntimeError,
     "LaneFull": TimeoutError, "ConsumerEmpty": TimeoutError, "LeaseReleased": RuntimeError, "BatchTooBig": ValueError,
     "ConsumerTaken": RuntimeError, "NoConsumer": TimeoutError, "BridgeDraining": RuntimeError,
+    "UnknownEnvironment": ValueError, "NoWeight": ValueError,
     "Closed": RuntimeError, "WeightsMismatch": ValueError, "WeightsBusy": TimeoutError,
 }  # fmt: skip
 
