@@ -11,8 +11,8 @@ T = TypeVar("T")
 class SizeBuffer(Generic[T]):
     """Gives out the very groups that upstream's find_groups_summing_to_target finds, without looking at all of them for each that comes.
 
-    Upstream takes what fits in order of arrival and, where that does not come out even, solves the subset sum and walks back from its end. Both
-    grow by one group at a time: a running sum, and a set of reachable sums that is one integer's bits.
+    Upstream takes what fits in order of arrival and, where that does not come out even, solves the subset sum and walks back from its
+    end. Both grow by one group at a time: a running sum, and a set of reachable sums that is one integer's bits.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ class Entry(NamedTuple, Generic[T]):
 
 
 class Added(NamedTuple, Generic[T]):
-    """What became of an item: what entered the queue by it, and how many sequences its environment's buffer holds now (None: not buffered)."""
+    """What became of an item: what entered the queue by it, and the sequences its environment's buffer holds now (None: not buffered)."""
 
     queued: list[T]
     buffered: int | None
@@ -37,8 +37,8 @@ class Added(NamedTuple, Generic[T]):
 class AtroposQueue(Generic[T]):
     """Queue, buffers and formed batches of one training run.
 
-    Groups of one size stand in a line; where an environment has a minimum allocation, in a line for each environment, too. A batch only ever
-    takes from the front of lines, so that forming one costs its own groups and the number of lines, whatever else is queued.
+    Groups of one size stand in a line; where an environment has a minimum allocation, in a line for each environment, too. A batch only
+    ever takes from the front of lines, so that forming one costs its own groups and the number of lines, whatever else is queued.
     """
 
     def __init__(self, batch_size: int, step: int = 0) -> None:
@@ -52,6 +52,8 @@ class AtroposQueue(Generic[T]):
         self._by_env: dict[int | None, Counter[int]] = {}
         self._buffers: dict[int, SizeBuffer[T]] = {}
         self._formed: list[list[Entry[T]]] = []
+        self._queued = 0
+        self.buffered = 0  # groups that wait to be made whole
         self._next, self._first = 0, 0
         self._changed = True
 
@@ -102,13 +104,14 @@ class AtroposQueue(Generic[T]):
     # -- coming in ----------------------------------------------------------------------------------------------------------------
 
     def add(self, item: T, size: int, env_id: int | None) -> Added[T]:
-        """Queues an item of `size` sequences, or keeps it until others make its environment's group size whole. O(1), but for the latter."""
+        """Queues an item of `size` sequences, or keeps it until others make its environment's group size whole; else O(1)."""
         env = self._envs.get(env_id) if env_id is not None else None
         if env is None or size == env.group_size:
             self._enqueue(item, size, env_id)
             return Added([item], None)
         buffer = self._buffers.setdefault(env.env_id, SizeBuffer())
         whole = buffer.add(item, size, env.group_size)
+        self.buffered += 1 - len(whole)
         for part, part_size in whole:
             self._enqueue(part, part_size, env_id)
         return Added([part for part, _ in whole], buffer.sequences)
@@ -142,6 +145,7 @@ class AtroposQueue(Generic[T]):
 
     def _count(self, entry: Entry[T], by: int) -> None:
         self._changed = True
+        self._queued += by
         for counter in (self._sizes, self._by_env.setdefault(entry.env_id, Counter())):
             counter[entry.size] += by
             if not counter[entry.size]:
@@ -150,13 +154,20 @@ class AtroposQueue(Generic[T]):
     # -- batches ------------------------------------------------------------------------------------------------------------------
 
     def next_batch(self) -> list[T] | None:
-        """The newest formed batch; with none, all that can be formed are, and `step` rises by their number. None if there is none."""
+        """The newest formed batch; with none, all that can be are formed, and `step` rises by their number. None if there is none."""
+        self.form()
+        return [entry.item for entry in self._formed.pop()] if self._formed else None
+
+    def form(self) -> list[T]:
+        """Forms all batches that can be, unless one waits still: the items that left the queue by it."""
+        left: list[T] = []
         if not self._formed and self._changed:
             while (batch := self._form()) is not None:
                 self._formed.append(batch)
                 self.step += 1
+                left += [entry.item for entry in batch]
             self._changed = False
-        return [entry.item for entry in self._formed.pop()] if self._formed else None
+        return left
 
     def _form(self) -> list[Entry[T]] | None:
         self._lines = {key: line for key, line in self._lines.items() if line}
@@ -173,7 +184,7 @@ class AtroposQueue(Generic[T]):
         return batch
 
     def _in_packs(self, largest: int) -> list[Entry[T]]:
-        """As grab_exact_from_heterogeneous_queue: packs of equal groups as large as the largest group, the pack first that is whole first."""
+        """As grab_exact_from_heterogeneous_queue: packs of equal groups, as large as the largest group; first what was whole first."""
         packs = _Packs(self._lines, largest)
         batch: list[Entry[T]] = []
         left = self._batch_size
@@ -188,9 +199,9 @@ class AtroposQueue(Generic[T]):
         return batch
 
     def _allocated(self, largest: int) -> list[Entry[T]]:
-        """As grab_batch_with_minimum_allocations: every environment its minimum, then what comes first and fits. Empty if one has nothing."""
-        packable = {key: len(line) - len(line) % (largest // key[1]) for key, line in self._lines.items() if key[1] and not largest % key[1]}
-        packable = {key: count for key, count in packable.items() if count}
+        """As grab_batch_with_minimum_allocations: to each its minimum, then what comes first and fits. Empty if one has nothing."""
+        packing = {key: largest // key[1] for key in self._lines if key[1] and not largest % key[1]}  # groups in a pack
+        packable = {key: len(self._lines[key]) // groups * groups for key, groups in packing.items() if len(self._lines[key]) >= groups}
         minima = self._minima(packable)
         if minima is None:
             return []
@@ -251,24 +262,20 @@ class AtroposQueue(Generic[T]):
 
     # -- state --------------------------------------------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        return self._sizes.total()
-
     @property
     def queue_size(self) -> int:
         """Groups queued; what is buffered or in a formed batch is not, as upstream."""
-        return len(self)
-
-    @property
-    def buffered(self) -> int:
-        """Groups that wait to be made whole."""
-        return sum(map(len, self._buffers.values()))
+        return self._queued
 
     def __iter__(self) -> Iterator[T]:
         """All items: formed, queued, buffered."""
         yield from (entry.item for batch in self._formed for entry in batch)
-        yield from (entry.item for entry in self._in_order())
+        yield from self.queued()
         yield from (item for buffer in self._buffers.values() for item in buffer.items)
+
+    def queued(self) -> Iterator[T]:
+        """What is in the queue, in its order."""
+        return (entry.item for entry in self._in_order())
 
     def by_env(self) -> dict[int | None, Queued]:
         """What is queued of each environment; O(environments), whatever is queued."""
@@ -279,7 +286,7 @@ class AtroposQueue(Generic[T]):
         }
 
     def status_env(self, env_id: int) -> dict[str, Any]:
-        """The answer of upstream's /status-env, and its side effect: the environment's group size grows to the largest of its groups in the queue.
+        """The answer of upstream's /status-env, and its effect: the environment's group size grows to its largest group in the queue.
 
         Raises:
             UnknownEnvironment: it is not registered.
@@ -319,6 +326,7 @@ class AtroposQueue(Generic[T]):
         for buffer in self._buffers.values():
             items += [item for item, _ in buffer.sized() if unfit(item)]
             buffer.keep([(item, size) for item, size in buffer.sized() if not unfit(item)])
+        self.buffered = sum(map(len, self._buffers.values()))
         return items
 
     def _in_order(self) -> list[Entry[T]]:
@@ -326,7 +334,7 @@ class AtroposQueue(Generic[T]):
 
 
 class _Packs(Generic[T]):
-    """Packs of groups from the fronts of lines: equal groups, together as large as the largest group; the pack first that was whole first."""
+    """Packs from the fronts of lines: equal groups, together as large as the largest group; first what was whole first."""
 
     def __init__(self, lines: dict[_Line, deque[Entry[T]]], largest: int) -> None:
         self._lines, self._largest = lines, largest

@@ -11,35 +11,42 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from shmbridge import sizing
+from shmbridge.atropos_scheduler import AtroposScheduler
 from shmbridge.batch import Batch, Layout, forget_spare_memory, unreadable
 from shmbridge.config import format_size
-from shmbridge.errors import BatchTooBig
+from shmbridge.errors import BatchTooBig, ConsumerEmpty
 from shmbridge.groups import Group, GroupAssembler
 from shmbridge.lanes import LaneSet
 from shmbridge.prefetch import Prefetcher
 from shmbridge.reasons import Discard
-from shmbridge.scheduler import Policy, Scheduler, Want
+from shmbridge.record import Record
+from shmbridge.scheduler import Policy, Want, scheduler_of
 from shmbridge.staleness import is_stale
 
 if TYPE_CHECKING:
     from shmbridge.consumer import Consumer
+    from shmbridge.environments import QueueView
 
 log = logging.getLogger(__name__)
 
 Hold = Literal["step", "gather"]
 _STUCK_AFTER_S = 1.0
+_LOOK_EVERY_S = 0.25
+_EVERYTHING = 1 << 31
 
 
 class BatchAssembly:
     """Everything between a consumer's records and its batches. One iteration at a time."""
 
-    def __init__(self, consumer: "Consumer", lanes: LaneSet, group_timeout_s: float, policy: Policy) -> None:
-        self._consumer, self._lanes = consumer, lanes
+    def __init__(self, consumer: "Consumer", lanes: LaneSet, group_timeout_s: float, policy: Policy, allocation_wait_s: float) -> None:
+        self._consumer, self._lanes, self._policy = consumer, lanes, policy
         self._partial = GroupAssembler(group_timeout_s)
-        self._complete = Scheduler()
+        self._complete = scheduler_of(policy, consumer.env_shares, consumer.producer_live, allocation_wait_s)
         self._prefetcher: Prefetcher | None = None
         self._closed = False
         self._lock = threading.Lock()  # groups are put back by whoever iterates, while others are gathered ahead
+        self._cut_at: tuple[int, int] | None = None  # policy version and limit beyond which nothing is in self._complete
+        self._not_cut: list[Group] = []  # but for what was put back since
 
     @property
     def closed(self) -> bool:
@@ -50,21 +57,46 @@ class BatchAssembly:
         """Groups that were taken from lanes and are in no batch yet; any thread."""
         return len(self._complete) + len(self._partial) if producer_id is None else self._complete.queued(producer_id)
 
-    def batches(self, want: Want, *, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold) -> Iterator[Batch]:
+    @property
+    def queue_view(self) -> "QueueView | None":
+        """What is queued by environment, where the policy knows."""
+        return self._complete if isinstance(self._complete, AtroposScheduler) else None
+
+    def steps(self, handed_out: int) -> int:
+        """Steps of a run: the batches handed out, or those the policy has formed, if it counts these."""
+        return handed_out if self._complete.formed is None else self._complete.formed
+
+    def stats(self) -> dict[str, float]:
+        """Counters of the policy; any thread."""
+        return self._complete.stats()
+
+    def want(self, groups: int | None, rows: int | None) -> Want:
+        """What a batch is to be. Raises ValueError."""
+        if self._policy != "atropos":
+            return Want(groups, rows)
+        if (run := self._consumer.run) is None:
+            raise ValueError('policy "atropos" forms batches of run.batch_size trajectories: announce a run, Consumer(run=)')
+        return Want(None, run.batch_size)
+
+    def batches(
+        self, want: Want, *, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None
+    ) -> Iterator[Batch]:
         """See Consumer.batches. Checks its arguments at once, not at the first `next`."""
         if prefetch < 0 or (max_staleness is not None and max_staleness < 0):
             raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}: at least 0 each")
         if layout not in ("padded", "packed") or hold not in ("step", "gather"):
             raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step" or "gather"')
-        return self._iterate(want, layout, max_staleness, prefetch, hold)
+        return self._iterate(want, layout, max_staleness, prefetch, hold, timeout_s)
 
-    def _iterate(self, want: Want, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold) -> Iterator[Batch]:
+    def _iterate(
+        self, want: Want, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None
+    ) -> Iterator[Batch]:
         self._stop_prefetch()  # of an earlier iteration, which ends with that
         ahead = Prefetcher(prefetch, lambda stop: self._form(want, layout, max_staleness, stop)) if prefetch else None
         self._prefetcher = ahead
         try:
             while not self._closed:
-                batch = ahead.next() if ahead else self._form(want, layout, max_staleness, threading.Event())
+                batch = self._next(ahead, want, layout, max_staleness, timeout_s)
                 if batch is None:
                     return
                 if self._has_stale(batch.groups, max_staleness):
@@ -79,8 +111,28 @@ class BatchAssembly:
             if self._prefetcher is ahead:
                 self._stop_prefetch()
 
-    def _form(self, want: Want, layout: Layout, max_staleness: int | None, stop: threading.Event) -> Batch | None:
-        while (chosen := self.choose(want, max_staleness, stop)) is not None:
+    def _next(
+        self, ahead: Prefetcher | None, want: Want, layout: Layout, max_staleness: int | None, timeout_s: float | None
+    ) -> Batch | None:
+        try:
+            if ahead is not None:
+                return ahead.next(timeout_s)
+            deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+            batch = self._form(want, layout, max_staleness, threading.Event(), deadline_s)
+            if batch is not None or time.monotonic() < deadline_s or self._closed or self._consumer._drained():
+                return batch
+        except TimeoutError:
+            pass
+        raise ConsumerEmpty(
+            f"no batch of {want} within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living producer, "
+            f"{self._consumer.queue_groups()} groups are queued",
+            hint="are environments running on this bridge? shmbridge inspect " + self._consumer.bridge,
+        )
+
+    def _form(
+        self, want: Want, layout: Layout, max_staleness: int | None, stop: threading.Event, deadline_s: float = float("inf")
+    ) -> Batch | None:
+        while (chosen := self.choose(want, max_staleness, stop, deadline_s)) is not None:
             try:
                 return Batch(chosen, layout)
             except BaseException as error:
@@ -106,29 +158,47 @@ class BatchAssembly:
         while not (self._closed or stop.is_set()):
             with self._lock:
                 self._cut_stale(max_staleness)
-                chosen = self._complete.take(want)
-                took = chosen is None and self._take_records(want)
+                chosen, took = self._try(want, max_staleness)
             if chosen is not None:
                 return chosen
+            now = time.monotonic()
             if took:
-                idle_since = time.monotonic()
+                idle_since = now
                 continue
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or self._consumer._drained():
+            if now >= deadline_s:
                 return None
-            if time.monotonic() - idle_since > _STUCK_AFTER_S:
+            if self._consumer._drained():
+                with self._lock:
+                    return self._complete.take(want, now, last=True)
+            until_s = min(deadline_s, self._complete.waits_until_s, now + _LOOK_EVERY_S)
+            if now - idle_since > _STUCK_AFTER_S and self._complete.waits_until_s == float("inf"):
                 self._check_stuck(want)
-            self._consumer._wait(min(left_s, 0.25))
+            self._consumer._wait(max(until_s - now, 0.0))
         return None
 
-    def _take_records(self, want: Want) -> bool:
-        """Moves what the lanes have now into groups, no more than can be missing of so many; whether there was anything."""
+    def _try(self, want: Want, max_staleness: int | None) -> tuple[list[Group] | None, bool]:
+        """The groups of a batch, if there is one, and whether any record was taken for it from the lanes."""
+        everything = self._complete.look_ahead(len(self._lanes))
+        took = everything and self._take_records(_EVERYTHING, max_staleness)
+        chosen = self._complete.take(want, time.monotonic(), last=False)
+        if chosen is None and not everything:  # no more than can be missing: each record completes one group at most
+            took = self._take_records(want.size - len(self._complete), max_staleness)
+        return chosen, took
+
+    def _take_records(self, most: int, max_staleness: int | None) -> bool:
+        """Moves what the lanes have now into groups; whether there was anything."""
         self._consumer._check_open()
         now = time.monotonic()
-        records = self._lanes.poll((want.groups or want.rows or 1) - len(self._complete))  # each completes one group at most
+        records = self._lanes.poll(most)
+        if self._policy == "atropos":
+            records.sort(key=_published)  # upstream's order is that of arrival, whoever sends
         for record in records:
             group = self._partial.add(record, now)
-            if group is not None:
+            if group is None:
+                continue
+            if self._has_stale([group], max_staleness):
+                self._discard(group, Discard.STALE)
+            else:
                 self._complete.add(group)
         for group in self._partial.late(now, self._lanes.busy_producers() if len(self._partial) else set()):
             log.warning("group %s of %s has %d of %d rows after %.0f s: discarded", group.records[0].group_id, group.producer_id,
@@ -140,10 +210,16 @@ class BatchAssembly:
         return bool(records)
 
     def _cut_stale(self, max_staleness: int | None) -> None:
+        """Looks at every group only when the version or the limit is another: what comes later is looked at when it comes."""
         if max_staleness is None:
+            self._cut_at, self._not_cut = None, []
             return
-        for group in self._complete.stale(self._consumer.policy_version, max_staleness):
-            self._discard(group, Discard.STALE)
+        current = self._consumer.policy_version
+        doubtful, self._not_cut = self._not_cut, []
+        if self._cut_at != (current, max_staleness) or self._has_stale(doubtful, max_staleness):
+            for group in self._complete.remove(lambda group: is_stale(group.oldest_version, current, max_staleness)):
+                self._discard(group, Discard.STALE)
+            self._cut_at = (current, max_staleness)
 
     def _has_stale(self, groups: list[Group], max_staleness: int | None) -> bool:
         if max_staleness is None:
@@ -163,6 +239,8 @@ class BatchAssembly:
         """Groups of a batch that was not handed out wait again, before all others; any thread."""
         with self._lock:
             self._complete.put_back(groups)
+            if self._cut_at is not None:
+                self._not_cut += groups
 
     def _check_stuck(self, want: Want) -> None:
         """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else holds anything."""
@@ -201,7 +279,12 @@ class BatchAssembly:
         for group in [*self._complete, *self._partial]:
             for record in group.records:
                 record.abandon()
-        self._complete, self._partial = Scheduler(), GroupAssembler(0.0)
+        self._complete.remove(lambda group: True)
+        self._partial, self._not_cut = GroupAssembler(0.0), []
+
+
+def _published(record: Record) -> int:
+    return record.t_publish_ns
 
 
 def _may_be_one_groups_fault(error: BaseException) -> bool:

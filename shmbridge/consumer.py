@@ -25,7 +25,7 @@ from shmbridge.loop_bell import LoopBell
 from shmbridge.placement import MemoryUse
 from shmbridge.reasons import Discard
 from shmbridge.record import Record
-from shmbridge.scheduler import Policy, Want
+from shmbridge.scheduler import Policy
 from shmbridge.schema import columns_of
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class Consumer(Hub):
         schema: a pyarrow.Schema whose fields extend the standard columns; producers that disagree on a type are refused.
         group_timeout_s: a group whose fragments do not all come within this many seconds is discarded and counted.
         policy: how batches are formed: "fair" over environments, or "atropos" as the Atropos server does.
+        allocation_wait_s: seconds a batch is held back under "fair" for an environment that is promised a part of it.
 
     Raises:
         ConsumerTaken: another consumer of this bridge is alive (named by pid; also one of this process).
@@ -70,6 +71,7 @@ class Consumer(Hub):
         schema: "pa.Schema | None" = None,
         group_timeout_s: float = 600.0,
         policy: Policy = "fair",
+        allocation_wait_s: float = 10.0,
     ) -> None:
         if resume not in ("redeliver", "discard"):
             raise ValueError(f'resume={resume!r} is not "redeliver" or "discard"')
@@ -80,7 +82,7 @@ class Consumer(Hub):
         self._loop_bell: LoopBell | None = None
         self._memory = MemoryUse()
         try:
-            self._start(lanes, resume, group_timeout_s, policy)
+            self._start(lanes, resume, group_timeout_s, policy, allocation_wait_s)
         except BaseException:
             participation.leave(self._control.mapping.fd, bridge)
             raise
@@ -104,7 +106,7 @@ class Consumer(Hub):
         header.fault(b"hub.locked")
         return control
 
-    def _start(self, lanes: int, resume: str, group_timeout_s: float, policy: Policy) -> None:
+    def _start(self, lanes: int, resume: str, group_timeout_s: float, policy: Policy, allocation_wait_s: float) -> None:
         """Everything a hub does before it serves; whoever dies or fails in here leaves the bridge as it was."""
         self._lanes = LaneSet(self.bridge, self._control, self.columns, lanes)
         self._turns = self._lanes.turns
@@ -115,7 +117,7 @@ class Consumer(Hub):
             if self._run is not None:
                 self._control.next_run()
             self._sleep = HubWait(self._control.mapping)
-            self._batching = BatchAssembly(self, self._lanes, group_timeout_s, policy)
+            self._batching = BatchAssembly(self, self._lanes, group_timeout_s, policy, allocation_wait_s)
             if resume == "discard":
                 for record in self._lanes.take_backlog():
                     self.discard(record, Discard.RESUME)
@@ -129,7 +131,7 @@ class Consumer(Hub):
     def _open_control_plane(self) -> "ControlServer":
         from shmbridge.control import ControlServer
 
-        return ControlServer(self.bridge, self)
+        return ControlServer(self.bridge, self, self._batching.queue_view)
 
     # -- taking records -----------------------------------------------------------------------------------------------------------
 
@@ -203,24 +205,32 @@ class Consumer(Hub):
         max_staleness: int | None = None,
         prefetch: int = 1,
         hold: Hold = "step",
+        timeout_s: float | None = None,
+        rows: int | None = None,
     ) -> "Iterator[Batch]":
         """Batches of whole groups, oldest first, until close(), or until drain() and too few are left.
 
         Blocks in `next` until a batch is full. Do not call get or poll while iterating.
 
         Args:
-            groups: groups in a batch.
+            groups: groups in a batch; under policy "atropos" a batch has `run.batch_size` trajectories instead.
             layout: "packed" (N,) with cu_seqlens and position_ids, or "padded" (B, T).
             max_staleness: groups more versions older than the current one are discarded and counted; None: none is.
             prefetch: batches gathered ahead in a thread, 0 or more.
             hold: "step" keeps the leases until batch.release() or the next iteration, so that a killed learner's
                 successor gets the batch again; "gather" ends them once gathered: at most once.
+            timeout_s: seconds that `next` waits; None: for ever.
+            rows: trajectories in a batch, instead of groups: whole groups as far as they fit, at least one.
 
         Raises:
+            ConsumerEmpty: no batch could be formed in time; what is queued stays. Begin another iteration to go on.
             BatchTooBig: the lanes are full of what the batch already has, so that it can never be filled.
         """
         self._check_mine()
-        return self._batching.batches(Want(groups, None), layout=layout, max_staleness=max_staleness, prefetch=prefetch, hold=hold)
+        want = self._batching.want(groups if rows is None else None, rows)
+        return self._batching.batches(
+            want, layout=layout, max_staleness=max_staleness, prefetch=prefetch, hold=hold, timeout_s=timeout_s
+        )  # fmt: skip
 
     def take_groups(
         self, *, groups: int | None = None, rows: int | None = None, max_staleness: int | None = None, timeout_s: float = 0.0
@@ -237,7 +247,7 @@ class Consumer(Hub):
             timeout_s: seconds to wait.
         """
         self._check_mine()
-        chosen = self._batching.choose_within(Want(groups, rows), max_staleness, timeout_s)
+        chosen = self._batching.choose_within(self._batching.want(groups, rows), max_staleness, timeout_s)
         if chosen is not None:
             self.count_batch()
         return chosen

@@ -16,6 +16,7 @@ import shutil
 import stat
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ import zmq
 from shmbridge import messages
 from shmbridge.config import Run
 from shmbridge.control_client import CUT_OFF_BYTES, AsyncControlClient, ControlClient, RequestRefused, control_address
-from shmbridge.environments import Environments, HubView
+from shmbridge.environments import Environments, HubView, QueueView
 from shmbridge.errors import ShmPermission
 from shmbridge.messages import Answer, BadMessage, Refused, Register, Request
 from shmbridge.segment import socket_directory
+from shmbridge.steering import EnvShare
 
 __all__ = [
     "AsyncControlClient",
@@ -55,10 +57,10 @@ class ControlServer:
     Only the holder of the bridge's hub lock may construct one: it removes the socket of a dead predecessor.
     """
 
-    def __init__(self, bridge: str, hub: HubView) -> None:
+    def __init__(self, bridge: str, hub: HubView, queue: QueueView | None = None) -> None:
         self._bridge = bridge
         self._hub = hub
-        self._environments = Environments(hub)
+        self._environments = Environments(hub, queue)
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._pid = os.getpid()
         self._closed = False
@@ -74,6 +76,11 @@ class ControlServer:
     def stats(self) -> dict[str, int]:
         """Return counters of requests, and how many environments are known. Never blocks; any thread."""
         return {**self._counters, "environments": len(self._environments)}
+
+    @property
+    def shares(self) -> Mapping[str, EnvShare]:
+        """Return what the registered environments ask for, by producer id: an immutable snapshot. Never blocks; any thread."""
+        return self._environments.shares
 
     def look_again(self) -> None:
         """Try again to answer those who wait, because something has changed. Never blocks; any thread."""

@@ -9,15 +9,14 @@ Knows nothing of sockets, nor of the bytes of messages. Called by the control se
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from shmbridge.config import Run
 from shmbridge.messages import Ack, Manifest, NextShare, NoMoreShares, Refused, Register, Registered, SharesDone, Status, WaitForRun
-
-# An environment never counts for less than this, whatever its weight (as upstream).
-MIN_ENV_WEIGHT = 0.01
+from shmbridge.steering import EnvShare, Queued, steer
 
 # Each hub of a bridge numbers new environments from a block of its own: those of an earlier hub come back
 # with the number they have, and must find it free.
@@ -84,6 +83,19 @@ class HubView(Protocol):
         """A learner rank is done with shares."""
 
 
+class QueueView(Protocol):
+    """A queue that knows what lies in it; for any thread. A hub without one counts groups only."""
+
+    def by_env(self) -> Mapping[int | None, Queued]:
+        """What is queued, by the number its environment has registered under."""
+
+    def queued(self, producer_id: str) -> int:
+        """Groups of one producer in it."""
+
+    def __len__(self) -> int:
+        """Groups in it."""
+
+
 @dataclass
 class Environment:
     """One admitted environment, as it described itself."""
@@ -99,17 +111,20 @@ class Environment:
     seen_live: bool = False
 
     @property
-    def share(self) -> float:
-        """The part of every batch that is guaranteed to it."""
-        return self.min_batch_allocation or 0.0
+    def asks(self) -> EnvShare:
+        """What of it the forming of batches and the steering of others go by."""
+        return EnvShare(
+            self.env_id, self.wandb_name, self.weight, self.min_batch_allocation, self.group_size, max_token_length=self.max_token_length
+        )
 
 
 class Environments:
-    """The table. For one thread."""
+    """The table. For one thread; `shares`, by producer id, is replaced and never changed, so that any thread may read it."""
 
-    def __init__(self, hub: HubView) -> None:
-        self._hub = hub
+    def __init__(self, hub: HubView, queue: QueueView | None = None) -> None:
+        self._hub, self._queue = hub, queue
         self._table: dict[int, Environment] = {}
+        self.shares: Mapping[str, EnvShare] = MappingProxyType({})
 
     def __len__(self) -> int:
         return len(self._table)
@@ -135,6 +150,7 @@ class Environments:
             weight=wish.weight,
             min_batch_allocation=wish.min_batch_allocation,
         )
+        self._publish()
         return Registered(
             env_id=env_id,
             wandb_name=name,
@@ -146,27 +162,24 @@ class Environments:
 
     def forget(self, env_id: int) -> None:
         """Free what an environment took; unknown numbers are ignored. Never blocks."""
-        self._table.pop(env_id, None)
+        if self._table.pop(env_id, None) is not None:
+            self._publish()
 
     def status(self, env_id: int) -> Status:
         """Return what one environment steers by. Never blocks. Raises KeyError for an unknown number."""
         me = self._table[env_id]
         self._bury_the_dead(but=me)
-        groups = {env.env_id: self._hub.queue_groups(env.producer_id) for env in self._table.values()}
-        # Of producers that never registered; their group size is not known here, taken to be the asker's.
-        strangers = max(0, self._hub.queue_groups() - sum(groups.values())) * me.group_size
-        largest = max([1, *(env.group_size for env in self._table.values() if groups[env.env_id])])
-        if strangers:
-            largest = max(largest, me.group_size)
-        others = self._open_to_me(me, groups, strangers, largest)
-        sequences = groups[env_id] * me.group_size + others
+        told = steer(me.asks, [env.asks for env in self._table.values()], self._queued(me), run.batch_size if (run := self._hub.run) else 0)
+        if told.group_size != me.group_size:
+            me.group_size = told.group_size
+            self._publish()
         return Status(
             current_step=self._hub.current_step,
-            queue_groups=sequences // me.group_size,
-            self_queue_groups=groups[env_id],
-            unallocated_fraction=1.0 - min(1.0, sum(env.share for env in self._table.values())),
-            max_group_size=largest,
-            env_weight=self._weight(me),
+            queue_groups=told.queue_size,
+            self_queue_groups=told.self_queue_size,
+            unallocated_fraction=told.unallocated_fraction,
+            max_group_size=told.max_group_size,
+            env_weight=told.env_weight,
             policy_version=self._hub.policy_version,
             hub_epoch=self._hub.hub_epoch,
             paused=self._hub.paused,
@@ -202,27 +215,44 @@ class Environments:
         return f"{desired}_{index}"
 
     def _bury_the_dead(self, but: Environment | None = None) -> None:
+        known = len(self._table)
         for env in list(self._table.values()):
             live = self._hub.producer_live(env.producer_id)
             if env.seen_live and not live and env is not but:
                 del self._table[env.env_id]
             env.seen_live = env.seen_live or live
+        if len(self._table) != known:
+            self._publish()
 
-    # --- steering -----------------------------------------------------------------------------------------
+    # --- what is queued -----------------------------------------------------------------------------------
 
-    def _open_to_me(self, me: Environment, groups: dict[int, int], strangers: int, largest: int) -> int:
-        """Sequences of others that compete with mine: beyond what is theirs by right, packed as a batch."""
-        if largest == 1:
-            return 0  # as upstream: without groups to pack, only one's own queue counts
-        batch_size = run.batch_size if (run := self._hub.run) else 0
-        open_to_me = math.ceil(strangers / largest) * largest
-        for other in self._table.values():
-            if other is not me:
-                packed = math.ceil(groups[other.env_id] * other.group_size / largest) * largest
-                open_to_me += max(0, packed - int(batch_size * other.share))
-        return open_to_me
+    def _queued(self, me: Environment) -> dict[int | None, Queued]:
+        """By environment. Groups nobody has looked at yet are taken to be of the size their environment has registered."""
+        seen = self._queue.by_env() if self._queue is not None else {}
+        unseen = {env.env_id: self._unseen(env.producer_id) for env in self._table.values()}
+        queued: dict[int | None, Queued] = {
+            env_id: _with(seen.get(env_id, Queued()), groups, self._table[env_id].group_size) for env_id, groups in unseen.items()
+        }
+        # Of producers that never registered; their group size is not known here, taken to be the asker's.
+        strangers = max(0, self._unseen(None) - sum(unseen.values()))
+        others = {env_id: each for env_id, each in seen.items() if env_id not in self._table}
+        queued |= others
+        queued[None] = _with(others.get(None, Queued()), strangers, me.group_size)
+        return queued
 
-    def _weight(self, me: Environment) -> float:
-        total = sum(env.max_token_length * max(0.0, env.weight) for env in self._table.values())
-        mine = me.max_token_length * me.weight / total if total > 0 else 0.0
-        return max(MIN_ENV_WEIGHT, mine)
+    def _unseen(self, producer_id: str | None) -> int:
+        groups = self._hub.queue_groups(producer_id)
+        if self._queue is not None:
+            groups -= len(self._queue) if producer_id is None else self._queue.queued(producer_id)
+        return max(0, groups)
+
+    def _publish(self) -> None:
+        """Replaced, never changed: another thread reads it."""
+        self.shares = MappingProxyType({env.producer_id: env.asks for env in self._table.values() if env.producer_id})
+
+
+def _with(seen: Queued, groups: int, group_size: int) -> Queued:
+    """What is queued, with so many groups more."""
+    if not groups:
+        return seen
+    return Queued(seen.groups + groups, seen.sequences + groups * group_size, max(seen.largest, group_size))

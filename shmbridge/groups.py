@@ -11,13 +11,14 @@ from shmbridge.record import Record
 class Group:
     """The records of one group, complete when their rows add up to its size. Holds their leases."""
 
-    __slots__ = ("began_s", "records", "rows", "size")
+    __slots__ = ("began_s", "number", "records", "rows", "size")
 
     def __init__(self, size: int, began_s: float) -> None:
         self.records: list[Record] = []
         self.rows = 0
         self.size = size
         self.began_s = began_s
+        self.number = 0  # in the order in which groups became complete; set by who queues it
 
     def append(self, record: Record) -> None:
         """Takes a record, and its lease, over."""
@@ -33,6 +34,12 @@ class Group:
     def producer_id(self) -> str:
         """Who put it; one group comes from one producer."""
         return self.records[0]._lane.producer_id  # not of its meta, which is made for whoever reads it
+
+    @property
+    def env_id(self) -> int | None:
+        """The number its environment has registered under; None if it has not said one."""
+        env_id = self.records[0].env_id
+        return None if env_id < 0 else env_id
 
     @property
     def tokens(self) -> int:

@@ -3,6 +3,7 @@
 All of it is a few shared words, safe from any thread. Knows nothing of taking records: that is consumer.py, which is a Hub.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shmbridge import messages
@@ -14,8 +15,10 @@ from shmbridge.errors import Closed
 from shmbridge.lanes import LaneSet
 from shmbridge.one_process import OneProcess
 from shmbridge.placement import MemoryUse
+from shmbridge.steering import EnvShare
 
 if TYPE_CHECKING:
+    from shmbridge.control import ControlServer
     from shmbridge.ranks import RankServer
 
 
@@ -29,11 +32,13 @@ class Hub(OneProcess):
     _memory: MemoryUse
     _sleep: HubWait
     _batching: BatchAssembly
+    _server: "ControlServer"
 
     def __init__(self, bridge: str, run: Run | None, control: header.Control) -> None:
         self.bridge = bridge
         self._run = run
         self._batches_formed = 0
+        self._steps_before = 0  # of runs announced before this one
         self._control_words: header.Control | None = control
         self._ranks: RankServer | None = None
 
@@ -53,8 +58,8 @@ class Hub(OneProcess):
 
     @property
     def current_step(self) -> int:
-        """`run.starting_step` plus the batches handed out since."""
-        return (self._run.starting_step if self._run else 0) + self._batches_formed
+        """`run.starting_step` plus the batches handed out since; under policy "atropos" the batches formed, as upstream."""
+        return (self._run.starting_step if self._run else 0) + self._batching.steps(self._batches_formed) - self._steps_before
 
     @property
     def policy_version(self) -> int:
@@ -75,6 +80,7 @@ class Hub(OneProcess):
         """Announces (or replaces) the training run; environments that wait for one go on."""
         self._run = run
         self._batches_formed = 0
+        self._steps_before = self._batching.steps(0)
         self._control.next_run()
 
     def publish_policy_version(self, version: int) -> None:
@@ -126,7 +132,9 @@ class Hub(OneProcess):
             "lanes_refused": len(self._lanes.refused),
             "lanes_waiting": int(self._lanes.some_wait),
             "queue_groups": self.queue_groups(),
+            **{f"queue_groups{{{env.name}}}": self.queue_groups(producer_id) for producer_id, env in self.env_shares().items()},
             "batches_total": self._batches_formed,
+            **self._batching.stats(),
             "policy_version": self.policy_version,
             **(self._ranks.stats() if self._ranks else {}),
         }
@@ -135,6 +143,10 @@ class Hub(OneProcess):
         """Groups committed and not yet in a batch, of one producer or all; a fragment not yet read counts as one."""
         waiting = sum(lane.waiting for lane in self._lanes if producer_id in (None, lane.producer_id))
         return waiting + self._batching.queued(producer_id)
+
+    def env_shares(self) -> Mapping[str, EnvShare]:
+        """What the registered environments ask for, by producer id; an immutable snapshot."""
+        return self._server.shares
 
     def producer_live(self, producer_id: str) -> bool:
         """Whether a living producer's lane is attached under this id."""

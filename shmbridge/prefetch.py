@@ -35,9 +35,12 @@ class Prefetcher:
             if not isinstance(batch, Batch):
                 return
 
-    def next(self) -> Batch | None:
-        """The next batch, waiting for it; None once there are no more. Raises what forming it raised."""
-        batch = self._ready.get()
+    def next(self, timeout_s: float | None = None) -> Batch | None:
+        """The next batch, waiting for it; None once there are no more. Raises what forming it raised, and TimeoutError."""
+        try:
+            batch = self._ready.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError from None
         if isinstance(batch, BaseException):
             raise batch
         self._room.release()

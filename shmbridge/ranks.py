@@ -27,7 +27,6 @@ from shmbridge.messages import (
     Refused,
     SharesDone,
 )  # fmt: skip
-from shmbridge.scheduler import Want
 from shmbridge.shares import Mode, Share, ShareBook
 from shmbridge.staleness import is_stale
 
@@ -86,7 +85,7 @@ class RankServer:
     def _run(self) -> None:
         try:
             while self._wait_for_room():
-                groups = self._batching.choose(Want(self._groups, None), self._max_staleness, self._stop)
+                groups = self._batching.choose(self._batching.want(self._groups, None), self._max_staleness, self._stop)
                 if groups is None:
                     self._wait_drained()
                     continue
@@ -103,6 +102,9 @@ class RankServer:
 
     def _check_sayable(self, groups: list[Group]) -> None:
         """Raises if a share could have more records than a message can name."""
+        if self._book.mode == "sharded" and len(groups) < self.world_size:  # as many as wanted, but for a policy that counts otherwise
+            self._batching.put_back(groups)
+            raise ValueError(f"a batch of {len(groups)} groups, and each of {self.world_size} ranks needs one: raise run.batch_size")
         records = sum(len(group.records) for group in groups)
         shares = self.world_size if self._book.mode == "sharded" else 1
         if records > _MOST_RECORDS * shares:

@@ -1,90 +1,65 @@
-"""Which complete groups go into the next batch: the oldest first, whole groups only.
+"""Which complete groups go into the next batch: what a policy is, and which there are.
 
-Knows groups; knows nothing of lanes, leases or layouts. Not thread-safe.
+Knows groups and batch sizes; knows nothing of lanes, leases or layouts. Called by batching.py. What the policies do, and why:
+docs/explanation/scheduling.md.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, Protocol
 
+from shmbridge.atropos_scheduler import AtroposScheduler
+from shmbridge.fair_policy import FairScheduler
 from shmbridge.groups import Group
-from shmbridge.staleness import is_stale
+from shmbridge.steering import EnvShare
+from shmbridge.want import Want as Want
 
 Policy = Literal["fair", "atropos"]
+Shares = Callable[[], Mapping[str, EnvShare]]  # what the registered environments ask for, by producer id; an immutable snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
-    """How large a batch is to be: so many groups, or so many rows (trajectories)."""
+class Scheduler(Protocol):
+    """Holds complete groups and chooses. Not thread-safe, but for `queued`, `len`, `formed` and `stats`."""
 
-    groups: int | None
-    rows: int | None
+    @property
+    def waits_until_s(self) -> float:
+        """time.monotonic() at which a batch is formed without what it still waits for; infinite if it waits for nothing in particular."""
 
-    def __post_init__(self) -> None:
-        if (self.groups is None) == (self.rows is None) or min(size for size in (self.groups, self.rows) if size is not None) < 1:
-            raise ValueError(f"groups={self.groups}, rows={self.rows}: one of them, at least 1")
+    @property
+    def formed(self) -> int | None:
+        """Batches formed, where those are the steps of a run; None where the batches handed out are."""
 
-    def __str__(self) -> str:
-        return f"{self.groups} groups" if self.rows is None else f"{self.rows} trajectories"
-
-    def as_groups(self, like: Sequence[Group]) -> int:
-        """How many groups that is, if all are like these."""
-        if self.groups is not None:
-            return self.groups
-        return -(-(self.rows or 1) * len(like) // max(sum(group.size for group in like), 1))
-
-
-class Scheduler:
-    """A queue of complete groups."""
-
-    def __init__(self) -> None:
-        self._queue: deque[Group] = deque()
-        self._by_producer: Counter[str] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def queued(self, producer_id: str) -> int:
-        """Groups of one producer that wait here."""
-        return self._by_producer[producer_id]
-
-    def __iter__(self) -> Iterator[Group]:
-        return iter(self._queue)
-
-    def stale(self, current: int, max_staleness: int) -> Iterator[Group]:
-        """Takes out and yields the groups beyond the limit."""
-        late = [group for group in self._queue if is_stale(group.oldest_version, current, max_staleness)]
-        for group in late:
-            self._queue.remove(group)
-            self._by_producer[group.producer_id] -= 1
-            yield group
+    def look_ahead(self, lanes: int) -> bool:
+        """Whether it can only choose well if it sees everything that so many lanes hold, before anything is taken from it."""
 
     def add(self, group: Group) -> None:
         """Queues a complete group behind the others."""
-        self._queue.append(group)
-        self._by_producer[group.producer_id] += 1
 
     def put_back(self, groups: list[Group]) -> None:
-        """Returns groups of a batch that was not formed to the front, in their order."""
-        self._queue.extendleft(reversed(groups))
-        self._by_producer.update(group.producer_id for group in groups)
+        """Returns groups of a batch that was not handed out: they come again before all others, in their order. O(1) per group."""
 
-    def take(self, want: Want) -> list[Group] | None:
-        """The oldest groups, or None while there are fewer."""
-        count = want.groups or self._groups_of(want.rows or 1)
-        if count == 0 or len(self._queue) < count:
-            return None
-        groups = [self._queue.popleft() for _ in range(count)]
-        for group in groups:
-            self._by_producer[group.producer_id] -= 1
-        return groups
+    def take(self, want: Want, now_s: float, *, last: bool) -> list[Group] | None:
+        """The groups of the next batch; None while there is none. `last`: no more groups can come."""
 
-    def _groups_of(self, rows: int) -> int:
-        """How many of the oldest groups fit into so many rows; 0 while there may be more to come."""
-        fit = 0
-        for count, group in enumerate(self._queue):
-            fit += group.rows
-            if fit >= rows:
-                return count + (fit == rows or count == 0)
-        return 0
+    def remove(self, unfit: Callable[[Group], bool]) -> list[Group]:
+        """Takes out and returns what is unfit. Looks at every group."""
+
+    def queued(self, producer_id: str) -> int:
+        """Groups of one producer that wait here."""
+
+    def stats(self) -> dict[str, float]:
+        """What it counts."""
+
+    def __len__(self) -> int:
+        """Groups that wait here."""
+
+    def __iter__(self) -> Iterator[Group]:
+        """All groups it holds, in no promised order."""
+
+
+def scheduler_of(policy: Policy, shares: Shares, is_live: Callable[[str], bool], allocation_wait_s: float) -> Scheduler:
+    """A scheduler of that policy. `is_live` says whether a producer may still put something. Raises ValueError for one there is not."""
+    if policy == "fair":
+        return FairScheduler(shares, is_live, allocation_wait_s)
+    if policy == "atropos":
+        return AtroposScheduler(shares)
+    raise ValueError(f'policy={policy!r} is not "fair" or "atropos"')

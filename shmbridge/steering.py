@@ -67,12 +67,14 @@ def _open_to(me: EnvShare, connected: Collection[EnvShare], queue: Mapping[int |
     """Sequences of others that compete with mine: beyond what is theirs by right, packed as a batch."""
     if largest == 1:
         return 0  # as upstream: without groups to pack, only one's own queue counts
-    by_right = {env.env_id: int(batch_size * env.min_allocation) for env in connected if env.min_allocation is not None}
-    return sum(
-        max(0, math.ceil(each.sequences / largest) * largest - by_right.get(env_id, 0))
-        for env_id, each in queue.items()
-        if env_id != me.env_id and each.groups
-    )  # fmt: skip
+    open_to_me = 0
+    by_right: dict[int | None, int] = {
+        env.env_id: int(batch_size * env.min_allocation) for env in connected if env.min_allocation is not None
+    }
+    for env_id, each in queue.items():
+        if env_id != me.env_id and each.groups:
+            open_to_me += max(0, math.ceil(each.sequences / largest) * largest - by_right.get(env_id, 0))
+    return open_to_me
 
 
 def _weight(me: EnvShare, connected: Collection[EnvShare]) -> float:

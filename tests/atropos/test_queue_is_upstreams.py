@@ -80,7 +80,8 @@ class Upstream:
 
     def post(self, number: int, size: int, env_id: int | None) -> dict:
         tokens = [[number]] * size
-        return self.ask(server.scored_data, server.ScoredData(tokens=tokens, masks=tokens, scores=[0.0] * size, images=number, env_id=env_id))
+        data = server.ScoredData(tokens=tokens, masks=tokens, scores=[0.0] * size, images=number, env_id=env_id)
+        return self.ask(server.scored_data, data)
 
     def batch(self) -> list[int] | None:
         batch = self.ask(server.get_batch)["batch"]

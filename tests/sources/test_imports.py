@@ -13,7 +13,7 @@ import shmbridge
 ROOT = Path(__file__).parents[2]
 
 # module of the transport -> what of the transport it may import, besides these that know nothing of it:
-LEAVES = {"errors", "config", "limits", "one_process", "reasons", "exits", "staleness"}
+LEAVES = {"errors", "config", "limits", "one_process", "reasons", "exits", "staleness", "steering"}
 LAYERS = {
     "segment": {"_ext", "liveness", "placement"},
     "placement": {"_ext"},
@@ -32,7 +32,13 @@ LAYERS = {
         "_ext", "segment", "liveness", "participation", "placement", "schema", "measure", "outgoing", "refusals", "sizing", "slot",
     },
     "groups": {"record"},
-    "scheduler": {"record", "groups"},
+    "want": {"groups"},
+    "round_robin": {"groups"},
+    "fair_policy": {"groups", "round_robin", "want"},
+    "atropos_buffer": set(),
+    "atropos_policy": {"atropos_buffer"},
+    "atropos_scheduler": {"groups", "atropos_policy", "want"},
+    "scheduler": {"groups", "atropos_scheduler", "fair_policy", "want"},
     "batch": {"_ext", "record", "groups", "schema"},
     "shares": {"groups"},
     "rank": {"_ext", "liveness", "messages", "participation", "segment", "batch", "groups", "record", "schema", "control_client"},

@@ -1,0 +1,217 @@
+"""Policy "fair": oldest first within an environment, token-fair over environments by weight, and guaranteed shares that nobody starves for.
+
+Knows groups and what environments ask for; knows nothing of lanes or leases. Not thread-safe, but for what scheduler.py says.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+
+from shmbridge.groups import Group
+from shmbridge.round_robin import Flow, Ring
+from shmbridge.steering import MIN_ENV_WEIGHT, EnvShare
+from shmbridge.want import Want
+
+_BEHIND_A_HEAD = 32  # groups of a flow looked at for one that fits the rest of a batch
+_MOST_FLOWS = 256  # kept without groups, for the weights they had
+_NEVER = float("inf")
+
+
+class FairScheduler:
+    """A queue per producer. `shares` says what environments ask for; a producer that asks for nothing weighs 1."""
+
+    formed: int | None = None
+
+    def __init__(self, shares: Callable[[], Mapping[str, EnvShare]], is_live: Callable[[str], bool], allocation_wait_s: float) -> None:
+        if not allocation_wait_s >= 0:
+            raise ValueError(f"allocation_wait_s={allocation_wait_s}: at least 0")
+        self._shares, self._is_live, self._allocation_wait_s = shares, is_live, allocation_wait_s
+        self._heeded: Mapping[str, EnvShare] | None = None
+        self._allocated: list[tuple[Flow, float]] = []
+        self._flows: dict[str, Flow] = {}
+        self._ring = Ring()
+        self._returned: deque[Group] = deque()
+        self._count = self._rows = self._next = 0
+        self._formable_since_s = _NEVER
+        self.waits_until_s = _NEVER
+        self._missed = self._short = self._over = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Group]:
+        yield from self._returned
+        for flow in self._ring.flows:
+            yield from flow.queue
+
+    def queued(self, producer_id: str) -> int:
+        """See Scheduler."""
+        flow = self._flows.get(producer_id)
+        return flow.count if flow else 0
+
+    def stats(self) -> dict[str, float]:
+        """See Scheduler."""
+        return {"allocations_missed_total": self._missed, "batches_short_total": self._short, "batches_over_total": self._over}
+
+    def look_ahead(self, lanes: int) -> bool:
+        """Fair it can only be over what it sees."""
+        return lanes > 1
+
+    # -- coming in ----------------------------------------------------------------------------------------------------------------
+
+    def add(self, group: Group) -> None:
+        """See Scheduler; O(1)."""
+        group.number = self._next
+        self._next += 1
+        flow = self._flow(group.producer_id)
+        self._ring.add(flow, group)
+        self._count_in(flow, group)
+
+    def put_back(self, groups: list[Group]) -> None:
+        """See Scheduler."""
+        self._returned.extendleft(reversed(groups))
+        for group in groups:
+            self._count_in(self._flow(group.producer_id), group)
+
+    def _count_in(self, flow: Flow, group: Group, by: int = 1) -> None:
+        rows = by * group.rows
+        flow.count += by
+        flow.rows += rows
+        self._count += by
+        self._rows += rows
+
+    def _flow(self, producer_id: str) -> Flow:
+        flow = self._flows.get(producer_id)
+        if flow is None:
+            if len(self._flows) >= _MOST_FLOWS:
+                known = self._heeded or {}
+                self._flows = {name: each for name, each in self._flows.items() if each.count or name in known}
+            flow = self._flows[producer_id] = Flow(producer_id, 1.0)
+            self._ring.heaviest = max(self._ring.heaviest, 1.0)
+        return flow
+
+    def remove(self, unfit: Callable[[Group], bool]) -> list[Group]:
+        """See Scheduler."""
+        removed = [group for group in self if unfit(group)]
+        if removed:
+            gone = set(map(id, removed))
+            self._returned = deque(group for group in self._returned if id(group) not in gone)
+            for flow in self._ring.flows:
+                self._ring.keep(flow, deque(group for group in flow.queue if id(group) not in gone))
+            for group in removed:
+                self._count_in(self._flow(group.producer_id), group, -1)
+        return removed
+
+    # -- choosing -----------------------------------------------------------------------------------------------------------------
+
+    def take(self, want: Want, now_s: float, *, last: bool) -> list[Group] | None:
+        """See Scheduler. O(1) per group chosen, and O(environments) per batch."""
+        enough = (self._rows if want.by_rows else self._count) >= want.size or (last and want.by_rows and self._count > 0)
+        self._heed_shares()
+        needs = self._needs(want)
+        if not enough or (needs and not last and self._waits(needs, want, now_s)):
+            if not enough:
+                self._formable_since_s = self.waits_until_s = _NEVER
+            return None
+        self._formable_since_s = self.waits_until_s = _NEVER
+        if (only := self._ring.only) is not None and not (needs or want.by_rows or self._returned):
+            return self._oldest(only, want.size)
+        chosen = _Chosen(want)
+        self._choose(chosen, needs)
+        for group in chosen.groups:
+            self._count_in(self._flows[group.producer_id], group, -1)
+        self._count_what_is_amiss(chosen, needs)
+        chosen.groups.sort(key=attrgetter("number"))
+        return chosen.groups
+
+    def _oldest(self, flow: Flow, count: int) -> list[Group]:
+        groups = self._ring.serve_all(flow, count)
+        rows = sum(group.rows for group in groups)
+        flow.count, flow.rows = flow.count - count, flow.rows - rows
+        self._count, self._rows = self._count - count, self._rows - rows
+        return groups
+
+    def _choose(self, chosen: "_Chosen", needs: list[tuple[Flow, int]]) -> None:
+        while self._returned and chosen.has_room_for(self._returned[0]):
+            chosen.append(self._returned.popleft())
+        ring = self._ring
+        for flow, need in sorted(needs, key=lambda each: not each[0].missed):
+            while flow.queue and chosen.of(flow) < need and chosen.left and chosen.has_room_for(flow.queue[0]):
+                chosen.append(ring.serve(flow))
+        aside: list[Flow] = []
+        while chosen.left and (turn := ring.turn()) is not None:
+            if chosen.has_room_for(turn.queue[0]):
+                chosen.append(ring.serve(turn))
+            else:
+                aside.append(ring.set_aside())
+        for flow in aside:
+            self._look_behind_the_head(chosen, flow)
+        ring.restore()
+
+    def _look_behind_the_head(self, chosen: "_Chosen", flow: Flow) -> None:
+        place = 1
+        while chosen.left and place < min(len(flow.queue), _BEHIND_A_HEAD):
+            if chosen.has_room_for(flow.queue[place]):
+                chosen.append(self._ring.serve(flow, place))
+            else:
+                place += 1
+
+    def _count_what_is_amiss(self, chosen: "_Chosen", needs: list[tuple[Flow, int]]) -> None:
+        self._short += chosen.left > 0
+        self._over += chosen.left < 0
+        for flow, need in needs:
+            flow.missed = chosen.of(flow) < need
+            self._missed += flow.missed and self._is_live(flow.producer_id)
+
+    # -- guaranteed shares --------------------------------------------------------------------------------------------------------
+
+    def _heed_shares(self) -> None:
+        shares = self._shares()
+        if shares is self._heeded:
+            return
+        self._heeded = shares
+        for producer_id, share in shares.items():
+            self._flow(producer_id).weight = max(share.weight, MIN_ENV_WEIGHT)
+        self._ring.heaviest = max((flow.weight for flow in self._flows.values()), default=1.0)
+        total = max(1.0, sum(share.min_allocation or 0.0 for share in shares.values()))
+        self._allocated = [
+            (self._flows[producer_id], share.min_allocation / total) for producer_id, share in shares.items() if share.min_allocation
+        ]
+
+    def _needs(self, want: Want) -> list[tuple[Flow, int]]:
+        needs = [(flow, int(part * want.size)) for flow, part in self._allocated]
+        return [(flow, need) for flow, need in needs if need]
+
+    def _waits(self, needs: list[tuple[Flow, int]], want: Want, now_s: float) -> bool:
+        """Whether the batch is held back for somebody who lives and has not put his share yet."""
+        if all((flow.rows if want.by_rows else flow.count) >= need or not self._is_live(flow.producer_id) for flow, need in needs):
+            return False
+        self._formable_since_s = min(self._formable_since_s, now_s)
+        self.waits_until_s = self._formable_since_s + self._allocation_wait_s
+        return now_s < self.waits_until_s
+
+
+class _Chosen:
+    """A batch while it is put together. `left` is what may still come: below 0 if its one group is larger than the batch."""
+
+    __slots__ = ("_by_producer", "_by_rows", "groups", "left")
+
+    def __init__(self, want: Want) -> None:
+        self.groups: list[Group] = []
+        self.left, self._by_rows = want.size, want.by_rows
+        self._by_producer: Counter[str] = Counter()
+
+    def has_room_for(self, group: Group) -> bool:
+        """Whether it fits; the first of a batch always does."""
+        return not self.groups or self.left >= (group.rows if self._by_rows else 1)
+
+    def append(self, group: Group) -> None:
+        """Takes it in."""
+        size = group.rows if self._by_rows else 1
+        self.groups.append(group)
+        self.left -= size
+        self._by_producer[group.producer_id] += size
+
+    def of(self, flow: Flow) -> int:
+        """What is chosen of one flow."""
+        return self._by_producer[flow.producer_id]

@@ -1,0 +1,137 @@
+"""Weighted deficit round robin over the queues of several producers, in tokens.
+
+M. Shreedhar and G. Varghese, "Efficient Fair Queueing Using Deficit Round Robin", SIGCOMM 1995: every visit adds a quantum to what a
+queue may spend, and it is served while that lasts. Knows queues of groups and weights; knows nothing of batches. Called by fair_policy.py.
+"""
+
+import math
+from collections import deque
+
+from shmbridge.groups import Group
+
+
+class Flow:
+    """The groups of one producer, and what it may spend. `count` and `rows` are for whoever counts what waits."""
+
+    __slots__ = ("_head_tokens", "_queue", "count", "deficit", "missed", "producer_id", "rows", "visited", "weight")
+
+    def __init__(self, producer_id: str, weight: float) -> None:
+        self.producer_id, self.weight = producer_id, weight
+        self._queue: deque[Group] = deque()
+        self._head_tokens = 0
+        self.count = self.rows = 0
+        self.deficit = 0.0
+        self.visited = self.missed = False
+
+    @property
+    def queue(self) -> deque[Group]:
+        """Its groups, oldest first. Look only: `Ring` takes from it."""
+        return self._queue
+
+    @property
+    def head_tokens(self) -> int:
+        """Tokens of its oldest group, at least 1."""
+        if not self._head_tokens:
+            self._head_tokens = max(self._queue[0].tokens, 1)
+        return self._head_tokens
+
+    def pop(self, place: int = 0) -> Group:
+        """Takes a group out; the oldest, if nothing else is said."""
+        if place:
+            group = self._queue[place]
+            del self._queue[place]
+            return group
+        self._head_tokens = 0
+        return self._queue.popleft()
+
+    def replace(self, groups: deque[Group]) -> None:
+        """Holds these and no others."""
+        self._queue, self._head_tokens = groups, 0
+
+
+class Ring:
+    """The flows that have groups, in the order of their turns.
+
+    A turn costs O(1) while weights are comparable, and never more than a few looks at each flow: rounds in which nobody could be served
+    are given at once. While there is one flow nothing is reckoned.
+    """
+
+    def __init__(self) -> None:
+        self._ring: deque[Flow] = deque()
+        self._aside: list[Flow] = []
+        self._quantum = 1  # tokens the heaviest flow may spend more at each visit: the largest group seen
+        self.heaviest = 1.0
+
+    @property
+    def flows(self) -> list[Flow]:
+        """That have groups, whose turn is first first."""
+        return [*self._aside, *self._ring]
+
+    @property
+    def only(self) -> Flow | None:
+        """The flow, if there is just one."""
+        return self._ring[0] if len(self._ring) == 1 and not self._aside else None
+
+    def add(self, flow: Flow, group: Group) -> None:
+        """Queues a group. A flow that had none begins without debts or savings, behind the others."""
+        if not flow.queue:
+            flow.deficit, flow.visited = 0.0, False
+            self._ring.append(flow)
+        flow.queue.append(group)
+
+    def turn(self) -> Flow | None:
+        """The flow whose turn it is, of those not set aside; it may spend its oldest group."""
+        ring = self._ring
+        if len(ring) <= 1:
+            return ring[0] if ring else None
+        while True:
+            for _ in range(len(ring)):
+                flow = ring[0]
+                self._quantum = max(self._quantum, flow.head_tokens)
+                if not flow.visited:
+                    flow.visited = True
+                    flow.deficit += self._earned(flow)
+                if flow.deficit >= flow.head_tokens:
+                    return flow
+                flow.visited = False
+                ring.rotate(-1)
+            rounds = min(math.ceil((flow.head_tokens - flow.deficit) / self._earned(flow)) for flow in ring) - 1
+            for flow in ring:
+                flow.deficit += max(rounds, 0) * self._earned(flow)
+
+    def serve(self, flow: Flow, place: int = 0) -> Group:
+        """Takes a group of a flow, and its tokens off what that may spend, also before its turn: then it is in debt."""
+        if self.only is None:
+            flow.deficit -= flow.queue[place].tokens if place else flow.head_tokens
+        group = flow.pop(place)
+        if not flow.queue:
+            (self._aside if flow in self._aside else self._ring).remove(flow)
+        return group
+
+    def serve_all(self, flow: Flow, count: int) -> list[Group]:
+        """The oldest groups of the only flow."""
+        groups = [flow.pop() for _ in range(count)]
+        if not flow.queue:
+            self._ring.remove(flow)
+        return groups
+
+    def set_aside(self) -> Flow:
+        """Passes over the flow whose turn it is, until `restore`: its turn is then still the next."""
+        self._aside.append(self._ring.popleft())
+        return self._aside[-1]
+
+    def restore(self) -> None:
+        """Ends a batch: who was passed over comes first in the next, and debts beyond one visit are forgiven."""
+        self._ring.extendleft(reversed(self._aside))
+        self._aside.clear()
+        for flow in self._ring:
+            flow.deficit = max(flow.deficit, -self._earned(flow))
+
+    def keep(self, flow: Flow, groups: deque[Group]) -> None:
+        """A flow holds these of its groups and no others."""
+        flow.replace(groups)
+        if not groups and flow in self._ring:
+            self._ring.remove(flow)
+
+    def _earned(self, flow: Flow) -> float:
+        return self._quantum * flow.weight / self.heaviest
