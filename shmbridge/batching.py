@@ -196,11 +196,11 @@ class BatchAssembly:
             group = self._partial.add(record, now)
             if group is None:
                 continue
-            if self._has_stale([group], max_staleness):
+            if max_staleness is not None and self._has_stale([group], max_staleness):
                 self._discard(group, Discard.STALE)
             else:
                 self._complete.add(group)
-        for group in self._partial.late(now, self._lanes.busy_producers() if len(self._partial) else set()):
+        for group in self._partial.late(now, self._lanes.busy_producers()) if len(self._partial) else ():
             log.warning("group %s of %s has %d of %d rows after %.0f s: discarded", group.records[0].group_id, group.producer_id,
                         group.rows, group.size, self._partial.timeout_s)  # fmt: skip
             self._discard(group, Discard.PARTIAL)

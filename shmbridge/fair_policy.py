@@ -15,6 +15,7 @@ from shmbridge.want import Want
 _BEHIND_A_HEAD = 32  # groups of a flow looked at for one that fits the rest of a batch
 _MOST_FLOWS = 256  # kept without groups, for the weights they had
 _NEVER = float("inf")
+_NUMBER = attrgetter("number")
 
 
 class FairScheduler:
@@ -63,8 +64,12 @@ class FairScheduler:
         """See Scheduler; O(1)."""
         group.number = self._next
         self._next += 1
-        flow = self._flow(group.producer_id)
-        self._ring.add(flow, group)
+        producer_id = group.producer_id
+        flow = self._flows.get(producer_id) or self._flow(producer_id)
+        if flow.queue:
+            flow.queue.append(group)
+        else:
+            self._ring.join(flow, group)
         self._count_in(flow, group)
 
     def put_back(self, groups: list[Group]) -> None:
@@ -114,21 +119,27 @@ class FairScheduler:
                 self._formable_since_s = self.waits_until_s = _NEVER
             return None
         self._formable_since_s = self.waits_until_s = _NEVER
-        if (only := self._ring.only) is not None and not (needs or want.by_rows or self._returned):
-            return self._oldest(only, want.size)
+        if not (needs or want.by_rows or self._returned):
+            only = self._ring.only
+            return self._counted_out(self._ring.serve_turns(want.size), only)
         chosen = _Chosen(want)
         self._choose(chosen, needs)
-        for group in chosen.groups:
-            self._count_in(self._flows[group.producer_id], group, -1)
         self._count_what_is_amiss(chosen, needs)
-        chosen.groups.sort(key=attrgetter("number"))
-        return chosen.groups
+        return self._counted_out(chosen.groups)
 
-    def _oldest(self, flow: Flow, count: int) -> list[Group]:
-        groups = self._ring.serve_all(flow, count)
-        rows = sum(group.rows for group in groups)
-        flow.count, flow.rows = flow.count - count, flow.rows - rows
-        self._count, self._rows = self._count - count, self._rows - rows
+    def _counted_out(self, groups: list[Group], only: Flow | None = None) -> list[Group]:
+        """Oldest first, and no longer counted; `only`: they are all of that flow."""
+        rows = sum([group.rows for group in groups])
+        self._count -= len(groups)
+        self._rows -= rows
+        if only is not None:
+            only.count, only.rows = only.count - len(groups), only.rows - rows
+            return groups
+        for group in groups:
+            flow = self._flows[group.producer_id]
+            flow.count -= 1
+            flow.rows -= group.rows
+        groups.sort(key=_NUMBER)
         return groups
 
     def _choose(self, chosen: "_Chosen", needs: list[tuple[Flow, int]]) -> None:

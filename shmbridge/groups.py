@@ -44,7 +44,8 @@ class Group:
     @property
     def tokens(self) -> int:
         """Tokens of all rows."""
-        return sum(record.token_count for record in self.records)
+        records = self.records
+        return records[0].token_count if len(records) == 1 else sum(record.token_count for record in records)
 
     @property
     def oldest_version(self) -> int:

@@ -13,40 +13,41 @@ from shmbridge.groups import Group
 class Flow:
     """The groups of one producer, and what it may spend. `count` and `rows` are for whoever counts what waits."""
 
-    __slots__ = ("_head_tokens", "_queue", "count", "deficit", "missed", "producer_id", "rows", "visited", "weight")
+    __slots__ = ("_head_tokens", "count", "deficit", "missed", "producer_id", "queue", "rows", "visited", "weight")
 
     def __init__(self, producer_id: str, weight: float) -> None:
         self.producer_id, self.weight = producer_id, weight
-        self._queue: deque[Group] = deque()
+        self.queue: deque[Group] = deque()  # oldest first; Ring takes from it
         self._head_tokens = 0
         self.count = self.rows = 0
         self.deficit = 0.0
         self.visited = self.missed = False
 
     @property
-    def queue(self) -> deque[Group]:
-        """Its groups, oldest first. Look only: `Ring` takes from it."""
-        return self._queue
-
-    @property
     def head_tokens(self) -> int:
         """Tokens of its oldest group, at least 1."""
         if not self._head_tokens:
-            self._head_tokens = max(self._queue[0].tokens, 1)
+            self._head_tokens = max(self.queue[0].tokens, 1)
         return self._head_tokens
 
     def pop(self, place: int = 0) -> Group:
         """Takes a group out; the oldest, if nothing else is said."""
         if place:
-            group = self._queue[place]
-            del self._queue[place]
+            group = self.queue[place]
+            del self.queue[place]
             return group
         self._head_tokens = 0
-        return self._queue.popleft()
+        return self.queue.popleft()
+
+    def pop_many(self, count: int) -> list[Group]:
+        """Takes the oldest out."""
+        self._head_tokens = 0
+        oldest = self.queue.popleft
+        return [oldest() for _ in range(count)]
 
     def replace(self, groups: deque[Group]) -> None:
         """Holds these and no others."""
-        self._queue, self._head_tokens = groups, 0
+        self.queue, self._head_tokens = groups, 0
 
 
 class Ring:
@@ -72,11 +73,10 @@ class Ring:
         """The flow, if there is just one."""
         return self._ring[0] if len(self._ring) == 1 and not self._aside else None
 
-    def add(self, flow: Flow, group: Group) -> None:
-        """Queues a group. A flow that had none begins without debts or savings, behind the others."""
-        if not flow.queue:
-            flow.deficit, flow.visited = 0.0, False
-            self._ring.append(flow)
+    def join(self, flow: Flow, group: Group) -> None:
+        """Queues the first group of a flow that had none: it begins without debts or savings, behind the others."""
+        flow.deficit, flow.visited = 0.0, False
+        self._ring.append(flow)
         flow.queue.append(group)
 
     def turn(self) -> Flow | None:
@@ -108,12 +108,18 @@ class Ring:
             (self._aside if flow in self._aside else self._ring).remove(flow)
         return group
 
-    def serve_all(self, flow: Flow, count: int) -> list[Group]:
-        """The oldest groups of the only flow."""
-        groups = [flow.pop() for _ in range(count)]
-        if not flow.queue:
-            self._ring.remove(flow)
-        return groups
+    def serve_turns(self, count: int) -> list[Group]:
+        """So many groups, each as its flow's turn comes; there must be as many."""
+        served: list[Group] = []
+        while len(served) < count and (flow := self.turn()) is not None:
+            if len(self._ring) == 1:
+                served += flow.pop_many(min(count - len(served), len(flow.queue)))
+            while flow.queue and len(served) < count and flow.deficit >= flow.head_tokens:
+                flow.deficit -= flow.head_tokens
+                served.append(flow.pop())
+            if not flow.queue:
+                self._ring.popleft()
+        return served
 
     def set_aside(self) -> Flow:
         """Passes over the flow whose turn it is, until `restore`: its turn is then still the next."""
