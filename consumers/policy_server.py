@@ -33,23 +33,13 @@ from shmbridge.consumers.follow_weights import WeightsFollower
 from shmbridge.consumers.generation import PolicyModel
 from shmbridge.consumers.policy_api import BadRequest, Json, PolicyApi
 from shmbridge.consumers.policy_engine import EngineClosed, PolicyEngine, Question, Reply
+from shmbridge.consumers.policy_options import parser
 from shmbridge.weights import WeightsReader
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _BODY_LIMIT = 64 << 20  # bytes; a prompt of a million token ids is below 8 MiB
 _VERSION_HEADER = "X-Policy-Version"
-_EXAMPLES = """\
-examples:
-  # serve a local folder, follow the learner of bridge "demo"
-  python -m shmbridge.consumers.policy_server --bridge demo --model ./tiny
-
-  # any free port (it is printed), a GPU, a wider collecting window
-  python -m shmbridge.consumers.policy_server --bridge run1 --model Qwen/Qwen2.5-0.5B-Instruct --port 0 \\
-      --device cuda --dtype bfloat16 --window-ms 20
-
-exit status: 1 refused to start, or the engine failed; 130 or 143 stopped by SIGINT or SIGTERM.
-"""
 
 
 class PolicyServer:
@@ -169,30 +159,6 @@ def _stop_on_signals(stopped: asyncio.Future[int]) -> None:
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, stop, signum)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of `python -m shmbridge.consumers.policy_server`."""
-    root = argparse.ArgumentParser(
-        prog="python -m shmbridge.consumers.policy_server",
-        description="Serve a causal language model to environments; it follows the learner of a bridge.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    root.add_argument("--bridge", metavar="NAME", help="bridge to take new weights from [none]")
-    root.add_argument("--model", required=True, metavar="DIR_OR_ID", help="model folder or Hugging Face id")
-    root.add_argument("--model-version", type=int, default=0, help="version of the weights in --model [0]")
-    root.add_argument("--host", default="127.0.0.1", help="address to bind [127.0.0.1]")
-    root.add_argument("--port", type=int, default=9004, help="port to bind; 0 takes a free one [9004]")
-    root.add_argument(
-        "--window-ms", type=float, default=10.0, help="how long a request waits for others [10]"
-    )
-    root.add_argument("--max-rows", type=int, default=256, help="answers sampled in one batch [256]")
-    root.add_argument("--seed", type=int, default=0, help="of requests that bring none [0]")
-    root.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[auto: cuda if any]")
-    root.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="[float32]")
-    root.add_argument("--threads", type=int, default=1, help="CPU threads of the sampler [1]")
-    return root
 
 
 def main(argv: list[str] | None = None) -> int:

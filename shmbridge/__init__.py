@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shmbridge.config import Run as Run
     from shmbridge.consumer import Consumer as Consumer
     from shmbridge.errors import BadBridgeName as BadBridgeName
+    from shmbridge.errors import BadConfig as BadConfig
     from shmbridge.errors import BatchTooBig as BatchTooBig
     from shmbridge.errors import BridgeDraining as BridgeDraining
     from shmbridge.errors import ClaimOpen as ClaimOpen
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import InvalidRecord as InvalidRecord
     from shmbridge.errors import LaneFull as LaneFull
     from shmbridge.errors import LaneQuarantined as LaneQuarantined
+    from shmbridge.errors import LaunchFailed as LaunchFailed
     from shmbridge.errors import LayoutMismatch as LayoutMismatch
     from shmbridge.errors import LeaseReleased as LeaseReleased
     from shmbridge.errors import NoConsumer as NoConsumer
@@ -67,8 +69,8 @@ _HOMES = {
     "list_bridges": "inventory",
     **dict.fromkeys(
         [
-            "BadBridgeName", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
-            "ConsumerTaken", "InvalidRecord", "LaneFull", "LaneQuarantined",
+            "BadBridgeName", "BadConfig", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
+            "ConsumerTaken", "InvalidRecord", "LaneFull", "LaneQuarantined", "LaunchFailed",
             "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotReady", "NoWeight", "ProcessLimit", "RankTaken", "RecordTooBig",
             "RecordUnreadable", "SchemaMismatch", "ServesRanks", "ShmBridgeError",
             "ShmPermission", "ShmTooSmall", "ShmUnavailable", "UnknownEnvironment", "WeightsBusy", "WeightsMismatch",

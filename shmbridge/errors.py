@@ -183,3 +183,15 @@ class WeightsBusy(ShmBridgeError, TimeoutError):
     """A reader held the slot that is to be written next for too long."""
 
     code = "SB502"
+
+
+class BadConfig(ShmBridgeError, ValueError):
+    """A file of `shmbridge launch` asks for what does not exist, or cannot be; nothing was started."""
+
+    code = "SB601"
+
+
+class LaunchFailed(ShmBridgeError, RuntimeError):
+    """A launched run cannot start, or cannot go on; the message names the process and its log."""
+
+    code = "SB602"

@@ -5,7 +5,7 @@ import sys
 from typing import Protocol
 
 from shmbridge import __version__
-from shmbridge.cli import bench, clean, inspect
+from shmbridge.cli import bench, clean, inspect, launch
 from shmbridge.errors import ShmBridgeError
 
 
@@ -22,12 +22,12 @@ class Command(Protocol):
         """Does it; the exit code."""
 
 
-_COMMANDS: dict[str, Command] = {"bench": bench, "clean": clean, "inspect": inspect}
+_COMMANDS: dict[str, Command] = {"bench": bench, "clean": clean, "inspect": inspect, "launch": launch}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the `shmbridge` command; returns the exit code: 2 for a usage error, 1 for an error of shmbridge."""
-    parser = argparse.ArgumentParser(prog="shmbridge", description="Look at bridges in shared memory, clean up after them, and measure.")
+    parser = argparse.ArgumentParser(prog="shmbridge", description="Run, look at, clean up after and measure bridges in shared memory.")
     parser.add_argument("--version", action="version", version=f"shmbridge {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():

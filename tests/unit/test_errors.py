@@ -19,6 +19,7 @@ BUILTIN = {
     "ConsumerTaken": RuntimeError, "NoConsumer": TimeoutError, "BridgeDraining": RuntimeError,
     "UnknownEnvironment": ValueError, "NoWeight": ValueError,
     "Closed": RuntimeError, "WeightsMismatch": ValueError, "WeightsBusy": TimeoutError,
+    "BadConfig": ValueError, "LaunchFailed": RuntimeError,
 }  # fmt: skip
 
 

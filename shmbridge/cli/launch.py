@@ -1,0 +1,39 @@
+"""`shmbridge launch`: a run from one YAML file: inference server, learner or gateway, environments."""
+
+import argparse
+import sys
+from pathlib import Path
+
+HELP = "start a whole run from a YAML file: inference server, learner or gateway, environments; stop it as one"
+EXAMPLES = """examples:
+  shmbridge launch run.yaml --dry-run   what would run, in which order, with which commands
+  shmbridge launch run.yaml             run it; Ctrl-C stops it orderly, a second Ctrl-C at once
+  shmbridge launch run.yaml --json      the same, one JSON object per event on standard output
+
+The run directory gets logs/NAME.log per process, events.jsonl, and config.json and plan.json: what the file came to. docs/how-to/launch.md
+explains the file. Whoever is killed, kill -9 of this command included, no process is left behind.
+
+exit codes: 0 the learner has done all its steps; 1 a process failed, its log's end is shown; 2 the file is wrong; 128 + signal stopped"""
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `launch`."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Checks the file; then this process becomes the guardian of the run, and does not return."""
+    from shmbridge.errors import BadConfig
+    from shmbridge.launch import config, services, start
+
+    try:
+        wanted = config.load(arguments.config)
+        plan = services.plan(wanted)
+    except (BadConfig, ImportError) as error:
+        print(f"shmbridge: {error}", file=sys.stderr)
+        return 2
+    if arguments.dry_run:
+        print(start.as_json(plan) if arguments.json else start.as_text(plan))
+        return 0
+    return start.become_guardian(wanted, plan, label=f"shmbridge launch {arguments.config}", as_json=arguments.json)

@@ -1,0 +1,259 @@
+"""What `shmbridge launch` is told: the YAML file as typed structs, and what is wrong with it, by path. Starts nothing."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+from shmbridge.config import check_bridge_name, parse_size
+from shmbridge.errors import BadConfig, ShmBridgeError
+
+Scalar = bool | int | float | str
+Variables = dict[str, str | int | float]
+Seconds = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]  # 0: a free one is chosen
+
+
+class PolicyServer(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`shmbridge.consumers.policy_server`. `options` are its flags without their dashes."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: Port = 9004
+    ready_timeout: Seconds = 60.0
+    stop_grace: Seconds = 10.0
+    options: dict[str, Scalar] = {}
+    env: Variables = {}
+
+
+class Vllm(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's own OpenAI server. `args` go to it as they are."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: Port = 8001
+    ready_timeout: Seconds = 60.0
+    stop_grace: Seconds = 10.0
+    args: list[Scalar] = []
+    env: Variables = {}
+
+
+class Learner(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`shmbridge.consumers.grpo`. `options` are its flags without their dashes; it gets time to save a checkpoint when it is stopped."""
+
+    model: str
+    steps: Count
+    ready_timeout: Seconds = 120.0
+    stop_grace: Seconds = 60.0
+    options: dict[str, Scalar] = {}
+    env: Variables = {}
+
+
+class Gateway(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`shmbridge gateway`, the rollout server for trainers that poll one."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    compat: str = ""
+    token: str = ""
+    ready_timeout: Seconds = 30.0
+    stop_grace: Seconds = 10.0
+    options: dict[str, Scalar] = {}
+    env: Variables = {}
+
+
+class Restart(Struct, kw_only=True, forbid_unknown_fields=True):
+    """When a dead environment starts again: after `first_delay` seconds, twice as long each time, `max_delay` at most.
+
+    `reset_after` seconds of running start the delays afresh. More than `max_restarts` within `window` seconds end the launch.
+    """
+
+    when: Literal["failure", "always", "never"] = "failure"
+    first_delay: Seconds = 0.5
+    max_delay: Seconds = 30.0
+    reset_after: Seconds = 60.0
+    max_restarts: Annotated[int, Meta(ge=0)] = 10
+    window: Seconds = 600.0
+
+
+class Environment(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`count` processes of an Atropos environment's script. `args`: its flags, as a mapping without dashes or as a list of words.
+
+    `settle`: seconds it has to stay alive to count as started.
+    """
+
+    script: str
+    name: str = ""
+    count: Count = 1
+    args: dict[str, Scalar] | list[Scalar] = {}
+    lane_bytes: str | int = "64M"
+    on_full: Literal["block", "raise", "drop"] = "block"
+    cwd: str = ""
+    env: Variables = {}
+    settle: Seconds = 2.0
+    stop_grace: Seconds = 10.0
+    restart: Restart = msgspec.field(default_factory=Restart)
+
+
+class Atropos(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The recipe's keys and defaults: times in seconds; `retry_delay` is the first one, `max_wait_time` the sum for a batch."""
+
+    api_url: str = ""
+    timeout: Seconds = 30.0
+    use_advantages: bool = True
+    fallback_to_grpo: bool = True
+    retry_attempts: Annotated[int, Meta(ge=0)] = 10
+    retry_delay: Seconds = 0.5
+    max_wait_time: Seconds = 30.0
+
+
+class Trainer(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`trainer:` of the recipe, of which only `atropos:` is known here."""
+
+    atropos: Atropos | None = None
+
+
+class Config(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A whole run: at most one inference server, exactly one hub, any number of environments."""
+
+    bridge: str
+    run_dir: str = ""
+    policy_server: PolicyServer | None = None
+    vllm: Vllm | None = None
+    learner: Learner | None = None
+    gateway: Gateway | None = None
+    environments: list[Environment] = []
+    trainer: Trainer = msgspec.field(default_factory=Trainer)
+
+
+def load(path: Path) -> Config:
+    """The config of a YAML file.
+
+    Raises:
+        BadConfig: it cannot be read, or something in it is not what it should be; the message names the path of each key at fault.
+        ImportError: PyYAML is not installed.
+    """
+    try:
+        import yaml
+    except ImportError as missing:
+        raise ImportError("shmbridge launch reads YAML with PyYAML, which is not installed -> pip install 'shmbridge[launch]'") from missing
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise BadConfig(f"{path}: {error.strerror}", hint="give the path of a YAML file; docs/how-to/launch.md has one") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadConfig(f"{path} is not YAML: {' '.join(str(error).split())}", hint="mend that line") from error
+    return parse(document)
+
+
+def parse(document: object) -> Config:
+    """The config of what YAML has made of a file; raises BadConfig."""
+    if not isinstance(document, Mapping):
+        raise BadConfig(f"the file holds {_kind(document)} and no keys", hint="it needs at least bridge: and learner: or gateway:")
+    if unknown := list(_unknown_keys(document, Config, "")):
+        raise BadConfig("; ".join(unknown), hint="mend the names: a key that is not known is never skipped")
+    try:
+        config = msgspec.convert(document, Config)
+    except msgspec.ValidationError as error:
+        raise BadConfig(_by_path(str(error)), hint="docs/how-to/launch.md lists the keys and their types") from error
+    _check(config)
+    return config
+
+
+def nearest(path: str, name: str, known: list[str]) -> str:
+    """What to say of a name that is not known: `path.name: did you mean this?`, or all that are known."""
+    close = difflib.get_close_matches(name, known, n=1)
+    where = f"{path}.{name}" if path else name
+    return f"{where}: did you mean {close[0]}?" if close else f"{where} is not known; known are {', '.join(sorted(known))}"
+
+
+def _unknown_keys(value: object, annotation: Any, path: str) -> Iterator[str]:
+    """One line per key, at any depth, that its struct does not have."""
+    if isinstance(value, list):
+        of_list = [args[0] for args in map(get_args, _structs_within(annotation, lists=True)) if args]
+        for index, each in enumerate(value):
+            for inner in of_list:
+                yield from _unknown_keys(each, inner, f"{path}[{index}]")
+        return
+    if not isinstance(value, Mapping):
+        return
+    for struct in _structs_within(annotation, lists=False):
+        fields = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
+        for key, inner in value.items():
+            if key in fields:
+                yield from _unknown_keys(inner, fields[key], f"{path}.{key}" if path else key)
+            else:
+                yield nearest(path, str(key), list(fields))
+
+
+def _structs_within(annotation: Any, *, lists: bool) -> list[Any]:
+    """The structs, or the lists, among what an annotation allows."""
+    parts = get_args(annotation) if type(annotation).__name__ == "UnionType" else [annotation]
+    if lists:
+        return [part for part in parts if getattr(part, "__origin__", None) is list]
+    return [part for part in parts if isinstance(part, type) and issubclass(part, Struct)]
+
+
+def _by_path(message: str) -> str:
+    """msgspec's message with the path first, as in `learner.steps: expected int, got str`."""
+    text, _, path = message.partition(" - at ")
+    where = path.strip("`").removeprefix("$").removeprefix(".")
+    if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
+        return f"{where}.{missing[1]} is missing" if where else f"{missing[1]} is missing"
+    text = text.replace("`", "")
+    return f"{where}: {text[0].lower()}{text[1:]}"
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+# --- what types cannot say --------------------------------------------------------------------------------
+
+_ENV_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+RESERVED = ("policy_server", "vllm", "learner", "gateway", "launch")
+
+
+def _check(config: Config) -> None:
+    try:
+        check_bridge_name(config.bridge)
+    except ShmBridgeError as error:
+        raise BadConfig(f"bridge: {error.message}", hint=error.hint) from error
+    if config.policy_server and config.vllm:
+        raise BadConfig("policy_server and vllm are both given", hint="keep the one that environments are to ask")
+    if bool(config.learner) == bool(config.gateway):
+        both = "both" if config.learner else "neither"
+        raise BadConfig(f"a bridge has one hub: of learner and gateway {both} is given", hint="give exactly one of them")
+    names: set[str] = set(RESERVED)
+    for index, environment in enumerate(config.environments):
+        _check_environment(environment, f"environments[{index}]", names)
+
+
+def _check_environment(environment: Environment, path: str, names: set[str]) -> None:
+    environment.name = environment.name or Path(environment.script).stem
+    if not _ENV_NAME.fullmatch(environment.name):
+        raise BadConfig(f"{path}.name: {environment.name!r} is not 1 to 64 of A-Z a-z 0-9 _ . -", hint="it names the log file")
+    for name in instances(environment):
+        if name in names:
+            raise BadConfig(f"{path}.name: {name} is taken", hint="give each environment a name of its own, or use count:")
+        names.add(name)
+    if not Path(environment.script).is_file():
+        raise BadConfig(f"{path}.script: there is no file {environment.script}", hint="paths count from where the command runs")
+    if environment.cwd and not Path(environment.cwd).is_dir():
+        raise BadConfig(f"{path}.cwd: there is no folder {environment.cwd}", hint="paths count from where the command runs")
+    try:
+        parse_size(environment.lane_bytes)
+    except ValueError as error:
+        raise BadConfig(f"{path}.lane_bytes: {error}", hint="write 64M, 1G, ...") from error
+
+
+def instances(environment: Environment) -> list[str]:
+    """Names of its processes: its own, or with `-0`, `-1`, ... where there are several."""
+    if environment.count == 1:
+        return [environment.name]
+    return [f"{environment.name}-{index}" for index in range(environment.count)]

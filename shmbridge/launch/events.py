@@ -1,0 +1,43 @@
+"""What a launch says: one line per change on stderr, or one JSON object on stdout, and always one in the run's events.jsonl."""
+
+import contextlib
+import os
+import select
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class Events:
+    """Says what happens; a terminal or a reader that has gone away never ends a run.
+
+    Args:
+        path: file that gets a JSON line per event.
+        as_json: JSON on stdout instead of text on stderr.
+    """
+
+    def __init__(self, path: Path, *, as_json: bool) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._as_json = as_json
+        self._began = time.monotonic()
+
+    def say(self, event: str, text: str, **facts: Any) -> None:
+        """One event: its kind, what a reader is told, and what a program may want to know."""
+        line = msgspec.json.encode({"event": event, "time": time.time(), **facts, "text": text}) + b"\n"
+        with contextlib.suppress(OSError):
+            self._file.write(line)
+        if self._as_json:
+            _write(1, line)
+        else:
+            _write(2, f"[{time.monotonic() - self._began:7.1f} s] {text}\n".encode())
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """Writes what the reader takes; a stopped terminal or a full pipe costs a second and the rest of the line, not the run."""
+    with contextlib.suppress(OSError):
+        for begin in range(0, len(data), select.PIPE_BUF):
+            if not select.select([], [descriptor], [], 1.0)[1]:
+                return
+            os.write(descriptor, data[begin : begin + select.PIPE_BUF])

@@ -1,0 +1,49 @@
+"""Whether a service is up, and whether the run would get in somebody's way: seen from outside, half a second at most per look."""
+
+import http.client
+import socket
+from urllib.parse import urlsplit
+
+import shmbridge
+from shmbridge.errors import LaunchFailed
+from shmbridge.launch.plan import Check, Plan
+
+_LOOK_S = 0.5
+
+
+def is_up(check: Check, bridge: str, alive_s: float) -> bool:
+    """Whether a process that has been alive for so long is what others can build on."""
+    if check.kind == "alive":
+        return alive_s >= check.within_s
+    return _has_hub(bridge) if check.kind == "hub" else _answers(check.url)
+
+
+def look_around(plan: Plan) -> None:
+    """Raises LaunchFailed if the run's bridge or one of its ports is in other hands: their owner would pass our health checks."""
+    for info in shmbridge.list_bridges():
+        if info.name == plan.bridge and info.consumer_pid is not None:
+            raise LaunchFailed(f"bridge {plan.bridge} has a living consumer, pid {info.consumer_pid}", hint="end it, or use another bridge")
+    for service in plan.services:
+        if service.check.kind == "http":
+            parts = urlsplit(service.check.url)
+            with socket.socket() as probe:
+                probe.settimeout(_LOOK_S)
+                if probe.connect_ex((parts.hostname or "", parts.port or 80)) == 0:
+                    taken = f"port {parts.port}, which is for {service.name}, is in use"
+                    raise LaunchFailed(taken, hint=f"set another {service.key}.port, or 0 for a free one")
+
+
+def _has_hub(bridge: str) -> bool:
+    return any(info.name == bridge and info.consumer_pid is not None for info in shmbridge.list_bridges())
+
+
+def _answers(url: str) -> bool:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_LOOK_S)
+    try:
+        connection.request("GET", parts.path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,74 @@
+"""From a plan to a running supervisor: the run directory, and the process that becomes its guardian. Or the plan on paper."""
+
+import fcntl
+import os
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from shmbridge.errors import LaunchFailed
+from shmbridge.launch.config import Config
+from shmbridge.launch.plan import Check, Plan, write_private
+
+_GUARDIAN = str(Path(__file__).with_name("guardian.py"))
+
+
+def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) -> NoReturn:
+    """Writes the run directory, becomes the guardian of a supervisor; raises LaunchFailed if the directory is in use."""
+    run_dir = Path(plan.run_dir)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    lock = _lock(run_dir / "launch.lock")
+    write_private(run_dir / "config.json", msgspec.json.format(msgspec.json.encode(config)))
+    plan.save(run_dir / "plan.json")
+    supervisor = ["-m", "shmbridge.launch.supervisor", str(run_dir / "plan.json"), str(lock), "json" if as_json else "text"]
+    words = ["-I", "-S", _GUARDIAN, "0", str(int(signal.SIGTERM)), os.getcwd(), label, sys.executable, *supervisor]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A small process with one thread is what the user's shell, terminal and `kill` see from here on; it has little to fail at.
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+def _lock(path: Path) -> int:
+    """A lock that lasts for as long as the guardian or the supervisor lives; its descriptor."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+        os.close(lock)
+        raise LaunchFailed(f"{path.parent} is in use by a launch, pid {holder}", hint="stop that one, or set another run_dir") from None
+    os.truncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    os.set_inheritable(lock, True)
+    return lock
+
+
+def as_json(plan: Plan) -> str:
+    """The plan for programs."""
+    return msgspec.json.format(msgspec.json.encode(plan)).decode()
+
+
+def as_text(plan: Plan) -> str:
+    """The plan for people: services in the order of their starts, each with a command that a shell would take."""
+    lines = [f"bridge {plan.bridge}, run directory {plan.run_dir}", *(f"note: {note}" for note in plan.notes)]
+    for place, stage in enumerate(plan.stages, 1):
+        for service in stage:
+            variables = [f"{name}={shlex.quote(value)}" for name, value in service.env.items()]
+            folder = [f"cd {shlex.quote(service.folder)} &&"] if service.folder else []
+            lines += [
+                "",
+                f"{place}. {service.name}: {_when_up(service.check)}; log {plan.log(service)}",
+                "   " + " ".join([*folder, *variables, shlex.join(service.command)]),
+            ]
+    return "\n".join(lines)
+
+
+def _when_up(check: Check) -> str:
+    if check.kind == "alive":
+        return f"started once it has lived for {check.within_s:g} s"
+    what = f"{check.url} answers" if check.kind == "http" else "the bridge has a consumer"
+    return f"up when {what}, within {check.within_s:g} s"

@@ -1,0 +1,233 @@
+"""Starts the services of a plan in order, watches them, restarts environments, stops all in reverse order. Knows nothing of YAML.
+
+    python -m shmbridge.launch.supervisor PLAN LOCK_FD text|json
+
+Runs under a guardian, which is what the user started: the guardian passes signals on, and its death is a SIGTERM here. All of it happens in
+one thread that waits for signals in one place, so nothing is ever interrupted half-way.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import shmbridge
+from shmbridge.errors import LaunchFailed, ShmBridgeError
+from shmbridge.launch import guardian
+from shmbridge.launch.config import Restart
+from shmbridge.launch.events import Events
+from shmbridge.launch.health import is_up, look_around
+from shmbridge.launch.plan import Plan
+from shmbridge.launch.process import Process
+
+_TICK_S = 0.1  # between looks at what is coming up
+_REFUSED = 2  # status of a program that was called wrongly: another try will not help
+
+
+class Stopped(Exception):
+    """The user, or the death of the launcher, asked for the end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class Supervisor:
+    """One run. Main thread only.
+
+    Args:
+        plan: what to run.
+        events: who is told.
+    """
+
+    def __init__(self, plan: Plan, events: Events) -> None:
+        self._plan = plan
+        self._events = events
+        self._stages = [[Process(service, plan.log(service)) for service in stage] for stage in plan.stages]
+        self._done = False  # the hub has ended orderly
+        self._stopping = False
+        self._hurry = False
+        self._awaited: set[signal.Signals] = set()
+
+    def run(self) -> int:
+        """The exit status: 0 the hub has done its work, 1 something failed, 128 + signal stopped. Blocks until nothing runs any more."""
+        guardian.adopt_orphans()
+        self._awaited = guardian.block_signals()
+        try:
+            status = self._run()
+        finally:
+            self._stop()
+        for left in shmbridge.list_bridges():
+            held = sum(lane.held for lane in left.lanes)
+            if left.name == self._plan.bridge and held:
+                clean = f"another run of this bridge takes them, shmbridge clean {left.name} --yes removes them"
+                self._events.say("left", f"{held} groups that reached no batch are in shared memory: {clean}", records=held)
+        self._events.say("end", f"everything has ended; status {status}", status=status)
+        return status
+
+    def _run(self) -> int:
+        try:
+            look_around(self._plan)
+            for stage in self._stages:
+                self._start(stage)
+            if not self._done:
+                self._events.say("up", f"all {len(self._plan.services)} services are up; logs in {self._plan.run_dir}/logs")
+            while not self._done:
+                self._watch()
+        except Stopped as stopped:
+            self._events.say("signal", f"stopping: {stopped}", signal=str(stopped))
+            return 128 + stopped.signum
+        except ShmBridgeError as error:
+            self._events.say("failed", str(error), code=error.code)
+            return 1
+        return 0
+
+    # --- start ----------------------------------------------------------------------------------------------
+
+    def _start(self, stage: list[Process]) -> None:
+        """Starts a stage and returns once it is up. Raises LaunchFailed for an end or a deadline before that."""
+        for process in stage:
+            self._begin(process)
+        while not self._done and any(process.coming_up for process in stage):
+            self._wait(_TICK_S)
+            self._look_at_ends()
+            for process in stage:
+                if process.coming_up:
+                    self._look_at(process)
+
+    def _begin(self, process: Process) -> None:
+        if self._done:
+            return
+        process.start()
+        again = f" again, start {process.starts}" if process.starts > 1 else ""
+        self._events.say("start", f"{process.name}: starting{again}", service=process.name, starts=process.starts, log=str(process.log))
+
+    def _look_at(self, process: Process) -> None:
+        check, alive_s = process.service.check, time.monotonic() - process.started
+        if is_up(check, self._plan.bridge, alive_s):
+            process.up = True
+            self._events.say("up", f"{process.name}: up after {alive_s:.1f} s", service=process.name, after_s=alive_s)
+        elif alive_s > check.within_s:
+            waited_for = f"an answer at {check.url}" if check.url else f"a consumer of bridge {self._plan.bridge}"
+            raise LaunchFailed(
+                f"{process.name} is not up after {check.within_s:g} s: there is no sign of {waited_for}; the end of {process.log}:\n"
+                f"{process.last_words()}\n", hint=f"is it loading something large? raise {process.service.key}.ready_timeout",
+            )  # fmt: skip
+
+    # --- watch ----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Waits for the next thing to happen, and does what follows from it."""
+        due = [process.due for process in self._processes() if process.due is not None]
+        self._wait(min(due) - time.monotonic() if due else None)
+        self._look_at_ends()
+        for process in self._processes():
+            if process.due is not None and process.due <= time.monotonic():
+                self._begin(process)
+
+    def _look_at_ends(self) -> None:
+        for process in self._processes():
+            if process.status is None or process.over or process.due is not None:
+                continue
+            if process.service.role == "environment":
+                self._environment_ended(process, process.status)
+            elif process.service.role == "hub" and process.status == 0:
+                process.over = self._done = True
+                self._events.say("done", f"{process.name}: done", service=process.name)
+            else:
+                raise _failed(process, "ended")
+
+    def _environment_ended(self, process: Process, status: int) -> None:
+        rule, how = process.service.restart or Restart(), f"{process.name}: ended with {process.how()}"
+        if rule.when == "never" or (rule.when == "failure" and status == 0):
+            process.over = True
+            self._events.say("ended", how, service=process.name, status=status)
+            if all(each.over for each in self._processes() if each.service.role == "environment"):
+                self._events.say("ended", "no environment runs any more: what the hub has is all it gets from here")
+            return
+        if status == _REFUSED or (process.starts == 1 and process.lived_s < process.service.check.within_s):
+            raise _failed(process, "ended at its start")
+        delay = process.backoff.after(started=process.started, ended=time.monotonic())
+        if delay is None:
+            raise _failed(process, f"ended more than {rule.max_restarts} times within {rule.window:g} s, at last")
+        process.due = time.monotonic() + delay
+        self._events.say("ended", f"{how}; starting again in {delay:g} s", service=process.name, status=status, delay_s=delay)
+
+    def _processes(self) -> list[Process]:
+        return [process for stage in self._stages for process in stage]
+
+    # --- the one place to wait ------------------------------------------------------------------------------
+
+    def _wait(self, seconds: float | None) -> None:
+        """Waits for a signal, and notes who has ended. Raises Stopped, unless stopping already: then there is a hurry."""
+        if seconds is None:
+            signum = signal.sigwait(self._awaited)
+        else:
+            received = signal.sigtimedwait(self._awaited, max(seconds, 0.0))
+            signum = signal.Signals(received.si_signo) if received else signal.SIGCHLD
+        if signum != signal.SIGCHLD:
+            if not self._stopping:
+                raise Stopped(signum)
+            self._hurry = True
+        self._reap()
+
+    def _reap(self) -> None:
+        running = {process.pid: process for process in self._processes() if process.pid}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if process := running.pop(pid, None):
+                code = os.waitstatus_to_exitcode(status)
+                process.ended(code if code >= 0 else 128 - code)
+                if code < 0:  # its guardian was killed: what that held is ours now
+                    guardian.sweep(running)
+
+    # --- stop -----------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """Ends everything, the last stage first; whoever outstays its grace, or all if there is a hurry, is killed."""
+        self._stopping = True
+        for stage in reversed(self._stages):
+            self._stop_stage([process for process in stage if process.pid])
+        guardian.sweep()
+
+    def _stop_stage(self, stage: list[Process]) -> None:
+        began = time.monotonic()
+        for process in stage:
+            self._events.say("stop", f"{process.name}: stopping", service=process.name)
+            process.send(signal.SIGTERM)
+        while any(process.pid for process in stage):
+            for process in stage:
+                left = began + process.service.stop_grace_s - time.monotonic()
+                if process.pid and (self._hurry or left <= 0):
+                    why = "there is a hurry" if self._hurry else f"it did not end within {process.service.stop_grace_s:g} s"
+                    self._events.say("kill", f"{process.name}: killing, {why}", service=process.name)
+                    process.send(signal.SIGKILL)
+            self._wait(_TICK_S)
+        for process in stage:
+            self._events.say("stopped", f"{process.name}: ended with {process.how()}", service=process.name, status=process.status)
+
+
+def _failed(process: Process, what: str) -> LaunchFailed:
+    text = f"{process.name} {what} with {process.how()}; the end of {process.log}:\n{process.last_words()}\n"
+    return LaunchFailed(text, hint="the reason should stand there")
+
+
+def main(argv: list[str]) -> int:
+    """Runs a saved plan; the exit status."""
+    path, lock, form = argv
+    os.set_inheritable(int(lock), False)  # held by the guardian and by this process, not by services
+    plan = Plan.load(Path(path))
+    events = Events(Path(plan.run_dir) / "events.jsonl", as_json=form == "json")
+    for note in plan.notes:
+        events.say("note", f"note: {note}")
+    return Supervisor(plan, events).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
