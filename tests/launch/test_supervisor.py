@@ -1,0 +1,255 @@
+"""The supervisor with fake services: order, health, restarts, stops. What no kill may leave behind is next door, in test_orphans.py."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from shmbridge.launch.config import Restart
+from shmbridge.launch.plan import Plan
+from shmbridge.testing import wait_until
+
+
+def test_each_stage_waits_for_the_health_of_the_one_before_and_stops_in_reverse(launch):
+    server = launch.service("server", "--answer-after", 0.4, role="server", http=launch.free_port(), within_s=20)
+    hub = launch.service("hub", "--until", launch.folder / "enough", role="hub", http=launch.free_port(), within_s=20)
+    envs = [launch.service("one"), launch.service("two")]
+    launch.start([server], [hub], envs).until_up()
+    (launch.folder / "enough").touch()
+    assert launch.wait() == 0
+
+    order = [(name, what) for name, what, _ in launch.notes]
+    assert order[:4] == [("server", "start"), ("server", "answers"), ("hub", "start"), ("hub", "answers")]
+    assert {name for name, _ in order[4:6]} == {"one", "two"}
+    assert [name for name in launch.noted("SIGTERM")][-1] == "server"
+    assert sorted(launch.noted("SIGTERM")) == ["one", "server", "two"]  # the hub ended by itself
+    stops = [each["service"] for each in launch.said("stopped")]
+    assert stops.index("server") > max(stops.index("one"), stops.index("two"))
+    assert [each["status"] for each in launch.said("end")] == [0]
+    for name in ("server", "hub", "one", "two"):
+        assert f"{name} says hello" in (launch.run_dir / "logs" / f"{name}.log").read_text()
+    launch.until_nothing_lives()
+
+
+def test_without_json_each_change_is_a_line_on_stderr(launch):
+    launch.start([launch.service("hub", "--live", 0.5, role="hub")], form="text")
+    assert launch.wait() == 0
+    assert launch.output == ""
+    assert "hub: starting" in launch.errors
+    assert "hub: up after" in launch.errors
+    assert "everything has ended; status 0" in launch.errors
+
+
+def test_json_is_one_object_per_event_on_stdout_and_nothing_else(launch):
+    launch.start([launch.service("hub", "--live", 0.5, role="hub")])
+    assert launch.wait() == 0
+    assert launch.errors == ""
+    assert launch.output == (launch.run_dir / "events.jsonl").read_text()
+    assert [each["event"] for each in launch.events] == ["start", "up", "up", "done", "end"]
+
+
+def test_a_deadline_shows_the_end_of_the_log_and_ends_the_run(launch):
+    server = launch.service("server", "--answer-after", 60, role="server", http=launch.free_port(), within_s=0.5)
+    launch.start([server], [launch.service("env")])
+    assert launch.wait() == 1
+    (failed,) = launch.said("failed")
+    assert "server is not up after 0.5 s" in failed["text"]
+    assert "server says hello" in failed["text"]
+    assert "server.ready_timeout" in failed["text"]
+    assert launch.noted("start") == ["server"]
+    launch.until_nothing_lives()
+
+
+def test_a_death_at_the_start_shows_log_and_status(launch):
+    server = launch.service("server", "--live", 0.1, "--status", 3, role="server", within_s=20)
+    launch.start([server], [launch.service("env")])
+    assert launch.wait() == 1
+    (failed,) = launch.said("failed")
+    assert "server ended with status 3" in failed["text"]
+    assert "server is leaving with 3" in failed["text"]
+    assert launch.noted("start") == ["server"]
+
+
+def test_what_cannot_be_run_says_so(launch):
+    service = launch.service("server", role="server", within_s=20)
+    service.command = ["/no/such/program"]
+    launch.start([service])
+    assert launch.wait() == 1
+    assert "cannot run /no/such/program" in launch.said("failed")[0]["text"]
+    assert "status 127" in launch.said("failed")[0]["text"]
+
+
+def test_the_log_of_an_earlier_run_is_kept_and_not_shown(launch):
+    (launch.run_dir / "logs").mkdir(parents=True)
+    log = launch.run_dir / "logs" / "server.log"
+    log.write_text("an old story\n")
+    launch.start([launch.service("server", "--live", 0.1, "--status", 3, role="server", within_s=20)])
+    assert launch.wait() == 1
+    assert log.read_text().startswith("an old story\n")
+    assert "an old story" not in launch.said("failed")[0]["text"]
+
+
+def test_an_environment_is_restarted_with_growing_delays_until_patience_ends(launch):
+    rule = Restart(first_delay=0.05, max_delay=0.15, max_restarts=4, window=600)
+    hub, env = launch.service("hub", role="hub"), launch.service("env", "--live", 0.3, "--status", 1, restart=rule)
+    launch.start([hub], [env])
+    assert launch.wait() == 1
+    assert [each["delay_s"] for each in launch.said("ended", "env")] == [0.05, 0.1, 0.15, 0.15]
+    assert launch.noted("start") == ["hub", "env", "env", "env", "env", "env"]
+    (failed,) = launch.said("failed")
+    assert "env ended more than 4 times within 600 s" in failed["text"]
+    assert str(launch.run_dir / "logs" / "env.log") in failed["text"]
+    log = (launch.run_dir / "logs" / "env.log").read_text()
+    assert log.count("env says hello") == 5
+    assert "start 5 of env" in log
+    assert launch.noted("SIGTERM") == ["hub"]
+    launch.until_nothing_lives()
+
+
+@pytest.mark.parametrize(("status", "live"), [(2, 0.6), (1, 0.0)])
+def test_an_environment_called_wrongly_or_dead_at_once_is_not_restarted(launch, status, live):
+    env = launch.service("env", "--live", live, "--status", status, within_s=0.4)
+    launch.start([launch.service("hub", role="hub")], [env])
+    assert launch.wait() == 1
+    assert launch.noted("start") == ["hub", "env"]
+    assert f"env ended at its start with status {status}" in launch.said("failed")[0]["text"]
+
+
+def test_an_environment_that_has_finished_stays_so_and_the_run_goes_on(launch):
+    envs = [launch.service("env", "--live", 0.3), launch.service("other", "--live", 0.3, restart=Restart(when="always", first_delay=0.05))]
+    launch.start([launch.service("hub", "--until", launch.folder / "enough", role="hub")], envs)
+    launch.until(lambda: launch.noted("start").count("other") == 3)
+    assert launch.noted("start").count("env") == 1
+    (launch.folder / "enough").touch()
+    assert launch.wait() == 0
+
+
+def test_restarts_leave_no_zombie_and_no_stray(launch):
+    rule = Restart(first_delay=0.01, max_delay=0.01, max_restarts=100)
+    env = launch.service("env", "--live", 0.2, "--status", 1, "--stray", restart=rule)
+    launch.start([launch.service("hub", role="hub")], [env])
+    launch.until(lambda: launch.noted("stray").count("env") >= 4)
+    earlier = [pid for name, what, pid in launch.notes if what == "stray"][:3]
+    launch.until(lambda: not [pid for pid in earlier if os.path.exists(f"/proc/{pid}")])
+    supervisor = launch.supervisor()
+    wait_until(lambda: not launch.zombies(supervisor), 10)
+    assert not launch.zombies(launch.pid)
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 143
+    launch.until_nothing_lives()
+
+
+@pytest.mark.parametrize("role", ["server", "hub"])
+def test_the_death_of_server_or_hub_stops_everything(launch, role):
+    server = launch.service("server", *(["--live", 1, "--status", 4] if role == "server" else []), role="server")
+    hub = launch.service("hub", *(["--live", 1, "--status", 4] if role == "hub" else []), role="hub")
+    launch.start([server], [hub], [launch.service("env")])
+    assert launch.wait() == 1
+    assert f"{role} ended with status 4" in launch.said("failed")[0]["text"]
+    assert set(launch.noted("SIGTERM")) == {"server", "hub", "env"} - {role}
+    launch.until_nothing_lives()
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_stops_orderly_environments_first(launch, signum, status):
+    launch.start([launch.service("server", role="server")], [launch.service("hub", role="hub")], [launch.service("env")]).until_up()
+    launch.send(signum)
+    assert launch.wait() == status
+    assert launch.noted("SIGTERM") == ["env", "hub", "server"]
+    assert not launch.said("kill")
+    launch.until_nothing_lives()
+
+
+def test_a_signal_while_it_starts(launch):
+    launch.start([launch.service("server", role="server", within_s=60, http=launch.free_port())], [launch.service("hub", role="hub")])
+    launch.until(lambda: launch.noted("start"))
+    launch.send(signal.SIGINT)
+    assert launch.wait() == 130
+    assert launch.noted("start") == ["server"]
+    launch.until_nothing_lives()
+
+
+def test_who_outstays_its_grace_is_killed(launch):
+    launch.start([launch.service("hub", role="hub")], [launch.service("env", "--stubborn", grace_s=0.4)]).until_up()
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 143
+    assert [each["service"] for each in launch.said("kill")] == ["env"]
+    assert launch.noted("SIGTERM") == ["env", "hub"]
+    launch.until_nothing_lives()
+
+
+def test_the_second_signal_ends_all_at_once(launch):
+    stubborn = [launch.service(name, "--stubborn", "--stray", grace_s=3600) for name in ("one", "two")]
+    launch.start([launch.service("hub", "--stubborn", "--stray", role="hub", grace_s=3600)], stubborn).until_up()
+    launch.send(signal.SIGINT)
+    launch.until(lambda: set(launch.noted("SIGTERM")) >= {"one", "two"})
+    launch.send(signal.SIGINT)
+    assert launch.wait() == 130
+    launch.until_nothing_lives()
+
+
+def test_hangups_are_ignored_under_nohup(launch):
+    launch.start([launch.service("hub", role="hub")], before=["nohup"]).until_up()
+    launch.send(signal.SIGHUP)
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 143
+    assert [each["signal"] for each in launch.said("signal")] == ["SIGTERM"]
+
+
+def test_a_reader_that_has_gone_away_ends_nothing(launch):
+    reading, writing = os.pipe()
+    launch.start([launch.service("hub", "--until", launch.folder / "enough", role="hub")], stdout=writing)
+    os.close(writing)
+    os.close(reading)
+    launch.until_up()
+    (launch.folder / "enough").touch()
+    assert launch.wait() == 0
+
+
+def test_a_port_in_other_hands_is_named_before_anything_starts(launch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        launch.start([launch.service("server", role="server", http=port, within_s=5)])
+        assert launch.wait() == 1
+    assert f"port {port}, which is for server, is in use" in launch.said("failed")[0]["text"]
+    assert not launch.notes
+
+
+def test_a_bridge_in_other_hands_is_named_before_anything_starts(launch, bridge, make_consumer):
+    make_consumer()
+    path = launch.folder / "wanted.json"
+    Plan(bridge=bridge, run_dir=str(launch.run_dir), stages=[[launch.service("hub", role="hub")]]).save(path)
+    launch.command(sys.executable, launch.script, str(path), "json")
+    assert launch.wait() == 1
+    assert f"bridge {bridge} has a living consumer, pid {os.getpid()}" in launch.said("failed")[0]["text"]
+    assert not launch.notes
+
+
+def test_one_launch_per_run_directory(launch):
+    launch.start([launch.service("hub", role="hub")]).until_up()
+    path = launch.folder / "wanted.json"
+    second = subprocess.run([sys.executable, launch.script, path, "json"], capture_output=True, text=True)
+    assert second.returncode == 1
+    assert f"is in use by a launch, pid {launch.pid}" in second.stderr
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 143
+    assert launch.noted("start") == ["hub"]
+
+
+def test_a_waiting_supervisor_costs_nothing(launch):
+    launch.start([launch.service("hub", role="hub")]).until_up()
+    pid = launch.supervisor()
+
+    def cpu_ticks():
+        with open(f"/proc/{pid}/stat") as file:
+            return sum(map(int, file.read().rpartition(")")[2].split()[11:13]))
+
+    before = cpu_ticks()
+    time.sleep(1.0)  # the measure itself: a second in which nothing happens
+    assert cpu_ticks() - before <= 1
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 143
