@@ -55,10 +55,12 @@ class Learner(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Gateway(Struct, kw_only=True, forbid_unknown_fields=True):
-    """`shmbridge gateway`, the rollout server for trainers that poll one."""
+    """`shmbridge gateway`, the rollout server for trainers that poll one. Its address: given here, or `trainer.atropos.api_url`, or
+    127.0.0.1:8000.
+    """
 
-    host: str = "127.0.0.1"
-    port: Port = 8000
+    host: str = ""
+    port: Port | None = None
     compat: str = ""
     token: str = ""
     ready_timeout: Seconds = 30.0

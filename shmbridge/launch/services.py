@@ -90,7 +90,7 @@ def recipe_flags(atropos: Atropos) -> list[str]:
 
 
 def _gateway(config: Config, gateway: Gateway, notes: list[str]) -> Service:
-    host, port = gateway.host, gateway.port
+    host, port = gateway.host or "127.0.0.1", 8000 if gateway.port is None else gateway.port
     if atropos := config.trainer.atropos:
         if atropos.api_url:
             host, port = _address(atropos.api_url, gateway)
@@ -118,10 +118,8 @@ def _address(api_url: str, gateway: Gateway) -> tuple[str, int]:
     if not host or parts.scheme != "http":
         raise BadConfig(f"trainer.atropos.api_url: {api_url!r} is not http://HOST:PORT", hint="write http://localhost:8000")
     host = "127.0.0.1" if host == "localhost" else host
-    given = (gateway.host, gateway.port)
-    if given not in ((Gateway.host, Gateway.port), (host, port)):
-        where = f"{gateway.host}:{gateway.port}"
-        raise BadConfig(f"trainer.atropos.api_url says {host}:{port}, gateway says {where}", hint="give the address in one of them")
+    if gateway.host not in ("", host) or gateway.port not in (None, port):
+        raise BadConfig(f"trainer.atropos.api_url says {host}:{port}, the gateway's own keys say otherwise", hint="give the address once")
     return host, port
 
 

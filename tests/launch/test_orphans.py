@@ -50,7 +50,8 @@ def test_the_supervisor_is_killed(launch):
     stubborn_run(launch).until_up()
     os.kill(launch.supervisor(), signal.SIGKILL)
     assert launch.wait() == 137
-    assert not [pid for pid in launch.started_pids() if os.path.exists(f"/proc/{pid}")]  # not even as zombies: the front has waited for them
+    # Not even as zombies: the front has waited for them.
+    assert not [pid for pid in launch.started_pids() if os.path.exists(f"/proc/{pid}")]
     assert "its supervisor was killed" in launch.errors
     launch.until_nothing_lives()
 

@@ -25,7 +25,7 @@ def test_each_stage_waits_for_the_health_of_the_one_before_and_stops_in_reverse(
     order = [(name, what) for name, what, _ in launch.notes]
     assert order[:4] == [("server", "start"), ("server", "answers"), ("hub", "start"), ("hub", "answers")]
     assert {name for name, _ in order[4:6]} == {"one", "two"}
-    assert [name for name in launch.noted("SIGTERM")][-1] == "server"
+    assert launch.noted("SIGTERM")[-1] == "server"
     assert sorted(launch.noted("SIGTERM")) == ["one", "server", "two"]  # the hub ended by itself
     stops = [each["service"] for each in launch.said("stopped")]
     assert stops.index("server") > max(stops.index("one"), stops.index("two"))
