@@ -61,7 +61,7 @@ class Gateway(Struct, kw_only=True, forbid_unknown_fields=True):
 
     host: str = ""
     port: Port | None = None
-    compat: str = ""
+    compat: Literal["default", "strict"] = "default"
     token: str = ""
     ready_timeout: Seconds = 30.0
     stop_grace: Seconds = 10.0

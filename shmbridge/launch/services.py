@@ -97,12 +97,14 @@ def _gateway(config: Config, gateway: Gateway, notes: list[str]) -> Service:
         notes.append("of trainer.atropos the gateway takes api_url alone: the other keys are for the trainer that polls it")
     port = port or _free_port()
     chosen: dict[str, Scalar] = {"bridge": config.bridge, "host": host, "port": port}
-    chosen |= {name: value for name, value in (("compat", gateway.compat), ("token", gateway.token)) if value}
-    if doubly := sorted(chosen.keys() & gateway.options.keys()):
+    if gateway.compat != "default":
+        chosen["compat"] = gateway.compat
+    if doubly := sorted((chosen.keys() | {"compat", "token"}) & gateway.options.keys()):
         raise BadConfig(f"gateway.options.{doubly[0]} is set by a key of its own, outside options", hint="give it once")
     return Service(
         name="gateway", role="hub", key="gateway",
-        command=[sys.executable, "-m", "shmbridge.cli", "gateway", *flags(chosen | gateway.options)], env=_variables(gateway.env),
+        command=[sys.executable, "-m", "shmbridge.cli", "gateway", *flags(chosen | gateway.options)],
+        env=_variables(gateway.env) | ({"SHMBRIDGE_GATEWAY_TOKEN": gateway.token} if gateway.token else {}),  # command lines are public
         check=Check(kind="http", url=f"http://{_reachable(host)}:{port}/status", within_s=gateway.ready_timeout),
         stop_grace_s=gateway.stop_grace,
     )  # fmt: skip

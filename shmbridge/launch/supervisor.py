@@ -22,6 +22,7 @@ from shmbridge.launch.plan import Plan
 from shmbridge.launch.process import Process
 
 _TICK_S = 0.1  # between looks at what is coming up
+_SAME_SIGNAL_S = 0.3  # a service manager signals the command and this process, which then gets it twice
 _REFUSED = 2  # status of a program that was called wrongly: another try will not help
 
 
@@ -46,7 +47,7 @@ class Supervisor:
         self._events = events
         self._stages = [[Process(service, plan.log(service)) for service in stage] for stage in plan.stages]
         self._done = False  # the hub has ended orderly
-        self._stopping = False
+        self._stopping_since: float | None = None
         self._hurry = False
         self._awaited: set[signal.Signals] = set()
 
@@ -160,16 +161,16 @@ class Supervisor:
     # --- the one place to wait ------------------------------------------------------------------------------
 
     def _wait(self, seconds: float | None) -> None:
-        """Waits for a signal, and notes who has ended. Raises Stopped, unless stopping already: then there is a hurry."""
+        """Waits for a signal, and notes who has ended. Raises Stopped, or hurries if stopping already."""
         if seconds is None:
             signum = signal.sigwait(self._awaited)
         else:
             received = signal.sigtimedwait(self._awaited, max(seconds, 0.0))
             signum = signal.Signals(received.si_signo) if received else signal.SIGCHLD
         if signum != signal.SIGCHLD:
-            if not self._stopping:
+            if self._stopping_since is None:
                 raise Stopped(signum)
-            self._hurry = True
+            self._hurry |= time.monotonic() - self._stopping_since > _SAME_SIGNAL_S
         self._reap()
 
     def _reap(self) -> None:
@@ -191,20 +192,21 @@ class Supervisor:
 
     def _stop(self) -> None:
         """Ends everything, the last stage first; whoever outstays its grace, or all if there is a hurry, is killed."""
-        self._stopping = True
+        self._stopping_since = time.monotonic()
         for stage in reversed(self._stages):
             self._stop_stage([process for process in stage if process.pid])
         guardian.sweep()
 
     def _stop_stage(self, stage: list[Process]) -> None:
-        began = time.monotonic()
+        began, killed = time.monotonic(), list[Process]()
         for process in stage:
             self._events.say("stop", f"{process.name}: stopping", service=process.name)
             process.send(signal.SIGTERM)
         while any(process.pid for process in stage):
             for process in stage:
                 left = began + process.service.stop_grace_s - time.monotonic()
-                if process.pid and (self._hurry or left <= 0):
+                if process.pid and process not in killed and (self._hurry or left <= 0):
+                    killed.append(process)
                     why = "there is a hurry" if self._hurry else f"it did not end within {process.service.stop_grace_s:g} s"
                     self._events.say("kill", f"{process.name}: killing, {why}", service=process.name)
                     process.send(signal.SIGKILL)

@@ -187,9 +187,22 @@ def test_the_second_signal_ends_all_at_once(launch):
     launch.start([launch.service("hub", "--stubborn", "--stray", role="hub", grace_s=3600)], stubborn).until_up()
     launch.send(signal.SIGINT)
     launch.until(lambda: set(launch.noted("SIGTERM")) >= {"one", "two"})
-    launch.send(signal.SIGINT)
+    launch.until(lambda: launch.send(signal.SIGINT) or launch.said("kill"))
     assert launch.wait() == 130
+    assert sorted(each["service"] for each in launch.said("kill")) == ["hub", "one", "two"]
     launch.until_nothing_lives()
+
+
+def test_one_signal_to_everybody_is_one_signal(launch):
+    """As a service manager does it."""
+    slow = launch.service("hub", "--stubborn", "--until", launch.folder / "saved", role="hub", grace_s=60)
+    launch.start([slow]).until_up()
+    for pid in (launch.supervisor(), launch.pid):
+        os.kill(pid, signal.SIGTERM)
+    launch.until(lambda: launch.noted("SIGTERM"))
+    (launch.folder / "saved").touch()
+    assert launch.wait() == 143
+    assert not launch.said("kill")
 
 
 def test_hangups_are_ignored_under_nohup(launch):
