@@ -19,7 +19,7 @@ Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]  # 0: a free one is chosen
 
 
-class PolicyServer(Struct, kw_only=True, forbid_unknown_fields=True):
+class PolicyServer(Struct, kw_only=True):
     """`shmbridge.consumers.policy_server`. `options` are its flags without their dashes."""
 
     model: str
@@ -31,7 +31,7 @@ class PolicyServer(Struct, kw_only=True, forbid_unknown_fields=True):
     env: Variables = {}
 
 
-class Vllm(Struct, kw_only=True, forbid_unknown_fields=True):
+class Vllm(Struct, kw_only=True):
     """vLLM's own OpenAI server. `args` go to it as they are."""
 
     model: str
@@ -43,7 +43,7 @@ class Vllm(Struct, kw_only=True, forbid_unknown_fields=True):
     env: Variables = {}
 
 
-class Learner(Struct, kw_only=True, forbid_unknown_fields=True):
+class Learner(Struct, kw_only=True):
     """`shmbridge.consumers.grpo`. `options` are its flags without their dashes; it gets time to save a checkpoint when it is stopped."""
 
     model: str
@@ -54,7 +54,7 @@ class Learner(Struct, kw_only=True, forbid_unknown_fields=True):
     env: Variables = {}
 
 
-class Gateway(Struct, kw_only=True, forbid_unknown_fields=True):
+class Gateway(Struct, kw_only=True):
     """`shmbridge gateway`, the rollout server for trainers that poll one. Its address: given here, or `trainer.atropos.api_url`, or
     127.0.0.1:8000.
     """
@@ -69,7 +69,7 @@ class Gateway(Struct, kw_only=True, forbid_unknown_fields=True):
     env: Variables = {}
 
 
-class Restart(Struct, kw_only=True, forbid_unknown_fields=True):
+class Restart(Struct, kw_only=True):
     """When a dead environment starts again: after `first_delay` seconds, twice as long each time, `max_delay` at most.
 
     `reset_after` seconds of running start the delays afresh. More than `max_restarts` within `window` seconds end the launch.
@@ -83,7 +83,7 @@ class Restart(Struct, kw_only=True, forbid_unknown_fields=True):
     window: Seconds = 600.0
 
 
-class Environment(Struct, kw_only=True, forbid_unknown_fields=True):
+class Environment(Struct, kw_only=True):
     """`count` processes of an Atropos environment's script. `args`: its flags, as a mapping without dashes or as a list of words.
 
     `settle`: seconds it has to stay alive to count as started.
@@ -102,7 +102,7 @@ class Environment(Struct, kw_only=True, forbid_unknown_fields=True):
     restart: Restart = msgspec.field(default_factory=Restart)
 
 
-class Atropos(Struct, kw_only=True, forbid_unknown_fields=True):
+class Atropos(Struct, kw_only=True):
     """The recipe's keys and defaults: times in seconds; `retry_delay` is the first one, `max_wait_time` the sum for a batch."""
 
     api_url: str = ""
@@ -114,13 +114,13 @@ class Atropos(Struct, kw_only=True, forbid_unknown_fields=True):
     max_wait_time: Seconds = 30.0
 
 
-class Trainer(Struct, kw_only=True, forbid_unknown_fields=True):
+class Trainer(Struct, kw_only=True):
     """`trainer:` of the recipe, of which only `atropos:` is known here."""
 
     atropos: Atropos | None = None
 
 
-class Config(Struct, kw_only=True, forbid_unknown_fields=True):
+class Config(Struct, kw_only=True):
     """A whole run: at most one inference server, exactly one hub, any number of environments."""
 
     bridge: str

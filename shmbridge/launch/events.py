@@ -35,9 +35,9 @@ class Events:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """Writes what the reader takes; a stopped terminal or a full pipe costs a second and the rest of the line, not the run."""
+    """Writes what the reader takes; a stopped terminal or a full pipe costs a moment and the rest of the line, not the run."""
     with contextlib.suppress(OSError):
         for begin in range(0, len(data), select.PIPE_BUF):
-            if not select.select([], [descriptor], [], 1.0)[1]:
+            if not select.select([], [descriptor], [], 0.2)[1]:
                 return
             os.write(descriptor, data[begin : begin + select.PIPE_BUF])

@@ -184,6 +184,12 @@ def test_environments_get_their_flags_and_what_stands_in_braces():
     assert first.env["HF_HUB_OFFLINE"] == "1"
 
 
+def test_a_script_is_found_from_where_the_command_runs_not_from_the_folder_of_the_environment(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    plan = planned(RIGHT.replace("script: SCRIPT", "script: examples/larger_digit_env.py, cwd: /tmp"))
+    assert SCRIPT in plan.services[-1].command
+
+
 def test_flags_of_an_environment_may_be_a_list():
     plan = planned(RIGHT.replace("script: SCRIPT", "script: SCRIPT, args: [--slurm, false, --openai.base_url, '{policy_url}']"))
     assert plan.services[-1].command[-5:] == ["serve", "--slurm", "false", "--openai.base_url", "http://127.0.0.1:9004/v1"]

@@ -1,6 +1,9 @@
 """The supervisor with fake services: order, health, restarts, stops. What no kill may leave behind is next door, in test_orphans.py."""
 
+import contextlib
 import os
+import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -223,6 +226,37 @@ def test_a_reader_that_has_gone_away_ends_nothing(launch):
     assert launch.wait() == 0
 
 
+def test_a_reader_that_does_not_read_ends_nothing(launch):
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writing, b"." * select.PIPE_BUF):
+            pass
+    os.set_blocking(writing, True)
+    launch.start([launch.service("hub", "--live", 0.5, role="hub")], stdout=writing)
+    assert launch.wait() == 0
+    assert launch.said("end")
+    os.close(writing)
+    os.close(reading)
+
+
+def test_a_script_that_wraps_a_program_does_not_keep_the_signal_from_it(launch):
+    service = launch.service("hub", role="hub")
+    service.command = ["sh", "-c", f"{shlex.join(service.command)}; exit $?"]
+    launch.start([service]).until_up()
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 143
+    assert launch.noted("SIGTERM") == ["hub"]
+
+
+def test_a_service_has_its_folder_and_variables(launch):
+    service = launch.service("hub", role="hub")
+    service.command, service.folder, service.env = ["sh", "-c", "echo $COLOUR in $PWD; sleep 0.3"], "/usr", {"COLOUR": "blue"}
+    launch.start([service])
+    assert launch.wait() == 0
+    assert "blue in /usr" in (launch.run_dir / "logs" / "hub.log").read_text()
+
+
 def test_a_port_in_other_hands_is_named_before_anything_starts(launch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -245,7 +279,7 @@ def test_a_bridge_in_other_hands_is_named_before_anything_starts(launch, bridge,
 def test_one_launch_per_run_directory(launch):
     launch.start([launch.service("hub", role="hub")]).until_up()
     path = launch.folder / "wanted.json"
-    second = subprocess.run([sys.executable, launch.script, path, "json"], capture_output=True, text=True)
+    second = subprocess.run([sys.executable, launch.script, path, "json"], capture_output=True, text=True, timeout=60)
     assert second.returncode == 1
     assert f"is in use by a launch, pid {launch.pid}" in second.stderr
     launch.send(signal.SIGTERM)
