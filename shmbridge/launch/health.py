@@ -15,7 +15,7 @@ def is_up(check: Check, bridge: str, alive_s: float) -> bool:
     """Whether a process that has been alive for so long is what others can build on."""
     if check.kind == "alive":
         return alive_s >= check.within_s
-    return _has_hub(bridge) if check.kind == "hub" else _answers(check.url)
+    return _has_hub(bridge) if check.kind == "hub" else _answers(check.url, check.token)
 
 
 def look_around(plan: Plan) -> None:
@@ -37,11 +37,11 @@ def _has_hub(bridge: str) -> bool:
     return any(info.name == bridge and info.consumer_pid is not None for info in shmbridge.list_bridges())
 
 
-def _answers(url: str) -> bool:
+def _answers(url: str, token: str) -> bool:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_LOOK_S)
     try:
-        connection.request("GET", parts.path)
+        connection.request("GET", parts.path, headers={"Authorization": f"Bearer {token}"} if token else {})
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False

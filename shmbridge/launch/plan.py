@@ -13,12 +13,13 @@ from shmbridge.launch.config import Restart
 class Check(Struct, kw_only=True):
     """When a service counts as up: `http` answers 200 at `url`, `hub` is a living consumer of the bridge, `alive` is `within_s` of life.
 
-    For the first two, `within_s` is the deadline.
+    For the first two, `within_s` is the deadline. `token` is the bearer token that the question needs, if any.
     """
 
     kind: Literal["http", "hub", "alive"]
     within_s: float
     url: str = ""
+    token: str = ""
 
 
 class Service(Struct, kw_only=True):

@@ -105,7 +105,7 @@ def _gateway(config: Config, gateway: Gateway, notes: list[str]) -> Service:
         name="gateway", role="hub", key="gateway",
         command=[sys.executable, "-m", "shmbridge.cli", "gateway", *flags(chosen | gateway.options)],
         env=_variables(gateway.env) | ({"SHMBRIDGE_GATEWAY_TOKEN": gateway.token} if gateway.token else {}),  # command lines are public
-        check=Check(kind="http", url=f"http://{_reachable(host)}:{port}/status", within_s=gateway.ready_timeout),
+        check=Check(kind="http", url=f"http://{_reachable(host)}:{port}/status", within_s=gateway.ready_timeout, token=gateway.token),
         stop_grace_s=gateway.stop_grace,
     )  # fmt: skip
 

@@ -31,7 +31,8 @@ def leave_behind(options):
 
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        allowed = not options.token or self.headers.get("Authorization") == f"Bearer {options.token}"
+        self.send_response(200 if allowed else 401)
         self.end_headers()
 
     def log_message(self, *args):
@@ -42,6 +43,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--name", required=True)
 parser.add_argument("--notes", required=True)
 parser.add_argument("--port", type=int)
+parser.add_argument("--token")
 parser.add_argument("--answer-after", type=float, default=0.0)
 parser.add_argument("--live", type=float, default=3600.0)
 parser.add_argument("--status", type=int, default=0)

@@ -212,6 +212,7 @@ def test_a_gateway_instead_of_the_learner():
     gateway = plan.services[1]
     assert gateway.command[1:] == ["-m", "shmbridge.cli", "gateway", "--bridge", "run1", "--host", "127.0.0.1", "--port", "8000",
                                    "--compat", "strict"]  # fmt: skip
+    assert gateway.check.token == "secret"
     assert gateway.env["SHMBRIDGE_GATEWAY_TOKEN"] == "secret"  # not on a command line, which everybody can read
     assert (gateway.role, gateway.check.url, gateway.check.within_s) == ("hub", "http://127.0.0.1:8000/status", 30.0)
 

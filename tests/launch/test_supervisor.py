@@ -67,6 +67,16 @@ def test_a_deadline_shows_the_end_of_the_log_and_ends_the_run(launch):
     launch.until_nothing_lives()
 
 
+@pytest.mark.parametrize(("token", "status"), [("secret", 0), ("other", 1)])
+def test_a_question_of_health_has_its_token(launch, token, status):
+    within_s = 20 if status == 0 else 0.6
+    hub = launch.service("hub", "--token", "secret", "--live", 1.5, role="hub", http=launch.free_port(), within_s=within_s)
+    hub.check.token = token
+    launch.start([hub])
+    assert launch.wait() == status
+    assert bool(launch.said("up", "hub")) == (status == 0)
+
+
 def test_a_death_at_the_start_shows_log_and_status(launch):
     server = launch.service("server", "--live", 0.1, "--status", 3, role="server", within_s=20)
     launch.start([server], [launch.service("env")])
