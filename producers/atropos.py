@@ -6,199 +6,96 @@ The script runs as `python path/to/env.py serve ...` would; `BaseEnv`'s traffic 
 the bridge instead: scored groups go into a lane, registration and status over the control plane. All else in
 BaseEnv (filters, throttling, evaluation, checkpoints, when to end) is untouched.
 
-Knows BaseEnv; knows nothing of lanes or of the control plane's messages. Called from the command line, or
-through `attach` by a program that makes its environments itself.
+Knows the two ways in: the command line, and `attach` for a program that makes its environments itself. What is
+replaced in BaseEnv is atropos_attach.py's.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 import runpy
 import sys
-from collections.abc import Callable, Coroutine
-from contextvars import ContextVar
+import traceback
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from shmbridge import ShmBridgeError
 from shmbridge.config import check_bridge_name, parse_size
-from shmbridge.producers.atropos_link import EnvLink, LinkOptions, OnFull
-from shmbridge.producers.atropos_session import RolloutSession
+from shmbridge.producers import atropos_traps as traps
+from shmbridge.producers.atropos_attach import Attachments, Changes, Departure
+from shmbridge.producers.atropos_lane import LinkOptions, OnFull
+from shmbridge.producers.atropos_stop import EXIT_CODE, orderly_sigterm
 
-log = logging.getLogger("shmbridge.producers.atropos")  # also where this is __main__
-
-# What waits for room in the lane gets this long when an environment ends by itself, and when it is stopped.
-FLUSH_S = 30.0
-FLUSH_WHEN_STOPPED_S = 2.0
-
-_Method: TypeAlias = Callable[..., Coroutine[Any, Any, Any]]
-
-# The environment on whose behalf BaseEnv opens a session: the session itself is not told.
-_asking: ContextVar[EnvLink | None] = ContextVar("link_of_the_asking_environment", default=None)
-
-_attached: _Attachment | None = None
+_attachments: Attachments | None = None
 
 
 def attach(
-    env_class: type[Any] | None = None,
+    env: Any = None,
     *,
     bridge: str,
     lane_bytes: int | str = "64M",
     on_full: OnFull = "block",
+    step_rewards: bool = False,
+    stop_after_refusals: int = 20,
 ) -> None:
-    """Send the traffic of an environment class over a bridge, from now until `detach`.
+    """Send the traffic of environments over a bridge, from now until `detach`.
 
-    Blocks while atroposlib is imported. Call it before the environment runs; one attachment at a time.
+    Blocks while atroposlib is imported. Call it before the environment runs. One class at a time, and any number of instances, each
+    with a bridge of its own choice; an instance's wins over its class'.
 
     Args:
-        env_class: `BaseEnv` (None: all environments) or a subclass of it.
+        env: an environment; or a subclass of `BaseEnv`, for all of its kind; None: all environments.
         bridge: name of the bridge.
         lane_bytes: size of each environment's lane.
         on_full: what happens to a group when the lane is full: "block" waits, "raise" and "drop" count it.
+        step_rewards: fill the columns step_rewards and step_ends from what groups and their messages say.
+        stop_after_refusals: so many groups refused in a row for one reason end the environment, with GroupsRefused; 0: never.
 
     Raises:
         ImportError: atroposlib is missing or broken.
-        RuntimeError: something is attached already.
+        RuntimeError: a class, or this instance, is attached already.
+        TypeError: `env` is no environment.
         BadBridgeName, ValueError: an argument is not what it should be.
     """
-    global _attached
-    options = LinkOptions(check_bridge_name(bridge), parse_size(lane_bytes), on_full)
-    if _attached is not None:
-        raise RuntimeError("an environment class is attached already: detach() first")
-    from atroposlib.envs import base  # seconds of imports: arguments come first
-
-    _attached = _Attachment(base, env_class or base.BaseEnv, options)
-
-
-def detach() -> None:
-    """Undo `attach`: environments that start from now on use the rollout server again. Never blocks."""
-    global _attached
-    if _attached is not None:
-        _attached.undo()
-        _attached = None
+    options = LinkOptions(check_bridge_name(bridge), parse_size(lane_bytes), on_full, step_rewards, stop_after_refusals)
+    attachments = _all()
+    if env is None or isinstance(env, type):
+        attachments.attach_class(env, options)
+    elif hasattr(env, "env_manager"):
+        attachments.attach_instance(env, options)
+    else:
+        raise TypeError(f"a {type(env).__name__} is no environment: pass a BaseEnv, a subclass of it, or None")
 
 
-class _Attachment:
-    """The methods of one class that are replaced, and the links of its environments."""
+def detach(env: Any = None) -> Departure:
+    """Undo `attach`: the environment behaves as upstream again, at once. Never blocks.
 
-    def __init__(self, base: Any, env_class: type[Any], options: LinkOptions) -> None:
-        self._options = options
-        self._links: WeakKeyDictionary[Any, EnvLink] = WeakKeyDictionary()
-        self._undo: list[Callable[[], None]] = []
-        self._replace(base, "aiohttp", SimpleNamespace(ClientSession=_session(base.aiohttp.ClientSession)))
-        for name, wrapped in {
-            "setup_wandb": self._asks,
-            "_register_env": self._asks,
-            "get_server_info": self._asks,
-            "get_status": self._gets_status,
-            "_send_scored_data_to_api": self._sends,
-            "env_manager": self._runs,
-        }.items():
-            self._replace(env_class, name, wrapped(getattr(env_class, name)))
+    An instance that runs is to be detached in its own event loop: then its lane gets what it has handed over, and is left; await the
+    result to know when. Environments of a detached class that run keep their lane until they end; those that start from now on use the
+    rollout server. Detaching what is not attached does nothing.
 
-    def undo(self) -> None:
-        for put_back in reversed(self._undo):
-            put_back()
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        if name in vars(owner):
-            self._undo.append(functools.partial(setattr, owner, name, vars(owner)[name]))
-        else:
-            self._undo.append(functools.partial(delattr, owner, name))
-        setattr(owner, name, value)
-
-    def _link(self, env: Any) -> EnvLink:
-        """The environment's link, opened on first use, inside its event loop."""
-        if env not in self._links:
-            name = type(env).name or env.config.wandb_name or type(env).__name__
-            link = self._links[env] = EnvLink(self._options, name)
-            # On the instance, since subclasses may have their own: a worker is one call of it.
-            env.handle_env = _stamped(link, env.handle_env)
-        return self._links[env]
-
-    # --- the replaced methods -----------------------------------------------------------------------------
-
-    def _asks(self, original: _Method) -> _Method:
-        """BaseEnv's method as it is, its sessions answered by the link."""
-
-        @functools.wraps(original)
-        async def ask(env: Any, *args: Any, **kwargs: Any) -> Any:
-            token = _asking.set(self._link(env))
-            try:
-                return await original(env, *args, **kwargs)
-            finally:
-                _asking.reset(token)
-
-        return ask
-
-    def _gets_status(self, original: _Method) -> _Method:
-        ask = self._asks(original)
-
-        @functools.wraps(original)
-        async def get_status(env: Any) -> None:
-            link = self._link(env)
-            run = link.run
-            await ask(env)
-            if link.run is not run:
-                await _adopt_run(env, link)
-            if link.holding:
-                # With no worker allowed, BaseEnv adds none and lets those that run come to their end.
-                env.max_num_workers = 0
-
-        return get_status
-
-    def _sends(self, original: _Method) -> _Method:
-        @functools.wraps(original)
-        async def send(env: Any, scored_data: dict[str, Any] | list[dict[str, Any]]) -> None:
-            groups = scored_data if isinstance(scored_data, list) else [scored_data]
-            for group in groups:
-                group["env_id"] = getattr(env, "env_id", None)
-            await self._link(env).send(groups)
-
-        return send
-
-    def _runs(self, original: _Method) -> _Method:
-        @functools.wraps(original)
-        async def env_manager(env: Any) -> None:
-            flush_s = FLUSH_WHEN_STOPPED_S
-            try:
-                await original(env)
-                flush_s = FLUSH_S
-            finally:
-                if link := self._links.pop(env, None):
-                    del env.handle_env
-                    await link.close(flush_s)
-
-        return env_manager
+    Args:
+        env: what was attached; None: everything.
+    """
+    if _attachments is None:
+        return Departure()
+    if env is None:
+        return _attachments.detach_all()
+    if isinstance(env, type):
+        if env is _attachments.attached_class:
+            _attachments.detach_class()
+        return Departure()
+    return _attachments.detach_instance(env)
 
 
-def _session(real: Callable[..., Any]) -> Callable[..., Any]:
-    def open_session(*args: Any, **kwargs: Any) -> Any:
-        link = _asking.get()
-        return RolloutSession(link) if link is not None else real(*args, **kwargs)
+def _all() -> Attachments:
+    global _attachments
+    if _attachments is None:
+        from atroposlib.envs import base  # seconds of imports
 
-    return open_session
-
-
-def _stamped(link: EnvLink, handle_env: _Method) -> _Method:
-    @functools.wraps(handle_env)
-    async def handle(*args: Any, **kwargs: Any) -> Any:
-        link.generation_begins()
-        return await handle_env(*args, **kwargs)
-
-    return handle
-
-
-async def _adopt_run(env: Any, link: EnvLink) -> None:
-    """Another consumer may train with other batches: BaseEnv takes them as it did at its start."""
-    try:
-        await env.get_server_info()
-    except ValueError as impossible:  # at its start it would end; now it goes on with what it knows
-        log.error("the new consumer's run does not suit this environment: %s (%s)", impossible, link.run)
+        _attachments = Attachments(base)
+    return _attachments
 
 
 # --- the command line -------------------------------------------------------------------------------------
@@ -211,11 +108,13 @@ examples:
 
 The environment waits until a consumer has announced its run:
   shmbridge.Consumer("run1", run=shmbridge.Run(batch_size=64, num_steps=100))
+
+SIGTERM and Ctrl-C end it in order: what waits for room gets two seconds, exit code 143 or upstream's. A second one ends it at once.
 """
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run an environment script on a bridge; returns the exit code, 2 if it could not start."""
+    """Run an environment script on a bridge; returns the exit code: 2 if it could not start or was refused, 143 after SIGTERM."""
     options = _parser().parse_args(argv)
     script = Path(options.script)
     if not script.is_file():
@@ -223,8 +122,26 @@ def main(argv: list[str] | None = None) -> int:
             f"there is no environment script {options.script}", "give the path of the env's .py file"
         )
     _log_to_stderr()
+    with orderly_sigterm() as stopped:
+        try:
+            return _serve(options, script)
+        except KeyboardInterrupt:
+            if not stopped.by_sigterm:
+                raise
+            return EXIT_CODE
+
+
+def _serve(options: argparse.Namespace, script: Path) -> int:
+    changes = Changes()
     try:
-        attach(bridge=options.bridge, lane_bytes=options.lane_bytes, on_full=options.on_full)
+        attach(
+            bridge=options.bridge,
+            lane_bytes=options.lane_bytes,
+            on_full=options.on_full,
+            step_rewards=options.step_rewards,
+            stop_after_refusals=options.stop_after_refusals,
+        )
+        _mend_chat_templates(changes)
     except ImportError as missing:
         return _refuse(f"atroposlib cannot be imported: {missing}", "pip install 'shmbridge[atropos]'")
     except ValueError as wrong:
@@ -233,9 +150,24 @@ def main(argv: list[str] | None = None) -> int:
         _run_as_main(script, options.arguments)
     except ShmBridgeError as error:
         return _refuse(str(error), "")
+    except Exception as error:
+        if not (hint := traps.hint_for(error)):
+            raise
+        traceback.print_exc()
+        print(f"hint: {hint}", file=sys.stderr)
+        return 1
     finally:
         detach()
+        changes.undo()
     return 0
+
+
+def _mend_chat_templates(changes: Changes) -> None:
+    """Of every tokenizer, also those that environments make themselves: this process is theirs."""
+    from transformers import PreTrainedTokenizerBase
+
+    mended = traps.with_plain_tokens(PreTrainedTokenizerBase.apply_chat_template)
+    changes.replace(PreTrainedTokenizerBase, "apply_chat_template", mended)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -253,6 +185,14 @@ def _parser() -> argparse.ArgumentParser:
         choices=("block", "raise", "drop"),
         default="block",
         help="when the lane is full: wait (default), or count the group and go on",
+    )
+    parser.add_argument("--step-rewards", action="store_true", help="carry rewards of steps in columns of their own, too")
+    parser.add_argument(
+        "--stop-after-refusals",
+        type=int,
+        default=20,
+        metavar="N",
+        help="end after N groups in a row that were refused for one reason (default: 20; 0: never)",
     )
     parser.add_argument("script", help="the environment's script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, such as: serve ...")

@@ -3,7 +3,7 @@
 Speaks Atropos' words (the answers of its rollout server, as plain dicts) but imports nothing of it. A missing
 consumer is never an error here: the environment is told to hold, and goes on when there is one again.
 
-Called by `shmbridge.producers.atropos`, in the environment's event loop.
+Called by `shmbridge.producers.atropos_attach`, in the environment's event loop.
 """
 
 from __future__ import annotations
@@ -11,38 +11,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-from shmbridge import Producer, Run, ShmBridgeError
+import msgspec
+
+from shmbridge import Run, ShmBridgeError
 from shmbridge.config import format_size
 from shmbridge.control import AsyncControlClient
 from shmbridge.errors import NoConsumer
 from shmbridge.messages import Goodbye, Register, Registered, RunInfo, RunInfoRequest, Status, StatusRequest
+from shmbridge.producers.atropos_lane import EnvLane, LinkOptions
 
 log = logging.getLogger(__name__)
 
 # How long one question may take before the consumer counts as missing. Rollouts go on meanwhile.
 ASK_S = 2.0
 
+# Between two questions, while the environment cannot begin: doubled each time, from the first to the last.
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.25, 4.0
+
 # The policy version when this worker began to generate. Every task has a context of its own.
 _began_at: ContextVar[int] = ContextVar("policy_version_when_generation_began")
-
-
-OnFull: TypeAlias = Literal["block", "raise", "drop"]
-
-
-@dataclass(frozen=True)
-class LinkOptions:
-    """What a user chooses; the arguments of `shmbridge.Producer`."""
-
-    bridge: str
-    lane_bytes: int | str = "64M"
-    on_full: OnFull = "block"
 
 
 class EnvLink:
@@ -52,55 +44,48 @@ class EnvLink:
     """
 
     def __init__(self, options: LinkOptions, env_name: str) -> None:
-        self._env_name = env_name
-        self._producer = Producer(
-            options.bridge, env_name=env_name, lane_bytes=options.lane_bytes, on_full=options.on_full
-        )
-        self._control = AsyncControlClient(options.bridge, role="env", name=env_name)
-        self._hold = _Hold(options.bridge, self._producer)
+        self._bridge, self._env_name = options.bridge, env_name
+        self.loop = asyncio.get_running_loop()
+        self._lane = EnvLane(options, env_name)
+        self._control = self._client()
+        self._hold = _Hold(options.bridge, self._lane)
+        self._registered: Register | None = None
         self._env_id = -1
         self._hub_epoch = 0
         self._run: Run | None = None
         self._status: dict[str, Any] = {}
-        self._sending: set[asyncio.Task[None]] = set()
-        self._unsent = 0
-        self._refusals: Counter[str] = Counter()
+
+    def _client(self) -> AsyncControlClient:
+        return AsyncControlClient(self._bridge, role="env", name=self._env_name)
 
     # --- what the rollout server would answer -------------------------------------------------------------
 
-    async def wandb_info(self) -> dict[str, str | None]:
-        """Where to log; nulls until a consumer has announced its run."""
-        await self._learn_run()
-        run = self._run
-        return {"group": run.wandb_group if run else None, "project": run.wandb_project if run else None}
+    async def wandb_info(self) -> dict[str, str]:
+        """Where to log. Returns once a consumer has announced its run."""
+        await self._until(self._ask_run)
+        assert self._run is not None
+        return {"group": self._run.wandb_group, "project": self._run.wandb_project}
 
     async def register(self, wish: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask to be admitted; a status other than "success" means: ask again in a second."""
-        request = Register(
+        """Ask to be admitted. Returns once a consumer has announced its run, and has admitted."""
+        self._registered = Register(
             desired_name=wish["desired_name"] or self._env_name,
             max_token_length=wish["max_token_length"],
             group_size=wish["group_size"],
             weight=wish["weight"],
             min_batch_allocation=wish["min_batch_allocation"],
-            producer_id=self._producer.producer_id,
+            producer_id=self._lane.producer_id,
         )
-        try:
-            admitted = await self._control.request(request, ASK_S)
-        except NoConsumer:
-            return self._wait("no consumer answers")
-        if not isinstance(admitted, Registered):
-            return self._wait("the consumer has announced no run")
-        self._hold.end()
-        self._env_id, self._hub_epoch, self._run = admitted.env_id, admitted.hub_epoch, admitted.run
-        self._status = _status(admitted.current_step)
+        await self._until(self._ask_admission)
+        assert self._run is not None
         return {
             "status": "success",
-            "env_id": admitted.env_id,
-            "wandb_name": admitted.wandb_name,
-            "checkpoint_dir": admitted.run.checkpoint_dir,
-            "starting_step": admitted.current_step,
-            "checkpoint_interval": admitted.run.save_checkpoint_interval,
-            "num_steps": admitted.run.num_steps,
+            "env_id": self._env_id,
+            "wandb_name": self._registered.wandb_name,
+            "checkpoint_dir": self._run.checkpoint_dir,
+            "starting_step": self._status["current_step"],
+            "checkpoint_interval": self._run.save_checkpoint_interval,
+            "num_steps": self._run.num_steps,
         }
 
     async def info(self) -> dict[str, int]:
@@ -118,6 +103,8 @@ class EnvLink:
         is queued completes its last step, so near the end it would take a full queue for the end.
         """
         try:
+            if await self._missing_lane() or not await self._still_admitted():
+                return self._status
             answer = await self._control.request(StatusRequest(self._env_id), ASK_S)
         except NoConsumer:
             self._hold.begin("no consumer answers")
@@ -138,17 +125,23 @@ class EnvLink:
         else:
             self._hold.end()
         if answer.hub_epoch != self._hub_epoch:
-            await self._learn_run()
+            with suppress(NoConsumer):
+                await self._ask_run(ASK_S)
             self._hub_epoch = answer.hub_epoch
         self._status = _status(
             answer.current_step,
             # Groups that wait for room in the lane are queued as well, and must throttle as well.
-            queue_size=answer.queue_groups + self._unsent,
-            self_queue_size=answer.self_queue_groups + self._unsent,
+            queue_size=answer.queue_groups + self._lane.unsent,
+            self_queue_size=answer.self_queue_groups + self._lane.unsent,
             unallocated_fraction=answer.unallocated_fraction,
             max_group_size=answer.max_group_size,
             env_weight=answer.env_weight,
         )
+
+    def check(self) -> None:
+        """Raises GroupsRefused once the environment is of no use."""
+        if self._lane.fatal is not None:
+            raise self._lane.fatal
 
     @property
     def holding(self) -> bool:
@@ -160,32 +153,87 @@ class EnvLink:
         """What the consumer trains, as last heard; another one after a change of consumer."""
         return self._run
 
-    def _wait(self, reason: str) -> dict[str, Any]:
-        self._hold.begin(reason)
-        return {"status": f"wait: {reason}"}
+    @property
+    def env_id(self) -> int:
+        """The environment's number, -1 before it has one; another one where the bridge was made anew and the old one was taken."""
+        return self._env_id
 
-    async def _learn_run(self) -> None:
-        with suppress(NoConsumer):
-            answer = await self._control.request(RunInfoRequest(), ASK_S)
-            if isinstance(answer, RunInfo) and answer.run is not None:
-                self._run = answer.run
+    # --- asking -------------------------------------------------------------------------------------------
+
+    async def _until(self, ask: Callable[[float], Awaitable[str]]) -> None:
+        """Asks until there is no reason against it, and says why not: now, and at growing intervals.
+
+        A consumer that is not there yet is waited for in the asking itself, ever longer: it is answered the moment it comes.
+        """
+        patience = _Patience(self._bridge)
+        while True:
+            try:
+                reason = "there is no lane" if await self._missing_lane() else await ask(max(ASK_S, patience.pause_s))
+            except NoConsumer:
+                reason = "no consumer answers"
+            if not reason:
+                self._hold.end()
+                return
+            self._hold.begin(reason)
+            patience.say(reason)
+            if reason != "no consumer answers":
+                await asyncio.sleep(patience.pause_s)
+
+    async def _ask_run(self, timeout_s: float) -> str:
+        answer = await self._control.request(RunInfoRequest(), timeout_s)
+        if not isinstance(answer, RunInfo) or answer.run is None:
+            return "the consumer has announced no run"
+        self._run = answer.run
+        return ""
+
+    async def _ask_admission(self, timeout_s: float) -> str:
+        """Ask to be admitted, with the number and name it has, if it has some."""
+        assert self._registered is not None
+        admitted = await self._control.request(self._registered, timeout_s)
+        if not isinstance(admitted, Registered):
+            return "the consumer has announced no run"
+        self._registered = msgspec.structs.replace(self._registered, env_id=admitted.env_id, wandb_name=admitted.wandb_name)
+        self._env_id, self._hub_epoch, self._run = admitted.env_id, admitted.hub_epoch, admitted.run
+        self._status = _status(admitted.current_step)
+        return ""
+
+    async def _missing_lane(self) -> bool:
+        """Sees that the lane is one that a consumer can find; whether there is none now. A new lane has a conversation of its own."""
+        if await self._lane.stay():
+            self._control.close()
+            self._control = self._client()
+        if not self._lane.is_there:
+            self._hold.begin("the bridge was removed and there is no new lane yet")
+        return not self._lane.is_there
+
+    async def _still_admitted(self) -> bool:
+        """Whether the consumer knows the present lane as this environment's; told if need be."""
+        wish = self._registered
+        if wish is None or wish.producer_id == self._lane.producer_id:
+            return True
+        self._registered = msgspec.structs.replace(wish, producer_id=self._lane.producer_id)
+        try:
+            reason = await self._ask_admission(ASK_S)
+        except ShmBridgeError:
+            self._registered = wish
+            raise
+        if reason:
+            self._registered = wish
+            self._hold.begin(reason)
+        return not reason
 
     # --- groups -------------------------------------------------------------------------------------------
 
     def generation_begins(self) -> None:
         """Remember the policy version for what the calling task is about to generate."""
-        _began_at.set(self._producer.policy_version)
+        _began_at.set(self._lane.policy_version)
 
     async def send(self, groups: Sequence[dict[str, Any]]) -> None:
         """Put groups into the lane, in order; returns once each is committed or counted.
 
         They go there also if the awaiting worker is cancelled, which Atropos does to a worker at any moment.
         """
-        self._unsent += len(groups)
-        task = asyncio.create_task(self._put(groups, self._versions()))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-        await asyncio.shield(task)
+        await self._lane.send(groups, self._versions())
 
     def _versions(self) -> tuple[int, int]:
         """The oldest and the newest policy that can have sampled a token: when generation began, and now.
@@ -193,53 +241,53 @@ class EnvLink:
         An environment does not say which of its tokens came when, so these are bounds; staleness goes by the
         oldest. A learner that went back to a checkpoint has made the newest the smaller number.
         """
-        now = self._producer.policy_version
+        now = self._lane.policy_version
         began = _began_at.get(now)
         return min(began, now), max(began, now)
-
-    async def _put(self, groups: Sequence[dict[str, Any]], versions: tuple[int, int]) -> None:
-        for group in groups:
-            try:
-                if await self._producer.put_async(group, policy_version=versions, foreign=True) is None:
-                    self._count("dropped: the lane is full")
-            except ShmBridgeError as refused:
-                self._count(f"{type(refused).__name__} {getattr(refused, 'column', '')}", str(refused))
-            except Exception as fault:  # a worker may be gone already: nobody else would hear of it
-                self._count(type(fault).__name__, repr(fault))
-            finally:
-                self._unsent -= 1
-
-    def _count(self, kind: str, details: str = "") -> None:
-        """Count a group that is not in the lane; say so once per kind, for it may happen to every group."""
-        self._refusals[kind] += 1
-        if self._refusals[kind] == 1:
-            log.error("a group is not delivered, further ones like it are only counted: %s", details or kind)
 
     # --- the end ------------------------------------------------------------------------------------------
 
     async def close(self, flush_s: float) -> None:
         """Leave the bridge: what waits for room gets `flush_s` to find it and is then counted as dropped."""
-        if self._sending:
-            await asyncio.wait(self._sending, timeout=flush_s)
+        await self._lane.flush(flush_s)
         with suppress(ShmBridgeError):  # a consumer that is not there needs no goodbye
             await self._control.request(Goodbye(self._env_id), min(flush_s, ASK_S))
         self._control.close()
-        self._producer.close()
-        if self._sending:
-            await asyncio.wait(self._sending)  # each finds the lane closed
-        put = int(self._producer.stats()["records_total"])
-        lost = ", ".join(f"{count} {kind}" for kind, count in self._refusals.items())
-        log.info(
-            "environment %s ends: %d groups delivered, not delivered: %s", self._env_name, put, lost or "none"
+        await self._lane.close()
+
+    def leave(self) -> None:
+        """`close` where the event loop runs no more: nothing is flushed, nobody is told."""
+        self._control.close()
+        self._lane.leave()
+
+
+class _Patience:
+    """How long to wait between two questions, and when to say again that one waits."""
+
+    def __init__(self, bridge: str) -> None:
+        self._bridge = bridge
+        self._began, self._say_after_s = time.monotonic(), 1.0
+        self.pause_s = FIRST_PAUSE_S
+
+    def say(self, reason: str) -> None:
+        """One more question had no use."""
+        self.pause_s = min(2 * self.pause_s, LAST_PAUSE_S)
+        waited = time.monotonic() - self._began
+        if waited < self._say_after_s:
+            return
+        while self._say_after_s <= waited:
+            self._say_after_s *= 2
+        log.warning(
+            "bridge %s: still waiting after %.0f s: %s; asked again within %.3g s, said again after %.0f s",
+            *(self._bridge, waited, reason, max(ASK_S, self.pause_s), self._say_after_s),
         )
 
 
 class _Hold:
     """Whether rollouts hold and since when; said once when it begins and once when it ends."""
 
-    def __init__(self, bridge: str, producer: Producer) -> None:
-        self._bridge = bridge
-        self._producer = producer
+    def __init__(self, bridge: str, lane: EnvLane) -> None:
+        self._bridge, self._lane = bridge, lane
         self._since = 0.0
         self._records_before = 0
         self.reason = ""
@@ -249,9 +297,9 @@ class _Hold:
             return
         if not self.reason:
             self._since = time.monotonic()
-            self._records_before = int(self._producer.stats()["records_total"])
+            self._records_before = self._lane.records_total
         self.reason = reason
-        stats = self._producer.stats()
+        stats = self._lane.stats()
         log.warning(
             "bridge %s: %s; no new rollouts begin until that ends (lane: %d groups, %s of %s free)",
             self._bridge,
@@ -269,7 +317,7 @@ class _Hold:
             "bridge %s: going on after %.1f s (%d groups were put meanwhile)",
             self._bridge,
             time.monotonic() - self._since,
-            int(self._producer.stats()["records_total"]) - self._records_before,
+            self._lane.records_total - self._records_before,
         )
 
 

@@ -5,6 +5,8 @@ and shmbridge.producer only.
 """
 
 import difflib
+import json
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,8 +39,8 @@ class Intake:
 def take_in(group: Any, table: Columns, *, foreign: bool = False, fold_masks: bool = True) -> Intake:
     """Measures a group in any accepted form. Raises InvalidRecord naming column, row and numbers.
 
-    `foreign` carries what upstream accepts: rows of unequal length (flagged), unknown keys (in `extra`). With `fold_masks` Atropos' masks
-    are to be stored as loss_mask; the packer raises LossyMasks when that loses something.
+    `foreign` carries what upstream delivers: rows of unequal length (flagged), unknown keys (in `extra`), no NaN. With `fold_masks`
+    Atropos' masks are to be stored as loss_mask; the packer raises LossyMasks when that loses something.
     """
     from_arrow = type(group).__name__ == "RecordBatch" and type(group).__module__.startswith("pyarrow")
     if not (from_arrow or isinstance(group, Mapping)):
@@ -58,7 +60,7 @@ class _Mapping:
 
     def __init__(self, group: Mapping[str, Any], table: Columns, foreign: bool, fold_masks: bool, is_atropos: bool) -> None:
         self.group, self.table = group, table
-        self.foreign, self.fold, self.is_atropos = foreign, fold_masks, is_atropos
+        self.foreign, self.fold, self.is_atropos = foreign, fold_masks, foreign or is_atropos
         self.columns: list[Column] = []
         self.lengths: dict[str, Array] = {}
         self.unknown: dict[str, Any] = {}
@@ -162,14 +164,22 @@ class _Mapping:
             self.add_unknown(name, value)
 
     def as_text(self, name: str, row: int, value: Any) -> bytes | str:
-        """Atropos' values become JSON, also plain strings; in our own form a string is JSON already."""
+        """Atropos' values become JSON, also plain strings, as its client writes them; in our own form a string is JSON already."""
         if isinstance(value, (str, bytes)) and not self.is_atropos:
             return _checked_json(name, row, value)
         try:
-            return msgspec.json.encode(value)
+            if self.foreign:
+                return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+            text = msgspec.json.encode(value)
+            if b"null" in text and not _is_finite(value):  # NaN has no JSON: msgspec writes null
+                raise ValueError("NaN and infinity have no JSON")
+            return text
         except (TypeError, ValueError, OverflowError, RecursionError) as wrong:
             raise InvalidRecord(
-                f"column {name!r} cannot become JSON: {wrong}", hint="pass str, numbers, lists and dicts", column=name
+                f"column {name!r} row {row} cannot become JSON: {wrong}",
+                hint="pass str, finite numbers, lists and dicts",
+                column=name,
+                row=row,
             ) from None
 
     def add_unknown(self, key: str, value: Any) -> None:
@@ -252,6 +262,15 @@ def _checked_json(name: str, row: int, text: bytes | str) -> bytes | str:
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
         raise BadValue(name, row, 0, text, f"is no JSON: {wrong}") from None
     return text
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether no number in it, at any depth, is NaN or infinite."""
+    if isinstance(value, Mapping):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _tagged(table: Columns, column: ColumnType, tag: Tag) -> Column:

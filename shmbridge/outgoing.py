@@ -7,6 +7,7 @@ others by shmbridge.intake, which also finds the words for what is wrong.
 import operator
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -49,7 +50,10 @@ class Loader:
 
     def __init__(self, table: Columns, lane_bytes: int) -> None:
         self.table, self.lane_bytes = table, lane_bytes
-        self.forms = quick.Forms({**table.forms, **{alias: table.forms[name] for alias, name in intake.ALIASES.items()}})
+        self.forms = _by_key(table)
+        # Atropos cannot carry NaN or infinity in any column: of a batch with one of them, nothing would arrive.
+        self._foreign_table = Columns(replace(column, finite=True) for column in table.order)
+        self._foreign_forms = _by_key(self._foreign_table)
         self._knows_tensors = False
 
     @property
@@ -62,7 +66,8 @@ class Loader:
         if not self._knows_tensors and (tensor := getattr(sys.modules.get("torch"), "Tensor", None)) is not None:
             quick.know_tensors(tensor)
             self._knows_tensors = True
-        return self._fitting(self.forms.plan(group, stamp, (group, foreign)) or self._at_leisure(group, stamp, foreign))
+        forms = self._foreign_forms if foreign else self.forms
+        return self._fitting(forms.plan(group, stamp, (group, foreign)) or self._at_leisure(group, stamp, foreign))
 
     def with_masks_as_they_are(self, plan: Plan) -> Plan:
         """The same group planned anew, its Atropos masks not folded."""
@@ -84,7 +89,8 @@ class Loader:
         return self._fitting(_plan(intake.Intake(columns, rows, tokens.count, False, -1), stamp, None))
 
     def _at_leisure(self, group: Any, stamp: Stamp, foreign: bool, *, fold_masks: bool = True) -> Plan:
-        return _plan(intake.take_in(group, self.table, foreign=foreign, fold_masks=fold_masks), stamp, (group, foreign))
+        table = self._foreign_table if foreign else self.table
+        return _plan(intake.take_in(group, table, foreign=foreign, fold_masks=fold_masks), stamp, (group, foreign))
 
     def _fitting(self, plan: Plan) -> Plan:
         """The plan, or RecordTooBig."""
@@ -97,6 +103,10 @@ class Loader:
             f"{format_size(self.lane_bytes)} is the limit",
             hint=f'Producer(lane_bytes="{least}") holds one, "{eight}" eight of them; or put the group in fragments with group_size=',
         )
+
+
+def _by_key(table: Columns) -> quick.Forms:
+    return quick.Forms({**table.forms, **{alias: table.forms[name] for alias, name in intake.ALIASES.items()}})
 
 
 def _plan(measured: intake.Intake, stamp: Stamp, source: Any) -> Plan:

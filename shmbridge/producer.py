@@ -156,7 +156,7 @@ class Producer(OneProcess):
         Raises:
             InvalidRecord, SchemaMismatch, RecordTooBig, LaneFull, BridgeDraining, Closed: nothing was committed.
         """
-        if group_size is None and split == "train" and not self._closed:
+        if group_size is None and split == "train" and not (foreign or self._closed):
             self._groups_put += 1  # before: an interrupt may hide that it was put, and no two groups get one id
             sequence: int | None = self._door.put(group, group_id, self._groups_put - 1, policy_version)
             if sequence is not None:
@@ -392,6 +392,12 @@ class Producer(OneProcess):
         """Whether the consumer has paused the bridge: `put` waits."""
         self._check_process()
         return bool(self._control.paused)
+
+    @property
+    def removed(self) -> bool:
+        """Whether its lane or the control segment was removed by force: no later consumer will find either. Two stats; any thread."""
+        segments = ((self._lane.fd, self.lane_name), (self._control.mapping.fd, segment.control_name(self.bridge)))
+        return not self._closed and not all(segment.still_named(*each) for each in segments)
 
     def stats(self) -> dict[str, float]:
         """Counters of this lane, flat; `dropped_total{reason}` per reason. Never blocks; any thread."""

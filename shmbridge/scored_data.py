@@ -9,13 +9,15 @@ if TYPE_CHECKING:
     from shmbridge.record import Record
 
 _LISTS = ("advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
+_STEPS = ("step_rewards", "step_ends")
 _JSON = ("messages", "overrides", "images", "group_overrides", "generation_params")
 
 
 def scored_data(record: "Record") -> dict[str, Any]:
-    """The group as upstream's HTTP path would deliver it: the same keys, null, [] and {} told apart, unknown keys from `extra`."""
+    """The group as upstream's HTTP path would deliver it: the same keys, null, [] and {} told apart; then
+    what that path loses: rewards of steps, and the unknown keys in `extra`."""
     group: dict[str, Any] = {"tokens": _rows(record["tokens"]), "masks": _masks(record)}
-    for name, source in (("scores", "score"), *zip(_LISTS, _LISTS, strict=True)):
+    for name, source in (("scores", "score"), *((name, name) for name in (*_LISTS, *_STEPS))):
         if record.tag(source) is not None:
             group[name] = _value(record, source)
     for name in _JSON:

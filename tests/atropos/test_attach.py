@@ -21,7 +21,7 @@ pytest.importorskip("atroposlib")
 
 from atroposlib.envs import base
 
-from shmbridge.producers import atropos, atropos_link
+from shmbridge.producers import atropos, atropos_attach, atropos_link
 
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000, wandb_group="g", wandb_project="p")
 ENV_FILE = Path(__file__).parent / "envs" / "seeded_env.py"
@@ -76,7 +76,7 @@ async def left(env: Any) -> None:
     async def nothing(_: Any) -> None:
         pass
 
-    await atropos._attached._runs(nothing)(env)
+    await atropos._attachments._runs(nothing)(env)
 
 
 async def until(holds: Callable[[], Any], timeout_s: float = 10.0) -> Any:
@@ -303,7 +303,7 @@ async def test_what_waits_for_room_at_the_end_is_delivered_or_counted(
     env: Any, consumer: shmbridge.Consumer, script: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     caplog.set_level(logging.INFO, "shmbridge")
-    monkeypatch.setattr(atropos, "FLUSH_S", 0.2)
+    monkeypatch.setattr(atropos_attach, "FLUSH_S", 0.2)
     await started(env)
     groups = [script.groups_of(10 * number, longest=1500) for number in range(1, 13)]
     sending = asyncio.create_task(env.handle_send_to_api(groups))

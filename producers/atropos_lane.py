@@ -1,0 +1,225 @@
+"""Where one environment's groups go: its lane, or the next one where the bridge was removed under it.
+
+Knows producers, what is refused and how often. Knows nothing of the control plane or of Atropos beyond a group's keys. Called by
+`shmbridge.producers.atropos_link`, in the environment's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from shmbridge import Producer, ShmBridgeError
+from shmbridge.errors import BridgeDraining, Closed, LaneFull, LaneQuarantined
+from shmbridge.producers.atropos_fields import carried
+
+log = logging.getLogger(__name__)
+
+OnFull: TypeAlias = Literal["block", "raise", "drop"]
+
+LONGEST_PAUSE_S = 30.0
+
+# Not the group's fault: the next one may well be taken.
+_PASSING = (LaneFull, BridgeDraining, Closed, LaneQuarantined)
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """What a user chooses; the first three are arguments of `shmbridge.Producer`."""
+
+    bridge: str
+    lane_bytes: int | str = "64M"
+    on_full: OnFull = "block"
+    step_rewards: bool = False
+    stop_after_refusals: int = 20  # 0: never
+
+
+class GroupsRefused(ShmBridgeError):
+    """So many groups in a row were refused for one reason that no other will come of the environment."""
+
+    code = "SB412"
+
+
+class EnvLane:
+    """One environment's way into the bridge. Opening it reserves memory, which takes some milliseconds."""
+
+    def __init__(self, options: LinkOptions, env_name: str) -> None:
+        self._options, self._env_name = options, env_name
+        self._producer = self._open()
+        self.is_there = True
+        self._returned = asyncio.Condition()
+        self._closing = False
+        self._delivered_before = 0  # into lanes that are no more
+        self._retry_s, self._retry_at = 0.5, 0.0
+        self._sending: set[asyncio.Task[None]] = set()
+        self._last_refusal, self._in_a_row = "", 0
+        self.unsent = 0
+        self.not_delivered: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
+        self.fatal: GroupsRefused | None = None
+
+    def _open(self) -> Producer:
+        options = self._options
+        return Producer(options.bridge, env_name=self._env_name, lane_bytes=options.lane_bytes, on_full=options.on_full)
+
+    @property
+    def producer_id(self) -> str:
+        """Of the lane that groups go into now."""
+        return self._producer.producer_id
+
+    @property
+    def policy_version(self) -> int:
+        """The newest the learner has published."""
+        return self._producer.policy_version
+
+    def stats(self) -> dict[str, float]:
+        """Of the present lane."""
+        return self._producer.stats()
+
+    @property
+    def records_total(self) -> int:
+        """Groups committed, into this lane and those before it; without what was lost with those."""
+        return self._delivered_before + int(self._producer.stats()["records_total"])
+
+    # --- groups -------------------------------------------------------------------------------------------
+
+    async def send(self, groups: Sequence[dict[str, Any]], versions: tuple[int, int]) -> None:
+        """Put groups into the lane, in order; returns once each is committed or counted, and goes on if the awaiting task is cancelled."""
+        self.unsent += len(groups)
+        task = asyncio.create_task(self._put_all(groups, versions))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+        await asyncio.shield(task)
+
+    async def _put_all(self, groups: Sequence[dict[str, Any]], versions: tuple[int, int]) -> None:
+        for group in groups:
+            try:
+                await self._put(group, versions)
+            except ShmBridgeError as refused:
+                kind = f"{type(refused).__name__} {getattr(refused, 'column', '')}"
+                self._refuse(kind, str(refused), passing=isinstance(refused, _PASSING))
+            except Exception as fault:  # a worker may be gone already: nobody else would hear of it
+                self._refuse(type(fault).__name__, repr(fault))
+            finally:
+                self.unsent -= 1
+
+    async def _put(self, group: dict[str, Any], versions: tuple[int, int]) -> None:
+        took = carried(group, self._options.step_rewards)
+        while True:
+            if not self.is_there:
+                async with self._returned:
+                    await self._returned.wait_for(lambda: self.is_there or self._closing)
+            producer = self._producer
+            try:
+                sequence = await producer.put_async(took.group, policy_version=versions, foreign=True)
+            except LaneQuarantined as gone:
+                if self._closing or producer is not self._producer or not self._replace(f"the consumer reads it no more: {gone.message}"):
+                    raise
+            except Closed:
+                if self._closing or (producer is self._producer and self.is_there):
+                    raise
+            else:
+                break
+        if sequence is None:
+            self._refuse("dropped: the lane is full", passing=True)
+            return
+        self._last_refusal, self._in_a_row = "", 0
+        for name in took.left_out:
+            self._count(name, f"groups are delivered without {name!r}, which cannot be carried", self.left_out)
+
+    def _refuse(self, kind: str, details: str = "", *, passing: bool = False) -> None:
+        """Count a group that is not in the lane; many in a row for the same reason are the environment's end."""
+        self._count(kind, f"a group is not delivered, further ones like it are only counted: {details or kind}", self.not_delivered)
+        if passing:
+            return
+        self._in_a_row = self._in_a_row + 1 if kind == self._last_refusal else 1
+        self._last_refusal = kind
+        if self._in_a_row == self._options.stop_after_refusals:
+            self.fatal = GroupsRefused(
+                f"environment {self._env_name}: {self._in_a_row} groups in a row were refused for one reason, the last: {details or kind}",
+                hint="mend the environment; --stop-after-refusals 0 lets it run on",
+            )
+            log.error("%s", self.fatal)
+
+    def _count(self, kind: str, said: str, where: Counter[str]) -> None:
+        where[kind] += 1
+        if where[kind] == 1:
+            log.error("%s", said)
+
+    # --- a bridge that was removed ------------------------------------------------------------------------
+
+    async def stay(self) -> bool:
+        """Open another lane if the present one, or its bridge, was removed; whether that was done. Reserves memory then, else two stats."""
+        if self.is_there and not self._producer.removed:
+            return False
+        if self.is_there or time.monotonic() >= self._retry_at:
+            self._replace("the bridge was removed")
+        if not self.is_there:
+            return False
+        async with self._returned:
+            self._returned.notify_all()
+        return True
+
+    def _replace(self, reason: str) -> bool:
+        if self.is_there:
+            self._leave_behind(reason)
+        try:
+            self._producer = self._open()
+        except (ShmBridgeError, OSError) as cannot:
+            self._retry_at = time.monotonic() + self._retry_s
+            log.error("no new lane on bridge %s, again in %.3g s: %s", self._options.bridge, self._retry_s, cannot)
+            self._retry_s = min(2 * self._retry_s, LONGEST_PAUSE_S)
+            return False
+        self.is_there, self._retry_s = True, 0.5
+        log.warning("environment %s goes on in a new lane of bridge %s, as %s", self._env_name, self._options.bridge, self.producer_id)
+        return True
+
+    def _leave_behind(self, reason: str) -> None:
+        """Count what the old lane held; what waits for room in it goes to the new one."""
+        old, before = self._producer, self._producer.stats()
+        self.is_there = False
+        with suppress(ShmBridgeError, OSError):
+            old.close()
+        records = old.stats()["records_total"]
+        lost = int(before["held"] + records - before["records_total"])
+        self._delivered_before += int(records) - lost
+        self.not_delivered["in a lane that was removed"] += lost
+        log.error("lane %s is lost, %s; it held %d groups that no consumer had released: counted", old.producer_id, reason, lost)
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    async def flush(self, flush_s: float) -> None:
+        """Wait until what was handed over is in the lane, at most `flush_s`."""
+        if self._sending:
+            await asyncio.wait(self._sending, timeout=flush_s)
+
+    async def close(self) -> None:
+        """Leave the bridge: what still waits for room is counted as dropped."""
+        self._closing = True
+        self._producer.close()
+        async with self._returned:
+            self._returned.notify_all()
+        if self._sending:
+            await asyncio.wait(self._sending)  # each finds the lane closed
+        self._report()
+
+    def leave(self) -> None:
+        """`close` where the event loop runs no more: whatever had not come to its end there is not delivered."""
+        self._closing = True
+        self._producer.close()
+        if self.unsent:
+            self.not_delivered["with the event loop ended"] += self.unsent
+        self._report()
+
+    def _report(self) -> None:
+        lost = ", ".join(f"{count} {kind}" for kind, count in self.not_delivered.items() if count)
+        without = "".join(f"; without {name!r}: {count}" for name, count in self.left_out.items())
+        log.info(
+            "environment %s ends: %d groups delivered, not delivered: %s%s", self._env_name, self.records_total, lost or "none", without
+        )
