@@ -1,0 +1,218 @@
+"""Environments attached one by one, from code: each to its own bridge, before it runs, and back again."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import importlib.util
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import shmbridge
+
+pytest.importorskip("atroposlib")
+
+from atroposlib.envs import base
+
+from shmbridge.producers import atropos
+
+RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000)
+ENV_FILE = Path(__file__).parent / "envs" / "seeded_env.py"
+REPLACED = ("setup_wandb", "_register_env", "get_server_info", "get_status", "_send_scored_data_to_api", "env_manager", "handle_env")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("seeded_env", ENV_FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def make_env(script: ModuleType, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    sleep = asyncio.sleep
+    monkeypatch.setattr(base.asyncio, "sleep", lambda seconds, *rest: sleep(min(seconds, 0.05), *rest))  # BaseEnv waits 5 s at its start
+
+    def make(env_class: type | None = None, **config: Any) -> Any:
+        defaults, servers = script.SeededEnv.config_init()
+        settings = defaults.model_dump() | {"tokenizer_name": tokenizer} | config
+        return (env_class or script.SeededEnv)(script.SeededConfig(**settings), servers)
+
+    yield make
+    atropos.detach()
+
+
+@pytest.fixture
+def other_bridge(bridge: str) -> Iterator[str]:
+    name = f"{bridge[:40]}-2"
+    yield name
+    gc.collect()
+    assert not shmbridge.clean(name, dry_run=False).kept
+
+
+async def until(holds: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+def tokens_of(consumer: shmbridge.Consumer, into: list[Any]) -> list[Any]:
+    for record in consumer.poll():
+        with record:
+            into.append(record.to_scored_data()["tokens"])
+    return into
+
+
+def made(script: ModuleType, items: int) -> list[Any]:
+    each = [script.groups_of(item) for item in range(items)]
+    return [group["tokens"] for groups in each for group in (groups if isinstance(groups, list) else [groups])]
+
+
+async def test_two_environments_of_one_process_serve_two_bridges(
+    make_env: Callable[..., Any], script: ModuleType, bridge: str, other_bridge: str
+) -> None:
+    envs = [make_env(items=6), make_env(items=9)]
+    for env, name in zip(envs, (bridge, other_bridge), strict=True):
+        atropos.attach(env, bridge=name, lane_bytes="1M")
+    with shmbridge.Consumer(bridge, run=RUN) as one, shmbridge.Consumer(other_bridge, run=RUN) as two:
+        running = [asyncio.create_task(env.env_manager()) for env in envs]
+        first: list[Any] = []
+        second: list[Any] = []
+        await until(lambda: len(tokens_of(one, first)) == 7 and len(tokens_of(two, second)) == 10)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    assert sorted(first) == sorted(made(script, 6))
+    assert sorted(second) == sorted(made(script, 9))
+
+
+async def test_an_instance_goes_its_own_way_and_its_class_another(
+    make_env: Callable[..., Any], bridge: str, other_bridge: str
+) -> None:
+    atropos.attach(bridge=bridge, lane_bytes="1M")
+    special, usual = make_env(), make_env()
+    atropos.attach(special, bridge=other_bridge, lane_bytes="1M")
+    with shmbridge.Consumer(bridge, run=RUN) as one, shmbridge.Consumer(other_bridge, run=RUN) as two:
+        for env in (special, usual):
+            await env.register_env()
+        await special._send_scored_data_to_api({"tokens": [[1]], "masks": [[1]], "scores": [1.0]})
+        await usual._send_scored_data_to_api({"tokens": [[2]], "masks": [[2]], "scores": [1.0]})
+        assert tokens_of(two, []) == [[[1]]]
+        assert tokens_of(one, []) == [[[2]]]
+        await atropos.detach(special)
+        await special._send_scored_data_to_api({"tokens": [[3]], "masks": [[3]], "scores": [1.0]})  # its class is attached still
+        await usual._send_scored_data_to_api({"tokens": [[4]], "masks": [[4]], "scores": [1.0]})
+        assert sorted(tokens_of(one, [])) == [[[3]], [[4]]]
+        for env in (special, usual):
+            await ended(env)
+
+
+async def ended(env: Any) -> None:
+    async def nothing(_: Any) -> None:
+        pass
+
+    await atropos._attachments._runs(nothing)(env)
+
+
+async def test_detaching_puts_in_the_lane_what_waits_and_leaves_the_environment_as_it_was(
+    make_env: Callable[..., Any], bridge: str, script: ModuleType
+) -> None:
+    env = make_env()
+    before, aiohttp = dict(vars(env)), base.aiohttp
+    class_before = dict(vars(base.BaseEnv)), dict(vars(type(env)))
+    atropos.attach(env, bridge=bridge, lane_bytes="256K")
+    assert all(name in vars(env) for name in REPLACED[:-1])
+    assert (dict(vars(base.BaseEnv)), dict(vars(type(env)))) == class_before
+    with shmbridge.Consumer(bridge, run=RUN) as consumer:
+        await env.register_env()
+        groups = [script.groups_of(10 * number, longest=1500) for number in range(1, 9)]
+        sending = asyncio.create_task(env.handle_send_to_api(copy.deepcopy(groups)))
+        got: list[Any] = []
+        with await consumer.get_async(5) as record:
+            got.append(record.to_scored_data()["tokens"])
+            assert consumer.stats()["records_total"] < 8, "some wait for room"
+            departure = atropos.detach(env)
+            assert not set(REPLACED) & set(vars(env))
+            assert base.aiohttp is aiohttp
+        await until(lambda: len(tokens_of(consumer, got)) == 8)
+        await departure
+        await departure
+        await sending
+        assert got == [group["tokens"] for group in groups]
+        assert consumer.stats()["dropped_total"] == 0
+        await until(lambda: consumer.stats()["lanes_live"] == 0)
+    assert set(vars(env)) - set(before) <= {"env_id", "wandb_prepend", "checkpoint_dir", "checkpoint_interval"}
+    assert all(vars(env)[name] is value for name, value in before.items() if callable(value))
+    with pytest.raises(Exception, match=r"RetryError|ConnectionError|Cannot connect"):
+        await env._register_env()  # the rollout server again, which is not there
+
+
+async def test_an_environment_runs_again_after_it_ended_or_was_attached_anew(
+    make_env: Callable[..., Any], bridge: str, script: ModuleType
+) -> None:
+    env = make_env(items=1)
+    with shmbridge.Consumer(bridge, run=RUN) as consumer:
+        for _ in range(2):
+            atropos.attach(env, bridge=bridge, lane_bytes="256K")
+            for _ in range(2):
+                running = asyncio.create_task(env.env_manager())
+                got: list[Any] = []
+                await until(lambda got=got: tokens_of(consumer, got))
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+                assert got == made(script, 1)
+            await atropos.detach(env)
+
+
+def test_an_instance_is_detached_also_when_its_loop_has_ended(make_env: Callable[..., Any], bridge: str) -> None:
+    env = make_env()
+    atropos.attach(env, bridge=bridge, lane_bytes="256K")
+    with shmbridge.Consumer(bridge, run=RUN) as consumer:
+
+        async def send() -> None:
+            await env.register_env()
+            await env._send_scored_data_to_api({"tokens": [[1]], "masks": [[1]], "scores": [1.0]})
+
+        asyncio.run(send())
+        atropos.detach(env)
+        assert tokens_of(consumer, []) == [[[1]]]
+
+
+def test_what_cannot_be_attached_is_said(make_env: Callable[..., Any], bridge: str, other_bridge: str) -> None:
+    env = make_env()
+    with pytest.raises(TypeError, match="a str is no environment"):
+        atropos.attach("env", bridge=bridge)
+    atropos.attach(env, bridge=bridge)
+    with pytest.raises(RuntimeError, match="attached to bridge"):
+        atropos.attach(env, bridge=other_bridge)
+    atropos.detach(env)
+    atropos.detach(env)
+    atropos.attach(env, bridge=other_bridge)
+    atropos.detach()
+    assert not set(REPLACED) & set(vars(env))
+
+
+def test_an_attached_environment_is_not_kept_alive(make_env: Callable[..., Any], bridge: str) -> None:
+    env = make_env()
+    atropos.attach(env, bridge=bridge)
+    gone = weakref.ref(env)
+    del env
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_tokenizer_of_an_attached_environment_pickles(make_env: Callable[..., Any], bridge: str) -> None:
+    env = make_env()
+    atropos.attach(env, bridge=bridge)
+    assert "apply_chat_template" in vars(env.tokenizer)
+    assert pickle.loads(pickle.dumps(env.tokenizer)).encode("w7") == env.tokenizer.encode("w7")
+    atropos.detach(env)
+    assert "apply_chat_template" not in vars(env.tokenizer)
