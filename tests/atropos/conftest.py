@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ class EnvProcess:
                 [sys.executable, "-m", "shmbridge.producers.atropos", *arguments],
                 stdout=output,
                 stderr=output,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"},
+                env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1"},
             )
 
     @property
@@ -61,22 +62,58 @@ class EnvProcess:
         self._process.send_signal(how)
         return self.wait()
 
+    def send(self, what: signal.Signals) -> None:
+        self._process.send_signal(what)
+
     def wait(self, timeout_s: float = 60.0) -> int:
         return self._process.wait(timeout_s)
 
 
 @pytest.fixture
 def start_env(tmp_path: Path, bridge: str, tokenizer: str) -> Iterator[Callable[..., EnvProcess]]:
-    """Start envs/seeded_env.py: `start_env(*arguments of its own, lane_bytes=...)`."""
+    """Start an environment of envs/: `start_env(*arguments of its own, script=..., lane_bytes=..., options=(those of the bridge))`."""
     started: list[EnvProcess] = []
 
-    def start(*arguments: str, lane_bytes: str = "1M") -> EnvProcess:
-        command = ["--bridge", bridge, "--lane-bytes", lane_bytes, str(ENVS / "seeded_env.py"), "serve"]
+    def start(
+        *arguments: str, script: str = "seeded_env.py", command: str = "serve", lane_bytes: str = "1M", options: tuple[str, ...] = (),
+        tokenizer: str = tokenizer,
+    ) -> EnvProcess:  # fmt: skip
+        ours = ["--bridge", bridge, "--lane-bytes", lane_bytes, *options, str(ENVS / script), command]
         log = tmp_path / f"env{len(started)}.log"
-        started.append(EnvProcess(log, *command, "--env.tokenizer_name", tokenizer, *arguments))
+        started.append(EnvProcess(log, *ours, "--env.tokenizer_name", tokenizer, *arguments))
         return started[-1]
 
     yield start
     for process in started:
         if process.running:
             process.end()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the examples' tiny model, with its tokenizer and chat template."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    subprocess.run([sys.executable, str(ROOT / "examples" / "tiny_model.py"), str(folder), "--seed", "1"], check=True, timeout=100)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def policy_url(model: Path) -> Iterator[str]:
+    """The address of a policy server with the tiny model."""
+    log = model.parent / "server.log"
+    command = [sys.executable, "-m", "shmbridge.consumers.policy_server", "--model", str(model), "--port", "0"]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            command, stdout=output, stderr=output, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())):
+            assert server.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.05)
+        yield f"{found[0]}/v1"
+    finally:
+        server.kill()
+        server.wait(30)

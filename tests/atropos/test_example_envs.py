@@ -6,12 +6,11 @@ import ast
 import importlib.util
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,24 +70,6 @@ class Program:
     def end(self) -> None:
         self._process.kill()
         self._process.wait(30)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    run(str(EXAMPLES / "tiny_model.py"), str(folder), "--seed", "1")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def policy_url(model: Path) -> Iterator[str]:
-    command = ("-m", "shmbridge.consumers.policy_server", "--model", str(model), "--port", "0")
-    server = Program(model.parent / "server.log", *command)
-    try:
-        found = server.wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+", server.log.read_text()))
-        yield f"{found[0]}/v1"
-    finally:
-        server.end()
 
 
 def flags(model: Path, policy_url: str, **env: Any) -> list[str]:
