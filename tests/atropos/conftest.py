@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -117,3 +119,12 @@ def policy_url(model: Path) -> Iterator[str]:
     finally:
         server.kill()
         server.wait(30)
+
+
+@pytest.fixture(scope="session")
+def groups_file() -> ModuleType:
+    """groups_file.py: what environments recorded, comparable with what was delivered."""
+    spec = importlib.util.spec_from_file_location("groups_file", Path(__file__).with_name("groups_file.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
