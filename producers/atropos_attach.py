@@ -81,6 +81,11 @@ class _Seat:
         self.attached = Changes()
         self.running = Changes()  # as long as it has a link
 
+    @property
+    def runs(self) -> bool:
+        """Whether it has a link that is not closed."""
+        return self.link is not None and not self.link.closed
+
 
 class Attachments:
     """All of this process. For one thread: that of the environments' event loop."""
@@ -118,7 +123,7 @@ class Attachments:
     def attach_instance(self, env: Any, options: LinkOptions) -> None:
         """One environment, before it runs; whatever its class is attached to."""
         seat = self._seats.get(env)
-        if seat is not None and (seat.alone or seat.link is not None):
+        if seat is not None and (seat.alone or seat.runs):
             raise RuntimeError(f"this {type(env).__name__} is attached to bridge {seat.options.bridge!r} already: detach(env) first")
         self._answer_sessions()
         seat = self._seats[env] = _Seat(options, alone=True)
@@ -141,13 +146,13 @@ class Attachments:
             return Departure()
         link = seat.link
         running = _running_loop()
-        if link is not None and link.loop is not running and link.loop.is_running():
+        if link is not None and not link.closed and link.loop is not running and link.loop.is_running():
             raise RuntimeError("detach(env) is for the environment's own event loop, or for when that has ended")
         del self._seats[env]
         seat.running.undo()
         seat.attached.undo()
         self._leave_sessions()
-        if link is None:
+        if link is None or link.closed:
             return Departure()
         if link.loop is running:
             return Departure(_kept(link.loop.create_task(link.close(FLUSH_S))))
@@ -179,7 +184,7 @@ class Attachments:
         if seat is None:
             assert self._class_options is not None
             seat = self._seats[env] = _Seat(self._class_options)
-        if seat.link is None:
+        if seat.link is None or seat.link.closed:
             name = type(env).name or env.config.wandb_name or type(env).__name__
             seat.link = EnvLink(seat.options, name)
             # On the instance, since subclasses may have their own: a worker is one call of it.
@@ -239,7 +244,10 @@ class Attachments:
             groups = scored_data if isinstance(scored_data, list) else [scored_data]
             for group in groups:
                 group["env_id"] = getattr(env, "env_id", None)
-            await self._link(env).send(groups)
+            seat = self._seats.get(env)
+            # A rollout that outlives its environment opens no second lane: it is counted by the first.
+            link = seat.link if seat is not None and seat.link is not None else self._link(env)
+            await link.send(groups)
 
         return send
 
@@ -252,12 +260,11 @@ class Attachments:
                 flush_s = FLUSH_S
             finally:
                 seat = self._seats.get(env)
-                if seat is not None and (link := seat.link) is not None:
-                    seat.link = None
+                if seat is not None and seat.runs and seat.link is not None:
+                    for worker in env.workers:  # as BaseEnv does where it ends by itself
+                        worker.cancel()
                     seat.running.undo()
-                    if not seat.alone:
-                        del self._seats[env]
-                    await link.close(flush_s)
+                    await seat.link.close(flush_s)
 
         return env_manager
 

@@ -54,6 +54,7 @@ class EnvLink:
         self._hub_epoch = 0
         self._run: Run | None = None
         self._status: dict[str, Any] = {}
+        self.closed = False  # or about to be
 
     def _client(self) -> AsyncControlClient:
         return AsyncControlClient(self._bridge, role="env", name=self._env_name)
@@ -249,6 +250,7 @@ class EnvLink:
 
     async def close(self, flush_s: float) -> None:
         """Leave the bridge: what waits for room gets `flush_s` to find it and is then counted as dropped."""
+        self.closed = True
         await self._lane.flush(flush_s)
         with suppress(ShmBridgeError):  # a consumer that is not there needs no goodbye
             await self._control.request(Goodbye(self._env_id), min(flush_s, ASK_S))
@@ -257,6 +259,7 @@ class EnvLink:
 
     def leave(self) -> None:
         """`close` where the event loop runs no more: nothing is flushed, nobody is told."""
+        self.closed = True
         self._control.close()
         self._lane.leave()
 

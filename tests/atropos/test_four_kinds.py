@@ -116,7 +116,8 @@ def test_nothing_is_lost_and_nothing_comes_twice(
     assert stats["records_total"] == stats["released_total"] + stats["held"] + stats["discarded_total"]
     assert (stats["held"], stats["discarded_total"], stats["dropped_total"]) == (0, 0, 0)
     assert sum(map(len, learner.groups.values())) == stats["records_total"]
-    assert len(learner.sequences) == 5, {name: len(each) for name, each in learner.sequences.items()}
+
+    assert len(learner.sequences) == 5
     assert all(sorted(sequences) == list(range(len(sequences))) for sequences in learner.sequences.values())
 
     for name in ("single", "multi", "stepwise"):
