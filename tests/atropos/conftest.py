@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import re
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -128,3 +130,31 @@ def groups_file() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def script() -> ModuleType:
+    """envs/seeded_env.py, for environments in this process."""
+    spec = importlib.util.spec_from_file_location("seeded_env", ENVS / "seeded_env.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def make_env(script: ModuleType, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Make an environment in this process: `make_env(class or None, **fields of its config)`. Everything is detached at the end."""
+    from atroposlib.envs import base
+
+    from shmbridge.producers import atropos
+
+    sleep = asyncio.sleep
+    monkeypatch.setattr(base.asyncio, "sleep", lambda seconds, *rest: sleep(min(seconds, 0.05), *rest))  # BaseEnv waits 5 s at its start
+
+    def make(env_class: type | None = None, **config: Any) -> Any:
+        defaults, servers = script.SeededEnv.config_init()
+        settings = defaults.model_dump() | {"tokenizer_name": tokenizer} | config
+        return (env_class or script.SeededEnv)(script.SeededConfig(**settings), servers)
+
+    yield make
+    atropos.detach()

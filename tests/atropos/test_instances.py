@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
-import importlib.util
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,30 +22,7 @@ from atroposlib.envs import base
 from shmbridge.producers import atropos
 
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000)
-ENV_FILE = Path(__file__).parent / "envs" / "seeded_env.py"
 REPLACED = ("setup_wandb", "_register_env", "get_server_info", "get_status", "_send_scored_data_to_api", "env_manager", "handle_env")
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("seeded_env", ENV_FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def make_env(script: ModuleType, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    sleep = asyncio.sleep
-    monkeypatch.setattr(base.asyncio, "sleep", lambda seconds, *rest: sleep(min(seconds, 0.05), *rest))  # BaseEnv waits 5 s at its start
-
-    def make(env_class: type | None = None, **config: Any) -> Any:
-        defaults, servers = script.SeededEnv.config_init()
-        settings = defaults.model_dump() | {"tokenizer_name": tokenizer} | config
-        return (env_class or script.SeededEnv)(script.SeededConfig(**settings), servers)
-
-    yield make
-    atropos.detach()
 
 
 @pytest.fixture

@@ -67,9 +67,10 @@ def test_process_and_evaluate_are_upstreams_own(
     server = ("--openai.base_url", policy_url, "--openai.tokenizer_name", str(model), "--env.use_wandb", "false")
     processed = tmp_path / "processed.jsonl"
     process = ("--env.total_steps", "2", "--env.data_path_to_save_groups", str(processed))
+    evaluate = ("--env.data_dir_to_save_evals", str(tmp_path))
     envs = [
         start_env(*server, *process, script="single_turn.py", command="process", tokenizer=str(model)),
-        start_env(*server, "--env.data_dir_to_save_evals", str(tmp_path), script="single_turn.py", command="evaluate", tokenizer=str(model)),
+        start_env(*server, *evaluate, script="single_turn.py", command="evaluate", tokenizer=str(model)),
     ]
     for env in envs:
         assert env.wait() == 0, env.output[-3000:]

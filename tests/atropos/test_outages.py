@@ -1,0 +1,224 @@
+"""What an attached environment outlives: a consumer that is away for seconds, a bridge that is removed under it, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import math
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import shmbridge
+
+pytest.importorskip("atroposlib")
+
+from shmbridge.producers import atropos, atropos_link
+from shmbridge.producers.atropos_lane import GroupsRefused
+
+RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000)
+ENVS = Path(__file__).parent / "envs"
+
+
+async def until(holds: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def stopped(running: asyncio.Task[None]) -> None:
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def remove_by_force(bridge: str) -> None:
+    for path in Path("/dev/shm").glob(f"shmbridge.{bridge}.*"):
+        if path.is_file():
+            path.unlink()
+
+
+@pytest.fixture
+def attached(make_env: Callable[..., Any], bridge: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    monkeypatch.setattr(atropos_link, "ASK_S", 0.3)
+
+    def make(env_class: type | None = None, lane_bytes: str = "256K", **config: Any) -> Any:
+        env = make_env(env_class, **config)
+        atropos.attach(env, bridge=bridge, lane_bytes=lane_bytes)
+        return env
+
+    return make
+
+
+async def test_four_seconds_without_a_consumer_under_load(attached: Callable[..., Any], bridge: str) -> None:
+    env = attached(collect_s=0.01, lane_bytes="1M")
+    sequences: list[int] = []
+
+    def take(consumer: shmbridge.Consumer) -> bool:
+        for record in consumer.poll():
+            with record:
+                sequences.append(record.meta.sequence)
+                assert not record.meta.redelivered
+        return len(sequences) >= 100
+
+    with shmbridge.Consumer(bridge, run=RUN) as first:
+        running = asyncio.create_task(env.env_manager())
+        await until(lambda: take(first))
+    away = time.monotonic()
+    taken = len(sequences)
+    await until(lambda: time.monotonic() - away > 4)
+    assert not running.done()
+    with shmbridge.Consumer(bridge, run=RUN) as second:
+        await until(lambda: take(second) and len(sequences) >= taken + 100)
+        await stopped(running)
+        await until(lambda: second.stats()["lanes_live"] == 0)
+        take(second)
+        stats = second.stats()
+        assert sequences == list(range(int(stats["records_total"])))
+        assert (stats["held"], stats["dropped_total"]) == (0, 0)
+
+
+async def test_a_bridge_removed_by_force_is_made_anew_and_what_it_held_is_counted(
+    attached: Callable[..., Any], bridge: str, script: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "shmbridge")
+    env = attached()
+    groups = [script.groups_of(10 * number, longest=1500) for number in range(1, 13)]
+    with shmbridge.Consumer(bridge, run=RUN) as consumer:
+        await env.register_env()
+        await env.get_server_info()
+        await env._send_scored_data_to_api(copy.deepcopy(groups[0]))
+        consumer.get(5).release()
+    sending = asyncio.create_task(env._send_scored_data_to_api(copy.deepcopy(groups[1:])))
+    lane = next(lane for info in shmbridge.list_bridges() if info.name == bridge for lane in info.lanes)
+    await until(lambda: held(bridge) > 2)
+    steady = time.monotonic()
+    await until(lambda: time.monotonic() - steady > 0.2)
+    lost = held(bridge)
+    assert 2 < lost < len(groups) - 1, "the lane is full, and some wait"
+    remove_by_force(bridge)
+    await env.get_status()
+    said = [record.getMessage() for record in caplog.records]
+    assert any(re.search(rf"lane {lane.producer_id} is lost.* held {lost} groups", message) for message in said)
+    with shmbridge.Consumer(bridge, run=RUN) as consumer:
+        await env.get_status()
+        assert env.env_id == 0
+        got = []
+
+        def take() -> bool:
+            for record in consumer.poll():
+                with record:
+                    assert record.meta.env_id == 0
+                    got.append(record.to_scored_data()["tokens"])
+            return len(got) == len(groups) - 1 - lost
+
+        await until(take)
+        await sending
+        assert got == [group["tokens"] for group in groups[1 + lost :]]
+        assert env.status_dict["env_weight"] == 1.0
+        await env._send_scored_data_to_api(copy.deepcopy(groups[0]))
+        await until(lambda: consumer.poll())
+        await atropos.detach(env)
+    assert f"{len(groups) - lost + 1} groups delivered, not delivered: {lost} in a lane that was removed" in caplog.text
+
+
+def held(bridge: str) -> int:
+    return sum(lane.held for info in shmbridge.list_bridges() if info.name == bridge for lane in info.lanes)
+
+
+async def test_a_lane_that_the_consumer_quarantined_is_replaced(attached: Callable[..., Any], bridge: str, script: ModuleType) -> None:
+    env = attached()
+    with shmbridge.Consumer(bridge, run=RUN) as consumer:
+        await env.register_env()
+        await env._send_scored_data_to_api(script.groups_of(10))
+        consumer.get(5).release()
+        lane = next(each for each in Path("/dev/shm").glob(f"shmbridge.{bridge}.l.*"))
+        with lane.open("r+b") as raw:
+            raw.write(b"\0" * 8)  # its magic
+        await env._send_scored_data_to_api(script.groups_of(20))
+        await until(lambda: consumer.poll() or consumer.stats()["lanes_quarantined"])
+        assert consumer.stats()["lanes_quarantined"]
+        await env._send_scored_data_to_api(script.groups_of(30))
+        await atropos.detach(env)
+
+
+async def test_waiting_is_said_at_growing_intervals(
+    attached: Callable[..., Any], bridge: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(atropos_link, "time", SimpleNamespace(monotonic=lambda: 10 * time.monotonic()))
+    env = attached()
+    registering = asyncio.create_task(env.register_env())
+    began = time.monotonic()
+    await until(lambda: time.monotonic() - began > 2.5)  # 25 s on its clock
+    said = [record.getMessage() for record in caplog.records if "still waiting after" in record.getMessage()]
+    assert 2 <= len(said) <= 5, "25 s are 1, 2, 4, 8 and 16: not a line a second"
+    assert not [record for record in caplog.records if "Waiting to register" in record.getMessage()]
+    with shmbridge.Consumer(bridge, run=RUN):
+        await asyncio.wait_for(registering, 3)  # at once, however long it has waited
+        await atropos.detach(env)
+
+
+# --- what ends one ----------------------------------------------------------------------------------------
+
+
+async def test_an_environment_whose_every_group_is_refused_ends_and_says_why(
+    attached: Callable[..., Any], bridge: str, script: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(script.SeededEnv):
+        async def collect_trajectories(self, item: int) -> Any:
+            return {**script.groups_of(10 * item), "ref_logprobs": [[math.nan]] * 4}, []
+
+    env = attached(Broken)
+    with shmbridge.Consumer(bridge, run=RUN) as consumer:
+        running = asyncio.create_task(env.env_manager())
+        await until(lambda: consumer.poll() or running.done())
+        with pytest.raises(GroupsRefused, match=r"20 groups in a row .* column 'ref_logprobs' row 0"):
+            await running
+        assert consumer.stats()["dropped_total{invalid}"] >= 20
+        assert consumer.stats()["records_total"] == 0
+
+
+async def test_good_groups_and_other_reasons_in_between_do_not_end_it(
+    attached: Callable[..., Any], bridge: str, script: ModuleType
+) -> None:
+    env = attached()
+    good = script.groups_of(10)
+    one, two = ({**good, name: [[math.inf]] * 4} for name in ("advantages", "ref_logprobs"))
+    with shmbridge.Consumer(bridge, run=RUN) as consumer:
+        await env.register_env()
+        for _ in range(15):
+            for group in (one, two, one, good):
+                await env._send_scored_data_to_api(dict(group))
+            consumer.get(5).release()
+        await env.get_status()
+        await atropos.detach(env)
+
+
+def test_sigterm_while_it_waits_for_a_consumer(start_env: Callable[..., Any]) -> None:
+    env = start_env()
+    env.until(lambda: "no consumer answers" in env.output)
+    assert env.end(signal.SIGTERM) == 143
+    assert "Traceback" not in env.output
+
+
+def test_the_second_sigterm_ends_at_once(bridge: str, start_env: Callable[..., Any], tmp_path: Path) -> None:
+    patient = tmp_path / "patient.py"
+    patient.write_text(
+        "import runpy\nfrom shmbridge.producers import atropos_attach\natropos_attach.FLUSH_WHEN_STOPPED_S = 1000\n"
+        f"runpy.run_path({str(ENVS / 'seeded_env.py')!r}, run_name='__main__')\n"
+    )
+    with shmbridge.Consumer(bridge, run=RUN) as consumer:
+        env = start_env("--env.tokens", "1000", script=str(patient), lane_bytes="128K")
+        env.until(lambda: consumer.stats()["producer_wait_s"] > 0)
+        env.send(signal.SIGTERM)
+        until_no_more = time.monotonic() + 1
+        env.until(lambda: time.monotonic() > until_no_more)
+        assert env.end(signal.SIGTERM) == -signal.SIGTERM
