@@ -1,5 +1,6 @@
 """What stands on the shared-memory mount: list_bridges() and clean(). Looks from outside; never touches what is alive."""
 
+import shutil
 from dataclasses import dataclass, field
 
 from shmbridge import liveness, participation, segment
@@ -88,4 +89,18 @@ def clean(bridge: str | None = None, dry_run: bool = True) -> CleanReport:
         report.removed += swept.removed
         report.kept.update(swept.kept)
         report.undelivered.update(swept.undelivered)
+        _forget_gateway(name, report)
     return report
+
+
+def _forget_gateway(bridge: str, report: CleanReport) -> None:
+    """What a gateway keeps for its next start goes with the rest of a dead bridge, and only here: a restarted gateway wants it."""
+    folder = segment.gateway_directory(bridge)
+    if segment.stands_there(f"/{folder.name}") != "other":
+        return
+    if control := report.kept.get(segment.control_name(bridge)):
+        report.kept[f"/{folder.name}"] = control
+        return
+    report.removed.append(f"/{folder.name}")
+    if not report.dry_run:
+        shutil.rmtree(folder, ignore_errors=True)

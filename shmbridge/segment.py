@@ -29,7 +29,7 @@ _PREFIX = "shmbridge."
 _STEP_BYTES = 16 << 20
 _LEFT_ALONE_BYTES = 8 << 20
 _TURN_TIMEOUT_S = 10.0
-_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|l\.[0-9a-f]{16})")
+_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|g|l\.[0-9a-f]{16})")
 
 
 def control_name(bridge: str) -> str:
@@ -47,6 +47,11 @@ def socket_directory(bridge: str) -> Path:
     return MOUNT / f"{_PREFIX}{check_bridge_name(bridge)}.s"
 
 
+def gateway_directory(bridge: str) -> Path:
+    """Owner-only directory of what an HTTP gateway of the bridge wants to know after a restart, on the same mount."""
+    return MOUNT / f"{_PREFIX}{check_bridge_name(bridge)}.g"
+
+
 def lane_names(bridge: str) -> list[str]:
     """Names of all lanes of the bridge that exist now, sorted."""
     prefix = f"{_PREFIX}{check_bridge_name(bridge)}.l."
@@ -56,7 +61,7 @@ def lane_names(bridge: str) -> list[str]:
 def bridges() -> list[str]:
     """Names of all bridges of which this user has anything on the mount, sorted."""
     found = ((_SEGMENT_NAME.fullmatch(entry.name), entry) for entry in _mount())
-    ours = {match[1] for match, entry in found if match and entry.is_dir(follow_symlinks=False) == (match[2] == "s") and _is_ours(entry)}
+    ours = {match[1] for match, entry in found if match and entry.is_dir(follow_symlinks=False) == (match[2] in "sg") and _is_ours(entry)}
     return sorted(ours)
 
 

@@ -1,0 +1,88 @@
+"""The HTTP gateway: Atropos' API over a bridge, served by uvicorn until a signal ends it.
+
+Remote environments post into it, trainers poll batches from it; docs/reference/gateway.md. Knows sockets, signals and the order of ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from shmbridge.consumers.gateway_options import GatewayOptions
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_END_S = 5
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; who connects from now on waits for the gateway instead of being refused. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
+    """Serves until SIGINT or SIGTERM. Blocks; main thread only. `ready` is called once requests are answered.
+
+    Raises:
+        ConsumerTaken: in strict mode, which must be the hub, another consumer is alive.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(options, listener, ready))
+
+
+async def _serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], None]) -> None:
+    import uvicorn
+
+    from shmbridge.consumers.gateway_app import make_app
+    from shmbridge.consumers.gateway_modes import DefaultMode, StrictMode
+    from shmbridge.consumers.gateway_proof import ProvingConnection
+
+    mode = StrictMode(options) if options.compat == "strict" else DefaultMode(options)
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """A signal ends the serving, and not, raised again, the process before it has left the bridge."""
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self.handle_exit, number, None)
+            yield
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            mode.close_lanes()  # posts that wait for room are answered first
+            await super().shutdown(sockets)
+
+    config = uvicorn.Config(
+        make_app(mode), http=ProvingConnection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+        timeout_keep_alive=75, timeout_graceful_shutdown=_END_S,
+    )  # fmt: skip
+    async with _opened(mode):
+        await Server(config).serve([listener])
+
+
+@contextlib.asynccontextmanager
+async def _opened(mode: Any) -> AsyncIterator[None]:
+    try:
+        await mode.open()
+        yield
+    finally:
+        await mode.close()

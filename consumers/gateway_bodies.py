@@ -1,0 +1,152 @@
+"""Bodies of posts: gunzipped within a limit, decoded and checked column by column, so that what is refused is refused with a reason.
+
+Knows JSON and Atropos' group format; knows nothing of lanes or HTTP. Pure functions, called in threads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Annotated, Any
+
+import msgspec
+
+# What the Atropos server knows and hands out, in its order.
+KEYS = (
+    "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs", "overrides",
+    "group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs",
+)  # fmt: skip
+
+_LARGEST = 3.4028234663852886e38  # float32
+_Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+_Float = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+_Ints, _Floats = list[list[_Int]], list[list[_Float]]
+_TYPES: dict[str, Any] = {
+    "tokens": _Ints,
+    "masks": _Ints,
+    "scores": list[float],
+    **dict.fromkeys(("advantages", "ref_logprobs", "inference_logprobs"), _Floats | None),
+    "messages": list[list[dict[str, Any]]] | None,
+    **dict.fromkeys(("generation_params", "group_overrides"), dict[str, Any] | None),
+    "overrides": list[dict[str, Any]] | None,
+    "images": Any,
+    "env_id": Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None,
+    "distill_token_ids": list[list[list[_Int]]] | None,
+    "distill_logprobs": list[list[list[_Float]]] | None,
+}
+_STEPS: dict[str, Any] = {"step_rewards": _Floats, "step_ends": _Ints}  # columns of ours that Atropos has not: carried as such if they fit
+_DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in (_TYPES | _STEPS).items()}
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+
+
+class Refused(Exception):
+    """A request that is answered with an HTTP status and a reason."""
+
+    def __init__(self, status: int, detail: str, kind: str) -> None:
+        super().__init__(detail)
+        self.status, self.detail, self.kind = status, detail, kind
+
+
+@dataclass(slots=True)
+class Posted:
+    """What one body says: its groups, checked, and a digest that the same body has again."""
+
+    groups: list[dict[str, Any]]
+    digest: bytes
+
+
+def gunzip(raw: bytes, most: int) -> bytes:
+    """The body, decompressed; never more than `most` bytes are made of it. Raises Refused (400, 413)."""
+    parts: list[bytes] = []
+    size = 0
+    try:
+        while raw:
+            member = zlib.decompressobj(31)
+            parts.append(member.decompress(raw, most - size + 1))
+            size += len(parts[-1])
+            if size > most:
+                raise Refused(413, f"the body is more than {most} bytes once gunzipped", "too large")
+            if not member.eof:
+                raise Refused(400, "Invalid gzip payload: it ends too early", "gzip")
+            raw = member.unused_data
+    except zlib.error as wrong:
+        raise Refused(400, f"Invalid gzip payload: {wrong}", "gzip") from None
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_post(body: bytes, *, many: bool, extras: bool) -> Posted:
+    """The groups of a body: one, or a list of them. With `extras` keys that Atropos does not know are kept. Raises Refused (422)."""
+    try:
+        raw = _LIST.decode(body) if many else [_OBJECT.decode(body)]
+        groups = [_group(each, extras) for each in raw]
+    except Refused as wrong:
+        raise Refused(wrong.status, _not_finite(body) or wrong.detail, wrong.kind) from None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
+        expected = "a list of groups" if many else "a group"
+        raise Refused(422, _not_finite(body) or f"the body is not {expected}: {wrong}", "malformed") from None
+    return Posted(groups, blake2b(body, digest_size=16, person=b"list" if many else b"one").digest())
+
+
+def _group(raw: dict[str, msgspec.Raw], extras: bool) -> dict[str, Any]:
+    missing = [name for name in ("tokens", "masks", "scores") if name not in raw]
+    if missing:
+        raise Refused(422, f"the group has no {' and no '.join(missing)}", "malformed")
+    group = {name: _value(name, raw.pop(name)) for name in KEYS if name in raw}
+    if not group["tokens"]:
+        raise Refused(422, "the group is empty: `tokens` has no rows", "malformed")
+    for row, messages in enumerate(group.get("messages") or ()):
+        for place, message in enumerate(messages):
+            if not ("role" in message and "content" in message):
+                raise Refused(422, f"messages[{row}][{place}] must have 'role' and 'content'", "malformed")
+    return group | _extras(raw) if extras and raw else group
+
+
+def _value(name: str, raw: msgspec.Raw) -> Any:
+    try:
+        return _DECODERS[name].decode(raw)
+    except msgspec.ValidationError as wrong:
+        raise Refused(422, str(wrong).replace("`$", f"`{name}") if "`$" in str(wrong) else f"{name}: {wrong}", "malformed") from None
+
+
+def _extras(raw: dict[str, msgspec.Raw]) -> dict[str, Any]:
+    """Keys that Atropos does not know: step rewards as columns, everything else whole."""
+    known: dict[str, Any] = {}
+    other: dict[str, Any] = {}
+    for name, value in raw.items():
+        if name in _STEPS:
+            try:
+                known[name] = _DECODERS[name].decode(value)
+                continue
+            except msgspec.ValidationError:
+                pass
+        other[name] = msgspec.json.decode(value)
+    return known | ({"extra": other} if other else {})
+
+
+def _not_finite(body: bytes) -> str:
+    """Where NaN or an infinity stands, which is no JSON and which Python writes all the same; "" if nowhere."""
+    if not any(word in body for word in (b"NaN", b"Infinity", b"e", b"E")):
+        return ""
+    try:
+        for path, value in _floats("", json.loads(body)):
+            if not math.isfinite(value):
+                return f"{path or 'the body'} is {value}: scores and every other number must be finite"
+    except (ValueError, RecursionError):
+        pass
+    return ""
+
+
+def _floats(path: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _floats(f"{path}.{key}" if path else key, each)
+    elif isinstance(value, list):
+        for place, each in enumerate(value):
+            yield from _floats(f"{path}[{place}]", each)

@@ -1,0 +1,223 @@
+"""Posts on their way into lanes: one lane per remote environment, room waited for, and no post taken twice.
+
+A post whose answer was lost is sent again by Atropos' client. So a post is remembered from the loss of its answer on: the same body again
+gets the answer of the first, and nothing is put again. Knows producers and answers; knows nothing of HTTP or of who registered. For one
+event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from shmbridge import InvalidRecord, LaneFull, Producer, RecordTooBig, SchemaMismatch, ShmBridgeError
+from shmbridge.consumers.gateway_bodies import Posted, Refused
+from shmbridge.consumers.gateway_options import GatewayOptions
+from shmbridge.consumers.gateway_proof import Carrier
+from shmbridge.outgoing import Loader, checked_stamp
+
+log = logging.getLogger(__name__)
+
+_REMEMBERED_S = 600.0
+_MOST_REMEMBERED = 20_000
+
+
+class RemoteLane:
+    """A producer that is opened when it is first wanted, in a thread: reserving its memory takes a while."""
+
+    def __init__(self, options: GatewayOptions, env_name: str, opened: Callable[[], None] = lambda: None) -> None:
+        self._options, self._env_name, self._opened = options, env_name, opened
+        self._opening = asyncio.Lock()
+        self._loader: Loader | None = None
+        self.producer: Producer | None = None
+        self.posting = 0  # groups that are here and not yet in the lane
+
+    async def open(self) -> Producer:
+        """The lane's producer. Raises ShmTooSmall and what else Producer does."""
+        async with self._opening:
+            if self.producer is None:
+                options, name = self._options, self._env_name
+                self.producer = await asyncio.to_thread(Producer, options.bridge, env_name=name, lane_bytes=options.lane_bytes)
+                self._loader = Loader(self.producer.columns, self.producer.lane_bytes)
+                self._opened()
+            return self.producer
+
+    def check(self, groups: list[dict[str, Any]]) -> None:
+        """Measures groups as `put` will, so that either all of them can be put or none is. Raises InvalidRecord, RecordTooBig."""
+        assert self._loader is not None
+        for group in groups:
+            self._loader.plan(group, checked_stamp("", None, None, 0, "train"), True)
+
+    def close(self) -> None:
+        """What is in the lane stays for the consumer; what waits for room goes in if there is some, and is else refused and counted."""
+        producer, self.producer = self.producer, None
+        if producer is not None:
+            producer.close()
+
+
+@dataclass(eq=False, slots=True)
+class Post:
+    """One body under way: what `Carried` is told of, and how much of it is in the lanes."""
+
+    ledger: PostLedger
+    posted: Posted
+    done: list[tuple[str, int]] = field(default_factory=list)  # (producer, sequence) of each group that is committed
+    work: asyncio.Task[list[tuple[str, int]]] | None = None
+
+    def read(self) -> None:
+        """The answer was read: it will not be sent again."""
+
+    def unread(self) -> None:
+        """The answer was lost: the same body may come again."""
+        self.ledger.remember(self)
+
+
+class PostLedger:
+    """Puts posts into lanes, each once."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._lost: dict[bytes, tuple[float, Post]] = {}
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self.counts: Counter[str] = Counter(
+            dict.fromkeys(("posts_total", "groups_total", "posts_repeated_total", "posts_timed_out_total", "posts_refused_total"), 0)
+        )
+        self.waiting = 0  # posts that wait for room
+
+    async def take(
+        self, posted: Posted, lane_of: Callable[[dict[str, Any]], RemoteLane], carrier: Carrier
+    ) -> list[tuple[str, int]]:
+        """Puts all groups of a body; (producer, sequence) of each. Waits for room until the deadline.
+
+        If whoever asks is gone, the groups are put all the same, or counted as dropped; the same body again gets the same answer.
+
+        Raises:
+            Refused: 422 and nothing was put; 503 after the deadline: what is missing is put when the same body comes again.
+        """
+        self.counts["posts_total"] += 1
+        post = self._recall(posted.digest)
+        if post is None:
+            post = Post(self, posted)
+            post.work = self._begin(post, lane_of)
+        else:
+            self.counts["posts_repeated_total"] += 1
+            if post.work is None or (post.work.done() and post.work.exception() is not None):
+                post.posted = posted
+                post.work = self._begin(post, lane_of)
+        carrier.carry(post)
+        assert post.work is not None
+        try:
+            return await asyncio.shield(post.work)
+        except Refused as refused:
+            if refused.status == 503 and post.done:
+                self.remember(post)
+            raise
+
+    def _begin(self, post: Post, lane_of: Callable[[dict[str, Any]], RemoteLane]) -> asyncio.Task[list[tuple[str, int]]]:
+        work = asyncio.get_running_loop().create_task(self._put(post, lane_of))
+        self._under_way.add(work)
+        work.add_done_callback(self._ended)
+        return work
+
+    def _ended(self, work: asyncio.Task[Any]) -> None:
+        self._under_way.discard(work)
+        if not work.cancelled():
+            work.exception()  # whoever asked may be gone
+
+    async def _put(self, post: Post, lane_of: Callable[[dict[str, Any]], RemoteLane]) -> list[tuple[str, int]]:
+        deadline = time.monotonic() + self._deadline_s
+        todo = post.posted.groups[len(post.done) :]
+        lanes = [lane_of(group) for group in todo]
+        for lane in lanes:
+            lane.posting += 1
+        self.waiting += 1
+        try:
+            if len(todo) > 1:
+                for lane in dict.fromkeys(lanes):
+                    await lane.open()
+                    lane.check([group for group, its in zip(todo, lanes, strict=True) if its is lane])
+            while lanes:
+                producer = await lanes[0].open()
+                left = max(0.0, deadline - time.monotonic())
+                sequence = await producer.put_async(todo[0], foreign=True, timeout_s=left)
+                post.done.append((producer.producer_id, sequence if sequence is not None else -1))
+                lanes.pop(0).posting -= 1
+                todo.pop(0)
+                self.counts["groups_total"] += 1
+            return post.done
+        except (InvalidRecord, RecordTooBig, SchemaMismatch) as wrong:
+            self.counts["posts_refused_total"] += 1
+            raise Refused(422, str(wrong), type(wrong).__name__) from None
+        except LaneFull as full:
+            self.counts["posts_timed_out_total"] += 1
+            raise Refused(503, str(full), "lane full") from None
+        except ShmBridgeError as closed:  # draining, closed, no memory for a lane
+            raise Refused(503, str(closed), type(closed).__name__) from None
+        finally:
+            self.waiting -= 1
+            for lane in lanes:
+                lane.posting -= 1
+
+    # -- repeated posts -----------------------------------------------------------------------------------------------------------
+
+    def remember(self, post: Post) -> None:
+        """Its answer was lost, or it was put in part: the same body is this post."""
+        now = time.monotonic()
+        post.posted.groups = []  # who puts them has them; only the digest is wanted from now on
+        self._lost[post.posted.digest] = now, post
+        while self._lost:
+            digest, (when, _) = next(iter(self._lost.items()))
+            if when > now - _REMEMBERED_S and len(self._lost) <= _MOST_REMEMBERED:
+                break
+            del self._lost[digest]
+
+    def _recall(self, digest: bytes) -> Post | None:
+        when, post = self._lost.pop(digest, (0.0, None))
+        return post if when > time.monotonic() - _REMEMBERED_S else None
+
+    def forget(self) -> None:
+        """After a reset nothing is a repetition."""
+        self._lost.clear()
+
+    async def settled(self, timeout_s: float) -> None:
+        """Waits until nothing is under way."""
+        if self._under_way:
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait(self._under_way, timeout=timeout_s)
+
+
+class HeldBytes:
+    """How much of posts' bodies may be in memory at one time; who wants more waits before it reads. First come, first served."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self.held = 0
+
+    async def acquire(self, size: int, timeout_s: float) -> bool:
+        """Waits until there is room for so many bytes, or nothing else is held; False after the timeout."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._turn:
+                while self.held and self.held + size > self._most:
+                    self._freed.clear()
+                    await self._freed.wait()
+                self.held += size
+                return True
+        return False
+
+    def grow(self, more: int) -> None:
+        """What was acquired turns out larger, or smaller."""
+        self.held += more
+        if more < 0:
+            self._freed.set()
+
+    def release(self, size: int) -> None:
+        """These bytes are held no more."""
+        self.grow(-size)

@@ -1,0 +1,125 @@
+"""What must survive a gateway besides the lanes: who trains, which remote environments there are. A small owner-only file beside them.
+
+Knows the file; knows nothing of what its words mean to whom. Any thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from shmbridge.config import Run
+from shmbridge.segment import gateway_directory
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+
+
+class SavedEnv(msgspec.Struct, frozen=True):
+    """A remote environment, as it described itself, and the number and the name it got."""
+
+    env_id: int
+    wandb_name: str
+    desired_name: str
+    max_token_length: int
+    group_size: int
+    weight: float
+    min_batch_allocation: float | None = None
+    connected: bool = True
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """All of it. `step` is the step that the next batch to be formed begins with: batches that nobody has read count again."""
+
+    version: int = _VERSION
+    compat: str = "default"
+    run: Run | None = None
+    started: bool = False
+    step: int = 0
+    envs: list[SavedEnv] = []
+    next_env_id: int = 0
+
+
+class StateFile:
+    """The file of one bridge. A second gateway of that bridge reads and writes nothing."""
+
+    def __init__(self, bridge: str) -> None:
+        self._folder = gateway_directory(bridge)
+        self._lock = threading.Lock()
+        self._fd = -1
+        self.saved = Saved()
+
+    def open(self) -> bool:
+        """Becomes the one that writes it, and reads it; False if another gateway is. Never raises for what it reads."""
+        for _ in range(100):
+            with suppress(FileExistsError):
+                self._folder.mkdir(mode=0o700)
+            try:
+                self._fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                if os.fstat(self._fd).st_uid != os.geteuid():
+                    raise PermissionError(f"{self._folder} is another user's")
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.stat(self._folder), os.fstat(self._fd)):
+                    self._read()
+                    return True
+            except FileNotFoundError:  # `clean` was faster
+                pass
+            except OSError as wrong:
+                log.warning("registrations will not survive a restart of this gateway: %s", wrong)
+                self.close()
+                return False
+            self.close()
+        return False
+
+    def _read(self) -> None:
+        try:
+            found = msgspec.json.decode((self._folder / "state.json").read_bytes(), type=Saved)
+            if found.version != _VERSION:
+                raise ValueError(f"it has version {found.version}, this gateway writes {_VERSION}")
+            self.saved = found
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as wrong:
+            log.error("%s is ignored: %s", self._folder / "state.json", wrong)
+
+    def update(self, **changes: Any) -> None:
+        """Changes some of it, on the mount too. A file half written never takes the place of a whole one."""
+        with self._lock:
+            self.saved = msgspec.structs.replace(self.saved, **changes)
+            if self._fd < 0:
+                return
+            try:
+                self._write(msgspec.json.encode(self.saved))
+            except OSError as full:
+                log.error("the state of the gateway was not written: %s", full)
+
+    def _write(self, text: bytes) -> None:
+        fd = os.open("state.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        try:
+            os.write(fd, text)
+        finally:
+            os.close(fd)
+        os.replace("state.new", "state.json", src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def forget(self) -> None:
+        """Nothing is registered any more: the file goes."""
+        with self._lock:
+            self.saved = Saved(compat=self.saved.compat)
+            if self._fd >= 0:
+                with suppress(FileNotFoundError):
+                    os.unlink("state.json", dir_fd=self._fd)
+
+    def close(self) -> None:
+        """Lets others write it; an empty folder goes."""
+        if self._fd >= 0:
+            with suppress(OSError):
+                self._folder.rmdir()
+            os.close(self._fd)
+            self._fd = -1

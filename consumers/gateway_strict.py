@@ -1,0 +1,242 @@
+"""`--compat strict`: the taking side as the Atropos server does it, over lanes instead of a list in memory.
+
+Everything that is committed is taken at once, in the order of its commits, and held in the server's own queue until it is in a batch that
+was read. Knows records and the original's state; knows nothing of HTTP. For one thread: the hub's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from msgspec.structs import replace
+
+from shmbridge import Consumer, Run
+from shmbridge.consumers.gateway_groups import served
+from shmbridge.consumers.gateway_options import GatewayOptions
+from shmbridge.consumers.gateway_state import SavedEnv, StateFile
+from shmbridge.consumers.gateway_taker import NotRegistered, Taker
+from shmbridge.consumers.gateway_upstream import EnvRow, Item, Upstream
+from shmbridge.groups import Group, GroupAssembler
+
+_FRAGMENTS_WAIT_S = 600.0
+
+
+class _EagerConsumer(Consumer):
+    """A consumer whose records are all taken at once: what waits in the gateway's queue counts as queued for attached environments."""
+
+    def __init__(self, *arguments: Any, waiting: Counter[str], **options: Any) -> None:
+        self._waiting = waiting
+        super().__init__(*arguments, **options)
+
+    def queue_groups(self, producer_id: str | None = None) -> int:
+        """As Hub's, those the gateway holds included."""
+        return super().queue_groups(producer_id) + (self._waiting.total() if producer_id is None else self._waiting[producer_id])
+
+
+class StrictTaker(Taker):
+    """A Taker with the original's queue. It is the hub from the beginning."""
+
+    extras = False
+
+    def __init__(self, options: GatewayOptions, state: StateFile) -> None:
+        super().__init__(options, state, lambda: False)
+        self.upstream: Upstream[Group] = Upstream()
+        self._fragments = GroupAssembler(_FRAGMENTS_WAIT_S)
+        self._outcomes: dict[tuple[str, int], int | None] = {}
+        self._awaited: set[str] = set()  # producers whose posts ask for their outcome
+        self._waiting: Counter[str] = Counter()
+        self._shown: Item[Group] | None = None
+
+    # -- who trains ---------------------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Becomes the hub, with what an earlier gateway knew. Raises ConsumerTaken."""
+        saved, upstream = self._state.saved, self.upstream
+        if saved.run is not None:
+            self.run, self._inherited = saved.run, True
+            upstream.register(saved.run)
+            upstream.step, upstream.started = saved.step, saved.started
+            upstream.envs = [
+                EnvRow(env.desired_name, env.wandb_name, env.max_token_length, env.weight, env.group_size, env.min_batch_allocation,
+                       env.connected) for env in saved.envs
+            ]  # fmt: skip
+        self._become_hub()
+        self.take_all()
+
+    def _open(self, run: Run | None, resume: Any) -> Consumer:
+        return _EagerConsumer(self._options.bridge, run, lanes=self._options.lanes, resume=resume, waiting=self._waiting)
+
+    def register(self, run: Run) -> None:
+        """As the original: the first one holds; one that an earlier gateway knew gives way to another."""
+        self.take_all()
+        upstream = self.upstream
+        if self._inherited and self._state.saved.run != run:
+            queue = upstream.queue + [item for items in upstream.buffers.values() for item in items]
+            upstream.registered = False
+            upstream.register(run)
+            upstream.queue = queue
+        elif not upstream.register(run):
+            self._inherited = False
+            return
+        self.run, self._inherited = run, False
+        self._become_hub().announce_run(run)
+        self._state.update(run=run, step=run.starting_step, started=False, envs=[])
+
+    def said_run(self) -> Run | None:
+        """What /info and /wandb_info tell: after a reset the length of a sequence is the only thing that is remembered."""
+        upstream = self.upstream
+        return None if upstream.run is None else replace(upstream.run, batch_size=upstream.batch_size)
+
+    def step(self) -> int:
+        """The original's, less what was counted and is not handed out."""
+        return (self.upstream.step or 0) - len(self.upstream.ready)
+
+    # -- batches ------------------------------------------------------------------------------------------------------------------
+
+    def _form(self) -> list[Group] | None:
+        self.take_all()
+        items, formed = self.upstream.next_batch()
+        for _ in range(formed):
+            self._become_hub().count_batch()
+        if formed:
+            self._note_waiting()
+        if not self._state.saved.started:
+            self._state.update(started=True)
+        return None if items is None else [item.group for item in items]
+
+    def next_batch(self, gzip: bool) -> Any:
+        """See Taker. Raises NoSuchThing where the original fails."""
+        if self.upstream.started is None:
+            raise NotRegistered
+        self.run = self.run or Run()  # whoever registers after a reset and a post announces nothing, there too
+        return super().next_batch(gzip)
+
+    def take_all(self) -> None:
+        """Queues what the lanes have, in the order in which it was committed."""
+        consumer = self._become_hub()
+        records = []
+        while some := consumer.poll(1024):
+            records += some
+        if not records:
+            return
+        records.sort(key=lambda record: record.meta.t_publish_ns)
+        for record in records:
+            group = self._fragments.add(record, time.monotonic())
+            if group is not None:
+                meta = group.records[0].meta
+                outcome = self.upstream.post(Item(group.rows, meta.env_id, group))
+                if meta.producer_id in self._awaited:
+                    self._outcomes[meta.producer_id, meta.sequence] = outcome
+        self._note_waiting()
+
+    def _note_waiting(self) -> None:
+        held = Counter(item.group.producer_id for item in self.upstream.queue)
+        self._waiting.clear()
+        self._waiting.update(held)
+
+    def await_outcomes(self, producer_id: str) -> None:
+        """Posts of this producer will ask what became of them."""
+        self._awaited.add(producer_id)
+
+    def posted(self, producer_id: str, sequences: list[int]) -> list[int | None]:
+        """What the original answers for these groups: None for queued, else how many sequences are buffered."""
+        self.upstream.registered = True  # a post makes the queue, there too
+        self.take_all()
+        return [self._outcomes.pop((producer_id, sequence), None) for sequence in sequences]
+
+    def latest(self) -> dict[str, Any] | None:
+        """The group that was queued last; it survives its release and a reset."""
+        item = self.upstream.latest
+        if item is not None and item is not self._shown:
+            self._latest, self._shown = served(item.group, extras=False), item
+        return self._latest
+
+    def _release(self, groups: list[Group]) -> None:
+        item = self.upstream.latest
+        if item is not None and any(item.group is group for group in groups):
+            self.latest()
+        super()._release(groups)
+
+    # -- environments -------------------------------------------------------------------------------------------------------------
+
+    def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:
+        """The answer to /register-env."""
+        upstream = self.upstream
+        if not upstream.started:
+            return {"status": "wait for trainer to start"}
+        number = upstream.add_env(
+            wish["desired_name"], wish["max_token_length"], wish["weight"], wish["group_size"], wish["min_batch_allocation"]
+        )
+        self._save_envs()
+        run = upstream.run or Run()
+        return {
+            "status": "success",
+            "env_id": number,
+            "wandb_name": upstream.envs[number].real_name,
+            "checkpoint_dir": run.checkpoint_dir,
+            "starting_step": upstream.step,
+            "checkpoint_interval": run.save_checkpoint_interval,
+            "num_steps": upstream.num_steps,
+        }
+
+    def disconnect_env(self, number: int) -> dict[str, Any]:
+        """The answer to /disconnect-env."""
+        if self.upstream.started is None:
+            return {"status": "failure", "error": "'State' object has no attribute 'envs'"}
+        try:
+            self.upstream.envs[number].connected = False
+        except IndexError as unknown:
+            return {"status": "failure", "error": str(unknown)}
+        self._save_envs()
+        return {"status": "success"}
+
+    def env_status(self, number: int) -> dict[str, Any]:
+        """The answer to /status-env. Raises where the original fails."""
+        self.take_all()
+        return self.upstream.env_status(number)
+
+    def status(self) -> dict[str, int]:
+        """The answer to /status."""
+        self.take_all()
+        return self.upstream.status()
+
+    def _save_envs(self) -> None:
+        rows = enumerate(self.upstream.envs)
+        self._state.update(
+            envs=[
+                SavedEnv(number, row.real_name, row.desired_name, row.max_token_length, row.group_size, row.weight,
+                         row.min_batch_allocation, row.connected) for number, row in rows
+            ]
+        )  # fmt: skip
+
+    # -- the end ------------------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> int:
+        """As Taker's; without a registration and without a post there is nothing to forget, as in the original."""
+        self.take_all()
+        if not self.upstream.registered:
+            return 0
+        latest = self.latest()
+        discarded = super().reset()
+        self._latest = latest
+        self._outcomes.clear()
+        self._waiting.clear()
+        self._fragments = GroupAssembler(_FRAGMENTS_WAIT_S)
+        return discarded
+
+    def _held(self) -> list[Group]:
+        upstream = self.upstream
+        items = [*upstream.queue, *(item for batch in upstream.ready for item in batch)]
+        items += [item for buffer in upstream.buffers.values() for item in buffer]
+        upstream.reset()
+        self._shown = upstream.latest  # what it shows was made before its records went
+        return [item.group for item in items] + list(self._fragments)
+
+    def close(self) -> None:
+        """See Taker."""
+        for group in self._held():
+            for record in group.records:
+                record.abandon()
+        super().close()

@@ -1,0 +1,64 @@
+"""`shmbridge gateway`: the Atropos HTTP API over a bridge, for environments and trainers that speak HTTP."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+
+from shmbridge.config import check_bridge_name, parse_size
+
+HELP = "serve the Atropos HTTP API over a bridge: remote environments post into it, trainers poll /batch from it"
+EXAMPLES = """examples:
+  shmbridge gateway --bridge run1                       on http://127.0.0.1:8000
+  shmbridge gateway --bridge run1 --compat strict       the Atropos server's own numbers and order
+  SHMBRIDGE_GATEWAY_TOKEN=... shmbridge gateway --bridge run1 --host 0.0.0.0
+
+exit codes: 0 ended by a signal; 1 an error of shmbridge; 2 wrong arguments, or the address is taken"""
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `gateway`."""
+    parser.add_argument("--bridge", required=True, help="name of the bridge")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind to (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0: one that is free (default: %(default)s)")
+    parser.add_argument("--compat", choices=("default", "strict"), default="default", help="strict: the Atropos server's numbers and order")
+    parser.add_argument("--policy", choices=("fair", "atropos"), default="fair", help="how batches are formed in default mode")
+    parser.add_argument("--token", default="", help="bearer token that requests must have; better SHMBRIDGE_GATEWAY_TOKEN")
+    parser.add_argument("--lane-bytes", default="64M", help="memory of each remote environment's lane (default: %(default)s)")
+    parser.add_argument("--max-body", default="256M", help="largest body, gunzipped (default: %(default)s)")
+    parser.add_argument("--held-bytes", default="256M", help="most bytes of posts that wait for room (default: %(default)s)")
+    parser.add_argument("--post-deadline", type=float, default=240.0, metavar="S", help="how long a post waits for room")
+    parser.add_argument("--env-timeout", type=float, default=60.0, metavar="S", help="silence that costs an environment weight and lane")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until a signal ends it; the address is said on standard output."""
+    from shmbridge.consumers.gateway import listen, serve
+    from shmbridge.consumers.gateway_options import GatewayOptions
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        options = GatewayOptions(
+            bridge=check_bridge_name(arguments.bridge),
+            compat=arguments.compat,
+            policy=arguments.policy,
+            lane_bytes=parse_size(arguments.lane_bytes),
+            token=arguments.token or os.environ.get("SHMBRIDGE_GATEWAY_TOKEN", ""),
+            max_body_bytes=parse_size(arguments.max_body),
+            held_bytes=parse_size(arguments.held_bytes),
+            post_deadline_s=arguments.post_deadline,
+            env_timeout_s=arguments.env_timeout,
+        )
+        listener = listen(arguments.host, arguments.port)
+    except (ValueError, OSError) as wrong:
+        print(f"shmbridge gateway: {wrong}", file=sys.stderr)
+        return 2
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def ready() -> None:
+        print(json.dumps({"url": url, "pid": os.getpid()}) if arguments.json else f"bridge {options.bridge} is served on {url}", flush=True)
+
+    serve(options, listener, ready)
+    return 0
