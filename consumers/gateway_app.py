@@ -30,6 +30,7 @@ from shmbridge.consumers.gateway_proof import carrier_of
 from shmbridge.consumers.gateway_taker import NotRegistered
 from shmbridge.consumers.gateway_upstream import NoSuchThing
 from shmbridge.control import RequestRefused
+from shmbridge.errors import NoWeight
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ def make_app(mode: Mode) -> FastAPI:
     async def status_env(which: EnvIdentifier) -> Any:
         try:
             return await mode.env_status(which.env_id)
-        except (IndexError, ZeroDivisionError):
+        except (IndexError, NoWeight):
             return _failed()
 
     @app.get("/batch")

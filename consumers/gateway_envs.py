@@ -45,7 +45,7 @@ class RemoteEnv:
 class RemoteEnvs:
     """All of them, by the number they know themselves by."""
 
-    def __init__(self, options: GatewayOptions, state: StateFile, lane_opened: Callable[[], None]) -> None:
+    def __init__(self, options: GatewayOptions, state: StateFile, lane_opened: Callable[[str], None]) -> None:
         self._options, self._state, self._lane_opened = options, state, lane_opened
         self._table: dict[int, RemoteEnv] = {}
         self._client: AsyncControlClient | None = None
@@ -91,6 +91,9 @@ class RemoteEnvs:
     async def register(self, wish: dict[str, Any]) -> dict[str, Any]:
         """The answer to /register-env: a number, a name and a lane, or that there is no training run yet. Raises RequestRefused."""
         name = wish["desired_name"]
+        info = await self.run_info()
+        if info is None or info.run is None:
+            return _WAIT
         lane = RemoteLane(self._options, name, self._lane_opened)
         try:
             producer = await lane.open()

@@ -161,7 +161,7 @@ class DefaultMode(Mode):
     async def open(self) -> None:
         """See Mode."""
         await super().open()
-        self._envs = RemoteEnvs(self.options, self.state, lambda: self.tell(self.taker.look))
+        self._envs = RemoteEnvs(self.options, self.state, lambda lane: self.tell(self.taker.look))
         self._tasks.add(asyncio.get_running_loop().create_task(self._reap()))
 
     async def _reap(self) -> None:
@@ -266,7 +266,7 @@ class StrictMode(Mode):
         lane = self._lanes.get(known)
         if lane is None:
             name = "gateway" if known is None else self.taker.upstream.envs[known].real_name
-            lane = self._lanes[known] = RemoteLane(self.options, name)
+            lane = self._lanes[known] = RemoteLane(self.options, name, lambda lane: self.tell(self.taker.own, lane))
         return lane
 
     async def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _MOST_REMEMBERED = 20_000
 class RemoteLane:
     """A producer that is opened when it is first wanted, in a thread: reserving its memory takes a while."""
 
-    def __init__(self, options: GatewayOptions, env_name: str, opened: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, options: GatewayOptions, env_name: str, opened: Callable[[str], None]) -> None:
         self._options, self._env_name, self._opened = options, env_name, opened
         self._opening = asyncio.Lock()
         self._loader: Loader | None = None
@@ -45,7 +45,7 @@ class RemoteLane:
                 options, name = self._options, self._env_name
                 self.producer = await asyncio.to_thread(Producer, options.bridge, env_name=name, lane_bytes=options.lane_bytes)
                 self._loader = Loader(self.producer.columns, self.producer.lane_bytes)
-                self._opened()
+                self._opened(self.producer.lane_name)
             return self.producer
 
     def check(self, groups: list[dict[str, Any]]) -> None:

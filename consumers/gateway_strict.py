@@ -17,7 +17,7 @@ from shmbridge.consumers.gateway_groups import served
 from shmbridge.consumers.gateway_options import GatewayOptions
 from shmbridge.consumers.gateway_state import SavedEnv, StateFile
 from shmbridge.consumers.gateway_taker import NotRegistered, Taker
-from shmbridge.consumers.gateway_upstream import EnvRow, Item, Upstream
+from shmbridge.consumers.gateway_upstream import EnvRow, Upstream
 from shmbridge.groups import Group, GroupAssembler
 
 _FRAGMENTS_WAIT_S = 600.0
@@ -45,9 +45,9 @@ class StrictTaker(Taker):
         self.upstream: Upstream[Group] = Upstream()
         self._fragments = GroupAssembler(_FRAGMENTS_WAIT_S)
         self._outcomes: dict[tuple[str, int], int | None] = {}
-        self._awaited: set[str] = set()  # producers whose posts ask for their outcome
+        self._own: set[str] = set()  # lanes whose posts ask for their outcome
         self._waiting: Counter[str] = Counter()
-        self._shown: Item[Group] | None = None
+        self._shown: Group | None = None
 
     # -- who trains ---------------------------------------------------------------------------------------------------------------
 
@@ -57,11 +57,12 @@ class StrictTaker(Taker):
         if saved.run is not None:
             self.run, self._inherited = saved.run, True
             upstream.register(saved.run)
-            upstream.step, upstream.started = saved.step, saved.started
-            upstream.envs = [
-                EnvRow(env.desired_name, env.wandb_name, env.max_token_length, env.weight, env.group_size, env.min_batch_allocation,
-                       env.connected) for env in saved.envs
-            ]  # fmt: skip
+            upstream.queue.step, upstream.started = saved.step, saved.started
+            for env in saved.envs:
+                upstream.restore_env(
+                    EnvRow(env.desired_name, env.wandb_name, env.max_token_length, env.weight, env.group_size, env.min_batch_allocation,
+                           env.connected)
+                )  # fmt: skip
         self._become_hub()
         self.take_all()
 
@@ -73,10 +74,11 @@ class StrictTaker(Taker):
         self.take_all()
         upstream = self.upstream
         if self._inherited and self._state.saved.run != run:
-            queue = upstream.queue + [item for items in upstream.buffers.values() for item in items]
+            groups = list(upstream.queue)
             upstream.registered = False
             upstream.register(run)
-            upstream.queue = queue
+            for group in groups:
+                upstream.post(group, group.rows, group.records[0].meta.env_id)
         elif not upstream.register(run):
             self._inherited = False
             return
@@ -87,24 +89,23 @@ class StrictTaker(Taker):
     def said_run(self) -> Run | None:
         """What /info and /wandb_info tell: after a reset the length of a sequence is the only thing that is remembered."""
         upstream = self.upstream
-        return None if upstream.run is None else replace(upstream.run, batch_size=upstream.batch_size)
+        return None if upstream.run is None else replace(upstream.run, batch_size=upstream.queue.batch_size)
 
     def step(self) -> int:
         """The original's, less what was counted and is not handed out."""
-        return (self.upstream.step or 0) - len(self.upstream.ready)
+        return self.upstream.queue.step - self.upstream.formed
 
     # -- batches ------------------------------------------------------------------------------------------------------------------
 
     def _form(self) -> list[Group] | None:
         self.take_all()
-        items, formed = self.upstream.next_batch()
+        groups, formed = self.upstream.next_batch()
         for _ in range(formed):
             self._become_hub().count_batch()
-        if formed:
-            self._note_waiting()
         if not self._state.saved.started:
             self._state.update(started=True)
-        return None if items is None else [item.group for item in items]
+        self._waiting.subtract(group.producer_id for group in groups or ())
+        return groups
 
     def next_batch(self, gzip: bool) -> Any:
         """See Taker. Raises NoSuchThing where the original fails."""
@@ -126,19 +127,14 @@ class StrictTaker(Taker):
             group = self._fragments.add(record, time.monotonic())
             if group is not None:
                 meta = group.records[0].meta
-                outcome = self.upstream.post(Item(group.rows, meta.env_id, group))
-                if meta.producer_id in self._awaited:
+                self._waiting[meta.producer_id] += 1
+                outcome = self.upstream.post(group, group.rows, meta.env_id)
+                if record.lane_name in self._own:
                     self._outcomes[meta.producer_id, meta.sequence] = outcome
-        self._note_waiting()
 
-    def _note_waiting(self) -> None:
-        held = Counter(item.group.producer_id for item in self.upstream.queue)
-        self._waiting.clear()
-        self._waiting.update(held)
-
-    def await_outcomes(self, producer_id: str) -> None:
-        """Posts of this producer will ask what became of them."""
-        self._awaited.add(producer_id)
+    def own(self, lane: str) -> None:
+        """Posts into this lane will ask what became of them."""
+        self._own.add(lane)
 
     def posted(self, producer_id: str, sequences: list[int]) -> list[int | None]:
         """What the original answers for these groups: None for queued, else how many sequences are buffered."""
@@ -148,14 +144,13 @@ class StrictTaker(Taker):
 
     def latest(self) -> dict[str, Any] | None:
         """The group that was queued last; it survives its release and a reset."""
-        item = self.upstream.latest
-        if item is not None and item is not self._shown:
-            self._latest, self._shown = served(item.group, extras=False), item
+        group = self.upstream.latest
+        if group is not None and group is not self._shown:
+            self._latest, self._shown = served(group, extras=False), group
         return self._latest
 
     def _release(self, groups: list[Group]) -> None:
-        item = self.upstream.latest
-        if item is not None and any(item.group is group for group in groups):
+        if any(group is self.upstream.latest for group in groups):
             self.latest()
         super()._release(groups)
 
@@ -176,7 +171,7 @@ class StrictTaker(Taker):
             "env_id": number,
             "wandb_name": upstream.envs[number].real_name,
             "checkpoint_dir": run.checkpoint_dir,
-            "starting_step": upstream.step,
+            "starting_step": upstream.queue.step,
             "checkpoint_interval": run.save_checkpoint_interval,
             "num_steps": upstream.num_steps,
         }
@@ -186,7 +181,7 @@ class StrictTaker(Taker):
         if self.upstream.started is None:
             return {"status": "failure", "error": "'State' object has no attribute 'envs'"}
         try:
-            self.upstream.envs[number].connected = False
+            self.upstream.disconnect(number)
         except IndexError as unknown:
             return {"status": "failure", "error": str(unknown)}
         self._save_envs()
@@ -222,17 +217,16 @@ class StrictTaker(Taker):
         discarded = super().reset()
         self._latest = latest
         self._outcomes.clear()
-        self._waiting.clear()
+        self._become_hub()
         self._fragments = GroupAssembler(_FRAGMENTS_WAIT_S)
         return discarded
 
     def _held(self) -> list[Group]:
         upstream = self.upstream
-        items = [*upstream.queue, *(item for batch in upstream.ready for item in batch)]
-        items += [item for buffer in upstream.buffers.values() for item in buffer]
+        groups = [*upstream.queue, *self._fragments]
         upstream.reset()
-        self._shown = upstream.latest  # what it shows was made before its records went
-        return [item.group for item in items] + list(self._fragments)
+        self._waiting.clear()
+        return groups
 
     def close(self) -> None:
         """See Taker."""

@@ -191,23 +191,24 @@ class Taker:
     # -- the end ------------------------------------------------------------------------------------------------------------------
 
     def reset(self) -> int:
-        """Forgets the run; what lies in the lanes is discarded and counted: how many groups of it were batches without proof."""
+        """Forgets the run; what lies in the lanes, and in batches without proof, is discarded and counted: how many groups that were."""
+        self._check_no_other()  # what that one takes is not ours to discard
+        consumer = self.consumer or self._open(None, "redeliver")
+        self.run, self._inherited, self._latest, self.consumer = None, False, None, None
+        discarded = self._discard_held(consumer) + consumer.queue_groups()
+        consumer.close()
+        self._open(None, "discard").close()
+        self.counts["groups_discarded_total"] += discarded
+        return discarded
+
+    def _discard_held(self, consumer: Consumer) -> int:
         held = [group for groups in self._out.values() for group in groups] + self._held()
         self._out.clear()
         self._again.clear()
-        self.run, self._inherited, self._latest = None, False, None
-        if self.consumer is None:
-            self._check_no_other()  # what it takes is not ours to discard
-        else:
-            for group in held:
-                for record in group.records:
-                    self.consumer.discard(record, Discard.RESUME)
-            del held
-            self.consumer.close()
-        self.consumer = self._open(None, "discard")
-        discarded = int(self.consumer.stats().get("discarded_total{resume}", 0))
-        self.counts["groups_discarded_total"] += discarded
-        return discarded
+        for group in held:
+            for record in group.records:
+                consumer.discard(record, Discard.RESUME)
+        return len(held)
 
     def _held(self) -> list[Group]:
         """Groups that were taken from lanes and are in no batch that is out."""
