@@ -238,11 +238,12 @@ class RemoteEnvs:
                 log.warning("environment %s has been silent for %.0f s", env.about.wandb_name, self._options.env_timeout_s)
                 await self._leave(env)
 
-    async def forget(self) -> None:
-        """After a reset nobody is registered."""
+    def forget(self) -> None:
+        """After a reset nobody is registered, and there is no hub to say goodbye to."""
         envs, self._table = list(self._table.values()), {}
         for env in envs:
-            await self._leave(env)
+            if env.own_lane:
+                env.lane.close()
 
     def close_lanes(self) -> None:
         """Nothing more is put; what is in the lanes stays."""

@@ -83,7 +83,7 @@ class Mode(ABC):
 
     async def batch(self, carrier: Carrier, gzip: bool) -> Batch | None:
         """The next batch, out until the carrier's fate is known. Raises as Taker.next_batch."""
-        batch = await self.hub(self.taker.next_batch, gzip)
+        batch = await self.hub(self.taker.next_batch, gzip, lambda: carrier.gone)
         if batch is not None:
             carrier.carry(_Handed(self, batch.number))
         return batch
@@ -221,7 +221,7 @@ class DefaultMode(Mode):
     async def reset(self) -> None:
         """See Mode. Raises ConsumerTaken if the queue is another hub's."""
         await self.hub(self.taker.reset)
-        await self.envs.forget()
+        self.envs.forget()
         self.ledger.forget()
         self.state.forget()
 

@@ -120,7 +120,7 @@ class PostLedger:
             raise
 
     def _begin(self, post: Post, lane_of: Callable[[dict[str, Any]], RemoteLane]) -> asyncio.Task[list[tuple[str, int]]]:
-        work = asyncio.get_running_loop().create_task(self._put(post, lane_of))
+        work = asyncio.get_running_loop().create_task(self._put(post, post.posted.groups[len(post.done) :], lane_of))
         self._under_way.add(work)
         work.add_done_callback(self._ended)
         return work
@@ -130,9 +130,10 @@ class PostLedger:
         if not work.cancelled():
             work.exception()  # whoever asked may be gone
 
-    async def _put(self, post: Post, lane_of: Callable[[dict[str, Any]], RemoteLane]) -> list[tuple[str, int]]:
+    async def _put(
+        self, post: Post, todo: list[dict[str, Any]], lane_of: Callable[[dict[str, Any]], RemoteLane]
+    ) -> list[tuple[str, int]]:
         deadline = time.monotonic() + self._deadline_s
-        todo = post.posted.groups[len(post.done) :]
         lanes = [lane_of(group) for group in todo]
         for lane in lanes:
             lane.posting += 1

@@ -33,6 +33,8 @@ class Carried(Protocol):
 class Carrier(Protocol):
     """A connection, as those see it who answer on it."""
 
+    gone: bool  # nobody reads any more what is answered; any thread may look
+
     def carry(self, carried: Carried) -> None:
         """What the answer that is being made says, is to be told of its fate."""
 
@@ -42,6 +44,8 @@ class Carrier(Protocol):
 
 class Unproven:
     """Stands in where there is no connection to look at (an ASGI test client): every answer counts as read."""
+
+    gone = False
 
     def carry(self, carried: Carried) -> None:
         """Taken as read."""
@@ -64,12 +68,12 @@ class ProvingConnection(H11Protocol):
         super().__init__(*arguments, **options)
         self.app_state = {**self.app_state, "connection": self}
         self.carried: list[Carried] = []
-        self._gone = False
+        self.gone = False
         self._link: _Lingering | None = None
 
     def carry(self, carried: Carried) -> None:
         """See Carrier."""
-        if self._gone:
+        if self.gone:
             carried.unread()
         else:
             self.carried.append(carried)
@@ -94,13 +98,13 @@ class ProvingConnection(H11Protocol):
 
     def eof_received(self) -> None:
         """The peer has closed its side, in order."""
-        self._gone = True  # what is answered from now on, nobody reads
+        self.gone = True  # what is answered from now on, nobody reads
         self._settle(read=self._all_delivered())
         super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is no more; what has no proof by now never gets one."""
-        self._gone = True
+        self.gone = True
         self._settle(read=False)
         super().connection_lost(exc)
 

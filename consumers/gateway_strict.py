@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from shmbridge import Consumer, Run
 from shmbridge.consumers.gateway_groups import served
 from shmbridge.consumers.gateway_options import GatewayOptions
 from shmbridge.consumers.gateway_state import SavedEnv, StateFile
-from shmbridge.consumers.gateway_taker import NotRegistered, Taker
+from shmbridge.consumers.gateway_taker import Batch, NotRegistered, Taker
 from shmbridge.consumers.gateway_upstream import EnvRow, Upstream
 from shmbridge.groups import Group, GroupAssembler
 
@@ -107,12 +108,12 @@ class StrictTaker(Taker):
         self._waiting.subtract(group.producer_id for group in groups or ())
         return groups
 
-    def next_batch(self, gzip: bool) -> Any:
+    def next_batch(self, gzip: bool, gone: Callable[[], bool] = lambda: False) -> Batch | None:
         """See Taker. Raises NoSuchThing where the original fails."""
         if self.upstream.started is None:
             raise NotRegistered
         self.run = self.run or Run()  # whoever registers after a reset and a post announces nothing, there too
-        return super().next_batch(gzip)
+        return super().next_batch(gzip, gone)
 
     def take_all(self) -> None:
         """Queues what the lanes have, in the order in which it was committed."""

@@ -108,8 +108,12 @@ class Taker:
 
     # -- batches ------------------------------------------------------------------------------------------------------------------
 
-    def next_batch(self, gzip: bool) -> Batch | None:
+    def next_batch(self, gzip: bool, gone: Callable[[], bool] = lambda: False) -> Batch | None:
         """The batch to hand out, or None while there is none. Blocks a moment only where a post waits for room that a batch would make.
+
+        Args:
+            gzip: whether its body is to be compressed.
+            gone: whether whoever asked has gone meanwhile: then nothing is handed out.
 
         Raises:
             NotRegistered: nobody has said how large a batch is.
@@ -120,6 +124,8 @@ class Taker:
             self._check_no_other()
             raise NotRegistered
         self._become_hub()
+        if gone():
+            return None
         if self._again:
             number = heapq.heappop(self._again)
             self.counts["batches_redelivered_total"] += 1
@@ -131,11 +137,14 @@ class Taker:
             self._out[number] = groups
             self.counts["batches_total"] += 1
             self._remember_step()
+        body = b""
         try:
-            return Batch(number, encoded_batch(self._out[number], extras=self.extras, gzip=gzip))
-        except BaseException:
-            self.lost(number)
-            raise
+            body = encoded_batch(self._out[number], extras=self.extras, gzip=gzip)
+        finally:
+            if not body or gone():
+                self.lost(number)
+                body = b""
+        return Batch(number, body) if body else None
 
     def _form(self) -> list[Group] | None:
         consumer, rows = self._become_hub(), max(1, self.run.batch_size if self.run is not None else 1)

@@ -1,6 +1,6 @@
 """The state of one Atropos server: who has registered, and what it answers then. `--compat strict` promises it, odd as some of it is.
 
-The queue's arithmetic is shmbridge.atropos_policy's; this is what stands around it. Knows nothing of lanes, HTTP or records. For one thread.
+The queue's arithmetic is shmbridge.atropos_policy's; this stands around it. Knows nothing of lanes, HTTP or records. For one thread.
 """
 
 from __future__ import annotations
