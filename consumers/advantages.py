@@ -92,9 +92,14 @@ def spread_to_tokens(
     Returns:
         float32 (N,).
     """
-    lengths = np.diff(np.asarray(cu_seqlens, dtype=np.int64))
+    lengths = _lengths(cu_seqlens)
     per_token = np.repeat(np.asarray(row_values, dtype=np.float32), lengths)
     return np.where(np.asarray(loss_mask) != 0, per_token, np.float32(0.0))
+
+
+def _lengths(cu_seqlens: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    starts = np.asarray(cu_seqlens, dtype=np.int64)
+    return starts[1:] - starts[:-1]
 
 
 def override_rows(
@@ -119,7 +124,7 @@ def override_rows(
     Returns:
         float32 (N,), a new array.
     """
-    lengths = np.diff(np.asarray(cu_seqlens, dtype=np.int64))
+    lengths = _lengths(cu_seqlens)
     from_record = np.repeat(np.asarray(has_own, dtype=bool), lengths)
     chosen = np.where(from_record, np.asarray(own, np.float32), np.asarray(advantages, np.float32))
     return np.where(np.asarray(loss_mask) != 0, chosen, np.float32(0.0))

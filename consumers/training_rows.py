@@ -90,11 +90,12 @@ def prepare(
 def _trained(batch: Any) -> npt.NDArray[np.bool_]:
     """Return bool (N,): the loss mask; where a record has none, everything after its prompt."""
     prompt = np.zeros(len(batch.meta), np.int32) if batch.prompt_length is None else batch.prompt_length
-    trained = batch.position_ids >= np.repeat(prompt, batch.lengths)
+    trained: npt.NDArray[np.bool_] = batch.position_ids >= np.repeat(prompt, batch.lengths)
     if batch.loss_mask is not None:
         masked = np.repeat(batch.has("loss_mask"), batch.lengths)
         trained = np.where(masked, batch.loss_mask != 0, trained)
-    return trained & (batch.position_ids > 0)
+    predicted: npt.NDArray[np.bool_] = batch.position_ids > 0
+    return trained & predicted
 
 
 def _advantages(
