@@ -55,7 +55,7 @@ class EnvLane:
         self.is_there = True
         self._returned = asyncio.Condition()
         self._closing = False
-        self._delivered_before = 0  # into lanes that are no more
+        self._committed = self._lost = 0
         self._retry_s, self._retry_at = 0.5, 0.0
         self._sending: set[asyncio.Task[None]] = set()
         self._last_refusal, self._in_a_row = "", 0
@@ -85,7 +85,7 @@ class EnvLane:
     @property
     def records_total(self) -> int:
         """Groups committed, into this lane and those before it; without what was lost with those."""
-        return self._delivered_before + int(self._producer.stats()["records_total"])
+        return self._committed - self._lost
 
     # --- groups -------------------------------------------------------------------------------------------
 
@@ -129,6 +129,7 @@ class EnvLane:
         if sequence is None:
             self._refuse("dropped: the lane is full", passing=True)
             return
+        self._committed += 1
         self._last_refusal, self._in_a_row = "", 0
         for name in took.left_out:
             self._count(name, f"groups are delivered without {name!r}, which cannot be carried", self.left_out)
@@ -186,9 +187,9 @@ class EnvLane:
         self.is_there = False
         with suppress(ShmBridgeError, OSError):
             old.close()
-        records = old.stats()["records_total"]
-        lost = int(before["held"] + records - before["records_total"])
-        self._delivered_before += int(records) - lost
+        held = before["held"] + old.stats()["records_total"] - before["records_total"]  # closing may have found room for some
+        lost = max(0, min(int(held), self._committed - self._lost + self.unsent))  # whatever the words of an overwritten lane say
+        self._lost += lost
         self.not_delivered["in a lane that was removed"] += lost
         log.error("lane %s is lost, %s; it held %d groups that no consumer had released: counted", old.producer_id, reason, lost)
 

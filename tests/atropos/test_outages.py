@@ -14,9 +14,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge import segment
 
 pytest.importorskip("atroposlib")
 
@@ -133,20 +135,27 @@ def held(bridge: str) -> int:
     return sum(lane.held for info in shmbridge.list_bridges() if info.name == bridge for lane in info.lanes)
 
 
-async def test_a_lane_that_the_consumer_quarantined_is_replaced(attached: Callable[..., Any], bridge: str, script: ModuleType) -> None:
+async def test_a_lane_that_the_consumer_quarantined_is_replaced(
+    attached: Callable[..., Any], bridge: str, script: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "shmbridge")
     env = attached()
     with shmbridge.Consumer(bridge, run=RUN) as consumer:
         await env.register_env()
         await env._send_scored_data_to_api(script.groups_of(10))
         consumer.get(5).release()
-        lane = next(each for each in Path("/dev/shm").glob(f"shmbridge.{bridge}.l.*"))
-        with lane.open("r+b") as raw:
-            raw.write(b"\0" * 8)  # its magic
-        await env._send_scored_data_to_api(script.groups_of(20))
+        [lane] = segment.lane_names(bridge)
+        np.frombuffer(memoryview(segment.open_mapping(lane)), "<u8", 1, 0x200)[0] = 1 << 40  # its tail
         await until(lambda: consumer.poll() or consumer.stats()["lanes_quarantined"])
-        assert consumer.stats()["lanes_quarantined"]
-        await env._send_scored_data_to_api(script.groups_of(30))
+        for number in (20, 30):
+            await env._send_scored_data_to_api(script.groups_of(number))
+        await env.get_status()
+        for number in (20, 30):
+            with await consumer.get_async(5) as record:
+                assert record.to_scored_data()["tokens"] == script.groups_of(number)["tokens"]
+        assert env.env_id == record.meta.env_id + 1 == 1, "its old number goes with its old lane"
         await atropos.detach(env)
+    assert "3 groups delivered, not delivered: none" in caplog.text
 
 
 async def test_waiting_is_said_at_growing_intervals(
