@@ -18,7 +18,7 @@ GROUP = {"tokens": [[1, 2, 3, 4, 5, 6], [1, 2, 3]], "masks": [[-100, 2, 3, -100,
 def said(*rewards: list[Any]) -> list[list[dict[str, Any]]]:
     """Messages of which the assistant's have these rewards."""
     question = {"role": "user", "content": "?"}
-    return [[message for reward in row for message in (question, {"role": "assistant", "content": "!", "reward": reward})] for row in rewards]
+    return [[each for reward in row for each in (question, {"role": "assistant", "content": "!", "reward": reward})] for row in rewards]
 
 
 def test_without_being_asked_rewards_stay_in_their_messages() -> None:
