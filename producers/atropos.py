@@ -77,6 +77,9 @@ def detach(env: Any = None) -> Departure:
 
     Args:
         env: what was attached; None: everything.
+
+    Raises:
+        RuntimeError: the environment's event loop runs, and in another thread.
     """
     if _attachments is None:
         return Departure()

@@ -203,11 +203,13 @@ async def test_good_groups_and_other_reasons_in_between_do_not_end_it(
     one, two = ({**good, name: [[math.inf]] * 4} for name in ("advantages", "ref_logprobs"))
     with shmbridge.Consumer(bridge, run=RUN) as consumer:
         await env.register_env()
-        for _ in range(15):
-            for group in (one, two, one, good):
-                await env._send_scored_data_to_api(dict(group))
-            consumer.get(5).release()
-        await env.get_status()
+        for pair in ((one, good), (one, two)):
+            for _ in range(25):
+                for group in pair:
+                    await env._send_scored_data_to_api(dict(group))
+                for record in consumer.poll():
+                    record.release()
+            await env.get_status()
         await atropos.detach(env)
 
 
