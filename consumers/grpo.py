@@ -88,7 +88,12 @@ def train(
 
     saver = Saver(options.run_dir / "checkpoints", learner, tokenizer, options.keep)
     with (
-        shmbridge.Consumer(options.bridge, run=registration(options, learner.step)) as consumer,
+        shmbridge.Consumer(
+            options.bridge,
+            run=registration(options, learner.step),
+            policy=options.policy,
+            allocation_wait_s=options.allocation_wait,
+        ) as consumer,
         weights_segment(options, model) as (publish, last_version),
         MetricsLog(options.run_dir / "metrics.jsonl", wandb_run) as log,
     ):

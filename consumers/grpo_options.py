@@ -90,6 +90,20 @@ def _batch(group: argparse._ArgumentGroup) -> None:
         metavar="VERSIONS",
         help="discard groups older than this many policy versions [no limit]",
     )
+    group.add_argument(
+        "--policy",
+        choices=("fair", "atropos"),
+        default="fair",
+        help="how batches are formed: fair over environments, or as the Atropos server does: then a step has "
+        "--groups x --group-size trajectories [fair]",
+    )
+    group.add_argument(
+        "--allocation-wait",
+        type=_seconds,
+        metavar="SECONDS",
+        default=10.0,
+        help="under fair, hold a batch back so long for an environment that is promised a part of it [10]",
+    )
 
 
 def _waiting(group: argparse._ArgumentGroup) -> None:
@@ -211,6 +225,13 @@ def _not_negative(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value >= 0.0:
+        raise argparse.ArgumentTypeError(f"{value} is not a time")
     return value
 
 

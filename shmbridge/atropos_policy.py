@@ -117,11 +117,19 @@ class AtroposQueue(Generic[T]):
         return Added([part for part, _ in whole], buffer.sequences)
 
     def put_back(self, batch: Sequence[tuple[T, int, int | None]]) -> None:
-        """Returns (item, size, environment) of a batch: it comes next if it is whole, else its groups stand before all others."""
-        if sum(size for _, size, _ in batch) == self._batch_size:
-            self._formed.append([Entry(0, *each) for each in batch])
-            return
-        self._stand_first([Entry(0, *each) for each in batch])
+        """Returns (item, size, environment) of batches, one after the other: they come next if they are whole, and are no further steps.
+
+        If they are not, their groups stand before all others.
+        """
+        whole: list[list[Entry[T]]] = [[]]
+        for each in batch:
+            if sum(entry.size for entry in whole[-1]) == self._batch_size:
+                whole.append([])
+            whole[-1].append(Entry(0, *each))
+        if all(sum(entry.size for entry in each) == self._batch_size for each in whole):
+            self._formed += reversed(whole)
+        else:
+            self._stand_first([entry for each in whole for entry in each])
 
     def _stand_first(self, entries: list[Entry[T]]) -> None:
         for entry in reversed(entries):

@@ -243,6 +243,10 @@ def test_what_is_put_back_whole_comes_next_and_is_no_further_step() -> None:
     assert (ours.next_batch(), ours.step) == (["c", "d"], 2)
     ours.put_back([("c", 2, None), ("d", 2, None)])
     assert (ours.next_batch(), ours.next_batch(), ours.step) == (["c", "d"], ["a", "b"], 2)
+    ours.put_back([(name, 2, None) for name in "abcd"])
+    assert (ours.next_batch(), ours.next_batch(), ours.next_batch(), ours.step) == (["a", "b"], ["c", "d"], None, 2)
+    ours.put_back([])
+    assert ours.next_batch() is None
 
 
 def test_what_is_put_back_in_part_stands_before_all_others() -> None:

@@ -248,6 +248,14 @@ def test_the_head_that_does_not_fit_comes_first_in_the_next_batch() -> None:
     assert [bench.mix(rows=9) for _ in range(4)] == [{"a": 4}, {"b": 1}, {"b": 1}, {"a": 4}]  # what filled the rest is a debt
 
 
+def test_who_was_passed_over_is_first_before_all_others() -> None:
+    bench = Bench()
+    for producer, rows in [("a", 2), ("b", 8), ("c", 2)]:
+        bench.put(producer, 20, rows=rows)
+    assert bench.mix(rows=9) == {"a": 2, "c": 2}
+    assert bench.mix(rows=9) == {"b": 1}
+
+
 def test_behind_a_head_that_does_not_fit_one_that_does_is_found() -> None:
     bench = Bench()
     for rows in (8, 6, 4):
