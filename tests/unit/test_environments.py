@@ -2,6 +2,7 @@
 
 from shmbridge.environments import Environments
 from shmbridge.messages import Register
+from shmbridge.steering import Queued
 from shmbridge.testing.fake_hub import FakeHub
 
 
@@ -46,3 +47,48 @@ def test_a_weight_of_zero_or_less_is_not_a_division_by_zero() -> None:
     table = Environments(FakeHub())
     a = table.admit(env("gsm8k", "a", weight=-1.0)).env_id
     assert table.status(a).env_weight == 0.01
+
+
+def test_what_environments_ask_for_is_published_and_never_changed() -> None:
+    hub = FakeHub(live={"a", "b"})
+    table = Environments(hub)
+    snapshots = [table.shares]
+    a = table.admit(env("gsm8k", "a", weight=2.0, min_batch_allocation=0.25)).env_id
+    snapshots.append(table.shares)
+    b = table.admit(env("code", "b")).env_id
+    snapshots.append(table.shares)
+    table.status(a)
+    hub.live.remove("b")
+    table.status(a)
+    snapshots.append(table.shares)
+    table.forget(a)
+    snapshots.append(table.shares)
+    assert [sorted(each) for each in snapshots] == [[], ["a"], ["a", "b"], ["a"], []]
+    first = snapshots[1]["a"]
+    assert (first.env_id, first.name, first.weight, first.min_allocation, first.group_size) == (a, "gsm8k_0", 2.0, 0.25, 4)
+    assert snapshots[2]["b"].env_id == b
+
+
+class Queue:
+    """A queue that knows what lies in it."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.sizes = {int(env_id.removeprefix("env")): size for env_id, size in sizes.items()}
+
+    def by_env(self) -> dict[int | None, Queued]:
+        return {env_id: Queued(1, size, size) for env_id, size in self.sizes.items()}
+
+    def queued(self, producer_id: str) -> int:
+        return 1 if ord(producer_id) - ord("a") in self.sizes else 0
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+def test_an_environment_is_as_large_as_the_largest_of_its_groups_that_was_seen() -> None:
+    hub, queue = FakeHub(queued={"a": 1}), Queue(env0=12)
+    table = Environments(hub, queue)
+    a = table.admit(env("gsm8k", "a")).env_id
+    assert (table.status(a).self_queue_groups, table.status(a).max_group_size, table.shares["a"].group_size) == (1, 12, 12)
+    hub.queued, queue.sizes = {"a": 3}, {}
+    assert (table.status(a).self_queue_groups, table.status(a).max_group_size) == (3, 12)
