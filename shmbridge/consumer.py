@@ -310,7 +310,7 @@ class Consumer(Hub):
 
         Args:
             world_size: ranks, 1 to 1024; rank 0 may well be in this process.
-            groups: groups of a batch, over all ranks; at least one for each.
+            groups: groups of a batch, over all ranks, at least one for each; under policy "atropos" as in batches.
             mode: "sharded": every rank gets groups of its own, as many as the others and about as many tokens; "broadcast": all groups.
             max_staleness: as in batches.
             prefetch: batches formed ahead of the one that is being read.

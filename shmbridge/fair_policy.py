@@ -55,7 +55,7 @@ class FairScheduler:
         return {"allocations_missed_total": self._missed, "batches_short_total": self._short, "batches_over_total": self._over}
 
     def look_ahead(self, lanes: int) -> bool:
-        """Fair it can only be over what it sees; while nobody has asked for anything, taking from one lane after the other is fair enough."""
+        """Fair it can only be over what it sees; while nobody has asked for anything, one lane after the other is fair enough."""
         return lanes > 1 and len(self._shares()) > 0
 
     # -- coming in ----------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from shmbridge.config import Run
 from shmbridge.environments import Environments
 from shmbridge.messages import Register
+from shmbridge.steering import Queued
 
 server = pytest.importorskip("atroposlib.api.server")
 
@@ -85,3 +86,52 @@ def test_status_is_what_upstream_says(upstream: SimpleNamespace, seed: int) -> N
     assert status.max_group_size == wanted["max_group_size"]
     assert status.unallocated_fraction == pytest.approx(wanted["unallocated_fraction"])
     assert status.env_weight == pytest.approx(wanted["env_weight"])
+
+
+class Seen:
+    """Upstream's own queue, as a policy that knows what lies in it would show it."""
+
+    def __init__(self, upstream: SimpleNamespace) -> None:
+        self.upstream = upstream
+
+    def by_env(self) -> dict[int | None, Queued]:
+        sizes: dict[int | None, list[int]] = {}
+        for item in self.upstream.queue:
+            sizes.setdefault(item["env_id"], []).append(len(item["tokens"]))
+        return {env_id: Queued(len(each), sum(each), max(each)) for env_id, each in sizes.items()}
+
+    def queued(self, producer_id: str) -> int:
+        return sum(item["env_id"] == int(producer_id) for item in self.upstream.queue)
+
+    def __len__(self) -> int:
+        return len(self.upstream.queue)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_groups_of_any_size_count_as_upstream_counts_them(upstream: SimpleNamespace, seed: int) -> None:
+    """Also the second time: an environment's group size grows to the largest it was seen with, and stays so."""
+    rng = random.Random(seed)
+    hub = QueueOf(rng.choice([8, 16, 64]), rng.randrange(100), {})
+    ours = Environments(hub, Seen(upstream))
+    upstream.started, upstream.status_dict, upstream.queue = True, {"step": hub.current_step}, []
+    upstream.batchsize, upstream.save_checkpoint_interval, upstream.num_steps = hub.run.batch_size, -1, 100
+    count = rng.randint(1, 4)
+    for number in range(count):
+        asks = {
+            "max_token_length": rng.choice([512, 2048]),
+            "group_size": rng.choice([1, 2, 4, 8]),
+            "weight": rng.choice([0.1, 1.0, 2.5]),
+            "min_batch_allocation": rng.choice([None, None, 0.1, 0.5]),
+        }
+        ours.admit(Register(desired_name="env", producer_id=str(number), **asks))
+        asyncio.run(server.register_env_url(server.RegisterEnv(desired_name="env", **asks)))
+    for _ in range(6):
+        senders = [None, *range(count)]
+        upstream.queue = [{"env_id": rng.choice(senders), "tokens": [[1]] * rng.choice([1, 2, 3, 8])} for _ in range(rng.randint(0, 12))]
+        hub.queued = {str(number): sum(item["env_id"] == number for item in upstream.queue) for number in range(count)}
+        hub.queued["stranger"] = sum(item["env_id"] is None for item in upstream.queue)
+        asker = rng.randrange(count)
+        wanted = asyncio.run(server.get_status_env(server.EnvIdentifier(env_id=asker)))
+        status = ours.status(asker)
+        assert (status.queue_groups, status.self_queue_groups) == (wanted["queue_size"], wanted["self_queue_size"])
+        assert status.max_group_size == wanted["max_group_size"]

@@ -70,6 +70,15 @@ def test_a_batch_is_fair_over_what_all_lanes_hold(make_producer, make_consumer, 
     assert sum(mixes) == pytest.approx(24, abs=2)
 
 
+def test_while_nobody_asks_for_a_weight_no_more_is_taken_than_is_handed_out(make_producer, make_consumer) -> None:
+    producers, consumer = [make_producer(), make_producer()], make_consumer()
+    for number in range(10):
+        producers[number % 2].put(group(number))
+    let_go(consumer.take_groups(groups=4, timeout_s=5))
+    consumer.close()
+    assert [record.meta.redelivered for record in make_consumer().poll()] == [False] * 6
+
+
 def test_a_share_is_waited_for_without_an_error_and_then_counted(make_producer, make_consumer, register) -> None:
     """All lanes are full meanwhile, with too little of the one: that is no sizing error, since the wait has an end."""
     eager, late = make_producer(on_full="raise"), make_producer(on_full="raise")
