@@ -119,6 +119,8 @@ class FairScheduler:
                 self._formable_since_s = self.waits_until_s = _NEVER
             return None
         self._formable_since_s = self.waits_until_s = _NEVER
+        if want.groups == self._count and not needs:
+            return self._all_there_is()
         if not (needs or want.by_rows or self._returned):
             only = self._ring.only
             return self._counted_out(self._ring.serve_turns(want.size), only)
@@ -126,6 +128,16 @@ class FairScheduler:
         self._choose(chosen, needs)
         self._count_what_is_amiss(chosen, needs)
         return self._counted_out(chosen.groups)
+
+    def _all_there_is(self) -> list[Group]:
+        groups = [*self._returned, *self._ring.drain()]
+        for group in self._returned:
+            flow = self._flows[group.producer_id]
+            flow.count = flow.rows = 0
+        self._returned.clear()
+        self._count = self._rows = 0
+        groups.sort(key=_NUMBER)
+        return groups
 
     def _counted_out(self, groups: list[Group], only: Flow | None = None) -> list[Group]:
         """Oldest first, and no longer counted; `only`: they are all of that flow."""

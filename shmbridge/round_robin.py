@@ -121,6 +121,16 @@ class Ring:
                 self._ring.popleft()
         return served
 
+    def drain(self) -> list[Group]:
+        """All groups of all flows, which count nothing any more."""
+        groups: list[Group] = []
+        for flow in self._ring:
+            groups += flow.queue
+            flow.replace(deque())
+            flow.count = flow.rows = 0
+        self._ring.clear()
+        return groups
+
     def set_aside(self) -> Flow:
         """Passes over the flow whose turn it is, until `restore`: its turn is then still the next."""
         self._aside.append(self._ring.popleft())
