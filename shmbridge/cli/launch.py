@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         wanted = config.load(arguments.config)
-        plan = services.plan(wanted)
+        plan = services.plan(wanted, _gateway_parser())
     except (BadConfig, ImportError) as error:
         print(f"shmbridge: {error}", file=sys.stderr)
         return 2
@@ -37,3 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(start.as_json(plan) if arguments.json else start.as_text(plan))
         return 0
     return start.become_guardian(wanted, plan, label=f"shmbridge launch {arguments.config}", as_json=arguments.json)
+
+
+def _gateway_parser() -> argparse.ArgumentParser:
+    """What reads the flags of `shmbridge gateway`; it knows none where there is no such command."""
+    from shmbridge.cli import _COMMANDS
+
+    parser = argparse.ArgumentParser(prog="shmbridge gateway")
+    if command := _COMMANDS.get("gateway"):
+        command.prepare_parser(parser)
+    return parser

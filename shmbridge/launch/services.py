@@ -1,5 +1,6 @@
 """From a config to a plan: which programs, with which words, in which order. Starts nothing; chooses a free port if asked to."""
 
+import argparse
 import difflib
 import re
 import socket
@@ -14,8 +15,8 @@ from shmbridge.launch.flags import check_options, check_values, dotted_flags, fl
 from shmbridge.launch.plan import Check, Plan, Service
 
 
-def plan(config: Config) -> Plan:
-    """The services of a run; raises BadConfig for what only their own parsers can tell."""
+def plan(config: Config, gateway_parser: argparse.ArgumentParser) -> Plan:
+    """The services of a run; raises BadConfig for what only their own parsers can tell. `gateway_parser`: that of `shmbridge gateway`."""
     run_dir = config.run_dir or f"runs/{config.bridge}"
     notes: list[str] = []
     words = {"bridge": config.bridge, "run_dir": str(Path(run_dir).absolute())}
@@ -28,7 +29,7 @@ def plan(config: Config) -> Plan:
         words.setdefault("model", config.learner.model)
         stages.append([_learner(config, config.learner, run_dir, notes)])
     if config.gateway:
-        stages.append([_gateway(config, config.gateway, notes)])
+        stages.append([_gateway(config, config.gateway, gateway_parser, notes)])
     environments = [
         _environment(config, environment, f"environments[{place}]", name, words | {"index": str(index)})
         for place, environment in enumerate(config.environments)
@@ -89,7 +90,7 @@ def recipe_flags(atropos: Atropos) -> list[str]:
     )
 
 
-def _gateway(config: Config, gateway: Gateway, notes: list[str]) -> Service:
+def _gateway(config: Config, gateway: Gateway, parser: argparse.ArgumentParser, notes: list[str]) -> Service:
     host, port = gateway.host or "127.0.0.1", 8000 if gateway.port is None else gateway.port
     if atropos := config.trainer.atropos:
         if atropos.api_url:
@@ -99,11 +100,12 @@ def _gateway(config: Config, gateway: Gateway, notes: list[str]) -> Service:
     chosen: dict[str, Scalar] = {"bridge": config.bridge, "host": host, "port": port}
     if gateway.compat != "default":
         chosen["compat"] = gateway.compat
-    if doubly := sorted((chosen.keys() | {"compat", "token"}) & gateway.options.keys()):
-        raise BadConfig(f"gateway.options.{doubly[0]} is set by a key of its own, outside options", hint="give it once")
+    check_options("gateway.options", gateway.options, parser, ("bridge", "host", "port", "compat", "token"))
+    argv = flags(chosen | gateway.options)
+    check_values("gateway.options", argv, parser)
     return Service(
         name="gateway", role="hub", key="gateway",
-        command=[sys.executable, "-m", "shmbridge.cli", "gateway", *flags(chosen | gateway.options)],
+        command=[sys.executable, "-m", "shmbridge.cli", "gateway", *argv],
         env=_variables(gateway.env) | ({"SHMBRIDGE_GATEWAY_TOKEN": gateway.token} if gateway.token else {}),  # command lines are public
         check=Check(kind="http", url=f"http://{_reachable(host)}:{port}/status", within_s=gateway.ready_timeout, token=gateway.token),
         stop_grace_s=gateway.stop_grace,

@@ -1,5 +1,6 @@
 """The YAML file: every mistake is named by its path, with the nearest name there is; what is right becomes the commands one would type."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -29,7 +30,11 @@ def parsed(text):
 
 
 def planned(text):
-    return services.plan(parsed(text))
+    gateway = argparse.ArgumentParser(prog="shmbridge gateway")
+    for flag in ("--bridge", "--host", "--port", "--compat", "--token", "--lane-bytes"):
+        gateway.add_argument(flag)
+    gateway.add_argument("--env-timeout", type=float)
+    return services.plan(parsed(text), gateway)
 
 
 def wrong(text, reason=BadConfig):
@@ -215,6 +220,18 @@ def test_a_gateway_instead_of_the_learner():
     assert gateway.check.token == "secret"
     assert gateway.env["SHMBRIDGE_GATEWAY_TOKEN"] == "secret"  # not on a command line, which everybody can read
     assert (gateway.role, gateway.check.url, gateway.check.within_s) == ("hub", "http://127.0.0.1:8000/status", 30.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("env_timeouts: 3", "gateway.options.env_timeouts: did you mean env_timeout?"),
+        ("env_timeout: soon", "gateway.options: argument --env-timeout: invalid float value: 'soon'"),
+        ("token: x", "gateway.options.token is set by a key of its own"),
+    ],
+)
+def test_the_gateways_options_are_checked(options, said):
+    assert said in wrong(GATEWAY.replace("compat", f"options: {{{options}}}, compat"))
 
 
 def test_the_recipes_url_is_where_the_gateway_listens():
