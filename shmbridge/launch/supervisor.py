@@ -217,7 +217,7 @@ class Supervisor:
 
 def _failed(process: Process, what: str) -> LaunchFailed:
     text = f"{process.name} {what} with {process.how()}; the end of {process.log}:\n{process.last_words()}\n"
-    return LaunchFailed(text, hint="the reason should stand there")
+    return LaunchFailed(text, hint="mend what its log says, and launch again")
 
 
 def main(argv: list[str]) -> int:

@@ -39,7 +39,8 @@ def test_each_stage_waits_for_the_health_of_the_one_before_and_stops_in_reverse(
 
 
 def test_without_json_each_change_is_a_line_on_stderr(launch):
-    launch.start([launch.service("hub", "--live", 0.5, role="hub")], form="text")
+    launch.start([launch.service("hub", "--until", launch.folder / "enough", role="hub")], form="text").until_up()
+    (launch.folder / "enough").touch()
     assert launch.wait() == 0
     assert launch.output == ""
     assert "hub: starting" in launch.errors
@@ -48,7 +49,8 @@ def test_without_json_each_change_is_a_line_on_stderr(launch):
 
 
 def test_json_is_one_object_per_event_on_stdout_and_nothing_else(launch):
-    launch.start([launch.service("hub", "--live", 0.5, role="hub")])
+    launch.start([launch.service("hub", "--until", launch.folder / "enough", role="hub")]).until_up()
+    (launch.folder / "enough").touch()
     assert launch.wait() == 0
     assert launch.errors == ""
     assert launch.output == (launch.run_dir / "events.jsonl").read_text()
@@ -56,25 +58,30 @@ def test_json_is_one_object_per_event_on_stdout_and_nothing_else(launch):
 
 
 def test_a_deadline_shows_the_end_of_the_log_and_ends_the_run(launch):
-    server = launch.service("server", "--answer-after", 60, role="server", http=launch.free_port(), within_s=0.5)
+    server = launch.service("server", "--answer-after", 60, role="server", http=launch.free_port(), within_s=3)
     launch.start([server], [launch.service("env")])
     assert launch.wait() == 1
     (failed,) = launch.said("failed")
-    assert "server is not up after 0.5 s" in failed["text"]
+    assert "server is not up after 3 s" in failed["text"]
     assert "server says hello" in failed["text"]
     assert "server.ready_timeout" in failed["text"]
     assert launch.noted("start") == ["server"]
     launch.until_nothing_lives()
 
 
-@pytest.mark.parametrize(("token", "status"), [("secret", 0), ("other", 1)])
-def test_a_question_of_health_has_its_token(launch, token, status):
-    within_s = 20 if status == 0 else 0.6
-    hub = launch.service("hub", "--token", "secret", "--live", 1.5, role="hub", http=launch.free_port(), within_s=within_s)
-    hub.check.token = token
-    launch.start([hub])
-    assert launch.wait() == status
-    assert bool(launch.said("up", "hub")) == (status == 0)
+def test_a_question_of_health_has_its_token(launch):
+    hub = launch.service("hub", "--token", "secret", role="hub", http=launch.free_port(), within_s=20)
+    hub.check.token = "secret"
+    launch.start([hub]).until_up()
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 143
+
+
+def test_a_server_that_refuses_to_answer_is_not_up(launch):
+    launch.start([launch.service("hub", "--token", "secret", role="hub", http=launch.free_port(), within_s=2)])
+    launch.until(lambda: launch.noted("answers"))
+    assert launch.wait() == 1
+    assert not launch.said("up")
 
 
 def test_a_death_at_the_start_shows_log_and_status(launch):
@@ -123,9 +130,9 @@ def test_an_environment_is_restarted_with_growing_delays_until_patience_ends(lau
     launch.until_nothing_lives()
 
 
-@pytest.mark.parametrize(("status", "live"), [(2, 0.6), (1, 0.0)])
-def test_an_environment_called_wrongly_or_dead_at_once_is_not_restarted(launch, status, live):
-    env = launch.service("env", "--live", live, "--status", status, within_s=0.4)
+@pytest.mark.parametrize(("status", "live", "settle_s"), [(2, 0.6, 0.1), (1, 0.0, 20)])
+def test_an_environment_called_wrongly_or_dead_at_once_is_not_restarted(launch, status, live, settle_s):
+    env = launch.service("env", "--live", live, "--status", status, within_s=settle_s)
     launch.start([launch.service("hub", role="hub")], [env])
     assert launch.wait() == 1
     assert launch.noted("start") == ["hub", "env"]
@@ -158,9 +165,10 @@ def test_restarts_leave_no_zombie_and_no_stray(launch):
 
 @pytest.mark.parametrize("role", ["server", "hub"])
 def test_the_death_of_server_or_hub_stops_everything(launch, role):
-    server = launch.service("server", *(["--live", 1, "--status", 4] if role == "server" else []), role="server")
-    hub = launch.service("hub", *(["--live", 1, "--status", 4] if role == "hub" else []), role="hub")
-    launch.start([server], [hub], [launch.service("env")])
+    dying = ("--until", launch.folder / "enough", "--status", 4)
+    server, hub = (launch.service(each, *(dying if each == role else ()), role=each) for each in ("server", "hub"))
+    launch.start([server], [hub], [launch.service("env")]).until_up()
+    (launch.folder / "enough").touch()
     assert launch.wait() == 1
     assert f"{role} ended with status 4" in launch.said("failed")[0]["text"]
     assert set(launch.noted("SIGTERM")) == {"server", "hub", "env"} - {role}
