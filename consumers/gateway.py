@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,11 +19,17 @@ from shmbridge.consumers.gateway_options import GatewayOptions
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_FIRST_HANDED_OVER = 3
 _END_S = 5
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; who connects from now on waits for the gateway instead of being refused. Raises OSError."""
+    """A listening socket; who connects from now on waits for the gateway instead of being refused. Raises OSError.
+
+    One that systemd hands over (sd_listen_fds) is taken as it is: whoever holds it keeps clients waiting while a gateway is started again.
+    """
+    if os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1":
+        return socket.socket(fileno=_FIRST_HANDED_OVER)
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.socket(family, kind, protocol)
     try:

@@ -97,9 +97,7 @@ class RemoteEnvs:
         lane = RemoteLane(self._options, name, self._lane_opened)
         try:
             producer = await lane.open()
-            for env in list(self._table.values()):  # those an earlier gateway knew have their names first
-                if env.hub_id is None and not env.silent:
-                    await self._admit(env)
+            await self._admit_all()  # those an earlier gateway knew have their names first
             answer = await self.ask(Register(**wish, producer_id=producer.producer_id, env_id=self._free_number()))
         except BaseException as failed:
             lane.close()
@@ -166,8 +164,7 @@ class RemoteEnvs:
         env = self._table.get(number) or self._stranger(number)
         env.heard_s, env.silent = time.monotonic(), False
         try:
-            if env.hub_id is None:
-                await self._admit(env)
+            await self._admit_all()
             answer = await self._ask_status(env)
         except NoConsumer:
             answer = None
@@ -199,6 +196,12 @@ class RemoteEnvs:
         about = SavedEnv(number, f"env_{number}", f"env_{number}", run.max_token_len if run else 2048, 1, 1.0)
         env = self._table[number] = RemoteEnv(about, self.shared, own_lane=False)
         return env
+
+    async def _admit_all(self) -> None:
+        """A hub weighs an environment by all others: whoever was here before counts until it has been silent for long."""
+        for env in list(self._table.values()):
+            if env.hub_id is None and not env.silent:
+                await self._admit(env)
 
     async def _admit(self, env: RemoteEnv) -> None:
         """Registers with the hub of now, under the number and the name it has."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,9 +25,10 @@ def start_gateway(bridge: str, tmp_path: Path) -> Iterator[Callable[..., Gateway
     """Starts a gateway on the test's bridge, with more arguments; lanes of 1 MiB unless said otherwise."""
     with contextlib.ExitStack() as started:
 
-        def start(*arguments: str, lane_bytes: str = "1M") -> GatewayProcess:
+        def start(*arguments: str, lane_bytes: str = "1M", own_socket: bool = True) -> GatewayProcess:
             log = tmp_path / f"gateway{os.urandom(2).hex()}.log"
-            gateway = GatewayProcess(log, "--bridge", bridge, "--lane-bytes", lane_bytes, *arguments)
+            listener = None if own_socket else started.enter_context(socket.create_server(("127.0.0.1", 0), backlog=100))
+            gateway = GatewayProcess(log, "--bridge", bridge, "--lane-bytes", lane_bytes, *arguments, listener=listener)
             started.callback(lambda: gateway.process.poll() is None and gateway.end())
             return gateway
 

@@ -135,16 +135,20 @@ class ServerProcess(Api):
 class GatewayProcess(ServerProcess):
     """`shmbridge gateway` as a child; `restart` on the same port."""
 
-    def __init__(self, log: Path, *arguments: str) -> None:
-        self._log, self._arguments = log, arguments
+    def __init__(self, log: Path, *arguments: str, listener: socket.socket | None = None) -> None:
+        self._log, self._arguments, self._listener = log, arguments, listener
         super().__init__(self._launch)
 
     def _launch(self, port: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "shmbridge.cli", "gateway", "--json", "--port", str(port), *self._arguments]
+        handed: tuple[int, ...] = ()
+        if self._listener is not None:
+            handed = (self._listener.fileno(),)
+            command = ["bash", "-c", f'exec 3<&{handed[0]}; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"', "-", *command]
         with self._log.open("ab") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-m", "shmbridge.cli", "gateway", "--json", "--port", str(port), *self._arguments],
-                stdout=subprocess.PIPE, stderr=errors, env=os.environ | {"PYTHONPATH": str(ROOT)},
-            )  # fmt: skip
+                command, stdout=subprocess.PIPE, stderr=errors, env=os.environ | {"PYTHONPATH": str(ROOT)}, pass_fds=handed
+            )
         line = process.stdout.readline()
         assert line, self.output
         self.url = json.loads(line)["url"]
