@@ -103,15 +103,19 @@ class Environment(Struct, kw_only=True):
 
 
 class Atropos(Struct, kw_only=True):
-    """The recipe's keys and defaults: times in seconds; `retry_delay` is the first one, `max_wait_time` the sum for a batch."""
+    """The recipe's keys: times in seconds; `retry_delay` is the first one, `max_wait_time` the sum for a batch.
+
+    Without any of the four that limit the waiting, the learner waits as long as it takes: a group's rollouts may take longer than the 30 s
+    that the recipe waits by default.
+    """
 
     api_url: str = ""
-    timeout: Seconds = 30.0
+    timeout: Annotated[float, Meta(gt=0)] | None = None
     use_advantages: bool = True
     fallback_to_grpo: bool = True
-    retry_attempts: Annotated[int, Meta(ge=0)] = 10
-    retry_delay: Seconds = 0.5
-    max_wait_time: Seconds = 30.0
+    retry_attempts: Count | None = None
+    retry_delay: Seconds | None = None
+    max_wait_time: Annotated[float, Meta(gt=0)] | None = None
 
 
 class Trainer(Struct, kw_only=True):

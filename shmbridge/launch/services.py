@@ -77,17 +77,16 @@ def _learner(config: Config, learner: Learner, run_dir: str, notes: list[str]) -
 
 
 def recipe_flags(atropos: Atropos) -> list[str]:
-    """The recipe's keys as flags of the learner, those at their default too: the section is given whole or not at all."""
+    """The recipe's keys, as far as they are given, as flags of the learner."""
     words = [] if atropos.use_advantages else ["--no-use-advantages"]
     words += [] if atropos.fallback_to_grpo else ["--no-fallback-to-grpo"]
-    return words + flags(
-        {
-            "batch-timeout": atropos.timeout,
-            "batch-attempts": atropos.retry_attempts,
-            "batch-retry-delay": atropos.retry_delay,
-            "max-wait-time": atropos.max_wait_time,
-        }
-    )
+    limits = {
+        "batch-timeout": atropos.timeout,
+        "batch-attempts": atropos.retry_attempts,
+        "batch-retry-delay": atropos.retry_delay,
+        "max-wait-time": atropos.max_wait_time,
+    }
+    return words + flags({name: limit for name, limit in limits.items() if limit is not None})
 
 
 def _gateway(config: Config, gateway: Gateway, parser: argparse.ArgumentParser, notes: list[str]) -> Service:

@@ -78,8 +78,8 @@ def test_all_unknown_keys_are_named_at_once():
     [
         (RIGHT.replace("steps: 10", "steps: many"), "learner.steps: expected int, got str"),
         (RIGHT.replace("steps: 10", "steps: 0"), "learner.steps: expected int >= 1"),
-        (RIGHT + "trainer: {atropos: {timeout: soon}}", "trainer.atropos.timeout: expected float, got str"),
-        (RIGHT + "trainer: {atropos: {timeout: -1}}", "trainer.atropos.timeout: expected float >= 0.0"),
+        (RIGHT + "trainer: {atropos: {timeout: soon}}", "trainer.atropos.timeout: expected float | null, got str"),
+        (RIGHT + "trainer: {atropos: {timeout: -1}}", "trainer.atropos.timeout: expected float > 0.0"),
         (RIGHT + "trainer: {atropos: {use_advantages: 1}}", "trainer.atropos.use_advantages: expected bool, got int"),
         (RIGHT.replace("script: SCRIPT", "script: SCRIPT, on_full: wait"), "environments[0].on_full: invalid enum value 'wait'"),
         (RIGHT.replace("script: SCRIPT", "script: SCRIPT, lane_bytes: big"), "environments[0].lane_bytes: 'big' is not a size"),
@@ -143,10 +143,10 @@ trainer:
     )
 
 
-def test_the_recipes_section_as_it_stands_there_has_its_defaults_and_its_url_is_not_used():
-    plan = planned(RIGHT + "trainer: {atropos: {api_url: http://localhost:9001}}")
+def test_of_the_recipes_keys_only_those_given_limit_the_wait_and_its_url_is_not_used():
+    plan = planned(RIGHT + "trainer: {atropos: {api_url: http://localhost:9001, timeout: 30}}")
     said = command(plan, "learner")
-    assert said.endswith("--batch-timeout 30.0 --batch-attempts 10 --batch-retry-delay 0.5 --max-wait-time 30.0")
+    assert said.endswith("--batch-timeout 30.0")
     assert "advantages" not in said
     assert "fallback" not in said
     assert "9001" not in said
