@@ -5,6 +5,7 @@ and ranks.py.
 """
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -82,8 +83,8 @@ class BatchAssembly:
         self, want: Want, *, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None
     ) -> Iterator[Batch]:
         """See Consumer.batches. Checks its arguments at once, not at the first `next`."""
-        if prefetch < 0 or (max_staleness is not None and max_staleness < 0):
-            raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}: at least 0 each")
+        if min(prefetch, max_staleness or 0, timeout_s or 0) < 0:
+            raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}, timeout_s={timeout_s}: at least 0 each")
         if layout not in ("padded", "packed") or hold not in ("step", "gather"):
             raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step" or "gather"')
         return self._iterate(want, layout, max_staleness, prefetch, hold, timeout_s)
@@ -121,7 +122,7 @@ class BatchAssembly:
             batch = self._form(want, layout, max_staleness, threading.Event(), deadline_s)
             if batch is not None or time.monotonic() < deadline_s or self._closed or self._consumer._drained():
                 return batch
-        except TimeoutError:
+        except queue.Empty:
             pass
         raise ConsumerEmpty(
             f"no batch of {want} within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living producer, "

@@ -36,11 +36,8 @@ class Prefetcher:
                 return
 
     def next(self, timeout_s: float | None = None) -> Batch | None:
-        """The next batch, waiting for it; None once there are no more. Raises what forming it raised, and TimeoutError."""
-        try:
-            batch = self._ready.get(timeout=timeout_s)
-        except queue.Empty:
-            raise TimeoutError from None
+        """The next batch, waiting for it; None once there are no more. Raises what forming it raised; queue.Empty if it takes too long."""
+        batch = self._ready.get(timeout=timeout_s)
         if isinstance(batch, BaseException):
             raise batch
         self._room.release()

@@ -245,7 +245,9 @@ def test_close_ends_an_iteration_that_waits(consumer) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"groups": 0}, {"prefetch": -1}, {"max_staleness": -1}, {"layout": "ragged"}, {"hold": "ever"}], ids=str
+    "options",
+    [{"groups": 0}, {"rows": 0}, {"prefetch": -1}, {"max_staleness": -1}, {"timeout_s": -1}, {"layout": "ragged"}, {"hold": "ever"}],
+    ids=str,
 )
 def test_arguments_are_checked_at_once(consumer, options) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
