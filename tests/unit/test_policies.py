@@ -310,6 +310,22 @@ def test_atropos_tells_environments_upstreams_numbers(make_producer, make_consum
     assert status(env_ids[0]).self_queue_groups == before + 1
 
 
+def test_a_dead_environments_allocation_does_not_stop_atropos(make_producer, make_consumer, register, status, until) -> None:
+    """Upstream never learns of a death; here the environment goes when another asks how things are."""
+    lives, dies = make_producer(), make_producer()
+    consumer = make_consumer(run=shmbridge.Run(batch_size=2), policy="atropos")
+    env_id, _ = register(lives), register(dies, min_batch_allocation=0.5)
+    for number in range(2):
+        lives.put(group(number, env_id=env_id))
+    assert status(env_id).unallocated_fraction == 0.5  # both were seen alive
+    assert consumer.take_groups(timeout_s=0.1) is None
+    dies.close()
+    until(lambda: status(env_id).unallocated_fraction == 1.0)
+    taken = consumer.take_groups(timeout_s=5)
+    assert firsts(taken) == [0, 1]
+    let_go(taken)
+
+
 def test_atropos_needs_a_run(make_consumer) -> None:
     with pytest.raises(ValueError, match="announce a run"):
         make_consumer(policy="atropos").batches()
@@ -331,10 +347,12 @@ def test_ranks_get_every_group_once(make_producer, make_consumer, make_rank, pol
     producers = [make_producer(), make_producer()]
     server = consumer.serve_ranks(2, groups=4)
     seen: list[list[int]] = [[], []]
+    rows: set[int] = set()
 
     def read(number: int, rank) -> None:
         for batch in rank.batches(timeout_s=20):
             seen[number] += batch.tokens[::2].tolist()
+            rows.add(batch.manifest.batch_rows)
 
     threads = [threading.Thread(target=read, args=(number, make_rank(number, 2))) for number in range(2)]
     for thread in threads:
@@ -346,4 +364,4 @@ def test_ranks_get_every_group_once(make_producer, make_consumer, make_rank, pol
         thread.join()
     assert server.wait(5)
     assert sorted(seen[0] + seen[1]) == list(range(16))
-    assert Counter(map(len, seen)) == {8: 2}
+    assert (Counter(map(len, seen)), rows) == ({8: 2}, {8})
