@@ -102,7 +102,7 @@ class LaneFull(ShmBridgeError, TimeoutError):
 
 
 class ConsumerEmpty(ShmBridgeError, TimeoutError):
-    """No record came within the time allowed."""
+    """No record came, or no batch could be formed, within the time allowed."""
 
     code = "SB302"
 
