@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _FIRST_HANDED_OVER = 3
-_END_S = 5
+_END_S = 2  # for answers under way; a client that keeps its connection open is not waited for longer
 
 
 def listen(host: str, port: int) -> socket.socket:

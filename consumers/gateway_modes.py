@@ -93,8 +93,8 @@ class Mode(ABC):
         await self.hub(self.taker.register, run)
 
     @abstractmethod
-    async def post(self, posted: Posted, carrier: Carrier) -> list[int | None]:
-        """Puts a body's groups. Per group: None for queued, or how many sequences of its environment are buffered. Raises Refused."""
+    async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> list[int | None]:
+        """Puts a body's groups; it has waited for so long already. Per group: None for queued, or how many sequences of its environment are buffered. Raises Refused."""
 
     @abstractmethod
     async def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:
@@ -177,10 +177,10 @@ class DefaultMode(Mode):
         await super().register(run)
         self.envs.hub_came()
 
-    async def post(self, posted: Posted, carrier: Carrier) -> list[int | None]:
+    async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> list[int | None]:
         """See Mode."""
         count, last = len(posted.groups), posted.groups[-1] if posted.groups else None
-        await self.ledger.take(posted, self._lane_of, carrier)
+        await self.ledger.take(posted, self._lane_of, carrier, waited_s)
         self._latest = last or self._latest
         return [None] * count
 
@@ -251,10 +251,10 @@ class StrictMode(Mode):
         self.taker = StrictTaker(options, self.state)
         self._lanes: dict[int | None, RemoteLane] = {}
 
-    async def post(self, posted: Posted, carrier: Carrier) -> list[int | None]:
+    async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> list[int | None]:
         """See Mode."""
         count = len(posted.groups)
-        places = await self.ledger.take(posted, self._lane_of, carrier)
+        places = await self.ledger.take(posted, self._lane_of, carrier, waited_s)
         outcomes: list[int | None] = []
         for producer_id, sequence in places[-count:] if count else []:
             outcomes += await self.hub(self.taker.posted, producer_id, [sequence])
@@ -266,7 +266,7 @@ class StrictMode(Mode):
         lane = self._lanes.get(known)
         if lane is None:
             name = "gateway" if known is None else self.taker.upstream.envs[known].real_name
-            lane = self._lanes[known] = RemoteLane(self.options, name, lambda lane: self.tell(self.taker.own, lane))
+            lane = self._lanes[known] = RemoteLane(self.options, name, self.taker.own)
         return lane
 
     async def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:

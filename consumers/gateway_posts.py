@@ -91,9 +91,9 @@ class PostLedger:
         self.waiting = 0  # posts that wait for room
 
     async def take(
-        self, posted: Posted, lane_of: Callable[[dict[str, Any]], RemoteLane], carrier: Carrier
+        self, posted: Posted, lane_of: Callable[[dict[str, Any]], RemoteLane], carrier: Carrier, waited_s: float
     ) -> list[tuple[str, int]]:
-        """Puts all groups of a body; (producer, sequence) of each. Waits for room until the deadline.
+        """Puts all groups of a body; (producer, sequence) of each. Waits for room until the deadline, of which some may be gone already.
 
         If whoever asks is gone, the groups are put all the same, or counted as dropped; the same body again gets the same answer.
 
@@ -104,12 +104,12 @@ class PostLedger:
         post = self._recall(posted.digest)
         if post is None:
             post = Post(self, posted)
-            post.work = self._begin(post, lane_of)
+            post.work = self._begin(post, lane_of, waited_s)
         else:
             self.counts["posts_repeated_total"] += 1
             if post.work is None or (post.work.done() and post.work.exception() is not None):
                 post.posted = posted
-                post.work = self._begin(post, lane_of)
+                post.work = self._begin(post, lane_of, waited_s)
         carrier.carry(post)
         assert post.work is not None
         try:
@@ -119,8 +119,11 @@ class PostLedger:
                 self.remember(post)
             raise
 
-    def _begin(self, post: Post, lane_of: Callable[[dict[str, Any]], RemoteLane]) -> asyncio.Task[list[tuple[str, int]]]:
-        work = asyncio.get_running_loop().create_task(self._put(post, post.posted.groups[len(post.done) :], lane_of))
+    def _begin(
+        self, post: Post, lane_of: Callable[[dict[str, Any]], RemoteLane], waited_s: float
+    ) -> asyncio.Task[list[tuple[str, int]]]:
+        deadline = time.monotonic() + self._deadline_s - waited_s
+        work = asyncio.get_running_loop().create_task(self._put(post, post.posted.groups[len(post.done) :], lane_of, deadline))
         self._under_way.add(work)
         work.add_done_callback(self._ended)
         return work
@@ -131,9 +134,8 @@ class PostLedger:
             work.exception()  # whoever asked may be gone
 
     async def _put(
-        self, post: Post, todo: list[dict[str, Any]], lane_of: Callable[[dict[str, Any]], RemoteLane]
+        self, post: Post, todo: list[dict[str, Any]], lane_of: Callable[[dict[str, Any]], RemoteLane], deadline: float
     ) -> list[tuple[str, int]]:
-        deadline = time.monotonic() + self._deadline_s
         lanes = [lane_of(group) for group in todo]
         for lane in lanes:
             lane.posting += 1

@@ -134,7 +134,7 @@ class StrictTaker(Taker):
                     self._outcomes[meta.producer_id, meta.sequence] = outcome
 
     def own(self, lane: str) -> None:
-        """Posts into this lane will ask what became of them."""
+        """Posts into this lane will ask what became of them. Any thread."""
         self._own.add(lane)
 
     def posted(self, producer_id: str, sequences: list[int]) -> list[int | None]:

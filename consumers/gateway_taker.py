@@ -235,6 +235,7 @@ class Taker:
             self.consumer = None
 
     def stats(self) -> dict[str, float]:
-        """Counters, and the consumer's own."""
+        """Counters, and the consumer's own. Any thread."""
         own = {**self.counts, "batches_out": len(self._out), "batches_to_serve_again": len(self._again)}
-        return own | ({f"bridge_{key}": value for key, value in self.consumer.stats().items()} if self.consumer is not None else {})
+        consumer = self.consumer
+        return own | ({f"bridge_{key}": value for key, value in consumer.stats().items()} if consumer is not None else {})

@@ -59,6 +59,7 @@ ALLOWED = {
     "pyarrow": ("shmbridge",),
     "matplotlib": ("shmbridge.consumers", "shmbridge.bench"),
     "yaml": ("shmbridge.launch",),
+    **dict.fromkeys(("fastapi", "uvicorn", "starlette", "pydantic", "h11"), ("shmbridge.consumers",)),
     **dict.fromkeys(("faster_fifo", "iceoryx2", "transfer_queue", "tensordict"), ("shmbridge.bench.baselines",)),
 }
 

@@ -1,0 +1,265 @@
+"""What a gateway refuses, what it lets wait, and that nothing of either is half done or uncounted."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import requests
+from gateway_clients import Api, GatewayProcess, RawClient, group, marks
+
+import shmbridge
+
+JSON = {"content-type": "application/json"}
+
+
+def post_raw(api: Api, body: bytes | str, path: str = "/scored_data", **headers: str) -> requests.Response:
+    return api.post(path, data=body, headers=JSON | {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+MALFORMED = {
+    "not json": ("{", "the body is not a group"),
+    "a list": ("[]", "the body is not a group"),
+    "empty": ("", "the body is not a group"),
+    "not utf-8": (b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": "\xff"}', "the body is not a group"),
+    "no scores": ('{"tokens": [[1]], "masks": [[1]]}', "no scores"),
+    "nothing": ("{}", "no tokens and no masks and no scores"),
+    "no rows": ('{"tokens": [], "masks": [], "scores": []}', "`tokens` has no rows"),
+    "text for a token": ('{"tokens": [[1, "x"]], "masks": [[1]], "scores": [1]}', "tokens[0][1]"),
+    "a token too large": ('{"tokens": [[1, 3000000000]], "masks": [[1]], "scores": [1]}', "tokens[0][1]"),
+    "NaN": ('{"tokens": [[1]], "masks": [[1]], "scores": [NaN]}', "scores[0] is nan"),
+    "infinity deep inside": (
+        json.dumps(group(0) | {"overrides": [{"a": [1, float("-inf")]}]}), "overrides[0].a[1] is -inf"
+    ),
+    "a number beyond doubles": ('{"tokens": [[1]], "masks": [[1]], "scores": [1e999]}', "scores[0] is inf"),
+    "beyond float32": ('{"tokens": [[1]], "masks": [[1]], "scores": [1], "advantages": [[1e39]]}', "advantages[0][0]"),
+    "messages without role": ('{"tokens": [[1]], "masks": [[1]], "scores": [1], "messages": [[{"content": "x"}]]}', "messages[0][0]"),
+    "a negative number": ('{"tokens": [[1]], "masks": [[1]], "scores": [1], "env_id": -1}', "env_id"),
+    "a null row": ('{"tokens": [[1]], "masks": [null], "scores": [1]}', "masks[0]"),
+    "too large for a lane": (json.dumps({"tokens": [[1] * 300_000], "masks": [[1] * 300_000], "scores": [1.0]}), "half of the lane"),
+}  # fmt: skip
+
+
+def test_a_malformed_body_is_422_with_the_reason(gateway: GatewayProcess):
+    """And alone, or as the last of a list whose other groups are good, it leaves nothing behind."""
+    gateway.start(batch_size=4)
+    for name, (body, reason) in MALFORMED.items():
+        answer = post_raw(gateway, body)
+        assert answer.status_code == 422, name
+        assert reason in answer.json()["detail"], (name, answer.text)
+        raw = body if isinstance(body, bytes) else body.encode()
+        answer = post_raw(gateway, b"[" + json.dumps(group(1)).encode() + b"," + raw + b"]", "/scored_data_list")
+        assert answer.status_code == 422, name
+    assert gateway.batch_marks() is None
+    assert gateway.stats()["groups_total"] == 0
+    assert gateway.stats()["refused_total"] == 2 * len(MALFORMED)
+    gateway.put(7)
+    assert gateway.until_batch() == [7]
+
+
+def test_gzip_both_ways(gateway: GatewayProcess):
+    gateway.start(batch_size=8)
+    packed = gzip.compress(json.dumps([group(0), group(1)]).encode())
+    assert post_raw(gateway, packed, "/scored_data_list", content_encoding="gzip").json()["groups_processed"] == 2
+    two_members = gzip.compress(json.dumps(group(2)).encode()[:50]) + gzip.compress(json.dumps(group(2)).encode()[50:])
+    assert post_raw(gateway, two_members, content_encoding="gzip").status_code == 200
+    found = gateway.get("/batch", headers={"accept-encoding": "gzip"})
+    assert found.headers["content-encoding"] == "gzip"
+    assert marks(found.json()["batch"]) == [0, 1]
+    for bad in (b"no gzip", packed[:-10], packed + b"rest"):
+        answer = post_raw(gateway, bad, "/scored_data_list", content_encoding="gzip")
+        assert (answer.status_code, "gzip" in answer.text) == (400, True)
+
+
+def test_bodies_have_a_limit_after_gunzip_too(start_gateway: Callable[..., GatewayProcess]):
+    """A bomb is not unpacked beyond the limit; a body that says its length is refused before it is read."""
+    gateway = start_gateway("--max-body", "1M")
+    gateway.start()
+    before = resident_bytes(gateway)
+    bomb = gzip.compress(b" " * (400 << 20), 9)
+    assert len(bomb) < 1 << 20
+    assert post_raw(gateway, bomb, content_encoding="gzip").status_code == 413
+    assert post_raw(gateway, b" " * (2 << 20)).status_code == 413
+    assert gateway.post("/register", data=b" " * (2 << 20), headers=JSON).status_code == 413
+    client = RawClient(gateway)
+    client.ask("/scored_data", "content-length: 99999999999", method="POST")
+    assert b"413" in client.socket.recv(100)
+    client.close()
+    assert resident_bytes(gateway) - before < 64 << 20
+    gateway.put(0)
+
+
+def resident_bytes(gateway: GatewayProcess) -> int:
+    with open(f"/proc/{gateway.pid}/statm") as words:
+        return int(words.read().split()[1]) * 4096
+
+
+def test_a_token(start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch):
+    """Every route wants it, before it reads anything."""
+    monkeypatch.setenv("SHMBRIDGE_GATEWAY_TOKEN", "secret")
+    gateway = start_gateway()
+    for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer secret2"}):
+        for path in ("/batch", "/stats", "/reset_data", "/docs"):
+            answer = gateway.get(path, headers=header)
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert gateway.post("/scored_data", group(0), headers=header).status_code == 401
+    assert gateway.get("/stats", headers={"authorization": "Bearer secret"}).json()["posts_total"] == 0
+
+
+def test_pages_of_other_sites_are_kept_out(gateway: GatewayProcess):
+    """A browser says whence a request comes; a page must not be able to reset a run that happens to be on this machine."""
+    gateway.start()
+    gateway.put(0)
+    for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+        assert gateway.get("/info", headers={"sec-fetch-site": site}).status_code == status
+    assert gateway.get("/reset_data", headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert gateway.get("/status").json()["queue_size"] == 1
+
+
+def big(mark: int) -> dict[str, Any]:
+    """A group of which two fill a lane of 1 MiB."""
+    return {"tokens": [[mark, *[1] * 80_000]], "masks": [[-100, *[1] * 80_000]], "scores": [1.0]}
+
+
+def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    return thread, found
+
+
+def test_a_post_is_held_while_its_lane_is_full(gateway: GatewayProcess):
+    """Others go on meanwhile; it is answered when a batch was read, and comes once."""
+    gateway.start(batch_size=1)
+    slow, quick = (gateway.register_env(name)["env_id"] for name in ("slow", "quick"))
+    sent = 0
+    while gateway.stats()["posts_waiting"] == 0:
+        held = in_thread(lambda mark=sent: gateway.post("/scored_data", big(mark) | {"env_id": slow}))
+        sent += 1
+        held[0].join(0.5)
+        assert sent < 10
+    assert held[0].is_alive()
+    assert gateway.env_status(slow)["self_queue_size"] == sent
+    gateway.put(100, rows=1, env_id=quick)
+    found: list[int] = []
+    while len(found) < sent + 1:
+        found += gateway.until_batch()
+    held[0].join()
+    assert held[1][0].json() == {"status": "received"}
+    assert sorted(found) == [*range(sent), 100]
+
+
+def test_past_the_deadline_503_counted_and_whole_again_when_sent_again(start_gateway: Callable[..., GatewayProcess]):
+    """A list that went in by half goes on where it was, when the client sends it again."""
+    gateway = start_gateway("--post-deadline", "0.3")
+    gateway.register(batch_size=1)
+    posted = [big(mark) for mark in range(5)]
+    answer = gateway.post("/scored_data_list", posted)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "SB" in answer.json()["detail"]
+    first = gateway.stats()
+    assert first["posts_timed_out_total"] == 1
+    assert first["refused_total{lane full}"] == 1
+    assert 0 < first["groups_total"] < 5
+    assert first["bridge_dropped_total{timeout}"] in (0, 1)  # once the consumer has seen the lane
+    found: list[int] = []
+    while len(found) < first["groups_total"]:
+        found += gateway.until_batch()
+    deadline = time.monotonic() + 30
+    while (again := gateway.post("/scored_data_list", posted)).status_code == 503:
+        assert time.monotonic() < deadline
+        found += gateway.batch_marks() or []
+    assert again.json() == {"status": "received", "groups_processed": 5}
+    while len(found) < 5:
+        found += gateway.until_batch()
+    assert found == list(range(5))
+    assert gateway.batch_marks() is None
+
+
+def test_a_poster_that_goes_while_it_waits_has_posted(gateway: GatewayProcess):
+    """Its group goes in when there is room; sent again meanwhile, it is the same one."""
+    gateway.start(batch_size=1)
+    sent = 0
+    while gateway.stats()["posts_waiting"] == 0:
+        client = RawClient(gateway)
+        client.ask("/scored_data", "content-type: application/json", body=json.dumps(big(sent)).encode(), method="POST")
+        gateway.until("posts_total", sent + 1)
+        settled = time.monotonic() + 0.5
+        while time.monotonic() < settled and gateway.stats()["groups_total"] != sent + 1:
+            time.sleep(0.01)
+        client.reset() if gateway.stats()["posts_waiting"] else client.close()
+        sent += 1
+    again, answer = in_thread(lambda: gateway.post("/scored_data", big(sent - 1)))
+    gateway.until("posts_repeated_total", 1)
+    found: list[int] = []
+    while len(found) < sent:
+        found += gateway.until_batch()
+    again.join()
+    assert answer[0].json() == {"status": "received"}
+    assert found == list(range(sent))
+    assert gateway.batch_marks() is None
+
+
+def test_a_batch_that_the_lanes_cannot_hold_is_said(gateway: GatewayProcess):
+    """Posts would wait for a batch, and the batch for posts: the trainer is told the numbers instead."""
+    gateway.register(batch_size=64)
+    with requests.Session() as session:
+        held = [in_thread(lambda mark=mark: session_post(gateway, mark)) for mark in range(4)]
+        deadline = time.monotonic() + 30
+        while (answer := session.get(gateway.url + "/batch")).status_code == 200:
+            assert answer.json() == {"batch": None}
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    assert answer.status_code == 507
+    assert "lane_bytes" in answer.json()["detail"]
+    gateway.end(signal.SIGTERM)
+    for thread, _ in held:
+        thread.join()
+
+
+def session_post(gateway: Api, mark: int) -> None:
+    with contextlib.suppress(requests.ConnectionError):
+        gateway.post("/scored_data", big(mark), timeout=60)
+
+
+def test_a_signal_ends_it_in_order(gateway: GatewayProcess, bridge: str):
+    """Posts that wait are answered, what is in the lanes stays, the code is 0."""
+    gateway.register(batch_size=64)
+    held = [in_thread(lambda mark=mark: gateway.post("/scored_data", big(mark))) for mark in range(4)]
+    deadline = time.monotonic() + 20
+    while gateway.stats()["posts_waiting"] == 0 or gateway.stats()["posts_total"] < 4:
+        assert time.monotonic() < deadline
+    inside = gateway.stats()["groups_total"]
+    assert gateway.end(signal.SIGTERM) == 0
+    statuses = sorted(answers[0].status_code for thread, answers in held if not thread.join())
+    assert statuses == [200] * int(inside) + [503] * (4 - int(inside))
+    with shmbridge.Consumer(bridge) as consumer:
+        assert sum(1 for record in consumer.poll() if not record.release()) == inside
+
+
+def test_bodies_in_memory_have_a_limit(start_gateway: Callable[..., GatewayProcess]):
+    """With that much waiting for room, further posts are not even read, and are refused past the deadline."""
+    gateway = start_gateway("--held-bytes", "1K", "--post-deadline", "1")
+    gateway.register(batch_size=64)
+    held = [in_thread(lambda mark=mark: gateway.post("/scored_data", big(mark)).status_code) for mark in range(6)]
+    for thread, _ in held:
+        thread.join()
+    refused = gateway.stats()
+    assert sorted({answers[0] for _, answers in held}) == [200, 503]
+    assert refused["refused_total{held bytes}"] + refused["posts_timed_out_total"] == refused["refused_total"]
+    assert refused["held_bytes"] == 0
+
+
+def test_it_listens_to_this_machine_only_unless_told_otherwise(gateway: GatewayProcess):
+    assert gateway.url.startswith("http://127.0.0.1:")
+    port = f":{gateway.address[1]:04X}"
+    with open("/proc/net/tcp") as table:
+        rows = [row.split() for row in table if f"{port} " in row.split()[1] + " " and row.split()[3] == "0A"]
+    assert [row[1] for row in rows] == [f"0100007F{port}"]
