@@ -13,6 +13,8 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -83,6 +85,24 @@ class Refusals:
         if refused.status == 401:
             headers["www-authenticate"] = "Bearer"
         return _json({"detail": refused.detail}, status=refused.status, headers=headers)
+
+
+class Timing:
+    """How long posts and batches take, as `api_perf/...`, where shmbridge.metrics is there to count it."""
+
+    def __init__(self) -> None:
+        self._window: Any = None
+        if find_spec("shmbridge.metrics") is not None:
+            self._window = import_module("shmbridge.metrics").LatencyWindow()
+
+    def add(self, scope: Any, items: int = 1, failed: bool = False) -> None:
+        """A request is answered now."""
+        if self._window is not None:
+            self._window.add(time.monotonic() - scope["arrived_s"], items=items, failed=failed)
+
+    def metrics(self) -> dict[str, float]:
+        """The figures; none before the first request."""
+        return self._window.metrics() if self._window is not None else {}
 
 
 class Gate:
@@ -163,7 +183,7 @@ def _replay(body: bytes, receive: Any) -> Callable[[], Awaitable[Any]]:
 def make_app(mode: Mode) -> FastAPI:
     """The application of one gateway, which must be open while it serves."""
     options = mode.options
-    refusals, held = Refusals(), HeldBytes(options.held_bytes)
+    refusals, held, timing = Refusals(), HeldBytes(options.held_bytes), Timing()
     strict = options.compat == "strict"
     parsers = ThreadPoolExecutor(2, "shmbridge-gateway-parser")
     app = FastAPI(title="shmbridge gateway", strict_content_type=False)
@@ -243,7 +263,13 @@ def make_app(mode: Mode) -> FastAPI:
         body = await request.body()
         loop = asyncio.get_running_loop()
         posted = await loop.run_in_executor(parsers, lambda: gateway_bodies.read_post(body, many=many, extras=not strict))
-        return await mode.post(posted, carrier_of(request.scope), time.monotonic() - request.scope["arrived_s"])
+        items, failed = sum(len(group["tokens"]) for group in posted.groups), True
+        try:
+            outcomes = await mode.post(posted, carrier_of(request.scope), time.monotonic() - request.scope["arrived_s"])
+            failed = False
+        finally:
+            timing.add(request.scope, items, failed)
+        return outcomes
 
     @app.post("/scored_data")
     async def scored_data(request: Request) -> Any:
@@ -266,7 +292,7 @@ def make_app(mode: Mode) -> FastAPI:
     @app.get("/stats")
     async def stats() -> Response:
         reasons = {f"refused_total{{{kind}}}": count for kind, count in sorted(refusals.counts.items())}
-        return _json({**mode.stats(), **reasons, "refused_total": refusals.counts.total(), "held_bytes": held.held})
+        return _json({**mode.stats(), **reasons, "refused_total": refusals.counts.total(), "held_bytes": held.held, **timing.metrics()})
 
     return app
 

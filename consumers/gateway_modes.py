@@ -94,7 +94,10 @@ class Mode(ABC):
 
     @abstractmethod
     async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> list[int | None]:
-        """Puts a body's groups; it has waited for so long already. Per group: None for queued, or how many sequences of its environment are buffered. Raises Refused."""
+        """Puts a body's groups; it has waited for so long already.
+
+        Per group: None for queued, or how many sequences of its environment are buffered. Raises Refused.
+        """
 
     @abstractmethod
     async def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:
