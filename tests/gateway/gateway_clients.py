@@ -187,8 +187,12 @@ class UpstreamProcess(ServerProcess):
 class RawClient:
     """A client that reads as much of an answer as a test wants, and goes as it wants."""
 
-    def __init__(self, api: Api) -> None:
-        self.socket = socket.create_connection(api.address, timeout=20)
+    def __init__(self, api: Api, receive_buffer: int | None = None) -> None:
+        self.socket = socket.socket()
+        self.socket.settimeout(20)
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.connect(api.address)
         self.received = b""
 
     def ask(self, path: str, *headers: str, body: bytes = b"", method: str = "GET") -> None:

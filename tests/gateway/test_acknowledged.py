@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -140,6 +141,21 @@ def test_closing_without_reading_after_connection_close(api: GatewayProcess):
     time.sleep(0.05)
     client.close()
     assert api.until_batch() == [0]
+    assert api.stats()["batches_redelivered_total"] == 1
+
+
+@pytest.mark.parametrize("numbers", [2_000, 100_000], ids=["in the kernel", "in the gateway"])
+def test_an_orderly_end_with_bytes_under_way_is_no_proof(start_gateway: Callable[..., GatewayProcess], numbers: int):
+    """The peer's FIN comes while bytes are not yet acknowledged: whoever sent it has not read them."""
+    api = start_gateway(lane_bytes="16M")
+    api.start(batch_size=4)
+    api.put(0, advantages=[[0.123456789] * numbers] * 4)
+    client = RawClient(api, receive_buffer=4096)
+    client.ask("/batch")
+    client.socket.recv(10)
+    client.socket.shutdown(socket.SHUT_WR)
+    assert api.until_batch() == [0]
+    client.close()
     assert api.stats()["batches_redelivered_total"] == 1
 
 

@@ -63,6 +63,29 @@ def test_a_learner_that_ends_gives_way_to_a_trainer_that_polls(gateway: GatewayP
     assert sorted(gateway.until_batch() + gateway.until_batch()) == [0, 1, 2, 3]
 
 
+def test_a_learner_that_is_started_anew_knows_all_environments(gateway: GatewayProcess, make_consumer: Callable[..., shmbridge.Consumer]):
+    """They ask on as if nothing had been, and weigh what they weighed."""
+    first = make_consumer(run=shmbridge.Run(**RUN))
+    numbers = [gateway.register_env(name, weight=weight)["env_id"] for name, weight in (("a", 1.0), ("b", 3.0), ("c", 4.0))]
+    first.close()
+    gateway.put(1, env_id=numbers[0])
+    assert gateway.env_status(numbers[0])["env_weight"] == 1.0  # nobody knows better
+    make_consumer(run=shmbridge.Run(**RUN | {"starting_step": 40}))
+    deadline = time.monotonic() + 20
+    while any(gateway.env_status(number)["current_step"] != 40 for number in numbers):
+        assert time.monotonic() < deadline
+    assert [gateway.env_status(number)["env_weight"] for number in numbers] == [0.125, 0.375, 0.5]
+
+
+def test_strict_order_is_that_of_the_commits(strict: GatewayProcess, bridge: str):
+    """Over lanes, too, that are looked at late."""
+    strict.start(batch_size=24)
+    with shmbridge.Producer(bridge, lane_bytes="64K") as one, shmbridge.Producer(bridge, lane_bytes="64K") as other:
+        for mark, lane in enumerate([one, one, other, one, other, other]):
+            lane.put(group(mark), foreign=True)
+        assert strict.batch_marks() == list(range(6))
+
+
 @MODES
 def test_a_producer_in_a_lane_beside_a_poster(start_gateway: Callable[..., GatewayProcess], bridge: str, mode: str):
     """Groups that never went over HTTP come out of /batch, fragments made whole, columns of ours under their names in default mode."""
