@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +16,7 @@ from typing import Any
 
 import pytest
 import requests
-from gateway_clients import Api, GatewayProcess, RawClient, group, marks
+from gateway_clients import ROOT, Api, GatewayProcess, RawClient, group, marks
 
 import shmbridge
 
@@ -265,3 +268,20 @@ def test_it_listens_to_this_machine_only_unless_told_otherwise(gateway: GatewayP
     with open("/proc/net/tcp") as table:
         rows = [row.split() for row in table if f"{port} " in row.split()[1] + " " and row.split()[3] == "0A"]
     assert [row[1] for row in rows] == [f"0100007F{port}"]
+
+
+def test_what_it_cannot_do_it_says(gateway: GatewayProcess, bridge: str, make_consumer: Callable[..., shmbridge.Consumer]):
+    """An address that is taken, a name that is none, a hub where strict mode must be it."""
+    gateway.put(0)
+    make_consumer()
+    for arguments, code, said in (
+        (["--bridge", bridge, "--port", str(gateway.address[1])], 2, "Address already in use"),
+        (["--bridge", "no name!"], 2, "SB100"),
+        (["--bridge", bridge, "--max-body", "much"], 2, "not a size"),
+        (["--bridge", bridge, "--port", "0", "--compat", "strict"], 1, f"pid {os.getpid()}"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "shmbridge.cli", "gateway", *arguments], capture_output=True, text=True, timeout=60,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert (done.returncode, said in done.stderr) == (code, True), done.stderr

@@ -155,13 +155,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.timeout(180)
-@MODES
-def test_a_real_environment_survives_it(start_gateway: Callable[..., GatewayProcess], tmp_path: Path, tokenizer: str, mode: str):
+def test_a_real_environment_survives_it(start_gateway: Callable[..., GatewayProcess], tmp_path: Path, tokenizer: str):
     """Killed twice while an unedited BaseEnv posts: it lives on, and every group it recorded is read, at least once.
 
     The listening socket is another's, as with systemd's socket activation, so that nobody is refused meanwhile.
     """
-    api = start_gateway("--compat", mode, own_socket=False)
+    api = start_gateway(own_socket=False)
     api.start(batch_size=4, num_steps=10_000, max_token_len=4096)
     record = tmp_path / "groups.jsonl"
     env = Env(tmp_path / "env.log", api.url, tokenizer, record, "--env.items", "60", "--env.collect_s", "0.05", "--env.group_size", "4",
@@ -170,7 +169,7 @@ def test_a_real_environment_survives_it(start_gateway: Callable[..., GatewayProc
     kills = [5, 25]
     deadline = time.monotonic() + 150
     try:
-        while len({item_of(each) for each in read}) < wanted(mode):
+        while len({item_of(each) for each in read}) < 66:  # 60 items, a tenth of which are lists of two groups
             assert env.process.poll() is None, env.log.read_text()[-3000:]
             assert time.monotonic() < deadline, (len(read), api.stats(), env.log.read_text()[-2000:])
             batch = api.batch()
@@ -189,8 +188,3 @@ def test_a_real_environment_survives_it(start_gateway: Callable[..., GatewayProc
 
 def item_of(served: dict[str, Any]) -> tuple[int, int]:
     return tuple(served["tokens"][0][:2])
-
-
-def wanted(mode: str) -> int:
-    """Of 60 items: a tenth are lists of two groups. Groups of 8 are buffered for ever in strict mode, as at the original."""
-    return 66 if mode == "default" else 60
