@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -246,10 +247,10 @@ def test_a_dead_environment_loses_its_weight(start_gateway: Callable[..., Gatewa
 
 
 def until_weight(api: Api, env_id: int, weight: float) -> None:
-    for _ in range(400):
-        if api.env_status(env_id)["env_weight"] == weight:
-            return
-    raise AssertionError(api.env_status(env_id))
+    deadline = time.monotonic() + 30
+    while api.env_status(env_id)["env_weight"] != weight:
+        assert time.monotonic() < deadline, api.env_status(env_id)
+        time.sleep(0.01)
 
 
 def test_a_trainer_that_registers_anew_after_a_restart_is_heard(gateway: GatewayProcess):
