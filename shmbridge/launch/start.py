@@ -19,6 +19,7 @@ _GUARDIAN = str(Path(__file__).with_name("guardian.py"))
 
 def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) -> NoReturn:
     """Writes the run directory, becomes the guardian of a supervisor; raises LaunchFailed if the directory is in use."""
+    _open_standard_descriptors()
     run_dir = Path(plan.run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     lock = _lock(run_dir / "launch.lock")
@@ -26,10 +27,20 @@ def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) ->
     plan.save(run_dir / "plan.json")
     supervisor = ["-m", "shmbridge.launch.supervisor", str(run_dir / "plan.json"), str(lock), "json" if as_json else "text"]
     words = ["-I", "-S", _GUARDIAN, "0", str(int(signal.SIGTERM)), os.getcwd(), label, sys.executable, *supervisor]
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as it is where it came closed
+            stream.flush()
     # A small process with one thread is what the user's shell, terminal and `kill` see from here on; it has little to fail at.
     os.execv(sys.executable, [sys.executable, *words])
+
+
+def _open_standard_descriptors() -> None:
+    """Those that came closed (`2>&-`) lead nowhere from here on; else the lock or a log would get their numbers, and what is said to them."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
 
 
 def _lock(path: Path) -> int:

@@ -318,3 +318,15 @@ def test_a_waiting_supervisor_costs_nothing(launch):
     assert cpu_ticks() - before <= 1
     launch.send(signal.SIGTERM)
     assert launch.wait() == 143
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_descriptors_that_come_closed(launch, closed):
+    """As from some cron jobs: what is said to them goes nowhere, not into the lock or a log."""
+    hub = launch.service("hub", role="hub")
+    launch.start([hub], form="text", before=("sh", "-c", f'exec "$@" {closed}', "sh")).until_up()
+    assert (launch.run_dir / "launch.lock").read_text() == f"{launch.pid}\n"
+    assert "hub says hello" in (launch.run_dir / "logs" / "hub.log").read_text()
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 143
+    launch.until_nothing_lives()
