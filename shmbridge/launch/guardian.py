@@ -34,13 +34,13 @@ def adopt_orphans() -> None:
 
 def children() -> set[int]:
     """Pids of the children of this process, ended ones that nobody waited for included."""
-    me, found = str(os.getpid()), set()
+    me, found = str(os.getpid()).encode(), set()
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
-                with open(f"/proc/{name}/stat") as file:
-                    after_name = file.read().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
+                with open(f"/proc/{name}/stat", "rb") as file:  # a name is any bytes, cut off within a character too
+                    after_name = file.read().rpartition(b")")[2].split()
+            except OSError:  # it has ended, or is another user's and hidden
                 continue
             if after_name[1] == me:
                 found.add(int(name))
@@ -61,8 +61,9 @@ def sweep(spared: Collection[int] = ()) -> None:
 
 
 def block_signals() -> set[signal.Signals]:
-    """Has the ending signals and SIGCHLD wait for `sigwait`; those that the caller's caller wants ignored (nohup) stay so."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    """Has the ending signals and SIGCHLD wait for `sigwait`; SIGINT and SIGHUP stay ignored if they came so (nohup, a shell's `&`)."""
+    for signum in (signal.SIGCHLD, signal.SIGTERM):  # how we learn of ends, and of a parent's death: whoever called may ignore them
+        signal.signal(signum, signal.SIG_DFL)
     wanted = {signum for signum in ENDING if signal.getsignal(signum) != signal.SIG_IGN} | {signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_SETMASK, wanted)
     return wanted
@@ -82,7 +83,8 @@ def main(argv: list[str]) -> int:
     status = _status(_wait(program, int(parent), awaited)) if program else 127
     sweep(spared)
     if parent == "0" and status == 128 + signal.SIGKILL:
-        print(f"{label}: its supervisor was killed; all that it ran has been ended", file=sys.stderr)
+        with contextlib.suppress(OSError):  # of a reader that has gone away
+            print(f"{label}: its supervisor was killed; all that it ran has been ended", file=sys.stderr, flush=True)
     return status
 
 

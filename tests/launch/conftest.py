@@ -25,10 +25,10 @@ def processes() -> dict[int, tuple[str, int]]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            found[int(entry.name)] = (fields[0], int(fields[1]))
+            found[int(entry.name)] = (fields[0].decode(), int(fields[1]))
     return found
 
 
@@ -58,6 +58,7 @@ class Launch:
         return Service(name=name, role=role, key=name, command=words, check=check, stop_grace_s=grace_s, restart=restart)
 
     def start(self, *stages, form="json", before=(), **popen) -> "Launch":
+        """`before`: the words of a command that becomes the launcher."""
         path = self.folder / "wanted.json"
         Plan(bridge=f"launch-{os.getpid()}-{self.folder.name[:30]}", run_dir=str(self.run_dir), stages=list(stages)).save(path)
         return self.command(sys.executable, self.script, str(path), form, before=before, **popen)

@@ -1,5 +1,6 @@
 """No orphan ever: whoever of a launch is killed, by SIGKILL and at any time, every process it started is gone, by pid."""
 
+import ctypes
 import os
 import random
 import signal
@@ -53,6 +54,50 @@ def test_the_supervisor_is_killed(launch):
     # Not even as zombies: the front has waited for them.
     assert not [pid for pid in launch.started_pids() if os.path.exists(f"/proc/{pid}")]
     assert "its supervisor was killed" in launch.errors
+    launch.until_nothing_lives()
+
+
+@pytest.fixture
+def a_name_of_any_bytes():
+    """A process whose name the kernel has cut off within a character, as it does after 15 bytes."""
+    waiting, release = os.pipe()
+    ready, named = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(release)
+        ctypes.CDLL(None).prctl(15, b"seven \xc3\xa9\xc3\xa9\xc3\xa9\xc3\xa9\xc3", 0, 0, 0)  # PR_SET_NAME
+        os.write(named, b".")
+        os.read(waiting, 1)
+        os._exit(0)
+    os.read(ready, 1)
+    yield
+    os.close(release)
+    os.waitpid(pid, 0)
+    for descriptor in (waiting, ready, named):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("who", ["nobody", "front", "supervisor"])
+def test_a_process_with_a_broken_name_is_no_hindrance(launch, a_name_of_any_bytes, who):
+    stubborn_run(launch).until_up()
+    supervisor = launch.supervisor()
+    if who == "nobody":
+        launch.send(signal.SIGTERM)
+    else:
+        os.kill(launch.pid if who == "front" else supervisor, signal.SIGKILL)
+    assert launch.wait() == {"nobody": 143, "front": -9, "supervisor": 137}[who]
+    launch.until_nothing_lives()
+
+
+@pytest.mark.parametrize("who", ["nobody", "front"])
+def test_a_caller_that_ignores_sigterm(launch, who):
+    """As a batch script with `trap '' TERM` does, and all that it starts inherits."""
+    stubborn_run(launch, before=("sh", "-c", "trap '' TERM; exec \"$@\"", "sh")).until_up()
+    if who == "nobody":
+        launch.send(signal.SIGTERM)
+    else:
+        launch.process.kill()
+    assert launch.wait() == {"nobody": 143, "front": -9}[who]
     launch.until_nothing_lives()
 
 
