@@ -99,8 +99,8 @@ def bridge_metrics(stats: Mapping[str, float]) -> dict[str, float]:
         counter, brace, reason = key.partition("{")
         if brace and counter in _WITH_REASON:
             found[f"bridge/{_WITH_REASON[counter]}_{reason.rstrip('}')}_total"] = float(value)
-    if stats.get("lane_bytes"):
-        mean_bytes = stats["bytes_total"] / stats["records_total"] if stats.get("records_total") else 0.0
+    if stats.get("lane_bytes") and {"held", "records_total", "bytes_total"} <= stats.keys():
+        mean_bytes = stats["bytes_total"] / stats["records_total"] if stats["records_total"] else 0.0
         found["bridge/lane_fill_frac"] = min(1.0, stats["held"] * mean_bytes / stats["lane_bytes"])
     return found
 

@@ -183,6 +183,7 @@ def test_a_bridge_in_numbers(stats):
 def test_stats_that_are_unknown_or_missing_are_left_out():
     assert bridge_metrics({"something_new": 3.0, "wait_s": 2, "other_total{x}": 1}) == {"bridge/wait_consumer_s": 2.0}
     assert bridge_metrics({"lane_bytes": 100, "records_total": 0, "bytes_total": 0, "held": 0})["bridge/lane_fill_frac"] == 0.0
+    assert bridge_metrics({"lane_bytes": 100, "records_total": 3}) == {"bridge/lane_bytes": 100.0, "bridge/records_total": 3.0}
 
 
 def documented(heading: str) -> set[str]:
