@@ -14,7 +14,7 @@ from shmbridge.errors import BadConfig, ShmBridgeError
 
 Scalar = bool | int | float | str
 Variables = dict[str, str | int | float]
-Seconds = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]  # a plan is JSON, which has no infinity; this is thirty years
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]  # 0: a free one is chosen
 
@@ -149,11 +149,14 @@ def load(path: Path) -> Config:
     except ImportError as missing:
         raise ImportError("shmbridge launch reads YAML with PyYAML, which is not installed -> pip install 'shmbridge[launch]'") from missing
     try:
-        document = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        document, tree = yaml.safe_load(text), yaml.compose(text)
     except OSError as error:
         raise BadConfig(f"{path}: {error.strerror}", hint="give the path of a YAML file; docs/how-to/launch.md has one") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadConfig(f"{path} is not YAML: {' '.join(str(error).split())}", hint="mend that line") from error
+    if wrong := list(_lost_in_reading(tree, "", set())):
+        raise BadConfig("; ".join(wrong), hint="mend those lines")
     return parse(document)
 
 
@@ -197,6 +200,31 @@ def _unknown_keys(value: object, annotation: Any, path: str) -> Iterator[str]:
                 yield nearest(path, str(key), list(fields))
 
 
+def _lost_in_reading(node: Any, path: str, seen: set[int]) -> Iterator[str]:
+    """One line per thing in PyYAML's tree of the file that nobody could tell from its values: a key given twice, of which the last would
+    hold, and NUL, which ends a word for the kernel.
+    """
+    if node is None or id(node) in seen:  # an anchor's node is there once
+        return
+    seen.add(id(node))
+    if node.id == "scalar":
+        if "\0" in node.value:
+            yield f"line {node.start_mark.line + 1}: a NUL character in {path or 'the text'}"
+        return
+    lines: dict[str, int] = {}
+    for index, each in enumerate(node.value):
+        if node.id == "sequence":
+            yield from _lost_in_reading(each, f"{path}[{index}]", seen)
+            continue
+        key, inner = each
+        name, line = str(key.value), key.start_mark.line + 1
+        where = f"{path}.{name}" if path else name
+        if name in lines:
+            yield f"{where} is given twice, in lines {lines[name]} and {line}"
+        lines[name] = line
+        yield from _lost_in_reading(inner, where, seen)
+
+
 def _structs_within(annotation: Any, *, lists: bool) -> list[Any]:
     """The structs, or the lists, among what an annotation allows."""
     parts = get_args(annotation) if type(annotation).__name__ == "UnionType" else [annotation]
@@ -235,6 +263,13 @@ def _check(config: Config) -> None:
     if bool(config.learner) == bool(config.gateway):
         both = "both" if config.learner else "neither"
         raise BadConfig(f"a bridge has one hub: of learner and gateway {both} is given", hint="give exactly one of them")
+    sections: dict[str, PolicyServer | Vllm | Learner | Gateway | Environment | None]
+    sections = {"policy_server": config.policy_server, "vllm": config.vllm, "learner": config.learner, "gateway": config.gateway}
+    sections |= {f"environments[{index}]": environment for index, environment in enumerate(config.environments)}
+    for path, section in sections.items():
+        for name in section.env if section else ():
+            if not name or "=" in name:
+                raise BadConfig(f"{path}.env: {name!r} cannot name a variable", hint="write NAME: value")
     names: set[str] = set(RESERVED)
     for index, environment in enumerate(config.environments):
         _check_environment(environment, f"environments[{index}]", names)
@@ -253,7 +288,8 @@ def _check_environment(environment: Environment, path: str, names: set[str]) -> 
     if environment.cwd and not Path(environment.cwd).is_dir():
         raise BadConfig(f"{path}.cwd: there is no folder {environment.cwd}", hint="paths count from where the command runs")
     try:
-        parse_size(environment.lane_bytes)
+        if parse_size(environment.lane_bytes) <= 0:
+            raise ValueError(f"{environment.lane_bytes} is no size to hold a record")
     except ValueError as error:
         raise BadConfig(f"{path}.lane_bytes: {error}", hint="write 64M, 1G, ...") from error
 

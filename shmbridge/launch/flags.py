@@ -18,7 +18,8 @@ def flags(options: Mapping[str, Scalar]) -> list[str]:
         if isinstance(value, bool):
             words += [flag] if value else []
         else:
-            words += [flag, str(value)]
+            text = str(value)
+            words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]  # a parser takes -1e-3 for a flag
     return words
 
 

@@ -1,5 +1,6 @@
 """Whether a service is up, and whether the run would get in somebody's way: seen from outside, half a second at most per look."""
 
+import contextlib
 import http.client
 import socket
 from urllib.parse import urlsplit
@@ -26,11 +27,12 @@ def look_around(plan: Plan) -> None:
     for service in plan.services:
         if service.check.kind == "http":
             parts = urlsplit(service.check.url)
-            with socket.socket() as probe:
-                probe.settimeout(_LOOK_S)
-                if probe.connect_ex((parts.hostname or "", parts.port or 80)) == 0:
-                    taken = f"port {parts.port}, which is for {service.name}, is in use"
-                    raise LaunchFailed(taken, hint=f"set another {service.key}.port, or 0 for a free one")
+            try:
+                socket.create_connection((parts.hostname or "", parts.port or 80), _LOOK_S).close()
+            except (OSError, UnicodeError):  # nobody there; a name that is none is the service's to complain about
+                continue
+            taken = f"port {parts.port}, which is for {service.name}, is in use"
+            raise LaunchFailed(taken, hint=f"set another {service.key}.port, or 0 for a free one")
 
 
 def _has_hub(bridge: str) -> bool:
@@ -39,11 +41,9 @@ def _has_hub(bridge: str) -> bool:
 
 def _answers(url: str, token: str) -> bool:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_LOOK_S)
     try:
-        connection.request("GET", parts.path, headers={"Authorization": f"Bearer {token}"} if token else {})
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        with contextlib.closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_LOOK_S)) as connection:
+            connection.request("GET", parts.path, headers={"Authorization": f"Bearer {token}"} if token else {})
+            return connection.getresponse().status == 200
+    except (OSError, UnicodeError, http.client.HTTPException):
         return False
-    finally:
-        connection.close()

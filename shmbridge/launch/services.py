@@ -161,7 +161,8 @@ def _variables(env: Variables) -> dict[str, str]:
 
 
 def _reachable(host: str) -> str:
-    return "127.0.0.1" if host == "0.0.0.0" else host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
 
 
 def _free_port() -> int:

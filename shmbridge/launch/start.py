@@ -18,13 +18,17 @@ _GUARDIAN = str(Path(__file__).with_name("guardian.py"))
 
 
 def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) -> NoReturn:
-    """Writes the run directory, becomes the guardian of a supervisor; raises LaunchFailed if the directory is in use."""
+    """Writes the run directory, becomes the guardian of a supervisor; raises LaunchFailed if the directory is in use or cannot be
+    written."""
     _open_standard_descriptors()
     run_dir = Path(plan.run_dir)
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    lock = _lock(run_dir / "launch.lock")
-    write_private(run_dir / "config.json", msgspec.json.format(msgspec.json.encode(config)))
-    plan.save(run_dir / "plan.json")
+    try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        lock = _lock(run_dir / "launch.lock")
+        write_private(run_dir / "config.json", msgspec.json.format(msgspec.json.encode(config)))
+        plan.save(run_dir / "plan.json")
+    except OSError as error:
+        raise LaunchFailed(f"run directory {run_dir}: {error}", hint="set a run_dir that this user can write to") from error
     supervisor = ["-m", "shmbridge.launch.supervisor", str(run_dir / "plan.json"), str(lock), "json" if as_json else "text"]
     words = ["-I", "-S", _GUARDIAN, "0", str(int(signal.SIGTERM)), os.getcwd(), label, sys.executable, *supervisor]
     for stream in (sys.stdout, sys.stderr):
@@ -35,7 +39,7 @@ def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) ->
 
 
 def _open_standard_descriptors() -> None:
-    """Those that came closed (`2>&-`) lead nowhere from here on; else the lock or a log would get their numbers, and what is said to them."""
+    """Those that came closed (`2>&-`) lead nowhere from here on; else the lock or a log would get their numbers, and their words."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)

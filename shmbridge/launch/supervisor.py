@@ -82,6 +82,9 @@ class Supervisor:
         except ShmBridgeError as error:
             self._events.say("failed", str(error), code=error.code)
             return 1
+        except OSError as error:  # a full disk, a log folder that is gone, no process to be had
+            self._events.say("failed", f"the launch cannot go on: {error}")
+            return 1
         return 0
 
     # --- start ----------------------------------------------------------------------------------------------

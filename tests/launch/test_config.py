@@ -83,6 +83,10 @@ def test_all_unknown_keys_are_named_at_once():
         (RIGHT + "trainer: {atropos: {use_advantages: 1}}", "trainer.atropos.use_advantages: expected bool, got int"),
         (RIGHT.replace("script: SCRIPT", "script: SCRIPT, on_full: wait"), "environments[0].on_full: invalid enum value 'wait'"),
         (RIGHT.replace("script: SCRIPT", "script: SCRIPT, lane_bytes: big"), "environments[0].lane_bytes: 'big' is not a size"),
+        (RIGHT.replace("script: SCRIPT", "script: SCRIPT, lane_bytes: 0"), "environments[0].lane_bytes: 0 is no size"),
+        (RIGHT.replace("steps: 10", "steps: 10, ready_timeout: .inf"), "learner.ready_timeout: expected float <= 1000000000.0"),
+        (RIGHT.replace("steps: 10", "steps: 10, env: {A=B: c}"), "learner.env: 'A=B' cannot name a variable"),
+        (RIGHT.replace("script: SCRIPT", "script: SCRIPT, env: {'': c}"), "environments[0].env: '' cannot name a variable"),
         (RIGHT.replace("steps: 10", "steps: 10, options: {lr: fast}"), "learner.options: argument --lr: invalid float value: 'fast'"),
         (RIGHT.replace("steps: 10", "steps: 10, options: {device: gpu}"), "learner.options: argument --device: invalid choice: 'gpu'"),
         (RIGHT.replace("steps: 10", "steps: 10, options: {resume: 3}"), "learner.options.resume: it takes true or false, not 3"),
@@ -171,6 +175,16 @@ def test_options_and_flags():
     given = "--bridge run1 --model tiny --steps 10 --run-dir runs/run1 --max-staleness 4 --resume --lr 1e-6"
     assert command(plan, "learner") == f"-m shmbridge.consumers.grpo {given}"
     assert command(plan, "policy_server").endswith("--port 9004 --dtype bfloat16")
+
+
+def test_a_negative_number_with_an_exponent_is_no_flag():
+    plan = planned(RIGHT.replace("steps: 10", "steps: 10, options: {clip_low: -1e-3}"))
+    assert command(plan, "learner").endswith(" --clip-low=-1e-3")
+
+
+def test_an_address_of_ipv6_is_asked_as_urls_have_it():
+    plan = planned(RIGHT.replace("port: 9004", "port: 9004, host: '::'"))
+    assert plan.services[0].check.url == "http://[::1]:9004/health"
 
 
 def test_environments_get_their_flags_and_what_stands_in_braces():
@@ -280,7 +294,13 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("bridge: run1\nlerner: {}", "did you mean learner?"), ("a: [", "run.yaml is not YAML"), (None, "run.yaml: No such file")],
+    [
+        ("bridge: run1\nlerner: {}", "did you mean learner?"),
+        ("a: [", "run.yaml is not YAML"),
+        (None, "run.yaml: No such file"),
+        ("bridge: run1\nlearner:\n  model: m\n  steps: 3\n  steps: 400", "learner.steps is given twice, in lines 4 and 5"),
+        ('bridge: run1\nlearner: {model: "m\\0", steps: 3}', "line 2: a NUL character in learner.model"),
+    ],
 )
 def test_a_wrong_file_is_status_2_and_one_line(tmp_path, text, said):
     if text is not None:

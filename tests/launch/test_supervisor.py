@@ -330,3 +330,32 @@ def test_descriptors_that_come_closed(launch, closed):
     launch.send(signal.SIGTERM)
     assert launch.wait() == 143
     launch.until_nothing_lives()
+
+
+def test_a_log_folder_that_is_gone_ends_the_launch_in_one_line(launch):
+    hub, env = launch.service("hub", role="hub"), launch.service("env", "--live", 0.5, "--status", 1)
+    env.restart = Restart(first_delay=1.0)
+    launch.start([hub], [env]).until_up()
+    (launch.run_dir / "logs").rename(launch.run_dir / "elsewhere")
+    assert launch.wait() == 1
+    assert "No such file or directory" in launch.said("failed")[0]["text"]
+    assert "Traceback" not in launch.errors
+    launch.until_nothing_lives()
+
+
+def test_a_run_directory_that_cannot_be(launch):
+    launch.run_dir.write_text("a file")
+    launch.start([launch.service("hub", role="hub")])
+    assert launch.wait() == 1
+    assert "LaunchFailed: [" in launch.errors
+    assert "set a run_dir that this user can write to" in launch.errors
+
+
+@pytest.mark.parametrize("host", ["a..b", "no such host", "[::1]"])
+def test_a_host_that_is_none_is_not_up_and_that_is_all(launch, host):
+    server = launch.service("server", role="server", http=launch.free_port(), within_s=0.3)
+    server.check.url = f"http://{host}:{launch.free_port()}/health"
+    launch.start([server])
+    assert launch.wait() == 1
+    assert "server is not up after 0.3 s" in launch.said("failed")[0]["text"]
+    launch.until_nothing_lives()
