@@ -158,14 +158,17 @@ class FairScheduler:
         while self._returned and chosen.has_room_for(self._returned[0]):
             chosen.append(self._returned.popleft())
         ring = self._ring
-        for flow, need in sorted(needs, key=lambda each: not each[0].missed):
+        if (overdue := ring.overdue) is not None and chosen.has_room_for(overdue.queue[0]):
+            chosen.append(ring.serve(overdue))  # beside shares it may never fit
+        for flow, need in sorted(needs, key=lambda each: -each[0].missed):
             while flow.queue and chosen.of(flow) < need and chosen.left and chosen.has_room_for(flow.queue[0]):
                 chosen.append(ring.serve(flow))
         aside: list[Flow] = []
-        while chosen.left and (turn := ring.turn()) is not None:
-            if chosen.has_room_for(turn.queue[0]):
+        while (chosen.left or (needs and not aside)) and (turn := ring.turn()) is not None:
+            if chosen.left and chosen.has_room_for(turn.queue[0]):
                 chosen.append(ring.serve(turn))
             else:
+                turn.passed += not chosen.of(turn)
                 aside.append(ring.set_aside())
         for flow in aside:
             self._look_behind_the_head(chosen, flow)
@@ -183,8 +186,9 @@ class FairScheduler:
         self._short += chosen.left > 0
         self._over += chosen.left < 0
         for flow, need in needs:
-            flow.missed = chosen.of(flow) < need
-            self._missed += flow.missed and self._is_live(flow.producer_id)
+            short = chosen.of(flow) < need
+            flow.missed = flow.missed + 1 if short else 0
+            self._missed += short and self._is_live(flow.producer_id)
 
     # -- guaranteed shares --------------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ from shmbridge.groups import Group
 
 
 class Flow:
-    """The groups of one producer, and what it may spend. `count` and `rows` are for whoever counts what waits."""
+    """The groups of one producer, and what it may spend. `count`, `rows`, `missed` and `passed` are for whoever chooses."""
 
-    __slots__ = ("_head_tokens", "count", "deficit", "missed", "producer_id", "queue", "rows", "visited", "weight")
+    __slots__ = ("_head_tokens", "count", "deficit", "missed", "passed", "producer_id", "queue", "rows", "visited", "weight")
 
     def __init__(self, producer_id: str, weight: float) -> None:
         self.producer_id, self.weight = producer_id, weight
@@ -21,7 +21,9 @@ class Flow:
         self._head_tokens = 0
         self.count = self.rows = 0
         self.deficit = 0.0
-        self.visited = self.missed = False
+        self.visited = False
+        self.missed = 0
+        self.passed = 0  # batches without it, though it was its turn and its oldest group could not be taken
 
     @property
     def head_tokens(self) -> int:
@@ -36,18 +38,18 @@ class Flow:
             group = self.queue[place]
             del self.queue[place]
             return group
-        self._head_tokens = 0
+        self._head_tokens = self.passed = 0
         return self.queue.popleft()
 
     def pop_many(self, count: int) -> list[Group]:
         """Takes the oldest out."""
-        self._head_tokens = 0
+        self._head_tokens = self.passed = 0
         oldest = self.queue.popleft
         return [oldest() for _ in range(count)]
 
     def replace(self, groups: deque[Group]) -> None:
         """Holds these and no others."""
-        self.queue, self._head_tokens = groups, 0
+        self.queue, self._head_tokens, self.passed = groups, 0, 0
 
 
 class Ring:
@@ -72,6 +74,12 @@ class Ring:
     def only(self) -> Flow | None:
         """The flow, if there is just one."""
         return self._ring[0] if len(self._ring) == 1 and not self._aside else None
+
+    @property
+    def overdue(self) -> Flow | None:
+        """The flow that was passed over most often, if that was more than once. Looks at every flow."""
+        flow = max(self._ring, key=lambda each: each.passed, default=None)
+        return flow if flow is not None and flow.passed > 1 else None
 
     def join(self, flow: Flow, group: Group) -> None:
         """Queues the first group of a flow that had none: it begins without debts or savings, behind the others."""

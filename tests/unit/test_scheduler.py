@@ -222,6 +222,32 @@ def test_shares_that_do_not_fit_together_take_turns() -> None:
     assert Counter(served) == {"a": 3, "b": 3}
 
 
+def test_more_shares_than_fit_together_take_turns_all_of_them() -> None:
+    bench = Bench(wait_s=0, **{producer: share(number, part=1 / 3) for number, producer in enumerate("abc")})
+    for producer in "abc":
+        bench.put(producer, 12, rows=16)
+    served = [next(iter(bench.mix(rows=24))) for _ in range(12)]
+    assert Counter(served) == {"a": 4, "b": 4, "c": 4}
+
+
+@pytest.mark.parametrize("rows", [14, 16, 20])
+def test_a_group_that_never_fits_beside_a_share_has_its_turn(rows: int) -> None:
+    bench = Bench(a=share(0, part=0.25), b=share(1))
+    bench.put("b", 3, rows=rows)
+    bench.put("a", 100, rows=4)
+    mixes = [bench.mix(rows=16) for _ in range(10)]
+    assert sum(mix.get("b", 0) for mix in mixes) == 3
+    assert sum("a" in mix for mix in mixes) >= 7
+
+
+def test_shares_that_take_whole_batches_leave_others_their_turn() -> None:
+    bench = Bench(a=share(0, part=0.2), b=share(1))
+    bench.put("a", 100, rows=8)
+    bench.put("b", 3, rows=2)
+    mixes = [bench.mix(rows=8) for _ in range(10)]
+    assert sum(mix.get("b", 0) for mix in mixes) == 3
+
+
 def test_a_share_counts_rows_where_rows_are_wanted() -> None:
     bench = Bench(a=share(0, 0.01, part=0.25), b=share(1))
     bench.put("a", 10, rows=2)
