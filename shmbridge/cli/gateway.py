@@ -35,7 +35,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal ends it; the address is said on standard output."""
     from shmbridge.consumers.gateway import listen, serve
-    from shmbridge.consumers.gateway_options import GatewayOptions
+    from shmbridge.consumers.gateway.options import GatewayOptions
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:

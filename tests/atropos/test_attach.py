@@ -21,7 +21,8 @@ pytest.importorskip("atroposlib")
 
 from atroposlib.envs import base
 
-from shmbridge.producers import atropos, atropos_attach, atropos_link
+from shmbridge.producers import atropos
+from shmbridge.producers.atropos import attachments, link
 
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000, wandb_group="g", wandb_project="p")
 ENV_FILE = Path(__file__).parent / "envs" / "seeded_env.py"
@@ -39,7 +40,7 @@ def script() -> ModuleType:
 def make_env(
     bridge: str, script: ModuleType, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Any]]:
-    monkeypatch.setattr(atropos_link, "ASK_S", 0.3)
+    monkeypatch.setattr(link, "ASK_S", 0.3)
 
     def make(env_class: type | None = None, **config: Any) -> Any:
         defaults, servers = script.SeededEnv.config_init()
@@ -303,7 +304,7 @@ async def test_what_waits_for_room_at_the_end_is_delivered_or_counted(
     env: Any, consumer: shmbridge.Consumer, script: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     caplog.set_level(logging.INFO, "shmbridge")
-    monkeypatch.setattr(atropos_attach, "FLUSH_S", 0.2)
+    monkeypatch.setattr(attachments, "FLUSH_S", 0.2)
     await started(env)
     groups = [script.groups_of(10 * number, longest=1500) for number in range(1, 13)]
     sending = asyncio.create_task(env.handle_send_to_api(groups))

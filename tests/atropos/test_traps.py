@@ -17,7 +17,9 @@ from atroposlib.envs import base
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from shmbridge.producers import atropos, atropos_traps
+from shmbridge.producers import atropos
+from shmbridge.producers.atropos import __main__ as command_line
+from shmbridge.producers.atropos import traps
 
 CHAT = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
 
@@ -73,8 +75,8 @@ def test_on_the_command_line_also_tokenizers_that_a_script_makes_itself(
 def run(monkeypatch: pytest.MonkeyPatch, bridge: str, script: Path) -> int:
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(atropos, "_log_to_stderr", lambda: None)
-    return atropos.main(["--bridge", bridge, str(script), "serve"])
+    monkeypatch.setattr(command_line, "_log_to_stderr", lambda: None)
+    return command_line.main(["--bridge", bridge, str(script), "serve"])
 
 
 # --- a lone server config ---------------------------------------------------------------------------------
@@ -110,7 +112,7 @@ def test_on_a_cluster_a_lone_server_config_is_left_to_upstream(monkeypatch: pyte
         pass
 
     def servers(**more: Any) -> Any:
-        return atropos_traps.with_its_own_url(begin, (None, None, lone), more).arguments["server_configs"]
+        return traps.with_its_own_url(begin, (None, None, lone), more).arguments["server_configs"]
 
     assert servers() == [lone]
     assert servers(slurm=True) is servers(testing=True) is lone
@@ -151,5 +153,5 @@ def test_other_errors_are_the_scripts_own(bridge: str, tmp_path: Path, monkeypat
 
 
 def test_hints_are_given_for_what_is_known() -> None:
-    assert "transformers<5" in atropos_traps.hint_for(TypeError("Object of type BatchEncoding is not JSON serializable"))
-    assert atropos_traps.hint_for(ValueError("x")) == ""
+    assert "transformers<5" in traps.hint_for(TypeError("Object of type BatchEncoding is not JSON serializable"))
+    assert traps.hint_for(ValueError("x")) == ""

@@ -26,10 +26,10 @@ BUILTIN = {
 def test_the_documents_table_has_every_class() -> None:
     import shmbridge.control_client
     import shmbridge.messages
-    import shmbridge.producers.atropos_lane
+    import shmbridge.producers.atropos.lane
 
     elsewhere = [
-        shmbridge.messages.BadMessage, shmbridge.control_client.RequestRefused, shmbridge.producers.atropos_lane.GroupsRefused,
+        shmbridge.messages.BadMessage, shmbridge.control_client.RequestRefused, shmbridge.producers.atropos.lane.GroupsRefused,
     ]  # fmt: skip
     rows = dict(re.findall(r"^\| (SB\d{3}) \| (\w+) \|", DOCUMENT.read_text(), re.MULTILINE))
     assert rows == {each.code: each.__name__ for each in [*ALL, *elsewhere] if each is not errors.ShmBridgeError}

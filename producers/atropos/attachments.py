@@ -14,10 +14,10 @@ from types import MethodType, SimpleNamespace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
-from shmbridge.producers import atropos_traps as traps
-from shmbridge.producers.atropos_lane import LinkOptions
-from shmbridge.producers.atropos_link import EnvLink
-from shmbridge.producers.atropos_session import RolloutSession
+from shmbridge.producers.atropos import traps
+from shmbridge.producers.atropos.lane import LinkOptions
+from shmbridge.producers.atropos.link import EnvLink
+from shmbridge.producers.atropos.session import RolloutSession
 
 log = logging.getLogger(__name__)
 

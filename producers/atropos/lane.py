@@ -1,7 +1,7 @@
 """Where one environment's groups go: its lane, or the next one where the bridge was removed under it.
 
 Knows producers, what is refused and how often. Knows nothing of the control plane or of Atropos beyond a group's keys. Called by
-`shmbridge.producers.atropos_link`, in the environment's event loop.
+`shmbridge.producers.atropos.link`, in the environment's event loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from shmbridge import Producer, ShmBridgeError
 from shmbridge.errors import BridgeDraining, Closed, LaneFull, LaneQuarantined
-from shmbridge.producers.atropos_fields import carried
+from shmbridge.producers.atropos.fields import carried
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What an Atropos group says, as what a lane is told: which keys are columns, which go into `extra`, where rewards of steps end.
 
-Knows the keys of upstream's wire and nothing of lanes. Called by `shmbridge.producers.atropos_lane`; docs/reference/atropos-fields.md is
+Knows the keys of upstream's wire and nothing of lanes. Called by `shmbridge.producers.atropos.lane`; docs/reference/atropos-fields.md is
 the table.
 """
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shmbridge import Run
-from shmbridge.consumers.gateway_bodies import Posted
-from shmbridge.consumers.gateway_envs import RemoteEnvs
-from shmbridge.consumers.gateway_options import GatewayOptions
-from shmbridge.consumers.gateway_posts import PostLedger, RemoteLane
-from shmbridge.consumers.gateway_proof import Carrier
-from shmbridge.consumers.gateway_state import StateFile
-from shmbridge.consumers.gateway_strict import StrictTaker
-from shmbridge.consumers.gateway_taker import Batch, Taker
+from shmbridge.consumers.gateway.bodies import Posted
+from shmbridge.consumers.gateway.envs import RemoteEnvs
+from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.posts import PostLedger, RemoteLane
+from shmbridge.consumers.gateway.proof import Carrier
+from shmbridge.consumers.gateway.state import StateFile
+from shmbridge.consumers.gateway.strict import StrictTaker
+from shmbridge.consumers.gateway.taker import Batch, Taker
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmbridge import Consumer, Run
-from shmbridge.consumers.gateway_groups import served
-from shmbridge.consumers.gateway_options import GatewayOptions
-from shmbridge.consumers.gateway_state import SavedEnv, StateFile
-from shmbridge.consumers.gateway_taker import Batch, NotRegistered, Taker
-from shmbridge.consumers.gateway_upstream import EnvRow, Upstream
+from shmbridge.consumers.gateway.groups import served
+from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.state import SavedEnv, StateFile
+from shmbridge.consumers.gateway.taker import Batch, NotRegistered, Taker
+from shmbridge.consumers.gateway.upstream import EnvRow, Upstream
 from shmbridge.groups import Group, GroupAssembler
 
 _FRAGMENTS_WAIT_S = 600.0

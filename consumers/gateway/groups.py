@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shmbridge.consumers.gateway_bodies import KEYS
+from shmbridge.consumers.gateway.bodies import KEYS
 from shmbridge.groups import Group
 from shmbridge.record import Record
 from shmbridge.schema import JSON_COLUMNS

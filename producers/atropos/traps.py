@@ -1,7 +1,7 @@
 """What upstream stumbles over on its own, made good from outside: chat templates of transformers 5, a lone server config, scripts that are
 broken as shipped.
 
-Knows upstream's classes by what they do, and nothing of bridges. Called by `shmbridge.producers.atropos_attach` and the command line.
+Knows upstream's classes by what they do, and nothing of bridges. Called by `shmbridge.producers.atropos.attachments` and the command line.
 """
 
 from __future__ import annotations

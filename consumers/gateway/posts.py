@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmbridge import InvalidRecord, LaneFull, Producer, RecordTooBig, SchemaMismatch, ShmBridgeError
-from shmbridge.consumers.gateway_bodies import Posted, Refused
-from shmbridge.consumers.gateway_options import GatewayOptions
-from shmbridge.consumers.gateway_proof import Carrier
+from shmbridge.consumers.gateway.bodies import Posted, Refused
+from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.proof import Carrier
 from shmbridge.outgoing import Loader, checked_stamp
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmbridge import ShmBridgeError
-from shmbridge.consumers.gateway_options import GatewayOptions
-from shmbridge.consumers.gateway_posts import RemoteLane
-from shmbridge.consumers.gateway_state import SavedEnv, StateFile
+from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.posts import RemoteLane
+from shmbridge.consumers.gateway.state import SavedEnv, StateFile
 from shmbridge.control import AsyncControlClient, RequestRefused
 from shmbridge.errors import NoConsumer
 from shmbridge.messages import UNKNOWN_ENV, Answer, Goodbye, Register, Registered, Request, RunInfo, RunInfoRequest, Status, StatusRequest

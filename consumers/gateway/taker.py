@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from shmbridge import Consumer, ConsumerTaken, Run, ShmBridgeError, list_bridges
-from shmbridge.consumers.gateway_groups import encoded_batch, served
-from shmbridge.consumers.gateway_options import GatewayOptions
-from shmbridge.consumers.gateway_state import StateFile
+from shmbridge.consumers.gateway.groups import encoded_batch, served
+from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.state import StateFile
 from shmbridge.groups import Group
 from shmbridge.reasons import Discard
 

@@ -3,7 +3,7 @@
 Speaks Atropos' words (the answers of its rollout server, as plain dicts) but imports nothing of it. A missing
 consumer is never an error here: the environment is told to hold, and goes on when there is one again.
 
-Called by `shmbridge.producers.atropos_attach`, in the environment's event loop.
+Called by `shmbridge.producers.atropos.attachments`, in the environment's event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shmbridge.config import format_size
 from shmbridge.control import AsyncControlClient
 from shmbridge.errors import NoConsumer
 from shmbridge.messages import Goodbye, Register, Registered, RunInfo, RunInfoRequest, Status, StatusRequest
-from shmbridge.producers.atropos_lane import EnvLane, LinkOptions
+from shmbridge.producers.atropos.lane import EnvLane, LinkOptions
 
 log = logging.getLogger(__name__)
 

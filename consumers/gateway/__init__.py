@@ -14,7 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-from shmbridge.consumers.gateway_options import GatewayOptions
+from shmbridge.consumers.gateway.options import GatewayOptions
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,9 @@ def serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], 
 async def _serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], None]) -> None:
     import uvicorn
 
-    from shmbridge.consumers.gateway_app import make_app
-    from shmbridge.consumers.gateway_modes import DefaultMode, StrictMode
-    from shmbridge.consumers.gateway_proof import ProvingConnection
+    from shmbridge.consumers.gateway.app import make_app
+    from shmbridge.consumers.gateway.modes import DefaultMode, StrictMode
+    from shmbridge.consumers.gateway.proof import ProvingConnection
 
     mode = StrictMode(options) if options.compat == "strict" else DefaultMode(options)
 

@@ -1,6 +1,6 @@
 """The routes: Atropos' HTTP API on FastAPI, and the gate before it: token, limits, gunzip.
 
-Knows HTTP; what is answered is gateway_modes.py's. Bodies of posts are not FastAPI's to parse: it would do so in the event loop.
+Knows HTTP; what is answered is modes.py's. Bodies of posts are not FastAPI's to parse: it would do so in the event loop.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel
 
 from shmbridge import BatchTooBig, ConsumerTaken, Run, ShmBridgeError
-from shmbridge.consumers import gateway_bodies
-from shmbridge.consumers.gateway_bodies import KEYS, Refused
-from shmbridge.consumers.gateway_modes import Mode
-from shmbridge.consumers.gateway_options import GatewayOptions
-from shmbridge.consumers.gateway_posts import HeldBytes
-from shmbridge.consumers.gateway_proof import carrier_of
-from shmbridge.consumers.gateway_taker import NotRegistered
-from shmbridge.consumers.gateway_upstream import NoSuchThing
+from shmbridge.consumers.gateway import bodies
+from shmbridge.consumers.gateway.bodies import KEYS, Refused
+from shmbridge.consumers.gateway.modes import Mode
+from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.posts import HeldBytes
+from shmbridge.consumers.gateway.proof import carrier_of
+from shmbridge.consumers.gateway.taker import NotRegistered
+from shmbridge.consumers.gateway.upstream import NoSuchThing
 from shmbridge.control import RequestRefused
 from shmbridge.errors import NoWeight
 
@@ -162,7 +162,7 @@ class Gate:
                 raise Refused(413, f"the body is more than {most} bytes", "too large")
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         if body and b"gzip" in headers.get(b"content-encoding", b"").lower():
-            body = await asyncio.to_thread(gateway_bodies.gunzip, body, most)
+            body = await asyncio.to_thread(bodies.gunzip, body, most)
             scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in (b"content-encoding", b"content-length")]
         if is_post:
             self._held.grow(len(body) - reserved[0])
@@ -262,7 +262,7 @@ def make_app(mode: Mode) -> FastAPI:
     async def take(request: Request, many: bool) -> list[int | None]:
         body = await request.body()
         loop = asyncio.get_running_loop()
-        posted = await loop.run_in_executor(parsers, lambda: gateway_bodies.read_post(body, many=many, extras=not strict))
+        posted = await loop.run_in_executor(parsers, lambda: bodies.read_post(body, many=many, extras=not strict))
         items, failed = sum(len(group["tokens"]) for group in posted.groups), True
         try:
             outcomes = await mode.post(posted, carrier_of(request.scope), time.monotonic() - request.scope["arrived_s"])
