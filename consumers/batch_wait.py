@@ -65,7 +65,9 @@ class BatchWait(Generic[Batch]):
     """Context manager and iterator over the batches of another iterator, each waited for within limits.
 
     The other iterator is asked for a batch only when this one is, in a thread of its own. At the end it is
-    closed, unless it still waits: then it ends with the consumer.
+    closed, unless it still waits: then it ends with the consumer. A batch that comes once the wait was given up is
+    handed to nobody, and dropping it ends its leases as if it had been used: let the exception end the consumer's
+    `with` block, which leaves all that is held to the next consumer.
 
     Args:
         batches: where batches come from; its `next` may block for ever.
