@@ -25,6 +25,8 @@ OnFull: TypeAlias = Literal["block", "raise", "drop"]
 
 LONGEST_PAUSE_S = 30.0
 
+_LOOP_ENDED = "with the event loop ended"
+
 # Not the group's fault: the next one may well be taken.
 _PASSING = (LaneFull, BridgeDraining, Closed, LaneQuarantined)
 
@@ -98,16 +100,25 @@ class EnvLane:
         await asyncio.shield(task)
 
     async def _put_all(self, groups: Sequence[dict[str, Any]], versions: tuple[int, int]) -> None:
-        for group in groups:
-            try:
-                await self._put(group, versions)
-            except ShmBridgeError as refused:
-                kind = f"{type(refused).__name__} {getattr(refused, 'column', '')}"
-                self._refuse(kind, str(refused), passing=isinstance(refused, _PASSING))
-            except Exception as fault:  # a worker may be gone already: nobody else would hear of it
-                self._refuse(type(fault).__name__, repr(fault))
-            finally:
+        left = len(groups)
+        try:
+            for group in groups:
+                await self._put_or_count(group, versions)
+                left -= 1
                 self.unsent -= 1
+        finally:
+            if left:  # the event loop ends, and all its tasks with it
+                self.unsent -= left
+                self.not_delivered[_LOOP_ENDED] += left
+
+    async def _put_or_count(self, group: dict[str, Any], versions: tuple[int, int]) -> None:
+        try:
+            await self._put(group, versions)
+        except ShmBridgeError as refused:
+            kind = f"{type(refused).__name__} {getattr(refused, 'column', '')}"
+            self._refuse(kind, str(refused), passing=isinstance(refused, _PASSING))
+        except Exception as fault:  # a worker may be gone already: nobody else would hear of it
+            self._refuse(type(fault).__name__, repr(fault))
 
     async def _put(self, group: dict[str, Any], versions: tuple[int, int]) -> None:
         took = carried(group, self._options.step_rewards)
@@ -215,7 +226,7 @@ class EnvLane:
         self._closing = True
         self._producer.close()
         if self.unsent:
-            self.not_delivered["with the event loop ended"] += self.unsent
+            self.not_delivered[_LOOP_ENDED] += self.unsent
         self._report()
 
     def _report(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import logging
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -159,6 +160,29 @@ def test_an_instance_is_detached_also_when_its_loop_has_ended(make_env: Callable
         asyncio.run(send())
         atropos.detach(env)
         assert tokens_of(consumer, []) == [[[1]]]
+
+
+def test_what_waits_for_room_is_counted_when_the_event_loop_ends_with_all_its_tasks(
+    make_env: Callable[..., Any], bridge: str, script: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "shmbridge")
+    env = make_env(items=0)
+    atropos.attach(env, bridge=bridge, lane_bytes="256K")
+    kept = []
+    with shmbridge.Consumer(bridge, run=RUN) as consumer:
+
+        async def main() -> None:
+            kept.append(asyncio.create_task(env.env_manager()))
+            await until(lambda: hasattr(env, "status_dict"))
+            groups = [script.groups_of(10 * number, longest=1500) for number in range(1, 13)]
+            kept.append(asyncio.create_task(env.handle_send_to_api(groups)))
+            await until(lambda: consumer.stats()["records_total"])
+
+        asyncio.run(main())
+        in_lane = int(consumer.stats()["records_total"])
+        assert 0 < in_lane < 12
+        assert f"{in_lane} groups delivered, not delivered: {12 - in_lane} with the event loop ended" in caplog.text
+        tokens_of(consumer, [])
 
 
 def test_what_cannot_be_attached_is_said(make_env: Callable[..., Any], bridge: str, other_bridge: str) -> None:
