@@ -54,7 +54,7 @@ class RemoteEnvs:
         self.shared = RemoteLane(options, "gateway", lane_opened)
         for saved in state.saved.envs:
             if saved.connected:
-                self._table[saved.env_id] = RemoteEnv(saved, RemoteLane(options, saved.wandb_name, lane_opened))
+                self._table[saved.env_id] = RemoteEnv(saved, RemoteLane(options, saved.desired_name, lane_opened))
 
     def __len__(self) -> int:
         return len(self._table)

@@ -268,7 +268,7 @@ class StrictMode(Mode):
         known = number if number is not None and number < len(self.taker.upstream.envs) else None
         lane = self._lanes.get(known)
         if lane is None:
-            name = "gateway" if known is None else self.taker.upstream.envs[known].real_name
+            name = "gateway" if known is None else self.taker.upstream.envs[known].desired_name
             lane = self._lanes[known] = RemoteLane(self.options, name, self.taker.own)
         return lane
 

@@ -28,7 +28,7 @@ def api(start_gateway: Callable[..., GatewayProcess], mode: str) -> GatewayProce
 
 
 @MODES
-def test_everything_is_there_again(api: GatewayProcess):
+def test_everything_is_there_again(api: GatewayProcess, bridge: str):
     """Queue, registration, step, environments, and the two batches that were out."""
     api.start(starting_step=5)
     first, second = (api.register_env(name)["env_id"] for name in ("one", "two"))
@@ -49,6 +49,8 @@ def test_everything_is_there_again(api: GatewayProcess):
     assert api.register_env("one")["wandb_name"] == "one_1"
     api.put(10, env_id=first)
     api.put(11, env_id=second)
+    lanes = [lane for info in shmbridge.list_bridges() if info.name == bridge for lane in info.lanes]
+    assert {lane.env_name for lane in lanes if lane.alive and lane.records} == {"one", "two"}, "an environment's metrics keep their name"
     found = list(read)
     for _ in range(5):
         found += api.until_batch()
