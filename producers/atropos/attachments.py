@@ -92,16 +92,18 @@ class Attachments:
 
     def __init__(self, base: Any) -> None:
         self._base = base
+        self._sends_upstream = base.BaseEnv._send_scored_data_to_api
         self._seats: WeakKeyDictionary[Any, _Seat] = WeakKeyDictionary()
         self._class: type[Any] | None = None
         self._class_options: LinkOptions | None = None
         self._class_changes, self._base_changes = Changes(), Changes()
-        self._methods = {
+        self._methods: dict[str, Callable[[Any], Any]] = {
             "setup_wandb": self._asks,
             "_register_env": self._asks,
             "get_server_info": self._asks,
             "get_status": self._gets_status,
             "_send_scored_data_to_api": self._sends,
+            "_post_json_with_compression": self._posts,
             "env_manager": self._runs,
         }
 
@@ -239,17 +241,37 @@ class Attachments:
         return get_status
 
     def _sends(self, original: _Method) -> _Method:
+        """Groups go into the lane; through the environment's own method, if it has one around BaseEnv's."""
+
         @functools.wraps(original)
         async def send(env: Any, scored_data: dict[str, Any] | list[dict[str, Any]]) -> None:
-            groups = scored_data if isinstance(scored_data, list) else [scored_data]
-            for group in groups:
-                group["env_id"] = getattr(env, "env_id", None)
             seat = self._seats.get(env)
             # A rollout that outlives its environment opens no second lane: it is counted by the first.
             link = seat.link if seat is not None and seat.link is not None else self._link(env)
+            if original is not self._sends_upstream:
+                token = _asking.set(link)
+                try:
+                    await original(env, scored_data)
+                finally:
+                    _asking.reset(token)
+                return
+            groups = scored_data if isinstance(scored_data, list) else [scored_data]
+            for group in groups:
+                group["env_id"] = getattr(env, "env_id", None)
             await link.send(groups)
 
         return send
+
+    def _posts(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What BaseEnv's sending ends in, where an environment's own method leads to it."""
+
+        @functools.wraps(original)
+        def post(env: Any, session: Any, url: str, payload: Any, **options: Any) -> Any:
+            if isinstance(session, RolloutSession):
+                return session.post(url, json=payload)
+            return original(env, session, url, payload, **options)
+
+        return post
 
     def _runs(self, original: _Method) -> _Method:
         @functools.wraps(original)

@@ -1,7 +1,7 @@
 """What stands in for `aiohttp.ClientSession` where Atropos' `BaseEnv` talks to its rollout server.
 
 BaseEnv keeps its own logic (retries, waiting, what it does with each answer); only the wire is another one.
-Knows the four routes that it asks, and nothing of the answers. Called by BaseEnv, after
+Knows the routes that it asks, and nothing of the answers. Called by BaseEnv, after
 `shmbridge.producers.atropos.attach`.
 """
 
@@ -26,21 +26,23 @@ class RolloutSession:
     async def __aexit__(self, *raised: object) -> None:
         pass
 
-    def get(self, url: str, *, json: Mapping[str, Any] | None = None) -> _Response:
+    def get(self, url: str, *, json: Any = None) -> _Response:
         """Ask one of the routes; the question goes out when the response is entered."""
         return self._ask(url, json)
 
-    def post(self, url: str, *, json: Mapping[str, Any] | None = None) -> _Response:
+    def post(self, url: str, *, json: Any = None) -> _Response:
         """As `get`: the routes differ by name, not by method."""
         return self._ask(url, json)
 
-    def _ask(self, url: str, body: Mapping[str, Any] | None) -> _Response:
+    def _ask(self, url: str, body: Any) -> _Response:
         link = self._link
         routes: dict[str, Callable[[], Awaitable[Mapping[str, Any]]]] = {
             "wandb_info": link.wandb_info,
             "register-env": lambda: link.register(body or {}),
             "info": link.info,
             "status-env": link.status,
+            "scored_data": lambda: _sent(link, [body]),
+            "scored_data_list": lambda: _sent(link, body),
         }
         route = url.rpartition("/")[2]
         if route not in routes:
@@ -48,6 +50,11 @@ class RolloutSession:
                 f"BaseEnv asks for {url}, which a bridge does not answer; it answers {sorted(routes)}"
             )
         return _Response(routes[route])
+
+
+async def _sent(link: EnvLink, groups: Any) -> Mapping[str, Any]:
+    await link.send(groups)
+    return {"status": "received"}
 
 
 class _Response:

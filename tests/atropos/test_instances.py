@@ -23,7 +23,10 @@ from atroposlib.envs import base
 from shmbridge.producers import atropos
 
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000)
-REPLACED = ("setup_wandb", "_register_env", "get_server_info", "get_status", "_send_scored_data_to_api", "env_manager", "handle_env")
+REPLACED = (
+    "setup_wandb", "_register_env", "get_server_info", "get_status", "_send_scored_data_to_api", "_post_json_with_compression",
+    "env_manager", "handle_env",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -96,6 +99,35 @@ async def ended(env: Any) -> None:
         pass
 
     await atropos._attachments._runs(nothing)(env)
+
+
+@pytest.mark.parametrize("attached", ["the instance", "its class", "all"])
+async def test_an_environments_own_sending_and_asking_are_kept(
+    make_env: Callable[..., Any], script: ModuleType, bridge: str, attached: str
+) -> None:
+    class Doubling(script.SeededEnv):  # type: ignore[misc, name-defined]
+        async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+            for group in scored_data if isinstance(scored_data, list) else [scored_data]:
+                group["scores"] = [2 * score for score in group["scores"]]
+            await super()._send_scored_data_to_api(scored_data)
+
+        async def get_status(self) -> None:
+            await super().get_status()
+            self.asked = True
+
+    env = make_env(Doubling)
+    atropos.attach({"the instance": env, "its class": Doubling, "all": None}[attached], bridge=bridge, lane_bytes="1M")
+    with shmbridge.Consumer(bridge, run=RUN) as consumer:
+        await env.register_env()
+        await env.get_status()
+        await env._send_scored_data_to_api({"tokens": [[1]], "masks": [[1]], "scores": [1.5]})
+        await env._send_scored_data_to_api([{"tokens": [[1]], "masks": [[1]], "scores": [score]} for score in (2.5, 3.5)])
+        assert env.asked
+        got = [record.to_scored_data() for record in consumer.poll()]
+        assert [group["scores"] for group in got] == [[3.0], [5.0], [7.0]]
+        assert {group["env_id"] for group in got} == {env.env_id}
+        del got
+        await ended(env)
 
 
 async def test_detaching_puts_in_the_lane_what_waits_and_leaves_the_environment_as_it_was(
