@@ -10,6 +10,7 @@ Letters: B rows (trajectories), N tokens of the whole batch.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from shmbridge.metrics import rollout_metrics
 # A log-probability is never positive, so a positive one says "none was recorded": Atropos writes 1.0 where no
 # token was sampled, and rows whose record carried no log-probabilities get the same mark here.
 NO_LOGPROB = 1.0
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class NoAdvantages(Exception):
@@ -69,19 +72,21 @@ def prepare(
     if fallen_back.any() and not fallback_to_grpo:
         raise _no_advantages(batch, fallen_back)
     trained = _trained(batch)
+    heat, odd_temperature = _temperature(batch, temperature)
     rows = TrainingRows(
         tokens=batch.tokens,
         cu_seqlens=batch.cu_seqlens,
         trained=trained,
         advantages=_advantages(batch, scores, scored, own, silenced, trained),
         sampled_logprobs=_sampled_logprobs(batch),
-        temperature=_temperature(batch, temperature),
+        temperature=heat,
     )
     return rows, {
         **_describe(batch, rows, scores[scored]),
         "trajectories_own_advantages": int(batch.has("advantages").sum()),
         "trajectories_no_signal": int((~scored & ~own).sum()),
         "trajectories_silenced": int(silenced.sum()),
+        "trajectories_odd_temperature": odd_temperature,
         "groups_fallback": int(np.unique(batch.group_index[fallen_back]).size),
         **_rollouts(batch, rows, np.where(scored, scores, np.nan)),
     }
@@ -141,23 +146,34 @@ def _sampled_logprobs(batch: Any) -> npt.NDArray[np.float32]:
     return np.where(recorded, batch.inference_logprobs, sampled)
 
 
-def _temperature(batch: Any, default: float) -> npt.NDArray[np.float32]:
-    """Return float32 (B,): the record's own column, else where Atropos keeps it, else the default."""
+def _temperature(batch: Any, default: float) -> tuple[npt.NDArray[np.float32], int]:
+    """Return float32 (B,): the record's own column, else where Atropos keeps it, else the default; and how many rows say no number.
+
+    Those get the default too: one odd word in a record must not end a run, and the next one that is given the record.
+    """
     heat = np.full(len(batch.meta), default, np.float32)
+    odd = np.zeros(len(batch.meta), bool)
     # The narrowest has the last word, as in the reference trainer of Atropos.
     for texts in (batch.group_overrides, batch.generation_params, batch.overrides):
         for row, value in _settings(texts, "temperature"):
-            heat[row] = value
+            if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) < _LARGEST:
+                heat[row] = value
+            else:
+                odd[row] = True
     if batch.temperature is not None:
         heat = np.where(batch.has("temperature"), batch.temperature, heat)
-    return np.where(heat > 0, heat, np.float32(default))  # greedy (0) has no distribution to divide
+    usable = np.isfinite(heat) & (heat > 0)  # greedy (0) has no distribution to divide
+    return np.where(usable, heat, np.float32(default)), int(np.count_nonzero(odd | ~np.isfinite(heat)))
 
 
 def _settings(texts: list[str | None] | None, key: str) -> Iterator[tuple[int, Any]]:
     """Yield (row, value) for the rows whose JSON object has the key."""
     for row, text in enumerate(texts or ()):
         if text is not None and key in text:  # parse only what may matter
-            settings = json.loads(text)
+            try:
+                settings = json.loads(text)
+            except ValueError:  # no settings then, whatever it is
+                continue
             if isinstance(settings, dict) and settings.get(key) is not None:
                 yield row, settings[key]
 

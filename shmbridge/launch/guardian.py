@@ -6,7 +6,8 @@ Three facts of the kernel: a process that asks for it becomes the parent of its 
 (PR_SET_CHILD_SUBREAPER); a process can have itself signalled when its parent dies (PR_SET_PDEATHSIG); a child that has ended keeps its
 pid until its parent has waited for it, so that killing children hits nobody else. From these:
 
-- the program ends: whatever it left becomes a child of the guardian and is killed, until there is none;
+- the program ends: whatever it left becomes a child of the guardian and is killed, until there is none; but if it ends since it was told
+  to, those of its process group, who were told the same, end by themselves first (a shell is gone before the program it has started);
 - the guardian is killed: the program gets DEATH_SIGNAL, and what else there is goes to the guardian's own guardian;
 - PARENT dies (0: it may): the guardian kills the program at once, then sweeps as above.
 
@@ -32,9 +33,9 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def children() -> set[int]:
-    """Pids of the children of this process, ended ones that nobody waited for included."""
-    me, found = str(os.getpid()).encode(), set()
+def children() -> dict[int, int]:
+    """The children of this process, ended ones that nobody waited for included: pid -> process group."""
+    me, found = str(os.getpid()).encode(), {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
@@ -43,14 +44,14 @@ def children() -> set[int]:
             except OSError:  # it has ended, or is another user's and hidden
                 continue
             if after_name[1] == me:
-                found.add(int(name))
+                found[int(name)] = int(after_name[2])
     return found
 
 
 def sweep(spared: Collection[int] = ()) -> None:
     """Kills the children of this process, and theirs as they become its own, until there is none. Blocks until it is done."""
     beyond = set(spared)
-    while remaining := children() - beyond:
+    while remaining := children().keys() - beyond:
         for pid in remaining:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -80,7 +81,12 @@ def main(argv: list[str]) -> int:
             return 1
     spared = children()  # whoever became this program may have had some
     program = _start(command, folder, int(death_signal))
-    status = _status(_wait(program, int(parent), awaited)) if program else 127
+    status = 127
+    if program:
+        wait_status, told = _wait(program, int(parent), awaited)
+        status = _status(wait_status)
+        if told:
+            _wait_for_group(program, int(parent), awaited)
     sweep(spared)
     if parent == "0" and status == 128 + signal.SIGKILL:
         with contextlib.suppress(OSError):  # of a reader that has gone away
@@ -116,17 +122,34 @@ def _start(command: list[str], folder: str, death_signal: int) -> int:
     return pid
 
 
-def _wait(program: int, parent: int, awaited: set[signal.Signals]) -> int:
-    """The wait status of the program. Signals meanwhile are passed on; a dead parent is the program's death."""
+def _wait(program: int, parent: int, awaited: set[signal.Signals]) -> tuple[int, bool]:
+    """The wait status of the program, and whether it was told to end. Signals are passed on; a dead parent is the program's death."""
+    told = False
     while True:
         signum = signal.sigwait(awaited)
         if signum != signal.SIGCHLD:
-            orphaned = parent != 0 and os.getppid() != parent
-            _signal_group(program, signal.SIGKILL if orphaned else signum)
+            told = not _orphaned(parent)
+            _signal_group(program, signum if told else signal.SIGKILL)
             continue
         while (ended := _ended())[0]:
             if ended[0] == program:
-                return ended[1]
+                return ended[1], told
+
+
+def _wait_for_group(program: int, parent: int, awaited: set[signal.Signals]) -> None:
+    """Until nobody of the group is left. Whoever has no more patience kills this guardian; a dead parent has none."""
+    while True:
+        while _ended()[0]:
+            pass
+        if program not in children().values() or _orphaned(parent):
+            return
+        signum = signal.sigwait(awaited)
+        if signum != signal.SIGCHLD:
+            _signal_group(program, signum)
+
+
+def _orphaned(parent: int) -> bool:
+    return parent != 0 and os.getppid() != parent
 
 
 def _ended() -> tuple[int, int]:

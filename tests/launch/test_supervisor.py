@@ -267,6 +267,25 @@ def test_a_script_that_wraps_a_program_does_not_keep_the_signal_from_it(launch):
     assert launch.noted("SIGTERM") == ["hub"]
 
 
+def test_a_wrapped_program_has_its_grace_and_no_more(launch):
+    """The shell is gone at once; the program that it has started takes half a second, another never ends."""
+    slow = "trap 'sleep 0.5; echo slow has ended; exit' TERM; echo slow waits; while :; do sleep 0.05; done"
+    never = "trap '' TERM; echo never waits; while :; do sleep 0.05; done"
+    shells = [launch.service("hub", role="hub"), launch.service("server", role="server")]
+    for service, script in zip(shells, (slow, never), strict=True):
+        service.command, service.stop_grace_s = ["sh", "-c", f"sh -c {shlex.quote(script)}; exit $?"], 2.0
+    launch.start(shells)
+    launch.until(lambda: all(f"{word} waits" in log_of(launch, name) for word, name in (("slow", "hub"), ("never", "server"))))
+    launch.send(signal.SIGTERM)
+    assert launch.wait() == 143
+    assert "slow has ended" in log_of(launch, "hub")
+
+
+def log_of(launch, name):
+    log = launch.run_dir / "logs" / f"{name}.log"
+    return log.read_text() if log.exists() else ""
+
+
 def test_a_service_has_its_folder_and_variables(launch):
     service = launch.service("hub", role="hub")
     service.command, service.folder, service.env = ["sh", "-c", "echo $COLOUR in $PWD; sleep 0.3"], "/usr", {"COLOUR": "blue"}

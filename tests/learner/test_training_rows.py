@@ -63,6 +63,13 @@ def test_the_narrowest_word_on_temperature_wins(packed_batch):
     np.testing.assert_allclose(rows.temperature, [0.1, 0.2, 0.3, 0.4, 1.0])
 
 
+def test_what_is_no_temperature_costs_neither_the_run_nor_the_row(packed_batch):
+    odd = ['{"temperature": "hot"}', '{"temperature": [1]}', '{"temperature": 1e60}', '{"temperature": NaN}', "temperature, no JSON"]
+    rows, metrics = prepare(packed_batch([[1, 2]] * 6, overrides=[*odd, '{"temperature": 0.5}']), 0.7)
+    np.testing.assert_allclose(rows.temperature, [0.7] * 5 + [0.5])
+    assert metrics["trajectories_odd_temperature"] == 4  # what is no JSON says nothing at all
+
+
 def test_an_environment_can_silence_a_row(packed_batch):
     silence = [None, '{"set_advantage_to_zero": true}', '{"set_advantage_to_zero": false}']
     own = [None, None, [0.0, 2.0, 2.0]]
