@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _load(options: argparse.Namespace) -> tuple[PolicyModel, PolicyApi]:
-    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)  # type: ignore[no-untyped-call]
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
     dtype = getattr(torch, options.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(options.model, torch_dtype=dtype)
     device = options.device
