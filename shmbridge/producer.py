@@ -347,6 +347,8 @@ class Producer(OneProcess):
 
     def _sleep(self, left_s: float) -> None:
         """Sleeps until something may have changed; in any thread."""
+        if self._closed:
+            return
         if not self._one_sleeper.acquire(blocking=False):  # put while a put_async sleeps: space_waiting has one owner
             time.sleep(min(left_s, 0.005))
             return
@@ -462,6 +464,7 @@ class Producer(OneProcess):
     def _leave(self) -> None:
         self._closed = True
         if self._sleeper is not None:
+            self._writer.ring()  # whoever closes may be an event loop
             self._sleeper.shutdown(wait=True)
         self._no_exit_call()
         liveness.unlock(self._lane.fd, Byte.PRODUCER)

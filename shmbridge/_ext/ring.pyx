@@ -132,6 +132,11 @@ cdef class LaneWriter:
             slept = lane_wait_space(&self._writer, timeout_ns)
         return slept
 
+    def ring(self):
+        """Wakes a thread of this process that sleeps in `wait_space`."""
+        cdef lane_header* header = self.alive().header
+        ring_bell(&header.space_bell)
+
     def count_wait(self, uint64_t wait_ns):
         cdef lane_header* header = self.alive().header
         store_relaxed64(&header.wait_ns_total, load_relaxed64(&header.wait_ns_total) + wait_ns)

@@ -93,6 +93,17 @@ async def test_close_while_waiting_commits_or_counts_each(full, make_consumer) -
     assert len(make_consumer().poll()) == count
 
 
+async def test_close_does_not_wait_for_who_waits(full) -> None:
+    producer, _ = full
+    waiting = asyncio.create_task(producer.put_async(big()))
+    await asyncio.sleep(0.1)  # a thread sleeps for it by now, for a second
+    began = time.monotonic()
+    producer.close()
+    assert time.monotonic() - began < 0.5
+    with pytest.raises(shmbridge.Closed):
+        await waiting
+
+
 async def test_raise_and_drop_never_wait(make_producer) -> None:
     for on_full, expected in (("raise", shmbridge.LaneFull), ("drop", None)):
         with make_producer(on_full=on_full) as producer:
