@@ -187,8 +187,7 @@ class Attachments:
             assert self._class_options is not None
             seat = self._seats[env] = _Seat(self._class_options)
         if seat.link is None or seat.link.closed:
-            name = type(env).name or env.config.wandb_name or type(env).__name__
-            seat.link = EnvLink(seat.options, name)
+            seat.link = EnvLink(seat.options, str(env.name or env.config.wandb_name or type(env).__name__))
             # On the instance, since subclasses may have their own: a worker is one call of it.
             seat.running.replace(env, "handle_env", _stamped(seat.link, env.handle_env))
         return seat.link

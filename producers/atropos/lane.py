@@ -49,7 +49,7 @@ class GroupsRefused(ShmBridgeError):
 
 
 class EnvLane:
-    """One environment's way into the bridge. Opening it reserves memory, which takes some milliseconds."""
+    """One environment's way into the bridge. Opening it reserves memory, which takes milliseconds for each MiB at worst."""
 
     def __init__(self, options: LinkOptions, env_name: str) -> None:
         self._options, self._env_name = options, env_name

@@ -40,7 +40,7 @@ _began_at: ContextVar[int] = ContextVar("policy_version_when_generation_began")
 class EnvLink:
     """One environment on one bridge, for as long as it runs.
 
-    Opening reserves the lane, which takes some milliseconds; nothing else here blocks the event loop.
+    Opening reserves the lane, which takes milliseconds for each MiB at worst; nothing else here blocks the event loop.
     """
 
     def __init__(self, options: LinkOptions, env_name: str) -> None:

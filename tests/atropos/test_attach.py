@@ -140,6 +140,20 @@ async def test_the_name_falls_back_to_that_of_the_class(make_env: Callable[..., 
     await left(other)
 
 
+async def test_the_name_may_be_the_instances(make_env: Callable[..., Any], consumer: Any, script: ModuleType) -> None:
+    class Named(script.SeededEnv):  # type: ignore[misc, name-defined]
+        @property
+        def name(self) -> str:
+            return f"of {self.config.group_size}"
+
+    env = make_env(Named)
+    await started(env)
+    await env.handle_send_to_api(script.groups_of(10))
+    with consumer.get(5) as record:
+        assert record.meta.env_name == "of 4"
+    await left(env)
+
+
 async def test_queued_groups_and_those_without_room_throttle(
     env: Any, consumer: shmbridge.Consumer, script: ModuleType
 ) -> None:
