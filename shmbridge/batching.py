@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 from shmbridge import sizing
@@ -34,6 +34,7 @@ Hold = Literal["step", "gather"]
 _STUCK_AFTER_S = 1.0
 _LOOK_EVERY_S = 0.25
 _EVERYTHING = 1 << 31
+_NO_VERSION = 1 << 62
 
 
 class BatchAssembly:
@@ -46,8 +47,9 @@ class BatchAssembly:
         self._prefetcher: Prefetcher | None = None
         self._closed = False
         self._lock = threading.Lock()  # groups are put back by whoever iterates, while others are gathered ahead
-        self._cut_at: tuple[int, int] | None = None  # policy version and limit beyond which nothing is in self._complete
+        self._is_cut = False  # nothing in self._complete is stale
         self._not_cut: list[Group] = []  # but for what was put back since
+        self._oldest = _NO_VERSION  # what is stamped in self._complete, and cut, has no version before this
 
     @property
     def closed(self) -> bool:
@@ -199,8 +201,10 @@ class BatchAssembly:
                 continue
             if max_staleness is not None and self._has_stale([group], max_staleness):
                 self._discard(group, Discard.STALE)
-            else:
-                self._complete.add(group)
+                continue
+            self._complete.add(group)
+            if max_staleness is not None:
+                self._oldest = _oldest([group], self._oldest)
         for group in self._partial.late(now, self._lanes.busy_producers()) if len(self._partial) else ():
             log.warning("group %s of %s has %d of %d rows after %.0f s: discarded", group.records[0].group_id, group.producer_id,
                         group.rows, group.size, self._partial.timeout_s)  # fmt: skip
@@ -211,16 +215,18 @@ class BatchAssembly:
         return bool(records)
 
     def _cut_stale(self, max_staleness: int | None) -> None:
-        """Looks at every group only when the version or the limit is another: what comes later is looked at when it comes."""
+        """Looks at every group only when the oldest may have grown stale: what comes later is looked at when it comes."""
         if max_staleness is None:
-            self._cut_at, self._not_cut = None, []
+            self._is_cut, self._not_cut = False, []
             return
         current = self._consumer.policy_version
         doubtful, self._not_cut = self._not_cut, []
-        if self._cut_at != (current, max_staleness) or self._has_stale(doubtful, max_staleness):
+        self._oldest = _oldest(doubtful, self._oldest)
+        if not self._is_cut or is_stale(self._oldest, current, max_staleness):
             for group in self._complete.remove(lambda group: is_stale(group.oldest_version, current, max_staleness)):
                 self._discard(group, Discard.STALE)
-            self._cut_at = (current, max_staleness)
+            self._oldest = _oldest(self._complete)
+            self._is_cut = True
 
     def _has_stale(self, groups: list[Group], max_staleness: int | None) -> bool:
         if max_staleness is None:
@@ -240,7 +246,7 @@ class BatchAssembly:
         """Groups of a batch that was not handed out wait again, before all others; any thread."""
         with self._lock:
             self._complete.put_back(groups)
-            if self._cut_at is not None:
+            if self._is_cut:
                 self._not_cut += groups
 
     def _check_stuck(self, want: Want) -> None:
@@ -282,6 +288,11 @@ class BatchAssembly:
                 record.abandon()
         self._complete.remove(lambda group: True)
         self._partial, self._not_cut = GroupAssembler(0.0), []
+
+
+def _oldest(groups: Iterable[Group], known: int = _NO_VERSION) -> int:
+    """The oldest version any is stamped with, or `known` if that is older."""
+    return min([known, *(version for group in groups if (version := group.oldest_version) >= 0)])
 
 
 def _published(record: Record) -> int:

@@ -63,8 +63,8 @@ def detach(env: Any = None) -> Departure:
     """Undo `attach`: the environment behaves as upstream again, at once. Never blocks.
 
     An instance that runs is to be detached in its own event loop: then its lane gets what it has handed over, and is left; await the
-    result to know when. Environments of a detached class that run keep their lane until they end; those that start from now on use the
-    rollout server. Detaching what is not attached does nothing.
+    result to know when. Environments of a detached class, those that run and those to come, ask the rollout server from now on; the lane of
+    one that runs is left when it ends. Detaching what is not attached does nothing.
 
     Args:
         env: what was attached; None: everything.

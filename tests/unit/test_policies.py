@@ -177,6 +177,34 @@ def test_staleness_is_looked_at_once_per_group_and_version(make_producer, make_c
     assert looks <= 80
 
 
+@pytest.mark.parametrize("policy", ["fair", "atropos"])
+def test_a_version_that_makes_nothing_stale_costs_no_look_at_what_is_queued(make_producer, make_consumer, monkeypatch, policy) -> None:
+    from shmbridge.groups import Group
+
+    looks = 0
+    oldest = Group.oldest_version.fget
+
+    def counted(self):
+        nonlocal looks
+        looks += 1
+        return oldest(self)
+
+    producer, consumer = make_producer(), make_consumer(run=shmbridge.Run(batch_size=1000), policy=policy)
+    for number in range(40):
+        producer.put(group(number), policy_version=2 if number < 20 else 6)
+    consumer.publish_policy_version(6)
+    assert consumer.take_groups(groups=1000, max_staleness=5, timeout_s=0.3) is None
+    monkeypatch.setattr(Group, "oldest_version", property(counted))
+    consumer.publish_policy_version(7)
+    assert consumer.take_groups(groups=1000, max_staleness=5, timeout_s=0.3) is None
+    assert looks == 0
+    for version, left in ((8, 20), (11, 20), (12, 0)):
+        consumer.publish_policy_version(version)
+        assert consumer.take_groups(groups=1000, max_staleness=5, timeout_s=0.3) is None
+        assert consumer.queue_groups() == left
+    assert consumer.stats()["discarded_total{stale}"] == 40
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_batch_that_does_not_come_in_time_is_an_error_that_says_who_lives(make_producer, make_consumer, prefetch) -> None:
     producer, consumer = make_producer(), make_consumer()
