@@ -18,7 +18,8 @@ def lane_full(producer_id: str, control: header.Control, writer: ring.LaneWriter
         hint = "the learner is slow or holds leases: raise lane_bytes, or lower what it holds"
     return LaneFull(
         f"lane of {producer_id} has no room for {format_size(wanted_bytes)} after {waited_s:.1f} s "
-        f"({format_size(writer.free_bytes)} of {format_size(writer.data_bytes)} free); {culprit}",
+        f"({format_size(writer.free_bytes)} of {format_size(writer.data_bytes)} free, "
+        f"{writer.slot_count - writer.outstanding} of {writer.slot_count} slots); {culprit}",
         hint=hint,
     )
 

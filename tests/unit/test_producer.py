@@ -283,3 +283,10 @@ def test_too_little_memory_is_an_error_at_start_that_leaves_nothing(bridge, segm
     with pytest.raises(shmbridge.ShmTooSmall, match=r"900 TiB.*free"):
         shmbridge.Producer(bridge, lane_bytes="900T")
     assert segments() == []
+
+
+def test_a_lane_out_of_slots_says_so(make_producer) -> None:
+    producer = make_producer(on_full="raise")
+    with pytest.raises(shmbridge.LaneFull, match=r"[1-9]\S* KiB of 64 KiB free, 0 of \d+ slots"):
+        for _ in range(100):
+            producer.put({"tokens": [[1]]})
