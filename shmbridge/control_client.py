@@ -173,7 +173,13 @@ class ControlClient(_Client):
     def _perform(self, step: _Step) -> _Performed:
         timeout_ms = _milliseconds(step.timeout_s)
         if isinstance(step, _Receive):
-            return self._socket.recv_multipart() if self._socket.poll(timeout_ms, zmq.POLLIN) else None
+            if not self._socket.poll(timeout_ms, zmq.POLLIN):
+                return None
+            try:
+                frames: list[bytes] = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:  # announced, and gone with the hub that sent it
+                return None
+            return frames
         if not self._socket.poll(timeout_ms, zmq.POLLOUT):
             return False
         try:
@@ -220,7 +226,10 @@ class AsyncControlClient(_Client):
         if isinstance(step, _Receive):
             if not await self._socket.poll(timeout_ms, zmq.POLLIN):
                 return None
-            frames: list[bytes] = await self._socket.recv_multipart()
+            try:
+                frames: list[bytes] = await self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:  # announced, and gone with the hub that sent it
+                return None
             return frames
         if not await self._socket.poll(timeout_ms, zmq.POLLOUT):
             return False

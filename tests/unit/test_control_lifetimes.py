@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import zmq
 
 from shmbridge import messages
 from shmbridge.control import (
@@ -227,6 +228,54 @@ async def test_concurrent_and_cancelled_async_requests_get_their_own_answers(
         assert isinstance(answers[1], messages.RunInfo)
         assert isinstance(answers[2], messages.Ack)
     client.close()
+
+
+class GoneAnswers:
+    """A socket that says an answer is there, and then it went with the hub that sent it."""
+
+    def poll(self, timeout_ms: int, flags: int) -> int:
+        return flags
+
+    def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        pass
+
+    def recv_multipart(self, flags: int = 0) -> list[bytes]:
+        assert flags & zmq.NOBLOCK, "this would wait for ever"
+        raise zmq.Again
+
+
+class GoneAnswersInALoop:
+    """The same for an event loop."""
+
+    def __init__(self) -> None:
+        self._socket = GoneAnswers()
+
+    async def poll(self, timeout_ms: int, flags: int) -> int:
+        await asyncio.sleep(0.01)
+        return flags
+
+    async def send_multipart(self, frames: list[bytes], flags: int) -> None:
+        pass
+
+    async def recv_multipart(self, flags: int = 0) -> list[bytes]:
+        return self._socket.recv_multipart(flags)
+
+
+def test_an_answer_that_goes_with_its_hub_is_not_waited_for(bridge: str) -> None:
+    """Between "there is one" and taking it a hub may end, and its connection with it: the deadline holds all the same."""
+    with ControlClient(bridge, role="test", name="t") as client:
+        client._socket = GoneAnswers()
+        with pytest.raises(NoConsumer):
+            client.hello(0.1)
+
+    async def ask() -> None:
+        client = AsyncControlClient(bridge, role="test", name="t")
+        client._socket = GoneAnswersInALoop()
+        with pytest.raises(NoConsumer):
+            await client.hello(0.1)
+        client.close()
+
+    asyncio.run(ask())
 
 
 def test_an_idle_server_uses_no_cpu(server: ControlServer, client: ControlClient) -> None:
