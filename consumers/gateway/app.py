@@ -15,12 +15,13 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel, Field
 
 from shmbridge import BatchTooBig, ConsumerTaken, Run, ShmBridgeError
 from shmbridge.consumers.gateway import bodies
@@ -43,33 +44,42 @@ _BARE_EXAMPLE = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "gen
 _NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
 
 
+def _utf8(text: str) -> str:
+    text.encode()  # half a surrogate pair is a ValueError; what is kept must be said again
+    return text
+
+
+_Count = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]  # what is beyond cannot be said to a hub
+_Text = Annotated[str, AfterValidator(_utf8)]
+
+
 class Registration(BaseModel):
     """A trainer's run."""
 
-    wandb_group: str
-    wandb_project: str
-    batch_size: int
-    max_token_len: int
-    checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int
-    num_steps: int
+    wandb_group: _Text
+    wandb_project: _Text
+    batch_size: _Count
+    max_token_len: _Count
+    checkpoint_dir: _Text
+    save_checkpoint_interval: _Count
+    starting_step: _Count
+    num_steps: _Count
 
 
 class RegisterEnv(BaseModel):
     """An environment's wish."""
 
-    max_token_length: int
-    desired_name: str
+    max_token_length: _Count
+    desired_name: _Text
     weight: float
-    group_size: int
+    group_size: _Count
     min_batch_allocation: float | None = None
 
 
 class EnvIdentifier(BaseModel):
     """An environment's number."""
 
-    env_id: int
+    env_id: _Count
 
 
 class Refusals:
@@ -192,6 +202,11 @@ def make_app(mode: Mode) -> FastAPI:
     @app.exception_handler(Refused)
     async def refused(request: Request, refused: Refused) -> Response:
         return refusals.answer(refused)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, wrong: RequestValidationError) -> Response:
+        refusals.counts["malformed"] += 1
+        return _json({"detail": [{key: each[key] for key in ("type", "loc", "msg")} for each in wrong.errors()]}, 422)
 
     @app.exception_handler(ShmBridgeError)
     async def failed(request: Request, error: ShmBridgeError) -> Response:
