@@ -153,5 +153,9 @@ class _Lingering:
             self._transport.close()
         elif not self.ended:
             self.ended = True
-            self._transport.write_eof()
-            self._transport.resume_reading()
+            try:
+                self._transport.write_eof()
+            except OSError:  # the peer has reset the connection already
+                self._transport.abort()
+            else:
+                self._transport.resume_reading()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import itertools
 import json
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 import requests
 from gateway_clients import Api, GatewayProcess, RawClient, group, marks
+
+from shmbridge.consumers.gateway.proof import _Lingering
 
 LONG = {"advantages": [[0.123456789 + at for at in range(20_000)]] * 4}  # so that a batch does not fit into the buffers of a socket
 MODES = pytest.mark.parametrize("mode", ["default", "strict"])
@@ -261,3 +264,25 @@ def test_trainers_that_are_killed_all_the_time(start_gateway: Callable[..., Gate
     api.until("batches_out", 0)
     assert api.stats()["bridge_held"] == 0
     assert api.stats()["batches_redelivered_total"] > 0
+
+
+def test_a_connection_that_is_reset_when_its_answer_ends_is_given_up():
+    """Our end of the stream cannot be said any more: the connection goes, and with it the batch comes again."""
+    class Reset:
+        aborted = False
+
+        def is_closing(self) -> bool:
+            return False
+
+        def write_eof(self) -> None:
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    class Connection:
+        carried = ("a batch",)
+
+    transport = Reset()
+    _Lingering(transport, Connection()).close()  # type: ignore[arg-type]
+    assert transport.aborted
