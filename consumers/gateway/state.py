@@ -102,10 +102,8 @@ class StateFile:
 
     def _write(self, text: bytes) -> None:
         fd = os.open("state.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
-        try:
-            os.write(fd, text)
-        finally:
-            os.close(fd)
+        with open(fd, "wb", closefd=True) as file:
+            file.write(text)  # all of it, or an OSError: a full mount takes a part
         os.replace("state.new", "state.json", src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def forget(self) -> None:
