@@ -40,6 +40,13 @@ class RemoteEnv:
     heard_s: float = field(default_factory=time.monotonic)
     silent: bool = False
     status: dict[str, Any] = field(default_factory=dict)
+    _refusal: str = ""
+
+    def refused(self, why: str) -> None:
+        """The hub, or memory, has no place for it; said once, it asks ten times a second."""
+        if why != self._refusal:
+            self._refusal = why
+            log.warning("environment %s: %s", self.about.wandb_name, why)
 
 
 class RemoteEnvs:
@@ -168,8 +175,8 @@ class RemoteEnvs:
             answer = await self._ask_status(env)
         except NoConsumer:
             answer = None
-        except RequestRefused as refused:
-            log.warning("environment %s: %s", env.about.wandb_name, refused)
+        except ShmBridgeError as refused:
+            env.refused(str(refused))
             answer = None
         if answer is not None:
             waiting = env.lane.posting
@@ -198,10 +205,18 @@ class RemoteEnvs:
         return env
 
     async def _admit_all(self) -> None:
-        """A hub weighs an environment by all others: whoever was here before counts until it has been silent for long."""
+        """A hub weighs an environment by all others: whoever was here before counts until it has been silent for long.
+
+        One that cannot be admitted keeps no other out, nor does it end: Atropos' environments do so after three answers of 5xx.
+        """
         for env in list(self._table.values()):
             if env.hub_id is None and not env.silent:
-                await self._admit(env)
+                try:
+                    await self._admit(env)
+                except NoConsumer:
+                    raise
+                except ShmBridgeError as refused:  # such as no memory for its lane yet; the next question tries again
+                    env.refused(str(refused))
 
     async def _admit(self, env: RemoteEnv) -> None:
         """Registers with the hub of now, under the number and the name it has."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmbridge import InvalidRecord, LaneFull, Producer, RecordTooBig, SchemaMismatch, ShmBridgeError
+from shmbridge import InvalidRecord, LaneFull, Producer, RecordTooBig, SchemaMismatch, ShmBridgeError, ShmTooSmall
 from shmbridge.consumers.gateway.bodies import Posted, Refused
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.proof import Carrier
@@ -24,6 +24,7 @@ from shmbridge.outgoing import Loader, checked_stamp
 
 log = logging.getLogger(__name__)
 
+_MEMORY_AGAIN_S = 0.25
 _REMEMBERED_S = 600.0
 _MOST_REMEMBERED = 20_000
 
@@ -143,10 +144,10 @@ class PostLedger:
         try:
             if len(todo) > 1:
                 for lane in dict.fromkeys(lanes):
-                    await lane.open()
+                    await _opened(lane, deadline)
                     lane.check([group for group, its in zip(todo, lanes, strict=True) if its is lane])
             while lanes:
-                producer = await lanes[0].open()
+                producer = await _opened(lanes[0], deadline)
                 left = max(0.0, deadline - time.monotonic())
                 sequence = await producer.put_async(todo[0], foreign=True, timeout_s=left)
                 post.done.append((producer.producer_id, sequence if sequence is not None else -1))
@@ -193,6 +194,17 @@ class PostLedger:
         if self._under_way:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait(self._under_way, timeout=timeout_s)
+
+
+async def _opened(lane: RemoteLane, deadline: float) -> Producer:
+    """Its producer. Memory that other lanes have comes back when they are read empty: it is waited for as room in a lane is."""
+    while True:
+        try:
+            return await lane.open()
+        except ShmTooSmall:
+            if time.monotonic() + _MEMORY_AGAIN_S > deadline:
+                raise
+            await asyncio.sleep(_MEMORY_AGAIN_S)
 
 
 class HeldBytes:

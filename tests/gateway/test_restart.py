@@ -190,3 +190,69 @@ def test_a_real_environment_survives_it(start_gateway: Callable[..., GatewayProc
 
 def item_of(served: dict[str, Any]) -> tuple[int, int]:
     return tuple(served["tokens"][0][:2])
+
+
+TIGHT = """
+import sys, threading
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+from gateway_clients import GatewayProcess, group
+
+gateway = GatewayProcess(Path(sys.argv[2]), "--bridge", "tight", "--lane-bytes", "1M")
+try:
+    gateway.start(batch_size=8)
+    envs = [gateway.register_env(f"env{number}")["env_id"] for number in range(3)]
+    for mark, env in enumerate(envs):
+        gateway.put(mark, env_id=env)
+    gateway.restart()
+    for env in envs:
+        assert gateway.get("/status-env", {"env_id": env}).status_code == 200
+    answers = []
+    posts = [threading.Thread(target=lambda m=m: answers.append(gateway.post("/scored_data", group(m, env_id=0)))) for m in (10, 11, 12)]
+    for post in posts:
+        post.start()
+    gateway.until("posts_waiting", 3)
+    found = gateway.until_batch() + gateway.until_batch() + gateway.until_batch()
+    for post in posts:
+        post.join()
+    assert [answer.status_code for answer in answers] == [200] * 3, answers
+    assert sorted(found) == [0, 1, 2, 10, 11, 12], found
+finally:
+    gateway.end()
+"""
+
+
+def test_a_mount_without_room_for_new_lanes_ends_no_environment(tmp_path: Path):
+    """Every environment needs a new lane after a kill, while the old ones are still to be read: posts wait, and questions are answered."""
+    apart = ["unshare", "-m", "bash", "-ec", 'mount -t tmpfs -o size=4m tmpfs /dev/shm; exec "$@"', "bash"]
+    if subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("needs a mount namespace")
+    command = [*apart, sys.executable, "-c", TIGHT, str(Path(__file__).parent), str(tmp_path / "log")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr + (tmp_path / "log").read_text()
+
+
+HALF_WRITTEN = """
+import resource, sys
+from shmbridge.consumers.gateway.state import SavedEnv, StateFile
+
+state = StateFile(sys.argv[1])
+assert state.open()
+state.update(next_env_id=7)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))  # as a full mount: the first pages are taken, the rest is not
+state.update(next_env_id=8, envs=[SavedEnv(number, "env" * 99, "env", 64, 4, 1.0) for number in range(99)])
+again = StateFile(sys.argv[1])
+state.close()
+assert again.open()
+assert again.saved.next_env_id == 7, again.saved
+again.forget()
+again.close()
+"""
+
+
+def test_a_state_that_is_half_written_takes_no_place(bridge: str):
+    done = subprocess.run(
+        [sys.executable, "-c", HALF_WRITTEN, bridge], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stderr
