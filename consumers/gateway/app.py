@@ -94,6 +94,8 @@ class Refusals:
         headers = {"retry-after": _RETRY_S} if refused.status == 503 else {}
         if refused.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if refused.status == 408:
+            headers["connection"] = "close"  # what comes late is no request
         return _json({"detail": refused.detail}, status=refused.status, headers=headers)
 
 
@@ -152,6 +154,8 @@ class Gate:
         most = self._options.max_body_bytes
         length = headers.get(b"content-length", b"0")
         announced = int(length) if length.isdigit() else 0
+        if b"transfer-encoding" in headers:
+            announced = most  # it may become as large as that, and nobody can tell before
         if announced > most:
             raise Refused(413, f"the body has {announced} bytes, at most {most} are taken", "too large")
         is_post = scope["path"] in _POSTS
@@ -162,7 +166,12 @@ class Gate:
         parts: list[bytes] = []
         size, more = 0, True
         while more:
-            message = await receive()
+            try:
+                async with asyncio.timeout(self._options.body_pause_s):
+                    message = await receive()
+            except TimeoutError:
+                said = f"nothing more of the body has come for {self._options.body_pause_s:g} s, after {size} bytes"
+                raise Refused(408, said, "stalled") from None
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shmbridge import ShmBridgeError
+from shmbridge.consumers.gateway.bodies import Refused
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import RemoteLane
 from shmbridge.consumers.gateway.state import SavedEnv, StateFile
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _ASK_S = 1.5
 _MISSING_S = 0.5  # after nobody answered, nobody is asked for so long
+
+_SHARED = 1  # the lane of those who are not known
 
 _WAIT = {"status": "wait for trainer to start"}
 
@@ -96,11 +99,14 @@ class RemoteEnvs:
     # -- environments -------------------------------------------------------------------------------------------------------------
 
     async def register(self, wish: dict[str, Any]) -> dict[str, Any]:
-        """The answer to /register-env: a number, a name and a lane, or that there is no training run yet. Raises RequestRefused."""
+        """The answer to /register-env: a number, a name and a lane, or that there is no run yet. Raises RequestRefused, Refused."""
         name = wish["desired_name"]
         info = await self.run_info()
         if info is None or info.run is None:
             return _WAIT
+        have, most = sum(env.own_lane for env in self._table.values()), self._options.lanes
+        if have + _SHARED >= most:
+            raise Refused(503, f"{have} environments have lanes, {most} lanes are taken from at once: raise --lanes", "lanes")
         lane = RemoteLane(self._options, name, self._lane_opened)
         try:
             producer = await lane.open()

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 AnyTaker = TypeVar("AnyTaker", bound=Taker)
 _REAP_EVERY_S = 1.0
+_SHARED = 1  # the lane of those who are not known, or have none
 
 
 @dataclass(eq=False, slots=True)
@@ -266,6 +267,8 @@ class StrictMode(Mode):
     def _lane_of(self, group: dict[str, Any]) -> RemoteLane:
         number = group.get("env_id")
         known = number if number is not None and number < len(self.taker.upstream.envs) else None
+        if known not in self._lanes and len(self._lanes) + _SHARED >= self.options.lanes:
+            known = None  # nobody would take from a further lane
         lane = self._lanes.get(known)
         if lane is None:
             name = "gateway" if known is None else self.taker.upstream.envs[known].desired_name

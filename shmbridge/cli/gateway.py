@@ -26,6 +26,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", choices=("fair", "atropos"), default="fair", help="how batches are formed in default mode")
     parser.add_argument("--token", default="", help="bearer token that requests must have; better SHMBRIDGE_GATEWAY_TOKEN")
     parser.add_argument("--lane-bytes", default="64M", help="memory of each remote environment's lane (default: %(default)s)")
+    parser.add_argument("--lanes", type=int, default=256, help="most lanes that are taken from at once (default: %(default)s)")
     parser.add_argument("--max-body", default="256M", help="largest body, gunzipped (default: %(default)s)")
     parser.add_argument("--held-bytes", default="256M", help="most bytes of posts that wait for room (default: %(default)s)")
     parser.add_argument("--post-deadline", type=float, default=240.0, metavar="S", help="how long a post waits for room")
@@ -44,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
             compat=arguments.compat,
             policy=arguments.policy,
             lane_bytes=parse_size(arguments.lane_bytes),
-            token=arguments.token or os.environ.get("SHMBRIDGE_GATEWAY_TOKEN", ""),
+            lanes=arguments.lanes,
+            token=(arguments.token or os.environ.get("SHMBRIDGE_GATEWAY_TOKEN", "")).strip(),
             max_body_bytes=parse_size(arguments.max_body),
             held_bytes=parse_size(arguments.held_bytes),
             post_deadline_s=arguments.post_deadline,

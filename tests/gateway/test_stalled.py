@@ -1,0 +1,85 @@
+"""Posters that stop in the middle, or say nothing of how much will come, and environments for which no lane is taken from."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import requests
+from gateway_clients import GatewayProcess, RawClient
+
+from shmbridge.consumers.gateway.app import Gate, Refusals
+from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.posts import HeldBytes
+
+
+async def test_a_body_that_stalls_is_given_up():
+    """A poster that was stopped in its middle is asked to come again; what it held is free for others."""
+    options = GatewayOptions("nobody", body_pause_s=0.05)
+    refusals, held, said = Refusals(), HeldBytes(1000), []
+    begun = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+    async def receive() -> Any:
+        if not begun:
+            await asyncio.Event().wait()
+        return begun.pop()
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    scope = {"type": "http", "path": "/scored_data", "method": "POST", "headers": [(b"content-length", b"900")]}
+    async with asyncio.timeout(5):
+        await Gate(None, options, refusals, held)(scope, receive, send)
+    assert said[0]["status"] == 408
+    assert (b"connection", b"close") in said[0]["headers"]
+    assert (held.held, refusals.counts) == (0, {"stalled": 1})
+
+
+def test_bodies_of_unknown_length_count_as_the_largest(start_gateway: Callable[..., GatewayProcess]):
+    """So that however many come at one time, only so much of them is read as may be held."""
+    gateway = start_gateway("--held-bytes", "1M", "--max-body", "4M")
+    gateway.start(batch_size=4)
+    clients = [RawClient(gateway) for _ in range(3)]
+    for client in clients:
+        client.ask("/scored_data", "transfer-encoding: chunked", method="POST")
+    gateway.until("held_bytes", 4 << 20)
+    part = b'{"tokens":[[1],[1],[1],[1]],"masks":[[1],[1],[1],[1]],"scores":[1,2,3,4]}'
+    for client in clients:
+        client.socket.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(part), part))
+    for client in clients:
+        assert b"received" in client.read_answer()
+        client.close()
+    gateway.until("held_bytes", 0)
+
+
+def test_an_environment_beyond_the_lanes_is_refused(start_gateway: Callable[..., GatewayProcess]):
+    """A lane that nobody takes from would keep what is posted there for ever."""
+    gateway = start_gateway("--lanes", "3")
+    gateway.start()
+    first, _ = gateway.register_env("one"), gateway.register_env("two")
+    wish = {"max_token_length": 64, "desired_name": "three", "weight": 1.0, "group_size": 4}
+    refused = gateway.post("/register-env", wish)
+    assert (refused.status_code, "--lanes" in refused.text) == (503, True)
+    gateway.post("/disconnect-env", {"env_id": first["env_id"]})
+    assert gateway.post("/register-env", wish).json()["status"] == "success"
+
+
+def test_environments_beyond_the_lanes_share_one_in_strict_mode(start_gateway: Callable[..., GatewayProcess]):
+    """Which refuses no environment; the order is that of the commits all the same."""
+    gateway = start_gateway("--lanes", "3", "--compat", "strict")
+    gateway.start(batch_size=4)
+    for mark in range(6):
+        gateway.put(mark, env_id=gateway.register_env()["env_id"])
+    assert sorted(mark for _ in range(6) for mark in gateway.batch_marks() or ()) == list(range(6))
+
+
+def test_a_token_out_of_a_file_that_ends_with_a_newline(start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SHMBRIDGE_GATEWAY_TOKEN", "secret\n")
+    gateway = start_gateway()
+    assert requests.get(gateway.url + "/info", headers={"authorization": "Bearer secret"}, timeout=10).status_code == 200
+    with socket.create_connection(gateway.address) as client:
+        client.sendall(b"GET /info HTTP/1.1\r\nhost: here\r\n\r\n")
+        assert b" 401 " in client.recv(1000)
