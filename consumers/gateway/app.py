@@ -28,7 +28,7 @@ from shmbridge.consumers.gateway import bodies
 from shmbridge.consumers.gateway.bodies import KEYS, Refused
 from shmbridge.consumers.gateway.modes import Mode
 from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.posts import HeldBytes
+from shmbridge.consumers.gateway.posts import GZIPPED, IN_MEMORY, HeldBytes
 from shmbridge.consumers.gateway.proof import carrier_of
 from shmbridge.consumers.gateway.taker import NotRegistered
 from shmbridge.consumers.gateway.upstream import NoSuchThing
@@ -160,9 +160,11 @@ class Gate:
             raise Refused(413, f"the body has {announced} bytes, at most {most} are taken", "too large")
         is_post = scope["path"] in _POSTS
         if is_post:
-            if not await self._held.acquire(announced, self._options.post_deadline_s):
-                raise Refused(503, f"{self._held.held} bytes of posts wait for room already", "held bytes")
-            reserved[0] = announced
+            zipped = b"gzip" in headers.get(b"content-encoding", b"").lower()
+            cost = IN_MEMORY * min(most, announced * (GZIPPED if zipped else 1))
+            if not await self._held.acquire(cost, self._options.post_deadline_s):
+                raise Refused(503, f"posts that wait for room have {self._held.held} bytes of memory already", "held bytes")
+            reserved[0] = cost
         parts: list[bytes] = []
         size, more = 0, True
         while more:
@@ -184,8 +186,8 @@ class Gate:
             body = await asyncio.to_thread(bodies.gunzip, body, most)
             scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in (b"content-encoding", b"content-length")]
         if is_post:
-            self._held.grow(len(body) - reserved[0])
-            reserved[0] = len(body)
+            self._held.grow(IN_MEMORY * len(body) - reserved[0])
+            reserved[0] = IN_MEMORY * len(body)
         return body
 
 

@@ -22,7 +22,7 @@ class GatewayOptions:
         lanes: most lanes taken from at once.
         token: what a request must bear; empty: nothing.
         max_body_bytes: of one request, after gunzip.
-        held_bytes: of all posts that wait in here for room at one time; more wait unread, on their connections.
+        held_bytes: memory of all posts that wait in here for room at one time; more wait unread, on their connections.
         body_pause_s: how long a body that has begun may bring nothing: a poster that was stopped holds no room that others wait for.
         post_deadline_s: how long a post waits for room before it is answered with 503. Atropos' environments wait 300 s.
         env_timeout_s: silence after which a remote environment loses its weight and its lane; it gets them back when it speaks.
@@ -35,7 +35,7 @@ class GatewayOptions:
     lanes: int = 256
     token: str = ""
     max_body_bytes: int = 256 << 20
-    held_bytes: int = 256 << 20
+    held_bytes: int = 512 << 20
     body_pause_s: float = 30.0
     post_deadline_s: float = 240.0
     env_timeout_s: float = 60.0

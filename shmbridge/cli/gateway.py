@@ -28,7 +28,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lane-bytes", default="64M", help="memory of each remote environment's lane (default: %(default)s)")
     parser.add_argument("--lanes", type=int, default=256, help="most lanes that are taken from at once (default: %(default)s)")
     parser.add_argument("--max-body", default="256M", help="largest body, gunzipped (default: %(default)s)")
-    parser.add_argument("--held-bytes", default="256M", help="most bytes of posts that wait for room (default: %(default)s)")
+    parser.add_argument("--held-bytes", default="512M", help="most memory of posts that wait for room (default: %(default)s)")
     parser.add_argument("--post-deadline", type=float, default=240.0, metavar="S", help="how long a post waits for room")
     parser.add_argument("--env-timeout", type=float, default=60.0, metavar="S", help="silence that costs an environment weight and lane")
 

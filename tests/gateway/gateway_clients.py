@@ -112,6 +112,14 @@ class Api:
             time.sleep(0.02)
 
 
+    def until_at_least(self, name: str, value: float, timeout_s: float = 20.0) -> None:
+        """Waits until a counter has reached a value."""
+        deadline = time.monotonic() + timeout_s
+        while self.stats().get(name, 0) < value:
+            assert time.monotonic() < deadline, self.stats()
+            time.sleep(0.02)
+
+
 class ServerProcess(Api):
     """One of them as a child."""
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import resource
 import socket
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +17,7 @@ from gateway_clients import GatewayProcess, RawClient
 
 from shmbridge.consumers.gateway.app import Gate, Refusals
 from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.posts import HeldBytes
+from shmbridge.consumers.gateway.posts import IN_MEMORY, HeldBytes
 
 
 async def test_a_body_that_stalls_is_given_up():
@@ -45,7 +49,7 @@ def test_bodies_of_unknown_length_count_as_the_largest(start_gateway: Callable[.
     clients = [RawClient(gateway) for _ in range(3)]
     for client in clients:
         client.ask("/scored_data", "transfer-encoding: chunked", method="POST")
-    gateway.until("held_bytes", 4 << 20)
+    gateway.until("held_bytes", IN_MEMORY * 4 << 20)
     part = b'{"tokens":[[1],[1],[1],[1]],"masks":[[1],[1],[1],[1]],"scores":[1,2,3,4]}'
     for client in clients:
         client.socket.sendall(b"%x\r\n%s\r\n0\r\n\r\n" % (len(part), part))
@@ -83,3 +87,31 @@ def test_a_token_out_of_a_file_that_ends_with_a_newline(start_gateway: Callable[
     with socket.create_connection(gateway.address) as client:
         client.sendall(b"GET /info HTTP/1.1\r\nhost: here\r\n\r\n")
         assert b" 401 " in client.recv(1000)
+
+
+def test_memory_is_bounded_while_nobody_takes(start_gateway: Callable[..., GatewayProcess]):
+    """Thirty posts of 8 x 2048 before a full lane: as lists they would take some 280 MB."""
+    rows = [[token % 1000 for token in range(2048)]] * 8
+    floats = [[-0.123456789 * token for token in range(2048)]] * 8
+    group = {"tokens": rows, "masks": rows, "scores": [0.5] * 8, "advantages": floats, "inference_logprobs": floats}
+    gateway = start_gateway("--held-bytes", "64M", "--post-deadline", "6")
+    gateway.start(batch_size=8, max_token_len=4096)
+    before = resident(gateway.pid)
+    body = json.dumps(group)
+    posts = [threading.Thread(target=requests.post, args=(gateway.url + "/scored_data", body), daemon=True) for _ in range(30)]
+    for post in posts:
+        post.start()
+    gateway.until_at_least("held_bytes", 50 << 20)
+    most = 0
+    while any(post.is_alive() for post in posts):
+        most = max(most, resident(gateway.pid))
+        time.sleep(0.05)
+    assert most - before < 160 << 20
+    refused = gateway.stats()
+    assert refused["held_bytes"] == 0
+    assert refused["refused_total"] >= 20  # said to who waited in vain; nothing was dropped in silence
+
+
+def resident(pid: int) -> int:
+    with open(f"/proc/{pid}/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
