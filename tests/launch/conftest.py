@@ -36,6 +36,12 @@ def alive(pid: int) -> bool:
     return processes().get(pid, ("Z", 0))[0] != "Z"
 
 
+def heed_signals() -> None:
+    """Of the launcher to be: these tests may run under nohup, whose word it would heed."""
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
+
+
 class Launch:
     """A launch in a folder of its own."""
 
@@ -66,7 +72,8 @@ class Launch:
     def command(self, *words, before=(), **popen) -> "Launch":
         with self._output.open("ab") as output, self._errors.open("ab") as errors:
             self.process = subprocess.Popen(
-                [*before, *words], **{"stdout": output, "stderr": errors} | popen, env=os.environ | {"PYTHONPATH": str(ROOT)}
+                [*before, *words], env=os.environ | {"PYTHONPATH": str(ROOT)},
+                **{"stdout": output, "stderr": errors, "preexec_fn": heed_signals} | popen,
             )  # fmt: skip
         return self
 
