@@ -1,0 +1,47 @@
+"""The losses of policy learners, as pure functions of tensors: every name is here, one idea per file below.
+
+Knows nothing of models, batches or the bridge. A table of formulas and sources: docs/reference/losses.md.
+
+`objectives` puts whole losses together from `ratio`, `policy` and `aggregation`; `kl`, `overlong` and `sft` stand
+alone; `logprobs` and `chunked` make the log-probabilities that all of them start from.
+"""
+
+from shmbridge.consumers.losses.aggregation import Mode, aggregate, sequence_counts, sequence_sums, spread, token_mean
+from shmbridge.consumers.losses.chunked import chosen_logprobs_chunked
+from shmbridge.consumers.losses.kl import kl_estimate
+from shmbridge.consumers.losses.logprobs import chosen_logprobs, entropy, log_distribution
+from shmbridge.consumers.losses.objectives import cispo_loss, dapo_loss, dr_grpo_loss, grpo_loss, gspo_loss
+from shmbridge.consumers.losses.overlong import soft_overlong_penalty
+from shmbridge.consumers.losses.policy import cispo_policy_loss, clipped, clipped_policy_loss
+from shmbridge.consumers.losses.ratio import MAX_LOG_RATIO, importance_ratio, known, sequence_ratio, truncated_weights
+from shmbridge.consumers.losses.sft import compute_advantage_weighted_sft_loss, normalised
+
+__all__ = [
+    "MAX_LOG_RATIO",
+    "Mode",
+    "aggregate",
+    "chosen_logprobs",
+    "chosen_logprobs_chunked",
+    "cispo_loss",
+    "cispo_policy_loss",
+    "clipped",
+    "clipped_policy_loss",
+    "compute_advantage_weighted_sft_loss",
+    "dapo_loss",
+    "dr_grpo_loss",
+    "entropy",
+    "grpo_loss",
+    "gspo_loss",
+    "importance_ratio",
+    "kl_estimate",
+    "known",
+    "log_distribution",
+    "normalised",
+    "sequence_counts",
+    "sequence_ratio",
+    "sequence_sums",
+    "soft_overlong_penalty",
+    "spread",
+    "token_mean",
+    "truncated_weights",
+]

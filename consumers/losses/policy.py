@@ -1,0 +1,65 @@
+"""The loss of each trained token: the clipped surrogate, and CISPO. Lower is better.
+
+Knows neither where a ratio comes from (`ratio.py`) nor how tokens are added up (`aggregation.py`).
+
+Letters: n trained tokens (of any number of trajectories, in any order), V vocabulary. All floats are float32,
+logarithms are natural (nats).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def clipped_policy_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Return the clipped surrogate loss of each trained token: lower is better.
+
+    -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
+
+    Args:
+        ratio: (n,) float32, from `importance_ratio`.
+        advantages: (n,) float32, dimensionless.
+        clip_low: how far the ratio may fall before a negative advantage stops pushing.
+        clip_high: how far it may rise before a positive one does; larger than clip_low it leaves unlikely
+            tokens room to grow.
+
+    Returns:
+        (n,) float32.
+
+    Source: GRPO, arXiv 2402.03300, equation 3; the two separate bounds: DAPO, arXiv 2503.14476, section 3.1
+    (clip-higher).
+    """
+    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -torch.minimum(ratio * advantages, bounded * advantages)
+
+
+def clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """Return bool (n,): the tokens that `clipped_policy_loss` gives no gradient; arguments as there."""
+    too_high = (ratio > 1.0 + clip_high) & (advantages > 0)
+    too_low = (ratio < 1.0 - clip_low) & (advantages < 0)
+    return too_high | too_low
+
+
+def cispo_policy_loss(
+    logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """Return the CISPO loss of each token: every token keeps its gradient, the clipped ratio is only its weight.
+
+    -stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi
+
+    Args:
+        logprobs: (n,) float32, nats, under the policy being trained, with gradient.
+        ratio: (n,) float32, from `importance_ratio`; its gradient is not used.
+        advantages: (n,) float32, dimensionless.
+        clip_low: how far below 1 the weight may fall; 1 or more is no lower bound, as in the paper's runs.
+        clip_high: how far above 1 it may rise.
+
+    Returns:
+        (n,) float32, nats times advantage. The value itself means little; its gradient is what counts.
+
+    Source: MiniMax-M1, arXiv 2506.13585, section 3.1, equations 4 and 5. TRL's `epsilon_high` is the bound
+    itself, so its 5.0 is a `clip_high` of 4.0 here.
+    """
+    weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -weight * advantages * logprobs

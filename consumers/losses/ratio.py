@@ -1,0 +1,116 @@
+"""How much likelier a token became: importance ratios per token and per sequence, and truncated weights.
+
+Knows log-probabilities; knows nothing of advantages and losses.
+
+Letters: n or N tokens, of B sequences one after the other. All floats are float32, logarithms natural (nats).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shmbridge.consumers.losses.aggregation import sequence_counts, sequence_sums, spread
+
+# exp(20) is already 5e8: far outside any clip range, far inside float32. Without the bound one absurd
+# log-probability makes the ratio infinite and the gradient of the whole batch NaN.
+MAX_LOG_RATIO = 20.0
+
+
+def known(logprobs: Tensor) -> Tensor:
+    """Return where a recorded log-probability is one, bool: not positive (Atropos writes 1.0 for none) and finite."""
+    return (logprobs <= 0.0) & logprobs.isfinite()
+
+
+def importance_ratio(logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
+    """Return pi(token) / pi_sampler(token) for each trained token.
+
+    Where the sampler's log-probability is unknown (marked by a positive one, or not finite) the policy stands
+    in for its own sampler: the ratio is exactly 1 and its gradient that of the plain policy gradient.
+
+    Args:
+        logprobs: (n,) float32, under the policy being trained, with gradient.
+        sampled_logprobs: (n,) float32, recorded when the token was sampled.
+
+    Returns:
+        (n,) float32, > 0, dimensionless, with the gradient of `logprobs`.
+
+    Source: PPO, arXiv 1707.06347, equation 6; GRPO, arXiv 2402.03300, equation 3.
+    """
+    reference = torch.where(known(sampled_logprobs), sampled_logprobs, logprobs.detach())
+    return (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def sequence_ratio(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the length-normalised ratio of each token's whole sequence, with the gradient of that token.
+
+    (prod_t pi(y_t) / pi_old(y_t)) ^ (1 / trained tokens of the sequence), times pi(y_t) / stop_gradient(pi(y_t)),
+    which is 1. With one advantage per sequence the gradient is that of the sequence's ratio itself; with an
+    advantage per token each token is pushed by its own. A token whose old log-probability is unknown counts as
+    unchanged.
+
+    Args:
+        logprobs: (N,) float32, nats, under the policy being trained, with gradient.
+        sampled_logprobs: (N,) float32, nats, under the policy that the ratio is against.
+        mask: (N,) bool or 0/1, the trained tokens.
+        cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
+
+    Returns:
+        (N,) float32, > 0, dimensionless; the same for all tokens of a sequence, trained or not.
+
+    Source: GSPO, arXiv 2507.18071, equation 7, in the form of equation 14 (GSPO-token).
+    """
+    change = _log_ratio(logprobs, sampled_logprobs).detach()
+    mean = sequence_sums(change, mask, cu_seqlens) / sequence_counts(mask, cu_seqlens).clamp(min=1.0)
+    moving = spread(mean, cu_seqlens) + (logprobs - logprobs.detach())
+    return moving.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def truncated_weights(
+    train_logprobs: Tensor,
+    sampled_logprobs: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    cap: float,
+    level: Literal["token", "sequence"] = "token",
+) -> Tensor:
+    """Return the weight that makes good for a sampler that is not quite the policy: min(pi_train / pi_sampler, cap).
+
+    An inference engine computes other log-probabilities than the trainer does with the same parameters; a
+    token's loss times this weight corrects for it. No gradient. Unknown sampler log-probabilities count as
+    equal to the trainer's.
+
+    Args:
+        train_logprobs: (N,) float32, nats, by the trainer with the parameters that sampled.
+        sampled_logprobs: (N,) float32, nats, by the sampler (`inference_logprobs`).
+        mask: (N,) bool or 0/1, the trained tokens.
+        cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
+        cap: the largest weight, > 0.
+        level: `token`, each its own ratio (biased, little variance), or `sequence`, the product over the
+            sequence's trained tokens (unbiased but for the cap, much variance).
+
+    Returns:
+        (N,) float32, in [0, cap], dimensionless; 0 where not trained.
+
+    Raises:
+        ValueError: cap is not above 0; an unknown level.
+
+    Source: IMPALA, arXiv 1802.01561, section 4.1 (truncated importance weights); between sampler and trainer:
+    verl's rollout correction (`rollout_is`) and TRL's `vllm_importance_sampling_mode` (`*_truncate`).
+    """
+    if not cap > 0.0:
+        raise ValueError(f"cap {cap} is not above 0: every weight would be 0")
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level {level!r} is neither 'token' nor 'sequence'")
+    change = _log_ratio(train_logprobs, sampled_logprobs).detach()
+    if level == "sequence":
+        change = spread(sequence_sums(change, mask, cu_seqlens), cu_seqlens)
+    weight = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
+    return torch.where(mask.bool(), weight, 0.0)
+
+
+def _log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
+    """Return logprobs - others, 0 without gradient where the others are unknown."""
+    return torch.where(known(others), logprobs - others, 0.0)
