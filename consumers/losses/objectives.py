@@ -115,7 +115,7 @@ def gspo_loss(
 
     Source: arXiv 2507.18071, equations 5, 7 and 13; the bounds are those of its section 5.1.
     """
-    logprobs, advantages = _inside(mask, logprobs), _inside(mask, advantages)
+    logprobs = _inside(mask, logprobs)
     ratio = sequence_ratio(logprobs, old_logprobs, mask, cu_seqlens)
     values = clipped_policy_loss(ratio, advantages, clip_low, clip_high)
     return _reduced(values, weights, mask, cu_seqlens, "sequence_mean", divisor)
@@ -138,7 +138,7 @@ def cispo_loss(
     Source: MiniMax-M1, arXiv 2506.13585, equations 4 and 5. The paper names no upper bound; 1 + 4 is what the
     documentation of TRL recommends.
     """
-    logprobs, advantages = _inside(mask, logprobs), _inside(mask, advantages)
+    logprobs = _inside(mask, logprobs)
     ratio = importance_ratio(logprobs, old_logprobs)
     values = cispo_policy_loss(logprobs, ratio, advantages, clip_low, clip_high)
     return _reduced(values, weights, mask, cu_seqlens, "token_mean", divisor)
@@ -148,16 +148,16 @@ def _surrogate(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
     ratio = importance_ratio(_inside(mask, logprobs), old_logprobs)
-    return clipped_policy_loss(ratio, _inside(mask, advantages), clip_low, clip_high)
+    return clipped_policy_loss(ratio, advantages, clip_low, clip_high)
 
 
 def _reduced(
     values: Tensor, weights: Tensor | None, mask: Tensor, cu_seqlens: Tensor, mode: Mode, divisor: float | None
 ) -> Tensor:
-    weighed = values if weights is None else values * _inside(mask, weights)
+    weighed = values if weights is None else values * weights
     return aggregate(weighed, mask, cu_seqlens, mode, divisor)
 
 
-def _inside(mask: Tensor, values: Tensor) -> Tensor:
-    """Return the values, 0 where not trained: NaN times a gradient of 0 would be NaN."""
-    return torch.where(mask.bool(), values, 0.0)
+def _inside(mask: Tensor, logprobs: Tensor) -> Tensor:
+    """Return the trained log-probabilities, 0 elsewhere; no gradient, be it NaN, passes to what is elsewhere."""
+    return torch.where(mask.bool(), logprobs, 0.0)

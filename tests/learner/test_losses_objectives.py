@@ -86,11 +86,13 @@ def test_weights_scale_each_token(loss):
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
 @pytest.mark.parametrize("loss", [*ALL, _dr_grpo])
-def test_what_stands_at_untrained_tokens_changes_nothing(loss, odd):
+def test_what_stands_at_untrained_tokens_changes_nothing(loss, where, odd):
     def outcome(outside):
         logprobs, old, advantages, weights = (
-            torch.where(MASK.bool(), values, outside) for values in (NEW, OLD, UP_DOWN, torch.full((6,), 0.5))
+            torch.where(MASK.bool(), values, outside if i in where else -1.0)
+            for i, values in enumerate((NEW, OLD, UP_DOWN, torch.full((6,), 0.5)))
         )
         logprobs.requires_grad_()
         value = loss(logprobs, old, advantages, MASK, CUTS, weights=weights)
