@@ -2,7 +2,7 @@
 
 The output layer is applied to a chunk of tokens at a time, and once more in the backward pass. 131,072 tokens
 of a vocabulary of 151,936 would need 80 GB of float32 logits, and as much again for their gradient; chunks of
-1024 need 0.6 GB each. Knows nothing of losses and of models.
+1024 need 0.6 GB, twice. Knows nothing of losses and of models.
 
 Letters: n tokens, D hidden width, V vocabulary, c tokens of a chunk.
 """
@@ -51,9 +51,9 @@ def chosen_logprobs_chunked(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the log-probability of each target under softmax(hidden @ lm_head_weight.T / temperature).
 
-    Differentiable once, with respect to `hidden` and `lm_head_weight`. Beyond inputs and gradients it holds two
-    float32 tensors of (c, V), and under a lower precision two more of that type; the weight's gradient is added
-    up in float32 whatever the weight's type. The product is made in the type that a linear layer would use:
+    Differentiable once, with respect to `hidden` and `lm_head_weight`. Beyond inputs and gradients it holds at
+    most two float32 tensors of (c, V) and two of the weight's size at a time. The weight's gradient is added up
+    in float32 whatever the weight's type. The product is made in the type that a linear layer would use:
     autocast's where that is on, else that of `hidden`.
 
     Args:
@@ -102,6 +102,7 @@ class _Chunked(torch.autograd.Function):
                 logprobs[part] = logs.gather(1, targets[part, None]).squeeze(1)
                 if with_entropy:
                     entropy[part] = -(logs.exp().mul_(logs).sum(1))
+                del logs  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, targets, temperature, entropy)
         ctx.chunk, ctx.product, ctx.with_entropy = chunk, product, with_entropy
         return logprobs, entropy
@@ -126,12 +127,13 @@ class _Chunked(torch.autograd.Function):
                     slope.mul_(-push)
                 slope.scatter_add_(1, targets[part, None], push)
                 slope.div_(temperature[part, None])
-                del logs
+                del logs  # before the products are made, and the slopes before the next chunk's
                 typed_slope = slope.to(ctx.product)
                 if hidden_gradient is not None:
                     hidden_gradient[part] = typed_slope @ typed
                 if weight_gradient is not None:
                     weight_gradient += typed_slope.T @ hidden[part].to(ctx.product)
+                del slope, typed_slope
         return hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype), None, None, None, None
 
 

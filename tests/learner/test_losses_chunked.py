@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd import gradcheck
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,15 +15,27 @@ TOKENS, WIDTH, VOCABULARY = 37, 8, 50
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation inside made, in either pass."""
+    """The bytes of the largest tensor that any operation inside made, in either pass, and of how much was alive at once.
 
-    def __init__(self):
+    Alive counts what is at least `watched` bytes large.
+    """
+
+    def __init__(self, watched=1):
         super().__init__()
-        self.elements = 0
+        self.watched = watched
+        self.largest = self.most_alive = 0
+        self._living = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(each.numel() for each in tree_leaves(made) if isinstance(each, torch.Tensor))])
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.largest = max(self.largest, storage.nbytes())
+                if storage.nbytes() >= self.watched:
+                    self._living[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self._living = {at: (ref, size) for at, (ref, size) in self._living.items() if not ref.expired()}
+        self.most_alive = max(self.most_alive, sum(size for _, size in self._living.values()))
         return made
 
 
@@ -88,17 +101,20 @@ def test_a_number_is_the_temperature_of_all():
     torch.testing.assert_close(got, plain(hidden, weight, targets, torch.full((TOKENS,), 0.7))[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_no_tensor_is_larger_than_a_chunk_of_logits(with_entropy):
-    tokens, chunk, vocabulary = 512, 16, 400  # all logits: 204,800 numbers; a chunk's: 6,400; the weight 3,200
-    hidden, weight, targets, temperature = inputs(tokens, WIDTH, vocabulary)
-    with Largest() as largest:
+def test_memory_is_bounded_by_the_chunk(with_entropy, dtype):
+    tokens, chunk, vocabulary = 512, 16, 400  # all logits: 819,200 bytes of float32; a chunk's: 25,600
+    chunk_bytes = 4 * chunk * vocabulary
+    hidden, weight, targets, temperature = inputs(tokens, 2, vocabulary, dtype)  # 4,096 and 3,200 bytes
+    with Largest(watched=chunk_bytes // 2) as seen:
         result = losses.chosen_logprobs_chunked(hidden, weight, targets, temperature, chunk, with_entropy=with_entropy)
         sum(each.sum() for each in (result if with_entropy else (result,))).backward()
-    assert chunk * vocabulary == largest.elements
-    with Largest() as largest:
+    assert seen.largest == chunk_bytes
+    assert seen.most_alive == 2 * chunk_bytes
+    with Largest() as seen:
         sum(each.sum() for each in plain(hidden, weight, targets, temperature)).backward()
-    assert largest.elements >= tokens * vocabulary  # the measure sees what it is there to see
+    assert seen.largest >= 4 * tokens * vocabulary  # the measure sees what it is there to see
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
