@@ -1,12 +1,16 @@
-"""Group-normalised advantages, spread over tokens, with each record's own advantages on top.
+"""Advantages of rows over their groups, spread over tokens, with each record's own advantages on top.
 
 Pure numpy over the flat arrays of one packed batch. Knows nothing of torch, of models, of the bridge.
-Called by `training_rows.py`, and by anything else that trains on scores.
+Called by `training_rows.py`, and by anything else that trains on scores. Rewards of steps and of tokens are in
+`process_rewards.py` and `token_rewards.py`, what spans the whole batch in `whole_batch.py`.
 
 Letters: B rows (trajectories), G groups, N tokens of the whole batch.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -42,24 +46,113 @@ def group_normalised(
 
     Source: GRPO, arXiv 2402.03300, section 4.1.2 (outcome supervision).
     """
-    score = np.asarray(scores, dtype=np.float64)
-    group = np.asarray(group_index, dtype=np.int64)
-    if score.ndim != 1 or score.shape != group.shape:
-        raise ValueError(f"scores have shape {score.shape}, group_index {group.shape}: one of each per row")
-    counted = np.isfinite(score)
-    if usable is not None:
-        counted &= np.asarray(usable, dtype=bool)
+    return group_advantages(scores, group_index, usable=usable, eps=eps, floor=0.0)
 
-    group_count = int(group.max(initial=-1)) + 1
-    sizes = np.maximum(np.bincount(group, weights=counted, minlength=group_count), 1.0)
-    score = np.where(counted, score, 0.0)
-    means = np.bincount(group, weights=score, minlength=group_count) / sizes
-    centred = np.where(counted, score - means[group], 0.0)
-    deviations = np.sqrt(np.bincount(group, weights=centred**2, minlength=group_count) / sizes)
-    flat = _equal_scores(score, group, counted, group_count)
-    return np.where(flat[group], 0.0, centred / np.where(flat, 1.0, deviations + eps)[group]).astype(
-        np.float32
-    )
+
+def group_advantages(
+    scores: npt.ArrayLike,
+    group_index: npt.ArrayLike,
+    *,
+    usable: npt.ArrayLike | None = None,
+    scale: Literal["std", "none"] = "std",
+    eps: float = 1e-4,
+    floor: float = 1e-4,
+    ddof: Literal[0, 1] = 0,
+) -> FloatArray:
+    """Return every value's advantage over its own group, with or without the group's deviation. Never blocks.
+
+    scale="std":  (score - mean) / (max(std, floor * |mean|) + eps)
+    scale="none":  score - mean
+
+    A group whose scores are all equal, and so a group of one, gets exactly 0. Scores that differ by less than
+    the floor are noise beside their own size, and are not blown up to 1; the price is that a constant added to
+    all scores changes the result where the floor holds. A value that is not usable, or not finite, gets 0 and
+    takes no part in its group.
+
+    Args:
+        scores: float64 (B,), one value per row, in the environment's unit; or per step, or per token.
+        group_index: int (B,), ordinal of each value's group, 0 .. G-1 in any order.
+        usable: bool (B,), rows that carry a score at all; None means all of them.
+        scale: whether to divide by the deviation.
+        eps: added to the deviation, in the unit of the scores.
+        floor: least deviation, dimensionless: a share of the group's absolute mean; 0 for none.
+        ddof: 0 for the deviation of the population, 1 for that of a sample, as verl and TRL have it.
+
+    Returns:
+        float32 (B,), dimensionless; with scale="none" in the unit of the scores.
+
+    Raises:
+        ValueError: the arrays disagree in length, a group index is negative, or scale is none of the two.
+
+    Source: GRPO, arXiv 2402.03300, section 4.1.2; without the deviation: Dr. GRPO, arXiv 2503.20783.
+    """
+    if scale not in ("std", "none"):
+        raise ValueError(f'scale is {scale!r}: "std" or "none"')
+    groups = _Groups.of(scores, group_index, usable)
+    if scale == "none":
+        return groups.signal(groups.centred)
+    squares = np.bincount(groups.index, weights=groups.centred**2, minlength=groups.means.size)
+    deviations = np.sqrt(squares / np.maximum(groups.sizes - ddof, 1.0))
+    deviations = np.maximum(deviations, floor * np.abs(groups.means))
+    return groups.signal(groups.centred / np.where(groups.flat, 1.0, deviations + eps)[groups.index])
+
+
+def leave_one_out(
+    scores: npt.ArrayLike, group_index: npt.ArrayLike, *, usable: npt.ArrayLike | None = None
+) -> FloatArray:
+    """Return every row's score minus the mean score of the others of its group. Never blocks.
+
+    That is n / (n - 1) * (score - mean) in a group of n. A group whose scores are all equal gets exactly 0, and
+    so does a group of one, which has no others. Rows that are not usable, or not finite, get 0 and are nobody's other.
+
+    Args:
+        scores: float64 (B,), outcome reward of each row, in the environment's unit.
+        group_index: int (B,), ordinal of each row's group, 0 .. G-1 in any order.
+        usable: bool (B,), rows that carry a score at all; None means all of them.
+
+    Returns:
+        float32 (B,), in the unit of the scores.
+
+    Raises:
+        ValueError: the arrays disagree in length, or a group index is negative.
+
+    Source: RLOO, arXiv 2402.14740.
+    """
+    groups = _Groups.of(scores, group_index, usable)
+    factors = groups.sizes / np.maximum(groups.sizes - 1.0, 1.0)
+    return groups.signal(groups.centred * factors[groups.index])
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Scores less the mean of their group; what is not counted is 0 here, and stands in no sum."""
+
+    index: npt.NDArray[np.int64]  # (B,)
+    centred: npt.NDArray[np.float64]  # (B,)
+    means: npt.NDArray[np.float64]  # (G,)
+    sizes: npt.NDArray[np.float64]  # (G,) counted scores, at least 1
+    flat: npt.NDArray[np.bool_]  # (G,) all counted scores are the same number
+
+    @classmethod
+    def of(cls, scores: npt.ArrayLike, group_index: npt.ArrayLike, usable: npt.ArrayLike | None) -> _Groups:
+        score = np.asarray(scores, dtype=np.float64)
+        group = np.asarray(group_index, dtype=np.int64)
+        if score.ndim != 1 or score.shape != group.shape:
+            raise ValueError(f"scores have shape {score.shape}, group_index {group.shape}: one of each per row")
+        counted = np.isfinite(score)
+        if usable is not None:
+            counted &= np.asarray(usable, dtype=bool)
+
+        group_count = int(group.max(initial=-1)) + 1
+        sizes = np.maximum(np.bincount(group, weights=counted, minlength=group_count), 1.0)
+        score = np.where(counted, score, 0.0)
+        means = np.bincount(group, weights=score, minlength=group_count) / sizes
+        centred = np.where(counted, score - means[group], 0.0)
+        return cls(group, centred, means, sizes, _equal_scores(score, group, counted, group_count))
+
+    def signal(self, values: npt.NDArray[np.float64]) -> FloatArray:
+        """Return float32 (B,): the values, and exactly 0 where the group has nothing to say."""
+        return np.where(self.flat[self.index], 0.0, values).astype(np.float32)
 
 
 def _equal_scores(
@@ -128,3 +221,72 @@ def override_rows(
     from_record = np.repeat(np.asarray(has_own, dtype=bool), lengths)
     chosen = np.where(from_record, np.asarray(own, np.float32), np.asarray(advantages, np.float32))
     return np.where(np.asarray(loss_mask) != 0, chosen, np.float32(0.0))
+
+
+def override_tokens(
+    advantages: npt.ArrayLike, own: npt.ArrayLike, own_mask: npt.ArrayLike, loss_mask: npt.ArrayLike
+) -> FloatArray:
+    """Replace the advantages of the tokens for which a record carried its own, token by token. Never blocks.
+
+    As `override_rows`, for records that know the worth of some of their tokens only. A record's advantages are
+    all numbers (a producer refuses NaN), so which of them count is said by a mask.
+
+    Args:
+        advantages: float32 (N,), the advantages from the scores, dimensionless.
+        own: float32 (N,), the records' own; anything where the mask is zero.
+        own_mask: uint8 or bool (N,), non-zero where the record's own value counts; an own value of 0 is a value.
+        loss_mask: uint8 or bool (N,), non-zero where a token is trained; all others get 0.
+
+    Returns:
+        float32 (N,), a new array.
+
+    Raises:
+        ValueError: the arrays disagree in length.
+    """
+    base, from_record = np.asarray(advantages, np.float32), np.asarray(own, np.float32)
+    counts, trained = np.asarray(own_mask) != 0, np.asarray(loss_mask) != 0
+    if not base.shape == from_record.shape == counts.shape == trained.shape:
+        raise ValueError(
+            f"advantages have shape {base.shape}, own {from_record.shape}, own_mask {counts.shape}, "
+            f"loss_mask {trained.shape}: one of each per token"
+        )
+    return np.where(trained, np.where(counts, from_record, base), np.float32(0.0))
+
+
+def silence_rows(
+    advantages: npt.ArrayLike, silenced: npt.ArrayLike, cu_seqlens: npt.ArrayLike
+) -> FloatArray:
+    """Set all advantages of the silenced rows to 0: those whose overrides say `set_advantage_to_zero`. Never blocks.
+
+    Done last, it beats scores, steps and the records' own advantages alike. The rows' scores still count in the
+    mean of their group.
+
+    Args:
+        advantages: float32 (N,), dimensionless.
+        silenced: bool (B,), which rows train nothing.
+        cu_seqlens: int (B+1,), where each row begins in the packed batch, then N.
+
+    Returns:
+        float32 (N,), a new array.
+    """
+    quiet = np.repeat(np.asarray(silenced, dtype=bool), _lengths(cu_seqlens))
+    return np.where(quiet, np.float32(0.0), np.asarray(advantages, np.float32))
+
+
+def clip_to_range(advantages: npt.ArrayLike, low: float, high: float) -> FloatArray:
+    """Limit every advantage to low .. high. Never blocks.
+
+    Args:
+        advantages: float32 (N,) or (B,), dimensionless.
+        low: least value, at most 0, or what is not trained would get an advantage; -inf for none.
+        high: greatest value, at least 0; inf for none.
+
+    Returns:
+        float32 of the same shape, a new array.
+
+    Raises:
+        ValueError: 0 is not in the range.
+    """
+    if not low <= 0.0 <= high:
+        raise ValueError(f"the range {low} .. {high} does not hold 0, the advantage of an untrained token")
+    return np.clip(np.asarray(advantages, np.float32), np.float32(low), np.float32(high))
