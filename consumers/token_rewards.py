@@ -87,7 +87,7 @@ def token_reward_advantages(
     if over not in ("group", "batch"):
         raise ValueError(f'over is {over!r}: "group" or "batch"')
     counted = trained & np.repeat(has, lengths)
-    returns = rewards_to_go(token_rewards, cu_seqlens, counted, discount=discount)
+    returns = rewards_to_go(token_rewards, cu_seqlens, trained, discount=discount)
     if over == "group":
         return group_advantages(returns, np.repeat(group, lengths), usable=counted)
     return batch_normalised(returns, counted) if reduce is None else batch_normalised(returns, counted, reduce=reduce)

@@ -112,9 +112,23 @@ def test_a_larger_unit_changes_nothing_but_what_is_in_that_unit(rows, unit):
         np.testing.assert_allclose(estimate(scores * unit, group, usable=usable), in_unit, rtol=1e-5, atol=1e-6)
 
 
+@given(ROWS, st.sampled_from([1e-4, 0.5]))
+def test_losses_are_gains_the_other_way_round(rows, floor):
+    scores, group, usable = columns(rows)
+    gains = group_advantages(scores, group, usable=usable, floor=floor)
+    np.testing.assert_allclose(group_advantages(-scores, group, usable=usable, floor=floor), -gains, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_floor_is_a_share_of_the_mean_whatever_its_sign(sign):
+    result = group_advantages([sign * 9.0, sign * 11.0], [0, 0], eps=0.0, floor=0.5)
+    np.testing.assert_allclose(result, [-sign / 5, sign / 5], rtol=1e-6)
+
+
 def test_the_floor_keeps_noise_small():
     scores = 1e6 + np.array([0.0, 1e-3, 0.0, 1e-3])
     np.testing.assert_allclose(np.abs(group_advantages(scores, [0] * 4, eps=0.0, floor=0.0)), 1.0, rtol=1e-4)
+    np.testing.assert_allclose(np.abs(group_normalised(scores, [0] * 4, eps=0.0)), 1.0, rtol=1e-4)  # which has none
     assert np.abs(group_advantages(scores, [0] * 4, eps=0.0)).max() == pytest.approx(0.5e-3 / 100, rel=1e-3)
 
 

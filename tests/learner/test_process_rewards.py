@@ -50,7 +50,7 @@ def unpacked(rows):
     return np.array(group, int), flat(masks)[0], steps_of(rewards, ends, lengths), flat(dense)[0], np.array(usable, bool), lengths
 
 
-def normaliser(pool, scale="std"):
+def normaliser(pool, scale="std", eps=1e-4, floor=1e-4):
     """What a pool of rewards does to one of them: the formula and its guards, in a loop."""
     if len(set(pool)) < 2:
         return lambda reward: 0.0
@@ -58,7 +58,7 @@ def normaliser(pool, scale="std"):
     deviation = (sum((r - mean) ** 2 for r in pool) / len(pool)) ** 0.5
     if scale == "none":
         return lambda reward: reward - mean
-    return lambda reward: (reward - mean) / (max(deviation, 1e-4 * abs(mean)) + 1e-4)
+    return lambda reward: (reward - mean) / (max(deviation, floor * abs(mean)) + eps)
 
 
 def slow_process(rows, reach, discount, scale):
@@ -118,6 +118,12 @@ def test_six_tokens_by_hand():
     np.testing.assert_allclose(own, np.array([0, 0, 0, -1, -1, 0, 1, 1]) / D, rtol=1e-6)
     raw = process_advantages(steps, [0, 0], MASK, scale="none")
     np.testing.assert_array_equal(raw, [0, -1, -1, -1, -1, 0, 1, 1])
+
+
+def test_options_of_the_group_hold_for_steps():
+    steps = steps_of([[9.0, 11.0]], [[1, 2]], [2])
+    for options, worth in [({"eps": 0.0}, 1), ({"eps": 1.0}, 0.5), ({"eps": 0.0, "ddof": 1}, 0.5**0.5), ({"eps": 0.0, "floor": 0.2}, 0.5)]:
+        np.testing.assert_allclose(process_advantages(steps, [0], [1, 1], reach="step", **options), [-worth, worth], rtol=1e-6)
 
 
 def test_a_step_without_trained_tokens_still_counts():
@@ -265,17 +271,17 @@ def test_token_rewards_are_those_of_a_loop(rows, discount):
     np.testing.assert_allclose(rewards_to_go(dense, starts, mask, discount=discount), flat(returns)[0], rtol=1e-6, atol=1e-6)
 
     returns = [[float(np.float32(value)) for value in row] for row in slow_returns(rows, discount)]
-    for over in ("group", "batch"):
+    for over, guards in (("group", {}), ("batch", {"eps": 1e-8, "floor": 0.0})):
         expected = []
         for mine, row in zip(rows, returns, strict=True):
             pool = [
                 v for other, values in zip(rows, returns, strict=True) for v, m in zip(values, other[1], strict=True)
                 if m and other[5] and (over == "batch" or other[0] == mine[0])
             ]  # fmt: skip
-            normal = normaliser(pool)
+            normal = normaliser(pool, **guards)
             expected += [normal(v) if m and mine[5] else 0.0 for v, m in zip(row, mine[1], strict=True)]
         result = token_reward_advantages(dense, group, starts, mask, has_rewards=usable, discount=discount, over=over)
-        np.testing.assert_allclose(result, expected, rtol=2e-3, atol=1e-5)  # the batch's eps is smaller than the loop's
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
         assert not result[~np.array(mask, bool)].any()
 
 
