@@ -123,6 +123,9 @@ def leave_one_out(
     return groups.signal(groups.centred * factors[groups.index])
 
 
+_LARGEST_SCORE = 1e150  # beyond it a square is infinite in float64: no number to compare others with
+
+
 @dataclass(frozen=True)
 class _Groups:
     """Scores less the mean of their group; what is not counted is 0 here, and stands in no sum."""
@@ -139,7 +142,7 @@ class _Groups:
         group = np.asarray(group_index, dtype=np.int64)
         if score.ndim != 1 or score.shape != group.shape:
             raise ValueError(f"scores have shape {score.shape}, group_index {group.shape}: one of each per row")
-        counted = np.isfinite(score)
+        counted = np.abs(score) <= _LARGEST_SCORE
         if usable is not None:
             counted &= np.asarray(usable, dtype=bool)
 
