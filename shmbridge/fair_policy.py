@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 
 from shmbridge.groups import Group
-from shmbridge.round_robin import Flow, Ring
+from shmbridge.round_robin import Flow, RoundRobin
 from shmbridge.steering import MIN_ENV_WEIGHT, EnvShare
 from shmbridge.want import Want
 
@@ -30,7 +30,7 @@ class FairScheduler:
         self._heeded: Mapping[str, EnvShare] | None = None
         self._allocated: list[tuple[Flow, float]] = []
         self._flows: dict[str, Flow] = {}
-        self._ring = Ring()
+        self._round_robin = RoundRobin()
         self._returned: deque[Group] = deque()
         self._count = self._rows = self._next = 0
         self._formable_since_s = _NEVER
@@ -42,7 +42,7 @@ class FairScheduler:
 
     def __iter__(self) -> Iterator[Group]:
         yield from self._returned
-        for flow in self._ring.flows:
+        for flow in self._round_robin.flows:
             yield from flow.queue
 
     def queued(self, producer_id: str) -> int:
@@ -69,7 +69,7 @@ class FairScheduler:
         if flow.queue:
             flow.queue.append(group)
         else:
-            self._ring.join(flow, group)
+            self._round_robin.join(flow, group)
         self._count_in(flow, group)
 
     def put_back(self, groups: list[Group]) -> None:
@@ -92,7 +92,7 @@ class FairScheduler:
                 known = self._heeded or {}
                 self._flows = {name: each for name, each in self._flows.items() if each.count or name in known}
             flow = self._flows[producer_id] = Flow(producer_id, 1.0)
-            self._ring.heaviest = max(self._ring.heaviest, 1.0)
+            self._round_robin.heaviest = max(self._round_robin.heaviest, 1.0)
         return flow
 
     def remove(self, unfit: Callable[[Group], bool]) -> list[Group]:
@@ -101,8 +101,8 @@ class FairScheduler:
         if removed:
             gone = set(map(id, removed))
             self._returned = deque(group for group in self._returned if id(group) not in gone)
-            for flow in self._ring.flows:
-                self._ring.keep(flow, deque(group for group in flow.queue if id(group) not in gone))
+            for flow in self._round_robin.flows:
+                self._round_robin.keep(flow, deque(group for group in flow.queue if id(group) not in gone))
             for group in removed:
                 self._count_in(self._flow(group.producer_id), group, -1)
         return removed
@@ -122,15 +122,15 @@ class FairScheduler:
         if want.groups == self._count and not needs:
             return self._all_there_is()
         if not (needs or want.by_rows or self._returned):
-            only = self._ring.only
-            return self._counted_out(self._ring.serve_turns(want.size), only)
+            only = self._round_robin.only
+            return self._counted_out(self._round_robin.serve_turns(want.size), only)
         chosen = _Chosen(want)
         self._choose(chosen, needs)
         self._count_what_is_amiss(chosen, needs)
         return self._counted_out(chosen.groups)
 
     def _all_there_is(self) -> list[Group]:
-        groups = [*self._returned, *self._ring.drain()]
+        groups = [*self._returned, *self._round_robin.drain()]
         for group in self._returned:
             flow = self._flows[group.producer_id]
             flow.count = flow.rows = 0
@@ -157,28 +157,28 @@ class FairScheduler:
     def _choose(self, chosen: "_Chosen", needs: list[tuple[Flow, int]]) -> None:
         while self._returned and chosen.has_room_for(self._returned[0]):
             chosen.append(self._returned.popleft())
-        ring = self._ring
-        if (overdue := ring.overdue) is not None and chosen.has_room_for(overdue.queue[0]):
-            chosen.append(ring.serve(overdue))  # beside shares it may never fit
+        round_robin = self._round_robin
+        if (overdue := round_robin.overdue) is not None and chosen.has_room_for(overdue.queue[0]):
+            chosen.append(round_robin.serve(overdue))  # beside shares it may never fit
         for flow, need in sorted(needs, key=lambda each: -each[0].missed):
             while flow.queue and chosen.of(flow) < need and chosen.left and chosen.has_room_for(flow.queue[0]):
-                chosen.append(ring.serve(flow))
+                chosen.append(round_robin.serve(flow))
         aside: list[Flow] = []
-        while (chosen.left or (needs and not aside)) and (turn := ring.turn()) is not None:
+        while (chosen.left or (needs and not aside)) and (turn := round_robin.turn()) is not None:
             if chosen.left and chosen.has_room_for(turn.queue[0]):
-                chosen.append(ring.serve(turn))
+                chosen.append(round_robin.serve(turn))
             else:
                 turn.passed += not chosen.of(turn)
-                aside.append(ring.set_aside())
+                aside.append(round_robin.set_aside())
         for flow in aside:
             self._look_behind_the_head(chosen, flow)
-        ring.restore()
+        round_robin.restore()
 
     def _look_behind_the_head(self, chosen: "_Chosen", flow: Flow) -> None:
         place = 1
         while chosen.left and place < min(len(flow.queue), _BEHIND_A_HEAD):
             if chosen.has_room_for(flow.queue[place]):
-                chosen.append(self._ring.serve(flow, place))
+                chosen.append(self._round_robin.serve(flow, place))
             else:
                 place += 1
 
@@ -199,7 +199,7 @@ class FairScheduler:
         self._heeded = shares
         for producer_id, share in shares.items():
             self._flow(producer_id).weight = max(share.weight, MIN_ENV_WEIGHT)
-        self._ring.heaviest = max((flow.weight for flow in self._flows.values()), default=1.0)
+        self._round_robin.heaviest = max((flow.weight for flow in self._flows.values()), default=1.0)
         total = max(1.0, sum(share.min_allocation or 0.0 for share in shares.values()))
         self._allocated = [
             (self._flows[producer_id], share.min_allocation / total) for producer_id, share in shares.items() if share.min_allocation

@@ -17,7 +17,7 @@ class Flow:
 
     def __init__(self, producer_id: str, weight: float) -> None:
         self.producer_id, self.weight = producer_id, weight
-        self.queue: deque[Group] = deque()  # oldest first; Ring takes from it
+        self.queue: deque[Group] = deque()  # oldest first; RoundRobin takes from it
         self._head_tokens = 0
         self.count = self.rows = 0
         self.deficit = 0.0
@@ -52,7 +52,7 @@ class Flow:
         self.queue, self._head_tokens, self.passed = groups, 0, 0
 
 
-class Ring:
+class RoundRobin:
     """The flows that have groups, in the order of their turns.
 
     A turn costs O(1) while weights are comparable, and never more than a few looks at each flow: rounds in which nobody could be served
@@ -60,7 +60,7 @@ class Ring:
     """
 
     def __init__(self) -> None:
-        self._ring: deque[Flow] = deque()
+        self._waiting: deque[Flow] = deque()
         self._aside: list[Flow] = []
         self._quantum = 1  # tokens the heaviest flow may spend more at each visit: the largest group seen
         self.heaviest = 1.0
@@ -68,33 +68,33 @@ class Ring:
     @property
     def flows(self) -> list[Flow]:
         """That have groups, whose turn is first first."""
-        return [*self._aside, *self._ring]
+        return [*self._aside, *self._waiting]
 
     @property
     def only(self) -> Flow | None:
         """The flow, if there is just one."""
-        return self._ring[0] if len(self._ring) == 1 and not self._aside else None
+        return self._waiting[0] if len(self._waiting) == 1 and not self._aside else None
 
     @property
     def overdue(self) -> Flow | None:
         """The flow that was passed over most often, if that was more than once. Looks at every flow."""
-        flow = max(self._ring, key=lambda each: each.passed, default=None)
+        flow = max(self._waiting, key=lambda each: each.passed, default=None)
         return flow if flow is not None and flow.passed > 1 else None
 
     def join(self, flow: Flow, group: Group) -> None:
         """Queues the first group of a flow that had none: it begins without debts or savings, behind the others."""
         flow.deficit, flow.visited = 0.0, False
-        self._ring.append(flow)
+        self._waiting.append(flow)
         flow.queue.append(group)
 
     def turn(self) -> Flow | None:
         """The flow whose turn it is, of those not set aside; it may spend its oldest group."""
-        ring = self._ring
-        if len(ring) <= 1:
-            return ring[0] if ring else None
+        waiting = self._waiting
+        if len(waiting) <= 1:
+            return waiting[0] if waiting else None
         while True:
-            for _ in range(len(ring)):
-                flow = ring[0]
+            for _ in range(len(waiting)):
+                flow = waiting[0]
                 self._quantum = max(self._quantum, flow.head_tokens)
                 if not flow.visited:
                     flow.visited = True
@@ -102,9 +102,9 @@ class Ring:
                 if flow.deficit >= flow.head_tokens:
                     return flow
                 flow.visited = False
-                ring.rotate(-1)
-            rounds = min(math.ceil((flow.head_tokens - flow.deficit) / self._earned(flow)) for flow in ring) - 1
-            for flow in ring:
+                waiting.rotate(-1)
+            rounds = min(math.ceil((flow.head_tokens - flow.deficit) / self._earned(flow)) for flow in waiting) - 1
+            for flow in waiting:
                 flow.deficit += max(rounds, 0) * self._earned(flow)
 
     def serve(self, flow: Flow, place: int = 0) -> Group:
@@ -113,49 +113,49 @@ class Ring:
             flow.deficit -= flow.queue[place].tokens if place else flow.head_tokens
         group = flow.pop(place)
         if not flow.queue:
-            (self._aside if flow in self._aside else self._ring).remove(flow)
+            (self._aside if flow in self._aside else self._waiting).remove(flow)
         return group
 
     def serve_turns(self, count: int) -> list[Group]:
         """So many groups, each as its flow's turn comes; there must be as many."""
         served: list[Group] = []
         while len(served) < count and (flow := self.turn()) is not None:
-            if len(self._ring) == 1:
+            if len(self._waiting) == 1:
                 served += flow.pop_many(min(count - len(served), len(flow.queue)))
             while flow.queue and len(served) < count and flow.deficit >= flow.head_tokens:
                 flow.deficit -= flow.head_tokens
                 served.append(flow.pop())
             if not flow.queue:
-                self._ring.popleft()
+                self._waiting.popleft()
         return served
 
     def drain(self) -> list[Group]:
         """All groups of all flows, which count nothing any more."""
         groups: list[Group] = []
-        for flow in self._ring:
+        for flow in self._waiting:
             groups += flow.queue
             flow.replace(deque())
             flow.count = flow.rows = 0
-        self._ring.clear()
+        self._waiting.clear()
         return groups
 
     def set_aside(self) -> Flow:
         """Passes over the flow whose turn it is, until `restore`: its turn is then still the next."""
-        self._aside.append(self._ring.popleft())
+        self._aside.append(self._waiting.popleft())
         return self._aside[-1]
 
     def restore(self) -> None:
         """Ends a batch: who was passed over comes first in the next, and debts beyond one visit are forgiven."""
-        self._ring.extendleft(reversed(self._aside))
+        self._waiting.extendleft(reversed(self._aside))
         self._aside.clear()
-        for flow in self._ring:
+        for flow in self._waiting:
             flow.deficit = max(flow.deficit, -self._earned(flow))
 
     def keep(self, flow: Flow, groups: deque[Group]) -> None:
         """A flow holds these of its groups and no others."""
         flow.replace(groups)
-        if not groups and flow in self._ring:
-            self._ring.remove(flow)
+        if not groups and flow in self._waiting:
+            self._waiting.remove(flow)
 
     def _earned(self, flow: Flow) -> float:
         return self._quantum * flow.weight / self.heaviest

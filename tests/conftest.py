@@ -1,4 +1,4 @@
-"""The fixtures that users get too, and ends that many tests want; an ignored SIGINT is put right for all children."""
+"""The fixtures that users get too, and ends that many tests want; ignored signals are put right for all children."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -12,6 +12,8 @@ pytest_plugins = ["shmbridge.testing.fixtures"]
 # A background job inherits an ignored SIGINT, and so would every child of these tests; a handled one is reset at exec.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # so does one under nohup; handled by nothing, it stays ignored here
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture
@@ -37,3 +39,16 @@ def make_rank(bridge: str) -> Iterator[Callable[..., shmbridge.Rank]]:
     yield make
     while made:
         made.pop().close()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tokenizer with a word per id, for Atropos environments; no network."""
+    pytest.importorskip("atroposlib")
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    words = models.WordLevel({f"w{number}": number for number in range(1000)}, unk_token="w0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0").save_pretrained(folder)
+    return str(folder)

@@ -27,7 +27,6 @@ from shmbridge.consumers.gateway.taker import Batch, Taker
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AnyTaker = TypeVar("AnyTaker", bound=Taker)
 _REAP_EVERY_S = 1.0
 _SHARED = 1  # the lane of those who are not known, or have none
 

@@ -21,18 +21,6 @@ ROOT = Path(__file__).parents[2]
 ENVS = Path(__file__).parent / "envs"
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a tokenizer with a word per id."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    words = models.WordLevel({f"w{number}": number for number in range(1000)}, unk_token="w0")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0").save_pretrained(folder)
-    return str(folder)
-
-
 class EnvProcess:
     """`python -m shmbridge.producers.atropos` as a child, its output in a file."""
 

@@ -107,19 +107,6 @@ def test_a_producer_in_a_lane_beside_a_poster(start_gateway: Callable[..., Gatew
     assert native.get("step_rewards") == (None if mode == "strict" else [[0.5], [0.25, 1.0]] * 2)
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a tokenizer with a word per id."""
-    pytest.importorskip("atroposlib")
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    words = models.WordLevel({f"w{number}": number for number in range(1000)}, unk_token="w0")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0").save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.timeout(180)
 def test_an_attached_environment_and_one_that_posts(gateway: GatewayProcess, bridge: str, tmp_path: Path, tokenizer: str):
     """The same unedited file twice, in a lane and over HTTP: a trainer that polls gets everything both have recorded, byte for byte."""

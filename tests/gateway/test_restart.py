@@ -144,18 +144,6 @@ class Env:
         )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    pytest.importorskip("atroposlib")
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    words = models.WordLevel({f"w{number}": number for number in range(1000)}, unk_token="w0")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0").save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.mark.timeout(180)
 def test_a_real_environment_survives_it(start_gateway: Callable[..., GatewayProcess], tmp_path: Path, tokenizer: str):
     """Killed twice while an unedited BaseEnv posts: it lives on, and every group it recorded is read, at least once.

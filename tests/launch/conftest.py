@@ -36,12 +36,6 @@ def alive(pid: int) -> bool:
     return processes().get(pid, ("Z", 0))[0] != "Z"
 
 
-def heed_signals() -> None:
-    """Of the launcher to be: these tests may run under nohup, whose word it would heed."""
-    for signum in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_DFL)
-
-
 class Launch:
     """A launch in a folder of its own."""
 
@@ -73,7 +67,7 @@ class Launch:
         with self._output.open("ab") as output, self._errors.open("ab") as errors:
             self.process = subprocess.Popen(
                 [*before, *words], env=os.environ | {"PYTHONPATH": str(ROOT)},
-                **{"stdout": output, "stderr": errors, "preexec_fn": heed_signals} | popen,
+                **{"stdout": output, "stderr": errors} | popen,
             )  # fmt: skip
         return self
 

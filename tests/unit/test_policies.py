@@ -10,6 +10,7 @@ import pytest
 import shmbridge
 from shmbridge.atropos_policy import AtroposQueue
 from shmbridge.control_client import ControlClient
+from shmbridge.groups import Group
 from shmbridge.messages import Register, StatusRequest
 from shmbridge.steering import EnvShare
 
@@ -157,47 +158,35 @@ def test_what_is_put_back_and_stale_by_then_is_cut(make_producer, make_consumer)
     assert consumer.stats()["discarded_total{stale}"] == 4
 
 
-def test_staleness_is_looked_at_once_per_group_and_version(make_producer, make_consumer, monkeypatch) -> None:
-    from shmbridge.groups import Group
-
-    looks = 0
+def count_looks(monkeypatch) -> list[Group]:
+    """The groups whose version was asked for from now on, as often as it was."""
+    looks: list[Group] = []
     oldest = Group.oldest_version.fget
+    monkeypatch.setattr(Group, "oldest_version", property(lambda group: looks.append(group) or oldest(group)))
+    return looks
 
-    def counted(self):
-        nonlocal looks
-        looks += 1
-        return oldest(self)
 
+def test_staleness_is_looked_at_once_per_group_and_version(make_producer, make_consumer, monkeypatch) -> None:
     producer, consumer = make_producer(), make_consumer()
     for number in range(40):
         producer.put(group(number), policy_version=0)
     consumer.publish_policy_version(0)
-    monkeypatch.setattr(Group, "oldest_version", property(counted))
+    looks = count_looks(monkeypatch)
     assert consumer.take_groups(groups=1000, max_staleness=3, timeout_s=0.6) is None
-    assert looks <= 80
+    assert len(looks) <= 80
 
 
 @pytest.mark.parametrize("policy", ["fair", "atropos"])
 def test_a_version_that_makes_nothing_stale_costs_no_look_at_what_is_queued(make_producer, make_consumer, monkeypatch, policy) -> None:
-    from shmbridge.groups import Group
-
-    looks = 0
-    oldest = Group.oldest_version.fget
-
-    def counted(self):
-        nonlocal looks
-        looks += 1
-        return oldest(self)
-
     producer, consumer = make_producer(), make_consumer(run=shmbridge.Run(batch_size=1000), policy=policy)
     for number in range(40):
         producer.put(group(number), policy_version=2 if number < 20 else 6)
     consumer.publish_policy_version(6)
     assert consumer.take_groups(groups=1000, max_staleness=5, timeout_s=0.3) is None
-    monkeypatch.setattr(Group, "oldest_version", property(counted))
+    looks = count_looks(monkeypatch)
     consumer.publish_policy_version(7)
     assert consumer.take_groups(groups=1000, max_staleness=5, timeout_s=0.3) is None
-    assert looks == 0
+    assert not looks
     for version, left in ((8, 20), (11, 20), (12, 0)):
         consumer.publish_policy_version(version)
         assert consumer.take_groups(groups=1000, max_staleness=5, timeout_s=0.3) is None

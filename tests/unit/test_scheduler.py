@@ -111,14 +111,14 @@ def test_nobody_with_a_backlog_is_further_behind_than_a_round(flows: list[tuple[
 
 def test_tiny_weights_cost_no_rounds(monkeypatch) -> None:
     visits = 0
-    earned = round_robin.Ring._earned
+    earned = round_robin.RoundRobin._earned
 
     def counted(self, flow):
         nonlocal visits
         visits += 1
         return earned(self, flow)
 
-    monkeypatch.setattr(round_robin.Ring, "_earned", counted)
+    monkeypatch.setattr(round_robin.RoundRobin, "_earned", counted)
     bench = Bench(heavy=share(0, 1e6), a=share(1, 0.01), b=share(2, 0.01))
     bench.put("a", 50)
     bench.put("b", 50)
