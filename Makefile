@@ -16,7 +16,7 @@ endif
 
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
 
-.PHONY: help install demo test lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick clean
+.PHONY: help install demo test test-learner lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick clean
 
 help: ## this list
 	@echo "make demo MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -40,9 +40,19 @@ demo: $(VENV)/.built ## train a small model through shared memory: policy server
 	$(RUN) examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(ENV),--env $(ENV)) $(DEMO_FLAGS)
 
 # The build with fail-points is made before the tests, so that none of them has to wait for it.
-test: $(VENV)/.built lint types ## everything, Atropos end to end included
+test: $(VENV)/.built lint types ## everything but the learner, Atropos end to end included
 	$(RUN) -c "from shmbridge.testing.fault_build import fault_build; fault_build('.', 'build/faults')"
-	$(BIN)/pytest
+	$(BIN)/pytest --ignore=tests/learner
+
+test-learner: $(VENV)/.built build/peers/.installed ## the learner, its ranks over gloo included, and its numbers beside those of TRL and verl
+	$(BIN)/pytest tests/learner --ignore-glob='*agree*'
+	PYTHONPATH=build/peers $(BIN)/pytest tests/learner/test_*agree*.py -s
+
+build/peers/.installed: $(VENV)/.installed tests/learner/peers.txt tests/learner/peers-need.txt
+	rm -rf build/peers
+	$(BIN)/pip install --quiet --no-deps --target build/peers -r tests/learner/peers.txt
+	$(BIN)/pip install --quiet --upgrade --target build/peers -r tests/learner/peers-need.txt
+	touch $@
 
 lint: $(VENV)/.built ## ruff
 	$(BIN)/ruff check .
@@ -75,7 +85,7 @@ kill-fuzz: $(VENV)/.built ## kill and stop producers and consumers at random: SE
 mutations: $(VENV)/.built ## break each guarantee on purpose: a test must go red (half an hour)
 	$(RUN) tests/mutations/run.py
 
-test-all: test model sanitize kill-fuzz mutations ## what takes too long for every change, too
+test-all: test test-learner model sanitize kill-fuzz mutations ## what takes too long for every change, too
 	docs/model/check.sh --long
 
 bench: $(VENV)/.bench$(BENCH_RAY) ## measure everything on this machine: bench/results/, a quarter of an hour
