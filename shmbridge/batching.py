@@ -172,6 +172,7 @@ class BatchAssembly:
                 return None
             if self._consumer._drained():
                 with self._lock:
+                    self._cut_stale(max_staleness)  # what was put back meanwhile: formed again, it would only be withdrawn again
                     return self._complete.take(want, now, last=True)
             until_s = min(deadline_s, self._complete.waits_until_s, now + _LOOK_EVERY_S)
             if now - idle_since > _STUCK_AFTER_S and self._complete.waits_until_s == float("inf"):

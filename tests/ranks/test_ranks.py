@@ -303,6 +303,32 @@ def test_what_is_fresh_of_a_withdrawn_batch_is_dealt_out_although_the_bridge_is_
     assert consumer.stats()["held"] == 0
 
 
+def test_a_batch_withdrawn_while_the_bridge_drains_is_not_formed_again(
+    make_rank, make_consumer, make_producer, put_groups, until, monkeypatch
+):
+    """Whenever the hub gives a put that is under way its time to commit, a rank's question takes back what has grown stale."""
+    consumer, producer = make_consumer(), make_producer()
+    consumer.publish_policy_version(1)
+    put_groups(producer, range(1), policy_version=1)
+    put_groups(producer, range(1, 3), policy_version=2)
+    server = consumer.serve_ranks(1, groups=1, max_staleness=0, prefetch=3)
+    until(lambda: consumer.stats()["ranks_steps_open"] == 3)
+    consumer.publish_policy_version(2)
+    drained = consumer._drained
+
+    def asked_meanwhile() -> bool:
+        ended = drained()
+        with server._change:
+            server._withdraw_stale()
+        return ended
+
+    monkeypatch.setattr(consumer, "_drained", asked_meanwhile)
+    consumer.drain()
+    until(lambda: consumer.stats()["discarded_total{stale}"] == 1)
+    assert [numbers_of(batch) for batch in make_rank().batches(timeout_s=10)] == [[1], [2]]
+    assert server.wait(5)
+
+
 def test_a_rank_that_has_not_come_yet_is_not_dead(make_rank, make_consumer, make_producer, put_groups):
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(2))

@@ -190,6 +190,23 @@ def test_a_batch_that_grew_stale_while_it_waited_is_not_handed_out(producer, con
     batches.close()
 
 
+def test_what_is_put_back_while_the_bridge_drains_and_stale_by_then_is_cut(producer, consumer, monkeypatch) -> None:
+    """Its end is looked for a while, in which a put that is under way commits; what comes back in it is no batch for that."""
+    producer.put({"tokens": [[1]]}, policy_version=0)
+    taken = consumer.take_groups(groups=1, max_staleness=0, timeout_s=5)
+    consumer.publish_policy_version(1)
+    consumer.drain()
+    drained = consumer._drained
+
+    def returned_meanwhile() -> bool:
+        consumer.put_back(taken)
+        return drained()
+
+    monkeypatch.setattr(consumer, "_drained", returned_meanwhile)
+    assert consumer.take_groups(groups=1, max_staleness=0, timeout_s=5) is None
+    assert consumer.stats()["discarded_total{stale}"] == 1
+
+
 def test_the_oldest_version_of_a_group_decides(producer, consumer) -> None:
     producer.put(group(1), group_id="a", group_size=2, policy_version=5)
     producer.put(group(2), group_id="a", group_size=2, policy_version=(1, 5))
