@@ -94,16 +94,24 @@ class BatchAssembly:
     def _iterate(
         self, want: Want, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None
     ) -> Iterator[Batch]:
+        def form(stop: threading.Event) -> Batch | None:
+            return self._form(want, layout, max_staleness, stop)
+
         self._stop_prefetch()  # of an earlier iteration, which ends with that
-        ahead = Prefetcher(prefetch, lambda stop: self._form(want, layout, max_staleness, stop)) if prefetch else None
-        self._prefetcher = ahead
+        ahead = self._prefetcher = Prefetcher(prefetch, form) if prefetch else None
+        returned = False  # something was put back since `ahead` began, which may have found the end before
         try:
             while not self._closed:
                 batch = self._next(ahead, want, layout, max_staleness, timeout_s)
                 if batch is None:
-                    return
+                    if not returned or ahead is None or self._prefetcher is not ahead:
+                        return
+                    ahead, returned = Prefetcher(prefetch, form), False
+                    self._prefetcher = ahead
+                    continue
                 if self._has_stale(batch.groups, max_staleness):
                     self._put_back(batch)  # it grew stale while it waited to be taken
+                    returned = True
                     continue
                 if hold == "gather":
                     batch.release()

@@ -207,6 +207,20 @@ def test_what_is_put_back_while_the_bridge_drains_and_stale_by_then_is_cut(produ
     assert consumer.stats()["discarded_total{stale}"] == 1
 
 
+def test_what_is_fresh_of_batches_that_grew_stale_is_batched_although_the_bridge_is_drained(producer, consumer, until) -> None:
+    """Also when whoever forms ahead has found the end already."""
+    for number, version in enumerate((0, 0, 0, 1, 0, 1)):
+        producer.put(group(number), policy_version=version)
+    consumer.publish_policy_version(0)
+    consumer.drain()
+    batches = consumer.batches(groups=2, max_staleness=0, prefetch=4)
+    assert firsts(next(batches)) == [0, 1]
+    until(lambda: not any(thread.name == "shmbridge-prefetch" for thread in threading.enumerate()))
+    consumer.publish_policy_version(1)
+    assert [firsts(batch) for batch in batches] == [[3, 5]]
+    assert (consumer.stats()["discarded_total{stale}"], consumer.stats()["held"]) == (2, 0)
+
+
 def test_the_oldest_version_of_a_group_decides(producer, consumer) -> None:
     producer.put(group(1), group_id="a", group_size=2, policy_version=5)
     producer.put(group(2), group_id="a", group_size=2, policy_version=(1, 5))
