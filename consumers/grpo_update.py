@@ -19,13 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shmbridge.consumers import losses
 from shmbridge.consumers.metrics_log import Metrics
 from shmbridge.consumers.microbatch import MicroBatch, micro_batches
-from shmbridge.consumers.training_rows import TrainingRows, prepare
+from shmbridge.consumers.sharding import Parallel
+from shmbridge.consumers.training_rows import NO_LOGPROB, TrainingRows, prepare
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,15 @@ class Objective:
     precision: torch.dtype = torch.float32  # of the forward pass; parameters are float32
     use_advantages: bool = True  # of the records, where they have them
     fallback_to_grpo: bool = True  # where they have none
+
+_IDLE = TrainingRows(
+    tokens=np.zeros(2, np.int32),
+    cu_seqlens=np.array([0, 2], np.int32),
+    trained=np.array([False, True]),
+    advantages=np.zeros(2, np.float32),
+    sampled_logprobs=np.full(2, NO_LOGPROB, np.float32),
+    temperature=np.ones(1, np.float32),
+)  # what a rank computes that has nothing to train
 
 
 def predict(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor:
@@ -73,6 +84,7 @@ class Learner:
         learning_rate: step (0-based) -> learning rate.
         weight_decay: of AdamW.
         max_grad_norm: the gradient's norm is clipped to this.
+        parallel: how the ranks share the model; None: there is one.
     """
 
     def __init__(
@@ -83,8 +95,10 @@ class Learner:
         *,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
+        parallel: Parallel | None = None,
     ) -> None:
         self.model = model
+        self._parallel = parallel or Parallel(model)
         self.objective = objective
         self.step = 0
         self.optimizer = torch.optim.AdamW(
@@ -100,19 +114,26 @@ class Learner:
             ValueError: a token id outside the model's vocabulary.
             NoAdvantages: a group needs the fallback that the objective does not allow.
         """
-        rows, metrics = prepare(
-            batch,
-            self.objective.temperature,
-            use_advantages=self.objective.use_advantages,
-            fallback_to_grpo=self.objective.fallback_to_grpo,
-        )
-        self._check_vocabulary(rows)
+        world = self._parallel.world
+        with world.together():
+            rows, metrics = prepare(
+                batch,
+                self.objective.temperature,
+                use_advantages=self.objective.use_advantages,
+                fallback_to_grpo=self.objective.fallback_to_grpo,
+            )
+            self._check_vocabulary(rows)
+        token_count = int(world.sum(np.array([rows.trained_count], np.float64))[0])
         self.optimizer.zero_grad(set_to_none=True)
         device = next(self.model.parameters()).device
         totals = torch.zeros(4, device=device)
-        for micro in micro_batches(rows, self.objective.micro_tokens, device):
-            totals += self._backward(micro, rows.trained_count)
-        policy_loss, entropy, ratio, clipped = totals.tolist()
+        budget = self.objective.micro_tokens
+        for micro in self._parallel.rounds(micro_batches(rows, budget, device)):
+            if micro is None:
+                self._take_part(next(micro_batches(_IDLE, budget, device)))
+            else:
+                totals += self._backward(micro, token_count)
+        policy_loss, entropy, ratio, clipped = world.sum(totals.double().cpu().numpy()).tolist()
         return {
             "loss": policy_loss - self.objective.entropy * entropy,
             "policy_loss": policy_loss,
@@ -143,10 +164,14 @@ class Learner:
                 "the environments use another tokenizer than the learner"
             )
 
+    def _take_part(self, micro: MicroBatch) -> None:
+        """A forward and a backward that leave every gradient as it is: the other ranks have one micro-batch more."""
+        self._parallel.backward(self._parallel(predict, micro, self.objective.precision).sum() * 0.0)
+
     def _backward(self, micro: MicroBatch, token_count: int) -> Tensor:
         """Add one micro-batch's share of the gradient; return its shares of the metrics."""
         goal = self.objective
-        log_probabilities = predict(self.model, micro, goal.precision)
+        log_probabilities = self._parallel(predict, micro, goal.precision)
         trained = micro.trained
         logprobs = losses.chosen_logprobs(log_probabilities, micro.tokens[trained])
         ratio = losses.importance_ratio(logprobs, micro.sampled_logprobs[trained])
@@ -155,7 +180,7 @@ class Learner:
         policy = losses.clipped_policy_loss(ratio, advantages, goal.clip_low, goal.clip_high)
         with torch.set_grad_enabled(goal.entropy != 0.0):  # only a metric otherwise: spare its (n, V) memory
             entropy = losses.entropy(log_probabilities)
-        losses.token_mean(policy - goal.entropy * entropy, token_count).backward()
+        self._parallel.backward(losses.token_mean(policy - goal.entropy * entropy, token_count))
 
         clipped = losses.clipped(ratio, advantages, goal.clip_low, goal.clip_high).float()
         shares = torch.stack([values.detach() for values in (policy, entropy, ratio, clipped)])

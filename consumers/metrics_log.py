@@ -68,6 +68,11 @@ def progress_line(metrics: Metrics, steps: int) -> str:
     )
 
 
+def say(text: str) -> None:
+    """Print one line for people."""
+    print(f"grpo: {text}", flush=True)
+
+
 def _plain(value: Any) -> Any:
     """JSON has no NaN: a reader of the file must not need to know that Python's does."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

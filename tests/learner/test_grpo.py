@@ -8,8 +8,12 @@ import signal
 import pytest
 
 from shmbridge.consumers import grpo
+from shmbridge.consumers.batch_source import HubSource, who_is_missing
 from shmbridge.consumers.grpo_options import parser
 from shmbridge.consumers.metrics_log import MetricsLog
+from shmbridge.consumers.publishing import first_version
+from shmbridge.consumers.saving import Saver
+from shmbridge.consumers.startup import new_learner, starting_point
 from shmbridge.consumers.stopping import Stopped, StopSignals
 
 ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]
@@ -48,23 +52,19 @@ class Session:
             ["--bridge", "b", "--model", "m", "--lr", "1e-2", "--run-dir", str(tmp_path), *flags]
         )
         self.consumer = FakeConsumer(batches, version)
-        self.learner = grpo.new_learner(model, self.options)
-        self.saver = grpo.Saver(tmp_path / "checkpoints", self.learner, None, keep=2)
+        self.learner = new_learner(model, self.options)
+        self.saver = Saver(tmp_path / "checkpoints", self.learner, None, keep=2)
         self.metrics = tmp_path / "metrics.jsonl"
 
     def publish(self, version):
         self.consumer.events.append(f"weights {version}")
 
     def learn(self, stops=None, publish=None):
+        stops = stops or StopSignals()
+        source = HubSource(self.consumer, self.options, stops)
         with MetricsLog(self.metrics) as log:
             grpo.learn(
-                self.learner,
-                self.consumer,
-                publish or self.publish,
-                self.saver,
-                log,
-                self.options,
-                stops or StopSignals(),
+                self.learner, source, publish or self.publish, self.saver, log, self.options, stops
             )
 
     def logged(self):
@@ -163,9 +163,9 @@ def test_stop_signals_put_the_old_handlers_back():
 
 def test_a_wait_says_who_is_missing():
     consumer = FakeConsumer([])
-    assert grpo.who_is_missing(consumer, 8) == "2 of 3 lanes have a living producer, 5 of 8 groups are there"
+    assert who_is_missing(consumer, 8) == "2 of 3 lanes have a living producer, 5 of 8 groups are there"
     consumer.paused = True
-    assert grpo.who_is_missing(consumer, 8).endswith("there, the bridge is paused")
+    assert who_is_missing(consumer, 8).endswith("there, the bridge is paused")
 
 
 @pytest.mark.parametrize(
@@ -173,21 +173,21 @@ def test_a_wait_says_who_is_missing():
     [((None, None, None), 0), ((-1, 0, None), 1), ((50, 57, 50), 58), ((50, 50, None), 51)],
 )
 def test_a_start_takes_a_version_nobody_has_used(seen, expected):
-    assert grpo.first_version(*seen) == expected
+    assert first_version(*seen) == expected
 
 
 def test_a_fresh_start_over_an_old_run_is_refused_and_resume_takes_the_newest(tmp_path, capsys):
     flags = ["--bridge", "b", "--model", "m", "--steps", "5", "--run-dir", str(tmp_path)]
     for step in ("step-00000009", "step-00000010"):
         (tmp_path / "checkpoints" / step).mkdir(parents=True)
-    assert grpo.starting_point(parser().parse_args([*flags, "--resume"])).name == "step-00000010"
+    assert starting_point(parser().parse_args([*flags, "--resume"])).name == "step-00000010"
     assert grpo.main(flags) == 1
     assert "--resume goes on with it" in capsys.readouterr().err
 
 
 def test_resume_without_a_checkpoint_is_a_fresh_start(tmp_path):
     flags = ["--bridge", "b", "--model", "m", "--steps", "5", "--run-dir", str(tmp_path), "--resume"]
-    assert grpo.starting_point(parser().parse_args(flags)) is None
+    assert starting_point(parser().parse_args(flags)) is None
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):

@@ -1,0 +1,119 @@
+"""What a learner begins with: the checkpoint to go on from, the model, the optimizer, what environments are told.
+
+Knows the command line and the run directory; knows nothing of batches. Called by the GRPO learner (`grpo.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import shmbridge
+from shmbridge.consumers import checkpoint
+from shmbridge.consumers.checkpoint import Progress
+from shmbridge.consumers.grpo_update import Learner, Objective, learning_rate_at
+from shmbridge.consumers.metrics_log import say
+from shmbridge.consumers.sharding import Parallel
+from shmbridge.consumers.world import World
+
+
+class Refused(Exception):
+    """The learner cannot start like this; the message says why and what to do."""
+
+
+def starting_point(options: argparse.Namespace) -> Path | None:
+    """Return the checkpoint to go on from, or None for a fresh start.
+
+    Raises:
+        Refused: a fresh start in a run directory that already holds checkpoints, which would mix two runs.
+    """
+    found = checkpoint.complete(options.run_dir / "checkpoints")
+    if found and not options.resume:
+        raise Refused(
+            f"{options.run_dir} already holds a run up to {found[-1].name}; "
+            "--resume goes on with it, another --run-dir starts afresh"
+        )
+    return found[-1] if found else None
+
+
+def load_learner(
+    source: Path | None, options: argparse.Namespace, world: World
+) -> tuple[Learner, Any, Progress]:
+    """Return the learner, its tokenizer or None, and how far it is. Blocks for the disk; each rank for itself.
+
+    Raises:
+        Refused: there is no such model.
+    """
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    model, tokenizer = load_model(source or options.model, options)
+    learner = new_learner(model, options)
+    progress = Progress(step=0, policy_version=-1)
+    if source is not None:
+        progress = checkpoint.load_progress(source)
+        checkpoint.load_optimizer(source, model, learner.optimizer)
+        learner.step = progress.step
+    torch.manual_seed(options.seed + learner.step)
+    return learner, tokenizer, progress
+
+
+def load_model(source: Path | str, options: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the model, in float32 on its device, and its tokenizer or None. Blocks for the disk."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source).float().to(device)
+    except (OSError, ValueError) as error:  # a wrong path or name: the reason without a library's traceback
+        raise Refused(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # the library raises what it likes here, and training needs none
+        say(f"no tokenizer beside {source}, so none in the checkpoints: {type(error).__name__}")
+        tokenizer = None
+    return model, tokenizer
+
+
+def new_learner(model: Any, options: argparse.Namespace, parallel: Parallel | None = None) -> Learner:
+    """Return a learner at step 0 with the objective and the optimizer of the command line."""
+    objective = Objective(
+        clip_low=options.clip_low,
+        clip_high=options.clip_high,
+        entropy=options.entropy,
+        temperature=options.temperature,
+        micro_tokens=options.micro_tokens,
+        precision=getattr(torch, options.precision),
+        use_advantages=options.use_advantages,
+        fallback_to_grpo=options.fallback_to_grpo,
+    )
+    rate = functools.partial(learning_rate_at, peak=options.lr, warmup=options.warmup, steps=options.steps)
+    return Learner(
+        model,
+        objective,
+        rate,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+        parallel=parallel,
+    )
+
+
+def registration(options: argparse.Namespace, step: int) -> shmbridge.Run:
+    """Return what environments are told about this run when they register."""
+    return shmbridge.Run(
+        batch_size=options.groups * options.group_size,
+        max_token_len=options.max_token_len,
+        num_steps=options.steps,
+        starting_step=step,
+        checkpoint_dir=str(options.run_dir / "checkpoints"),
+        save_checkpoint_interval=options.save_every,
+        wandb_group=options.wandb_group,
+        wandb_project=options.wandb_project,
+    )
