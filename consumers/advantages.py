@@ -44,7 +44,7 @@ def group_normalised(
     Raises:
         ValueError: the arrays disagree in length, or a group index is negative.
 
-    Source: GRPO, arXiv 2402.03300, section 4.1.2 (outcome supervision).
+    Source: GRPO, arXiv 2402.03300 (outcome supervision).
     """
     return group_advantages(scores, group_index, usable=usable, eps=eps, floor=0.0)
 
@@ -84,7 +84,7 @@ def group_advantages(
     Raises:
         ValueError: the arrays disagree in length, a group index is negative, or scale is none of the two.
 
-    Source: GRPO, arXiv 2402.03300, section 4.1.2; without the deviation: Dr. GRPO, arXiv 2503.20783.
+    Source: GRPO, arXiv 2402.03300; without the deviation: Dr. GRPO, arXiv 2503.20783.
     """
     if scale not in ("std", "none"):
         raise ValueError(f'scale is {scale!r}: "std" or "none"')

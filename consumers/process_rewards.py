@@ -147,7 +147,7 @@ def process_advantages(
     Raises:
         ValueError: the arrays disagree in length, or an option is outside its range.
 
-    Source: GRPO, arXiv 2402.03300, section 4.1.3 (process supervision): "to_go" with discount 1, scale="std".
+    Source: GRPO, arXiv 2402.03300 (process supervision): "to_go" with discount 1, scale="std".
     """
     group, trained = np.asarray(group_index, dtype=np.int64), np.asarray(loss_mask) != 0
     counts = np.ones(group.shape, bool) if usable is None else np.asarray(usable, dtype=bool)

@@ -2,7 +2,7 @@
 
 Knows nothing of models, batches or the bridge. A table of formulas and sources: docs/reference/losses.md.
 
-`objectives` puts whole losses together from `ratio`, `policy` and `aggregation`; `kl`, `overlong` and `sft` stand
+`named` puts whole losses together from `ratio`, `policy` and `aggregation`; `kl`, `overlong` and `sft` stand
 alone; `logprobs` and `chunked` make the log-probabilities that all of them start from.
 """
 
@@ -10,20 +10,36 @@ from shmbridge.consumers.losses.aggregation import Mode, aggregate, sequence_cou
 from shmbridge.consumers.losses.chunked import chosen_logprobs_chunked
 from shmbridge.consumers.losses.kl import kl_estimate
 from shmbridge.consumers.losses.logprobs import chosen_logprobs, entropy, log_distribution
-from shmbridge.consumers.losses.objectives import cispo_loss, dapo_loss, dr_grpo_loss, grpo_loss, gspo_loss
+from shmbridge.consumers.losses.named import (
+    NAMED,
+    Name,
+    PolicyLoss,
+    Terms,
+    cispo_loss,
+    dapo_loss,
+    dr_grpo_loss,
+    grpo_loss,
+    gspo_loss,
+    sft_loss,
+)
 from shmbridge.consumers.losses.overlong import soft_overlong_penalty
-from shmbridge.consumers.losses.policy import cispo_policy_loss, clipped, clipped_policy_loss
+from shmbridge.consumers.losses.policy import cispo_policy_loss, clip_sides, clipped, clipped_policy_loss
 from shmbridge.consumers.losses.ratio import MAX_LOG_RATIO, importance_ratio, known, sequence_ratio, truncated_weights
 from shmbridge.consumers.losses.sft import compute_advantage_weighted_sft_loss, normalised
 
 __all__ = [
     "MAX_LOG_RATIO",
+    "NAMED",
     "Mode",
+    "Name",
+    "PolicyLoss",
+    "Terms",
     "aggregate",
     "chosen_logprobs",
     "chosen_logprobs_chunked",
     "cispo_loss",
     "cispo_policy_loss",
+    "clip_sides",
     "clipped",
     "clipped_policy_loss",
     "compute_advantage_weighted_sft_loss",
@@ -40,6 +56,7 @@ __all__ = [
     "sequence_counts",
     "sequence_ratio",
     "sequence_sums",
+    "sft_loss",
     "soft_overlong_penalty",
     "spread",
     "token_mean",

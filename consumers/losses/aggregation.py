@@ -1,6 +1,6 @@
 """How the values of tokens become one number: the three aggregations that every loss here uses.
 
-Knows packed sequences; knows nothing of what the values mean. Called by `objectives.py` and `ratio.py`.
+Knows packed sequences; knows nothing of what the values mean. Called by `named.py` and `ratio.py`.
 
 Letters: N tokens of B sequences, one after the other; sequence b owns cu_seqlens[b] .. cu_seqlens[b + 1].
 """
@@ -28,7 +28,7 @@ def token_mean(values: Tensor, token_count: int) -> Tensor:
     Returns:
         () float32.
 
-    Source: DAPO, arXiv 2503.14476, section 3.3 (token-level policy gradient loss).
+    Source: DAPO, arXiv 2503.14476 (token-level policy gradient loss).
     """
     return values.sum() / max(token_count, 1)
 
@@ -82,15 +82,15 @@ def aggregate(
     Raises:
         ValueError: an unknown mode; `constant` without a divisor above 0.
 
-    Source: GRPO, arXiv 2402.03300, equation 3 (`sequence_mean`); DAPO, arXiv 2503.14476, section 3.3
-    (`token_mean`); Dr. GRPO, arXiv 2503.20783, section 3.2 (`constant`).
+    Source: GRPO, arXiv 2402.03300 (`sequence_mean`); DAPO, arXiv 2503.14476 (`token_mean`); Dr. GRPO, arXiv
+    2503.20783 (`constant`).
     """
     if mode == "constant":
         if divisor is None or not divisor > 0.0:
             raise ValueError(f"mode 'constant' divides by {divisor}: give a divisor above 0, as sequences x longest answer")
-        return sequence_sums(values, mask, cu_seqlens).sum() / divisor
+        return torch.where(mask.bool(), values, 0.0).sum() / divisor
     if mode == "token_mean":
-        total, count = sequence_sums(values, mask, cu_seqlens).sum(), mask.bool().sum()
+        total, count = torch.where(mask.bool(), values, 0.0).sum(), mask.bool().sum()
     elif mode == "sequence_mean":
         counts = sequence_counts(mask, cu_seqlens)
         total = (sequence_sums(values, mask, cu_seqlens) / counts.clamp(min=1.0)).sum()

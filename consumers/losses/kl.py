@@ -35,7 +35,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Estimat
         ValueError: an unknown estimator.
 
     Source: J. Schulman, "Approximating KL Divergence", 2020, joschu.net/blog/kl-approx.html; k3 in a loss: GRPO,
-    arXiv 2402.03300, equation 4.
+    arXiv 2402.03300.
     """
     d = torch.where(known(reference_logprobs), reference_logprobs - logprobs, 0.0)
     if estimator == "k1":

@@ -23,7 +23,7 @@ def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tens
     Raises:
         ValueError: buffer is negative or larger than max_length.
 
-    Source: DAPO, arXiv 2503.14476, section 3.4, equation 13.
+    Source: DAPO, arXiv 2503.14476, equation 13.
     """
     if not 0 <= buffer <= max_length:
         raise ValueError(f"buffer {buffer} is not within 0 and max_length {max_length}")

@@ -27,18 +27,21 @@ def clipped_policy_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip
     Returns:
         (n,) float32.
 
-    Source: GRPO, arXiv 2402.03300, equation 3; the two separate bounds: DAPO, arXiv 2503.14476, section 3.1
-    (clip-higher).
+    Source: GRPO, arXiv 2402.03300; the two separate bounds: DAPO, arXiv 2503.14476 (clip-higher).
     """
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -torch.minimum(ratio * advantages, bounded * advantages)
 
 
+def clip_sides(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """Return two bool (n,): the tokens that `clipped_policy_loss` holds at the lower, at the upper bound; arguments as there."""
+    return (ratio < 1.0 - clip_low) & (advantages < 0), (ratio > 1.0 + clip_high) & (advantages > 0)
+
+
 def clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return bool (n,): the tokens that `clipped_policy_loss` gives no gradient; arguments as there."""
-    too_high = (ratio > 1.0 + clip_high) & (advantages > 0)
-    too_low = (ratio < 1.0 - clip_low) & (advantages < 0)
-    return too_high | too_low
+    low, high = clip_sides(ratio, advantages, clip_low, clip_high)
+    return low | high
 
 
 def cispo_policy_loss(
@@ -58,7 +61,7 @@ def cispo_policy_loss(
     Returns:
         (n,) float32, nats times advantage. The value itself means little; its gradient is what counts.
 
-    Source: MiniMax-M1, arXiv 2506.13585, section 3.1, equations 4 and 5. TRL's `epsilon_high` is the bound
+    Source: MiniMax-M1, arXiv 2506.13585 (CISPO). TRL's `epsilon_high` is the bound
     itself, so its 5.0 is a `clip_high` of 4.0 here.
     """
     weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)

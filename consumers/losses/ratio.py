@@ -37,7 +37,7 @@ def importance_ratio(logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
     Returns:
         (n,) float32, > 0, dimensionless, with the gradient of `logprobs`.
 
-    Source: PPO, arXiv 1707.06347, equation 6; GRPO, arXiv 2402.03300, equation 3.
+    Source: PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300.
     """
     reference = torch.where(known(sampled_logprobs), sampled_logprobs, logprobs.detach())
     return (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -60,7 +60,7 @@ def sequence_ratio(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, cu_
     Returns:
         (N,) float32, > 0, dimensionless; the same for all tokens of a sequence, trained or not.
 
-    Source: GSPO, arXiv 2507.18071, equation 7, in the form of equation 14 (GSPO-token).
+    Source: GSPO, arXiv 2507.18071, in the form of GSPO-token.
     """
     change = _log_ratio(logprobs, sampled_logprobs).detach()
     mean = sequence_sums(change, mask, cu_seqlens) / sequence_counts(mask, cu_seqlens).clamp(min=1.0)
@@ -97,7 +97,7 @@ def truncated_weights(
     Raises:
         ValueError: cap is not above 0; an unknown level.
 
-    Source: IMPALA, arXiv 1802.01561, section 4.1 (truncated importance weights); between sampler and trainer:
+    Source: IMPALA, arXiv 1802.01561 (truncated importance weights); between sampler and trainer:
     verl's rollout correction (`rollout_is`) and TRL's `vllm_importance_sampling_mode` (`*_truncate`).
     """
     if not cap > 0.0:
