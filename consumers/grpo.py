@@ -25,6 +25,7 @@ from shmbridge.consumers.grpo_options import parser
 from shmbridge.consumers.grpo_update import Learner
 from shmbridge.consumers.learner_metrics import LearnerMetrics
 from shmbridge.consumers.metrics_log import MetricsLog, progress_line, say
+from shmbridge.consumers.objective import BadObjective, Objective
 from shmbridge.consumers.publishing import PublishWeights, first_version, weights_segment
 from shmbridge.consumers.saving import Saver
 from shmbridge.consumers.startup import Refused, load_learner, registration, starting_point
@@ -49,14 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         except NoBatch as error:
             print(f"grpo: {error}", file=sys.stderr)
             return GAVE_UP
-        except (Refused, NoAdvantages, WandbMissing, shmbridge.ShmBridgeError) as error:
+        except (Refused, BadObjective, NoAdvantages, WandbMissing, shmbridge.ShmBridgeError) as error:
             print(f"grpo: {error}", file=sys.stderr)
             return 1
     return 0
 
 
 def run(options: argparse.Namespace, stops: StopSignals) -> None:
-    """Load, train, save. Blocks; raises `Refused`, `Stopped`, `NoBatch`, `NoAdvantages`, or what the bridge raises."""
+    """Load, train, save. Blocks; raises `BadObjective`, `Refused`, `Stopped`, `NoBatch`, `NoAdvantages`, or what the bridge raises."""
+    Objective.from_options(options)  # options that do not go together are refused before anything is loaded
     source = starting_point(options)
     with WandbRun(options, source is not None, say) if options.wandb else nullcontext() as wandb_run:
         train(options, source, wandb_run, stops)
@@ -111,7 +113,7 @@ def learn(
         for batch in batches:
             begun = time.monotonic()
             aged = describe.taken(batch, int(begun * 1e9), source.policy_version)
-            measured = learner.accumulate(batch) | aged
+            measured = learner.accumulate(batch, source.policy_version) | aged
             computed = time.monotonic()
             version = source.policy_version + 1
             with stops.held():  # from the update to the release all or nothing

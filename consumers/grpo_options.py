@@ -8,6 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shmbridge.consumers.objective_options import add_objective
+from shmbridge.consumers.option_types import above_zero, not_negative, positive, zero_or_above
+
 _EXAMPLES = """\
 examples:
   # a small random model on the CPU, against environments that send 8 answers per prompt
@@ -42,12 +45,12 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--bridge", required=True, metavar="NAME", help="bridge to be the hub of")
     root.add_argument("--model", required=True, metavar="DIR_OR_ID", help="model folder or Hugging Face id")
     root.add_argument(
-        "--steps", type=_positive, metavar="N", required=True, help="optimizer steps of the whole run"
+        "--steps", type=positive, metavar="N", required=True, help="optimizer steps of the whole run"
     )
     _run(root.add_argument_group("run directory"))
     _batch(root.add_argument_group("batch"))
     _waiting(root.add_argument_group("waiting for a batch (for ever, if none of these is given)"))
-    _objective(root.add_argument_group("objective"))
+    add_objective(root)
     _optimizer(root.add_argument_group("optimizer"))
     _compute(root.add_argument_group("compute"))
     _registration(root.add_argument_group("registration (what environments are told)"))
@@ -61,31 +64,31 @@ def _run(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     group.add_argument(
-        "--save-every", type=_positive, metavar="N", default=50, help="steps between checkpoints [50]"
+        "--save-every", type=positive, metavar="N", default=50, help="steps between checkpoints [50]"
     )
     group.add_argument(
-        "--keep", type=_positive, metavar="N", default=2, help="newest checkpoints to keep [2]"
+        "--keep", type=positive, metavar="N", default=2, help="newest checkpoints to keep [2]"
     )
     group.add_argument(
-        "--log-every", type=_positive, metavar="N", default=1, help="steps between progress lines [1]"
+        "--log-every", type=positive, metavar="N", default=1, help="steps between progress lines [1]"
     )
     group.add_argument("--seed", type=int, metavar="N", default=0, help="random seed of the learner [0]")
 
 
 def _batch(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--groups", type=_positive, metavar="N", default=16, help="trajectory groups per step [16]"
+        "--groups", type=positive, metavar="N", default=16, help="trajectory groups per step [16]"
     )
     group.add_argument(
         "--group-size",
-        type=_positive,
+        type=positive,
         metavar="N",
         default=8,
         help="trajectories per group, for the registration [8]",
     )
     group.add_argument(
         "--max-staleness",
-        type=_not_negative,
+        type=not_negative,
         default=None,
         metavar="VERSIONS",
         help="discard groups older than this many policy versions [no limit]",
@@ -99,7 +102,7 @@ def _batch(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--allocation-wait",
-        type=_seconds,
+        type=zero_or_above,
         metavar="SECONDS",
         default=10.0,
         help="under fair, hold a batch back so long for an environment that is promised a part of it [10]",
@@ -108,55 +111,23 @@ def _batch(group: argparse._ArgumentGroup) -> None:
 
 def _waiting(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--batch-timeout", type=_above_zero, metavar="SECONDS", help="of one attempt [30 if others are given]"
+        "--batch-timeout", type=above_zero, metavar="SECONDS", help="of one attempt [30 if others are given]"
     )
     group.add_argument(
-        "--batch-attempts", type=_positive, metavar="N", help="then give up [10 if others are given]"
+        "--batch-attempts", type=positive, metavar="N", help="then give up [10 if others are given]"
     )
     group.add_argument(
         "--batch-retry-delay",
-        type=_zero_or_above,
+        type=zero_or_above,
         metavar="SECONDS",
         help="after the first attempt, then 1.5 times as long each time up to 3 s; a batch that comes "
         "meanwhile is taken [0.5 if others are given]",
     )
     group.add_argument(
         "--max-wait-time",
-        type=_above_zero,
+        type=above_zero,
         metavar="SECONDS",
         help="for one batch, over all attempts [no limit]",
-    )
-
-
-def _objective(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--clip-low", type=float, metavar="X", default=0.2, help="ratio clipped below 1 - this [0.2]"
-    )
-    group.add_argument(
-        "--clip-high", type=float, metavar="X", default=0.28, help="ratio clipped above 1 + this [0.28]"
-    )
-    group.add_argument(
-        "--entropy", type=float, metavar="X", default=0.0, help="weight of the entropy bonus, constant [0]"
-    )
-    group.add_argument(
-        "--temperature",
-        type=_above_zero,
-        metavar="X",
-        default=1.0,
-        help="sampling temperature where the record does not say; recorded log-probabilities are taken to be "
-        "those of the tempered distribution [1.0]",
-    )
-    group.add_argument(
-        "--no-use-advantages",
-        dest="use_advantages",
-        action="store_false",
-        help="take all advantages from the scores, also where environments wrote their own",
-    )
-    group.add_argument(
-        "--no-fallback-to-grpo",
-        dest="fallback_to_grpo",
-        action="store_false",
-        help="end with an error at a group without advantages of its own, instead of taking them from its scores",
     )
 
 
@@ -165,20 +136,20 @@ def _optimizer(group: argparse._ArgumentGroup) -> None:
         "--lr", type=float, metavar="X", default=1e-6, help="peak learning rate of AdamW [1e-6]"
     )
     group.add_argument(
-        "--warmup", type=_not_negative, metavar="N", default=10, help="warm-up steps, then down to 0 [10]"
+        "--warmup", type=not_negative, metavar="N", default=10, help="warm-up steps, then down to 0 [10]"
     )
     group.add_argument(
         "--weight-decay", type=float, metavar="X", default=0.0, help="decoupled weight decay [0]"
     )
     group.add_argument(
-        "--max-grad-norm", type=_above_zero, metavar="X", default=1.0, help="gradients are clipped to it [1]"
+        "--max-grad-norm", type=above_zero, metavar="X", default=1.0, help="gradients are clipped to it [1]"
     )
 
 
 def _compute(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[cuda if any]")
     group.add_argument(
-        "--threads", type=_not_negative, metavar="N", default=0, help="CPU threads; 0: torch's choice [0]"
+        "--threads", type=not_negative, metavar="N", default=0, help="CPU threads; 0: torch's choice [0]"
     )
     group.add_argument(
         "--precision",
@@ -188,7 +159,7 @@ def _compute(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--micro-tokens",
-        type=_positive,
+        type=positive,
         metavar="N",
         default=8192,
         help="tokens of one forward pass, with padding [8192]",
@@ -199,7 +170,7 @@ def _compute(group: argparse._ArgumentGroup) -> None:
 
 def _registration(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--max-token-len", type=_positive, metavar="N", default=2048, help="of one trajectory [2048]"
+        "--max-token-len", type=positive, metavar="N", default=2048, help="of one trajectory [2048]"
     )
     group.add_argument("--wandb-project", default="", help="passed on to environments that log")
     group.add_argument("--wandb-group", default="", help="passed on to environments that log")
@@ -212,38 +183,3 @@ def _wandb(group: argparse._ArgumentGroup) -> None:
         help="log every step's metrics to a W&B run, in the project and group of the registration",
     )
     group.add_argument("--wandb-name", default="", metavar="NAME", help="name of that run [the bridge's]")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
-
-
-def _not_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{value} is negative")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not value >= 0.0:
-        raise argparse.ArgumentTypeError(f"{value} is not a time")
-    return value
-
-
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not value > 0.0:
-        raise argparse.ArgumentTypeError(f"{value} is not above 0")
-    return value
-
-
-def _zero_or_above(text: str) -> float:
-    value = float(text)
-    if not value >= 0.0:
-        raise argparse.ArgumentTypeError(f"{value} is below 0")
-    return value

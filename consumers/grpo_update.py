@@ -1,47 +1,38 @@
-"""One GRPO update: a packed batch in, a gradient and an optimizer step out.
+"""One update: a packed batch in, a gradient and an optimizer step out.
 
 Knows nothing of the bridge, of processes or of files. Called by the GRPO learner (`grpo.py`), and by programs
-that bring their own batches.
+that bring their own batches. What is optimised is in `objective.py`, where advantages come from in `credit.py`.
 
-What differs from the GRPO paper (arXiv 2402.03300):
+What differs by default from the GRPO paper (arXiv 2402.03300):
 1. the loss is a mean over tokens, not over answers, and the two clip bounds are separate (DAPO, 2503.14476);
 2. no KL term; an entropy bonus instead, off by default;
-3. advantages that an environment wrote per token replace those from the scores, row by row;
+3. advantages that an environment wrote per token replace those from the scores, token by token;
 4. one update per batch: the ratio corrects for staleness, not for epochs.
-
-Letters: n trained tokens of a micro-batch, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shmbridge.consumers import losses
+from shmbridge.consumers.credit import require_advantages
+from shmbridge.consumers.forward import trained_logprobs
 from shmbridge.consumers.metrics_log import Metrics
 from shmbridge.consumers.microbatch import MicroBatch, micro_batches
+from shmbridge.consumers.objective import SHARES, Counts, Objective, micro_loss
+from shmbridge.consumers.reference import Reference
 from shmbridge.consumers.sharding import Parallel
-from shmbridge.consumers.training_rows import NO_LOGPROB, TrainingRows, prepare
+from shmbridge.consumers.training_rows import NO_LOGPROB, TrainingRows, prepare, trained_tokens
 
+__all__ = ["Learner", "NoReference", "Objective", "learning_rate_at"]
 
-@dataclass(frozen=True)
-class Objective:
-    """What is optimised, and how large a piece of it one forward pass takes."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    entropy: float = 0.0  # weight of the mean token entropy
-    temperature: float = 1.0  # of rows whose record does not say
-    micro_tokens: int = 8192  # of one forward pass, padding included
-    precision: torch.dtype = torch.float32  # of the forward pass; parameters are float32
-    use_advantages: bool = True  # of the records, where they have them
-    fallback_to_grpo: bool = True  # where they have none
 
 _IDLE = TrainingRows(
     tokens=np.zeros(2, np.int32),
@@ -53,26 +44,8 @@ _IDLE = TrainingRows(
 )  # what a rank computes that has nothing to train
 
 
-def predict(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor:
-    """Return the log-probabilities of the tempered policy at each trained token of a micro-batch.
-
-    The logits at position i - 1 predict token i; only those in front of a trained token are made float32.
-
-    Args:
-        model: a causal language model.
-        micro: right-padded rows.
-        precision: float32, or bfloat16 for an autocast forward pass.
-
-    Returns:
-        (n, V) float32, nats; n counts the trained tokens row after row, as `micro.trained` selects them.
-    """
-    with torch.autocast(micro.tokens.device.type, dtype=precision, enabled=precision != torch.float32):
-        # A mask of ones says "nothing is padding", which causality makes true for every real token, and lets
-        # the model take its fast causal kernel; without a mask it would look for packed rows and build one.
-        output = model(input_ids=micro.tokens, attention_mask=torch.ones_like(micro.tokens), use_cache=False)
-    trained = micro.trained[:, 1:]
-    temperature = micro.temperature.unsqueeze(1).expand_as(trained)[trained]
-    return losses.log_distribution(output.logits[:, :-1][trained], temperature)
+class NoReference(ValueError):
+    """There is a KL term, and nothing that says what the reference thinks."""
 
 
 class Learner:
@@ -84,6 +57,7 @@ class Learner:
         learning_rate: step (0-based) -> learning rate.
         weight_decay: of AdamW.
         max_grad_norm: the gradient's norm is clipped to this.
+        reference: what the KL term is against where records do not say; None: they have to.
         parallel: how the ranks share the model; None: there is one.
     """
 
@@ -95,6 +69,7 @@ class Learner:
         *,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
+        reference: Reference | None = None,
         parallel: Parallel | None = None,
     ) -> None:
         self.model = model
@@ -106,42 +81,51 @@ class Learner:
         )
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
+        self._reference = reference
 
-    def accumulate(self, batch: Any) -> Metrics:
-        """Leave the gradient of one batch in the parameters, whose values stay. Blocks for the compute.
+    def accumulate(self, batch: Any, policy_version: int | None = None) -> Metrics:
+        """Leave the gradient of one batch in the parameters, whose values stay. Blocks for the compute, and for other ranks.
+
+        Args:
+            batch: a packed `shmbridge.Batch`, or anything with its attributes; one rank's part of the whole batch.
+            policy_version: the one about to be trained, from which the age of tokens is counted; None if it is not known.
 
         Raises:
             ValueError: a token id outside the model's vocabulary.
             NoAdvantages: a group needs the fallback that the objective does not allow.
+            NoReference: a KL term, no reference, and no record of the batch that has its log-probabilities.
         """
-        world = self._parallel.world
-        with world.together():
-            rows, metrics = prepare(
-                batch,
-                self.objective.temperature,
-                use_advantages=self.objective.use_advantages,
-                fallback_to_grpo=self.objective.fallback_to_grpo,
+        goal, world = self.objective, self._parallel.world
+        with world.together():  # whatever one rank alone can refuse, before ranks wait for one another's numbers
+            self._check_vocabulary(batch.tokens)
+            require_advantages(batch, trained_tokens(batch), goal.credit)
+        rows, metrics = prepare(
+            batch,
+            goal.temperature,
+            goal.credit,
+            reduce=world.sum,
+            with_reference=goal.kl > 0.0,
+            policy_version=policy_version,
+            max_token_age=goal.max_token_age,
+        )
+        counts = Counts.of(rows, world.sum)
+        unknown = counts.tokens - counts.with_reference if goal.kl else 0.0
+        if unknown and self._reference is None and not counts.with_reference:
+            raise NoReference(
+                f"the objective has a KL term of weight {goal.kl}, and none of {counts.tokens:.0f} trained tokens has ref_logprobs "
+                "-> give the learner a reference, or let the environments write ref_logprobs"
             )
-            self._check_vocabulary(rows)
-        token_count = int(world.sum(np.array([rows.trained_count], np.float64))[0])
+        reference = self._reference if unknown else None
         self.optimizer.zero_grad(set_to_none=True)
         device = next(self.model.parameters()).device
-        totals = torch.zeros(4, device=device)
-        budget = self.objective.micro_tokens
-        for micro in self._parallel.rounds(micro_batches(rows, budget, device)):
+        totals = torch.zeros(len(SHARES), device=device)
+        for micro in self._parallel.rounds(micro_batches(rows, goal.micro_tokens, device)):
             if micro is None:
-                self._take_part(next(micro_batches(_IDLE, budget, device)))
+                self._take_part(next(micro_batches(_IDLE, goal.micro_tokens, device)), reference)
             else:
-                totals += self._backward(micro, token_count)
-        policy_loss, entropy, ratio, clipped = world.sum(totals.double().cpu().numpy()).tolist()
-        return {
-            "loss": policy_loss - self.objective.entropy * entropy,
-            "policy_loss": policy_loss,
-            "entropy": entropy,
-            "ratio_mean": ratio,
-            "clip_frac": clipped,
-            **metrics,
-        }
+                totals += self._backward(micro, counts, reference)
+        shares = world.sum(totals.double().cpu().numpy()).tolist()
+        return {**dict(zip(SHARES, shares, strict=True)), "tokens_without_reference": int(unknown), **metrics}
 
     def apply(self) -> Metrics:
         """Take the optimizer step of the accumulated gradient; one that is not finite changes nothing."""
@@ -155,36 +139,45 @@ class Learner:
         self.step += 1
         return {"step": self.step, "lr": rate, "grad_norm": norm, "update_skipped": not finite}
 
-    def _check_vocabulary(self, rows: TrainingRows) -> None:
+    def _check_vocabulary(self, tokens: npt.NDArray[np.int32]) -> None:
         # On a GPU an id out of range kills the process with an assertion that names nobody.
         size = self.model.get_input_embeddings().num_embeddings
-        if rows.tokens.size and not 0 <= rows.tokens.min() <= rows.tokens.max() < size:
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
             raise ValueError(
-                f"token ids from {rows.tokens.min()} to {rows.tokens.max()}, but the model has {size}: "
+                f"token ids from {tokens.min()} to {tokens.max()}, but the model has {size}: "
                 "the environments use another tokenizer than the learner"
             )
 
-    def _take_part(self, micro: MicroBatch) -> None:
-        """A forward and a backward that leave every gradient as it is: the other ranks have one micro-batch more."""
-        self._parallel.backward(self._parallel(predict, micro, self.objective.precision).sum() * 0.0)
-
-    def _backward(self, micro: MicroBatch, token_count: int) -> Tensor:
-        """Add one micro-batch's share of the gradient; return its shares of the metrics."""
+    def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return (n,) log-probabilities and entropy of the trained tokens; the entropy with gradient if that is wanted."""
         goal = self.objective
-        log_probabilities = self._parallel(predict, micro, goal.precision)
-        trained = micro.trained
-        logprobs = losses.chosen_logprobs(log_probabilities, micro.tokens[trained])
-        ratio = losses.importance_ratio(logprobs, micro.sampled_logprobs[trained])
-        advantages = micro.advantages[trained]
+        logprobs, entropy = self._parallel(
+            trained_logprobs, micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens, with_entropy=True
+        )
+        assert entropy is not None
+        return logprobs, entropy if goal.entropy else entropy.detach()  # which frees (n, V) numbers before the backward pass
 
-        policy = losses.clipped_policy_loss(ratio, advantages, goal.clip_low, goal.clip_high)
-        with torch.set_grad_enabled(goal.entropy != 0.0):  # only a metric otherwise: spare its (n, V) memory
-            entropy = losses.entropy(log_probabilities)
-        self._parallel.backward(losses.token_mean(policy - goal.entropy * entropy, token_count))
+    def _take_part(self, micro: MicroBatch, reference: Reference | None) -> None:
+        """A forward and a backward that leave every gradient as it is: the other ranks have one micro-batch more."""
+        goal = self.objective
+        if reference is not None:
+            reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)
+        self._parallel.backward(self._logprobs(micro)[0].sum() * 0.0)
 
-        clipped = losses.clipped(ratio, advantages, goal.clip_low, goal.clip_high).float()
-        shares = torch.stack([values.detach() for values in (policy, entropy, ratio, clipped)])
-        return shares.sum(dim=1) / max(token_count, 1)
+    def _backward(self, micro: MicroBatch, counts: Counts, reference: Reference | None) -> Tensor:
+        """Add one micro-batch's share of the gradient; return its shares of the metrics."""
+        goal, trained = self.objective, micro.trained
+        of_reference = None if micro.reference_logprobs is None else micro.reference_logprobs[trained]
+        if of_reference is not None and reference is not None:
+            asked = reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)
+            of_reference = torch.where(losses.known(of_reference), of_reference, asked)
+        logprobs, entropy = self._logprobs(micro)
+        loss, shares = micro_loss(
+            goal, counts, micro.trained_lengths, logprobs, micro.sampled_logprobs[trained], micro.advantages[trained],
+            entropy=entropy, reference_logprobs=of_reference,
+        )  # fmt: skip
+        self._parallel.backward(loss)
+        return shares
 
 
 def learning_rate_at(step: int, *, peak: float, warmup: int, steps: int) -> float:

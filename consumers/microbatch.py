@@ -32,6 +32,8 @@ class MicroBatch:
     advantages: Tensor  # (b, T) float32
     sampled_logprobs: Tensor  # (b, T) float32
     temperature: Tensor  # (b,) float32
+    trained_lengths: Tensor  # (b,) int64, trained tokens of each row
+    reference_logprobs: Tensor | None = None  # (b, T) float32; None if the batch has none
 
 
 def plan(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np.intp]]:
@@ -76,12 +78,15 @@ def micro_batches(rows: TrainingRows, token_budget: int, device: torch.device) -
         column = np.arange(int(lengths[chosen].max()))
         inside = column < lengths[chosen, None]
         source = np.where(inside, starts[chosen, None] + column, 0)
+        reference = rows.reference_logprobs
         yield MicroBatch(
             tokens=_rectangle(rows.tokens, source, inside, device).long(),
             trained=_rectangle(rows.trained, source, inside, device),
             advantages=_rectangle(rows.advantages, source, inside, device),
             sampled_logprobs=_rectangle(rows.sampled_logprobs, source, inside, device),
             temperature=torch.from_numpy(rows.temperature[chosen]).to(device),
+            trained_lengths=torch.from_numpy(np.bincount(row_of_token[rows.trained], minlength=lengths.size)[chosen]).to(device),
+            reference_logprobs=None if reference is None else _rectangle(reference, source, inside, device),
         )
 
 

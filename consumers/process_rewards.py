@@ -80,6 +80,29 @@ class Steps:
         _check_ends(steps)
         return steps
 
+    @classmethod
+    def sound(
+        cls,
+        rewards: npt.ArrayLike,
+        reward_counts: npt.ArrayLike,
+        ends: npt.ArrayLike | None,
+        end_counts: npt.ArrayLike | None,
+        cu_seqlens: npt.ArrayLike,
+    ) -> tuple[Steps, npt.NDArray[np.bool_]]:
+        """Return the steps of the rows whose own fit together, and bool (B,): the rows whose do not, which have none here. Never blocks.
+
+        For a learner that one odd row must not stop. Arguments as of `of`; so are the errors, of columns that disagree as a whole.
+        """
+        starts, counts = np.asarray(cu_seqlens, dtype=np.int64), np.asarray(reward_counts, dtype=np.int64)
+        ended = np.zeros(counts.shape, np.int64) if end_counts is None else np.asarray(end_counts, dtype=np.int64)
+        end = np.zeros(0, np.int64) if ends is None else np.asarray(ends, dtype=np.int64)
+        rows = np.repeat(np.arange(ended.size), ended)
+        outside = (end <= _ends_before(end, rows)) | (end > (starts[1:] - starts[:-1])[rows])
+        odd = (ended != counts) & (ended != 0)
+        odd[rows[outside]] = True
+        reward = np.asarray(rewards)[~np.repeat(odd, counts)]
+        return cls.of(reward, np.where(odd, 0, counts), end[~odd[rows]], np.where(odd, 0, ended), starts), odd
+
     @property
     def lengths(self) -> Ints:
         """int64 (B,): the tokens of each row."""
@@ -91,10 +114,16 @@ class Steps:
         return np.repeat(np.arange(self.counts.size), self.counts)
 
 
+def _ends_before(ends: Ints, rows: Ints) -> Ints:
+    """Return int64 (S,): the end of the step before, 0 for a row's first."""
+    before = np.zeros(ends.size, np.int64)
+    before[1:] = np.where(rows[1:] == rows[:-1], ends[:-1], 0)
+    return before
+
+
 def _check_ends(steps: Steps) -> None:
     ends, rows, lengths = steps.ends, steps.rows, steps.lengths
-    before = np.zeros(ends.size, np.int64)  # the end of the step before, 0 for a row's first
-    before[1:] = np.where(rows[1:] == rows[:-1], ends[:-1], 0)
+    before = _ends_before(ends, rows)
     wrong = np.flatnonzero(steps.placed[rows] & ((ends <= before) | (ends > lengths[rows])))
     if wrong.size:
         at = int(wrong[0])

@@ -18,6 +18,7 @@ from shmbridge.consumers import checkpoint
 from shmbridge.consumers.checkpoint import Progress
 from shmbridge.consumers.grpo_update import Learner, Objective, learning_rate_at
 from shmbridge.consumers.metrics_log import say
+from shmbridge.consumers.reference import Reference
 from shmbridge.consumers.sharding import Parallel
 from shmbridge.consumers.world import World
 
@@ -52,7 +53,7 @@ def load_learner(
     if options.threads:
         torch.set_num_threads(options.threads)
     model, tokenizer = load_model(source or options.model, options)
-    learner = new_learner(model, options)
+    learner = new_learner(model, options, reference=_reference(model, source, options))
     progress = Progress(step=0, policy_version=-1)
     if source is not None:
         progress = checkpoint.load_progress(source)
@@ -82,26 +83,27 @@ def load_model(source: Path | str, options: argparse.Namespace) -> tuple[Any, An
     return model, tokenizer
 
 
-def new_learner(model: Any, options: argparse.Namespace, parallel: Parallel | None = None) -> Learner:
+def _reference(model: Any, source: Path | None, options: argparse.Namespace) -> Reference | None:
+    """Return what the KL term is against, None without one: the model of the command line, also after a checkpoint."""
+    if not options.kl_coef:
+        return None
+    adapted = hasattr(model, "disable_adapter")
+    return Reference(model if source is None or adapted else load_model(options.model, options)[0])
+
+
+def new_learner(
+    model: Any, options: argparse.Namespace, parallel: Parallel | None = None, reference: Reference | None = None
+) -> Learner:
     """Return a learner at step 0 with the objective and the optimizer of the command line."""
-    objective = Objective(
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        entropy=options.entropy,
-        temperature=options.temperature,
-        micro_tokens=options.micro_tokens,
-        precision=getattr(torch, options.precision),
-        use_advantages=options.use_advantages,
-        fallback_to_grpo=options.fallback_to_grpo,
-    )
     rate = functools.partial(learning_rate_at, peak=options.lr, warmup=options.warmup, steps=options.steps)
     return Learner(
         model,
-        objective,
+        Objective.from_options(options),
         rate,
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
         parallel=parallel,
+        reference=reference,
     )
 
 

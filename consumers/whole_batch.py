@@ -19,7 +19,8 @@ Reduce = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
 _NOISE = 1e-12
 
 
-def _alone(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def alone(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the sums as they are: those over all ranks, where there is one. Never blocks."""
     return sums
 
 
@@ -27,7 +28,7 @@ def batch_normalised(
     advantages: npt.ArrayLike,
     loss_mask: npt.ArrayLike,
     *,
-    reduce: Reduce = _alone,
+    reduce: Reduce = alone,
     centre: bool = True,
     eps: float = 1e-8,
     ddof: Literal[0, 1] = 0,

@@ -128,7 +128,7 @@ def test_a_signal_while_computing_leaves_the_batch_to_the_next_learner(tiny_mode
     session = Session(tmp_path, tiny_model(1), batches(5), "--steps", "5")
     compute = session.learner.accumulate
 
-    def interrupted(batch):
+    def interrupted(batch, version):
         if session.learner.step == 1:
             signal.raise_signal(signal.SIGTERM)
         return compute(batch)

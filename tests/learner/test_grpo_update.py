@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from shmbridge.consumers.grpo_update import Learner, Objective, learning_rate_at, predict
-from shmbridge.consumers.losses import chosen_logprobs
+from shmbridge.consumers.forward import trained_logprobs as logprobs_of
+from shmbridge.consumers.grpo_update import Learner, Objective, learning_rate_at
 from shmbridge.consumers.microbatch import micro_batches, plan
 from shmbridge.consumers.training_rows import prepare
 
@@ -27,7 +27,7 @@ def trained_logprobs(model, batch, budget):
     found = {}
     with torch.no_grad():
         for micro in micro_batches(rows, budget, CPU):
-            values = chosen_logprobs(predict(model, micro, torch.float32), micro.tokens[micro.trained])
+            values, _ = logprobs_of(model, micro, precision=torch.float32, chunk_tokens=None, with_entropy=False)
             counts = micro.trained.sum(dim=1).tolist()
             for tokens, own in zip(micro.tokens.tolist(), values.split(counts), strict=True):
                 found[tuple(tokens)[: len(own) + 1]] = own

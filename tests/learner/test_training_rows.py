@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.consumers.credit import Credit
 from shmbridge.consumers.training_rows import NO_LOGPROB, NoAdvantages, prepare
 
 ROWS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
@@ -101,7 +102,7 @@ def test_groups_without_their_own_advantages_fall_back_and_are_counted(packed_ba
 
 
 def test_advantages_of_environments_can_be_ignored(packed_batch):
-    rows, metrics = prepare(packed_batch(PAIRS, **GROUPS), 1.0, use_advantages=False, fallback_to_grpo=False)
+    rows, metrics = prepare(packed_batch(PAIRS, **GROUPS), 1.0, Credit(use_own=False, fallback=False))
     np.testing.assert_allclose(rows.advantages[1::2], [1, -1, 0, 0, 0], rtol=1e-3)
     assert metrics["groups_fallback"] == 0  # nothing fell back: nothing else was wanted
     assert metrics["trajectories_own_advantages"] == 3
@@ -109,9 +110,9 @@ def test_advantages_of_environments_can_be_ignored(packed_batch):
 
 def test_without_the_fallback_a_group_without_advantages_is_an_error(packed_batch):
     with pytest.raises(NoAdvantages, match=r"group group-1 of environment 'code' has 2 .* 1 of them without"):
-        prepare(packed_batch(PAIRS, **GROUPS), 1.0, fallback_to_grpo=False)
+        prepare(packed_batch(PAIRS, **GROUPS), 1.0, Credit(fallback=False))
     silence = ['{"set_advantage_to_zero": true}' if row is None else None for row in GROUPS["advantages"]]
-    rows, metrics = prepare(packed_batch(PAIRS, **GROUPS, overrides=silence), 1.0, fallback_to_grpo=False)
+    rows, metrics = prepare(packed_batch(PAIRS, **GROUPS, overrides=silence), 1.0, Credit(fallback=False))
     np.testing.assert_array_equal(rows.advantages[1::2], [5, -5, 0, 7, 0])
     assert (metrics["groups_fallback"], metrics["trajectories_silenced"]) == (0, 2)
 

@@ -1,0 +1,48 @@
+"""Numbers on a command line: what each of them may be, and the words for one that may not.
+
+Knows argparse alone. Called by the files that add options.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def positive(text: str) -> int:
+    """Return a whole number above 0."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def not_negative(text: str) -> int:
+    """Return a whole number, 0 or above."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def above_zero(text: str) -> float:
+    """Return a number above 0."""
+    value = float(text)
+    if not value > 0.0:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
+def zero_or_above(text: str) -> float:
+    """Return a number, 0 or above."""
+    value = float(text)
+    if not value >= 0.0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
+def share(text: str) -> float:
+    """Return a number from 0 to 1."""
+    value = float(text)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{value} is not in 0 .. 1")
+    return value

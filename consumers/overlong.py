@@ -1,0 +1,49 @@
+"""The reward that an answer loses by being too long: DAPO's soft overlong punishment.
+
+Pure numpy. Knows lengths; knows nothing of losses. Added to the scores before advantages are made of them (`credit.py`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+def overlong_penalty(lengths: npt.ArrayLike, max_length: int, buffer: int) -> npt.NDArray[np.float32]:
+    """Return what to add to each answer's reward: 0, then falling in a line to -1 over the last `buffer` tokens. Never blocks.
+
+    Args:
+        lengths: int (B,), tokens of each answer without its prompt.
+        max_length: tokens; an answer longer than that, which only another limit can let pass, gets -1 too.
+        buffer: tokens before `max_length` in which the penalty grows; 0 is a step at `max_length`.
+
+    Returns:
+        float32 (B,), in [-1, 0], in units of the reward of a right answer.
+
+    Raises:
+        ValueError: buffer is negative or larger than max_length.
+
+    Source: DAPO, arXiv 2503.14476, equation 13.
+    """
+    if not 0 <= buffer <= max_length:
+        raise ValueError(f"buffer {buffer} is not within 0 and max_length {max_length}")
+    over = (np.asarray(lengths, np.int64) - (max_length - buffer)).astype(np.float32)
+    penalty: npt.NDArray[np.float32] = -np.clip(over / np.float32(max(buffer, 1)), np.float32(0.0), np.float32(1.0))
+    return penalty
+
+
+def answer_lengths(
+    lengths: npt.ArrayLike, position_ids: npt.ArrayLike, trained: npt.ArrayLike
+) -> npt.NDArray[np.int64]:
+    """Return int64 (B,): each row's tokens from its first trained one to its end, 0 in a row that trains none. Never blocks.
+
+    Args:
+        lengths: int (B,), tokens of each row.
+        position_ids: int (N,), 0, 1, 2, ... in each row.
+        trained: bool (N,), the trained tokens.
+    """
+    of_rows = np.asarray(lengths, np.int64)
+    begins = of_rows.copy()
+    at = np.flatnonzero(trained)[::-1]  # the first of a row is written last
+    begins[np.repeat(np.arange(of_rows.size), of_rows)[at]] = np.asarray(position_ids)[at]
+    return of_rows - begins

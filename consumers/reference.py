@@ -1,0 +1,39 @@
+"""The policy that the trained one shall stay near: a frozen copy of the model, or the model with its adapter switched off.
+
+Knows a model's forward pass; knows nothing of losses. Made by the learner only if there is a KL term.
+
+Letter: n trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shmbridge.consumers.forward import trained_logprobs
+from shmbridge.consumers.microbatch import MicroBatch
+
+
+class Reference:
+    """Log-probabilities under the policy as it was before training.
+
+    Args:
+        model: the policy before training. One with a LoRA adapter of peft stays the same object, and its adapter is switched
+            off for the reference's forward passes: no second copy. Any other is copied, in the memory of its device.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._adapted = hasattr(model, "disable_adapter")
+        self._model = model if self._adapted else copy.deepcopy(model).eval().requires_grad_(False)
+
+    def logprobs(self, micro: MicroBatch, *, precision: torch.dtype, chunk_tokens: int | None) -> Tensor:
+        """Return (n,) float32, nats, without gradient; arguments as of `trained_logprobs`. Blocks for the compute."""
+        without: AbstractContextManager[Any] = self._model.disable_adapter() if self._adapted else nullcontext()
+        with torch.no_grad(), without:
+            return trained_logprobs(
+                self._model, micro, precision=precision, chunk_tokens=chunk_tokens, with_entropy=False
+            )[0]
