@@ -8,7 +8,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 from shmbridge import sizing
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Hold = Literal["step", "gather"]
+Hold = Literal["step", "gather", "caller"]
+Screen = Callable[[Group], bool]
 _STUCK_AFTER_S = 1.0
 _LOOK_EVERY_S = 0.25
 _EVERYTHING = 1 << 31
@@ -45,6 +47,9 @@ class BatchAssembly:
         self._partial = GroupAssembler(group_timeout_s)
         self._complete = scheduler_of(policy, consumer.env_shares, consumer.producer_live, allocation_wait_s)
         self._prefetcher: Prefetcher | None = None
+        self.screen: Screen | None = None
+        self._whole: deque[Group] = deque()  # whole, and not yet shown to the screen
+        self._screened = 0
         self._closed = False
         self._lock = threading.Lock()  # groups are put back by whoever iterates, while others are gathered ahead
         self._is_cut = False  # nothing in self._complete is stale
@@ -58,7 +63,9 @@ class BatchAssembly:
 
     def queued(self, producer_id: str | None) -> int:
         """Groups that were taken from lanes and are in no batch yet; any thread."""
-        return len(self._complete) + len(self._partial) if producer_id is None else self._complete.queued(producer_id)
+        if producer_id is not None:
+            return self._complete.queued(producer_id)
+        return len(self._complete) + len(self._partial) + len(self._whole)
 
     @property
     def queue_view(self) -> "QueueView | None":
@@ -70,8 +77,8 @@ class BatchAssembly:
         return handed_out if self._complete.formed is None else self._complete.formed
 
     def stats(self) -> dict[str, float]:
-        """Counters of the policy; any thread."""
-        return self._complete.stats()
+        """Counters of the policy, and groups that the screen kept out of batches; any thread."""
+        return {"screened_total": self._screened, **self._complete.stats()}
 
     def want(self, groups: int | None, rows: int | None) -> Want:
         """What a batch is to be. Raises ValueError."""
@@ -87,8 +94,8 @@ class BatchAssembly:
         """See Consumer.batches. Checks its arguments at once, not at the first `next`."""
         if min(prefetch, max_staleness or 0, timeout_s or 0) < 0:
             raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}, timeout_s={timeout_s}: at least 0 each")
-        if layout not in ("padded", "packed") or hold not in ("step", "gather"):
-            raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step" or "gather"')
+        if layout not in ("padded", "packed") or hold not in ("step", "gather", "caller"):
+            raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step", "gather" or "caller"')
         return self._iterate(want, layout, max_staleness, prefetch, hold, timeout_s)
 
     def _iterate(
@@ -117,7 +124,8 @@ class BatchAssembly:
                     batch.release()
                 self._consumer.count_batch()
                 yield batch
-                batch.release()
+                if hold != "caller":
+                    batch.release()
         finally:
             if self._prefetcher is ahead:
                 self._stop_prefetch()
@@ -205,15 +213,11 @@ class BatchAssembly:
         if self._policy == "atropos":
             records.sort(key=_published)  # upstream's order is that of arrival, whoever sends
         for record in records:
-            group = self._partial.add(record, now)
-            if group is None:
-                continue
-            if max_staleness is not None and self._has_stale([group], max_staleness):
-                self._discard(group, Discard.STALE)
-                continue
-            self._complete.add(group)
-            if max_staleness is not None:
-                self._oldest = _oldest([group], self._oldest)
+            if (group := self._partial.add(record, now)) is not None:
+                self._whole.append(group)
+        while self._whole:
+            self._queue(self._whole[0], max_staleness)
+            self._whole.popleft()
         for group in self._partial.late(now, self._lanes.busy_producers()) if len(self._partial) else ():
             log.warning("group %s of %s has %d of %d rows after %.0f s: discarded", group.records[0].group_id, group.producer_id,
                         group.rows, group.size, self._partial.timeout_s)  # fmt: skip
@@ -222,6 +226,19 @@ class BatchAssembly:
             for group in self._partial.orphans(self._lanes.finished_producers()):
                 self._discard(group, Discard.PARTIAL)
         return bool(records)
+
+    def _queue(self, group: Group, max_staleness: int | None) -> None:
+        """Takes a whole group over for a batch, unless it is screened out or stale."""
+        if self.screen is not None and not self.screen(group):
+            for record in group.records:
+                record.release()
+            self._screened += 1
+        elif max_staleness is not None and self._has_stale([group], max_staleness):
+            self._discard(group, Discard.STALE)
+        else:
+            self._complete.add(group)
+            if max_staleness is not None:
+                self._oldest = _oldest([group], self._oldest)
 
     def _cut_stale(self, max_staleness: int | None) -> None:
         """Looks at every group only when the oldest may have grown stale: what comes later is looked at when it comes."""
@@ -292,9 +309,10 @@ class BatchAssembly:
 
     def forget(self) -> None:
         """Lets go of every lease that was not handed out, un-released: the next consumer gets those records."""
-        for group in [*self._complete, *self._partial]:
+        for group in [*self._whole, *self._complete, *self._partial]:
             for record in group.records:
                 record.abandon()
+        self._whole.clear()
         self._complete.remove(lambda group: True)
         self._partial, self._not_cut = GroupAssembler(0.0), []
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from shmbridge import liveness, participation
 from shmbridge._ext import header
 from shmbridge._ext.wait import HubWait
-from shmbridge.batching import BatchAssembly, Hold
+from shmbridge.batching import BatchAssembly, Hold, Screen
 from shmbridge.config import Run, check_bridge_name
 from shmbridge.errors import Closed, ConsumerEmpty, ConsumerTaken, ServesRanks
 from shmbridge.exits import at_exit
@@ -218,7 +218,7 @@ class Consumer(Hub):
             max_staleness: groups more versions older than the current one are discarded and counted; None: none is.
             prefetch: batches gathered ahead in a thread, 0 or more.
             hold: "step" keeps the leases until batch.release() or the next iteration, so that a killed learner's
-                successor gets the batch again; "gather" ends them once gathered: at most once.
+                successor gets the batch again; "caller" until batch.release() only; "gather" ends them once gathered: at most once.
             timeout_s: seconds that `next` waits; None: for ever.
             rows: trajectories in a batch, instead of groups: whole groups as far as they fit, at least one.
 
@@ -255,6 +255,13 @@ class Consumer(Hub):
     def put_back(self, groups: list[Group]) -> None:
         """Returns groups of take_groups that nobody has read: they come again before all others. Never blocks; any thread."""
         self._batching.put_back(groups)
+
+    def screen(self, keep: Screen | None) -> None:
+        """Shows every whole group to `keep` before it goes into a batch, and releases those it returns False for: `screened_total`.
+
+        It runs in the thread that forms batches: be quick, call no consumer. What it raises ends the batches; its group stays.
+        """
+        self._batching.screen = keep
 
     def _take(self) -> Record | None:
         record = self._turns.take()

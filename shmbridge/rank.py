@@ -121,16 +121,17 @@ class Rank(OneProcess):
         Args:
             layout: "packed" (N,) or "padded" (B, T).
             timeout_s: for each batch; None: for ever, also while there is no hub.
-            hold: "step" keeps the share until the next iteration, so that a rank which dies meanwhile gets it again; "gather" is
-                done with it once gathered: at most once, unless the hub dies before it has heard.
+            hold: "step" keeps the share until the next iteration, so that a rank which dies meanwhile gets it again; "caller" until
+                batch.release() only, which needs a hub with prefetch for as many; "gather" is done with it once gathered: at most
+                once, unless the hub dies before it has heard.
 
         Raises:
             ConsumerEmpty: no share came in time. NoConsumer: there was no hub. Closed.
             RequestRefused: the hub serves another world_size, or forms no more batches; it says why.
             ValueError: layout or hold is none of those; at once.
         """
-        if layout not in ("padded", "packed") or hold not in ("step", "gather"):
-            raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step" or "gather"')
+        if layout not in ("padded", "packed") or hold not in ("step", "gather", "caller"):
+            raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step", "gather" or "caller"')
         return self._iterate(layout, timeout_s, hold)
 
     def _iterate(self, layout: Layout, timeout_s: float | None, hold: "Hold") -> Iterator[Batch]:
@@ -143,8 +144,9 @@ class Rank(OneProcess):
                 share.release()
                 self.report_done()
             yield batch
-            batch.release()
-            share.release()
+            if hold != "caller":
+                batch.release()
+                share.release()
 
     def _gather(self, share: RankShare, layout: Layout) -> Batch | None:
         """A batch of what can be read of a share; None if that is nothing."""

@@ -293,3 +293,52 @@ def test_breaking_out_releases_and_the_next_iteration_goes_on(producer, consumer
         break
     del batch
     assert firsts(next(consumer.batches(groups=2, prefetch=0))) == [2, 3]
+
+
+def test_the_caller_holds_batches_together_and_releases_them_itself(producer, consumer) -> None:
+    for number in range(6):
+        producer.put(group(number))
+    batches = consumer.batches(groups=2, prefetch=0, hold="caller")
+    first, second = next(batches), next(batches)
+    next(batches)
+    assert producer.stats()["held"] == 6
+    first.release()
+    second.release()
+    assert producer.stats()["held"] == 2
+    batches.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_what_is_screened_out_is_in_no_batch_released_and_counted(producer, consumer, prefetch) -> None:
+    for number in range(6):
+        producer.put(group(number), split="eval" if number % 3 == 1 else "train")
+    consumer.drain()
+    seen = []
+
+    def keep(whole) -> bool:
+        seen.append((whole.records[0].meta.split, whole.records[0]["tokens"].values.tolist()))
+        return whole.records[0].meta.split == "train"
+
+    consumer.screen(keep)
+    assert [firsts(batch) for batch in consumer.batches(groups=2, prefetch=prefetch)] == [[0, 2], [3, 5]]
+    assert [tokens for split, tokens in seen if split == "eval"] == [[1], [4]]
+    stats = consumer.stats()
+    assert (stats["screened_total"], stats["released_total"], stats["held"], stats["discarded_total"]) == (2, 6, 0, 0)
+
+
+def test_a_screen_that_raises_ends_the_batches_and_loses_nothing(producer, make_consumer) -> None:
+    for number in range(4):
+        producer.put(group(number))
+    consumer = make_consumer()
+
+    def keep(whole) -> bool:
+        raise RuntimeError("screen")
+
+    consumer.screen(keep)
+    with pytest.raises(RuntimeError, match="screen"):
+        next(consumer.batches(groups=2, prefetch=0))
+    assert consumer.stats()["queue_groups"] == 4
+    consumer.screen(None)
+    assert firsts(next(consumer.batches(groups=2, prefetch=0))) == [0, 1]
+    consumer.close()
+    assert firsts(next(make_consumer().batches(groups=2, prefetch=0))) == [2, 3]
