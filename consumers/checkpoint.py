@@ -2,9 +2,11 @@
 
     <folder>/step-00000050/   model.safetensors, config.json, tokenizer files    what a sampler can load
                               optimizer.safetensors                              exp_avg.<parameter>, ...
+                              rng.safetensors                                    rng_state()
                               learner.json                                       Progress
 
-No pickle anywhere. Knows nothing of batches, losses or the bridge. Called by the GRPO learner (`grpo.py`).
+An adapter is saved as peft does, `adapter_model.safetensors` and `adapter_config.json`, which names its base model. No
+pickle anywhere. Knows nothing of batches, losses or the bridge. Called by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -13,23 +15,36 @@ import json
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from shmbridge.consumers.optimizer import MasterAdamW
+
 _NAME = re.compile(r"step-(\d{8,})")
 _WRITING = ".writing-"
 
 
+class CheckpointMismatch(Exception):
+    """A checkpoint is not of this kind of learner, or of a newer one; the message says which and what to do."""
+
+
 @dataclass(frozen=True)
 class Progress:
-    """How far a learner is."""
+    """How far a learner is, and what of the bridge is in its weights; what an older checkpoint does not say is 0 or empty."""
 
     step: int  # optimizer steps done
     policy_version: int  # version under which these weights were published
+    groups: int = 0  # consumed, by all steps
+    trajectories: int = 0
+    tokens: int = 0
+    wall_s: float = 0.0  # of all processes that took part in the run
+    last_sequences: dict[str, int] = field(default_factory=dict)  # producer id -> highest sequence that was consumed
+    held: dict[str, list[int]] = field(default_factory=dict)  # producer id -> consumed sequences not yet released
 
 
 def save(
@@ -40,6 +55,7 @@ def save(
     optimizer: torch.optim.Optimizer,
     *,
     keep: int = 2,
+    rng: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write one checkpoint and return its path; older ones beyond `keep` go. Blocks for the disk.
 
@@ -48,11 +64,12 @@ def save(
 
     Args:
         folder: where the checkpoints of one run lie; created when missing.
-        progress: step and policy version of these weights.
-        model: a Hugging Face model.
+        progress: step and policy version of these weights, and what they were made of.
+        model: a Hugging Face model, or a peft model, of which the adapter is saved.
         tokenizer: its tokenizer, saved beside it; None when the model came without one.
         optimizer: its state is saved under the model's parameter names.
         keep: newest checkpoints to leave in the folder, at least 1.
+        rng: states of random generators by name; None for none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left_over in folder.glob(_WRITING + "*"):
@@ -64,6 +81,8 @@ def save(
     if tokenizer is not None:
         tokenizer.save_pretrained(writing)
     save_file(_optimizer_tensors(model, optimizer), writing / "optimizer.safetensors")
+    if rng is not None:
+        save_file(dict(rng), writing / "rng.safetensors")
     (writing / "learner.json").write_text(json.dumps(asdict(progress)) + "\n")
 
     for file in writing.rglob("*"):
@@ -84,14 +103,40 @@ def complete(folder: Path) -> list[Path]:
 
 
 def load_progress(path: Path) -> Progress:
-    """Return how far the learner was that wrote this checkpoint."""
-    return Progress(**json.loads((path / "learner.json").read_text()))
+    """Return how far the learner was that wrote this checkpoint. Blocks for the disk.
+
+    Raises:
+        CheckpointMismatch: it says things that this release does not know, and might get wrong.
+    """
+    said = json.loads((path / "learner.json").read_text())
+    if unknown := said.keys() - {each.name for each in fields(Progress)}:
+        raise CheckpointMismatch(
+            f"{path} was written by a newer release: its learner.json has {', '.join(sorted(unknown))} -> update shmbridge"
+        )
+    return Progress(**said)
+
+
+def load_rng(path: Path) -> dict[str, torch.Tensor] | None:
+    """Return the states of the random generators, or None if an older release wrote the checkpoint. Blocks for the disk."""
+    file = path / "rng.safetensors"
+    return load_file(file) if file.exists() else None
 
 
 def load_optimizer(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Put the saved state back into an optimizer over the same model's parameters. Blocks for the disk."""
+    """Put the saved state back into an optimizer over the same model's parameters. Blocks for the disk.
+
+    Raises:
+        CheckpointMismatch: other parameters were trained, or in another dtype.
+    """
     saved = load_file(path / "optimizer.safetensors")
-    parameters = dict(model.named_parameters())
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if unknown := {key.split(".", 1)[1] for key in saved} - parameters.keys():
+        raise CheckpointMismatch(
+            f"{path} has trained {min(unknown)} and {len(unknown) - 1} more that this learner does not train "
+            "-> resume with the same --lora-* options"
+        )
+    if saved and isinstance(optimizer, MasterAdamW) != any(key.startswith("master.") for key in saved):
+        raise CheckpointMismatch(f"{path} was trained in another dtype -> resume with the same --param-dtype")
     for key, value in saved.items():
         kind, name = key.split(".", 1)
         parameter = parameters[name]

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM
 from shmbridge.consumers import checkpoint
 from shmbridge.consumers.checkpoint import Progress
 from shmbridge.consumers.grpo_update import Learner, Objective
+from shmbridge.consumers.optimizer import cast_parameters, new_optimizer
+from shmbridge.consumers.rng_state import rng_state, set_rng_state
 
 ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]
 
@@ -101,3 +103,54 @@ def test_the_newest_are_kept_in_order_of_steps(tiny_model, tmp_path):
 
 def test_no_folder_no_checkpoint(tmp_path):
     assert checkpoint.complete(tmp_path / "nothing") == []
+
+
+def test_what_an_older_release_wrote_is_read_and_what_a_newer_one_wrote_is_refused(tiny_model, batch, tmp_path):
+    own = learner(tiny_model(1))
+    train(own, batch, 1)
+    path = checkpoint.save(tmp_path, Progress(1, 4, groups=2), own.model, None, own.optimizer)
+    assert checkpoint.load_rng(path) is None
+    (path / "learner.json").write_text('{"step": 1, "policy_version": 4}\n')
+    assert checkpoint.load_progress(path) == Progress(1, 4)
+    (path / "learner.json").write_text('{"step": 1, "policy_version": 4, "moons": 2}\n')
+    with pytest.raises(checkpoint.CheckpointMismatch, match=r"newer release.*moons"):
+        checkpoint.load_progress(path)
+
+
+def test_random_generators_go_on(tiny_model, batch, tmp_path):
+    own = learner(tiny_model(1))
+    path = checkpoint.save(tmp_path, Progress(1, 1), own.model, None, own.optimizer, rng=rng_state())
+    expected = torch.rand(4)
+    set_rng_state(checkpoint.load_rng(path))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_bfloat16_parameters_go_on_from_their_masters(tiny_model, batch, tmp_path):
+    def bfloat16(model):
+        cast_parameters(model, torch.bfloat16)
+        own = learner(model)
+        own.optimizer = new_optimizer(model.parameters(), 0.01)
+        return own
+
+    through, first = bfloat16(tiny_model(1)), bfloat16(tiny_model(1))
+    train(through, batch, 4)
+    train(first, batch, 2)
+    path = checkpoint.save(tmp_path, Progress(2, 2), first.model, None, first.optimizer)
+    second = bfloat16(AutoModelForCausalLM.from_pretrained(path))
+    checkpoint.load_optimizer(path, second.model, second.optimizer)
+    train(second, batch, 2)
+    pairs = zip(through.model.parameters(), second.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+    other = learner(AutoModelForCausalLM.from_pretrained(path).float())
+    with pytest.raises(checkpoint.CheckpointMismatch, match="--param-dtype"):
+        checkpoint.load_optimizer(path, other.model, other.optimizer)
+
+
+def test_a_state_of_other_parameters_is_refused(tiny_model, batch, tmp_path):
+    own = learner(tiny_model(1))
+    train(own, batch, 1)
+    path = checkpoint.save(tmp_path, Progress(1, 1), own.model, None, own.optimizer)
+    own.model.lm_head.weight.requires_grad_(False)
+    with pytest.raises(checkpoint.CheckpointMismatch, match=r"lm_head.weight and 0 more.*--lora"):
+        checkpoint.load_optimizer(path, own.model, own.optimizer)

@@ -1,0 +1,93 @@
+"""The optimizer of a learner: AdamW, over float32 parameters or over float32 masters of parameters that are not.
+
+Knows parameters and their gradients; nothing of models, losses or schedules. Called by the GRPO learner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+BETAS = (0.9, 0.95)
+
+
+def new_optimizer(parameters: Iterable[Tensor], weight_decay: float) -> torch.optim.Optimizer:
+    """Return AdamW with learning rate 0, which the learner sets at each step, over all that is to be trained.
+
+    Args:
+        parameters: those that need no gradient are left out.
+        weight_decay: decoupled.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if all(parameter.dtype == torch.float32 for parameter in trained):
+        return torch.optim.AdamW(trained, lr=0.0, betas=BETAS, weight_decay=weight_decay)
+    return MasterAdamW(trained, lr=0.0, weight_decay=weight_decay)
+
+
+def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Give every floating parameter of a model another dtype, in place; buffers, such as rotary frequencies, stay as they are."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+class MasterAdamW(torch.optim.Optimizer):
+    """AdamW that steps a float32 master of each parameter, and rounds the master into it.
+
+    Without one, updates of less than half a unit in the last place of a bfloat16 parameter, 1/512 of it, are lost. Master and
+    moments are float32 and part of `state`, so that a checkpoint of it goes on exactly.
+
+    Args:
+        parameters: what to train, of any floating dtype.
+        lr, betas, eps, weight_decay: as AdamW's.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        *,
+        lr: float,
+        betas: tuple[float, float] = BETAS,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take one step with the gradients of the parameters; `closure` must be None. Blocks for the compute."""
+        if closure is not None:
+            raise ValueError("MasterAdamW takes no closure")
+        for group in self.param_groups:
+            changed = [parameter for parameter in group["params"] if parameter.grad is not None]
+            states = [self._state_of(parameter) for parameter in changed]
+            adamw(
+                [state["master"] for state in states],
+                [parameter.grad.float() for parameter in changed],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for parameter, state in zip(changed, states, strict=True):
+                parameter.copy_(state["master"])
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["master"] = parameter.detach().float()
+            state["exp_avg"] = torch.zeros_like(state["master"])
+            state["exp_avg_sq"] = torch.zeros_like(state["master"])
+            state["step"] = torch.tensor(0.0)
+        return state

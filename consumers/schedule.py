@@ -1,0 +1,86 @@
+"""The learning rate of each optimizer step: a warm-up and one of transformers' schedules, as a function of the step.
+
+Knows no optimizer: a schedule that is a function of the step is resumed by knowing the step. Called by the GRPO learner.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+Rate = Callable[[int], float]  # 0-based step -> learning rate
+
+LINEAR = "linear"
+# Those of transformers.SchedulerType that are functions of the step.
+SCHEDULES = (
+    LINEAR,
+    "constant",
+    "constant_with_warmup",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+)
+
+
+class BadSchedule(ValueError):
+    """The schedule cannot be made of these options; the message says why."""
+
+
+def learning_rate_at(step: int, *, peak: float, warmup: int, steps: int) -> float:
+    """Return the rate of a 0-based step: up to the peak over the warm-up, then in a line to 0 at `steps`."""
+    rising = (step + 1) / max(warmup, 1)
+    falling = (steps - step) / max(steps - warmup, 1)
+    return peak * max(0.0, min(1.0, rising, falling))
+
+
+def rate_schedule(
+    name: str, *, peak: float, warmup: int, steps: int, options: Mapping[str, float] | None = None
+) -> Rate:
+    """Return the learning rate as a function of the 0-based step. Does not block.
+
+    "linear" is `learning_rate_at`, whose first step trains already. The others are what `transformers.get_scheduler`
+    computes, whose warm-up begins with a step at rate 0.
+
+    Args:
+        name: one of `SCHEDULES`.
+        peak: the rate that the schedule multiplies.
+        warmup: optimizer steps.
+        steps: optimizer steps of the whole run.
+        options: keywords of that schedule in transformers, such as min_lr, min_lr_rate, num_cycles, power, lr_end,
+            num_decay_steps; whole numbers become int.
+
+    Raises:
+        BadSchedule: there is no such schedule, or it does not take these options.
+    """
+    options = options or {}
+    if name == LINEAR:
+        if options:
+            raise BadSchedule(f"the linear schedule takes no options, and {', '.join(options)} were given")
+        return functools.partial(learning_rate_at, peak=peak, warmup=warmup, steps=steps)
+    if name not in SCHEDULES:
+        raise BadSchedule(f"{name} is none of {', '.join(SCHEDULES)}")
+    return _of_transformers(name, peak, warmup, steps, {key: _number(value) for key, value in options.items()})
+
+
+def _of_transformers(name: str, peak: float, warmup: int, steps: int, options: dict[str, float]) -> Rate:
+    import torch
+    from transformers import get_scheduler
+
+    nothing = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    try:
+        scheduler = get_scheduler(name, nothing, warmup, steps, options or None)
+        if name in ("constant", "constant_with_warmup", "inverse_sqrt") and options:
+            raise TypeError(f"{', '.join(options)} given, and it takes none")
+        factor: Rate = scheduler.lr_lambdas[0]
+        factor(0)
+    except (TypeError, ValueError) as error:
+        raise BadSchedule(f"the schedule {name} with options {options}: {error}") from error
+    return lambda step: peak * float(factor(step))
+
+
+def _number(value: float) -> float:
+    return int(value) if float(value).is_integer() else value
