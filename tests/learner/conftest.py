@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +68,12 @@ class HandMadeBatch:
     generation_params: list[str | None] | None
     group_overrides: list[str | None] | None
     meta: list[Any]
+    ref_logprobs: np.ndarray | None = None
+    token_rewards: np.ndarray | None = None
+    token_versions: np.ndarray | None = None
+    step_rewards: Any = None  # values and lengths, as shmbridge.Ragged
+    step_ends: Any = None
+    advantages_mask: Any = None
     present: dict[str, np.ndarray] = field(default_factory=dict)
     released: int = 0
 
@@ -93,6 +101,12 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
         overrides: Sequence[str | None] | None = None,
         generation_params: Sequence[str | None] | None = None,
         group_overrides: Sequence[str | None] | None = None,
+        ref_logprobs: Sequence[Sequence[float] | None] | None = None,
+        token_rewards: Sequence[Sequence[float] | None] | None = None,
+        token_versions: Sequence[Sequence[int] | None] | None = None,
+        step_rewards: Sequence[Sequence[float] | None] | None = None,
+        step_ends: Sequence[Sequence[int] | None] | None = None,
+        advantages_mask: Sequence[Sequence[int] | None] | None = None,
         version: int = 0,
         envs: Sequence[str] | None = None,
         published_ns: Sequence[int] | None = None,
@@ -105,6 +119,15 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
             present[name] = np.array([row is not None for row in values])
             filled = [np.zeros(len(t)) if v is None else v for t, v in zip(rows, values, strict=True)]
             return np.concatenate(filled).astype(dtype)
+
+        def lists(name: str, values: Sequence[Any] | None, dtype: type) -> SimpleNamespace | None:
+            if values is None:
+                return None
+            present[name] = np.array([row is not None for row in values])
+            filled = [np.zeros(0) if row is None else np.asarray(row) for row in values]
+            return SimpleNamespace(
+                values=np.concatenate(filled).astype(dtype), lengths=np.array([len(row) for row in filled], np.int32)
+            )
 
         def scalar(name: str, values: Sequence[float | None] | None, dtype: type) -> np.ndarray | None:
             if values is None:
@@ -141,11 +164,40 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
             overrides=None if overrides is None else list(overrides),
             generation_params=None if generation_params is None else list(generation_params),
             group_overrides=None if group_overrides is None else list(group_overrides),
+            ref_logprobs=ragged("ref_logprobs", ref_logprobs, np.float32),
+            token_rewards=ragged("token_rewards", token_rewards, np.float32),
+            token_versions=ragged("token_versions", token_versions, np.int32),
+            step_rewards=lists("step_rewards", step_rewards, np.float32),
+            step_ends=lists("step_ends", step_ends, np.int32),
+            advantages_mask=lists("advantages_mask", advantages_mask, np.uint8),
             meta=[records[group] for group in group_of],
             present=present,
         )
 
     return make
+
+
+@pytest.fixture
+def on_ranks() -> Callable[..., list[Any]]:
+    """Return a runner: (ranks, function of a rank and its `reduce`) -> results; a thread is a rank."""
+
+    def run(ranks: int, function: Callable[[int, Any], Any]) -> list[Any]:
+        barrier, sent = threading.Barrier(ranks, timeout=30), [np.zeros(0)] * ranks
+
+        def reducer(rank: int) -> Callable[[np.ndarray], np.ndarray]:
+            def reduce(values: np.ndarray) -> np.ndarray:
+                sent[rank] = values
+                barrier.wait()
+                total = np.sum(sent, axis=0)
+                barrier.wait()
+                return total
+
+            return reduce
+
+        with ThreadPoolExecutor(ranks) as pool:
+            return list(pool.map(lambda rank: function(rank, reducer(rank)), range(ranks)))
+
+    return run
 
 
 def records(path: Path) -> Iterator[Any]:
