@@ -5,7 +5,7 @@ import sys
 from typing import Protocol
 
 from shmbridge import __version__
-from shmbridge.cli import bench, clean, gateway, inspect, launch
+from shmbridge.cli import bench, clean, gateway, inspect, launch, report
 from shmbridge.errors import ShmBridgeError
 
 
@@ -22,7 +22,9 @@ class Command(Protocol):
         """Does it; the exit code."""
 
 
-_COMMANDS: dict[str, Command] = {"bench": bench, "clean": clean, "gateway": gateway, "inspect": inspect, "launch": launch}
+_COMMANDS: dict[str, Command] = {
+    "bench": bench, "clean": clean, "gateway": gateway, "inspect": inspect, "launch": launch, "report": report,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

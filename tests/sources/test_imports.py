@@ -54,7 +54,7 @@ ALLOWED = {
     "ray": ("shmbridge.relay", "shmbridge.consumers", "shmbridge.bench.baselines"),
     "atroposlib": ("shmbridge.producers", "shmbridge.bench"),
     "textual": ("shmbridge.tui",),
-    "wandb": ("shmbridge.consumers",),
+    **dict.fromkeys(("wandb", "peft", "tensorboard", "tqdm"), ("shmbridge.consumers",)),
     "zmq": ("shmbridge.control", "shmbridge.control_client", "shmbridge.relay", "shmbridge.bench.baselines"),
     "pyarrow": ("shmbridge",),
     "matplotlib": ("shmbridge.consumers", "shmbridge.bench"),

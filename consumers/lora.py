@@ -1,0 +1,119 @@
+"""Low-rank adapters in a model, by peft: put in, recognised, cast, and read out merged, with the adapter left as it is.
+
+The adapters sit in the Hugging Face model itself, which stays what it was for everybody else; its `save_pretrained` writes the
+adapter and the name of its base. peft is imported when adapters are asked for. Called by the GRPO learner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALL_LINEAR = "all-linear"
+ADAPTER_FILE = "adapter_config.json"
+
+
+class PeftMissing(Exception):
+    """The peft package is not installed; the message says how to get it."""
+
+
+class BadAdapter(Exception):
+    """These adapters cannot be in this model; the message says why."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What kind of adapters."""
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    targets: tuple[str, ...] = (ALL_LINEAR,)  # ends of module names, or ALL_LINEAR: every linear layer but the head
+
+
+def add_adapters(model: Any, lora: Lora, base: str) -> None:
+    """Put fresh adapters into a Hugging Face model, in place, and freeze everything else; they change nothing until trained.
+
+    Args:
+        model: a causal language model without adapters; its dtype is kept, adapters are float32.
+        lora: which.
+        base: what the adapter's file names as its base model: a Hugging Face id, or a folder, written as an absolute path.
+
+    Raises:
+        PeftMissing: the package is not there.
+        BadAdapter: no module has such a name, or it is one whose weights are tied to another's.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise PeftMissing(
+            f"--lora-rank needs the peft package ({error}): pip install 'shmbridge[lora]'"
+        ) from error
+    _check_ties(model, lora.targets)
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # used as a number
+        lora_dropout=lora.dropout,
+        target_modules=ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets),
+        task_type="CAUSAL_LM",
+    )
+    model.name_or_path = str(Path(base).resolve()) if Path(base).is_dir() else base
+    try:
+        model.add_adapter(config)
+    except ValueError as error:
+        raise BadAdapter(f"no adapters on {', '.join(lora.targets)}: {str(error).splitlines()[0]}") from error
+    prepare_adapters(model)
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether there are low-rank adapters in a model."""
+    return any("lora_" in name for name, _ in model.named_parameters())
+
+
+def prepare_adapters(model: torch.nn.Module) -> None:
+    """Make the adapters of a model, fresh or loaded, what is trained: float32, with dropout at work; all else is frozen."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    for layer in _layers(model):
+        layer.lora_dropout.train()
+
+
+def published_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter of the model as everybody else knows it: under its own name, adapters merged into a copy.
+
+    Without adapters these are the parameters themselves. One merged copy lives at a time.
+    """
+    deltas = {id(layer.get_base_layer().weight): layer for layer in _layers(model)} if has_adapters(model) else {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                continue
+            value = parameter.detach()
+            if (layer := deltas.get(id(parameter))) is not None:
+                for adapter in layer.active_adapters:
+                    value = value + layer.get_delta_weight(adapter)
+            yield name.replace(".base_layer.", "."), value
+
+
+def _layers(model: torch.nn.Module) -> list[Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _check_ties(model: Any, targets: Sequence[str]) -> None:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return
+    tied = [name for name, module in model.named_modules() if module is head or module is embedding]
+    if wrong := [target for target in targets if any(name == target or name.endswith("." + target) for name in tied)]:
+        raise BadAdapter(
+            f"{wrong[0]} shares its weights with another layer of this model, so that no adapter on it can be merged"
+        )

@@ -1,0 +1,194 @@
+"""What the metrics.jsonl of a run says on the whole: the steps in order, and a summary in numbers and in words.
+
+Knows the file and the names in it; nothing of plots, torch and bridges. Called by `shmbridge report`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+METRICS_FILE = "metrics.jsonl"
+# Parts of a step in their order; a run of a release that knew fewer has those.
+PHASES = ("wait", "copy", "forward", "backward", "forward_backward", "sync", "update", "publish")
+_TAIL = 0.1  # of the steps: what "at the start" and "at the end" are means of
+
+
+class NoRun(Exception):
+    """There are no metrics of a run in a folder; the message says where was looked."""
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """The steps of one run, each once, in order.
+
+    Attributes:
+        name: of the run's folder.
+        steps: int (S,).
+        columns: name -> float64 (S,), NaN where a step does not say it.
+        repeated: lines of steps that came again after a resume; the later line counts.
+        torn: lines that are no JSON, as a kill leaves them.
+    """
+
+    name: str
+    steps: npt.NDArray[np.int64]
+    columns: dict[str, npt.NDArray[np.float64]]
+    repeated: int = 0
+    torn: int = 0
+
+    def column(self, name: str) -> npt.NDArray[np.float64]:
+        """Return one metric, (S,); NaN where it is not known."""
+        return self.columns.get(name, np.full(self.steps.size, math.nan))
+
+    @property
+    def tokens_per_s(self) -> npt.NDArray[np.float64]:
+        """Tokens of each step by the time since the step before was over; NaN for the first, and after a resume."""
+        took = np.diff(self.column("time"), prepend=math.nan)
+        took[took <= 0.0] = math.nan
+        return self.column("tokens") / took
+
+    @property
+    def phases(self) -> dict[str, npt.NDArray[np.float64]]:
+        """Seconds of each part of a step, of the parts that are known, 0 where a step does not say."""
+        known = {phase: f"{phase}_s" for phase in PHASES if f"{phase}_s" in self.columns}
+        if {"forward", "backward"} & known.keys():
+            known.pop("forward_backward", None)
+        return {phase: np.nan_to_num(self.columns[name]) for phase, name in known.items()}
+
+
+def read_run(folder: Path) -> RunMetrics:
+    """Return the metrics in a run directory. Blocks for the disk.
+
+    Raises:
+        NoRun: it has no metrics.jsonl, or one without a step.
+    """
+    path = folder / METRICS_FILE
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise NoRun(f"no metrics of a run in {folder}: {error.strerror} -> the folder that the learner's --run-dir names") from error
+    by_step: dict[int, dict[str, Any]] = {}
+    read = torn = 0
+    for line in lines:
+        try:
+            said = json.loads(line)
+            step = int(said["step"])
+        except (ValueError, KeyError, TypeError):
+            torn += bool(line.strip())
+            continue
+        read += 1
+        while by_step and next(reversed(by_step)) >= step:  # a resumed run takes back what was not saved
+            by_step.popitem()
+        by_step[step] = said
+    if not by_step:
+        raise NoRun(f"{path} has no step yet")
+    steps = list(by_step)
+    names = {name for said in by_step.values() for name, value in said.items() if _is_number(value)}
+    columns = {
+        name: np.array([_number(by_step[step].get(name)) for step in steps], np.float64) for name in sorted(names)
+    }
+    return RunMetrics(folder.resolve().name, np.array(steps, np.int64), columns, read - len(steps), torn)
+
+
+def summary(run: RunMetrics) -> dict[str, Any]:
+    """Return what a run says on the whole, under plain names; None for what it does not say."""
+    few = max(1, math.ceil(run.steps.size * _TAIL))
+    reward, loss, staleness = run.column("reward_mean"), run.column("loss"), run.column("staleness_mean")
+    phases = {name: float(values.sum()) for name, values in run.phases.items()}
+    spent = sum(phases.values())
+    best = int(np.nanargmax(reward)) if np.isfinite(reward).any() else None
+    took = np.diff(run.column("time"))
+    took = took[took > 0.0]
+    return {
+        "run": run.name,
+        "steps": int(run.steps[-1]),
+        "lines_repeated": run.repeated,
+        "lines_torn": run.torn,
+        "wall_s": _plain(took.sum()) if took.size else None,
+        "reward_first": _mean(reward[:few]),
+        "reward_last": _mean(reward[-few:]),
+        "reward_best": None if best is None else float(reward[best]),
+        "reward_best_step": None if best is None else int(run.steps[best]),
+        "loss_last": _mean(loss[-few:]),
+        "eval_last": _last(run.column("eval/mean_score")),
+        "staleness_mean": _mean(staleness),
+        "staleness_max": _plain(np.nanmax(run.column("staleness_max"), initial=-math.inf)),
+        "tokens": int(np.nansum(run.column("tokens"))),
+        "tokens_per_s": _mean_rate(run),
+        "updates_skipped": int(np.nansum(run.column("update_skipped"))),
+        "discarded_total": _last(run.column("discarded_total")),
+        "dropped_total": _last(run.column("dropped_total")),
+        "host_cpu_s_per_mtoken": _mean(run.column("host_cpu_s_per_mtoken")),
+        "idle_frac": phases["wait"] / spent if spent and "wait" in phases else None,
+        "time_s": phases,
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """Return a summary for people: a few lines."""
+    lines = [
+        f"{found['run']}: {found['steps']} steps, {found['tokens']:,} tokens"
+        + (f" in {found['wall_s']:,.0f} s, {_say(found['tokens_per_s'], ',.0f')} tokens/s" if found["wall_s"] else ""),
+        f"  reward     {_say(found['reward_first'])} at the start, {_say(found['reward_last'])} at the end, "
+        f"best {_say(found['reward_best'])} at step {found['reward_best_step']}",
+        f"  loss       {_say(found['loss_last'], '+.4f')} at the end",
+        f"  staleness  {_say(found['staleness_mean'], '.2f')} versions, at most {_say(found['staleness_max'], '.0f')}",
+    ]
+    if found["eval_last"] is not None:
+        lines.append(f"  evaluation {_say(found['eval_last'])} at the last")
+    spent = sum(found["time_s"].values())
+    if spent:
+        parts = ", ".join(f"{name} {seconds / spent:.0%}" for name, seconds in found["time_s"].items())
+        lines.append(f"  time       {parts}")
+    if found["host_cpu_s_per_mtoken"] is not None:
+        lines.append(f"  host CPU   {found['host_cpu_s_per_mtoken']:.2f} s per million tokens")
+    lost = [
+        f"{found[key]:.0f} {words}"
+        for key, words in (
+            ("updates_skipped", "updates skipped"),
+            ("dropped_total", "records dropped by producers"),
+            ("discarded_total", "records discarded"),
+            ("lines_repeated", "lines of steps that a resume took back"),
+            ("lines_torn", "torn lines"),
+        )
+        if found[key]
+    ]
+    return "\n".join([*lines, *(["  besides    " + ", ".join(lost)] if lost else [])])
+
+
+def _mean_rate(run: RunMetrics) -> float | None:
+    rate, tokens = run.tokens_per_s, run.column("tokens")
+    known = np.isfinite(rate) & (rate > 0.0)
+    return float(tokens[known].sum() / (tokens[known] / rate[known]).sum()) if known.any() else None
+
+
+def _mean(values: npt.NDArray[np.float64]) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if known.size else None
+
+
+def _last(values: npt.NDArray[np.float64]) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if known.size else None
+
+
+def _plain(value: Any) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _say(value: float | None, how: str = ".3f") -> str:
+    return "unknown" if value is None else format(value, how)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))
+
+
+def _number(value: Any) -> float:
+    return float(value) if _is_number(value) else math.nan

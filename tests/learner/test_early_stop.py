@@ -1,0 +1,59 @@
+"""When a run ends early: good enough for long enough, or no better for too long."""
+
+from __future__ import annotations
+
+import pytest
+
+from shmbridge.consumers.early_stop import EarlyStop, parse_condition, parse_goal
+
+
+def reasons(stop, name, values):
+    return [stop.reason({name: value}) for value in values]
+
+
+def test_good_enough_in_so_many_steps_one_after_the_other():
+    stop = EarlyStop(parse_condition("reward_mean>=0.9"), patience=2)
+    found = reasons(stop, "reward_mean", [0.9, 0.8, 0.95, 0.97])
+    assert found[:3] == [None, None, None]
+    assert found[3] == "reward_mean>=0.9 in 2 steps one after the other, 0.97 in the last"
+
+
+def test_a_metric_that_is_not_there_counts_for_nothing():
+    stop = EarlyStop(parse_condition("eval/mean_score > 0.5"), patience=2)
+    assert stop.reason({"eval/mean_score": 0.6}) is None
+    assert stop.reason({"reward_mean": 0.1}) is None
+    assert stop.reason({"eval/mean_score": float("nan")}) is None
+    assert stop.reason({"eval/mean_score": 0.7}) is not None
+
+
+@pytest.mark.parametrize(("goal", "values"), [("score:max", [1, 3, 2, 3, 3]), ("loss:min", [3, 1, 2, 1, 1])])
+def test_no_better_for_so_many_steps(goal, values):
+    stop = EarlyStop(None, goal=parse_goal(goal), stall=3)
+    found = reasons(stop, goal.split(":")[0], values)
+    assert found[:4] == [None] * 4
+    assert "has not become better than" in found[4]
+
+
+def test_nothing_asked_for_never_stops():
+    assert reasons(EarlyStop(None), "loss", [1, 1, 1]) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "holds", "fails"), [("a<=1", 1, 2), ("a<1", 0, 1), ("a>1", 2, 1), (" x/y >= -1e-3 ", 0, -1)]
+)
+def test_conditions(text, holds, fails):
+    condition = parse_condition(text)
+    assert condition.holds(holds)
+    assert not condition.holds(fails)
+
+
+@pytest.mark.parametrize("text", ["reward", "reward==1", ">=1", "reward>=much"])
+def test_what_is_no_condition(text):
+    with pytest.raises(ValueError, match=r"such as|could not convert"):
+        parse_condition(text)
+
+
+@pytest.mark.parametrize("text", ["reward", "reward:more", ":max"])
+def test_what_is_no_goal(text):
+    with pytest.raises(ValueError, match="such as"):
+        parse_goal(text)

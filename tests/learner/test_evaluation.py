@@ -1,0 +1,104 @@
+"""Evaluation: its groups are never trained and always counted, and a user's function that fails ends nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import uuid
+
+import pytest
+
+import shmbridge
+from shmbridge.consumers.checkpoint import Progress
+from shmbridge.consumers.consumed import Consumed
+from shmbridge.consumers.evaluation import BadHook, EvalHook, TrainingScreen, load_hook
+
+START = Progress(step=0, policy_version=-1)
+
+
+@pytest.fixture
+def bridge():
+    name = f"comforts-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    yield name
+    shmbridge.clean(name, dry_run=False)
+
+
+def test_groups_of_the_split_eval_are_scored_and_in_no_batch(bridge):
+    screen = TrainingScreen(Consumed(START))
+    with shmbridge.Producer(bridge, env_name="sums", lane_bytes="1M") as producer, shmbridge.Consumer(bridge) as consumer:
+        consumer.screen(screen)
+        assert screen.metrics() == {"eval/groups_total": 0, "resume/known_groups_total": 0}
+        for number in range(4):
+            rows = {"tokens": [[number, 1]] * 2, "score": [float(number), number + 1.0]}
+            producer.put(rows, split="eval" if number % 2 else "train")
+        producer.put({"tokens": [[9]]}, split="eval")  # without scores
+        consumer.drain()
+        (batch,) = consumer.batches(groups=2, prefetch=0)
+        assert batch.tokens.tolist() == [0, 1, 0, 1, 2, 1, 2, 1]
+        found = screen.metrics()
+        assert consumer.stats()["screened_total"] == 3
+    assert {name: found[name] for name in ("eval/mean_score", "eval/groups", "eval/trajectories", "eval/groups_total")} == {
+        "eval/mean_score": 2.5,
+        "eval/groups": 3,
+        "eval/trajectories": 5,
+        "eval/groups_total": 3,
+    }
+    assert found["eval/sums/mean_score"] == 2.5
+    assert screen.metrics() == {"eval/groups_total": 3, "resume/known_groups_total": 0}
+
+
+def test_what_the_checkpoint_contains_is_not_trained_twice(bridge):
+    with shmbridge.Producer(bridge, lane_bytes="1M") as producer:
+        for number in range(4):
+            producer.put({"tokens": [[number]]})
+        with shmbridge.Consumer(bridge) as consumer:
+            (batch,) = itertools.islice(consumer.batches(groups=2, prefetch=0), 1)
+            ledger = Consumed(START)
+            ledger.took(batch.meta, groups=2, trajectories=2, tokens=2)
+            saved = ledger.progress(1, 1)
+            for record in batch.records:
+                record.abandon()  # as a kill before the release would
+            del batch, record
+        screen = TrainingScreen(Consumed(saved))
+        with shmbridge.Consumer(bridge) as consumer:
+            consumer.screen(screen)
+            assert next(consumer.batches(groups=2, prefetch=0)).tokens.tolist() == [2, 3]
+            assert screen.metrics()["resume/known_groups_total"] == 2
+
+
+def test_the_hook_is_called_at_its_steps_and_its_numbers_are_logged():
+    seen = []
+
+    def function(step, model, tokenizer):
+        seen.append((step, model, tokenizer))
+        return {"accuracy": 0.5, "count": 3}
+
+    hook = EvalHook(function, 2, say=print)
+    assert hook.metrics(1, "m", "t") == {"eval/hook_failures_total": 0}
+    assert hook.metrics(2, "m", "t") == {"eval/accuracy": 0.5, "eval/count": 3.0, "eval/hook_failures_total": 0}
+    assert seen == [(2, "m", "t")]
+
+
+@pytest.mark.parametrize("said", [None, {"accuracy": "high"}, 7])
+def test_a_hook_that_fails_is_said_and_counted(said):
+    lines = []
+    hook = EvalHook(lambda step, model, tokenizer: said, 1, say=lines.append)
+    assert hook.metrics(1, None, None) == {"eval/hook_failures_total": 1}
+    assert hook.metrics(2, None, None) == {"eval/hook_failures_total": 2}
+    assert "failed at step 2, training goes on" in lines[1]
+
+
+def test_a_hook_is_found_by_its_name_or_refused_in_words(tmp_path, monkeypatch):
+    (tmp_path / "my_hooks.py").write_text("def score(step, model, tokenizer):\n    return {'x': step}\nnumber = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_hook("my_hooks:score")(4, None, None) == {"x": 4}
+    for name, says in (
+        ("my_hooks", "module:function"),
+        ("no_such_module:f", "No module"),
+        ("my_hooks:moons", "moons"),
+        ("my_hooks:number", "int cannot be called"),
+    ):
+        with pytest.raises(BadHook, match=says):
+            load_hook(name)
+    sys.modules.pop("my_hooks")
