@@ -130,6 +130,14 @@ def test_what_records_say_of_the_reference_comes_before_the_model(tiny_model, pa
     metrics, mixed = gradients(tiny_model(2), half_written, Reference(tiny_model(9)), kl=0.1)
     assert (metrics["kl"], metrics["tokens_without_reference"]) == (pytest.approx(expected, rel=1e-4), 2 + 10)
     close(mixed, from_records)
+    metrics, other = gradients(tiny_model(2), half_written, Reference(tiny_model(4)), kl=0.1)
+    assert any((other[name] - each).abs().max() > 1e-6 for name, each in mixed.items())
+    metrics, _ = gradients(tiny_model(2), all_written, Reference(tiny_model(4)), kl=0.1)
+    assert metrics["kl"] == pytest.approx(expected, rel=1e-4)  # the model is not asked
+    written[1] = [1.0, -9.0, -9.0]
+    told = packed_batch(ROWS, scores=SCORES, groups=GROUPS, ref_logprobs=[None] * 1 + written[1:])
+    metrics, _ = gradients(tiny_model(2), told, Reference(tiny_model(2)), kl=0.1)
+    assert metrics["kl"] > 0.1  # though the model is the policy itself
     metrics, _ = gradients(tiny_model(2), half_written, kl=0.1)
     assert 0.0 < metrics["kl"] != pytest.approx(expected, rel=1e-4)  # nothing is known of two rows
 

@@ -108,7 +108,15 @@ def test_shares_say_what_the_bounds_and_the_cap_held():
     assert capped["tis_frac"] == pytest.approx((ratio >= 1.5).double().mean().item())
     assert capped["tis_weight_mean"] == pytest.approx(ratio.clamp(max=1.5).mean().item())
     assert (capped["clip_frac"], capped["ratio_mean"]) == (0.0, said["ratio_mean"])
-    assert named(Objective(tis_cap=1.0))["tis_frac"] < 1.0 - 1 / 7  # where nobody knows, nothing was capped
+    at_one = (ratio >= 1.0) & losses.known(ANSWERS.sampled)  # where nobody knows, the weight is 1, and nothing was cut
+    assert named(Objective(tis_cap=1.0))["tis_frac"] == pytest.approx(at_one.double().mean().item())
+
+
+def test_a_weight_is_held_whatever_the_advantage():
+    ratio = losses.importance_ratio(ANSWERS.logprobs, ANSWERS.sampled)
+    said = named(Objective(loss="cispo", clip_low=0.2, clip_high=0.28))
+    assert said["clip_frac_low"] == pytest.approx((ratio < 0.8).double().mean().item())
+    assert said["clip_frac_high"] == pytest.approx((ratio > 1.28).double().mean().item())
 
 
 def test_the_parts_of_the_loss_add_up():
