@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import shmbridge
+from shmbridge.consumers.attention import LayoutUnfit
 from shmbridge.consumers.batch_source import HubSource
 from shmbridge.consumers.batch_wait import NoBatch
 from shmbridge.consumers.grpo_options import parser
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except NoBatch as error:
             print(f"grpo: {error}", file=sys.stderr)
             return GAVE_UP
-        except (Refused, BadObjective, NoAdvantages, WandbMissing, shmbridge.ShmBridgeError) as error:
+        except (Refused, BadObjective, LayoutUnfit, NoAdvantages, WandbMissing, shmbridge.ShmBridgeError) as error:
             print(f"grpo: {error}", file=sys.stderr)
             return 1
     return 0

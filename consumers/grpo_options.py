@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shmbridge.consumers.compute_options import add_compute
 from shmbridge.consumers.objective_options import add_objective
 from shmbridge.consumers.option_types import above_zero, not_negative, positive, zero_or_above
 
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     _waiting(root.add_argument_group("waiting for a batch (for ever, if none of these is given)"))
     add_objective(root)
     _optimizer(root.add_argument_group("optimizer"))
-    _compute(root.add_argument_group("compute"))
+    add_compute(root.add_argument_group("compute"))
     _registration(root.add_argument_group("registration (what environments are told)"))
     _wandb(root.add_argument_group("W&B"))
     return root
@@ -144,28 +145,6 @@ def _optimizer(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-grad-norm", type=above_zero, metavar="X", default=1.0, help="gradients are clipped to it [1]"
     )
-
-
-def _compute(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[cuda if any]")
-    group.add_argument(
-        "--threads", type=not_negative, metavar="N", default=0, help="CPU threads; 0: torch's choice [0]"
-    )
-    group.add_argument(
-        "--precision",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of the forward pass and of the published weights; parameters stay float32 [float32]",
-    )
-    group.add_argument(
-        "--micro-tokens",
-        type=positive,
-        metavar="N",
-        default=8192,
-        help="tokens of one forward pass, with padding [8192]",
-    )
-    group.add_argument("--gradient-checkpointing", action="store_true", help="less memory, a third slower")
-    group.add_argument("--no-weights", action="store_true", help="publish versions but no weights")
 
 
 def _registration(group: argparse._ArgumentGroup) -> None:

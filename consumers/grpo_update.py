@@ -119,7 +119,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         device = next(self.model.parameters()).device
         totals = torch.zeros(len(SHARES), device=device)
-        for micro in self._parallel.rounds(micro_batches(rows, goal.micro_tokens, device)):
+        for micro in self._parallel.rounds(micro_batches(rows, goal.micro_tokens, device, goal.layout)):
             if micro is None:
                 self._take_part(next(micro_batches(_IDLE, goal.micro_tokens, device)), reference)
             else:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shmbridge.consumers import losses
 from shmbridge.consumers.credit import Credit
+from shmbridge.consumers.microbatch import Layout
 from shmbridge.consumers.training_rows import TrainingRows, known_count
 from shmbridge.consumers.whole_batch import Reduce, alone
 
@@ -52,6 +53,7 @@ class Objective:
     max_token_age: int | None = None  # versions; older tokens are not trained. None: the ratio corrects for any age
     temperature: float = 1.0  # of rows whose record does not say
     micro_tokens: int = 8192  # of one forward pass, padding included
+    layout: Layout = "padded"  # of one forward pass; "packed" for models that keep rows apart: see attention.py
     chunk_tokens: int | None = None  # whose logits are there at a time; None: all of a forward pass
     precision: torch.dtype = torch.float32  # of the forward pass; parameters are float32
     credit: Credit = Credit()  # noqa: RUF009  # frozen
@@ -102,7 +104,6 @@ class Objective:
             max_token_age=options.max_token_staleness,
             temperature=options.temperature,
             micro_tokens=options.micro_tokens,
-            chunk_tokens=getattr(options, "chunk_tokens", None),
             precision=getattr(torch, options.precision),
             credit=Credit(
                 estimator=options.advantages,

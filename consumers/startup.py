@@ -6,6 +6,7 @@ Knows the command line and the run directory; knows nothing of batches. Called b
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shmbridge
-from shmbridge.consumers import checkpoint
+from shmbridge.consumers import attention, checkpoint
 from shmbridge.consumers.checkpoint import Progress
+from shmbridge.consumers.forward import chunk_tokens_for
 from shmbridge.consumers.grpo_update import Learner, Objective, learning_rate_at
 from shmbridge.consumers.metrics_log import say
+from shmbridge.consumers.microbatch import Layout
 from shmbridge.consumers.reference import Reference
 from shmbridge.consumers.sharding import Parallel
 from shmbridge.consumers.world import World
@@ -49,11 +52,13 @@ def load_learner(
 
     Raises:
         Refused: there is no such model.
+        LayoutUnfit: packed batches are wanted, and the model does not keep packed rows apart.
     """
     if options.threads:
         torch.set_num_threads(options.threads)
     model, tokenizer = load_model(source or options.model, options)
-    learner = new_learner(model, options, reference=_reference(model, source, options))
+    layout = attention.settle(model, options.batch_layout, getattr(torch, options.precision), say)
+    learner = new_learner(model, options, layout, reference=_reference(model, source, options, layout))
     progress = Progress(step=0, policy_version=-1)
     if source is not None:
         progress = checkpoint.load_progress(source)
@@ -83,28 +88,43 @@ def load_model(source: Path | str, options: argparse.Namespace) -> tuple[Any, An
     return model, tokenizer
 
 
-def _reference(model: Any, source: Path | None, options: argparse.Namespace) -> Reference | None:
+def _reference(model: Any, source: Path | None, options: argparse.Namespace, layout: Layout) -> Reference | None:
     """Return what the KL term is against, None without one: the model of the command line, also after a checkpoint."""
     if not options.kl_coef:
         return None
     adapted = hasattr(model, "disable_adapter")
-    return Reference(model if source is None or adapted else load_model(options.model, options)[0])
+    if source is None or adapted:
+        return Reference(model)
+    first = load_model(options.model, options)[0]
+    attention.settle(first, layout, getattr(torch, options.precision), say)
+    return Reference(first)
 
 
 def new_learner(
-    model: Any, options: argparse.Namespace, parallel: Parallel | None = None, reference: Reference | None = None
+    model: Any,
+    options: argparse.Namespace,
+    layout: Layout = "padded",
+    *,
+    parallel: Parallel | None = None,
+    reference: Reference | None = None,
 ) -> Learner:
     """Return a learner at step 0 with the objective and the optimizer of the command line."""
     rate = functools.partial(learning_rate_at, peak=options.lr, warmup=options.warmup, steps=options.steps)
     return Learner(
         model,
-        Objective.from_options(options),
+        dataclasses.replace(Objective.from_options(options), layout=layout, chunk_tokens=_chunk_tokens(model, options)),
         rate,
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
         parallel=parallel,
         reference=reference,
     )
+
+
+def _chunk_tokens(model: Any, options: argparse.Namespace) -> int | None:
+    if options.chunk_tokens is None:
+        return chunk_tokens_for(model.get_input_embeddings().num_embeddings, options.micro_tokens)
+    return options.chunk_tokens or None
 
 
 def registration(options: argparse.Namespace, step: int) -> shmbridge.Run:

@@ -1,0 +1,171 @@
+"""Packs: a row gives what it gives alone, whatever stands beside it, through each attention there is here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AttentionInterface, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from shmbridge.consumers import attention
+from shmbridge.consumers.forward import trained_logprobs
+from shmbridge.consumers.microbatch import micro_batches
+from shmbridge.consumers.training_rows import prepare
+
+CPU = torch.device("cpu")
+ROWS = [[3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [1, 2, 3, 4, 5], [20, 21], [8, 8, 8, 9, 9, 1, 2, 3, 4, 5, 6], [13, 14]]
+
+
+def model(implementation, *, key_heads=2, window=None):
+    torch.manual_seed(1)
+    made = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=28, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=key_heads, initializer_range=0.1, use_sliding_window=window is not None,
+            sliding_window=window, max_window_layers=0,
+        )
+    ).eval()  # fmt: skip
+    attention.use(made, implementation)
+    assert made.config._attn_implementation == implementation
+    return made
+
+
+def logprobs(own, batch, layout, budget=1000):
+    """{row's tokens: log-probabilities of all but its first}"""
+    rows, _ = prepare(batch, 1.0)
+    found = {}
+    for micro in micro_batches(rows, budget, CPU, layout):
+        values, _ = trained_logprobs(own, micro, precision=torch.float32, chunk_tokens=None, with_entropy=False)
+        row_tokens = micro.tokens[0].split(micro.row_lengths) if layout == "packed" else micro.tokens
+        for tokens, length, each in zip(row_tokens, micro.row_lengths, values.split(micro.trained_lengths.tolist()), strict=True):
+            found[tuple(tokens[:length].tolist())] = each
+    return found
+
+
+@pytest.mark.parametrize(
+    ("implementation", "window"),
+    [*((name, window) for name in ("sdpa", "eager", attention.ROWS) for window in (None, 3)), ("flex_attention", None)],
+)
+def test_a_row_of_a_pack_gives_what_it_gives_alone(packed_batch, implementation, window):
+    own = model(implementation, window=window)
+    plain = model("eager", window=window)
+    with torch.no_grad():
+        packed = logprobs(own, packed_batch(ROWS), "packed")
+        assert set(packed) == {tuple(row) for row in ROWS}
+        for row in ROWS:
+            logs = torch.log_softmax(plain(torch.tensor([row])).logits[0], dim=-1)
+            alone = logs[:-1].gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+            torch.testing.assert_close(packed[tuple(row)], alone, rtol=1e-5, atol=1e-5)
+
+        others = [[7] * len(row) for row in ROWS]
+        others[2] = ROWS[2]
+        after = logprobs(own, packed_batch(others), "packed")[tuple(ROWS[2])]
+    torch.testing.assert_close(after, packed[tuple(ROWS[2])], rtol=0, atol=1e-6)
+    if implementation != "flex_attention":  # which is compiled anew for each length
+        assert attention.keeps_rows_apart(own)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", attention.ROWS])
+def test_gradients_of_packs_are_those_of_padded_rows(packed_batch, implementation):
+    def gradients(layout, own):
+        torch.cat(list(logprobs(own, packed_batch(ROWS), layout, budget=16).values())).square().sum().backward()
+        return {name: each.grad for name, each in own.named_parameters()}
+
+    padded = gradients("padded", model("sdpa", key_heads=4))
+    for name, each in gradients("packed", model(implementation, key_heads=4)).items():
+        assert (each - padded[name]).abs().max() <= 1e-5 * padded[name].abs().max()
+
+
+def test_gradient_checkpointing_knows_the_rows_in_the_backward_pass_too(packed_batch):
+    def gradients(frugal):
+        own = model(attention.ROWS)
+        if frugal:
+            own.gradient_checkpointing_enable()
+            own.train()
+        torch.cat(list(logprobs(own, packed_batch(ROWS), "packed").values())).sum().backward()
+        return {name: each.grad for name, each in own.named_parameters()}
+
+    plain = gradients(frugal=False)
+    for name, each in gradients(frugal=True).items():
+        torch.testing.assert_close(each, plain[name], rtol=1e-4, atol=1e-6)
+
+
+def leaky(module, query, key, value, attention_mask, dropout=0.0, scaling=None, row_lengths=None, **rest):
+    return sdpa_attention_forward(module, query, key, value, None, dropout, scaling)
+
+
+def test_a_model_that_mixes_rows_is_seen_and_gets_padded_batches():
+    AttentionInterface.register("leaky", leaky)
+    own = model("sdpa")
+    assert attention.keeps_rows_apart(own)
+    own.set_attn_implementation("leaky")
+    assert not attention.keeps_rows_apart(own)
+
+
+def test_auto_packs_with_an_attention_that_needs_no_mask(monkeypatch):
+    said = []
+    own = model("sdpa")
+    assert attention.settle(own, "auto", torch.float32, said.append) == "packed"
+    assert own.config._attn_implementation == attention.ROWS
+    assert attention.settle(own, "auto", torch.bfloat16, said.append) == "packed"
+    assert said == []
+    own = model("eager")
+    assert attention.settle(own, "padded", torch.float32, said.append) == "padded"
+    assert own.config._attn_implementation == "eager"
+    own = model("flex_attention")
+    monkeypatch.setattr(attention, "keeps_rows_apart", lambda model, precision: True)  # seen above; here it compiles for long
+    assert attention.settle(own, "auto", torch.float32, said.append) == "packed"
+    assert own.config._attn_implementation == "flex_attention"
+
+
+def test_where_rows_cannot_be_kept_apart_auto_pads_and_packed_is_refused(monkeypatch):
+    monkeypatch.setattr(attention, "keeps_rows_apart", lambda model, precision: False)
+    said, own = [], model("sdpa")
+    assert attention.settle(own, "auto", torch.float32, said.append) == "padded"
+    assert own.config._attn_implementation == "sdpa"
+    assert "Qwen2ForCausalLM with sdpa attention" in said[0]
+    with pytest.raises(attention.LayoutUnfit, match="--batch-layout padded"):
+        attention.settle(own, "packed", torch.float32, said.append)
+
+
+def test_other_families_are_looked_at_not_trusted():
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=28, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.2))
+    gemma = Gemma2ForCausalLM(
+        Gemma2Config(vocab_size=28, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, head_dim=8, initializer_range=0.2, attn_implementation="eager")
+    )  # fmt: skip
+    for own in (gpt2, gemma):
+        layout = attention.settle(own, "auto", torch.float32, lambda line: None)
+        assert layout == "padded" or attention.keeps_rows_apart(own)
+
+
+def test_a_padded_mask_still_counts_with_the_attention_for_packs():
+    own, plain = model(attention.ROWS), model("sdpa")
+    tokens, mask = torch.tensor([[0, 0, 3, 4, 5]]), torch.tensor([[0, 0, 1, 1, 1]])
+    with torch.no_grad():
+        torch.testing.assert_close(own(tokens, attention_mask=mask).logits[:, 2:], plain(tokens, attention_mask=mask).logits[:, 2:])
+        torch.testing.assert_close(own(tokens).logits, plain(tokens).logits)
+
+
+def test_a_checkpoint_names_no_attention_of_ours(tmp_path):
+    own = model(attention.ROWS)
+    own.save_pretrained(tmp_path)
+    assert attention.ROWS not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+
+
+@pytest.mark.skipif("SHMBRIDGE_TRANSFORMERS" not in os.environ, reason="SHMBRIDGE_TRANSFORMERS names no folder with another release")
+def test_another_release_of_transformers():
+    """Runs this file again with a second release of transformers in front."""
+    path = os.pathsep.join([os.environ["SHMBRIDGE_TRANSFORMERS"], str(Path(__file__).parents[2])])
+    env = {key: value for key, value in os.environ.items() if key != "SHMBRIDGE_TRANSFORMERS"} | {"PYTHONPATH": path}
+    version = subprocess.check_output([sys.executable, "-c", "import transformers; print(transformers.__version__)"], env=env, text=True)
+    assert version.strip() != transformers.__version__
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__], env=env, check=True)
