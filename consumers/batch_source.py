@@ -16,6 +16,8 @@ from shmbridge.consumers.batch_wait import BatchWait, patience_of
 from shmbridge.consumers.metrics_log import say
 from shmbridge.consumers.stopping import StopSignals
 
+_DRAINED = object()
+
 
 class HubSource:
     """The batches of a consumer, for the one process that trains on them.
@@ -48,18 +50,45 @@ class HubSource:
 
         Its `next` raises NoBatch when the limits are exhausted, Stopped, and what the bridge raises.
         """
-        options = self._options
-        batches = self._consumer.batches(
-            groups=options.groups, layout="packed", max_staleness=options.max_staleness, prefetch=1, hold="step"
-        )
-        missing = functools.partial(who_is_missing, self._consumer, options.groups)
-        with BatchWait(batches, patience_of(options), missing, say) as waited_for:
-            yield self._checked(waited_for)
+        yield self._iterate()
 
-    def _checked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
+    def _iterate(self) -> Iterator[Any]:
+        patience = patience_of(self._options)
+        missing = functools.partial(who_is_missing, self._consumer, self._options.groups)
+        batches: Iterator[Any] | None = None
+        while True:
+            wait = BatchWait(patience, missing, say)
+            batch = None
+            while batch is None:
+                if batches is None:  # one that timed out has ended; each waits for every one of its batches equally long
+                    batches = self._batches(min(wait.left_s, wait.first_s))
+                try:
+                    batch = next(batches, _DRAINED)
+                except shmbridge.ConsumerEmpty:
+                    batches = None
+                    wait.look()
+            if batch is _DRAINED:
+                return
             self._stops.check()
             yield batch
+
+    def _batches(self, timeout_s: float) -> Iterator[Any]:
+        options = self._options
+        return self._consumer.batches(
+            groups=options.groups,
+            layout="packed",
+            max_staleness=options.max_staleness,
+            prefetch=1,
+            hold="step",
+            timeout_s=timeout_s,
+        )
+
+
+def hub(options: argparse.Namespace, run: shmbridge.Run) -> shmbridge.Consumer:
+    """Return the hub of the bridge that the options name. Raises as Consumer."""
+    return shmbridge.Consumer(
+        options.bridge, run=run, policy=options.policy, allocation_wait_s=options.allocation_wait
+    )
 
 
 def who_is_missing(consumer: shmbridge.Consumer, groups: int) -> str:

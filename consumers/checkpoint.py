@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shmbridge.consumers.optimizer import MasterAdamW
+from shmbridge.consumers.sharding import shared_like, whole, whole_state
 
 _NAME = re.compile(r"step-(\d{8,})")
 _WRITING = ".writing-"
@@ -56,6 +57,7 @@ def save(
     *,
     keep: int = 2,
     rng: Mapping[str, torch.Tensor] | None = None,
+    write: bool = True,
 ) -> Path:
     """Write one checkpoint and return its path; older ones beyond `keep` go. Blocks for the disk.
 
@@ -70,17 +72,22 @@ def save(
         optimizer: its state is saved under the model's parameter names.
         keep: newest checkpoints to leave in the folder, at least 1.
         rng: states of random generators by name; None for none.
+        write: False only takes part in what a sharded model needs of every rank, and leaves the disk to another one.
     """
+    final = folder / f"step-{progress.step:08d}"
+    state = whole_state(model)
+    moments = _optimizer_tensors(model, optimizer)
+    if not write:
+        return final
     folder.mkdir(parents=True, exist_ok=True)
     for left_over in folder.glob(_WRITING + "*"):
         shutil.rmtree(left_over, ignore_errors=True)
 
-    final = folder / f"step-{progress.step:08d}"
     writing = folder / f"{_WRITING}{final.name}"
-    model.save_pretrained(writing, safe_serialization=True)
+    model.save_pretrained(writing, safe_serialization=True, **({"state_dict": state} if state else {}))
     if tokenizer is not None:
         tokenizer.save_pretrained(writing)
-    save_file(_optimizer_tensors(model, optimizer), writing / "optimizer.safetensors")
+    save_file(moments, writing / "optimizer.safetensors")
     if rng is not None:
         save_file(dict(rng), writing / "rng.safetensors")
     (writing / "learner.json").write_text(json.dumps(asdict(progress)) + "\n")
@@ -141,12 +148,12 @@ def load_optimizer(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> 
         kind, name = key.split(".", 1)
         parameter = parameters[name]
         # The step counter stays on the CPU, where the optimizer keeps it; moments live with their parameter.
-        optimizer.state[parameter][kind] = value if kind == "step" else value.to(parameter.device)
+        optimizer.state[parameter][kind] = value if kind == "step" else shared_like(value, parameter)
 
 
 def _optimizer_tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return {
-        f"{kind}.{name}": value.contiguous()
+        f"{kind}.{name}": whole(value).contiguous()
         for name, parameter in model.named_parameters()
         for kind, value in optimizer.state.get(parameter, {}).items()
     }

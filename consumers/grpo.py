@@ -3,7 +3,8 @@
     python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-0.5B-Instruct --steps 400
 
 It is the hub of its bridge and trains any Hugging Face causal language model; it knows nothing of
-environments. Called from the command line only; the mathematics is next door in `grpo_update.py`.
+environments. Called from the command line only, or by torchrun once for each device; the mathematics is next door
+in `grpo_update.py`.
 
 The order inside one step is the contract with everybody else: update, publish the weights, publish their
 version, release the batch. A learner killed before the release leaves the batch to its successor.
@@ -24,18 +25,27 @@ from shmbridge.consumers.batch_source import HubSource
 from shmbridge.consumers.batch_wait import NoBatch
 from shmbridge.consumers.grpo_options import parser
 from shmbridge.consumers.grpo_update import Learner
-from shmbridge.consumers.learner_metrics import LearnerMetrics
+from shmbridge.consumers.learner_metrics import LearnerMetrics, rows_of_environments
 from shmbridge.consumers.metrics_log import MetricsLog, progress_line, say
 from shmbridge.consumers.objective import BadObjective, Objective
 from shmbridge.consumers.publishing import PublishWeights, first_version, weights_segment
+from shmbridge.consumers.rank_metrics import of_all_ranks
+from shmbridge.consumers.rank_source import RankSource, opened
 from shmbridge.consumers.saving import Saver
-from shmbridge.consumers.startup import Refused, load_learner, registration, starting_point
+from shmbridge.consumers.startup import (
+    Refused,
+    agreed_starting_point,
+    device_kind,
+    load_learner,
+    registration,
+)
 from shmbridge.consumers.stopping import Stopped, StopSignals
 from shmbridge.consumers.training_rows import NoAdvantages
 from shmbridge.consumers.wandb_log import WandbMissing, WandbRun
-from shmbridge.consumers.world import ALONE
+from shmbridge.consumers.world import PeerFailed, PeerLost, World, joined
 
 GAVE_UP = 3  # exit status: no batch came within the limits
+PEER_LOST = 4  # exit status: another rank is gone
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,61 +61,76 @@ def main(argv: Sequence[str] | None = None) -> int:
         except NoBatch as error:
             print(f"grpo: {error}", file=sys.stderr)
             return GAVE_UP
-        except (Refused, BadObjective, LayoutUnfit, NoAdvantages, WandbMissing, shmbridge.ShmBridgeError) as error:
+        except PeerLost as error:
+            print(f"grpo: {error}", file=sys.stderr)
+            return PEER_LOST
+        except (
+            *(Refused, BadObjective, LayoutUnfit, NoAdvantages, PeerFailed, WandbMissing),
+            shmbridge.ShmBridgeError,
+        ) as error:
             print(f"grpo: {error}", file=sys.stderr)
             return 1
     return 0
 
 
 def run(options: argparse.Namespace, stops: StopSignals) -> None:
-    """Load, train, save. Blocks; raises `BadObjective`, `Refused`, `Stopped`, `NoBatch`, `NoAdvantages`, or what the bridge raises."""
+    """Join the other ranks, load, train, save. Blocks.
+
+    Raises:
+        BadObjective, Refused, Stopped, NoBatch, NoAdvantages, PeerLost, PeerFailed, or what the bridge raises.
+    """
     Objective.from_options(options)  # options that do not go together are refused before anything is loaded
-    source = starting_point(options)
-    with WandbRun(options, source is not None, say) if options.wandb else nullcontext() as wandb_run:
-        train(options, source, wandb_run, stops)
+    with joined(device_kind(options), options.process_group_timeout) as world:
+        source = agreed_starting_point(options, world)
+        with (
+            WandbRun(options, source is not None, say)
+            if options.wandb and world.is_main
+            else nullcontext() as wandb_run,
+            MetricsLog(options.run_dir / "metrics.jsonl", wandb_run) if world.is_main else nullcontext() as log,
+        ):
+            train(options, source, world, log, stops)
 
 
 def train(
-    options: argparse.Namespace, source: Path | None, wandb_run: WandbRun | None, stops: StopSignals
+    options: argparse.Namespace, source: Path | None, world: World, log: MetricsLog | None, stops: StopSignals
 ) -> None:
     """Load from a checkpoint or the model that the options name, train, save. Blocks; raises as `run`."""
-    learner, tokenizer, progress = load_learner(source, options, ALONE)
+    learner, tokenizer, progress = load_learner(source, options, world)
     saver = Saver(options.run_dir / "checkpoints", learner, tokenizer, options.keep)
     with (
-        shmbridge.Consumer(
-            options.bridge,
-            run=registration(options, learner.step),
-            policy=options.policy,
-            allocation_wait_s=options.allocation_wait,
-        ) as consumer,
-        weights_segment(options, learner.model) as (publish, last_version),
-        MetricsLog(options.run_dir / "metrics.jsonl", wandb_run) as log,
+        opened(options, registration(options, learner.step), world, stops) as batches,
+        weights_segment(options, learner.model, world) as (publish, last_version),
+        stops.noted() if world.size > 1 else nullcontext(),  # no rank leaves alone
     ):
-        version = first_version(progress.policy_version, consumer.policy_version, last_version)
+        version = world.told(first_version(progress.policy_version, batches.policy_version, last_version))
         publish(version)
-        consumer.publish_policy_version(version)
-        say(f"bridge {options.bridge}: step {learner.step} of {options.steps}, version {version}, waiting")
-
-        batches = HubSource(consumer, options, stops)
+        batches.publish_version(version)
+        if world.is_main:
+            say(f"bridge {options.bridge}: step {learner.step} of {options.steps}, version {version}, waiting")
         try:
             learn(learner, batches, publish, saver, log, options, stops)
-        except (Stopped, NoBatch, NoAdvantages, shmbridge.ShmBridgeError):
-            saver.save(consumer.policy_version)  # still the hub: no successor starts from less
+        except (Stopped, NoBatch, NoAdvantages, PeerFailed, shmbridge.ShmBridgeError):
+            saver.save(batches.policy_version)  # still the hub: no successor starts from less
             raise
-        saver.save(consumer.policy_version)
-        say(f"done: {learner.step} of {options.steps} steps, version {consumer.policy_version}")
+        saver.save(batches.policy_version)
+        if world.is_main:
+            say(f"done: {learner.step} of {options.steps} steps, version {batches.policy_version}")
 
 
 def learn(
     learner: Learner,
-    source: HubSource,
+    source: HubSource | RankSource,
     publish_weights: PublishWeights,
     saver: Saver,
-    log: MetricsLog,
+    log: MetricsLog | None,
     options: argparse.Namespace,
     stops: StopSignals,
 ) -> None:
-    """Take batches until all steps are done or the bridge is drained. Blocks; raises as `run`."""
+    """Take batches until all steps are done or the bridge is drained. Blocks; raises as `run`.
+
+    Args:
+        log: gets each step's metrics, over all ranks; None on all ranks but one.
+    """
     if learner.step >= options.steps:
         return
     describe = LearnerMetrics(options.groups)
@@ -118,24 +143,27 @@ def learn(
             computed = time.monotonic()
             version = source.policy_version + 1
             with stops.held():  # from the update to the release all or nothing
-                metrics = learner.apply() | {"policy_version": version} | measured
+                metrics = learner.apply() | {"policy_version": version}
                 applied = time.monotonic()
                 publish_weights(version)
                 source.publish_version(version)
                 published = time.monotonic()
                 batch.release()
+                measured = of_all_ranks(learner.world, measured, rows_of_environments(batch))
                 metrics |= {
+                    **measured,
                     "wait_s": begun - waiting_since,
                     "forward_backward_s": computed - begun,
                     "update_s": applied - computed,
                     "publish_s": published - applied,
-                    **describe.totals(measured, source.stats()),
                     "time": time.time(),
                 }
-                log.append(metrics)
+                if log is not None:
+                    metrics |= describe.totals(measured, source.stats())
+                    log.append(metrics)
                 if learner.step % options.save_every == 0:
                     saver.save(version)
-            if learner.step % options.log_every == 0 or learner.step >= options.steps:
+            if log is not None and (learner.step % options.log_every == 0 or learner.step >= options.steps):
                 print(progress_line(metrics, options.steps), flush=True)
             if learner.step >= options.steps:
                 return

@@ -11,6 +11,7 @@ from pathlib import Path
 from shmbridge.consumers.compute_options import add_compute
 from shmbridge.consumers.objective_options import add_objective
 from shmbridge.consumers.option_types import above_zero, not_negative, positive, zero_or_above
+from shmbridge.consumers.rank_options import add_rank_options
 
 _EXAMPLES = """\
 examples:
@@ -54,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add_objective(root)
     _optimizer(root.add_argument_group("optimizer"))
     add_compute(root.add_argument_group("compute"))
+    add_rank_options(root)
     _registration(root.add_argument_group("registration (what environments are told)"))
     _wandb(root.add_argument_group("W&B"))
     return root

@@ -28,8 +28,9 @@ from shmbridge.consumers.metrics_log import Metrics
 from shmbridge.consumers.microbatch import MicroBatch, micro_batches
 from shmbridge.consumers.objective import SHARES, Counts, Objective, micro_loss
 from shmbridge.consumers.reference import Reference
-from shmbridge.consumers.sharding import Parallel
+from shmbridge.consumers.sharding import Parallel, whole
 from shmbridge.consumers.training_rows import NO_LOGPROB, TrainingRows, prepare, trained_tokens
+from shmbridge.consumers.world import World
 
 __all__ = ["Learner", "NoReference", "Objective", "learning_rate_at"]
 
@@ -83,6 +84,11 @@ class Learner:
         self._max_grad_norm = max_grad_norm
         self._reference = reference
 
+    @property
+    def world(self) -> World:
+        """The ranks that train this model."""
+        return self._parallel.world
+
     def accumulate(self, batch: Any, policy_version: int | None = None) -> Metrics:
         """Leave the gradient of one batch in the parameters, whose values stay. Blocks for the compute, and for other ranks.
 
@@ -95,7 +101,7 @@ class Learner:
             NoAdvantages: a group needs the fallback that the objective does not allow.
             NoReference: a KL term, no reference, and no record of the batch that has its log-probabilities.
         """
-        goal, world = self.objective, self._parallel.world
+        goal, world = self.objective, self.world
         with world.together():  # whatever one rank alone can refuse, before ranks wait for one another's numbers
             self._check_vocabulary(batch.tokens)
             require_advantages(batch, trained_tokens(batch), goal.credit)
@@ -132,7 +138,7 @@ class Learner:
         rate = self._learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm).item()
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)).item()
         finite = math.isfinite(norm)
         if finite:
             self.optimizer.step()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shmbridge.consumers.metrics_log import Metrics
-from shmbridge.metrics import LatencyWindow, batch_metrics, bridge_metrics
+from shmbridge.metrics import LatencyWindow, batch_metrics, bridge_metrics, rows_by_environment
 
 _WINDOW = 200  # records whose latency counts, or those of so many batches if that is more:
 _BATCHES = 4
@@ -62,6 +62,11 @@ class LearnerMetrics:
             "atropos/fallback_groups_total": self._fallback_groups,
             **bridge_metrics(stats),
         }
+
+
+def rows_of_environments(batch: Any) -> dict[str, int]:
+    """Trajectories of a batch, by the name that their environment has in metrics."""
+    return {name: rows.size for name, rows in rows_by_environment([meta.env_name for meta in batch.meta]).items()}
 
 
 def staleness(batch: Any, policy_version: int) -> list[int]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from shmbridge.consumers.sharding import whole
+from shmbridge.consumers.world import World
 from shmbridge.weights import WeightsWriter
 
 PublishWeights = Callable[[int], None]  # takes a version; returns once samplers can see the weights
@@ -24,19 +26,31 @@ def first_version(*seen: int | None) -> int:
 
 
 @contextmanager
-def weights_segment(options: argparse.Namespace, model: Any) -> Iterator[tuple[PublishWeights, int | None]]:
-    """Yield a function that publishes the model's weights, and the last version in the segment so far."""
+def weights_segment(
+    options: argparse.Namespace, model: Any, world: World
+) -> Iterator[tuple[PublishWeights, int | None]]:
+    """Yield a function that publishes the model's weights, and the last version in the segment so far.
+
+    Every rank calls it, since a sharded model takes all of them; rank 0 has the segment.
+    """
     if options.no_weights:
         yield (lambda version: None), None
         return
     dtype = getattr(torch, options.precision)
-    writer = WeightsWriter(options.bridge)
+    with world.together():
+        writer = WeightsWriter(options.bridge) if world.is_main else None
 
     def publish(version: int) -> None:
-        parameters = model.named_parameters()
-        writer.publish(version, [(name, p.detach().to("cpu", dtype).contiguous()) for name, p in parameters])
+        tensors = []
+        for name, parameter in model.named_parameters():
+            tensor = whole(parameter.detach().to(dtype))
+            if writer is not None:
+                tensors.append((name, tensor.to("cpu").contiguous()))
+        if writer is not None:
+            writer.publish(version, tensors)
 
     try:
-        yield publish, writer.last_version
+        yield publish, None if writer is None else writer.last_version
     finally:
-        writer.close()
+        if writer is not None:
+            writer.close()

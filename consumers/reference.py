@@ -23,12 +23,13 @@ class Reference:
 
     Args:
         model: the policy before training. One with a LoRA adapter of peft stays the same object, and its adapter is switched
-            off for the reference's forward passes: no second copy. Any other is copied, in the memory of its device.
+            off for the reference's forward passes: no second copy. Any other is copied.
+        device: where the copy goes; None: where the model is.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, device: torch.device | None = None) -> None:
         self._adapted = hasattr(model, "disable_adapter")
-        self._model = model if self._adapted else copy.deepcopy(model).eval().requires_grad_(False)
+        self._model = model if self._adapted else copy.deepcopy(model).eval().requires_grad_(False).to(device)
 
     def logprobs(self, micro: MicroBatch, *, precision: torch.dtype, chunk_tokens: int | None) -> Tensor:
         """Return (n,) float32, nats, without gradient; arguments as of `trained_logprobs`. Blocks for the compute."""

@@ -32,12 +32,18 @@ class Saver:
         self._saved_step = learner.step
 
     def save(self, policy_version: int) -> None:
-        """Write a checkpoint unless this step has one. Blocks for the disk."""
+        """Write a checkpoint unless this step has one; every rank calls it, rank 0 writes. Blocks for the disk."""
         learner = self._learner
         if learner.step == self._saved_step:
             return
         progress = Progress(step=learner.step, policy_version=policy_version)
         checkpoint.save(
-            self._folder, progress, learner.model, self._tokenizer, learner.optimizer, keep=self._keep
+            self._folder,
+            progress,
+            learner.model,
+            self._tokenizer,
+            learner.optimizer,
+            keep=self._keep,
+            write=learner.world.is_main,
         )
         self._saved_step = learner.step

@@ -22,7 +22,7 @@ from shmbridge.consumers.grpo_update import Learner, Objective, learning_rate_at
 from shmbridge.consumers.metrics_log import say
 from shmbridge.consumers.microbatch import Layout
 from shmbridge.consumers.reference import Reference
-from shmbridge.consumers.sharding import Parallel
+from shmbridge.consumers.sharding import Parallel, parallel_of
 from shmbridge.consumers.world import World
 
 
@@ -45,20 +45,35 @@ def starting_point(options: argparse.Namespace) -> Path | None:
     return found[-1] if found else None
 
 
+def agreed_starting_point(options: argparse.Namespace, world: World) -> Path | None:
+    """Return what rank 0 found in the run directory, on every rank. Raises as `starting_point`, or PeerFailed."""
+    with world.together():
+        found = starting_point(options) if world.is_main else None
+    told = world.told("" if found is None else str(found))
+    return Path(told) if told else None
+
+
 def load_learner(
     source: Path | None, options: argparse.Namespace, world: World
 ) -> tuple[Learner, Any, Progress]:
-    """Return the learner, its tokenizer or None, and how far it is. Blocks for the disk; each rank for itself.
+    """Return the learner, its tokenizer or None, and how far it is. Blocks for the disk, and for the other ranks.
 
     Raises:
-        Refused: there is no such model.
+        Refused: there is no such model, or no device for this rank. PeerFailed: for another one.
         LayoutUnfit: packed batches are wanted, and the model does not keep packed rows apart.
     """
     if options.threads:
         torch.set_num_threads(options.threads)
-    model, tokenizer = load_model(source or options.model, options)
-    layout = attention.settle(model, options.batch_layout, getattr(torch, options.precision), say)
-    learner = new_learner(model, options, layout, reference=_reference(model, source, options, layout))
+    with world.together():
+        device = device_of(options, world)
+        # What is to be sharded comes to the device block by block.
+        sharded = world.size > 1 and options.parallel == "fsdp2"
+        model = load_model(source or options.model, options, torch.device("cpu") if sharded else device)
+        layout = attention.settle(model, options.batch_layout, getattr(torch, options.precision), say)
+        tokenizer = load_tokenizer(source or options.model) if world.is_main else None
+        reference = _reference(model, source, options, device, layout)
+    parallel = parallel_of(model, options.parallel, world, device)
+    learner = new_learner(model, options, layout, parallel=parallel, reference=reference)
     progress = Progress(step=0, policy_version=-1)
     if source is not None:
         progress = checkpoint.load_progress(source)
@@ -68,36 +83,66 @@ def load_learner(
     return learner, tokenizer, progress
 
 
-def load_model(source: Path | str, options: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the model, in float32 on its device, and its tokenizer or None. Blocks for the disk."""
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+def device_kind(options: argparse.Namespace) -> str:
+    """Return "cuda" or "cpu": what the options say, or what is there."""
+    if options.device != "auto":
+        return str(options.device)
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_of(options: argparse.Namespace, world: World) -> torch.device:
+    """Return the device of this rank, which is the current one of its kind from now on.
+
+    Raises:
+        Refused: there are more ranks than GPUs.
+    """
+    if device_kind(options) == "cpu" or world.size == 1:
+        return torch.device(device_kind(options))
+    if world.local_rank >= torch.cuda.device_count():
+        raise Refused(
+            f"local rank {world.local_rank} has no GPU: there are {torch.cuda.device_count()} -> "
+            "start as many processes as GPUs with torchrun --nproc-per-node, or give --device cpu"
+        )
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
+def load_model(source: Path | str, options: argparse.Namespace, device: torch.device) -> Any:
+    """Return the model, in float32 on a device. Blocks for the disk."""
     try:
         model = AutoModelForCausalLM.from_pretrained(source).float().to(device)
     except (OSError, ValueError) as error:  # a wrong path or name: the reason without a library's traceback
         raise Refused(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # the other form hides gradients from DDP
         model.train()
+    return model
+
+
+def load_tokenizer(source: Path | str) -> Any:
+    """Return the tokenizer that stands beside a model, or None. Blocks for the disk."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source)
     except Exception as error:  # the library raises what it likes here, and training needs none
         say(f"no tokenizer beside {source}, so none in the checkpoints: {type(error).__name__}")
-        tokenizer = None
-    return model, tokenizer
+        return None
 
 
-def _reference(model: Any, source: Path | None, options: argparse.Namespace, layout: Layout) -> Reference | None:
-    """Return what the KL term is against, None without one: the model of the command line, also after a checkpoint."""
+def _reference(
+    model: Any, source: Path | None, options: argparse.Namespace, device: torch.device, layout: Layout
+) -> Reference | None:
+    """Return what the KL term is against, None without one: the model of the command line, also after a checkpoint.
+
+    It is whole on every rank's device, also where the model is sharded.
+    """
     if not options.kl_coef:
         return None
     adapted = hasattr(model, "disable_adapter")
     if source is None or adapted:
-        return Reference(model)
-    first = load_model(options.model, options)[0]
+        return Reference(model, device)
+    first = load_model(options.model, options, device)
     attention.settle(first, layout, getattr(torch, options.precision), say)
-    return Reference(first)
+    return Reference(first, device)
 
 
 def new_learner(

@@ -38,6 +38,11 @@ class StopSignals:
         for signum, handler in self._earlier.items():
             signal.signal(signum, handler)
 
+    @property
+    def received(self) -> int | None:
+        """The last signal that came; None for none."""
+        return self._received
+
     def check(self) -> None:
         """Raise `Stopped` if a signal came during a hold, or was raised where Python discards exceptions."""
         if self._received is not None:
@@ -45,13 +50,20 @@ class StopSignals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep signals back until the block is done, then raise `Stopped` if one came."""
-        self._holding = True
-        try:
+        """Keep signals back until the block is done, then raise `Stopped` if one came; not while they are only noted."""
+        with self.noted() as earlier:
             yield
+        if not earlier:
+            self.check()
+
+    @contextmanager
+    def noted(self) -> Iterator[bool]:
+        """Only note signals until the block is done, for whoever looks at `received`; yield whether that was so already."""
+        earlier, self._holding = self._holding, True
+        try:
+            yield earlier
         finally:
-            self._holding = False
-        self.check()
+            self._holding = earlier
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         self._received = signum

@@ -1,16 +1,30 @@
 """The processes that train one model together: who this one is, and the few words they exchange.
 
-Numbers and short texts only, through the host; gradients and parameters are `sharding.py`'s. Knows nothing of
-models, batches or the bridge. Called by the GRPO learner.
+Numbers and short texts only, through the host; gradients and parameters are `sharding.py`'s. Knows torchrun's
+environment, and nothing of models, batches or the bridge. Called by the GRPO learner.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+Word = TypeVar("Word")  # anything that JSON can say
+
+
+class PeerLost(Exception):
+    """Another rank is gone, or did not come in time; the message says what was seen of it."""
+
+
+class PeerFailed(Exception):
+    """Another rank ends with an error of its own; the message is its."""
 
 
 class World:
@@ -18,6 +32,7 @@ class World:
 
     rank = 0
     size = 1
+    local_rank = 0  # among those of this machine
 
     @property
     def is_main(self) -> bool:
@@ -32,10 +47,117 @@ class World:
         """Return the largest over all ranks, value by value. Blocks for the others."""
         return values
 
+    def gathered(self, word: Word) -> list[Word]:
+        """Return what each rank says here, by rank; anything that JSON can say. Blocks for the others."""
+        return [word]
+
+    def told(self, word: Word) -> Word:
+        """Return what rank 0 says here. Blocks until all ranks are here."""
+        return self.gathered(word)[0]
+
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let all ranks finish the block, or raise on all of them if it fails on any. Blocks for the others."""
-        yield
+        """Let all ranks finish the block, or raise on all of them if it fails on any. Blocks for the others.
+
+        Nothing in the block may wait for other ranks: one that has failed would not answer.
+
+        Raises:
+            PeerFailed: it failed on another rank; where it failed, its own exception.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        said = self.gathered("" if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(said):
+            if text:
+                raise PeerFailed(f"rank {rank}: {text}")
+
+
+class TorchWorld(World):
+    """One rank of a torchrun, between init_process_group and its end."""
+
+    def __init__(self, rank: int, size: int, local_rank: int) -> None:
+        self.rank, self.size, self.local_rank = rank, size, local_rank
+
+    def sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the sum over all ranks, value by value; the same bits on each. Blocks for the others."""
+        return self._reduced(values, "SUM")
+
+    def most(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the largest over all ranks, value by value. Blocks for the others."""
+        return self._reduced(values, "MAX")
+
+    def gathered(self, word: Word) -> list[Word]:
+        """Return what each rank says here, by rank; anything that JSON can say. Blocks for the others."""
+        import torch
+        from torch import distributed
+
+        text = torch.frombuffer(bytearray(json.dumps(word).encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(text)
+        distributed.all_reduce(lengths)
+        longest = int(lengths.max())
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        distributed.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
+        return [
+            json.loads(bytes(each[:length].tolist()))
+            for each, length in zip(texts, lengths.tolist(), strict=True)
+        ]
+
+    def _reduced(self, values: npt.NDArray[np.float64], operation: str) -> npt.NDArray[np.float64]:
+        import torch
+        from torch import distributed
+
+        tensor = torch.from_numpy(np.array(values, np.float64))
+        distributed.all_reduce(tensor, getattr(distributed.ReduceOp, operation))
+        reduced: npt.NDArray[np.float64] = tensor.numpy()
+        return reduced
 
 
 ALONE = World()
+
+
+@contextmanager
+def joined(device: str, timeout_s: float) -> Iterator[World]:
+    """Join the ranks that torchrun started with this one; outside of torchrun, or in one of one, there is nobody.
+
+    Blocks until all are there. Leave it by an exception only where all ranks do.
+
+    Args:
+        device: "cuda" lets gradients travel by NCCL; words, and everything of "cpu", by Gloo.
+        timeout_s: how long one rank waits for another, at any time.
+
+    Raises:
+        PeerLost: a rank did not come, or went while others waited for it; also from whatever runs inside.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield ALONE
+        return
+    from torch import distributed
+
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    try:
+        distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        yield TorchWorld(rank, size, local_rank)
+    except RuntimeError as error:
+        if not is_of_a_lost_peer(error):
+            raise
+        raise PeerLost(
+            f"rank {rank} of {size} ends, since another one is gone or was silent for {timeout_s:g} s: "
+            f"{str(error).splitlines()[0]} -> see that rank's output; start all ranks again with --resume"
+        ) from None
+    distributed.destroy_process_group()
+
+
+def is_of_a_lost_peer(error: RuntimeError) -> bool:
+    """Whether an error says that a collective found no partner; Gloo's are plain RuntimeErrors with its file names."""
+    from torch import distributed
+
+    text = str(error).lower()
+    return isinstance(error, distributed.DistError) or "gloo" in text or "nccl" in text

@@ -69,7 +69,7 @@ def rollout_metrics(
     per_row = [each for each in (score, group, _array(advantages), _array(response_lengths)) if each is not None]
     if any(each.shape != (len(env_names),) for each in per_row):
         raise ValueError(f"{len(env_names)} environment names, and arrays of shape {[each.shape for each in per_row]}: one of each per row")
-    rows_of = _rows_by_environment(env_names)
+    rows_of = rows_by_environment(env_names)
     found = {
         "atropos/mean_score": _mean(score),
         "atropos/num_environments": float(len(set(env_names))),
@@ -197,8 +197,8 @@ class LatencyWindow:
         return found
 
 
-def _rows_by_environment(env_names: Sequence[str]) -> dict[str, npt.NDArray[np.intp]]:
-    """Environment as it stands in names -> its rows, in the order in which they come."""
+def rows_by_environment(env_names: Sequence[str]) -> dict[str, npt.NDArray[np.intp]]:
+    """Each environment as it stands in names, and its rows, in the order in which they come. Never blocks."""
     rows: dict[str, list[int]] = {}
     for row, env_name in enumerate(env_names):
         label = re.sub(r"[^\w.-]", "_", env_name, flags=re.ASCII) or _UNNAMED

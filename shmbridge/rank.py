@@ -136,10 +136,9 @@ class Rank(OneProcess):
 
     def _iterate(self, layout: Layout, timeout_s: float | None, hold: "Hold") -> Iterator[Batch]:
         while (share := self.next_share(timeout_s)) is not None:
-            batch = self._gather(share, layout)
+            batch = self.gather(share, layout)
             if batch is None:
                 continue
-            batch.manifest = share.manifest
             if hold == "gather":
                 share.release()
                 self.report_done()
@@ -148,8 +147,17 @@ class Rank(OneProcess):
                 batch.release()
                 share.release()
 
-    def _gather(self, share: RankShare, layout: Layout) -> Batch | None:
-        """A batch of what can be read of a share; None if that is nothing."""
+    def gather(self, share: RankShare, layout: Layout = "packed") -> Batch | None:
+        """A batch of what can be read of a share, with its manifest; None if that is nothing. Never blocks.
+
+        The share ends with the batch's release, or when both are let go. What cannot be read is released, counted and logged.
+        """
+        batch = self._readable(share, layout)
+        if batch is not None:
+            batch.manifest = share.manifest
+        return batch
+
+    def _readable(self, share: RankShare, layout: Layout) -> Batch | None:
         try:
             return Batch(share.groups, layout)
         except MemoryError:

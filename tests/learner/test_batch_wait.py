@@ -7,137 +7,162 @@ import math
 import queue
 import signal
 import threading
-import time
 import weakref
 
 import pytest
 
-from shmbridge.consumers import batch_wait
-from shmbridge.consumers.batch_wait import BatchWait, NoBatch, Patience, patience_of
+import shmbridge
+from shmbridge.consumers import batch_source, batch_wait
+from shmbridge.consumers.batch_source import HubSource
+from shmbridge.consumers.batch_wait import NoBatch, Patience, patience_of
 from shmbridge.consumers.grpo_options import parser
 from shmbridge.consumers.stopping import Stopped, StopSignals
 
 
-class Source:
-    """A blocking iterator that a test feeds; says how often it was asked and in which thread it was closed."""
+class Lanes:
+    """The consumer of a test: batches that it feeds, waited for as long as is asked; says how often it was asked."""
+
+    paused = False
+    policy_version = 0
 
     def __init__(self, *batches):
         self.queue = queue.SimpleQueue()
         for batch in batches:
             self.queue.put(batch)
-        self.asked = 0
-        self.closed = threading.Event()
+        self.asked = []
+        self.closed = 0
 
-    def __iter__(self):
-        return self
+    def batches(self, *, timeout_s, **_):
+        self.asked.append(timeout_s)
+        try:
+            while True:
+                try:
+                    batch = self.queue.get(timeout=timeout_s)
+                except queue.Empty:
+                    raise shmbridge.ConsumerEmpty("nothing came") from None
+                if isinstance(batch, Exception):
+                    raise batch
+                if batch is None:
+                    return
+                yield batch
+        finally:
+            self.closed += 1
 
-    def __next__(self):
-        self.asked += 1
-        batch = self.queue.get()
-        if isinstance(batch, BaseException):
-            raise batch
-        return batch
-
-    def close(self):
-        self.closed.set()
+    def stats(self):
+        return {"lanes_live": 0, "lanes_dead": 0, "queue_groups": 0}
 
 
-def wait_for(source, patience, said=None):
-    return BatchWait(source, patience, lambda: "nobody is there", [].append if said is None else said)
+def options(**limits):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
+    return parser().parse_args(["--bridge", "b", "--model", "m", "--steps", "1", *flags])
 
 
-def test_batches_come_one_by_one_as_they_are_asked_for():
-    source = Source("a", "b", StopIteration())
-    with wait_for(source, Patience()) as waiting:
-        assert next(waiting) == "a"
-        assert source.asked == 1
-        assert list(waiting) == ["b"]
-    assert source.closed.is_set()
+@pytest.fixture
+def said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(batch_source, "say", lines.append)
+    return lines
+
+
+def waited_for(lanes, stops=None, **limits):
+    """Return the batches that the learner gets."""
+    with HubSource(lanes, options(**limits), stops or StopSignals()).batches() as batches:
+        yield from batches
+
+
+def test_batches_come_one_by_one_through_one_iteration():
+    lanes = Lanes("a", "b", None)
+    assert list(waited_for(lanes)) == ["a", "b"]
+    assert len(lanes.asked) == lanes.closed == 1
 
 
 def test_a_limit_may_be_beyond_any_clock():
-    for patience in (Patience(timeout_s=math.inf), Patience(timeout_s=0.01, retry_delay_s=1e300)):
-        source = Source()
-        with wait_for(source, patience) as waiting:
-            threading.Timer(0.1, source.queue.put, ["late"]).start()
-            assert next(waiting) == "late"
+    for limits in ({"batch_timeout": math.inf}, {"batch_timeout": 0.01, "batch_retry_delay": 1e300}):
+        lanes = Lanes()
+        threading.Timer(0.1, lanes.queue.put, ["late"]).start()
+        assert next(waited_for(lanes, **limits)) == "late"
 
 
-def test_an_error_of_the_source_is_an_error_here():
-    with wait_for(Source(ValueError("broken")), None) as waiting, pytest.raises(ValueError, match="broken"):
-        next(waiting)
+def test_an_error_of_the_bridge_is_an_error_here():
+    with pytest.raises(ValueError, match="broken"):
+        next(waited_for(Lanes(ValueError("broken"))))
 
 
-def test_attempts_end_and_each_says_who_is_missing():
-    said, source = [], Source()
-    patience = Patience(timeout_s=0.05, attempts=3, retry_delay_s=0.02)
-    with wait_for(source, patience, said.append) as waiting, pytest.raises(NoBatch) as given_up:
-        next(waiting)
-    assert source.asked == 1  # the lanes are asked once, not polled
+def test_attempts_end_and_each_says_who_is_missing(said):
+    limits = {"batch_timeout": 0.05, "batch_attempts": 3, "batch_retry_delay": 0.02}
+    with pytest.raises(NoBatch) as given_up:
+        next(waited_for(Lanes(), **limits))
     assert len(said) == 2
     assert "attempt 1 of 3" in said[0]
-    assert "nobody is there; the next begins in 0.0 s" in said[0]
-    for part in ("3 of 3 attempts of 0.05 s", "nobody is there", "--max-wait-time"):
+    assert "no environment has a lane, 0 of 16 groups are there; the next begins in 0.0 s" in said[0]
+    for part in ("3 of 3 attempts of 0.05 s", "no environment has a lane", "--max-wait-time"):
         assert part in str(given_up.value)
 
 
-def test_the_limit_over_all_attempts_counts_too():
-    with (
-        wait_for(Source(), Patience(timeout_s=0.04, attempts=1000, max_wait_s=0.1)) as waiting,
-        pytest.raises(NoBatch, match="1 of 1000 attempts"),  # 0.04 s, and the delay up to the limit
-    ):
-        next(waiting)
+def test_the_limit_over_all_attempts_counts_too(said):
+    with pytest.raises(NoBatch, match="1 of 1000 attempts"):  # 0.04 s, and the delay up to the limit
+        next(waited_for(Lanes(), batch_timeout=0.04, batch_attempts=1000, max_wait_time=0.1))
 
 
 @pytest.mark.parametrize("when", ["attempt", "delay"])
-def test_a_batch_that_comes_in_a_later_attempt_or_in_a_delay_is_taken(when):
-    source = Source()
+def test_a_batch_that_comes_in_a_later_attempt_or_in_a_delay_is_taken(when, monkeypatch):
+    lanes = Lanes()
 
     def feed(line):
         if "attempt 2" in line or when == "delay":
-            source.queue.put("late")
+            lanes.queue.put("late")
 
+    monkeypatch.setattr(batch_source, "say", feed)
     delay = 0.05 if when == "attempt" else 60.0
-    with wait_for(source, Patience(timeout_s=0.05, attempts=20, retry_delay_s=delay), feed) as waiting:
-        assert next(waiting) == "late"
+    limits = {"batch_timeout": 0.05, "batch_attempts": 20, "batch_retry_delay": delay}
+    assert next(waited_for(lanes, **limits)) == "late"
+
+
+def test_a_slow_batch_does_not_make_the_next_ones_wait_shorter(said):
+    """The last of an attempt is asked for with what is left of it; an attempt for the next batch is a whole one."""
+    lanes = Lanes()
+    limits = {"batch_timeout": 0.3, "batch_attempts": 2, "batch_retry_delay": 0.05}
+    batches = waited_for(lanes, **limits)
+    threading.Timer(0.32, lanes.queue.put, ["in the delay"]).start()
+    assert next(batches) == "in the delay"
+    threading.Timer(0.2, lanes.queue.put, ["in the first attempt"]).start()
+    assert next(batches) == "in the first attempt"
+    assert len(said) == 1
 
 
 def test_without_limits_it_waits_and_reminds(monkeypatch):
     monkeypatch.setattr(batch_wait, "_REMINDER_S", 0.02)
-    source, said = Source(), []
+    lanes, lines = Lanes(), []
 
     def feed(line):
-        said.append(line)
-        if len(said) == 3:
-            source.queue.put("at last")
+        lines.append(line)
+        if len(lines) == 3:
+            lanes.queue.put("at last")
 
-    with wait_for(source, None, feed) as waiting:
-        assert next(waiting) == "at last"
-    assert all("nobody is there" in line for line in said)
+    monkeypatch.setattr(batch_source, "say", feed)
+    assert next(waited_for(lanes)) == "at last"
+    assert all("no environment has a lane" in line for line in lines)
 
 
-def test_a_signal_ends_the_wait_and_leaves_the_source_to_its_consumer():
-    source = Source()
+def test_a_signal_ends_the_wait():
+    lanes = Lanes()
     timer = threading.Timer(0.2, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM))
-    with StopSignals(), pytest.raises(Stopped), wait_for(source, None) as waiting:
+    with StopSignals() as stops, pytest.raises(Stopped):
         timer.start()
-        next(waiting)
-    assert not source.closed.is_set()
-    source.queue.put(StopIteration())  # as a consumer does that closes
-    assert source.closed.wait(10.0)
+        next(waited_for(lanes, stops))
+    assert lanes.closed == 1
 
 
 def test_a_batch_is_kept_by_nobody():
     class Batch:
         pass
 
-    with wait_for(Source(Batch()), None) as waiting:
-        batch = weakref.ref(next(waiting))
-        deadline = time.monotonic() + 10.0
-        while batch() is not None and time.monotonic() < deadline:  # the thread may be about to let go of it
-            gc.collect()
-            time.sleep(0.01)
-        assert batch() is None
+    lanes = Lanes(Batch(), None)
+    batches = waited_for(lanes)
+    batch = weakref.ref(next(batches))
+    assert next(batches, None) is None  # while it is asked for the next, nobody has the last
+    gc.collect()
+    assert batch() is None
 
 
 def waits(**limits):
