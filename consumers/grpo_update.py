@@ -26,9 +26,11 @@ from shmbridge.consumers.credit import require_advantages
 from shmbridge.consumers.forward import trained_logprobs
 from shmbridge.consumers.metrics_log import Metrics
 from shmbridge.consumers.microbatch import MicroBatch, micro_batches
-from shmbridge.consumers.objective import SHARES, Counts, Objective, micro_loss
+from shmbridge.consumers.objective import LOSS_SHARES, SHARES, Counts, Objective, micro_loss
+from shmbridge.consumers.optimizer import new_optimizer
 from shmbridge.consumers.reference import Reference
 from shmbridge.consumers.sharding import Parallel, whole
+from shmbridge.consumers.step_times import StepTimes
 from shmbridge.consumers.training_rows import NO_LOGPROB, TrainingRows, prepare, trained_tokens
 from shmbridge.consumers.world import World
 
@@ -53,7 +55,7 @@ class Learner:
     """A model, its optimizer and the count of steps done; turns batches into updates.
 
     Args:
-        model: a Hugging Face causal language model in float32, on its device.
+        model: a Hugging Face causal language model on its device; what needs no gradient is not trained.
         objective: what to optimise.
         learning_rate: step (0-based) -> learning rate.
         weight_decay: of AdamW.
@@ -77,24 +79,27 @@ class Learner:
         self._parallel = parallel or Parallel(model)
         self.objective = objective
         self.step = 0
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay
-        )
+        self.optimizer = new_optimizer(model.parameters(), weight_decay)
+        self.times = StepTimes(next(model.parameters()).device)
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
         self._reference = reference
+        self._counts = Counts(0.0, 0.0, 0.0, 0.0)  # of what is in the gradient
+        self._shares = np.zeros(len(SHARES))
 
     @property
     def world(self) -> World:
         """The ranks that train this model."""
         return self._parallel.world
 
-    def accumulate(self, batch: Any, policy_version: int | None = None) -> Metrics:
+    def accumulate(self, batch: Any, policy_version: int | None = None, *, first: bool = True) -> Metrics:
         """Leave the gradient of one batch in the parameters, whose values stay. Blocks for the compute, and for other ranks.
 
         Args:
             batch: a packed `shmbridge.Batch`, or anything with its attributes; one rank's part of the whole batch.
             policy_version: the one about to be trained, from which the age of tokens is counted; None if it is not known.
+            first: False leaves the gradient of this batch and of those before it, as if all of them were one. The loss and what
+                is said of the policy are of all of them, too; every other number is of this batch.
 
         Raises:
             ValueError: a token id outside the model's vocabulary.
@@ -122,16 +127,18 @@ class Learner:
                 "-> give the learner a reference, or let the environments write ref_logprobs"
             )
         reference = self._reference if unknown else None
-        self.optimizer.zero_grad(set_to_none=True)
+        self._make_room(counts, first)
         device = next(self.model.parameters()).device
         totals = torch.zeros(len(SHARES), device=device)
-        for micro in self._parallel.rounds(micro_batches(rows, goal.micro_tokens, device, goal.layout)):
+        pieces = self.times.each("copy", micro_batches(rows, goal.micro_tokens, device, goal.layout))
+        for micro in self._parallel.rounds(pieces):
             if micro is None:
                 self._take_part(next(micro_batches(_IDLE, goal.micro_tokens, device)), reference)
             else:
-                totals += self._backward(micro, counts, reference)
-        shares = world.sum(totals.double().cpu().numpy()).tolist()
-        return {**dict(zip(SHARES, shares, strict=True)), "tokens_without_reference": int(unknown), **metrics}
+                totals += self._backward(micro, self._counts, reference)
+        with self.times.of("sync"):
+            self._shares += world.sum(totals.double().cpu().numpy())
+        return {**dict(zip(SHARES, self._shares.tolist(), strict=True)), "tokens_without_reference": int(unknown), **metrics}
 
     def apply(self) -> Metrics:
         """Take the optimizer step of the accumulated gradient; one that is not finite changes nothing."""
@@ -144,6 +151,22 @@ class Learner:
             self.optimizer.step()
         self.step += 1
         return {"step": self.step, "lr": rate, "grad_norm": norm, "update_skipped": not finite}
+
+    def _make_room(self, counts: Counts, first: bool) -> None:
+        """Shrink what is in the gradient to its share of all that will be in it, which is what new shares are divided by."""
+        before = self._counts
+        if first:
+            self._counts, self._shares = counts, np.zeros(len(SHARES))
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        self._counts = before + counts
+        loss = self.objective.loss
+        shrink = before.divisor(loss) / max(self._counts.divisor(loss), 1.0)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(shrink)
+        self._shares[:LOSS_SHARES] *= shrink
+        self._shares[LOSS_SHARES:] *= before.tokens / max(self._counts.tokens, 1.0)
 
     def _check_vocabulary(self, tokens: npt.NDArray[np.int32]) -> None:
         # On a GPU an id out of range kills the process with an assertion that names nobody.
@@ -177,12 +200,14 @@ class Learner:
         if of_reference is not None and reference is not None:
             asked = reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)
             of_reference = torch.where(losses.known(of_reference), of_reference, asked)
-        logprobs, entropy = self._logprobs(micro)
-        loss, shares = micro_loss(
-            goal, counts, micro.trained_lengths, logprobs, micro.sampled_logprobs[trained], micro.advantages[trained],
-            entropy=entropy, reference_logprobs=of_reference,
-        )  # fmt: skip
-        self._parallel.backward(loss)
+        with self.times.of("forward"):
+            logprobs, entropy = self._logprobs(micro)
+            loss, shares = micro_loss(
+                goal, counts, micro.trained_lengths, logprobs, micro.sampled_logprobs[trained], micro.advantages[trained],
+                entropy=entropy, reference_logprobs=of_reference,
+            )  # fmt: skip
+        with self.times.of("backward"):
+            self._parallel.backward(loss)
         return shares
 
 

@@ -27,6 +27,7 @@ SHARES = (
     *("loss", "policy_loss", "entropy", "ratio_mean", "clip_frac", "clip_frac_low", "clip_frac_high"),
     *("kl", "tis_weight_mean", "tis_frac"),
 )
+LOSS_SHARES = 2  # the first of them are divided as the loss is, the others by trained tokens
 
 
 class BadObjective(ValueError):
@@ -139,6 +140,15 @@ class Counts:
         with_reference = 0 if reference is None else known_count(reference[rows.trained])
         own = [rows.trained_count, rows.answer_count, len(rows.cu_seqlens) - 1, with_reference]
         return cls(*reduce(np.array(own, np.float64)).tolist())
+
+    def __add__(self, other: Counts) -> Counts:
+        """Return the counts of two batches together."""
+        return Counts(
+            self.tokens + other.tokens,
+            self.answers + other.answers,
+            self.rows + other.rows,
+            self.with_reference + other.with_reference,
+        )
 
     def divisor(self, loss: losses.Name) -> float:
         """Return what the loss averages over."""

@@ -1,0 +1,90 @@
+"""Where the time of a step goes, and what it costs the host.
+
+Knows names of phases, and CUDA's events where the work is done on a GPU; nothing of learners. Called by `grpo_update.py` and by
+the GRPO learner (`grpo.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+PHASES = ("copy", "forward", "backward", "sync")
+
+
+class StepTimes:
+    """Adds up the seconds of each phase of a step. On a GPU they are those of the device, between two events of its stream.
+
+    One thread. Costs a microsecond a phase, and on a GPU two events.
+
+    Args:
+        device: where the work is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._events: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """Count the block as one of `PHASES`. Phases do not nest."""
+        if self._on_gpu:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((phase, begin, end))
+        else:
+            begun = time.perf_counter()
+            yield
+            self._seconds[phase] += time.perf_counter() - begun
+
+    def each(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield the items; the making of each counts as a phase."""
+        coming = iter(items)
+        while True:
+            with self.of(phase):
+                item = next(coming, None)
+            if item is None:
+                return
+            yield item
+
+    def taken(self) -> dict[str, float]:
+        """Return `<phase>_s` since the last call. Waits for the GPU, where there is one."""
+        if self._events:
+            self._events[-1][2].synchronize()
+        for phase, begin, end in self._events:
+            self._seconds[phase] += begin.elapsed_time(end) / 1e3
+        found = {f"{phase}_s": seconds for phase, seconds in self._seconds.items()}
+        self._seconds, self._events = dict.fromkeys(PHASES, 0.0), []
+        return found
+
+
+class StepCost:
+    """What each step takes as a whole, since the one before was over. One thread; never blocks."""
+
+    def __init__(self) -> None:
+        self._ended, self._cpu = time.monotonic(), time.process_time()
+
+    def step(self, waited_s: float, tokens: int) -> dict[str, float]:
+        """Return the numbers of a step that is over now.
+
+        Args:
+            waited_s: of it, waiting for batches.
+            tokens: it took in.
+        """
+        ended, cpu = time.monotonic(), time.process_time()
+        took, spent = ended - self._ended, cpu - self._cpu
+        self._ended, self._cpu = ended, cpu
+        return {
+            "step_s": took,
+            "idle_frac": waited_s / took if took > 0.0 else 0.0,
+            "host_cpu_s_per_mtoken": spent / tokens * 1e6 if tokens else float("nan"),
+        }
