@@ -1,0 +1,84 @@
+"""A batch as torch tensors by column name: whole, or trajectory by trajectory.
+
+Knows arrays and their shapes; knows nothing of bridges, leases and training. Called by `dataset.py`.
+
+Letters: B rows (trajectories), N tokens of the whole batch, L tokens of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shmbridge import Batch
+from shmbridge.record import Ragged, RaggedLists
+from shmbridge.schema import STANDARD
+
+Tensors = dict[str, Tensor]
+
+
+def batch_tensors(batch: Batch) -> Tensors:
+    """Return a batch's numbers as tensors over the batch's own arrays, without a copy. Never blocks.
+
+    Always there: `tokens`, `lengths`, `cu_seqlens`, `position_ids`, `group_index`, `policy_version` (int64 (B,), when
+    generation began, -1 where nobody said) and `redelivered` (bool (B,)). Beside them every column of numbers that some
+    row has, under its own name; of lists that are not one value per token the values of all rows, and `NAME_lengths`
+    (B,); of lists of lists also `NAME_inner_lengths`. Where only some rows have a column there is `has_NAME`, bool (B,).
+    Text, bytes and maps are no tensors and are left out.
+    """
+    found: dict[str, npt.NDArray[Any]] = {
+        "lengths": batch.lengths,
+        "cu_seqlens": batch.cu_seqlens,
+        "position_ids": batch.position_ids,
+        "group_index": batch.group_index,
+        "policy_version": np.array([meta.min_policy_version for meta in batch.meta], np.int64),
+        "redelivered": np.array([meta.redelivered for meta in batch.meta], np.bool_),
+    }
+    for name in batch.columns:
+        column = batch[name]
+        if isinstance(column, RaggedLists):
+            found |= {name: column.values, f"{name}_lengths": column.lengths, f"{name}_inner_lengths": column.inner_lengths}
+        elif isinstance(column, Ragged):
+            found |= {name: column.values, f"{name}_lengths": column.lengths}
+        elif isinstance(column, np.ndarray):
+            found[name] = column
+        else:
+            continue
+        if not (has := batch.has(name)).all():
+            found[f"has_{name}"] = has
+    return {name: torch.from_numpy(array) for name, array in found.items()}
+
+
+def row_tensors(batch: Batch) -> Iterator[Tensors]:
+    """Yield the rows of a packed batch, each as tensors over the batch's own arrays, without a copy. Never blocks.
+
+    A row has `tokens` and the other columns with one value per token as (L,), lists as they are, scalars without
+    dimensions, and `policy_version` and `redelivered`. A column that the row lacks is not in its dictionary.
+    """
+    starts = batch.cu_seqlens.tolist()
+    columns = {name: batch[name] for name in batch.columns}
+    has = {name: batch.has(name) for name in columns}
+    for row, meta in enumerate(batch.meta):
+        tensors = {
+            "policy_version": torch.tensor(meta.min_policy_version),
+            "redelivered": torch.tensor(meta.redelivered),
+        }
+        for name, column in columns.items():
+            if not has[name][row]:
+                continue
+            if isinstance(column, RaggedLists):
+                lists = column[row]
+                tensors[name] = torch.from_numpy(lists.values)
+                tensors[f"{name}_inner_lengths"] = torch.from_numpy(lists.lengths)
+            elif isinstance(column, Ragged):
+                tensors[name] = torch.from_numpy(column[row])
+            elif isinstance(column, np.ndarray):
+                per_token = name in STANDARD and STANDARD[name].per_token
+                at = slice(starts[row], starts[row + 1]) if per_token else row
+                tensors[name] = torch.from_numpy(np.asarray(column[at]))
+        yield tensors

@@ -1,0 +1,343 @@
+"""A bridge as a data set of torch: trajectory groups of living environments, for a training loop of one's own.
+
+    data = BridgeDataset("run1", groups=16)
+    for batch in DataLoader(data, batch_size=None):
+        loss = ...                                 # batch["tokens"], batch["advantages"], ... are tensors
+        data.publish_policy_version(step)
+
+Knows who opens the bridge, when leases end and where it stands; what the tensors are is batch_tensors.py's, what a
+state says is dataset_position.py's. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+import shmbridge
+from shmbridge import Batch, Record
+from shmbridge.consumers.batch_tensors import Tensors, batch_tensors, row_tensors
+from shmbridge.consumers.dataset_position import Place, Position
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from shmbridge.groups import Group
+    from shmbridge.ranks import RankServer
+
+Items = Literal["batches", "rows"]
+Layout = Literal["packed", "padded"]
+Hold = Literal["step", "checkpoint"]
+
+_LOOK_FOR_PARENT_S = 1.0
+
+
+class TooManyWorkers(ValueError):
+    """A DataLoader has more workers than a bridge has consumers."""
+
+
+class BridgeDataset(IterableDataset[Tensors]):
+    """Trajectory groups of a bridge as dictionaries of tensors, until the bridge is drained; a context manager.
+
+    Without ranks it is the bridge's one consumer, opened where and when it is first read: in this process, or in the one
+    worker of a DataLoader. With ranks every process has one: that of rank 0 is the consumer too, and deals each batch out.
+
+    Leases, that is what a next process gets again if this one is killed:
+    hold="step": an item is given back when the next one is asked for. Killed in between, its records come again.
+    hold="checkpoint": everything handed out is held until `release()`. Call it once a checkpoint with `state_dict()` in it
+        is on the disk, and every record is trained exactly once in the line of checkpoints, whenever the process is killed.
+    In a worker an item is given back when the worker makes the next one, which it does ahead of training (`prefetch_factor`
+    items): a killed run loses those. Rows collated into a batch by a DataLoader are likewise given back before it is
+    trained, unless hold="checkpoint". With ranks, records of a killed run come again also where a state had them.
+
+    Args:
+        bridge: name of the bridge.
+        groups: groups in a batch, over all ranks.
+        items: "batches" yields what `batch_tensors` makes of each batch, "rows" what `row_tensors` makes of each row.
+        layout: of batches: "packed" (N,) with cu_seqlens and position_ids, or "padded" (B, T).
+        hold: see above; "checkpoint" needs the consumer in this process, and no ranks.
+        max_staleness: groups more policy versions older than the current one are discarded and counted; None: none is.
+        prefetch: batches gathered ahead in a thread, still held.
+        timeout_s: seconds to wait for an item; None: for ever.
+        run: the training run to announce; environments wait for one.
+        schema: a pyarrow.Schema that extends the standard columns.
+        rank: 0 to world_size - 1, as in torch.distributed; None: RANK of the environment under torchrun, else no ranks.
+        world_size: as in torch.distributed; None: WORLD_SIZE of the environment under torchrun.
+
+    Raises:
+        ValueError: an argument is none of those; rank without world_size.
+    """
+
+    def __init__(
+        self,
+        bridge: str,
+        *,
+        groups: int = 8,
+        items: Items = "batches",
+        layout: Layout = "packed",
+        hold: Hold = "step",
+        max_staleness: int | None = None,
+        prefetch: int = 1,
+        timeout_s: float | None = None,
+        run: shmbridge.Run | None = None,
+        schema: pa.Schema | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if items not in ("batches", "rows") or hold not in ("step", "checkpoint"):
+            raise ValueError(f'items={items!r} is "batches" or "rows", hold={hold!r} is "step" or "checkpoint"')
+        if items == "rows" and layout != "packed":
+            raise ValueError(f"layout={layout!r} is of batches; rows have no padding")
+        self.bridge, self.groups, self.items, self.layout, self.hold = bridge, groups, items, layout, hold
+        self.rank, self.world_size = _ranks(rank, world_size)
+        if hold == "checkpoint" and self.world_size is not None:
+            raise ValueError('hold="checkpoint" is for one process: with ranks the consumer keeps what is not done, hold="step"')
+        self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
+        self._run, self._schema = run, schema
+        self._position = Position()
+        self._pid = 0
+        self._consumer: shmbridge.Consumer | None = None
+        self._member: shmbridge.Rank | None = None
+        self._server: RankServer | None = None
+        self._held: list[Record] = []  # handed out, and not released
+        self._forget_process()
+
+    # -- reading ------------------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Tensors]:
+        """Items until the bridge is drained. Blocks in `next`; a later iteration goes on where this one stops.
+
+        Raises:
+            TooManyWorkers: in each worker of a DataLoader that has several.
+            shmbridge.ConsumerEmpty: no item came within `timeout_s`. shmbridge.ConsumerTaken, RankTaken: the place is taken.
+        """
+        self._check_worker()
+        for batch in self._batches():
+            if self.items == "rows":
+                yield from self._rows(batch)
+            elif not self._send_back_had(batch):
+                yield from self._whole(batch)
+
+    def _whole(self, batch: Batch) -> Iterator[Tensors]:
+        for record in self._hold_records(batch):
+            self._position.took(_place(record), record.rows)
+        self._count(rows=len(batch), tokens=batch.token_count)
+        yield batch_tensors(batch)
+
+    def _rows(self, batch: Batch) -> Iterator[Tensors]:
+        rows = zip(row_tensors(batch), batch.lengths.tolist(), strict=True)
+        for record in self._hold_records(batch):
+            place = _place(record)
+            had = min(self._position.rows_had(place), record.rows)
+            if had:
+                self._position.skip(place, had)
+                self._position.took(place, had)
+            for row, (tensors, tokens) in zip(range(record.rows), rows, strict=False):
+                if row >= had:
+                    self._position.took(place, 1)
+                    self._count(rows=1, tokens=tokens)
+                    yield tensors
+
+    def _count(self, *, rows: int, tokens: int) -> None:
+        counts = self._position.counts
+        counts["items"] += 1
+        counts["rows"] += rows
+        counts["tokens"] += tokens
+
+    def _hold_records(self, batch: Batch) -> list[Record]:
+        """Takes the batch's leases over, so that they end when this data set says so. With ranks they stay the share's."""
+        records = batch.records
+        if self.world_size is None:
+            self._held += records
+            batch.records = []
+        return records
+
+    def _send_back_had(self, batch: Batch) -> bool:
+        """Whether the loaded state had groups of this batch: those are released, the others come again in a full batch."""
+        had = [group for group in batch.groups if self._had_all(group)]
+        if not had or self.world_size is not None:
+            return False
+        for group in had:
+            for record in group.records:
+                self._position.skip(_place(record), record.rows)
+                record.release()
+        batch.records = []
+        self._open_consumer().put_back([group for group in batch.groups if group not in had])
+        return True
+
+    def _had_all(self, group: Group) -> bool:
+        return all(self._position.rows_had(_place(record)) >= record.rows for record in group.records)
+
+    def _batches(self) -> Iterator[Batch]:
+        if self.world_size is not None:
+            yield from self._shares()
+            return
+        parent = os.getppid() if get_worker_info() is not None else None
+        began = time.monotonic()
+        while True:
+            self._end_step()
+            try:
+                for batch in self._iterate_consumer(parent):
+                    yield batch
+                    self._end_step()
+                    began = time.monotonic()
+                return
+            except shmbridge.ConsumerEmpty:
+                late = self._timeout_s is not None and time.monotonic() - began >= self._timeout_s
+                if parent is None or late:
+                    raise
+                if os.getppid() != parent:  # whoever trains is gone, and nobody would end this worker
+                    return
+
+    def _iterate_consumer(self, parent: int | None) -> Iterator[Batch]:
+        patience = self._timeout_s
+        if parent is not None:
+            patience = _LOOK_FOR_PARENT_S if patience is None else min(patience, _LOOK_FOR_PARENT_S)
+        return self._open_consumer().batches(
+            groups=self.groups, layout=self.layout, max_staleness=self._max_staleness, prefetch=self._prefetch, timeout_s=patience
+        )
+
+    def _shares(self) -> Iterator[Batch]:
+        member = self._open_rank()
+        yield from member.batches(layout=self.layout, timeout_s=self._timeout_s)
+        if self._server is not None:
+            self._server.wait(self._timeout_s)  # the others read through this process until they are done
+
+    def _end_step(self) -> None:
+        if self.hold == "step":
+            self.release()
+
+    def release(self) -> None:
+        """Give everything handed out so far back: it never comes again. Never blocks. Under "step" this is done by itself,
+        but for the last item before a `break`."""
+        for record in self._held:
+            record.release()
+        self._held = []
+        self._position.ended()
+
+    # -- who opens the bridge -----------------------------------------------------------------------------------------------------
+
+    def _check_worker(self) -> None:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise TooManyWorkers(
+                f"a DataLoader of {worker.num_workers} workers over bridge {self.bridge!r}, which has one consumer -> "
+                "num_workers=0, or 1; rollouts come from other processes anyway"
+            )
+        if worker is not None and self.hold == "checkpoint":
+            raise ValueError('hold="checkpoint" in a worker, which no release() of the training process reaches -> num_workers=0')
+
+    def _forget_process(self) -> None:
+        self._pid = os.getpid()
+        self._consumer = self._member = self._server = None
+        self._held = []
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():  # a worker made by fork: what is open here is the parent's
+            self._forget_process()
+
+    def _open_consumer(self) -> shmbridge.Consumer:
+        self._check_process()
+        if self._consumer is None:
+            self._consumer = shmbridge.Consumer(self.bridge, run=self._run, schema=self._schema)
+        return self._consumer
+
+    def _open_rank(self) -> shmbridge.Rank:
+        assert self.rank is not None
+        assert self.world_size is not None
+        self._check_process()
+        if self.rank == 0 and self._server is None:
+            self._server = self._open_consumer().serve_ranks(
+                self.world_size, groups=self.groups, max_staleness=self._max_staleness, prefetch=self._prefetch
+            )
+        if self._member is None:
+            self._member = shmbridge.Rank(self.bridge, self.rank, self.world_size)
+        return self._member
+
+    def publish_policy_version(self, version: int) -> None:
+        """Tell environments which weights are the newest. Rank 0's word counts; those of other ranks do nothing. Opens the
+        bridge in this process, so not for a DataLoader with a worker."""
+        if self.rank in (None, 0):
+            self._open_consumer().publish_policy_version(version)
+
+    def drain(self) -> None:
+        """Take no new records: iteration ends when what is there has been handed out. For rank 0; opens the bridge in this process."""
+        self._open_consumer().drain()
+
+    def stats(self) -> dict[str, float]:
+        """Counters, flat: what was handed out, `rows_skipped` and `records_gone` since a state was loaded, and the bridge's own
+        where this process is its consumer. Never blocks.
+
+        `records_gone`: records of the producers in the loaded state, behind it, that never came: an earlier process consumed
+        them and saved no state since, or they were discarded.
+        """
+        mine = {f"handed_out_{name}_total": float(count) for name, count in self._position.counts.items()}
+        mine |= {"rows_skipped_total": float(self._position.skipped), "records_gone_total": float(self._position.gone)}
+        return mine if self._consumer is None or self._pid != os.getpid() else self._consumer.stats() | mine
+
+    # -- state --------------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was handed out so far, and what of it is still held; small, for a checkpoint. Never blocks. With a worker, torchdata's
+        StatefulDataLoader asks the worker; `torch.utils.data.DataLoader` cannot."""
+        return self._position.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: what it holds and comes again is released unread, and counted. Before the first item.
+
+        With ranks only the counts are taken over: the next consumer may deal a record to another rank.
+
+        Raises:
+            ValueError: it is no such state, or items were handed out already.
+        """
+        if self._held:
+            raise ValueError(f"{len(self._held)} records are handed out: load a state before the first item")
+        self._position.load_state_dict(state if self.world_size is None else {**state, "held": []})
+
+    # -- the end ------------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give the bridge up. What is held comes to the next consumer; tensors stay valid. Idempotent."""
+        self._check_process()
+        for record in self._held:
+            record.abandon()
+        if self._member is not None:
+            self._member.close()
+        if self._consumer is not None:
+            self._consumer.close()
+        self._forget_process()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process: for a worker that is started afresh."""
+        mine: dict[str, Any] = {"_consumer": None, "_member": None, "_server": None, "_held": [], "_pid": 0}
+        return {**self.__dict__, **mine}
+
+    def __repr__(self) -> str:
+        ranks = "" if self.world_size is None else f", rank {self.rank} of {self.world_size}"
+        return f"<BridgeDataset of {self.bridge!r}: {self.items}, {self._position.counts['items']} handed out{ranks}>"
+
+
+def _place(record: Record) -> Place:
+    return record.meta.producer_id, record.meta.sequence
+
+
+def _ranks(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
+    """Rank and world size: as given, else as torchrun says, else none."""
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank={rank} and world_size={world_size}: both or neither")
+    if rank is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank is not None and world_size is not None and not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} is not within 0 and world_size={world_size} - 1")
+    return rank, world_size

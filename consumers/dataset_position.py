@@ -1,0 +1,74 @@
+"""Where a data set stands: what it has handed out, and which records it would be given again after a crash.
+
+Knows producers, sequences and counts; knows nothing of torch and of bridges. Called by `dataset.py`.
+
+A record whose lease has ended never comes again, so a state names only those that were handed out and are still held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_FORMAT = 1
+_COUNTS = ("items", "rows", "tokens")
+
+Place = tuple[str, int]  # producer_id, sequence
+
+
+class Position:
+    """What was handed out so far, in this process and in those whose state it has loaded."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(_COUNTS, 0)
+        self.skipped = 0  # rows that came again, and that the loaded state had already
+        self._held: dict[Place, int] = {}  # rows handed out of each record whose lease has not ended
+        self._newest: dict[str, int] = {}  # highest sequence handed out, by producer
+        self._had: dict[Place, int] = {}  # what the loaded state held
+        self._loaded_newest: dict[str, int] = {}
+        self._first_after: dict[str, int] = {}  # lowest sequence behind the loaded one, by producer
+
+    def took(self, place: Place, rows: int) -> None:
+        """Count rows of a record as handed out."""
+        producer, sequence = place
+        self._held[place] = self._held.get(place, 0) + rows
+        self._newest[producer] = max(self._newest.get(producer, -1), sequence)
+        if sequence > self._loaded_newest.get(producer, sequence):
+            self._first_after[producer] = min(self._first_after.get(producer, sequence), sequence)
+
+    def ended(self) -> None:
+        """The leases of all records handed out so far have ended."""
+        self._held.clear()
+
+    def rows_had(self, place: Place) -> int:
+        """Return how many rows of a record the loaded state had been given; they are not to be handed out again."""
+        return self._had.get(place, 0)
+
+    def skip(self, place: Place, rows: int) -> None:
+        """Count rows of a record as skipped: the loaded state had them."""
+        self.skipped += rows
+        self._had.pop(place, None)
+
+    @property
+    def gone(self) -> int:
+        """Records between the loaded state and what came after it: consumed by a process that saved no state since, or discarded."""
+        return sum(first - self._loaded_newest[producer] - 1 for producer, first in self._first_after.items())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as lists, numbers and words. Never blocks."""
+        held = [[producer, sequence, rows] for (producer, sequence), rows in self._held.items()]
+        return {"format": _FORMAT, **self.counts, "held": held, "newest": dict(self._newest)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position.
+
+        Raises:
+            ValueError: it is none, or one of another format.
+        """
+        if state.get("format") != _FORMAT:
+            raise ValueError(f"this is no state of a BridgeDataset of format {_FORMAT}: it has {', '.join(map(str, state)) or 'nothing'}")
+        self.counts = {name: int(state[name]) for name in _COUNTS}
+        self._had = {(producer, int(sequence)): int(rows) for producer, sequence, rows in state["held"]}
+        self._loaded_newest = {producer: int(sequence) for producer, sequence in state["newest"].items()}
+        self._newest = dict(self._loaded_newest)
+        self._held, self._first_after, self.skipped = {}, {}, 0

@@ -1,0 +1,259 @@
+"""A bridge as a torch data set: what the tensors are, when leases end, and what a state is good for."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import shmbridge
+from shmbridge.consumers.dataset import BridgeDataset, TooManyWorkers
+
+GROUPS = 2
+SIZE = 3  # rows of a group
+
+
+@pytest.fixture
+def bridge():
+    name = f"dataset-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    yield name
+    shmbridge.clean(name, dry_run=False)
+
+
+@pytest.fixture
+def producer(bridge):
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        yield producer
+
+
+def put(producer, first, count, **more):
+    """Put groups whose tokens say which they are: 1000 + group, then the row, then as many tokens as the row has."""
+    for number in range(first, first + count):
+        rows = range(SIZE)
+        group = {"tokens": [[1000 + number, row, *range(row + 1)] for row in rows], "score": [float(row) for row in rows]}
+        producer.put(group | more, policy_version=number, timeout_s=10.0)
+
+
+def numbers(items):
+    """Return which groups items are of, in order, each once."""
+    found = [int(token) for item in items for token in item["tokens"][item["tokens"] >= 1000]]
+    return list(dict.fromkeys(number - 1000 for number in found))
+
+
+def left_over(bridge):
+    with shmbridge.Consumer(bridge) as consumer:
+        return [record.meta.sequence for record in consumer.poll(max_records=1000)]
+
+
+def take(data, count):
+    items = []
+    for item in data:
+        items.append(item)
+        if len(items) == count:
+            break
+    return items
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_batch_has_every_column_of_numbers_as_a_tensor(bridge, producer):
+    more = {"step_rewards": [[0.5], [], [1.0, 2.0]], "finish_reason": [0, 1, 0], "instance_id": ["a", "b", "c"]}
+    put(producer, 0, 1, loss_mask=[[0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1, 1]], **more)
+    put(producer, 1, 1)
+    with BridgeDataset(bridge, groups=2) as data:
+        batch = next(iter(DataLoader(data, batch_size=None)))
+    assert batch["tokens"].tolist() == [1000, 0, 0, 1000, 1, 0, 1, 1000, 2, 0, 1, 2, 1001, 0, 0, 1001, 1, 0, 1, 1001, 2, 0, 1, 2]
+    assert batch["tokens"].dtype == torch.int32
+    assert batch["cu_seqlens"].tolist() == [0, 3, 7, 12, 15, 19, 24]
+    assert batch["position_ids"].tolist()[:7] == [0, 1, 2, 0, 1, 2, 3]
+    assert batch["lengths"].tolist() == [3, 4, 5] * 2
+    assert batch["group_index"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch["policy_version"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert not batch["redelivered"].any()
+    assert batch["score"].tolist() == [0.0, 1.0, 2.0] * 2
+    assert "has_score" not in batch
+    assert batch["loss_mask"].tolist() == [0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1] + [0] * 12
+    assert batch["has_loss_mask"].tolist() == [True] * 3 + [False] * 3
+    assert batch["step_rewards"].tolist() == [0.5, 1.0, 2.0]
+    assert batch["step_rewards_lengths"].tolist() == [1, 0, 2, 0, 0, 0]
+    assert "instance_id" not in batch
+
+
+def test_a_padded_batch_is_a_rectangle(bridge, producer):
+    put(producer, 0, 1)
+    with BridgeDataset(bridge, groups=1, layout="padded") as data:
+        batch = next(iter(data))
+    assert batch["tokens"].tolist() == [[1000, 0, 0, 0, 0], [1000, 1, 0, 1, 0], [1000, 2, 0, 1, 2]]
+    assert batch["lengths"].tolist() == [3, 4, 5]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_row_has_what_it_has_and_no_more(bridge, producer):
+    put(producer, 0, 1, step_rewards=[[0.5], [], [1.0, 2.0]], distill_token_ids=[[[1, 2]] * 3, [[3]] * 4, [[]] * 5])
+    put(producer, 1, 1)
+    with BridgeDataset(bridge, groups=2, items="rows") as data:
+        rows = take(data, 2 * SIZE)
+    assert [row["tokens"].tolist() for row in rows[:3]] == [[1000, 0, 0], [1000, 1, 0, 1], [1000, 2, 0, 1, 2]]
+    assert [row["score"].item() for row in rows] == [0.0, 1.0, 2.0] * 2
+    assert [row["step_rewards"].tolist() for row in rows[:3]] == [[0.5], [], [1.0, 2.0]]
+    assert rows[0]["distill_token_ids"].tolist() == [1, 2] * 3
+    assert rows[0]["distill_token_ids_inner_lengths"].tolist() == [2] * 3
+    assert "step_rewards" not in rows[3]
+    assert rows[3]["policy_version"].item() == 1
+
+
+def test_rows_of_one_token_are_not_taken_for_scalars(bridge, producer):
+    producer.put({"tokens": [[7], [8]], "score": [0.5, 1.5]})
+    with BridgeDataset(bridge, groups=1, items="rows") as data:
+        rows = take(data, 2)
+    assert [row["tokens"].tolist() for row in rows] == [[7], [8]]
+    assert [row["score"].shape for row in rows] == [torch.Size([])] * 2
+
+
+def test_an_item_is_given_back_when_the_next_is_asked_for(bridge, producer):
+    put(producer, 0, 6)
+    with BridgeDataset(bridge, groups=GROUPS, prefetch=0) as data:
+        items = iter(data)
+        assert numbers([next(items)]) == [0, 1]
+        assert numbers([next(items)]) == [2, 3]
+        assert data.stats()["released_total"] == 2
+    assert left_over(bridge) == [2, 3, 4, 5]
+
+
+def test_a_break_gives_nothing_back_until_somebody_says_so(bridge, producer):
+    put(producer, 0, 6)
+    with BridgeDataset(bridge, groups=GROUPS) as data:
+        assert numbers(take(data, 1)) == [0, 1]
+        assert numbers(take(data, 1)) == [2, 3]  # a second iteration goes on, and gives the first item back
+        assert data.stats()["released_total"] == 2
+        data.release()
+        assert data.stats()["released_total"] == 4
+    assert left_over(bridge) == [4, 5]
+
+
+def test_held_for_a_checkpoint_nothing_is_given_back_before(bridge, producer):
+    put(producer, 0, 6)
+    with BridgeDataset(bridge, groups=GROUPS, hold="checkpoint") as data:
+        assert numbers(take(data, 2)) == [0, 1, 2, 3]
+        assert data.stats()["released_total"] == 0
+        data.release()
+        assert numbers(take(data, 1)) == [4, 5]
+    assert left_over(bridge) == [4, 5]
+
+
+@pytest.mark.parametrize("hold", ["step", "checkpoint"])
+def test_what_a_state_holds_is_not_handed_out_again(bridge, producer, hold):
+    put(producer, 0, 6)
+    with BridgeDataset(bridge, groups=GROUPS, hold=hold) as data:
+        assert numbers(take(data, 2)) == [0, 1, 2, 3]
+        state = json.loads(json.dumps(data.state_dict()))
+    put(producer, 6, 1)
+    with BridgeDataset(bridge, groups=3) as data:
+        data.load_state_dict(state)
+        (batch,) = take(data, 1)
+        assert numbers([batch]) == [4, 5, 6]  # a full batch, whatever was skipped
+        assert data.stats()["rows_skipped_total"] == (6 if hold == "step" else 12)
+        assert data.stats()["records_gone_total"] == 0
+        assert data.stats()["handed_out_items_total"] == 3
+        assert data.stats()["released_total"] == 4
+
+
+def test_a_state_in_the_middle_of_a_group_goes_on_with_its_next_row(bridge, producer):
+    put(producer, 0, 3)
+    with BridgeDataset(bridge, groups=2, items="rows") as data:
+        take(data, SIZE + 1)
+        state = data.state_dict()
+    with BridgeDataset(bridge, groups=2, items="rows") as data:
+        data.load_state_dict(state)
+        rows = take(data, 2)
+        assert [row["tokens"].tolist()[:2] for row in rows] == [[1001, 1], [1001, 2]]
+        assert data.stats()["rows_skipped_total"] == SIZE + 1
+        assert data.stats()["handed_out_rows_total"] == 2 * SIZE
+        again = data.state_dict()
+    with BridgeDataset(bridge, groups=3, items="rows") as data:
+        data.load_state_dict(again)
+        assert numbers(take(data, SIZE)) == [2]
+
+
+def test_what_was_consumed_behind_a_state_is_counted_as_gone(bridge, producer):
+    put(producer, 0, 6)
+    with BridgeDataset(bridge, groups=1, prefetch=0) as data:
+        take(data, 1)
+        old = data.state_dict()
+        take(data, 4)
+        data.release()
+    with BridgeDataset(bridge, groups=1) as data:
+        data.load_state_dict(old)
+        assert numbers(take(data, 1)) == [5]
+        assert data.stats()["records_gone_total"] == 4
+        assert data.stats()["rows_skipped_total"] == 0
+
+
+def test_a_state_of_something_else_is_refused(bridge):
+    with pytest.raises(ValueError, match=r"no state of a BridgeDataset .* it has epoch"):
+        BridgeDataset(bridge).load_state_dict({"epoch": 3})
+
+
+def test_a_state_is_not_loaded_over_items_that_are_out(bridge, producer):
+    put(producer, 0, 1)
+    with BridgeDataset(bridge, groups=1) as data:
+        take(data, 1)
+        with pytest.raises(ValueError, match="1 records are handed out"):
+            data.load_state_dict(data.state_dict())
+
+
+def test_nothing_comes_in_time(bridge, producer):
+    put(producer, 0, 1)
+    with BridgeDataset(bridge, groups=2, timeout_s=0.2) as data:
+        with pytest.raises(shmbridge.ConsumerEmpty):
+            next(iter(data))
+        put(producer, 1, 1)
+        assert numbers(take(data, 1)) == [0, 1]
+
+
+def test_environments_hear_of_versions(bridge, producer):
+    with BridgeDataset(bridge, max_staleness=1, groups=1) as data:
+        put(producer, 0, 3)  # of versions 0, 1 and 2
+        data.publish_policy_version(3)
+        assert numbers(take(data, 1)) == [2]
+        assert data.stats()["discarded_total{stale}"] == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"items": "group"}, "items='group'"),
+        ({"hold": "gather"}, "hold='gather'"),
+        ({"items": "rows", "layout": "padded"}, "rows have no padding"),
+        ({"rank": 0}, "both or neither"),
+        ({"rank": 2, "world_size": 2}, "rank=2 is not within"),
+        ({"rank": 0, "world_size": 2, "hold": "checkpoint"}, "for one process"),
+    ],
+)
+def test_arguments_that_cannot_be_are_named(bridge, wrong, said):
+    with pytest.raises(ValueError, match=said):
+        BridgeDataset(bridge, **wrong)
+
+
+def test_several_workers_are_refused_with_the_reason(bridge, producer):
+    loader = DataLoader(BridgeDataset(bridge), batch_size=None, num_workers=2)
+    with pytest.raises(TooManyWorkers, match=r"2 workers over bridge .* has one consumer -> num_workers=0, or 1"):
+        next(iter(loader))
+
+
+def test_a_worker_cannot_hold_for_a_checkpoint(bridge, producer):
+    loader = DataLoader(BridgeDataset(bridge, hold="checkpoint"), batch_size=None, num_workers=1)
+    with pytest.raises(ValueError, match="no release\\(\\) of the training process reaches"):
+        next(iter(loader))
+
+
+def test_torchrun_says_who_is_who(bridge, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    data = BridgeDataset(bridge)
+    assert (data.rank, data.world_size) == (1, 4)
+    data.publish_policy_version(3)  # rank 0's word counts: nothing is opened here
+    assert bridge not in [info.name for info in shmbridge.list_bridges()]
