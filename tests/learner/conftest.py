@@ -200,6 +200,25 @@ def on_ranks() -> Callable[..., list[Any]]:
     return run
 
 
+@pytest.fixture
+def agreement(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Return a recorder of what another package's numbers are away from ours; see agreement.py."""
+
+    def record(
+        package: str, what: str, value: float, gradient: float | None, tolerance: float | None, why: str | None = None
+    ) -> None:
+        record_property("agreement", [package, what, value, gradient, tolerance, why])
+
+    return record
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for outcome in terminalreporter.stats.values() for report in outcome if isinstance(report, pytest.TestReport)]
+    rows = [row for report in reports if report.when == "call" for name, row in report.user_properties if name == "agreement"]
+    for package, what, value, gradient, *_ in rows:
+        terminalreporter.write_line(f"{package:5} {what:70} {value:9.1e} {'' if gradient is None else f'{gradient:9.1e}'}")
+
+
 def records(path: Path) -> Iterator[Any]:
     """Yield the records of a W&B file, which W&B itself reads only to send it away."""
     from wandb.proto import wandb_internal_pb2
