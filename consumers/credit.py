@@ -59,7 +59,9 @@ class Credit:
     clip: tuple[float, float] | None = None  # least and greatest advantage
 
 
-def credited(batch: Any, trained: Bools, credit: Credit = Credit(), *, reduce: Reduce = alone) -> tuple[FloatArray, Metrics]:
+def credited(
+    batch: Any, trained: Bools, credit: Credit = Credit(), *, answers: Bools | None = None, reduce: Reduce = alone
+) -> tuple[FloatArray, Metrics]:
     """Return the advantage of each token, and what was made of what. Blocks as long as `reduce` does.
 
     Every rank calls `reduce` as often, whatever its batch holds.
@@ -68,6 +70,7 @@ def credited(batch: Any, trained: Bools, credit: Credit = Credit(), *, reduce: R
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
         trained: bool (N,), the trained tokens; the others get 0.
         credit: what advantages are made of.
+        answers: bool (N,), what the policy wrote, for the length of answers; None: what is trained.
         reduce: takes a float64 array and returns its sum over all ranks; by default there is one rank.
 
     Returns:
@@ -79,7 +82,7 @@ def credited(batch: Any, trained: Bools, credit: Credit = Credit(), *, reduce: R
     own, odd_mask = _own_tokens(batch, credit.use_own)
     has_own = batch.has("advantages") & credit.use_own
     fallen_back = _fallen_back(batch, trained, own, credit)
-    penalty = _overlong(batch, trained, credit)
+    penalty = _overlong(batch, trained if answers is None else answers, credit)
     advantages = _from_scores(batch, scores + penalty, scored, trained, credit, reduce)
     advantages, has_steps, odd_steps = _with_steps(batch, advantages, trained, credit)
     advantages, has_rewards = _with_token_rewards(batch, advantages, trained, credit, reduce)
@@ -150,11 +153,11 @@ def _no_advantages(batch: Any, without: Bools) -> NoAdvantages:
     )
 
 
-def _overlong(batch: Any, trained: Bools, credit: Credit) -> FloatArray:
+def _overlong(batch: Any, answers: Bools, credit: Credit) -> FloatArray:
     """Return float32 (B,): what each answer's length does to its score, at most 0."""
     if credit.overlong_length is None:
         return np.zeros(len(batch.meta), np.float32)
-    lengths = answer_lengths(batch.lengths, batch.position_ids, trained)
+    lengths = answer_lengths(batch.lengths, batch.position_ids, answers)
     return overlong_penalty(lengths, credit.overlong_length, credit.overlong_buffer)
 
 

@@ -197,10 +197,10 @@ class Learner:
         """Add one micro-batch's share of the gradient; return its shares of the metrics."""
         goal, trained = self.objective, micro.trained
         of_reference = None if micro.reference_logprobs is None else micro.reference_logprobs[trained]
-        if of_reference is not None and reference is not None:
-            asked = reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)
-            of_reference = torch.where(losses.known(of_reference), of_reference, asked)
         with self.times.of("forward"):
+            if of_reference is not None and reference is not None:
+                asked = reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)
+                of_reference = torch.where(losses.known(of_reference), of_reference, asked)
             logprobs, entropy = self._logprobs(micro)
             loss, shares = micro_loss(
                 goal, counts, micro.trained_lengths, logprobs, micro.sampled_logprobs[trained], micro.advantages[trained],

@@ -90,7 +90,7 @@ class Objective:
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> Objective:
-        """Return the objective of the learner's command line; raises `BadObjective`. Never blocks."""
+        """Return the objective of the command line, less what a model decides (layout, chunks); raises `BadObjective`. Never blocks."""
         normalise: Literal["none", "batch", "global"] = "batch" if options.loss == "sft" else "none"
         return cls(
             loss=options.loss,

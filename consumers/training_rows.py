@@ -81,13 +81,13 @@ def prepare(
     Raises:
         NoAdvantages: a group needs the fallback that is not allowed.
     """
-    trained = trained_tokens(batch)
-    require_advantages(batch, trained, credit)
+    answers = trained_tokens(batch)
+    require_advantages(batch, answers, credit)
     ages = np.full(len(batch.tokens), UNKNOWN, np.int64) if policy_version is None else token_ages(batch, policy_version)
-    stale = trained & (ages > max_token_age) if max_token_age is not None else np.zeros_like(trained)
-    trained &= ~stale
+    stale = answers & (ages > max_token_age) if max_token_age is not None else np.zeros_like(answers)
+    trained = answers & ~stale
     heat, odd_temperature = temperatures(batch, temperature)
-    advantages, credit_metrics = credited(batch, trained, credit, reduce=reduce)
+    advantages, credit_metrics = credited(batch, trained, credit, answers=answers, reduce=reduce)
     rows = TrainingRows(
         tokens=batch.tokens,
         cu_seqlens=batch.cu_seqlens,

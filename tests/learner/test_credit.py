@@ -11,6 +11,8 @@ import pytest
 import shmbridge
 from shmbridge.consumers.advantages import group_advantages, group_normalised, leave_one_out
 from shmbridge.consumers.credit import Credit, NoAdvantages, credited
+from shmbridge.consumers.grpo_update import Learner, Objective
+from shmbridge.consumers.reference import Reference
 from shmbridge.consumers.training_rows import prepare, trained_tokens
 from shmbridge.consumers.whole_batch import batch_normalised
 
@@ -168,6 +170,11 @@ def test_long_answers_lose_score_before_advantages_are_made_of_it(packed_batch):
     made, metrics = credit(batch, estimator="dr_grpo", overlong_length=4, overlong_buffer=2)
     np.testing.assert_allclose([row[1] for row in made], np.array([0.0, 0.5, 1.0]) - 0.5)
     assert metrics["overlong_penalty_mean"] == pytest.approx(0.5)
+    versions = [[-1, 0, 0, 9, 9], [-1, 0, 9, 9], [-1, 9, 9]]  # stale tokens are not trained, and are still part of the answer
+    aged = packed_batch(rows, scores=[1.0, 1.0, 1.0], token_versions=versions)
+    kept, metrics = prepare(aged, 1.0, Credit("dr_grpo", overlong_length=4, overlong_buffer=2), policy_version=9, max_token_age=1)
+    assert (metrics["tokens_masked_stale"], metrics["overlong_penalty_mean"]) == (3, pytest.approx(0.5))
+    np.testing.assert_allclose(kept.advantages, [0, 0, 0, -0.5, -0.5, 0, 0, 0, 0, 0, 0.5, 0.5])
     _, described = prepare(batch, 1.0, Credit(overlong_length=4, overlong_buffer=2))
     assert described["reward_mean"] == 1.0  # what the environment said
 
@@ -207,3 +214,36 @@ def test_ranks_make_the_advantages_of_the_whole_batch(packed_batch, on_ranks, op
     np.testing.assert_allclose(np.concatenate(on_ranks(2, rank)), together, rtol=1e-5, atol=1e-6)
 
 
+
+
+def test_every_column_comes_through_lanes(tiny_model):
+    """All of it at once, from records of which one has every column and the other none of them."""
+    name = f"t{uuid.uuid4().hex[:12]}"
+    rich = {
+        "tokens": [[1, 2, 3, 4], [5, 6, 7]], "loss_mask": [[0, 1, 1, 1], [0, 1, 1]], "score": [1.0, 0.0],
+        "step_rewards": [[1.0, 0.0], [0.5]], "step_ends": [[2, 4], [3]], "token_rewards": [[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.5]],
+        "inference_logprobs": [[1.0, -2.0, -3.0, -4.0], [1.0, -3.0, -3.0]], "ref_logprobs": [[1.0, -2.5, -3.0, -3.0], [1.0, -3.0, -3.0]],
+        "token_versions": [[-1, 0, 4, 5], [-1, 5, 5]],
+    }  # fmt: skip
+    plain = {"tokens": [[8, 9], [10, 11, 12]], "loss_mask": [[0, 1], [0, 1, 1]], "score": [2.0, 1.0]}
+    made = Credit("batch", steps="to_go", token_rewards="group", overlong_length=3, overlong_buffer=1, clip=(-2.0, 2.0))
+    goal = Objective(loss="grpo", kl=0.1, tis_cap=2.0, max_token_age=3, credit=made)
+    learner = Learner(model := tiny_model(2), goal, lambda step: 1e-3, reference=Reference(model))
+    try:
+        with shmbridge.Producer(name, lane_bytes="4M") as producer, shmbridge.Consumer(name) as consumer:
+            producer.put(rich, policy_version=(4, 5))
+            producer.put(plain, policy_version=5)
+            batch = next(iter(consumer.batches(groups=2, layout="packed")))
+            metrics = learner.accumulate(batch, 5) | learner.apply()
+            batch.release()
+    finally:
+        shmbridge.clean(name, dry_run=False)
+    counted = {
+        "trained_tokens": 7, "tokens_masked_stale": 1, "tokens_without_logprob": 3, "tokens_without_reference": 3,
+        "trajectories_without_steps": 2, "trajectories_without_token_rewards": 2, "trajectories_odd_credit": 0,
+        "trajectories_no_signal": 0, "update_skipped": False, "token_staleness_max": 1,
+    }  # fmt: skip
+    assert {key: metrics[key] for key in counted} == counted
+    assert metrics["kl"] > 0.0
+    assert metrics["grad_norm"] > 0.0
+    assert metrics["overlong_penalty_mean"] == pytest.approx(0.25)
