@@ -8,13 +8,17 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import shmbridge
 from shmbridge.consumers.batch_wait import BatchWait, patience_of
 from shmbridge.consumers.metrics_log import say
 from shmbridge.consumers.stopping import StopSignals
+
+if TYPE_CHECKING:
+    from shmbridge.batch import MakeBatch
+    from shmbridge.consumers.device_batch import DeviceCopies
 
 _DRAINED = object()
 
@@ -30,6 +34,7 @@ class HubSource:
 
     def __init__(self, consumer: shmbridge.Consumer, options: argparse.Namespace, stops: StopSignals) -> None:
         self._consumer, self._options, self._stops = consumer, options, stops
+        self._make: MakeBatch | None = None
 
     @property
     def policy_version(self) -> int:
@@ -50,7 +55,9 @@ class HubSource:
 
         Its `next` raises NoBatch when the limits are exhausted, Stopped, and what the bridge raises.
         """
-        yield self._iterate()
+        with device_copies(self._options) as copies:
+            self._make = None if copies is None else copies.batch
+            yield self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
         patience = patience_of(self._options)
@@ -78,10 +85,21 @@ class HubSource:
             groups=options.groups,
             layout="packed",
             max_staleness=options.max_staleness,
-            prefetch=1,
+            prefetch=options.prefetch,
             hold="step",
             timeout_s=timeout_s,
+            make=self._make,
         )
+
+
+def device_copies(options: argparse.Namespace) -> AbstractContextManager[DeviceCopies | None]:
+    """Return the way straight to the device, or None: batches are gathered on the host first."""
+    if options.host_copy != "direct":
+        return nullcontext()
+    from shmbridge.consumers.device_batch import DeviceCopies
+    from shmbridge.consumers.startup import device_kind
+
+    return DeviceCopies(device_kind(options))
 
 
 def hub(options: argparse.Namespace, run: shmbridge.Run) -> shmbridge.Consumer:

@@ -44,5 +44,15 @@ def add_compute(group: argparse._ArgumentGroup) -> None:
         help="trained tokens whose logits are there at a time; 0: all of a forward pass [256 MiB of logits, all if "
         "they take less than 1 GiB]",
     )
+    group.add_argument(
+        "--host-copy",
+        choices=("batch", "direct", "auto"),
+        default="auto",
+        help="tokens go to the device by way of a batch in host memory, or straight from the ring, on a stream of "
+        "their own; auto is batch, until direct has been measured on a GPU [auto]",
+    )
+    group.add_argument(
+        "--prefetch", type=positive, metavar="N", default=1, help="batches formed, or copied, ahead [1]"
+    )
     group.add_argument("--gradient-checkpointing", action="store_true", help="less memory, a third slower")
     group.add_argument("--no-weights", action="store_true", help="publish versions but no weights")

@@ -102,7 +102,7 @@ class RankSource:
         """
         if self._consumer is not None:
             self._consumer.serve_ranks(
-                self._world.size, groups=self._options.groups, max_staleness=self._options.max_staleness, prefetch=1
+                self._world.size, groups=self._options.groups, max_staleness=self._options.max_staleness, prefetch=self._options.prefetch
             )
         yield self._iterate()
         self._rank.report_done()  # while the hub is there to hear it
@@ -186,6 +186,8 @@ def opened(
         with hub(options, run) as alone:
             yield HubSource(alone, options, stops)
         return
+    if options.host_copy == "direct" and world.is_main:
+        say("--host-copy direct is for one process: each rank gathers its shares on the host")
     with ExitStack() as stack:
         with world.together():
             consumer = stack.enter_context(hub(options, run)) if world.is_main else None

@@ -3,6 +3,7 @@
 Knows columns and rows; knows nothing of torch, advantages or where groups come from. _ext/gather.pyx copies. Called by the consumer.
 """
 
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from shmbridge.messages import Manifest
 
 Layout = Literal["padded", "packed"]
+MakeBatch = Callable[[list[Group], Layout], "Batch"]
 _NAMES = {"scores": "score"}
 _POOL = Pool()  # memory of arrays that nobody refers to any more, for those of the next batch
 
@@ -30,11 +32,16 @@ class Batch:
     and a KeyError as `batch["advantages"]`. Where only some records have it, the others' rows are zero: see `has`.
     All arrays are the batch's own copies; under hold="step" the batch also keeps its records' leases until release().
 
+    Args:
+        groups: whole groups, leased.
+        layout: "packed" or "padded".
+        in_place: columns that are not copied and stay out of the batch; whoever wants them reads them in `records`.
+
     Raises:
         BatchTooBig: more tokens than the int32 of cu_seqlens can count.
     """
 
-    def __init__(self, groups: list[Group], layout: Layout) -> None:
+    def __init__(self, groups: list[Group], layout: Layout, in_place: Collection[str] = ()) -> None:
         self.layout = layout
         self.groups = groups
         self.manifest: Manifest | None = None  # what a learner rank got it by
@@ -46,7 +53,7 @@ class Batch:
         self._columns: dict[str, Any] = {}
         with self._gathering() as gather:
             self.lengths, self.cu_seqlens, self.group_index = gather.lengths, gather.cu_seqlens, gather.group_index
-            self._gather(gather)
+            self._gather(gather, in_place)
 
     @property
     def meta(self) -> list[RecordMeta]:
@@ -125,13 +132,13 @@ class Batch:
                 hint="ask for fewer groups",
             ) from None
 
-    def _gather(self, gather: Gather) -> None:
-        """Every column that some record has; whatever is numbers is copied at once, without the GIL."""
+    def _gather(self, gather: Gather, in_place: Collection[str]) -> None:
+        """Every column that some record has, and that is not to stay in place; whatever is numbers is copied at once, without the GIL."""
         added: list[tuple[Column, Any]] = []
         for record, number in gather.columns():
             column = record.lane_columns.order[number]
             name = column.name
-            if name in self._columns:
+            if name in self._columns or name in in_place:
                 continue
             self._present[name], *arrays = gather.add(
                 name.encode(), column.kind, column.dtype, per_record=column.per_record,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shmbridge import sizing
 from shmbridge.atropos_scheduler import AtroposScheduler
-from shmbridge.batch import Batch, Layout, forget_spare_memory, unreadable
+from shmbridge.batch import Batch, Layout, MakeBatch, forget_spare_memory, unreadable
 from shmbridge.config import format_size
 from shmbridge.errors import BatchTooBig, ConsumerEmpty
 from shmbridge.groups import Group, GroupAssembler
@@ -89,27 +89,28 @@ class BatchAssembly:
         return Want(None, run.batch_size)
 
     def batches(
-        self, want: Want, *, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None
-    ) -> Iterator[Batch]:
+        self, want: Want, *, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None,
+        make: MakeBatch | None = None,
+    ) -> Iterator[Batch]:  # fmt: skip
         """See Consumer.batches. Checks its arguments at once, not at the first `next`."""
         if min(prefetch, max_staleness or 0, timeout_s or 0) < 0:
             raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}, timeout_s={timeout_s}: at least 0 each")
         if layout not in ("padded", "packed") or hold not in ("step", "gather", "caller"):
             raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step", "gather" or "caller"')
-        return self._iterate(want, layout, max_staleness, prefetch, hold, timeout_s)
+        return self._iterate(want, (make or Batch, layout), max_staleness, prefetch, hold, timeout_s)
 
     def _iterate(
-        self, want: Want, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None
+        self, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None
     ) -> Iterator[Batch]:
         def form(stop: threading.Event) -> Batch | None:
-            return self._form(want, layout, max_staleness, stop)
+            return self._form(want, making, max_staleness, stop)
 
         self._stop_prefetch()  # of an earlier iteration, which ends with that
         ahead = self._prefetcher = Prefetcher(prefetch, form) if prefetch else None
         returned = False  # something was put back since `ahead` began, which may have found the end before
         try:
             while not self._closed:
-                batch = self._next(ahead, want, layout, max_staleness, timeout_s)
+                batch = self._next(ahead, want, making, max_staleness, timeout_s)
                 if batch is None:
                     if not returned or ahead is None or self._prefetcher is not ahead:
                         return
@@ -131,13 +132,13 @@ class BatchAssembly:
                 self._stop_prefetch()
 
     def _next(
-        self, ahead: Prefetcher | None, want: Want, layout: Layout, max_staleness: int | None, timeout_s: float | None
+        self, ahead: Prefetcher | None, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, timeout_s: float | None
     ) -> Batch | None:
         try:
             if ahead is not None:
                 return ahead.next(timeout_s)
             deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-            batch = self._form(want, layout, max_staleness, threading.Event(), deadline_s)
+            batch = self._form(want, making, max_staleness, threading.Event(), deadline_s)
             if batch is not None or time.monotonic() < deadline_s or self._closed or self._consumer._drained():
                 return batch
         except queue.Empty:
@@ -149,11 +150,13 @@ class BatchAssembly:
         )
 
     def _form(
-        self, want: Want, layout: Layout, max_staleness: int | None, stop: threading.Event, deadline_s: float = float("inf")
-    ) -> Batch | None:
+        self, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, stop: threading.Event,
+        deadline_s: float = float("inf"),
+    ) -> Batch | None:  # fmt: skip
+        make, layout = making
         while (chosen := self.choose(want, max_staleness, stop, deadline_s)) is not None:
             try:
-                return Batch(chosen, layout)
+                return make(chosen, layout)
             except BaseException as error:
                 wrong = unreadable(chosen, layout) if _may_be_one_groups_fault(error) else []
                 at_fault = {id(group) for group, _ in wrong}

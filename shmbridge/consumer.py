@@ -31,7 +31,7 @@ from shmbridge.schema import columns_of
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shmbridge.batch import Batch, Layout
+    from shmbridge.batch import Batch, Layout, MakeBatch
     from shmbridge.control import ControlServer
     from shmbridge.ranks import DeadRank, RankServer
     from shmbridge.shares import Mode
@@ -199,15 +199,9 @@ class Consumer(Hub):
                     return
 
     def batches(
-        self,
-        groups: int = 8,
-        layout: "Layout" = "packed",
-        max_staleness: int | None = None,
-        prefetch: int = 1,
-        hold: Hold = "step",
-        timeout_s: float | None = None,
-        rows: int | None = None,
-    ) -> "Iterator[Batch]":
+        self, groups: int = 8, layout: "Layout" = "packed", max_staleness: int | None = None, prefetch: int = 1, hold: Hold = "step",
+        timeout_s: float | None = None, rows: int | None = None, make: "MakeBatch | None" = None,
+    ) -> "Iterator[Batch]":  # fmt: skip
         """Batches of whole groups, oldest first, until close(), or until drain() and too few are left.
 
         Blocks in `next` until a batch is full. Do not call get or poll while iterating.
@@ -221,6 +215,7 @@ class Consumer(Hub):
                 successor gets the batch again; "caller" until batch.release() only; "gather" ends them once gathered: at most once.
             timeout_s: seconds that `next` waits; None: for ever.
             rows: trajectories in a batch, instead of groups: whole groups as far as they fit, at least one.
+            make: makes a batch of leased groups and a layout, in the thread that forms batches; None: `Batch` itself. For a subclass.
 
         Raises:
             ConsumerEmpty: no batch could be formed in time; what is queued stays. Begin another iteration to go on.
@@ -229,7 +224,7 @@ class Consumer(Hub):
         self._check_mine()
         want = self._batching.want(groups if rows is None else None, rows)
         return self._batching.batches(
-            want, layout=layout, max_staleness=max_staleness, prefetch=prefetch, hold=hold, timeout_s=timeout_s
+            want, layout=layout, max_staleness=max_staleness, prefetch=prefetch, hold=hold, timeout_s=timeout_s, make=make
         )  # fmt: skip
 
     def take_groups(

@@ -83,6 +83,14 @@ class Record(OneProcess, LeasedRecord):
         """Name of the segment it lies in."""
         return self._lane.name
 
+    @property
+    def lane_memory(self) -> memoryview:
+        """All of its lane's segment, read-only, for who registers memory with a device: the mapping stays as long as this does.
+
+        It holds no lease. BufferError in a child of fork.
+        """
+        return memoryview(self.reader.lane).toreadonly()
+
     def __enter__(self) -> "Record":
         return self
 

@@ -271,3 +271,28 @@ def test_random_groups_equal_their_records(producer, consumer) -> None:
                 assert it.scores[row] == group["score"][place]
                 row += 1
         it.release()
+
+
+def test_columns_in_place_stay_out_of_the_batch_and_in_its_records(batch, consumer) -> None:
+    made = []
+
+    def make(groups, layout):
+        made.append(Batch(groups, layout, in_place=("tokens", "advantages")))
+        return made[-1]
+
+    it = batch(make=make)
+    assert it is made[0]
+    assert it.tokens is None
+    assert "advantages" not in it
+    assert it.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 0, 1]
+    assert it.lengths.tolist() == [3, 1, 2, 1, 2, 0]
+    assert [record["tokens"].values.tolist() for record in it.records] == [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
+
+
+def test_what_making_a_batch_raises_reaches_who_iterates_and_the_groups_stay(batch, consumer) -> None:
+    def make(groups, layout):
+        raise RuntimeError("no room on the device")
+
+    with pytest.raises(RuntimeError, match="no room"):
+        batch(make=make)
+    assert next(consumer.batches(groups=3, prefetch=0)).token_count == 9

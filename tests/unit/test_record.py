@@ -288,3 +288,16 @@ def test_records_in_garbage_cycles_are_released(record, held) -> None:
     del holder
     gc.collect()
     assert held() == 0
+
+
+def test_the_memory_of_a_lane_holds_the_records_values_and_may_only_be_read(producer, consumer) -> None:
+    producer.put({"tokens": [[1, 2, 3]]})
+    record = consumer.get(5.0)
+    memory = record.lane_memory
+    assert memory.readonly
+    values, whole = record["tokens"].values, np.frombuffer(memory, np.uint8)
+    at = values.ctypes.data - whole.ctypes.data
+    assert whole[at : at + 12].view(np.int32).tolist() == [1, 2, 3]
+    record.release()
+    del values, record
+    assert consumer.stats()["held"] == 0  # the memory is no lease

@@ -1,0 +1,189 @@
+"""Batches some of whose columns lie on the device, copied there record by record, straight from the ring.
+
+    with DeviceCopies("cuda", columns=("tokens", "inference_logprobs")) as copies:
+        for batch in consumer.batches(groups=64, make=copies.batch):
+            batch.tokens  # an int32 tensor on the device; everything else is as in any packed batch
+
+No host memory is written on the way, and with lanes that are registered with CUDA none is read by a processor. Copies
+are begun in the thread that forms batches, on a stream of their own: `prefetch` batches are on the device ahead of
+the one being trained. A batch ends its leases only after its copies have ended. On a CPU the same copies are the
+gathering.
+
+Knows batches and torch; knows nothing of losses. Called by the learner's batch source, and by other trainers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+import shmbridge
+from shmbridge.batch import Layout
+from shmbridge.consumers.pinned import CudaDriver, PinnedLanes
+from shmbridge.groups import Group
+from shmbridge.schema import Kind
+
+log = logging.getLogger(__name__)
+
+
+class DeviceCopies:
+    """A way to the device: its stream, and the lanes that are registered with it. A context manager.
+
+    Args:
+        device: where the columns go; "cpu" is one, too.
+        columns: per-token columns that go straight there.
+        lanes: what registers lanes; None: the CUDA driver's if the device is CUDA.
+    """
+
+    def __init__(
+        self, device: torch.device | str, columns: Collection[str] = ("tokens",), lanes: PinnedLanes | None = None
+    ) -> None:
+        self.device = torch.device(device)
+        self.columns = tuple(columns)
+        self.lanes = lanes or PinnedLanes(_driver() if self.device.type == "cuda" else None)
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def batch(self, groups: list[Group], layout: Layout = "packed") -> DeviceBatch:
+        """Return a batch of leased groups, its copies under way: what `Consumer.batches(make=)` takes.
+
+        Raises:
+            ValueError: a column that has no value per token, or another layout than "packed".
+        """
+        if layout != "packed":
+            raise ValueError(f"layout {layout!r}: what goes to a device is packed")
+        return DeviceBatch(groups, self)
+
+    def close(self) -> None:
+        """End all copies and let the lanes go. Blocks for the copies under way. Idempotent."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        self.lanes.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class DeviceBatch(shmbridge.Batch):
+    """A packed `shmbridge.Batch` in which some columns are tensors on the device; see `DeviceCopies`.
+
+    A tensor may be used by whatever stream is current when it is asked for; that stream then waits for the copies.
+    """
+
+    def __init__(self, groups: list[Group], copies: DeviceCopies) -> None:
+        super().__init__(groups, "packed", in_place=copies.columns)
+        self._copies = copies
+        self._under_way: list[Tensor] = []  # over the lanes' memory; each holds its record's lease
+        self._event: torch.cuda.Event | None = None
+        stream = copies.stream
+        if stream is None:
+            self._copy_all()
+            self._under_way = []
+            return
+        with torch.cuda.device(copies.device), torch.cuda.stream(stream):
+            self._copy_all()
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+
+    def release(self) -> None:
+        """End the leases of the batch's records once the copies have ended. Blocks for these; idempotent."""
+        self._end_copies()
+        super().release()
+
+    def __getattr__(self, name: str) -> Any:
+        return self._usable(super().__getattr__(name))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._usable(super().__getitem__(name))
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_under_way"):  # the memory may be written anew as soon as the leases are gone
+            self._end_copies()
+
+    def _end_copies(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+        self._under_way = []
+
+    def _usable(self, value: Any) -> Any:
+        event = self.__dict__.get("_event")
+        if event is not None and isinstance(value, Tensor):
+            stream = torch.cuda.current_stream(self._copies.device)
+            event.wait(stream)
+            value.record_stream(stream)  # its memory is not another's before this stream is done with it
+        return value
+
+    def _copy_all(self) -> None:
+        if self._copies.stream is not None:
+            torch.empty(1, device=self._copies.device)  # this thread has a context from here on
+        for record in self.records:
+            self._copies.lanes.pin(record)
+        for name in self._copies.columns:
+            if any(name in record for record in self.records):
+                self._columns[name], self._present[name] = self._copied(name)
+
+    def _copied(self, name: str) -> tuple[Tensor, npt.NDArray[np.bool_]]:
+        """Return (N,) on the device, 0 where a row has no value, and bool (B,): which rows have the column."""
+        column = next(record.lane_columns[name] for record in self.records if name in record)
+        if not column.per_token or column.kind is not Kind.LIST:
+            raise ValueError(f"column {name!r} has no value per token, so it is not for the device: leave it out of `columns`")
+        present = np.zeros(len(self), bool)
+        parts: list[tuple[int, Tensor]] = []
+        row = 0
+        for record in self.records:
+            rows = slice(row, row + len(record))
+            row = rows.stop
+            if name not in record:
+                continue
+            ragged = record[name]
+            present[rows] = True if ragged.valid is None else ragged.valid
+            for to, values in _blocks(ragged, self.cu_seqlens[rows.start : rows.stop + 1]):
+                for part in self._copies.lanes.cut(record, values):
+                    parts.append((to, _over(part)))
+                    to += len(part)
+        whole = sum(len(source) for _, source in parts) == self.token_count
+        new = torch.empty if whole else torch.zeros
+        made = new(self.token_count, dtype=torch.from_numpy(np.empty(0, column.dtype)).dtype, device=self._copies.device)
+        self._under_way += [source for _, source in parts]
+        for to, source in parts:
+            made[to : to + len(source)].copy_(source, non_blocking=True)
+        return made, present
+
+
+def _blocks(ragged: Any, ends: npt.NDArray[np.int32]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """Yield (where it goes, values): all of a record's at once if each row has a value for each token, else row by row."""
+    lengths = np.diff(ends)
+    if len(ragged) == len(lengths) and np.array_equal(ragged.lengths, lengths):
+        yield int(ends[0]), ragged.values
+        return
+    for row, length in enumerate(lengths[: len(ragged)].tolist()):
+        yield int(ends[row]), ragged[row][:length]
+
+
+class _Memory:
+    """An array's memory for torch, which takes none that is read-only; only copied from. Keeps the array, so its lease."""
+
+    def __init__(self, values: npt.NDArray[Any]) -> None:
+        self.values = values
+        self.__array_interface__ = values.__array_interface__ | {"data": (values.ctypes.data, False)}
+
+
+def _over(values: npt.NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.asarray(_Memory(values)))
+
+
+def _driver() -> CudaDriver | None:
+    try:
+        return CudaDriver()
+    except (OSError, AttributeError) as error:
+        log.warning("lanes are not registered with CUDA, copies are slower: %s", error)
+        return None

@@ -1,0 +1,140 @@
+"""Lanes registered with CUDA, so that a device reads a ring's memory itself, by asynchronous copies and without a host pass.
+
+Each lane is registered once, when its first record is seen, in pieces, and let go when its segment is gone. What cannot
+be registered (a limit of locked memory, an old driver, no device) is copied more slowly, and one line of the log says so.
+It asks the CUDA driver and not the runtime: a refusal of the runtime's would be raised by the next, innocent kernel.
+
+Knows records' lanes; knows nothing of columns and batches. Called by `device_batch.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+import shmbridge
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 256 << 20
+_PORTABLE, _READ_ONLY = 1, 8  # for all contexts; the device only reads
+_SEGMENTS = "/dev/shm"
+
+
+class Driver(Protocol):
+    """What registers memory: the CUDA driver."""
+
+    def register(self, address: int, size: int) -> int:
+        """Register page-aligned memory; 0, or the driver's error."""
+        ...
+
+    def unregister(self, address: int) -> int:
+        """Undo that; 0, or the driver's error."""
+        ...
+
+
+class CudaDriver:
+    """The driver of this machine. The calling thread needs a current context.
+
+    Raises:
+        OSError: there is none.
+    """
+
+    def __init__(self) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._cuda.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+        self._cuda.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
+
+    def register(self, address: int, size: int) -> int:
+        """As `Driver`. A mapping that may only be read needs the read-only flag, which not every device has."""
+        refused = int(self._cuda.cuMemHostRegister_v2(address, size, _PORTABLE | _READ_ONLY))
+        return refused and int(self._cuda.cuMemHostRegister_v2(address, size, _PORTABLE))
+
+    def unregister(self, address: int) -> int:
+        """As `Driver`."""
+        return int(self._cuda.cuMemHostUnregister(address))
+
+
+@dataclass
+class _Pinned:
+    memory: memoryview  # keeps the lane mapped as long as any of it is registered
+    address: int
+    pieces: list[int] = field(default_factory=list)  # addresses of what is registered
+
+
+class PinnedLanes:
+    """The lanes that were registered. For one thread at a time.
+
+    Args:
+        driver: what registers; None: nothing is, and all copies go the slow way.
+        piece_bytes: most bytes of one registration, a multiple of the page size.
+    """
+
+    def __init__(self, driver: Driver | None, piece_bytes: int = PIECE_BYTES) -> None:
+        self._driver = driver
+        self._piece_bytes = piece_bytes
+        self._lanes: dict[str, _Pinned] = {}
+        self._refused = False
+
+    @property
+    def bytes(self) -> int:
+        """Registered bytes."""
+        return sum(
+            min(self._piece_bytes, lane.address + lane.memory.nbytes - piece) for lane in self._lanes.values() for piece in lane.pieces
+        )
+
+    def pin(self, record: shmbridge.Record) -> None:
+        """Register the lane of a record, unless that was tried before. Blocks: every page of the lane is locked. Never raises."""
+        if self._driver is None or record.lane_name in self._lanes:
+            return
+        self.forget_gone()
+        memory = record.lane_memory
+        lane = _Pinned(memory, np.frombuffer(memory, np.uint8).ctypes.data)
+        self._lanes[record.lane_name] = lane
+        for at in range(0, memory.nbytes, self._piece_bytes):
+            refused = self._driver.register(lane.address + at, min(self._piece_bytes, memory.nbytes - at))
+            if refused:
+                if not self._refused:
+                    log.warning(
+                        "CUDA (error %d) does not register lane %s from byte %d of %d: copies from there are slower "
+                        "(ulimit -l, or the container's limit of locked memory?)", refused, record.lane_name, at, memory.nbytes
+                    )  # fmt: skip
+                self._refused = True
+                return
+            lane.pieces.append(lane.address + at)
+
+    def cut(self, record: shmbridge.Record, values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+        """Yield a record's flat values so that no part crosses the border of two registrations: a copy may not."""
+        lane = self._lanes.get(record.lane_name)
+        if lane is None or not lane.pieces:
+            yield values
+            return
+        item, start, done = values.itemsize, values.ctypes.data - lane.address, 0
+        while done < len(values):
+            to_border = self._piece_bytes - (start + done * item) % self._piece_bytes
+            count = min(len(values) - done, max(1, to_border // item))
+            yield values[done : done + count]
+            done += count
+
+    def forget_gone(self) -> None:
+        """Let go of lanes whose segment is no more: producer dead, all records released."""
+        for name in [name for name in self._lanes if not os.path.exists(_SEGMENTS + name)]:
+            self._let_go(name)
+
+    def close(self) -> None:
+        """Let go of every lane. No copy may be under way. Idempotent."""
+        for name in list(self._lanes):
+            self._let_go(name)
+
+    def _let_go(self, name: str) -> None:
+        lane = self._lanes.pop(name)
+        for piece in lane.pieces:
+            if self._driver is not None and (refused := self._driver.unregister(piece)):
+                log.warning("CUDA (error %d) does not let go of lane %s", refused, name)
