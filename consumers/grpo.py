@@ -42,7 +42,7 @@ from shmbridge.consumers.startup import (
 from shmbridge.consumers.stopping import Stopped, StopSignals
 from shmbridge.consumers.training_rows import NoAdvantages
 from shmbridge.consumers.wandb_log import WandbMissing, WandbRun
-from shmbridge.consumers.world import PeerFailed, PeerLost, World, joined
+from shmbridge.consumers.world import PeerFailed, PeerLost, World, joined, speaks
 
 GAVE_UP = 3  # exit status: no batch came within the limits
 PEER_LOST = 4  # exit status: another rank is gone
@@ -56,10 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run(options, stops)
         except Stopped as stopped:
-            say(f"stopped by {stopped}")
+            if speaks():
+                say(f"stopped by {stopped}")
             return 128 + stopped.signum
         except NoBatch as error:
-            print(f"grpo: {error}", file=sys.stderr)
+            if speaks():
+                print(f"grpo: {error}", file=sys.stderr)
             return GAVE_UP
         except PeerLost as error:
             print(f"grpo: {error}", file=sys.stderr)

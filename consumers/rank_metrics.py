@@ -17,7 +17,9 @@ from shmbridge.consumers.world import World
 
 _HIGHEST = re.compile(r"_max$|_max_abs$|_p\d+$|_p\d+_ms$")
 _COUNTED = re.compile(r"^atropos/(batch_groups|total_sequences|empty_response_count)$|^api_perf/(\w+_per_sec|slow_requests)$")
-_OF_TOKENS = re.compile(r"^advantage_")
+_SAID_BY_ALL = {"tokens_without_reference"}  # of the whole batch already
+_OF_TOKENS = re.compile(r"^advantage_|^token_")
+_DEVIATION = re.compile(r"^(\w+_)std()$|^(atropos/.+/)std(_\w+)$")
 _OF_GROUPS = re.compile(r"^atropos/identical_score_rate$|^bridge/group_wait_s$")
 _ENVIRONMENT = re.compile(r"^atropos/(.+)/(mean|std)_(\w+)$")
 
@@ -47,7 +49,7 @@ def merged(shares: Sequence[Metrics], rows: Sequence[dict[str, int]]) -> Metrics
 
 def _merged(name: str, shares: Sequence[Metrics], rows: Sequence[dict[str, int]]) -> Any:
     values = [share[name] for share in shares if name in share]
-    if _HIGHEST.search(name):
+    if _HIGHEST.search(name) or name in _SAID_BY_ALL:
         return max(values)
     if isinstance(values[0], bool):
         return any(values)
@@ -65,7 +67,8 @@ def _spread(name: str, shares: Sequence[Metrics], rows: Sequence[dict[str, int]]
 
 def _mean_of(name: str) -> str:
     """The name of the mean that belongs to a standard deviation; "" if it is none."""
-    return re.sub(r"(^|/|_)std(_|$)", r"\1mean\2", name) if re.search(r"(^|/|_)std(_|$)", name) else ""
+    found = _DEVIATION.search(name)
+    return "mean".join(part for part in found.groups() if part is not None) if found else ""
 
 
 def _weighed(name: str, shares: Sequence[Metrics], rows: Sequence[dict[str, int]]) -> list[tuple[float, Metrics]]:

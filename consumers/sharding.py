@@ -55,8 +55,15 @@ class _Through(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, compute: Callable[..., Result], args: tuple[Any, ...], named: dict[str, Any]) -> Result:
-        return compute(self.model, *args, **named)
+    def forward(self, compute: Callable[..., Result], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return _owned(compute(self.model, *args, **named))
+
+
+def _owned(result: Any) -> Any:
+    """The result with tensors of its own: FSDP2 hooks into them, and cannot into views of others."""
+    if isinstance(result, tuple):
+        return tuple(_owned(each) for each in result)
+    return result.clone() if isinstance(result, Tensor) else result
 
 
 class _Wrapped(Parallel):

@@ -47,6 +47,10 @@ def starting_point(options: argparse.Namespace) -> Path | None:
 
 def agreed_starting_point(options: argparse.Namespace, world: World) -> Path | None:
     """Return what rank 0 found in the run directory, on every rank. Raises as `starting_point`, or PeerFailed."""
+    if options.groups < world.size:
+        raise Refused(
+            f"--groups {options.groups}: each of {world.size} ranks needs a group of every batch -> raise --groups"
+        )
     with world.together():
         found = starting_point(options) if world.is_main else None
     told = world.told("" if found is None else str(found))

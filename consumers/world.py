@@ -150,9 +150,19 @@ def joined(device: str, timeout_s: float) -> Iterator[World]:
             raise
         raise PeerLost(
             f"rank {rank} of {size} ends, since another one is gone or was silent for {timeout_s:g} s: "
-            f"{str(error).splitlines()[0]} -> see that rank's output; start all ranks again with --resume"
+            f"{_seen(error)} -> see that rank's output; start all ranks again with --resume"
         ) from None
     distributed.destroy_process_group()
+
+
+def speaks() -> bool:
+    """Whether this process is to say what all ranks would say: the only one, or rank 0."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0"
+
+
+def _seen(error: RuntimeError) -> str:
+    """What was seen of the peer, without the place in somebody's source and without advice."""
+    return str(error).splitlines()[0].removeprefix("[").split("] ", 1)[-1].split(". ")[0]
 
 
 def is_of_a_lost_peer(error: RuntimeError) -> bool:

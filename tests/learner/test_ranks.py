@@ -1,0 +1,395 @@
+"""Several ranks as processes on a real bridge: they learn what one learns, and whoever dies or stops, nobody hangs and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import shmbridge
+from shmbridge.weights import WeightsReader
+
+GROUPS = 4  # per step
+GONE = 4  # exit status of a rank that lost another
+
+
+@pytest.fixture
+def bridge():
+    name = f"ranks-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    yield name
+    shmbridge.clean(name, dry_run=False)
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    """Ask it for processes; see rank_nursery.py."""
+    command = [sys.executable, str(Path(__file__).with_name("rank_nursery.py"))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+
+        def ask(**question):
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            return int(process.stdout.readline())
+
+        yield ask
+        process.stdin.close()
+
+
+class Job:
+    """The ranks of one start, as torchrun would start them, but without anybody who ends the others when one is gone."""
+
+    def __init__(self, nursery, folder, bridge, size, *flags):
+        self._nursery, self.folder = nursery, folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        argv = ["--bridge", bridge, "--model", str(folder / "model"), "--run-dir", str(folder / "run")]
+        argv += ["--device", "cpu", "--threads", "1", "--lr", "1e-3", "--group-size", "4", "--warmup", "1"]
+        argv += ["--groups", str(GROUPS), "--entropy", "0.1", *flags]
+        self.number = uuid.uuid4().hex[:6]
+        self.pids, self.over = {}, {}
+        for rank in range(size):
+            where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+            env = {name: str(value) for name, value in where.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            out, err = (str(folder / f"{self.number}.{rank}.{name}") for name in ("out", "err"))
+            self.pids[rank] = nursery(start={"argv": argv, "env": env, "out": out, "err": err})
+
+    def said(self, rank=0, name="out"):
+        path = self.folder / f"{self.number}.{rank}.{name}"
+        return path.read_text() if path.exists() else ""
+
+    def read_until(self, text, within_s=60.0):
+        deadline = time.monotonic() + within_s
+        while text not in self.said():
+            assert time.monotonic() < deadline, f"no {text!r} in {self.said()}, {self.said(0, 'err')}"
+            time.sleep(0.02)
+
+    def wait(self):
+        """Return the exit statuses by rank; blocks until all are over."""
+        for rank in self.pids.keys() - self.over.keys():
+            self.over[rank] = self._nursery(wait=self.pids[rank])
+        return dict(sorted(self.over.items()))
+
+    def kill(self, rank, signum=signal.SIGKILL):
+        os.kill(self.pids[rank], signum)
+
+
+@pytest.fixture(scope="module")
+def save_model():
+    """Return a function that writes the same small model to a folder."""
+
+    def save(folder):
+        torch.manual_seed(5)
+        config = Qwen2Config(
+            vocab_size=28, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4, max_position_embeddings=256, initializer_range=0.1, tie_word_embeddings=False,
+        )  # fmt: skip
+        Qwen2ForCausalLM(config).save_pretrained(folder)
+
+    return save
+
+
+@pytest.fixture
+def start(nursery, bridge, save_model, tmp_path):
+    """Return a starter of jobs whose processes are gone when the test is."""
+    save_model(tmp_path / "model")
+    jobs = []
+
+    def begin(size, *flags):
+        jobs.append(Job(nursery, tmp_path, bridge, size, *flags))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        for rank in job.pids.keys() - job.over.keys():
+            job.kill(rank)
+        job.wait()
+
+
+def put_groups(producer, count):
+    for number in range(count):
+        put_group(producer, number)
+
+
+def put_group(producer, number):
+    """Put 4 answers of a length and with scores that depend on the number."""
+    more = number % 5
+    tokens = [[1, 2 + number % 8, 10 + row, 11] + [12 + row] * more for row in range(4)]
+    group = {"tokens": tokens, "loss_mask": [[0, 0, 1, 1] + [1] * more] * 4, "score": [1.0, 0.0, 0.25, number % 3]}
+    producer.put(group, policy_version=0, timeout_s=10.0)
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved(folder):
+    return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+
+
+def parameters(folder, step):
+    return load_file(folder / "run" / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def left_over(bridge):
+    """Return the sequences that a next consumer gets."""
+    with shmbridge.Consumer(bridge) as consumer:
+        records = consumer.poll(max_records=10_000)
+        found = sorted(record.meta.sequence for record in records)
+        for record in records:
+            record.release()
+    return found
+
+
+def assert_close(found, expected):
+    """Adam divides by the root of what it sees: numbers that are 0 but for rounding, as those of key biases, stay near 0 only."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        near = 1e-3 if name.endswith("k_proj.bias") else 3e-6
+        np.testing.assert_allclose(found[name], tensor, rtol=1e-5, atol=near, err_msg=name)
+
+
+def run_of(start, bridge, tmp_path, size, *flags, steps=3):
+    """Return parameters and metrics of a whole run in a folder of its own."""
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS * steps)
+        job = start(size, "--steps", str(steps), "--run-dir", str(tmp_path / f"of-{size}" / "run"), *flags)
+        assert set(job.wait().values()) == {0}, job.said(0, "err") + job.said(1, "err")
+        assert left_over(bridge) == []
+        with WeightsReader(bridge) as reader, reader.lease() as lease:
+            assert lease.version == steps
+            for name, tensor in parameters(tmp_path / f"of-{size}", steps).items():
+                np.testing.assert_array_equal(lease.tensors[name], tensor, err_msg=name)
+    return parameters(tmp_path / f"of-{size}", steps), metrics(tmp_path / f"of-{size}")
+
+
+ADDS_UP = ("tokens", "trained_tokens", "trajectories", "groups", "groups_flat", "atropos/total_sequences")
+ALIKE = ("loss", "entropy", "grad_norm", "reward_mean", "reward_std", "advantage_mean", "advantage_std", "atropos/test/std_score")
+
+
+@pytest.fixture(scope="module")
+def alone(nursery, save_model, tmp_path_factory):
+    """Parameters and metrics of one rank after three steps."""
+    folder, bridge = tmp_path_factory.mktemp("alone"), f"ranks-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    save_model(folder / "model")
+    try:
+        return run_of(lambda *given: Job(nursery, folder, bridge, *given), bridge, folder, 1)
+    finally:
+        shmbridge.clean(bridge, dry_run=False)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("micro", ["8192", "12"])
+def test_two_ranks_learn_what_one_learns(start, bridge, tmp_path, alone, parallel, micro):
+    """Micro-batches of 12 tokens: as many as rows, and not as many on each rank."""
+    expected, lines = alone
+    both, merged = run_of(start, bridge, tmp_path, 2, "--micro-tokens", micro, "--parallel", parallel)
+    assert_close(both, expected)
+    for one, two in zip(lines, merged, strict=True):
+        assert one.keys() == two.keys()
+        assert {name: two[name] for name in ADDS_UP} == {name: one[name] for name in ADDS_UP}
+        for name in ALIKE:
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_a_rank_whose_share_trains_nothing_takes_part(start, bridge, tmp_path, parallel):
+    """One group of each step has a trained token: all other shares have none, and a step without any changes nothing."""
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        for trained in (1, 0, 0, 0, 0, 0, 0, 0):
+            group = {"tokens": [[1, 2, 3, row] for row in range(4)], "loss_mask": [[0, 0, 0, trained]] * 4}
+            producer.put(group | {"score": [1.0, 0.0, 0.0, 1.0]}, policy_version=0, timeout_s=10.0)
+        job = start(3, "--steps", "2", "--parallel", parallel, "--process-group-timeout", "30", "--save-every", "1")
+        assert set(job.wait().values()) == {0}, [job.said(rank, "err") for rank in range(3)]
+    first, second = metrics(tmp_path)
+    assert (first["trained_tokens"], second["trained_tokens"]) == (4, 0)
+    assert first["grad_norm"] > 0.0
+    assert second["grad_norm"] == 0.0
+    before, after = parameters(tmp_path, 1), parameters(tmp_path, 2)
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(after[name], tensor, err_msg=name)
+
+
+@pytest.mark.parametrize(("parallel", "then"), [("fsdp2", 1), ("ddp", 1), ("fsdp2", 3)])
+def test_a_run_goes_on_with_another_number_of_ranks(start, bridge, tmp_path, alone, parallel, then):
+    """Two steps by two ranks and one by others are what three by one rank are: parameters, moments and step are whole in the files."""
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS * 3)
+        first = start(2, "--steps", "3", "--parallel", parallel, "--save-every", "2")
+        assert set(first.wait().values()) == {0}, first.said(0, "err")
+        assert saved(tmp_path) == ["step-00000002", "step-00000003"]
+        both = parameters(tmp_path, 3)
+        for file in (tmp_path / "run" / "checkpoints" / "step-00000003").iterdir():
+            file.unlink()
+        (tmp_path / "run" / "checkpoints" / "step-00000003").rmdir()
+        for number in range(GROUPS * 2, GROUPS * 3):  # the third batch once more
+            put_group(producer, number)
+        second = start(then, "--steps", "3", "--parallel", parallel, "--resume")
+        assert set(second.wait().values()) == {0}, second.said(0, "err")
+    assert "step 2 of 3" in second.said()
+    assert_close(both, alone[0])
+    assert_close(parameters(tmp_path, 3), alone[0])
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("when", ["waiting", "training"])
+def test_a_killed_rank_takes_no_group_with_it_and_nobody_hangs(start, bridge, tmp_path, dead, when):
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        steps = 2 if when == "waiting" else 100
+        put_groups(producer, GROUPS * steps + 1)
+        job = start(2, "--steps", "1000", "--process-group-timeout", "20")
+        job.read_until("step    2/")
+        job.kill(dead)
+        begun = time.monotonic()
+        status = job.wait()
+        took = time.monotonic() - begun
+        assert status == {dead: -signal.SIGKILL, 1 - dead: GONE}, job.said(1 - dead, "err")
+        assert took < 15.0  # its connections are closed by the kernel: no need to wait for the limit
+        said = job.said(1 - dead, "err")
+        if dead:  # the hub notices, too
+            said = said.replace(f"rank 1 of bridge {bridge!r} is dead; 0 shares of it wait\n", "")
+        ends = f"grpo: rank {1 - dead} of 2 ends, since another one is gone or was silent for 20 s: "
+        assert re.fullmatch(ends + r".*Connection (closed|reset) .* -> see that rank's output; .* --resume\n", said), said
+
+        done = len(metrics(tmp_path))
+        left = left_over(bridge)
+    # Sequences count from 0. What is gone was trained; the batch that the kill fell into may be gone for one rank alone.
+    assert left[-1] == GROUPS * steps
+    gone = GROUPS * steps + 1 - len(left)
+    assert GROUPS * (done - 1) <= gone <= GROUPS * (done + 1)
+
+
+def test_a_silent_rank_is_waited_for_no_longer_than_the_limit(start, bridge, tmp_path):
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS * 2)
+        job = start(2, "--steps", "1000", "--process-group-timeout", "3")
+        job.read_until("step    2/")
+        job.kill(1, signal.SIGSTOP)
+        assert job._nursery(wait=job.pids[0]) == GONE
+        job.over[0] = GONE
+        job.kill(1)
+        assert job.wait() == {0: GONE, 1: -signal.SIGKILL}
+    assert "silent for 3 s" in job.said(0, "err")
+
+
+@pytest.mark.parametrize("whom", [(0,), (1,), (0, 1)])
+def test_a_stop_of_any_rank_is_a_stop_of_all_with_one_checkpoint(start, bridge, tmp_path, whom):
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS * 3 + 1)
+        job = start(2, "--steps", "50")
+        job.read_until("step  3/")
+        for rank in whom:
+            job.kill(rank, signal.SIGTERM)
+        assert job.wait() == {0: 128 + signal.SIGTERM, 1: 128 + signal.SIGTERM}, job.said(0, "err")
+        assert job.said().count("stopped by SIGTERM") == 1
+        assert job.said(0, "err") + job.said(1, "err") + job.said(1) == ""
+        assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+        assert saved(tmp_path) == ["step-00000003"]
+        assert left_over(bridge) == [GROUPS * 3]
+
+
+def test_ranks_give_up_together(start, bridge, tmp_path):
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS + 1)
+        job = start(2, "--steps", "5", "--max-wait-time", "1.5", "--parallel", "fsdp2")
+        assert set(job.wait().values()) == {3}
+        assert "1 of 1 lanes have a living producer, 1 of 4 groups are there" in job.said(0, "err")
+        assert job.said(1, "err") + job.said(1) == ""
+        assert saved(tmp_path) == ["step-00000001"]
+        assert left_over(bridge) == [GROUPS]
+
+
+def test_what_one_rank_cannot_train_ends_all_and_is_left(start, bridge, tmp_path):
+    """One group of the batch has no advantages of its own, and only the rank that reads it knows."""
+    with shmbridge.Producer(bridge, env_name="countdown", lane_bytes="4M") as producer:
+        for number in range(GROUPS):
+            group = {"tokens": [[1, 2, 3]] * 4, "score": [1.0, 0.0, 0.0, 1.0]}
+            if number:
+                group["advantages"] = [[0.0, 1.0, 1.0]] * 4
+            producer.put(group, policy_version=0, timeout_s=10.0)
+        job = start(2, "--steps", "5", "--no-fallback-to-grpo")
+        assert set(job.wait().values()) == {1}
+        said = [job.said(rank, "err") for rank in range(2)]
+        assert all("of environment 'countdown' has 4 trajectories" in text for text in said), said
+        assert all(len(text.splitlines()) == 1 for text in said), said
+        assert sorted(text.startswith("grpo: rank ") for text in said) == [False, True]
+        assert len(left_over(bridge)) == GROUPS
+
+
+def test_fewer_groups_than_ranks_and_taken_bridges_are_refused_on_all(start, bridge, tmp_path):
+    job = start(3, "--steps", "5", "--groups", "2")
+    assert set(job.wait().values()) == {1}
+    assert "--groups 2" in job.said(0, "err")
+    with shmbridge.Consumer(bridge):
+        job = start(2, "--steps", "5")
+        assert set(job.wait().values()) == {1}
+    assert "ConsumerTaken" in job.said(1, "err")
+    assert len(job.said(0, "err").splitlines()) == 1
+
+
+@pytest.fixture
+def torchrun(bridge, save_model, tmp_path):
+    """Return a starter of torchrun with two ranks, which is gone, with them, when the test is."""
+    save_model(tmp_path / "model")
+    started = []
+
+    def start(*flags):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+        command += ["-m", "shmbridge.consumers.grpo", "--bridge", bridge, "--model", str(tmp_path / "model")]
+        command += ["--run-dir", str(tmp_path / "run"), "--device", "cpu", "--threads", "1", "--lr", "1e-3"]
+        command += ["--warmup", "1", "--groups", str(GROUPS), "--group-size", "4", "--entropy", "0.1", *flags]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        started.append(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_torchrun_starts_them(bridge, torchrun, tmp_path, alone):
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS * 3)
+        process = torchrun("--steps", "3")
+        out, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, out
+        assert out.count("done: 3 of 3 steps") == 1
+        assert left_over(bridge) == []
+    assert_close(parameters(tmp_path, 3), alone[0])
+
+
+def test_torchrun_that_is_told_to_stop_lets_them_save_once(bridge, torchrun, tmp_path):
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS * 2 + 1)
+        process = torchrun("--steps", "50", "--parallel", "fsdp2")
+        for line in process.stdout:
+            if "step  2/" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        out = process.stdout.read()
+        process.wait(timeout=60)
+        assert out.count("stopped by SIGTERM") == 1, out
+        assert saved(tmp_path) == ["step-00000002"]
+        assert left_over(bridge) == [GROUPS * 2]
