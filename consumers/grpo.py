@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             run(options, stops)
         except Stopped as stopped:
-            if speaks():
-                say(f"stopped by {stopped}")
+            say(f"stopped by {stopped}")
             return 128 + stopped.signum
         except NoBatch as error:
             if speaks():
@@ -107,16 +106,14 @@ def train(
         version = world.told(first_version(progress.policy_version, batches.policy_version, last_version))
         publish(version)
         batches.publish_version(version)
-        if world.is_main:
-            say(f"bridge {options.bridge}: step {learner.step} of {options.steps}, version {version}, waiting")
+        say(f"bridge {options.bridge}: step {learner.step} of {options.steps}, version {version}, waiting")
         try:
             learn(learner, batches, publish, saver, log, options, stops)
         except (Stopped, NoBatch, NoAdvantages, PeerFailed, shmbridge.ShmBridgeError):
             saver.save(batches.policy_version)  # still the hub: no successor starts from less
             raise
         saver.save(batches.policy_version)
-        if world.is_main:
-            say(f"done: {learner.step} of {options.steps} steps, version {batches.policy_version}")
+        say(f"done: {learner.step} of {options.steps} steps, version {batches.policy_version}")
 
 
 def learn(

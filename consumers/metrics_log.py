@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
+from shmbridge.consumers.world import speaks
+
 Metrics = dict[str, Any]
 
 
@@ -69,8 +71,9 @@ def progress_line(metrics: Metrics, steps: int) -> str:
 
 
 def say(text: str) -> None:
-    """Print one line for people."""
-    print(f"grpo: {text}", flush=True)
+    """Print one line for people; of several ranks, rank 0 does."""
+    if speaks():
+        print(f"grpo: {text}", flush=True)
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,64 @@
+"""Metrics of shares put together: as of the whole batch, whatever share a row was in."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from shmbridge.consumers.learner_metrics import LearnerMetrics, rows_of_environments
+from shmbridge.consumers.rank_metrics import merged
+from shmbridge.consumers.rank_source import NoRows
+from shmbridge.consumers.training_rows import prepare
+
+ROWS = [[3, 4, 5, 6], [3, 4], [9, 1, 2], [9, 1], [7, 7, 7, 7, 7], [7, 7, 2], [1, 2, 3], [1, 5]]
+SCORES = [1.0, 0.0, 0.25, None, 0.5, 0.5, 1.0, 0.75]
+GROUPS = [0, 0, 1, 1, 2, 2, 3, 3]
+ENVS = ["a_std_env", "a_std_env", "b", "b", "b", "b", "a_std_env", "a_std_env"]
+EXACT_BUT = ("latency", "p90", "_per_sec")  # of a rank's own window, or the highest of all
+
+
+def described(packed_batch, chosen):
+    batch = packed_batch(
+        [ROWS[row] for row in chosen],
+        scores=[SCORES[row] for row in chosen],
+        groups=[GROUPS[row] - GROUPS[chosen[0]] for row in chosen],
+        envs=[ENVS[row] for row in chosen],
+        published_ns=[row * 10**9 for row in chosen],
+    )
+    aged = LearnerMetrics(4).taken(batch, 20 * 10**9, 3)
+    return prepare(batch, 1.0)[1] | aged, rows_of_environments(batch)
+
+
+@pytest.mark.parametrize("cut", [2, 4, 6])
+def test_two_shares_say_what_the_whole_batch_says(packed_batch, cut):
+    whole, _ = described(packed_batch, range(8))
+    shares = [described(packed_batch, range(cut)), described(packed_batch, range(cut, 8))]
+    found = merged([each[0] for each in shares], [each[1] for each in shares])
+    assert found.keys() == whole.keys()
+    near = {"reward_mean", "reward_std", "atropos/mean_score", "atropos/b/mean_score", "atropos/b/std_score"}
+    for name, value in whole.items():
+        if not any(part in name for part in EXACT_BUT):
+            # One row has no score, and a mean of scores is weighted by rows.
+            assert found[name] == pytest.approx(value, rel=1e-6, abs=0.05 if name in near else 1e-7, nan_ok=True), name
+            assert type(found[name]) is type(value), name
+
+
+def test_a_rank_without_rows_changes_nothing(packed_batch):
+    share, rows = described(packed_batch, range(8))
+    nothing = prepare(NoRows(), 1.0)[1] | LearnerMetrics(4).taken(NoRows(), 20 * 10**9, 3)
+    found = merged([share, nothing], [rows, rows_of_environments(NoRows())])
+    for name, value in share.items():
+        if not name.startswith("api_perf/"):
+            assert found[name] == pytest.approx(value, nan_ok=True), name
+    assert found["atropos/num_environments"] == 2.0
+
+
+def test_what_is_known_nowhere_stays_unknown():
+    found = merged([{"reward_mean": math.nan, "trajectories": 2}, {"reward_mean": math.nan, "trajectories": 0}], [{}, {}])
+    assert math.isnan(found["reward_mean"])
+
+
+def test_what_every_rank_says_of_the_whole_batch_is_not_added_up():
+    found = merged([{"tokens_without_reference": 5, "loss": 0.1}] * 2, [{}, {}])
+    assert found == {"tokens_without_reference": 5, "loss": 0.1}

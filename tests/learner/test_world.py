@@ -1,0 +1,109 @@
+"""One rank for itself, and what several say to each other, in threads that stand for them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from shmbridge.consumers.stopping import Stopped, StopSignals
+from shmbridge.consumers.world import ALONE, PeerFailed, World, is_of_a_lost_peer, joined
+
+
+class Table:
+    """Where the ranks of a test meet: each lays a word down, and takes all."""
+
+    def __init__(self, size):
+        self.barrier = threading.Barrier(size, timeout=10.0)
+        self.words = [None] * size
+
+    def gathered(self, rank, word):
+        self.words[rank] = word
+        self.barrier.wait()
+        words = list(self.words)
+        self.barrier.wait()
+        return words
+
+
+class ThreadWorld(World):
+    def __init__(self, table, rank):
+        self.table, self.rank, self.size = table, rank, len(table.words)
+
+    def gathered(self, word):
+        return self.table.gathered(self.rank, word)
+
+
+def each_of(size, does):
+    """Return what each rank returned or raised."""
+    table = Table(size)
+
+    def run(rank):
+        try:
+            return does(ThreadWorld(table, rank))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def test_alone_all_say_what_one_says():
+    values = np.array([1.0, 2.0])
+    assert ALONE.is_main
+    assert ALONE.sum(values) is values
+    assert ALONE.most(values) is values
+    assert ALONE.told("word") == "word"
+    with pytest.raises(ValueError, match="own"), ALONE.together():
+        raise ValueError("own")
+
+
+def test_a_failure_of_one_is_known_to_all():
+    def does(world):
+        with world.together():
+            if world.rank == 1:
+                raise ValueError("no such token")
+        return "on"
+
+    first, second, third = each_of(3, does)
+    assert isinstance(second, ValueError)
+    for other in (first, third):
+        assert isinstance(other, PeerFailed)
+        assert str(other) == "rank 1: ValueError: no such token"
+
+
+def test_nobody_fails_and_all_go_on():
+    def does(world):
+        with world.together():
+            word = world.rank
+        return world.told(word)
+
+    assert each_of(3, does) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("size", [None, "1"])
+def test_without_torchrun_or_in_one_of_one_there_is_nobody_to_join(monkeypatch, size):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    with joined("cpu", 1.0) as world:
+        assert world is ALONE
+
+
+def test_only_what_collectives_say_is_taken_for_a_lost_peer():
+    assert is_of_a_lost_peer(RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer"))
+    assert not is_of_a_lost_peer(RuntimeError("CUDA out of memory"))
+
+
+def test_noted_signals_are_left_to_whoever_looks():
+    with StopSignals() as stops, stops.noted():
+        with stops.held():
+            signal.raise_signal(signal.SIGTERM)
+        assert stops.received == signal.SIGTERM  # and nothing was raised
+    with StopSignals() as stops:
+        with stops.noted():
+            pass
+        with pytest.raises(Stopped):
+            signal.raise_signal(signal.SIGINT)
