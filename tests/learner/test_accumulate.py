@@ -36,7 +36,7 @@ def test_parts_leave_the_gradient_and_the_numbers_of_the_whole(tiny_model, packe
         logprobs = [[-0.5] * len(row) for row in rows]
         found = split.accumulate(packed_batch(rows, scores=scores, masks=masks, logprobs=logprobs), first=number == 0)
 
-    rows, scores, masks = (sum((list(part[each]) for part in PARTS), []) for each in range(3))
+    rows, scores, masks = ([value for part in PARTS for value in part[each]] for each in range(3))
     groups = np.repeat([0, 1, 2], [2, 3, 2]).tolist()
     logprobs = [[-0.5] * len(row) for row in rows]
     expected = whole.accumulate(packed_batch(rows, scores=scores, masks=masks, logprobs=logprobs, groups=groups))
