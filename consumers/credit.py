@@ -48,6 +48,7 @@ class Credit:
     use_own: bool = True  # the records' own advantages, where they have them
     fallback: bool = True  # to the rest of this, where they have none
     steps: Literal["off", "to_go", "step"] = "off"  # which step rewards a token gets
+    step_over: Literal["group", "place"] = "group"  # which of them are compared
     step_discount: float = 1.0
     step_weight: float = 0.5  # of the step rewards beside the outcome
     token_rewards: Literal["off", "group", "batch"] = "off"  # over what they are normalised
@@ -188,7 +189,7 @@ def _with_steps(batch: Any, outcome: FloatArray, trained: Bools, credit: Credit)
     where, counts = (None, None) if ends is None else (ends.values, ends.lengths)
     steps, odd = Steps.sound(rewards.values, rewards.lengths, where, counts, batch.cu_seqlens)
     process = process_advantages(
-        steps, batch.group_index, trained, reach=credit.steps, discount=credit.step_discount,
+        steps, batch.group_index, trained, reach=credit.steps, over=credit.step_over, discount=credit.step_discount,
         scale="none" if credit.estimator in ("dr_grpo", "rloo") else "std",
     )  # fmt: skip
     has = steps.counts > 0

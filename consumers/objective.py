@@ -111,6 +111,7 @@ class Objective:
                 use_own=options.use_advantages,
                 fallback=options.fallback_to_grpo,
                 steps=options.process_rewards,
+                step_over=options.process_over,
                 step_discount=options.process_discount,
                 step_weight=options.process_weight,
                 token_rewards=options.token_rewards,

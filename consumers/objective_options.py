@@ -96,6 +96,12 @@ def _advantages(group: argparse._ArgumentGroup) -> None:
         default="off",
         help="step_rewards: a token gets those of its own step and all later ones, or of its own step alone [off]",
     )
+    group.add_argument(
+        "--process-over",
+        choices=("group", "place"),
+        default="group",
+        help="normalise all step rewards of a group together, or the first of each row, the second of each row, ... [group]",
+    )
     group.add_argument("--process-discount", type=share, metavar="X", default=1.0, help="per step, for to_go [1]")
     group.add_argument(
         "--process-weight", type=share, metavar="X", default=0.5, help="of the step rewards, the rest is the outcome's [0.5]"

@@ -141,6 +141,7 @@ def process_advantages(
     *,
     usable: npt.ArrayLike | None = None,
     reach: Literal["to_go", "step"] = "to_go",
+    over: Literal["group", "place"] = "group",
     discount: float = 1.0,
     scale: Literal["std", "none"] = "std",
     eps: float = 1e-4,
@@ -149,8 +150,14 @@ def process_advantages(
 ) -> FloatArray:
     """Return the advantages of tokens that the rewards of steps make. Never blocks.
 
-    First all step rewards of all rows of a group are normalised together, as `group_advantages` does, guards
-    included: rewards that are all the same give exactly 0, and so does the only one of its group. Then
+    First step rewards are normalised as `group_advantages` does, guards included: rewards that are all the same give
+    exactly 0, and so does the only one of its kind.
+
+    over="group":  all step rewards of all rows of a group together
+    over="place":  those of the first steps of a group's rows, those of their second steps, and so on: where a step that
+                   most rows fail is followed by one that most pass, no step is judged by the other's difficulty
+
+    Then
 
     reach="to_go":  a token gets the sum of its own step's and all later normalised rewards of its row, those
                     of the k-th step from its own times discount**k
@@ -167,6 +174,7 @@ def process_advantages(
         loss_mask: uint8 or bool (N,), non-zero where a token is trained.
         usable: bool (B,), rows whose steps count; the others get 0 and stand in no mean; None means all.
         reach: which rewards a token gets.
+        over: which rewards are compared.
         discount: 0 .. 1 per step, for "to_go".
         scale, eps, floor, ddof: as in `group_advantages`.
 
@@ -186,9 +194,15 @@ def process_advantages(
         raise ValueError(f"loss_mask has shape {trained.shape}, and cu_seqlens ends at {steps.starts[-1]}")
     if reach not in ("to_go", "step"):
         raise ValueError(f'reach is {reach!r}: "to_go" or "step"')
+    if over not in ("group", "place"):
+        raise ValueError(f'over is {over!r}: "group" or "place"')
     rows = steps.rows
+    compared = group[rows]
+    if over == "place":
+        place = np.arange(rows.size) - np.searchsorted(rows, rows)
+        compared = np.unique(np.stack([compared, place]), axis=1, return_inverse=True)[1].reshape(-1)
     normalised = group_advantages(
-        steps.rewards, group[rows], usable=counts[rows], scale=scale, eps=eps, floor=floor, ddof=ddof
+        steps.rewards, compared, usable=counts[rows], scale=scale, eps=eps, floor=floor, ddof=ddof
     ).astype(np.float64)
     worth = to_go(normalised, steps.counts, discount) if reach == "to_go" else normalised
     whole_row = np.bincount(rows, weights=normalised, minlength=steps.counts.size)

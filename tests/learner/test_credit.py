@@ -77,6 +77,18 @@ def test_step_rewards_are_divided_by_their_deviation_where_scores_are(packed_bat
     assert rows[1][1] == pytest.approx(1.0 / np.std([1, 0, 2]), rel=1e-3)
 
 
+def test_step_rewards_can_be_compared_place_by_place(packed_batch):
+    """The second step is hard for everybody: nobody is blamed for it, and a third one that only one row has says nothing."""
+    steps = {"step_rewards": [[1, 0], [0, 0], [1, 0, 1], [5, 5]], "step_ends": [[2, 3], [2, 3], [2, 3, 4], [2, 3]]}
+    batch = packed_batch([[1, 2, 3], [4, 5, 6], [7, 8, 9, 1], [2, 3, 4]], scores=[0.0] * 4, groups=[0, 0, 0, 1], **steps)
+    rows, _ = credit(batch, estimator="dr_grpo", steps="step", step_weight=1.0, step_over="place")
+    np.testing.assert_allclose(np.concatenate(rows), [0, 1 / 3, 0, 0, -2 / 3, 0, 0, 1 / 3, 0, 0, 0, 0, 0], atol=1e-6)
+    rows, _ = credit(batch, estimator="dr_grpo", steps="step", step_weight=1.0)
+    np.testing.assert_allclose(rows[0], [0, 4 / 7, -3 / 7], atol=1e-6)
+    with pytest.raises(ValueError, match="over is 'row'"):
+        credit(batch, steps="step", step_over="row")
+
+
 @pytest.mark.parametrize("ends", [[3], [3, 9], [5, 3], [0, 5], [3, 3]])
 def test_steps_that_do_not_fit_their_row_cost_that_row_its_steps_and_are_counted(packed_batch, ends):
     odd = STEPS | {"step_ends": [[3, 5], [2], ends], "step_rewards": [[1.0, 0.0], [2.0], [9.0, 9.0]]}

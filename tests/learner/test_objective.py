@@ -171,13 +171,13 @@ def test_the_command_line_says_all_of_it():
     flags = """
         --loss dr_grpo --max-answer-tokens 99 --tis-cap 2 --tis-level sequence --max-token-staleness 3 --kl-coef 0.1 --kl-estimator k2
         --entropy 0.2 --temperature 0.9 --micro-tokens 77 --advantages rloo --no-use-advantages --no-fallback-to-grpo
-        --clip-advantages -2 3 --process-rewards to_go --process-discount 0.9 --process-weight 0.3 --token-rewards batch
-        --token-discount 0.8 --token-weight 0.4 --overlong-length 50 --overlong-buffer 10
+        --clip-advantages -2 3 --process-rewards to_go --process-over place --process-discount 0.9 --process-weight 0.3
+        --token-rewards batch --token-discount 0.8 --token-weight 0.4 --overlong-length 50 --overlong-buffer 10
     """
     made = Objective.from_options(options(*flags.split()))
     credit = Credit(
-        estimator="rloo", use_own=False, fallback=False, steps="to_go", step_discount=0.9, step_weight=0.3, token_rewards="batch",
-        token_discount=0.8, token_weight=0.4, overlong_length=50, overlong_buffer=10, clip=(-2.0, 3.0),
+        estimator="rloo", use_own=False, fallback=False, steps="to_go", step_over="place", step_discount=0.9, step_weight=0.3,
+        token_rewards="batch", token_discount=0.8, token_weight=0.4, overlong_length=50, overlong_buffer=10, clip=(-2.0, 3.0),
     )  # fmt: skip
     assert made == Objective(
         loss="dr_grpo", max_tokens=99, tis_cap=2.0, tis_level="sequence", max_token_age=3, kl=0.1, kl_estimator="k2", entropy=0.2,
