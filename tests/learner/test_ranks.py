@@ -208,6 +208,26 @@ def test_two_ranks_learn_what_one_learns(start, bridge, tmp_path, alone, paralle
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
 
 
+NEEDS_ALL = {  # objectives that divide by, or normalise over, what all ranks have
+    "grpo": "--loss grpo --advantages batch --kl-coef 0.1 --tis-cap 2",
+    "dr_grpo": "--loss dr_grpo --advantages rloo --token-rewards batch --kl-coef 0.1 --kl-estimator k2",
+    "sft": "--loss sft --sft-normalization global --clip-advantages -1 1",
+}
+
+
+@pytest.mark.parametrize(("parallel", "loss"), [("ddp", "grpo"), ("fsdp2", "dr_grpo"), ("fsdp2", "sft")])
+def test_two_ranks_have_one_objective(start, bridge, tmp_path, parallel, loss):
+    flags = ["--micro-tokens", "12", *NEEDS_ALL[loss].split()]
+    expected, lines = run_of(start, bridge, tmp_path, 1, *flags, steps=2)
+    both, merged = run_of(start, bridge, tmp_path, 2, "--parallel", parallel, *flags, steps=2)
+    for name, tensor in expected.items():  # on average: Adam makes much of single gradients that are 0 but for rounding
+        assert np.abs(both[name] - tensor).mean() < (1e-4 if name.endswith("k_proj.bias") else 1e-7), name
+    for one, two in zip(lines, merged, strict=True):
+        for name in (*ALIKE, "policy_loss", "kl", "tis_weight_mean"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+    assert lines[-1]["grad_norm"] > 1e-3
+
+
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_a_rank_whose_share_trains_nothing_takes_part(start, bridge, tmp_path, parallel):
     """One group of each step has a trained token: all other shares have none, and a step without any changes nothing."""
