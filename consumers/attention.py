@@ -50,8 +50,7 @@ def settle(
         return "padded"
     before = str(model.config._attn_implementation)
     knows_packs = before.startswith(_VARLEN)
-    if not knows_packs:
-        use(model, varlen_attention(next(model.parameters()).device, precision))
+    if not knows_packs and _takes(model, varlen_attention(next(model.parameters()).device, precision)):
         if keeps_rows_apart(model, precision):
             return "packed"
         use(model, before)
@@ -78,12 +77,20 @@ def use(model: Any, implementation: str) -> None:
     model.set_attn_implementation(implementation)
 
 
+def _takes(model: Any, implementation: str) -> bool:
+    try:
+        use(model, implementation)
+    except (AttributeError, ImportError, ValueError):  # no such thing in this release, on this machine, for this model
+        return False
+    return True
+
+
 def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool:
     """Return whether a row of a pack gives what it gives alone, whatever stands before it. Blocks for three forward passes."""
     try:
         with torch.no_grad(), _evaluating(model):
             alone, first, second = (_logits(model, rows, precision) for rows in ((_BACK,), (_FRONT, _BACK), (_OTHER, _BACK)))
-    except TypeError:  # a model that takes no borders
+    except (TypeError, ValueError, RuntimeError):  # a model that takes no borders, an attention that does not run here
         return False
     scale = max(float(alone.abs().max()), 1e-3)
     rounding = 1e-4 if precision == torch.float32 else 5e-2  # the same numbers in another order
