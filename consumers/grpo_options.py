@@ -30,8 +30,12 @@ examples:
   python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
       --batch-timeout 30 --batch-attempts 10 --batch-retry-delay 0.5 --max-wait-time 30 --no-fallback-to-grpo
 
+  # four GPUs of this machine, one process for each; a part of each tensor on each
+  torchrun --standalone --nproc-per-node 4 -m shmbridge.consumers.grpo --bridge run1 \\
+      --model Qwen/Qwen2.5-7B-Instruct --steps 500 --groups 64 --precision bfloat16 --parallel fsdp2
+
 exit status: 0 all steps done, or the bridge was drained; 1 refused to start, or a group had no advantages under
---no-fallback-to-grpo; 3 no batch came within the limits; 130 or 143 stopped by SIGINT or SIGTERM. The unfinished
+--no-fallback-to-grpo; 3 no batch came within the limits; 4 another rank is gone; 130 or 143 stopped by SIGINT or SIGTERM. The unfinished
 batch goes to the next learner, finished steps are saved.
 """
 

@@ -51,6 +51,10 @@ def agreed_starting_point(options: argparse.Namespace, world: World) -> Path | N
         raise Refused(
             f"--groups {options.groups}: each of {world.size} ranks needs a group of every batch -> raise --groups"
         )
+    if world.size > world.machine_size:
+        raise Refused(
+            f"{world.size} ranks, {world.machine_size} of them here: a bridge is one machine's -> start all on one"
+        )
     with world.together():
         found = starting_point(options) if world.is_main else None
     told = world.told("" if found is None else str(found))

@@ -33,6 +33,7 @@ class World:
     rank = 0
     size = 1
     local_rank = 0  # among those of this machine
+    machine_size = 1  # how many those are
 
     @property
     def is_main(self) -> bool:
@@ -80,8 +81,8 @@ class World:
 class TorchWorld(World):
     """One rank of a torchrun, between init_process_group and its end."""
 
-    def __init__(self, rank: int, size: int, local_rank: int) -> None:
-        self.rank, self.size, self.local_rank = rank, size, local_rank
+    def __init__(self, rank: int, size: int, local_rank: int, machine_size: int) -> None:
+        self.rank, self.size, self.local_rank, self.machine_size = rank, size, local_rank, machine_size
 
     def sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the sum over all ranks, value by value; the same bits on each. Blocks for the others."""
@@ -141,10 +142,11 @@ def joined(device: str, timeout_s: float) -> Iterator[World]:
     from torch import distributed
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    machine_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     try:
         distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        yield TorchWorld(rank, size, local_rank)
+        yield TorchWorld(rank, size, local_rank, machine_size)
     except RuntimeError as error:
         if not is_of_a_lost_peer(error):
             raise

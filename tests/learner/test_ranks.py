@@ -195,11 +195,11 @@ def alone(nursery, save_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("micro", ["8192", "12"])
-def test_two_ranks_learn_what_one_learns(start, bridge, tmp_path, alone, parallel, micro):
-    """Micro-batches of 12 tokens: as many as rows, and not as many on each rank."""
+@pytest.mark.parametrize("flags", [(), ("--micro-tokens", "12", "--gradient-checkpointing")], ids=["whole", "cut"])
+def test_two_ranks_learn_what_one_learns(start, bridge, tmp_path, alone, parallel, flags):
+    """Micro-batches of 12 tokens: nearly as many as rows, and not as many on each rank."""
     expected, lines = alone
-    both, merged = run_of(start, bridge, tmp_path, 2, "--micro-tokens", micro, "--parallel", parallel)
+    both, merged = run_of(start, bridge, tmp_path, 2, *flags, "--parallel", parallel)
     assert_close(both, expected)
     for one, two in zip(lines, merged, strict=True):
         assert one.keys() == two.keys()
@@ -235,7 +235,8 @@ def test_a_rank_whose_share_trains_nothing_takes_part(start, bridge, tmp_path, p
         for trained in (1, 0, 0, 0, 0, 0, 0, 0):
             group = {"tokens": [[1, 2, 3, row] for row in range(4)], "loss_mask": [[0, 0, 0, trained]] * 4}
             producer.put(group | {"score": [1.0, 0.0, 0.0, 1.0]}, policy_version=0, timeout_s=10.0)
-        job = start(3, "--steps", "2", "--parallel", parallel, "--process-group-timeout", "30", "--save-every", "1")
+        flags = ("--parallel", parallel, "--process-group-timeout", "30", "--save-every", "1", "--kl-coef", "0.01")
+        job = start(3, "--steps", "2", "--entropy", "0", *flags)
         assert set(job.wait().values()) == {0}, [job.said(rank, "err") for rank in range(3)]
     first, second = metrics(tmp_path)
     assert (first["trained_tokens"], second["trained_tokens"]) == (4, 0)
@@ -327,7 +328,7 @@ def test_a_stop_of_any_rank_is_a_stop_of_all_with_one_checkpoint(start, bridge, 
 def test_ranks_give_up_together(start, bridge, tmp_path):
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         put_groups(producer, GROUPS + 1)
-        job = start(2, "--steps", "5", "--max-wait-time", "1.5", "--parallel", "fsdp2")
+        job = start(2, "--steps", "5", "--max-wait-time", "1.5", "--parallel", "fsdp2", "--precision", "bfloat16")
         assert set(job.wait().values()) == {3}
         assert "1 of 1 lanes have a living producer, 1 of 4 groups are there" in job.said(0, "err")
         assert job.said(1, "err") + job.said(1) == ""
