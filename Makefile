@@ -16,7 +16,7 @@ endif
 
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
 
-.PHONY: help install demo test test-learner lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick clean
+.PHONY: help install demo demo-curves prm-example test test-learner lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick clean
 
 help: ## this list
 	@echo "make demo MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -38,6 +38,12 @@ $(VENV)/.built: $(VENV)/.installed $(wildcard shmbridge/_ext/*.pyx shmbridge/_ex
 
 demo: $(VENV)/.built ## train a small model through shared memory: policy server, two Atropos environments, learner
 	$(RUN) examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(ENV),--env $(ENV)) $(DEMO_FLAGS)
+
+demo-curves: $(VENV)/.built ## run the demo with several seeds, write its curves into the docs: SEEDS="1 2 3"
+	$(RUN) examples/demo_curves.py --seeds $(or $(SEEDS),1 2 3) --docs docs
+
+prm-example: $(VENV)/.built ## rewards of steps against rewards of the outcome, three seeds, into the docs: ten minutes
+	$(RUN) examples/process_rewards/compare.py --docs docs
 
 # The build with fail-points is made before the tests, so that none of them has to wait for it.
 test: $(VENV)/.built lint types ## everything but the learner, Atropos end to end included
