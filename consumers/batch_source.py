@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,7 @@ class HubSource:
             layout="packed",
             max_staleness=options.max_staleness,
             prefetch=options.prefetch,
-            hold="step",
+            hold="step" if most_held(options) == 1 else "caller",
             timeout_s=timeout_s,
             make=self._make,
         )
@@ -102,11 +102,20 @@ def device_copies(options: argparse.Namespace) -> AbstractContextManager[DeviceC
     return DeviceCopies(device_kind(options))
 
 
-def hub(options: argparse.Namespace, run: shmbridge.Run) -> shmbridge.Consumer:
-    """Return the hub of the bridge that the options name. Raises as Consumer."""
-    return shmbridge.Consumer(
+def hub(
+    options: argparse.Namespace, run: shmbridge.Run, screen: Callable[[Any], bool]
+) -> shmbridge.Consumer:
+    """Return the hub of the bridge that the options name, which asks `screen` about each group. Raises as Consumer."""
+    consumer = shmbridge.Consumer(
         options.bridge, run=run, policy=options.policy, allocation_wait_s=options.allocation_wait
     )
+    consumer.screen(screen)
+    return consumer
+
+
+def most_held(options: argparse.Namespace) -> int:
+    """Return how many batches the learner holds at most before it releases any."""
+    return int(options.accumulate * (options.save_every if options.hold_until_saved else 1))
 
 
 def who_is_missing(consumer: shmbridge.Consumer, groups: int) -> str:

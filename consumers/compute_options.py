@@ -20,7 +20,7 @@ def add_compute(group: argparse._ArgumentGroup) -> None:
         "--precision",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of the forward pass and of the published weights; parameters stay float32 [float32]",
+        help="of the forward pass and of the published weights; see --param-dtype [float32]",
     )
     group.add_argument(
         "--micro-tokens",

@@ -7,14 +7,13 @@ environments. Called from the command line only, or by torchrun once for each de
 in `grpo_update.py`.
 
 The order inside one step is the contract with everybody else: update, publish the weights, publish their
-version, release the batch. A learner killed before the release leaves the batch to its successor.
+version, save if it is time, release the batches. A learner killed before the release leaves them to its successor.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,13 +22,14 @@ import shmbridge
 from shmbridge.consumers.attention import LayoutUnfit
 from shmbridge.consumers.batch_source import HubSource
 from shmbridge.consumers.batch_wait import NoBatch
+from shmbridge.consumers.checkpoint import CheckpointMismatch
+from shmbridge.consumers.evaluation import BadHook
 from shmbridge.consumers.grpo_options import parser
 from shmbridge.consumers.grpo_update import Learner
-from shmbridge.consumers.learner_metrics import LearnerMetrics, rows_of_environments
-from shmbridge.consumers.metrics_log import MetricsLog, progress_line, say
+from shmbridge.consumers.metrics_log import Metrics, MetricsLog, say
 from shmbridge.consumers.objective import BadObjective, Objective
+from shmbridge.consumers.progress_bar import progress
 from shmbridge.consumers.publishing import PublishWeights, first_version, weights_segment
-from shmbridge.consumers.rank_metrics import of_all_ranks
 from shmbridge.consumers.rank_source import RankSource, opened
 from shmbridge.consumers.saving import Saver
 from shmbridge.consumers.startup import (
@@ -40,10 +40,16 @@ from shmbridge.consumers.startup import (
     registration,
 )
 from shmbridge.consumers.stopping import Stopped, StopSignals
+from shmbridge.consumers.tensorboard_log import TensorboardLog, TensorboardMissing
 from shmbridge.consumers.training_rows import NoAdvantages
+from shmbridge.consumers.training_step import Around, TrainingStep
 from shmbridge.consumers.wandb_log import WandbMissing, WandbRun
 from shmbridge.consumers.world import PeerFailed, PeerLost, World, joined, speaks
 
+REFUSALS = (
+    *(Refused, BadObjective, LayoutUnfit, BadHook, CheckpointMismatch, NoAdvantages, PeerFailed, WandbMissing, TensorboardMissing),
+    shmbridge.ShmBridgeError,
+)
 GAVE_UP = 3  # exit status: no batch came within the limits
 PEER_LOST = 4  # exit status: another rank is gone
 
@@ -65,10 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except PeerLost as error:
             print(f"grpo: {error}", file=sys.stderr)
             return PEER_LOST
-        except (
-            *(Refused, BadObjective, LayoutUnfit, NoAdvantages, PeerFailed, WandbMissing),
-            shmbridge.ShmBridgeError,
-        ) as error:
+        except REFUSALS as error:
             print(f"grpo: {error}", file=sys.stderr)
             return 1
     return 0
@@ -87,7 +90,12 @@ def run(options: argparse.Namespace, stops: StopSignals) -> None:
             WandbRun(options, source is not None, say)
             if options.wandb and world.is_main
             else nullcontext() as wandb_run,
-            MetricsLog(options.run_dir / "metrics.jsonl", wandb_run) if world.is_main else nullcontext() as log,
+            TensorboardLog(options.run_dir, source, say)
+            if options.tensorboard and world.is_main
+            else nullcontext() as tensorboard,
+            MetricsLog(options.run_dir / "metrics.jsonl", wandb_run, tensorboard)
+            if world.is_main
+            else nullcontext() as log,
         ):
             train(options, source, world, log, stops)
 
@@ -96,19 +104,20 @@ def train(
     options: argparse.Namespace, source: Path | None, world: World, log: MetricsLog | None, stops: StopSignals
 ) -> None:
     """Load from a checkpoint or the model that the options name, train, save. Blocks; raises as `run`."""
-    learner, tokenizer, progress = load_learner(source, options, world)
-    saver = Saver(options.run_dir / "checkpoints", learner, tokenizer, options.keep)
+    learner, tokenizer, done = load_learner(source, options, world)
+    saver = Saver(options.run_dir / "checkpoints", learner, tokenizer, options.keep, done)
+    around = Around(options, saver, tokenizer)
     with (
-        opened(options, registration(options, learner.step), world, stops) as batches,
+        opened(options, registration(options, learner.step), around.screen, world, stops) as batches,
         weights_segment(options, learner.model, world) as (publish, last_version),
         stops.noted() if world.size > 1 else nullcontext(),  # no rank leaves alone
     ):
-        version = world.told(first_version(progress.policy_version, batches.policy_version, last_version))
+        version = world.told(first_version(done.policy_version, batches.policy_version, last_version))
         publish(version)
         batches.publish_version(version)
         say(f"bridge {options.bridge}: step {learner.step} of {options.steps}, version {version}, waiting")
         try:
-            learn(learner, batches, publish, saver, log, options, stops)
+            learn(learner, batches, publish, saver, log, options, stops, around)
         except (Stopped, NoBatch, NoAdvantages, PeerFailed, shmbridge.ShmBridgeError):
             saver.save(batches.policy_version)  # still the hub: no successor starts from less
             raise
@@ -124,49 +133,42 @@ def learn(
     log: MetricsLog | None,
     options: argparse.Namespace,
     stops: StopSignals,
+    around: Around | None = None,
 ) -> None:
     """Take batches until all steps are done or the bridge is drained. Blocks; raises as `run`.
 
     Args:
         log: gets each step's metrics, over all ranks; None on all ranks but one.
+        around: evaluation and early stop; None: what the options say.
     """
     if learner.step >= options.steps:
         return
-    describe = LearnerMetrics(options.groups)
-    with source.batches() as batches:
-        waiting_since = time.monotonic()
-        for batch in batches:
-            begun = time.monotonic()
-            aged = describe.taken(batch, int(begun * 1e9), source.policy_version)
-            measured = learner.accumulate(batch, source.policy_version) | aged
-            computed = time.monotonic()
-            version = source.policy_version + 1
+    around = around or Around(options, saver)
+    step = TrainingStep(learner, source, publish_weights, saver, log, options, around)
+    bar = log is not None and options.progress
+    with source.batches() as batches, progress(options.steps, learner.step, options.log_every, bar=bar) as shown:
+        reason = None
+        while reason is None:
+            batch = next(batches, None)  # None: the bridge is drained, and what was taken is the last step
+            if batch is not None:
+                step.take(batch)
+            if not (step.full or (batch is None and step.begun)):
+                if batch is None:
+                    break
+                continue
             with stops.held():  # from the update to the release all or nothing
-                metrics = learner.apply() | {"policy_version": version}
-                applied = time.monotonic()
-                publish_weights(version)
-                source.publish_version(version)
-                published = time.monotonic()
-                batch.release()
-                measured = of_all_ranks(learner.world, measured, rows_of_environments(batch))
-                metrics |= {
-                    **measured,
-                    "wait_s": begun - waiting_since,
-                    "forward_backward_s": computed - begun,
-                    "update_s": applied - computed,
-                    "publish_s": published - applied,
-                    "time": time.time(),
-                }
-                if log is not None:
-                    metrics |= describe.totals(measured, source.stats())
-                    log.append(metrics)
-                if learner.step % options.save_every == 0:
-                    saver.save(version)
-            if log is not None and (learner.step % options.log_every == 0 or learner.step >= options.steps):
-                print(progress_line(metrics, options.steps), flush=True)
-            if learner.step >= options.steps:
-                return
-            waiting_since = time.monotonic()
+                metrics = step.make()
+            if log is not None:
+                shown.show(metrics)
+            reason = learner.world.told(_enough(learner, options, around, metrics))
+        if reason and log is not None:
+            say(f"stopped early: {reason}")
+        step.save()  # while the hub is there to hear the release
+
+
+def _enough(learner: Learner, options: argparse.Namespace, around: Around, metrics: Metrics) -> str | None:
+    """Why to stop after a step: "" after the last one, None to go on."""
+    return "" if learner.step >= options.steps else around.early_stop.reason(metrics)
 
 
 if __name__ == "__main__":

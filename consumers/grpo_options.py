@@ -9,7 +9,10 @@ import argparse
 from pathlib import Path
 
 from shmbridge.consumers.compute_options import add_compute
+from shmbridge.consumers.evaluation_options import add_evaluation
+from shmbridge.consumers.logging_options import add_logging
 from shmbridge.consumers.objective_options import add_objective
+from shmbridge.consumers.optimizer_options import add_optimizer
 from shmbridge.consumers.option_types import above_zero, not_negative, positive, zero_or_above
 from shmbridge.consumers.rank_options import add_rank_options
 
@@ -34,8 +37,13 @@ examples:
   torchrun --standalone --nproc-per-node 4 -m shmbridge.consumers.grpo --bridge run1 \\
       --model Qwen/Qwen2.5-7B-Instruct --steps 500 --groups 64 --precision bfloat16 --parallel fsdp2
 
-exit status: 0 all steps done, or the bridge was drained; 1 refused to start, or a group had no advantages under
---no-fallback-to-grpo; 3 no batch came within the limits; 4 another rank is gone; 130 or 143 stopped by SIGINT or SIGTERM. The unfinished
+  # adapters on a model in bfloat16, four batches a step, a cosine that ends at a tenth; stop when it is good
+  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-7B-Instruct --steps 500 --lora-rank 16 \\
+      --param-dtype bfloat16 --precision bfloat16 --lr 1e-5 --accumulate 4 --schedule cosine_with_min_lr \\
+      --schedule-option min_lr_rate=0.1 --stop-when 'reward_mean>=0.95' --stop-patience 5 --tensorboard
+
+exit status: 0 all steps done, stopped early, or the bridge was drained; 1 refused to start, or a group had no advantages
+under --no-fallback-to-grpo; 3 no batch came within the limits; 4 another rank is gone; 130 or 143 stopped by SIGINT or SIGTERM. The unfinished
 batch goes to the next learner, finished steps are saved.
 """
 
@@ -57,11 +65,12 @@ def parser() -> argparse.ArgumentParser:
     _batch(root.add_argument_group("batch"))
     _waiting(root.add_argument_group("waiting for a batch (for ever, if none of these is given)"))
     add_objective(root)
-    _optimizer(root.add_argument_group("optimizer"))
+    add_optimizer(root)
     add_compute(root.add_argument_group("compute"))
     add_rank_options(root)
     _registration(root.add_argument_group("registration (what environments are told)"))
-    _wandb(root.add_argument_group("W&B"))
+    add_evaluation(root)
+    add_logging(root)
     return root
 
 
@@ -77,14 +86,16 @@ def _run(group: argparse._ArgumentGroup) -> None:
         "--keep", type=positive, metavar="N", default=2, help="newest checkpoints to keep [2]"
     )
     group.add_argument(
-        "--log-every", type=positive, metavar="N", default=1, help="steps between progress lines [1]"
+        "--hold-until-saved",
+        action="store_true",
+        help="hold every group until a checkpoint has it: a killed run loses none, and lanes must have room for --save-every steps",
     )
     group.add_argument("--seed", type=int, metavar="N", default=0, help="random seed of the learner [0]")
 
 
 def _batch(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--groups", type=positive, metavar="N", default=16, help="trajectory groups per step [16]"
+        "--groups", type=positive, metavar="N", default=16, help="trajectory groups of a batch [16]"
     )
     group.add_argument(
         "--group-size",
@@ -138,19 +149,6 @@ def _waiting(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _optimizer(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--lr", type=float, metavar="X", default=1e-6, help="peak learning rate of AdamW [1e-6]"
-    )
-    group.add_argument(
-        "--warmup", type=not_negative, metavar="N", default=10, help="warm-up steps, then down to 0 [10]"
-    )
-    group.add_argument(
-        "--weight-decay", type=float, metavar="X", default=0.0, help="decoupled weight decay [0]"
-    )
-    group.add_argument(
-        "--max-grad-norm", type=above_zero, metavar="X", default=1.0, help="gradients are clipped to it [1]"
-    )
 
 
 def _registration(group: argparse._ArgumentGroup) -> None:
@@ -159,12 +157,3 @@ def _registration(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--wandb-project", default="", help="passed on to environments that log")
     group.add_argument("--wandb-group", default="", help="passed on to environments that log")
-
-
-def _wandb(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--wandb",
-        action="store_true",
-        help="log every step's metrics to a W&B run, in the project and group of the registration",
-    )
-    group.add_argument("--wandb-name", default="", metavar="NAME", help="name of that run [the bridge's]")

@@ -34,7 +34,7 @@ from shmbridge.consumers.step_times import StepTimes
 from shmbridge.consumers.training_rows import NO_LOGPROB, TrainingRows, prepare, trained_tokens
 from shmbridge.consumers.world import World
 
-__all__ = ["Learner", "NoReference", "Objective", "learning_rate_at"]
+__all__ = ["Learner", "NoReference", "Objective"]
 
 
 _IDLE = TrainingRows(
@@ -209,10 +209,3 @@ class Learner:
         with self.times.of("backward"):
             self._parallel.backward(loss)
         return shares
-
-
-def learning_rate_at(step: int, *, peak: float, warmup: int, steps: int) -> float:
-    """Return the rate of a 0-based step: up to the peak over the warm-up, then in a line to 0 at `steps`."""
-    rising = (step + 1) / max(warmup, 1)
-    falling = (steps - step) / max(steps - warmup, 1)
-    return peak * max(0.0, min(1.0, rising, falling))

@@ -7,6 +7,7 @@ adapter and the name of its base. peft is imported when adapters are asked for. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,16 +71,21 @@ def add_adapters(model: Any, lora: Lora, base: str) -> None:
     prepare_adapters(model)
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is of an adapter."""
+    return "lora_" in name
+
+
 def has_adapters(model: torch.nn.Module) -> bool:
     """Whether there are low-rank adapters in a model."""
-    return any("lora_" in name for name, _ in model.named_parameters())
+    return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
 def prepare_adapters(model: torch.nn.Module) -> None:
     """Make the adapters of a model, fresh or loaded, what is trained: float32, with dropout at work; all else is frozen."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-        if "lora_" in name:
+        parameter.requires_grad_(is_adapter(name))
+        if is_adapter(name):
             parameter.data = parameter.data.float()
     for layer in _layers(model):
         layer.lora_dropout.train()
@@ -93,13 +99,25 @@ def published_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]
     deltas = {id(layer.get_base_layer().weight): layer for layer in _layers(model)} if has_adapters(model) else {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if is_adapter(name):
                 continue
             value = parameter.detach()
             if (layer := deltas.get(id(parameter))) is not None:
                 for adapter in layer.active_adapters:
                     value = value + layer.get_delta_weight(adapter)
             yield name.replace(".base_layer.", "."), value
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Let the model compute as its base does; one thread, and no gradient is to be taken meanwhile."""
+    for layer in _layers(model):
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in _layers(model):
+            layer.enable_adapters(True)
 
 
 def _layers(model: torch.nn.Module) -> list[Any]:

@@ -19,6 +19,7 @@ Metrics = dict[str, Any]
 class AlsoLog(Protocol):
     """Somewhere else that wants the metrics, and that counts its failures instead of raising."""
 
+    name: str
     failures_total: int
 
     def log(self, metrics: Metrics) -> None:
@@ -30,11 +31,11 @@ class MetricsLog:
 
     Args:
         path: the file; its folder is created, its earlier lines stay.
-        wandb: gets the same metrics; None for nobody.
+        others: get the same metrics; None is nobody.
     """
 
-    def __init__(self, path: Path, wandb: AlsoLog | None = None) -> None:
-        self._wandb = wandb
+    def __init__(self, path: Path, *others: AlsoLog | None) -> None:
+        self._others = [each for each in others if each is not None]
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(self._file).st_size
@@ -43,9 +44,9 @@ class MetricsLog:
 
     def append(self, metrics: Metrics) -> None:
         """Append one line in a single write; values that are not finite become null. Blocks for the disk."""
-        if self._wandb is not None:
-            self._wandb.log(metrics)
-            metrics = metrics | {"wandb_failures_total": self._wandb.failures_total}
+        for other in self._others:
+            other.log(metrics)
+        metrics = metrics | {f"{other.name}_failures_total": other.failures_total for other in self._others}
         line = json.dumps({name: _plain(value) for name, value in metrics.items()})
         os.write(self._file, line.encode() + b"\n")
 

@@ -28,9 +28,9 @@ def new_optimizer(parameters: Iterable[Tensor], weight_decay: float) -> torch.op
     return MasterAdamW(trained, lr=0.0, weight_decay=weight_decay)
 
 
-def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Give every floating parameter of a model another dtype, in place; buffers, such as rotary frequencies, stay as they are."""
-    for parameter in model.parameters():
+def cast_parameters(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Give every floating parameter another dtype, in place. Buffers of a model, such as rotary frequencies, are none."""
+    for parameter in parameters:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 

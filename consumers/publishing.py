@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shmbridge.consumers.lora import published_parameters
 from shmbridge.consumers.sharding import whole
 from shmbridge.consumers.world import World
 from shmbridge.weights import WeightsWriter
@@ -42,8 +43,8 @@ def weights_segment(
 
     def publish(version: int) -> None:
         tensors = []
-        for name, parameter in model.named_parameters():
-            tensor = whole(parameter.detach().to(dtype))
+        for name, parameter in published_parameters(model):
+            tensor = whole(parameter.to(dtype))
             if writer is not None:
                 tensors.append((name, tensor.to("cpu").contiguous()))
         if writer is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 import shmbridge
-from shmbridge.consumers.batch_source import HubSource, hub, who_is_missing
+from shmbridge.consumers.batch_source import HubSource, hub, most_held, who_is_missing
 from shmbridge.consumers.batch_wait import BatchWait, NoBatch, patience_of
 from shmbridge.consumers.metrics_log import say
 from shmbridge.consumers.stopping import Stopped, StopSignals
@@ -102,7 +102,10 @@ class RankSource:
         """
         if self._consumer is not None:
             self._consumer.serve_ranks(
-                self._world.size, groups=self._options.groups, max_staleness=self._options.max_staleness, prefetch=self._options.prefetch
+                self._world.size,
+                groups=self._options.groups,
+                max_staleness=self._options.max_staleness,
+                prefetch=self._options.prefetch + most_held(self._options) - 1,
             )
         yield self._iterate()
         self._rank.report_done()  # while the hub is there to hear it
@@ -175,7 +178,11 @@ def _leave_together(words: list[Word]) -> None:
 
 @contextmanager
 def opened(
-    options: argparse.Namespace, run: shmbridge.Run, world: World, stops: StopSignals
+    options: argparse.Namespace,
+    run: shmbridge.Run,
+    screen: Callable[[Any], bool],
+    world: World,
+    stops: StopSignals,
 ) -> Iterator[HubSource | RankSource]:
     """Open the bridge for this rank, and as its hub on rank 0; yield where its batches come from.
 
@@ -183,13 +190,13 @@ def opened(
         What Consumer and Rank raise; PeerFailed if they did so on another rank.
     """
     if world.size == 1:
-        with hub(options, run) as alone:
+        with hub(options, run, screen) as alone:
             yield HubSource(alone, options, stops)
         return
     if options.host_copy == "direct" and world.is_main:
         say("--host-copy direct is for one process: each rank gathers its shares on the host")
     with ExitStack() as stack:
         with world.together():
-            consumer = stack.enter_context(hub(options, run)) if world.is_main else None
+            consumer = stack.enter_context(hub(options, run, screen)) if world.is_main else None
             rank = stack.enter_context(shmbridge.Rank(options.bridge, world.rank, world.size))
         yield RankSource(world, rank, consumer, options, stops)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shmbridge.consumers.forward import trained_logprobs
+from shmbridge.consumers.lora import has_adapters, without_adapters
 from shmbridge.consumers.microbatch import MicroBatch
 
 
@@ -28,12 +29,12 @@ class Reference:
     """
 
     def __init__(self, model: Any, device: torch.device | None = None) -> None:
-        self._adapted = hasattr(model, "disable_adapter")
+        self._adapted = has_adapters(model)
         self._model = model if self._adapted else copy.deepcopy(model).eval().requires_grad_(False).to(device)
 
     def logprobs(self, micro: MicroBatch, *, precision: torch.dtype, chunk_tokens: int | None) -> Tensor:
         """Return (n,) float32, nats, without gradient; arguments as of `trained_logprobs`. Blocks for the compute."""
-        without: AbstractContextManager[Any] = self._model.disable_adapter() if self._adapted else nullcontext()
+        without: AbstractContextManager[Any] = without_adapters(self._model) if self._adapted else nullcontext()
         with torch.no_grad(), without:
             return trained_logprobs(
                 self._model, micro, precision=precision, chunk_tokens=chunk_tokens, with_entropy=False

@@ -16,6 +16,13 @@ _CUDA = "cuda."
 _NO_GAUSS = float("nan")
 
 
+def seed_all(seed: int) -> None:
+    """Seed torch's, CUDA's, numpy's and Python's global generators."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def rng_state() -> dict[str, Tensor]:
     """Return the states of torch's, CUDA's, numpy's and Python's global generators. Waits for no device."""
     version, words, gauss = random.getstate()

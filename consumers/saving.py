@@ -1,4 +1,4 @@
-"""When a learner's state goes to the disk: each finished step at most once.
+"""When a learner's state goes to the disk: each finished step at most once, with an account of what was consumed.
 
 Knows the learner and the run's folder; what a checkpoint holds is `checkpoint.py`'s. Called by the GRPO learner
 (`grpo.py`).
@@ -6,12 +6,17 @@ Knows the learner and the run's folder; what a checkpoint holds is `checkpoint.p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from shmbridge.consumers import checkpoint
 from shmbridge.consumers.checkpoint import Progress
+from shmbridge.consumers.consumed import Consumed
 from shmbridge.consumers.grpo_update import Learner
+from shmbridge.consumers.metrics_log import Metrics
+from shmbridge.consumers.rng_state import rng_state
 
 
 class Saver:
@@ -22,28 +27,46 @@ class Saver:
         learner: whose state is saved.
         tokenizer: saved beside the model; None for none.
         keep: newest checkpoints to leave.
+        progress: of the checkpoint that the run goes on from; None for a fresh start.
     """
 
-    def __init__(self, folder: Path, learner: Learner, tokenizer: Any, keep: int) -> None:
+    def __init__(
+        self, folder: Path, learner: Learner, tokenizer: Any, keep: int, progress: Progress | None = None
+    ) -> None:
+        self.consumed = Consumed(progress or Progress(step=0, policy_version=-1))
         self._folder = folder
         self._learner = learner
         self._tokenizer = tokenizer
         self._keep = keep
         self._saved_step = learner.step
 
+    def took(self, batches: Iterable[Any], measured: Metrics) -> None:
+        """Note what a step was made of, over all ranks; blocks for the others.
+
+        Args:
+            batches: this rank's.
+            measured: the step's metrics over all ranks.
+        """
+        metas = [meta for batch in batches for meta in batch.meta]
+        if self._learner.world.size > 1:
+            said = self._learner.world.gathered(sorted({(meta.producer_id, meta.sequence) for meta in metas}))
+            metas = [SimpleNamespace(producer_id=who, sequence=number) for each in said for who, number in each]
+        numbers = {name: int(measured[name]) for name in ("groups", "trajectories", "tokens")}
+        self.consumed.took(metas, **numbers)
+
     def save(self, policy_version: int) -> None:
         """Write a checkpoint unless this step has one; every rank calls it, rank 0 writes. Blocks for the disk."""
         learner = self._learner
         if learner.step == self._saved_step:
             return
-        progress = Progress(step=learner.step, policy_version=policy_version)
         checkpoint.save(
             self._folder,
-            progress,
+            self.consumed.progress(learner.step, policy_version),
             learner.model,
             self._tokenizer,
             learner.optimizer,
             keep=self._keep,
             write=learner.world.is_main,
+            rng=rng_state(),
         )
         self._saved_step = learner.step

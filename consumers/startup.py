@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,22 @@ import shmbridge
 from shmbridge.consumers import attention, checkpoint
 from shmbridge.consumers.checkpoint import Progress
 from shmbridge.consumers.forward import chunk_tokens_for
-from shmbridge.consumers.grpo_update import Learner, Objective, learning_rate_at
+from shmbridge.consumers.grpo_update import Learner, Objective
+from shmbridge.consumers.lora import (
+    BadAdapter,
+    Lora,
+    PeftMissing,
+    add_adapters,
+    has_adapters,
+    is_adapter,
+    prepare_adapters,
+)
 from shmbridge.consumers.metrics_log import say
 from shmbridge.consumers.microbatch import Layout
+from shmbridge.consumers.optimizer import cast_parameters
 from shmbridge.consumers.reference import Reference
+from shmbridge.consumers.rng_state import seed_all, set_rng_state
+from shmbridge.consumers.schedule import BadSchedule, rate_schedule
 from shmbridge.consumers.sharding import Parallel, parallel_of
 from shmbridge.consumers.world import World
 
@@ -72,10 +83,13 @@ def load_learner(
     """
     if options.threads:
         torch.set_num_threads(options.threads)
+    seed_all(options.seed)  # fresh adapters are drawn
     with world.together():
         device = device_of(options, world)
         # What is to be sharded comes to the device block by block.
         sharded = world.size > 1 and options.parallel == "fsdp2"
+        if sharded and options.lora_rank:
+            raise Refused("adapters and --parallel fsdp2 do not go together -> --parallel ddp")
         model = load_model(source or options.model, options, torch.device("cpu") if sharded else device)
         layout = attention.settle(model, options.batch_layout, getattr(torch, options.precision), say)
         tokenizer = load_tokenizer(source or options.model) if world.is_main else None
@@ -87,7 +101,9 @@ def load_learner(
         progress = checkpoint.load_progress(source)
         checkpoint.load_optimizer(source, model, learner.optimizer)
         learner.step = progress.step
-    torch.manual_seed(options.seed + learner.step)
+    seed_all(options.seed + learner.step)
+    if source is not None and world.is_main and (states := checkpoint.load_rng(source)) is not None:
+        set_rng_state(states)  # of rank 0; the others begin anew
     return learner, tokenizer, progress
 
 
@@ -116,15 +132,41 @@ def device_of(options: argparse.Namespace, world: World) -> torch.device:
 
 
 def load_model(source: Path | str, options: argparse.Namespace, device: torch.device) -> Any:
-    """Return the model, in float32 on a device. Blocks for the disk."""
+    """Return the model on a device, in the dtype and with the adapters that the options say. Blocks for the disk.
+
+    Raises:
+        Refused: there is no such model, or it does not go with the options.
+    """
     try:
-        model = AutoModelForCausalLM.from_pretrained(source).float().to(device)
-    except (OSError, ValueError) as error:  # a wrong path or name: the reason without a library's traceback
+        model = AutoModelForCausalLM.from_pretrained(source).float()
+    except (OSError, ValueError, ImportError) as error:  # a wrong path or name: the reason without a library's traceback
         raise Refused(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
+    base = (parameter for name, parameter in model.named_parameters() if not is_adapter(name))
+    cast_parameters(base, getattr(torch, options.param_dtype))
+    _adapt(model, source, options)
+    model.to(device)
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # the other form hides gradients from DDP
+        # transformers 5.23 has another name, and warns of the old one. The reentrant form hides gradients from DDP.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
         model.train()
     return model
+
+
+def _adapt(model: Any, source: Path | str, options: argparse.Namespace) -> None:
+    """Put adapters in, or make those of a checkpoint ready."""
+    loaded = has_adapters(model)
+    if isinstance(source, Path) and loaded != bool(options.lora_rank):
+        there, wanted = ("", "without") if loaded else ("no ", "with")
+        raise Refused(f"{source} has {there}adapters, and the options ask for a model {wanted} -> the --lora-* of that run")
+    if loaded:
+        prepare_adapters(model)
+    elif options.lora_rank:
+        lora = Lora(options.lora_rank, options.lora_alpha or 2.0 * options.lora_rank, options.lora_dropout, options.lora_targets)
+        try:
+            add_adapters(model, lora, str(source))
+        except (PeftMissing, BadAdapter) as error:
+            raise Refused(str(error)) from error
 
 
 def load_tokenizer(source: Path | str) -> Any:
@@ -145,8 +187,7 @@ def _reference(
     """
     if not options.kl_coef:
         return None
-    adapted = hasattr(model, "disable_adapter")
-    if source is None or adapted:
+    if source is None or has_adapters(model):
         return Reference(model, device)
     first = load_model(options.model, options, device)
     attention.settle(first, layout, getattr(torch, options.precision), say)
@@ -162,7 +203,16 @@ def new_learner(
     reference: Reference | None = None,
 ) -> Learner:
     """Return a learner at step 0 with the objective and the optimizer of the command line."""
-    rate = functools.partial(learning_rate_at, peak=options.lr, warmup=options.warmup, steps=options.steps)
+    try:
+        rate = rate_schedule(
+            options.schedule,
+            peak=options.lr,
+            warmup=options.warmup,
+            steps=options.steps,
+            options=dict(options.schedule_option),
+        )
+    except BadSchedule as error:
+        raise Refused(str(error)) from error
     return Learner(
         model,
         dataclasses.replace(Objective.from_options(options), layout=layout, chunk_tokens=_chunk_tokens(model, options)),
@@ -181,14 +231,14 @@ def _chunk_tokens(model: Any, options: argparse.Namespace) -> int | None:
 
 
 def registration(options: argparse.Namespace, step: int) -> shmbridge.Run:
-    """Return what environments are told about this run when they register."""
+    """Return what environments are told about this run when they register; its steps are batches of the bridge."""
     return shmbridge.Run(
         batch_size=options.groups * options.group_size,
         max_token_len=options.max_token_len,
-        num_steps=options.steps,
-        starting_step=step,
+        num_steps=options.steps * options.accumulate,
+        starting_step=step * options.accumulate,
         checkpoint_dir=str(options.run_dir / "checkpoints"),
-        save_checkpoint_interval=options.save_every,
+        save_checkpoint_interval=options.save_every * options.accumulate,
         wandb_group=options.wandb_group,
         wandb_project=options.wandb_project,
     )

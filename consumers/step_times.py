@@ -36,7 +36,8 @@ class StepTimes:
     def of(self, phase: str) -> Iterator[None]:
         """Count the block as one of `PHASES`. Phases do not nest."""
         if self._on_gpu:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            make: Any = torch.cuda.Event
+            begin, end = make(enable_timing=True), make(enable_timing=True)
             begin.record()
             yield
             end.record()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from shmbridge.consumers.checkpoint import load_progress
 from shmbridge.consumers.metrics_log import Metrics
 
 FOLDER = "tensorboard"  # in the run directory
@@ -26,7 +28,7 @@ class TensorboardLog:
 
     Args:
         run_dir: the run directory.
-        step: optimizer steps done; what the log has of later ones is hidden.
+        source: the checkpoint that the run goes on from; what the log has of later steps is hidden. None for a fresh start.
         say: takes a line for people.
 
     Raises:
@@ -35,7 +37,7 @@ class TensorboardLog:
 
     name = "tensorboard"
 
-    def __init__(self, run_dir: Path, step: int, say: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, source: Path | None, say: Callable[[str], None]) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -44,7 +46,8 @@ class TensorboardLog:
             ) from error
         self.failures_total = 0
         self._say = say
-        self._writer = SummaryWriter(str(run_dir / FOLDER), purge_step=step + 1 if step else None)
+        purge_step = None if source is None else load_progress(source).step + 1
+        self._writer: Any = SummaryWriter(str(run_dir / FOLDER), purge_step=purge_step)
 
     def log(self, metrics: Metrics) -> None:
         """Write one step's metrics, at their step and time; what is no finite number is left out."""

@@ -36,6 +36,8 @@ class WandbRun:
         WandbMissing: the package is not there.
     """
 
+    name = "wandb"
+
     def __init__(self, options: argparse.Namespace, resumed: bool, say: Callable[[str], None]) -> None:
         try:
             import wandb

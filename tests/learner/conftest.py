@@ -145,6 +145,8 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
                 redelivered=False,
                 env_name="test" if envs is None else envs[first],
                 group_id=f"group-{group}",
+                producer_id="test-1",
+                sequence=group,
                 t_publish_ns=0 if published_ns is None else published_ns[first],
             )
 

@@ -127,7 +127,7 @@ def test_random_generators_go_on(tiny_model, batch, tmp_path):
 
 def test_bfloat16_parameters_go_on_from_their_masters(tiny_model, batch, tmp_path):
     def bfloat16(model):
-        cast_parameters(model, torch.bfloat16)
+        cast_parameters(model.parameters(), torch.bfloat16)
         own = learner(model)
         own.optimizer = new_optimizer(model.parameters(), 0.01)
         return own

@@ -9,6 +9,7 @@ import pytest
 
 from shmbridge.consumers import grpo
 from shmbridge.consumers.batch_source import HubSource, who_is_missing
+from shmbridge.consumers.checkpoint import load_progress
 from shmbridge.consumers.grpo_options import parser
 from shmbridge.consumers.metrics_log import MetricsLog
 from shmbridge.consumers.publishing import first_version
@@ -106,7 +107,8 @@ def test_metrics_say_what_happened(tiny_model, batches, tmp_path, capsys):
     assert (first["dropped_total"], first["discarded_total"]) == (2, 1)
     timings = {"wait_s", "forward_backward_s", "update_s", "publish_s", "time"}
     assert {name for name in timings if third[name] >= 0} == timings
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert saved == ["step-00000002", "step-00000003"]  # every second one, and the last
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 2/3", "step 3/3"]
 
@@ -128,10 +130,10 @@ def test_a_signal_while_computing_leaves_the_batch_to_the_next_learner(tiny_mode
     session = Session(tmp_path, tiny_model(1), batches(5), "--steps", "5")
     compute = session.learner.accumulate
 
-    def interrupted(batch, version):
+    def interrupted(*given, **named):
         if session.learner.step == 1:
             signal.raise_signal(signal.SIGTERM)
-        return compute(batch)
+        return compute(*given, **named)
 
     session.learner.accumulate = interrupted
     with StopSignals() as stops, pytest.raises(Stopped) as stopped:
@@ -206,3 +208,83 @@ def test_metrics_survive_a_torn_line_and_numbers_json_cannot_say(tmp_path):
     lines = path.read_text().splitlines()
     assert json.loads(lines[-1]) == {"step": 2, "grad_norm": None, "loss": 0.5}
     assert len(lines) == 3
+
+
+def test_several_batches_make_a_step_and_are_released_together(tiny_model, batches, tmp_path):
+    session = Session(tmp_path, tiny_model(1), batches(5), "--steps", "9", "--accumulate", "2", version=7)
+    session.learn()
+    assert session.consumer.events == [
+        *("weights 8", "version 8", "release", "release"),
+        *("weights 9", "version 9", "release", "release"),
+        *("weights 10", "version 10", "release"),  # drained: the last step takes what is there
+    ]
+    assert session.consumer.options["hold"] == "caller"
+    lines = session.logged()
+    assert [(line["groups"], line["tokens"], line["trajectories"]) for line in lines] == [(4, 28, 8), (4, 28, 8), (2, 14, 4)]
+    assert [line["reward_mean"] for line in lines] == [0.5] * 3
+    assert lines[0]["atropos/fallback_groups_total"] == 4
+
+
+def test_held_until_saved_nothing_is_released_before_a_checkpoint_has_it(tiny_model, batches, tmp_path):
+    flags = ("--steps", "5", "--save-every", "2", "--hold-until-saved")
+    session = Session(tmp_path, tiny_model(1), batches(9), *flags)
+    save = session.saver.save
+
+    def saved(version):
+        session.consumer.events.append(f"save {version}")
+        save(version)
+
+    session.saver.save = saved
+    session.learn()
+    events = [event for event in session.consumer.events if not event.startswith("weights")]
+    one_save = ["version 1", "version 2", "save 2", "release", "release"]
+    assert events[:5] == one_save
+    assert events[5:10] == ["version 3", "version 4", "save 4", "release", "release"]
+    assert events[10:13] == ["version 5", "save 5", "release"]
+
+
+def test_a_checkpoint_is_written_before_the_release_and_knows_what_is_held(tiny_model, batches, tmp_path):
+    session = Session(tmp_path, tiny_model(1), batches(3), "--steps", "2", "--save-every", "1")
+    session.learn()
+    first, second = (load_progress(path) for path in sorted((tmp_path / "checkpoints").iterdir()))
+    assert (first.step, first.groups, first.trajectories, first.tokens) == (1, 2, 4, 14)
+    assert (second.step, second.groups, second.tokens) == (2, 4, 28)
+    assert first.held == second.held == {"test-1": [0, 1]}
+
+
+def test_good_enough_ends_the_run(tiny_model, batches, tmp_path, capsys):
+    flags = ("--steps", "9", "--stop-when", "reward_mean>=0.5", "--stop-patience", "3")
+    session = Session(tmp_path, tiny_model(1), batches(9), *flags)
+    session.learn()
+    assert session.learner.step == 3
+    assert "stopped early: reward_mean>=0.5 in 3 steps" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_the_hook_gets_step_model_and_tokenizer_and_its_failure_ends_nothing(
+    tiny_model, batches, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "own_hook.py").write_text(
+        "def score(step, model, tokenizer):\n"
+        "    if step == 4:\n        raise RuntimeError('no data')\n"
+        "    return {'accuracy': step / 10, 'training': model.num_parameters() > 0 and tokenizer is None}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = ("--steps", "5", "--eval-hook", "own_hook:score", "--eval-every", "2")
+    session = Session(tmp_path, tiny_model(1), batches(9), *flags)
+    session.learn()
+    lines = session.logged()
+    assert [line.get("eval/accuracy") for line in lines] == [None, 0.2, None, None, None]
+    assert [line["eval/hook_failures_total"] for line in lines] == [0, 0, 0, 1, 1]
+    assert "the evaluation hook failed at step 4, training goes on: RuntimeError: no data" in capsys.readouterr().out
+
+
+def test_where_the_time_goes_is_said_of_every_step(tiny_model, batches, tmp_path):
+    session = Session(tmp_path, tiny_model(1), batches(5), "--steps", "3")
+    session.learn()
+    for line in session.logged():
+        parts = line["copy_s"] + line["forward_s"] + line["backward_s"] + line["sync_s"]
+        assert 0.0 < parts <= line["forward_backward_s"]
+        assert line["forward_backward_s"] <= line["step_s"]
+        assert 0.0 <= line["idle_frac"] <= 1.0
+        assert line["host_cpu_s_per_mtoken"] > 0.0

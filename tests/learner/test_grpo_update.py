@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from shmbridge.consumers.forward import trained_logprobs as logprobs_of
-from shmbridge.consumers.grpo_update import Learner, Objective, learning_rate_at
+from shmbridge.consumers.grpo_update import Learner, Objective
 from shmbridge.consumers.microbatch import micro_batches, plan
+from shmbridge.consumers.schedule import learning_rate_at
 from shmbridge.consumers.training_rows import prepare
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ def line(step, **more):
 
 
 def test_numbers_at_their_steps(tmp_path):
-    with TensorboardLog(tmp_path, 0, say=print) as log:
+    with TensorboardLog(tmp_path, None, say=print) as log:
         log.log(line(1, grad_norm=math.nan, update_skipped=False, words="none"))
         log.log(line(2, loss=0.25))
     assert read(tmp_path) == {
@@ -36,17 +36,18 @@ def test_numbers_at_their_steps(tmp_path):
 
 
 def test_a_resumed_learner_hides_the_steps_that_come_again(tmp_path):
-    with TensorboardLog(tmp_path, 0, say=print) as log:
+    with TensorboardLog(tmp_path, None, say=print) as log:
         for step in (1, 2, 3):
             log.log(line(step))
-    with TensorboardLog(tmp_path, 1, say=print) as log:
+    (tmp_path / "learner.json").write_text('{"step": 1, "policy_version": 1}')
+    with TensorboardLog(tmp_path, tmp_path, say=print) as log:
         log.log(line(2, loss=7.0))
     assert read(tmp_path)["learner/loss"] == [(1, 0.5), (2, 7.0)]
 
 
 def test_trouble_is_said_once_and_counted(tmp_path, monkeypatch):
     lines = []
-    with TensorboardLog(tmp_path, 0, say=lines.append) as log:
+    with TensorboardLog(tmp_path, None, say=lines.append) as log:
         monkeypatch.setattr(log._writer, "add_scalar", lambda *args, **more: 1 / 0)
         log.log(line(1))
         log.log(line(2))
@@ -65,4 +66,4 @@ def test_without_the_package_it_is_said_how_to_get_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(TensorboardMissing, match=r"pip install 'shmbridge\[tensorboard\]'"):
-        TensorboardLog(tmp_path, 0, say=print)
+        TensorboardLog(tmp_path, None, say=print)
