@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Literal
@@ -50,6 +51,8 @@ class BatchAssembly:
         self.screen: Screen | None = None
         self._whole: deque[Group] = deque()  # whole, and not yet shown to the screen
         self._screened = 0
+        self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()  # under "caller": what may still be held
+        self._held_by_waiter = 0  # records whoever waits for a batch holds meanwhile
         self._closed = False
         self._lock = threading.Lock()  # groups are put back by whoever iterates, while others are gathered ahead
         self._is_cut = False  # nothing in self._complete is stale
@@ -110,7 +113,11 @@ class BatchAssembly:
         returned = False  # something was put back since `ahead` began, which may have found the end before
         try:
             while not self._closed:
-                batch = self._next(ahead, want, making, max_staleness, timeout_s)
+                self._held_by_waiter = sum(len(handed.records) for handed in self._handed)
+                try:
+                    batch = self._next(ahead, want, making, max_staleness, timeout_s)
+                finally:
+                    self._held_by_waiter = 0
                 if batch is None:
                     if not returned or ahead is None or self._prefetcher is not ahead:
                         return
@@ -124,6 +131,8 @@ class BatchAssembly:
                 if hold == "gather":
                     batch.release()
                 self._consumer.count_batch()
+                if hold == "caller":
+                    self._handed.add(batch)
                 yield batch
                 if hold != "caller":
                     batch.release()
@@ -284,17 +293,20 @@ class BatchAssembly:
             all_here = [*self._complete, *self._partial]
             sizes = [record.extent_bytes for group in all_here for record in group.records]
             fragments = max((-(-len(group.records) * group.size // group.rows) for group in all_here), default=1)
-        stuck = self._lanes.stuck(len(sizes))
+        elsewhere = self._held_by_waiter
+        stuck = self._lanes.stuck(len(sizes) + elsewhere)
         if stuck is None:
             return
         largest = max([*sizes, stuck.wanted_bytes])
         raise BatchTooBig(
             f"a batch of {want} cannot be filled: {len(self._complete)} are complete, {len(self._partial)} in part; "
-            f"{stuck.lanes} lanes of {format_size(stuck.data_bytes)} in all hold {stuck.held} records of at most {format_size(largest)}, "
+            + (f"who waits for it holds {elsewhere} records of batches before; " if elsewhere else "")
+            + f"{stuck.lanes} lanes of {format_size(stuck.data_bytes)} in all hold {stuck.held} records of at most {format_size(largest)}, "
             f"and their {stuck.live} living producers have no room for {format_size(stuck.wanted_bytes)} more",
-            hint=_enough(-(-want.as_groups(all_here) * fragments // stuck.live), largest, min([*sizes, stuck.wanted_bytes]) == largest)
+            hint=_enough(-(-(want.as_groups(all_here) * fragments + elsewhere) // stuck.live), largest,
+                         min([*sizes, stuck.wanted_bytes]) == largest)
             + (", raise Consumer(lanes=): more lanes wait" if stuck.crowded else ""),
-        )
+        )  # fmt: skip
 
     def _stop_prefetch(self) -> None:
         ahead, self._prefetcher = self._prefetcher, None

@@ -342,3 +342,31 @@ def test_a_screen_that_raises_ends_the_batches_and_loses_nothing(producer, make_
     assert firsts(next(consumer.batches(groups=2, prefetch=0))) == [0, 1]
     consumer.close()
     assert firsts(next(make_consumer().batches(groups=2, prefetch=0))) == [2, 3]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_batches_that_the_caller_holds_and_no_room_for_the_next_are_an_error(make_producer, consumer, prefetch) -> None:
+    """Whoever waits for a batch while it holds all the lanes' room would wait for ever."""
+    producer = make_producer(lane_bytes="64K")
+
+    def put() -> None:
+        for number in range(200):
+            try:
+                producer.put(group(number, rows=100), timeout_s=60.0)
+            except shmbridge.ShmBridgeError:
+                return
+
+    putter = threading.Thread(target=put)
+    putter.start()
+    batches = consumer.batches(groups=8, prefetch=prefetch, hold="caller")
+    held = []
+    try:
+        with pytest.raises(shmbridge.BatchTooBig, match=r"who waits for it holds \d+ records of batches before.*lane_bytes"):
+            for _ in range(25):
+                held.append(next(batches))
+        assert held
+    finally:
+        for batch in held:
+            batch.release()
+        consumer.drain()
+        putter.join()
