@@ -42,7 +42,8 @@ def checked_stamp(group_id: str | int, group_size: int | None, version: Version,
         oldest, newest = 0, -1
     if not -1 <= oldest <= newest < 1 << 62:
         raise InvalidRecord(f"policy_version={version} is not a version, or (oldest, newest)")
-    return Stamp(raw_id, group_size or 0, oldest, newest, split == "eval")
+    said = 0 if version is None else 1 if bounds == (version, version) else 2
+    return Stamp(raw_id, group_size or 0, oldest, newest, split == "eval", said)
 
 
 class Loader:

@@ -10,6 +10,7 @@ cdef class Form:
     cdef readonly bint per_token
     cdef readonly bint per_record
     cdef readonly bint finite
+    cdef bint says_versions          # token_versions: what of them is oldest is the record's
     cdef int code                    # dtype.char
     cdef int array_type              # NumPy's number of the dtype
 

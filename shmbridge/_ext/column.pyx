@@ -7,7 +7,7 @@ cimport numpy as cnp
 
 import numpy as np
 
-from shmbridge._ext.layout cimport TAG_VALUES
+from shmbridge._ext.layout cimport KIND_LIST, TAG_VALUES
 
 cnp.import_array()
 
@@ -20,6 +20,7 @@ cdef class Form:
         self.item_bytes, self.code = dtype.itemsize, ord(dtype.char)
         self.array_type = dtype.num
         self.per_token, self.per_record, self.finite = per_token, per_record, finite
+        self.says_versions = name == "token_versions" and kind == KIND_LIST and dtype == np.int32
 
 
 cdef class Column:

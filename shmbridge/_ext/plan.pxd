@@ -5,10 +5,17 @@ from shmbridge._ext.layout cimport slot
 from shmbridge._ext.ring cimport LaneWriter
 
 
+cdef enum:
+    SAID_NOTHING                     # the tokens decide, and where they say nothing what is current
+    SAID_OLDEST                      # no token is older; the newest is the tokens'
+    SAID_BOTH                        # every token is within
+
+
 cdef class Stamp:
     cdef readonly bytes group_id
     cdef readonly uint32_t group_size  # 0: as many rows as are given
     cdef readonly bint is_eval
+    cdef int said                    # how much of the versions: SAID_NOTHING, SAID_OLDEST or SAID_BOTH
     cdef int64_t oldest
     cdef int64_t newest
 
@@ -21,7 +28,10 @@ cdef class Plan:
     cdef public bint done            # committed, or counted as dropped
     cdef public object source        # what it was made of, to make it anew
     cdef slot _slot
+    cdef Column _versions            # token_versions, or None
 
     cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, object source) except -1
     cdef int write_all(self, LaneWriter writer) except -1
+    cdef int stamp_by_tokens(self, const uint8_t* base) except -1
+    cdef object contradicted(self, const int32_t* values, int64_t version, str reason)
     cdef int write_index(self, uint8_t* base) except -1

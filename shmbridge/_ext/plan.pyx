@@ -14,6 +14,8 @@ from shmbridge._ext.layout cimport ALIGNMENT, SLOT_EVAL, SLOT_UNEVEN, directory_
 from shmbridge._ext.pack cimport check_column, fold_values, write_values
 from shmbridge._ext.ring cimport LaneWriter
 
+from shmbridge._ext.pack import BadValue
+
 cdef extern from "lane_copy.h" nogil:
     void lane_copies_done(bint is_cold)
 
@@ -21,9 +23,9 @@ cdef extern from "lane_copy.h" nogil:
 cdef class Stamp:
     """What a caller says of a group beside its columns; already checked."""
 
-    def __init__(self, bytes group_id not None, uint32_t group_size, int64_t oldest, int64_t newest, bint is_eval):
+    def __init__(self, bytes group_id not None, uint32_t group_size, int64_t oldest, int64_t newest, bint is_eval, int said=SAID_BOTH):
         self.group_id, self.group_size, self.is_eval = group_id, group_size, is_eval
-        self.oldest, self.newest = oldest, newest
+        self.oldest, self.newest, self.said = oldest, newest, said
 
 
 cdef inline uint64_t lines(uint64_t size) noexcept:
@@ -42,6 +44,8 @@ cdef class Plan:
         self.columns, self.stamp, self.source = columns, stamp, source
         at = lines(head)
         for column in columns:
+            if column.form.says_versions:
+                self._versions = column
             if column.row_lengths is not None:
                 column.lengths_at = at
                 at += lines(PyBytes_GET_SIZE(column.row_lengths))
@@ -75,7 +79,7 @@ cdef class Plan:
 
     def become(self, Plan other not None):
         """Lays the record out as `other` is, which was made of the same source."""
-        self.columns, self.extent_bytes, self._slot = other.columns, other.extent_bytes, other._slot
+        self.columns, self.extent_bytes, self._slot, self._versions = other.columns, other.extent_bytes, other._slot, other._versions
 
     @property
     def rows(self) -> int:
@@ -109,6 +113,7 @@ cdef class Plan:
             elif column.rows is not None and column.count:
                 write_values(column, base + column.values_at * ALIGNMENT, is_cold)
         lane_copies_done(is_cold)
+        self.stamp_by_tokens(base)
         self.sequence = writer.publish(&self._slot)
         self.done = True
         return 0
@@ -123,8 +128,42 @@ cdef class Plan:
         cdef Column column
         for column in self.columns:
             check_column(column, base + column.values_at * ALIGNMENT)
+        self.stamp_by_tokens(base)
         self.sequence = writer.publish(&self._slot)
         self.done = True
+
+    cdef int stamp_by_tokens(self, const uint8_t* base) except -1:
+        """The versions of the tokens become the record's; BadValue if the caller has said otherwise."""
+        cdef const int32_t* values
+        cdef int32_t newest = -1
+        cdef uint32_t oldest = 0xFFFFFFFF  # as which whatever is below 0, and says nothing, comes last
+        cdef uint64_t place
+        if self._versions is None or not self._versions.count:
+            return 0
+        values = <const int32_t*>(base + self._versions.values_at * ALIGNMENT)
+        for place in range(self._versions.count):
+            oldest = min(oldest, <uint32_t>values[place])
+            newest = max(newest, values[place])
+        if newest < 0:
+            return 0
+        if self.stamp.said == SAID_NOTHING:
+            self._slot.min_policy_version, self._slot.max_policy_version = oldest, newest
+        elif oldest < self.stamp.oldest:
+            raise self.contradicted(values, oldest, f"is older than policy_version {self.stamp.oldest}, under which generation began")
+        elif self.stamp.said == SAID_OLDEST:
+            self._slot.max_policy_version = max(self.stamp.oldest, newest)
+        elif newest > self.stamp.newest:
+            raise self.contradicted(values, newest, f"is newer than policy_version {self.stamp.newest}, the newest that was given")
+        return 0
+
+    cdef object contradicted(self, const int32_t* values, int64_t version, str reason):
+        """The error of the first token of a version that the caller has excluded."""
+        cdef uint64_t place = 0
+        while values[place] != version:
+            place += 1
+        ends = np.cumsum(self._versions.lengths, dtype=np.int64)
+        row = int(np.searchsorted(ends, place, "right"))
+        return BadValue(self._versions.name, row, place - int(ends[row - 1]) if row else place, version, reason)
 
     def view(self, memory, Column column not None):
         """The column's values inside `memory` of the claim, as a flat array of its dtype."""

@@ -16,7 +16,7 @@ from libc.string cimport memcmp, memcpy
 
 from shmbridge._ext.column cimport Column, Form
 from shmbridge._ext.layout cimport KIND_LIST, KIND_SCALAR, TAG_EMPTY_LIST, TAG_EMPTY_MAP, TAG_NULL, TAG_VALUES
-from shmbridge._ext.plan cimport Plan, Stamp
+from shmbridge._ext.plan cimport SAID_NOTHING, SAID_OLDEST, Plan, Stamp
 from shmbridge._ext.ring cimport LaneWriter, lane_claim
 
 from shmbridge._ext.pack import BadValue, LossyMasks
@@ -147,6 +147,7 @@ cdef class Door:
             return None
         given = Stamp.__new__(Stamp)
         given.group_id, given.oldest, given.newest = raw, began, began
+        given.said = SAID_NOTHING if version is None else SAID_OLDEST
         return given
 
 
