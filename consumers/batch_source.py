@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import shmbridge
 from shmbridge.consumers.batch_wait import BatchWait, patience_of
 from shmbridge.consumers.metrics_log import say
+from shmbridge.consumers.staleness_options import consumer_arguments
 from shmbridge.consumers.stopping import StopSignals
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def hub(
 ) -> shmbridge.Consumer:
     """Return the hub of the bridge that the options name, which asks `screen` about each group. Raises as Consumer."""
     consumer = shmbridge.Consumer(
-        options.bridge, run=run, policy=options.policy, allocation_wait_s=options.allocation_wait
+        options.bridge, run=run, allocation_wait_s=options.allocation_wait, **consumer_arguments(options)
     )
     consumer.screen(screen)
     return consumer

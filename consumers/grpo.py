@@ -32,6 +32,7 @@ from shmbridge.consumers.progress_bar import progress
 from shmbridge.consumers.publishing import PublishWeights, first_version, weights_segment
 from shmbridge.consumers.rank_source import RankSource, opened
 from shmbridge.consumers.saving import Saver
+from shmbridge.consumers.staleness_options import BadLimit, consumer_arguments
 from shmbridge.consumers.startup import (
     Refused,
     agreed_starting_point,
@@ -47,8 +48,8 @@ from shmbridge.consumers.wandb_log import WandbMissing, WandbRun
 from shmbridge.consumers.world import PeerFailed, PeerLost, World, joined, speaks
 
 REFUSALS = (
-    *(Refused, BadObjective, LayoutUnfit, BadHook, CheckpointMismatch, NoAdvantages, PeerFailed, WandbMissing, TensorboardMissing),
-    shmbridge.ShmBridgeError,
+    *(Refused, BadLimit, BadObjective, LayoutUnfit, BadHook, CheckpointMismatch, NoAdvantages, PeerFailed, WandbMissing),
+    *(TensorboardMissing, shmbridge.ShmBridgeError),
 )
 GAVE_UP = 3  # exit status: no batch came within the limits
 PEER_LOST = 4  # exit status: another rank is gone
@@ -81,8 +82,9 @@ def run(options: argparse.Namespace, stops: StopSignals) -> None:
     """Join the other ranks, load, train, save. Blocks.
 
     Raises:
-        BadObjective, Refused, Stopped, NoBatch, NoAdvantages, PeerLost, PeerFailed, or what the bridge raises.
+        BadLimit, BadObjective, Refused, Stopped, NoBatch, NoAdvantages, PeerLost, PeerFailed, or what the bridge raises.
     """
+    consumer_arguments(options)
     Objective.from_options(options)  # options that do not go together are refused before anything is loaded
     with joined(device_kind(options), options.process_group_timeout) as world:
         source = agreed_starting_point(options, world)

@@ -13,8 +13,9 @@ from shmbridge.consumers.evaluation_options import add_evaluation
 from shmbridge.consumers.logging_options import add_logging
 from shmbridge.consumers.objective_options import add_objective
 from shmbridge.consumers.optimizer_options import add_optimizer
-from shmbridge.consumers.option_types import above_zero, not_negative, positive, zero_or_above
+from shmbridge.consumers.option_types import above_zero, positive, zero_or_above
 from shmbridge.consumers.rank_options import add_rank_options
+from shmbridge.consumers.staleness_options import add_staleness
 
 _EXAMPLES = """\
 examples:
@@ -43,8 +44,8 @@ examples:
       --schedule-option min_lr_rate=0.1 --stop-when 'reward_mean>=0.95' --stop-patience 5 --tensorboard
 
 exit status: 0 all steps done, stopped early, or the bridge was drained; 1 refused to start, or a group had no advantages
-under --no-fallback-to-grpo; 3 no batch came within the limits; 4 another rank is gone; 130 or 143 stopped by SIGINT or SIGTERM. The unfinished
-batch goes to the next learner, finished steps are saved.
+under --no-fallback-to-grpo; 3 no batch came within the limits; 4 another rank is gone; 130 or 143 stopped by SIGINT or
+SIGTERM. The unfinished batch goes to the next learner, finished steps are saved.
 """
 
 
@@ -63,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _run(root.add_argument_group("run directory"))
     _batch(root.add_argument_group("batch"))
+    add_staleness(root)
     _waiting(root.add_argument_group("waiting for a batch (for ever, if none of these is given)"))
     add_objective(root)
     add_optimizer(root)
@@ -103,20 +105,6 @@ def _batch(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         default=8,
         help="trajectories per group, for the registration [8]",
-    )
-    group.add_argument(
-        "--max-staleness",
-        type=not_negative,
-        default=None,
-        metavar="VERSIONS",
-        help="discard groups older than this many policy versions [no limit]",
-    )
-    group.add_argument(
-        "--policy",
-        choices=("fair", "atropos"),
-        default="fair",
-        help="how batches are formed: fair over environments, or as the Atropos server does: then a step has "
-        "--groups x --group-size trajectories [fair]",
     )
     group.add_argument(
         "--allocation-wait",

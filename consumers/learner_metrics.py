@@ -13,6 +13,7 @@ import numpy as np
 
 from shmbridge.consumers.metrics_log import Metrics
 from shmbridge.metrics import LatencyWindow, batch_metrics, bridge_metrics, rows_by_environment
+from shmbridge.staleness import LAGS, lag_of
 
 _WINDOW = 200  # records whose latency counts, or those of so many batches if that is more:
 _BATCHES = 4
@@ -49,6 +50,9 @@ class LearnerMetrics:
         return {
             "staleness_mean": sum(behind) / len(behind) if behind else 0.0,
             "staleness_max": max(behind, default=0),
+            **{f"staleness_hist_{lag}": count for lag, count in _histogram(batch, policy_version).items()},
+            "age_mean_s": float((now_ns - committed_ns).mean()) / 1e9,
+            "age_max_s": float((now_ns - committed_ns).max()) / 1e9,
             **batch_metrics(behind, (now_ns - first_ns) / 1e9),
             **self._latency.metrics(now_ns / 1e9),
         }
@@ -67,6 +71,12 @@ class LearnerMetrics:
 def rows_of_environments(batch: Any) -> dict[str, int]:
     """Trajectories of a batch, by the name that their environment has in metrics."""
     return {name: rows.size for name, rows in rows_by_environment([meta.env_name for meta in batch.meta]).items()}
+
+
+def _histogram(batch: Any, policy_version: int) -> dict[str, int]:
+    """Trajectories by lag: a bar per version up to a few, one for all beyond, one for those that nobody stamped."""
+    lags = Counter(lag_of(-1 if meta.min_policy_version is None else meta.min_policy_version, policy_version) for meta in batch.meta)
+    return {lag: lags[lag] for lag in LAGS}
 
 
 def staleness(batch: Any, policy_version: int) -> list[int]:

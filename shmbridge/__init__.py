@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import LayoutMismatch as LayoutMismatch
     from shmbridge.errors import LeaseReleased as LeaseReleased
     from shmbridge.errors import NoConsumer as NoConsumer
+    from shmbridge.errors import NotAdmitted as NotAdmitted
     from shmbridge.errors import NotReady as NotReady
     from shmbridge.errors import NoWeight as NoWeight
     from shmbridge.errors import ProcessLimit as ProcessLimit
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from shmbridge.producer import Producer as Producer
     from shmbridge.rank import Rank as Rank
     from shmbridge.record import Record as Record
+    from shmbridge.tickets import Ticket as Ticket
 
     TRAJECTORY_SCHEMA: Any
 
@@ -65,14 +67,15 @@ _HOMES = {
     "Rank": "rank",
     "Record": "record",
     "Run": "config",
+    "Ticket": "tickets",
     "clean": "inventory",
     "list_bridges": "inventory",
     **dict.fromkeys(
         [
             "BadBridgeName", "BadConfig", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
             "ConsumerTaken", "InvalidRecord", "LaneFull", "LaneQuarantined", "LaunchFailed",
-            "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotReady", "NoWeight", "ProcessLimit", "RankTaken", "RecordTooBig",
-            "RecordUnreadable", "SchemaMismatch", "ServesRanks", "ShmBridgeError",
+            "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotAdmitted", "NotReady", "NoWeight", "ProcessLimit", "RankTaken",
+            "RecordTooBig", "RecordUnreadable", "SchemaMismatch", "ServesRanks", "ShmBridgeError",
             "ShmPermission", "ShmTooSmall", "ShmUnavailable", "UnknownEnvironment", "WeightsBusy", "WeightsMismatch",
         ],
         "errors",

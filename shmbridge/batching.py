@@ -4,6 +4,7 @@ Knows groups and batches; takes records through the consumer, and asks the lanes
 and ranks.py.
 """
 
+import functools
 import logging
 import queue
 import threading
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from shmbridge import sizing
 from shmbridge.atropos_scheduler import AtroposScheduler
 from shmbridge.batch import Batch, Layout, MakeBatch, forget_spare_memory, unreadable
+from shmbridge.capacity import Chosen, Limit
 from shmbridge.config import format_size
 from shmbridge.errors import BatchTooBig, ConsumerEmpty
 from shmbridge.groups import Group, GroupAssembler
@@ -24,7 +26,7 @@ from shmbridge.prefetch import Prefetcher
 from shmbridge.reasons import Discard
 from shmbridge.record import Record
 from shmbridge.scheduler import Policy, Want, scheduler_of
-from shmbridge.staleness import is_stale
+from shmbridge.staleness import Lags, is_stale
 
 if TYPE_CHECKING:
     from shmbridge.consumer import Consumer
@@ -43,8 +45,10 @@ _NO_VERSION = 1 << 62
 class BatchAssembly:
     """Everything between a consumer's records and its batches. One iteration at a time."""
 
-    def __init__(self, consumer: "Consumer", lanes: LaneSet, group_timeout_s: float, policy: Policy, allocation_wait_s: float) -> None:
-        self._consumer, self._lanes, self._policy = consumer, lanes, policy
+    def __init__(
+        self, consumer: "Consumer", lanes: LaneSet, group_timeout_s: float, policy: Policy, allocation_wait_s: float, limit: Limit | None
+    ) -> None:
+        self._consumer, self._lanes, self._policy, self._limit = consumer, lanes, policy, limit
         self._partial = GroupAssembler(group_timeout_s)
         self._complete = scheduler_of(policy, consumer.env_shares, consumer.producer_live, allocation_wait_s)
         self._prefetcher: Prefetcher | None = None
@@ -57,6 +61,8 @@ class BatchAssembly:
         self._lock = threading.Lock()  # groups are put back by whoever iterates, while others are gathered ahead
         self._is_cut = False  # nothing in self._complete is stale
         self._not_cut: list[Group] = []  # but for what was put back since
+        self._chosen = Chosen()  # under the lock
+        self._lags = Lags()
         self._oldest = _NO_VERSION  # what is stamped in self._complete, and cut, has no version before this
 
     @property
@@ -80,11 +86,46 @@ class BatchAssembly:
         return handed_out if self._complete.formed is None else self._complete.formed
 
     def stats(self) -> dict[str, float]:
-        """Counters of the policy, and groups that the screen kept out of batches; any thread."""
-        return {"screened_total": self._screened, **self._complete.stats()}
+        """Counters of the policy, groups that the screen kept out of batches, how stale those of all batches were; any thread."""
+        return {"screened_total": self._screened, **self._complete.stats(), **self._lags.stats()}
+
+    def committed(self) -> int | None:
+        """Groups committed whose step is not over, a fragment not yet read counting as one; None while they are moved. Any thread."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return sum(lane.waiting for lane in self._lanes) + self.queued(None) + self._chosen.count
+        finally:
+            self._lock.release()
+
+    def begin_step(self, groups: list[Group]) -> None:
+        """A batch is handed out: how stale it is is counted, and the step before it is over."""
+        self.count_lags(groups)
+        with self._lock:
+            self._chosen.begin_step(groups if self._limit else [])
+
+    def count_lags(self, groups: list[Group]) -> None:
+        """Counts how stale the groups of a batch are."""
+        self._lags.count([group.oldest_version for group in groups], self._consumer.policy_version)
+
+    def end_step(self) -> None:
+        """What was handed out last is in the policy now; any thread."""
+        with self._lock:
+            self._chosen.end_step()
+
+    def finished(self, groups: list[Group]) -> None:
+        """Learner ranks are done with these groups; any thread."""
+        with self._lock:
+            self._chosen.remove(groups)
+
+    def most_stale(self, max_staleness: int | None) -> int | None:
+        """What a batch allows: under a limit of steps, not more than those."""
+        return self._limit.max_off_policy_steps if max_staleness is None and self._limit is not None else max_staleness
 
     def want(self, groups: int | None, rows: int | None) -> Want:
         """What a batch is to be. Raises ValueError."""
+        if self._limit is not None and groups != self._limit.groups_per_step:
+            raise ValueError(f"a batch of groups={groups}, rows={rows}: this consumer has groups_per_step={self._limit.groups_per_step}")
         if self._policy != "atropos":
             return Want(groups, rows)
         if (run := self._consumer.run) is None:
@@ -100,15 +141,14 @@ class BatchAssembly:
             raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}, timeout_s={timeout_s}: at least 0 each")
         if layout not in ("padded", "packed") or hold not in ("step", "gather", "caller"):
             raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step", "gather" or "caller"')
-        return self._iterate(want, (make or Batch, layout), max_staleness, prefetch, hold, timeout_s)
+        return self._iterate(want, (make or Batch, layout), self.most_stale(max_staleness), prefetch, hold, timeout_s)
 
     def _iterate(
         self, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None
     ) -> Iterator[Batch]:
-        def form(stop: threading.Event) -> Batch | None:
-            return self._form(want, making, max_staleness, stop)
-
+        form = functools.partial(self._form, want, making, max_staleness)
         self._stop_prefetch()  # of an earlier iteration, which ends with that
+        self._consumer.end_step()
         ahead = self._prefetcher = Prefetcher(prefetch, form) if prefetch else None
         returned = False  # something was put back since `ahead` began, which may have found the end before
         try:
@@ -133,9 +173,11 @@ class BatchAssembly:
                 self._consumer.count_batch()
                 if hold == "caller":
                     self._handed.add(batch)
+                self.begin_step(batch.groups)
                 yield batch
                 if hold != "caller":
                     batch.release()
+                self._consumer.end_step()
         finally:
             if self._prefetcher is ahead:
                 self._stop_prefetch()
@@ -172,6 +214,7 @@ class BatchAssembly:
                 self.put_back([group for group in chosen if id(group) not in at_fault])
                 for group, why in wrong:
                     log.error("group %s of %s is discarded: %s", group.records[0].group_id, group.producer_id, why)
+                    self.finished([group])
                     self._discard(group, Discard.CORRUPT)
                 if not wrong:
                     raise
@@ -179,7 +222,10 @@ class BatchAssembly:
 
     def choose_within(self, want: Want, max_staleness: int | None, timeout_s: float) -> list[Group] | None:
         """The groups of the next batch; None if there is none in time."""
-        return self.choose(want, max_staleness, threading.Event(), time.monotonic() + timeout_s)
+        self._consumer.end_step()
+        chosen = self.choose(want, self.most_stale(max_staleness), threading.Event(), time.monotonic() + timeout_s)
+        self.begin_step(chosen or [])
+        return chosen
 
     def choose(
         self, want: Want, max_staleness: int | None, stop: threading.Event, deadline_s: float = float("inf")
@@ -201,7 +247,7 @@ class BatchAssembly:
             if self._consumer._drained():
                 with self._lock:
                     self._cut_stale(max_staleness)  # what was put back meanwhile: formed again, it would only be withdrawn again
-                    return self._complete.take(want, now, last=True)
+                    return self._take(want, now, last=True)
             until_s = min(deadline_s, self._complete.waits_until_s, now + _LOOK_EVERY_S)
             if now - idle_since > _STUCK_AFTER_S and self._complete.waits_until_s == float("inf"):
                 self._check_stuck(want)
@@ -212,10 +258,16 @@ class BatchAssembly:
         """The groups of a batch, if there is one, and whether any record was taken for it from the lanes."""
         everything = self._complete.look_ahead(len(self._lanes))
         took = everything and self._take_records(_EVERYTHING, max_staleness)
-        chosen = self._complete.take(want, time.monotonic(), last=False)
+        chosen = self._take(want, time.monotonic(), last=False)
         if chosen is None and not everything:  # no more than can be missing: each record completes one group at most
             took = self._take_records(want.size - len(self._complete), max_staleness)
         return chosen, took
+
+    def _take(self, want: Want, now_s: float, *, last: bool) -> list[Group] | None:
+        chosen = self._complete.take(want, now_s, last=last)
+        if self._limit is not None:
+            self._chosen.add(chosen or ())
+        return chosen
 
     def _take_records(self, most: int, max_staleness: int | None) -> bool:
         """Moves what the lanes have now into groups; whether there was anything."""
@@ -283,6 +335,7 @@ class BatchAssembly:
     def put_back(self, groups: list[Group]) -> None:
         """Groups of a batch that was not handed out wait again, before all others; any thread."""
         with self._lock:
+            self._chosen.remove(groups)
             self._complete.put_back(groups)
             if self._is_cut:
                 self._not_cut += groups

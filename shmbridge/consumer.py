@@ -14,6 +14,7 @@ from shmbridge import liveness, participation
 from shmbridge._ext import header
 from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly, Hold, Screen
+from shmbridge.capacity import limit_of
 from shmbridge.config import Run, check_bridge_name
 from shmbridge.errors import Closed, ConsumerEmpty, ConsumerTaken, ServesRanks
 from shmbridge.exits import at_exit
@@ -54,8 +55,11 @@ class Consumer(Hub):
         resume: "redeliver" hands out what an earlier consumer left un-released; "discard" counts and drops it.
         schema: a pyarrow.Schema whose fields extend the standard columns; producers that disagree on a type are refused.
         group_timeout_s: a group whose fragments do not all come within this many seconds is discarded and counted.
-        policy: how batches are formed: "fair" over environments, or "atropos" as the Atropos server does.
+        policy: how batches are formed: "fair" over environments, "atropos" as the Atropos server does, or "oldest" version first.
         allocation_wait_s: seconds a batch is held back under "fair" for an environment that is promised a part of it.
+        max_off_policy_steps: producers that ask (Producer.begin_group) begin no group that would be trained with later than so many
+            steps on, and no batch holds a group of more versions, whoever sent it; with policy "oldest". None: no limit.
+        groups_per_step: groups of a batch, where the limit is to be kept.
 
     Raises:
         ConsumerTaken: another consumer of this bridge is alive (named by pid; also one of this process).
@@ -72,11 +76,14 @@ class Consumer(Hub):
         group_timeout_s: float = 600.0,
         policy: Policy = "fair",
         allocation_wait_s: float = 10.0,
+        max_off_policy_steps: int | None = None,
+        groups_per_step: int | None = None,
     ) -> None:
         if resume not in ("redeliver", "discard"):
             raise ValueError(f'resume={resume!r} is not "redeliver" or "discard"')
         self.columns = columns_of(schema)
-        super().__init__(bridge, run, self._enter(check_bridge_name(bridge)))
+        limit = limit_of(max_off_policy_steps, groups_per_step, policy)
+        super().__init__(bridge, run, self._enter(check_bridge_name(bridge)), limit)
         self._closed = False
         self._final: dict[str, float] = {}
         self._loop_bell: LoopBell | None = None
@@ -117,7 +124,7 @@ class Consumer(Hub):
             if self._run is not None:
                 self._control.next_run()
             self._sleep = HubWait(self._control.mapping)
-            self._batching = BatchAssembly(self, self._lanes, group_timeout_s, policy, allocation_wait_s)
+            self._batching = BatchAssembly(self, self._lanes, group_timeout_s, policy, allocation_wait_s, self._limit)
             if resume == "discard":
                 for record in self._lanes.take_backlog():
                     self.discard(record, Discard.RESUME)
@@ -329,19 +336,6 @@ class Consumer(Hub):
         )  # fmt: skip
         self._server.look_again()
         return self._ranks
-
-    def answer_ranks(self) -> None:
-        """There may be a share for a rank that waits; for ranks.py."""
-        self._server.look_again()
-
-    @property
-    def control_fd(self) -> int:
-        """Descriptor whose locks say who is who; for ranks.py."""
-        return int(self._control.mapping.fd)
-
-    def count_batch(self) -> None:
-        """A batch was formed; for batching.py."""
-        self._batches_formed += 1
 
     # -- the end ------------------------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ _NUMBERS = 1 << 31  # what environments count in
 _VERSIONS = 1 << 62
 _HANDSHAKE_MS = 2000  # then a connection that says nothing is cut off
 _AFTER_STUMBLE_S = 0.1
+_LOOK_AGAIN_MS = 50  # while somebody waits to begin a group: a death or a discard makes room, and nobody says so
 _MOST_WAITING = 1024
 
 _COUNTERS = ("requests_total", "malformed_total", "oversized_total", "refused_total")
@@ -70,6 +71,7 @@ class ControlServer:
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._again = os.eventfd(0, os.EFD_CLOEXEC)
         self._waiting: dict[bytes, list[bytes]] = {}  # peer -> a request that has no answer yet
+        self._look_again_ms: int | None = None
         self._thread = threading.Thread(target=self._serve, name=f"shmbridge-control-{bridge}", daemon=True)
         self._thread.start()
 
@@ -118,7 +120,7 @@ class ControlServer:
             poller.register(each, zmq.POLLIN)
         while not self._closed:
             try:
-                self._serve_once(dict(poller.poll()))
+                self._serve_once(dict(poller.poll(self._look_again_ms)))
             except Exception:  # the thread must outlive any peer
                 log.exception("the control plane of bridge %r stumbled", self._bridge)
                 time.sleep(_AFTER_STUMBLE_S)
@@ -126,6 +128,8 @@ class ControlServer:
     def _serve_once(self, ready: dict[Any, int]) -> None:
         if self._again in ready:
             os.eventfd_read(self._again)
+        if self._again in ready or not ready:
+            self._look_again_ms = None
             for peer in list(self._waiting):
                 self._reply(peer, self._waiting[peer])
         if self._socket in ready:
@@ -201,6 +205,10 @@ class ControlServer:
                 return hub.next_share(request)
             case messages.SharesDone():
                 return hub.shares_done(request)
+            case messages.BeginGroup():
+                if (answer := hub.begin_group(request)) is None:
+                    self._look_again_ms = _LOOK_AGAIN_MS
+                return answer
             case messages.Goodbye(env_id):
                 self._environments.forget(env_id)
         return messages.Ack()

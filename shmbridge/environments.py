@@ -15,7 +15,21 @@ from types import MappingProxyType
 from typing import Protocol
 
 from shmbridge.config import Run
-from shmbridge.messages import Ack, Manifest, NextShare, NoMoreShares, Refused, Register, Registered, SharesDone, Status, WaitForRun
+from shmbridge.messages import (
+    Ack,
+    BeginGroup,
+    Full,
+    Manifest,
+    MayBegin,
+    NextShare,
+    NoMoreShares,
+    Refused,
+    Register,
+    Registered,
+    SharesDone,
+    Status,
+    WaitForRun,
+)  # fmt: skip
 from shmbridge.steering import EnvShare, Queued, steer
 
 # Each hub of a bridge numbers new environments from a block of its own: those of an earlier hub come back
@@ -81,6 +95,9 @@ class HubView(Protocol):
 
     def shares_done(self, request: SharesDone) -> Ack | Refused:
         """A learner rank is done with shares."""
+
+    def begin_group(self, request: BeginGroup) -> MayBegin | Full | None:
+        """Whether a producer may begin one group more; None: not yet."""
 
 
 class QueueView(Protocol):

@@ -119,6 +119,12 @@ class BatchTooBig(ShmBridgeError, ValueError):
     code = "SB304"
 
 
+class NotAdmitted(ShmBridgeError, TimeoutError):
+    """A producer asked to begin a group, and as many as may be are under way."""
+
+    code = "SB305"
+
+
 class ConsumerTaken(ShmBridgeError, RuntimeError):
     """The bridge has a living consumer."""
 

@@ -11,7 +11,7 @@ from shmbridge.record import Record
 class Group:
     """The records of one group, complete when their rows add up to its size. Holds their leases."""
 
-    __slots__ = ("began_s", "number", "records", "rows", "size")
+    __slots__ = ("began_s", "chosen", "number", "records", "rows", "size")
 
     def __init__(self, size: int, began_s: float) -> None:
         self.records: list[Record] = []
@@ -19,6 +19,7 @@ class Group:
         self.size = size
         self.began_s = began_s
         self.number = 0  # in the order in which groups became complete; set by who queues it
+        self.chosen = False  # for a batch whose step is not over; set by capacity.py
 
     def append(self, record: Record) -> None:
         """Takes a record, and its lease, over."""

@@ -3,6 +3,7 @@
 All of it is a few shared words, safe from any thread. Knows nothing of taking records: that is consumer.py, which is a Hub.
 """
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from shmbridge import messages
 from shmbridge._ext import header
 from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly
+from shmbridge.capacity import PROMISE_NS, Limit, Promises
 from shmbridge.config import Run
 from shmbridge.errors import Closed
 from shmbridge.lanes import LaneSet
@@ -34,13 +36,14 @@ class Hub(OneProcess):
     _batching: BatchAssembly
     _server: "ControlServer"
 
-    def __init__(self, bridge: str, run: Run | None, control: header.Control) -> None:
+    def __init__(self, bridge: str, run: Run | None, control: header.Control, limit: Limit | None) -> None:
         self.bridge = bridge
         self._run = run
         self._batches_formed = 0
         self._steps_before = 0  # of runs announced before this one
         self._control_words: header.Control | None = control
         self._ranks: RankServer | None = None
+        self._limit, self._promises, self._begun = limit, Promises(), 0
 
     @property
     def _control(self) -> header.Control:
@@ -90,6 +93,13 @@ class Hub(OneProcess):
         if version < self.policy_version:
             raise ValueError(f"policy version {version} is before {self.policy_version}: versions of one bridge only rise")
         self._control.policy_version = version
+        self.end_step()  # after the store: what begins now begins under this version
+
+    def end_step(self) -> None:
+        """What was handed out is trained with: there may be room for groups that wait to begin."""
+        if self._limit is not None and not self._closed:
+            self._batching.end_step()
+            self._server.look_again()
 
     def pause(self) -> None:
         """Holds producers back: their `put` waits. Records already committed still come."""
@@ -109,6 +119,19 @@ class Hub(OneProcess):
     def say_finished(self) -> None:
         """The bridge is drained and every learner rank is done: they hear of it also when this hub is gone. For ranks.py."""
         self._control.finish()
+
+    def answer_ranks(self) -> None:
+        """There may be a share for a rank that waits; for ranks.py."""
+        self._server.look_again()
+
+    @property
+    def control_fd(self) -> int:
+        """Descriptor whose locks say who is who; for ranks.py."""
+        return int(self._control.mapping.fd)
+
+    def count_batch(self) -> None:
+        """A batch was formed; for batching.py."""
+        self._batches_formed += 1
 
     def stats(self) -> dict[str, float]:
         """Counters of the bridge, flat: produced = released + held + discarded, from the lanes' own words. Never blocks; any thread."""
@@ -136,6 +159,7 @@ class Hub(OneProcess):
             "batches_total": self._batches_formed,
             **self._batching.stats(),
             "policy_version": self.policy_version,
+            **self._capacity_stats(),
             **(self._ranks.stats() if self._ranks else {}),
         }
 
@@ -162,3 +186,26 @@ class Hub(OneProcess):
             return self._ranks.shares_done(request)
         said = f"the consumer of bridge {self.bridge!r} hands out no shares"
         return messages.Refused(messages.NO_RANKS, said, "call Consumer.serve_ranks in it")
+
+    def begin_group(self, request: messages.BeginGroup) -> messages.MayBegin | messages.Full | None:
+        """Whether a producer may begin one group more; None: not yet. For the control plane's thread."""
+        now_ns = time.monotonic_ns()  # first: a promise that is over by now was kept by now, or never will be
+        if self.paused:
+            return None
+        if self._limit is not None:
+            self._promises.void(request.lane)
+            held = self._lanes.tickets()  # before what is committed: a group is committed before its ticket ends
+            running, committed = self._promises.running(held, now_ns), self._batching.committed()
+            if committed is None or request.lane not in held:  # they are being moved; it is not adopted yet
+                return None
+            if running + committed >= self._limit.groups:
+                return None if request.wait else messages.Full(self._limit.groups, running, committed)
+            self._promises.promise(request.lane, request.running + 1, now_ns)
+        self._begun += 1
+        header.fault(b"hub.ticket_promised")
+        until_ns = now_ns + PROMISE_NS
+        return messages.MayBegin(self.hub_epoch, self.policy_version, until_ns)  # the version last: it is no older than the count
+
+    def _capacity_stats(self) -> dict[str, float]:
+        limit = {} if self._limit is None else {"groups_limit": self._limit.groups}
+        return {**limit, "groups_running": sum(self._lanes.tickets().values()), "groups_begun_total": self._begun}

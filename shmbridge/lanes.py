@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shmbridge import limits, participation, segment
+from shmbridge import limits, liveness, participation, segment
 from shmbridge._ext import header, ring
 from shmbridge._ext.mapping import Mapping
 from shmbridge._ext.turns import Turns
@@ -276,6 +276,10 @@ class LaneSet:
     def nothing_left(self) -> bool:
         """Whether nothing can be taken, nor could be if there were room for more lanes."""
         return not self.some_wait and not any(lane.waiting for lane in self)
+
+    def tickets(self) -> dict[str, int]:
+        """How many groups each lane's producer has begun and not put, by lane; one system call each. Any thread."""
+        return {lane.name: liveness.tickets_held(lane.reader.lane.fd) for lane in self if not lane.corrupt}
 
     # -- state --------------------------------------------------------------------------------------------------------------------
 

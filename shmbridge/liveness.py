@@ -13,6 +13,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
 
 
 MOST_RANKS = 1024
+MOST_TICKETS = 1 << 16
 
 
 class Byte(IntEnum):
@@ -24,6 +25,7 @@ class Byte(IntEnum):
     FIRST_RANK = 1024
     FIRST_EPOCH = 1 << 32
     PRODUCER = 0
+    FIRST_TICKET = 1 << 20
     WRITER = 0
     FIRST_SLOT = 16
 
@@ -60,6 +62,13 @@ def is_locked(fd: int, byte: int, count: int = 1) -> bool:
     """Whether another open file description holds any of `count` bytes in any way. Never blocks, takes nothing."""
     raw = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, count, 0))
     return bool(_FLOCK.unpack(raw)[0] != fcntl.F_UNLCK)
+
+
+def tickets_held(lane_fd: int) -> int:
+    """How many tickets the producer of a lane holds, by locks on as many bytes in a row, which the kernel reports as one. Never blocks."""
+    raw = fcntl.fcntl(lane_fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, Byte.FIRST_TICKET, MOST_TICKETS, 0))
+    kind, _, start, count, _ = _FLOCK.unpack(raw)
+    return 0 if kind == fcntl.F_UNLCK else start + count - Byte.FIRST_TICKET
 
 
 def pid_namespace() -> int:

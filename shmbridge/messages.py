@@ -131,6 +131,17 @@ class SharesDone(Message, frozen=True):
     numbers: list[int]
 
 
+class BeginGroup(Message, frozen=True):
+    """A producer asks for one ticket more than the `running` it holds; answered with `MayBegin`, once there is room.
+
+    With `wait` False it is answered at once, maybe with `Full`.
+    """
+
+    lane: str
+    running: int
+    wait: bool = True
+
+
 # --- answers ----------------------------------------------------------------------------------------------
 
 
@@ -219,6 +230,22 @@ class Manifest(Message, frozen=True):
     groups: list[GroupPlaces]
 
 
+class MayBegin(Message, frozen=True):
+    """One ticket, if the producer's lane shows it before `until_ns` (CLOCK_MONOTONIC) and the hub is still this one."""
+
+    hub_epoch: int
+    policy_version: int
+    until_ns: int
+
+
+class Full(Message, frozen=True):
+    """No ticket now: so many groups are under way, and no more than `limit` may be."""
+
+    limit: int
+    running: int
+    committed: int
+
+
 class NoMoreShares(Message, frozen=True):
     """The bridge was drained, and every share has been handed out."""
 
@@ -248,8 +275,9 @@ Request: TypeAlias = (
     | Goodbye
     | NextShare
     | SharesDone
+    | BeginGroup
 )
-Answer: TypeAlias = Welcome | Registered | WaitForRun | Status | RunInfo | Manifest | NoMoreShares | Ack | Refused
+Answer: TypeAlias = Welcome | Registered | WaitForRun | Status | RunInfo | Manifest | NoMoreShares | MayBegin | Full | Ack | Refused
 
 
 # --- the bytes --------------------------------------------------------------------------------------------
@@ -311,6 +339,7 @@ _ANSWERS: dict[type[Request], tuple[type[Answer], ...]] = {
     StatusRequest: (Status,),
     RunInfoRequest: (RunInfo,),
     NextShare: (Manifest, NoMoreShares),
+    BeginGroup: (MayBegin, Full),
 }
 
 

@@ -33,6 +33,8 @@ _OF_STATS = {
     "wait_s": "bridge/wait_consumer_s",
     "held": "bridge/held",
     "queue_groups": "bridge/queue_groups",
+    "groups_begun_total": "bridge/groups_begun_total",
+    "groups_running": "bridge/groups_running",
     "lane_bytes": "bridge/lane_bytes",
     "lanes_live": "bridge/lanes_live",
     "lanes_dead": "bridge/lanes_dead",

@@ -32,11 +32,11 @@ from shmbridge.errors import (
 from shmbridge.exits import at_exit
 from shmbridge.liveness import Byte
 from shmbridge.measure import as_invalid
-from shmbridge.one_process import OneProcess
 from shmbridge.outgoing import Loader, Split, Version, checked_stamp
 from shmbridge.reasons import Drop, labelled
 from shmbridge.schema import Columns, columns_of
 from shmbridge.slot import Slot
+from shmbridge.tickets import Tickets
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,7 +47,7 @@ OnFull = Literal["block", "raise", "drop"]
 _SAY_SO_AFTER_S = 5.0
 
 
-class Producer(OneProcess):
+class Producer(Tickets):
     """One producer's end of a bridge. For one thread at a time; a context manager.
 
     Never blocks at construction beyond reserving the lane's memory (0.1 to 0.3 ms per MiB); a consumer need not be there yet.
@@ -89,6 +89,7 @@ class Producer(OneProcess):
         except BaseException:
             participation.leave(self._control.mapping.fd, bridge)
             raise
+        super().__init__()
         self._groups_put = 0
         self._waiting: deque[Plan] = deque()  # handed over by put_async, not yet committed
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
@@ -467,6 +468,7 @@ class Producer(OneProcess):
             self._writer.ring()  # whoever closes may be an event loop
             self._sleeper.shutdown(wait=True)
         self._no_exit_call()
+        self._end_tickets()
         liveness.unlock(self._lane.fd, Byte.PRODUCER)
         self._control.announce_lane()
         participation.leave(self._control.mapping.fd, self.bridge)

@@ -67,7 +67,7 @@ class RankServer:
             raise ValueError(f'mode={mode!r} is "sharded" or "broadcast", dead_rank={dead_rank!r} is "wait" or "spread"')
         self.world_size = world_size
         self._consumer, self._batching = consumer, batching
-        self._groups, self._max_staleness, self._dead_rank = groups, max_staleness, dead_rank
+        self._groups, self._max_staleness, self._dead_rank = groups, batching.most_stale(max_staleness), dead_rank
         self._steps_ahead = 1 + prefetch
         self._book = ShareBook(world_size, mode)
         self._known: set[int] = set()  # ranks that were alive when last looked at
@@ -161,6 +161,7 @@ class RankServer:
             share = None if self._stop.is_set() else self._book.next_for(request.rank, request.member, request.after)
             if self._book.issued_steps > known:  # not when it is formed: it may be withdrawn
                 self._consumer.count_batch()
+                self._batching.count_lags(share.step.groups if share is not None else [])
             if share is not None:
                 header.fault(b"hub.share_issued")
                 return self._manifest(share, request.rank)
@@ -189,6 +190,7 @@ class RankServer:
             for record in group.records:
                 record.release()
         self._done += len(groups)
+        self._batching.finished(groups)
         self._say_if_finished()
         self._change.notify_all()
 

@@ -3,8 +3,9 @@
 from shmbridge import liveness
 from shmbridge._ext import header, ring
 from shmbridge.config import format_size
-from shmbridge.errors import BridgeDraining, LaneFull, LaneQuarantined
+from shmbridge.errors import BridgeDraining, LaneFull, LaneQuarantined, NoConsumer, NotAdmitted
 from shmbridge.liveness import Byte
+from shmbridge.messages import Full
 
 
 def lane_full(producer_id: str, control: header.Control, writer: ring.LaneWriter, wanted_bytes: int, waited_s: float) -> LaneFull:
@@ -35,3 +36,21 @@ def quarantined(producer_id: str, hub_pid: int) -> LaneQuarantined:
 def draining(bridge: str) -> BridgeDraining:
     """The run is over."""
     return BridgeDraining(f"the consumer of bridge {bridge!r} is draining it", hint="the run is over: close the producer")
+
+
+def not_admitted(
+    producer_id: str, control: header.Control, answer: object, tickets: int, timeout_s: float | None
+) -> NotAdmitted | NoConsumer:
+    """No ticket came within the time given; `answer` says why, if it is messages.Full."""
+    waited = f"{producer_id} was given no ticket within {timeout_s} s and holds {tickets}"
+    if not liveness.is_locked(control.mapping.fd, Byte.HUB):
+        return NoConsumer(f"{waited}; no consumer is alive", hint="start the learner")
+    if control.paused:
+        return NotAdmitted(f"{waited}; paused by the consumer (pid {control.hub_pid})", hint="resume the bridge")
+    under_way = ""
+    if isinstance(answer, Full):
+        under_way = f": {answer.running} groups are being generated and {answer.committed} wait or are trained with, of {answer.limit}"
+    return NotAdmitted(
+        f"{waited}; the consumer (pid {control.hub_pid}) has no room{under_way}",
+        hint="the learner's steps make room: wait longer, or raise Consumer(max_off_policy_steps=)",
+    )

@@ -10,10 +10,11 @@ from typing import Literal, Protocol
 from shmbridge.atropos_scheduler import AtroposScheduler
 from shmbridge.fair_policy import FairScheduler
 from shmbridge.groups import Group
+from shmbridge.oldest_policy import OldestScheduler
 from shmbridge.steering import EnvShare
 from shmbridge.want import Want as Want
 
-Policy = Literal["fair", "atropos"]
+Policy = Literal["fair", "atropos", "oldest"]
 Shares = Callable[[], Mapping[str, EnvShare]]  # what the registered environments ask for, by producer id; an immutable snapshot
 
 
@@ -62,4 +63,6 @@ def scheduler_of(policy: Policy, shares: Shares, is_live: Callable[[str], bool],
         return FairScheduler(shares, is_live, allocation_wait_s)
     if policy == "atropos":
         return AtroposScheduler(shares)
-    raise ValueError(f'policy={policy!r} is not "fair" or "atropos"')
+    if policy == "oldest":
+        return OldestScheduler()
+    raise ValueError(f'policy={policy!r} is not "fair", "atropos" or "oldest"')

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shmbridge.config import Run
-from shmbridge.messages import NO_RANKS, Ack, Manifest, NextShare, NoMoreShares, Refused, SharesDone
+from shmbridge.messages import NO_RANKS, Ack, BeginGroup, Full, Manifest, MayBegin, NextShare, NoMoreShares, Refused, SharesDone
 
 
 @dataclass
@@ -63,3 +63,7 @@ class FakeHub:
     def shares_done(self, request: SharesDone) -> Ack | Refused:
         """There are no ranks here."""
         return Refused(NO_RANKS, "no real hub", "use a Consumer")
+
+    def begin_group(self, request: BeginGroup) -> MayBegin | Full | None:
+        """Always: there is no limit here."""
+        return MayBegin(self.hub_epoch, self.policy_version, 1 << 62)

@@ -25,6 +25,8 @@ BEFORE_COMMIT = (
 )  # fmt: skip
 AFTER_COMMIT = ("producer.committed", "producer.woken_hub")
 WAITING_FOR_SPACE = ("producer.waiting",)
+ASKING_FOR_TICKETS = ("ticket.granted", "ticket.shown")
+GRANTING_TICKETS = ("hub.ticket_promised",)
 ENTERING_HUB = ("hub.locked", "hub.adopting")
 TAKING = ("hub.read", "hub.marked")
 RELEASING = ("hub.releasing", "hub.released")
@@ -38,8 +40,8 @@ WEIGHTS = ("weights.before_magic", "weights.filling", "weights.filled", "weights
 # Every label there is, per role that passes it.
 LABELS: Mapping[str, tuple[str, ...]] = {
     "anyone": CREATING_CONTROL + SWEEPING,
-    "producer": CREATING_LANE + BEFORE_COMMIT + AFTER_COMMIT + WAITING_FOR_SPACE,
-    "hub": ENTERING_HUB + TAKING + RELEASING + HUB_SLEEPING + SERVING_RANKS,
+    "producer": CREATING_LANE + BEFORE_COMMIT + AFTER_COMMIT + WAITING_FOR_SPACE + ASKING_FOR_TICKETS,
+    "hub": ENTERING_HUB + TAKING + RELEASING + HUB_SLEEPING + SERVING_RANKS + GRANTING_TICKETS,
     "rank": RANK_JOINING + RANK_READING,
     "weights writer": WEIGHTS,
 }

@@ -145,6 +145,31 @@ def read_shares(bridge: str, rank: str, world_size: str, shares: str) -> None:
     say("closed")
 
 
+def begin(bridge: str, producer_id: str, tickets: str) -> None:
+    """Takes tickets one by one, then puts a group in one of them per line it is told."""
+    with shmbridge.Producer(bridge, producer_id=producer_id, lane_bytes="64K") as producer:
+        say("ready")
+        held = []
+        for number in range(int(tickets)):
+            held.append(producer.begin_group(timeout_s=20))
+            say("holds", number + 1)
+        for number, _ in enumerate(sys.stdin):
+            with held.pop() as ticket:
+                producer.put(pattern(producer_id, number), policy_version=ticket.policy_version)
+            say("put", number)
+
+
+def limit(bridge: str, steps: str, groups: str) -> None:
+    """A hub that grants tickets until it is killed."""
+    options = {"policy": "oldest", "max_off_policy_steps": int(steps), "groups_per_step": int(groups)}
+    with shmbridge.Consumer(bridge, **options) as consumer:
+        if consumer.policy_version < 0:
+            consumer.publish_policy_version(0)
+        say("ready")
+        for _ in sys.stdin:
+            pass
+
+
 def enter(bridge: str) -> None:
     """Opens a producer, puts one record, enters as the hub, takes it, leaves: passes every point of creation."""
     with shmbridge.Producer(bridge, producer_id="enter", lane_bytes="64K") as producer:

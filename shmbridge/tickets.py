@@ -1,0 +1,229 @@
+"""Tickets: leave to begin a group, asked of the hub before anything is generated that would be too old when it is trained with.
+
+A ticket is a locked byte of the producer's own lane: the kernel gives it back however the producer ends, and every later hub can count it.
+Knows the lane's descriptor and the control plane; who gets a ticket is the hub's business (capacity.py). Base of Producer.
+"""
+
+import asyncio
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Self
+
+from shmbridge import liveness, refusals
+from shmbridge._ext import header
+from shmbridge._ext.mapping import Mapping
+from shmbridge.errors import ClaimOpen, NoConsumer, NotAdmitted
+from shmbridge.liveness import MOST_TICKETS, Byte
+from shmbridge.one_process import OneProcess
+
+if TYPE_CHECKING:
+    from shmbridge.control_client import AsyncControlClient, ControlClient
+    from shmbridge.messages import Answer, BeginGroup
+
+_ASK_S = 1.0  # then it is asked anew: the bridge may be draining by now
+_LAST_S = 0.5  # for the answer to the last question, which says why not
+
+
+class Ticket(OneProcess):
+    """Leave to generate one group. A context manager: put the group inside it, so that it is never counted as nobody's.
+
+    `policy_version` is the one that generation begins under, for `put(policy_version=)`. It ends with the block, with `end()`, when it is
+    let go, or with its producer. For the threads of its producer.
+    """
+
+    def __init__(self, policy_version: int, held: "_Held") -> None:
+        self.policy_version = policy_version
+        self._end = weakref.finalize(self, held.give_back)
+        self._end.atexit = False  # the lane's locks end with the process
+
+    def end(self) -> None:
+        """Gives it back. Never blocks; idempotent."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+class _Held:
+    """How many tickets a lane shows: so many bytes in a row are locked. Any thread."""
+
+    def __init__(self, lane: Mapping) -> None:
+        self._lane, self._lock = lane, threading.RLock()  # a collection inside it may give one back
+        self.count, self.over = 0, False
+
+    def show_one_more(self) -> None:
+        with self._lock:
+            liveness.lock_exclusive(self._lane.fd, Byte.FIRST_TICKET + self.count)
+            self.count += 1
+
+    def give_back(self) -> None:
+        if self._lane.forked or self.over:
+            return
+        with self._lock:
+            self.count -= 1
+            liveness.unlock(self._lane.fd, Byte.FIRST_TICKET + self.count)
+
+    def end(self) -> None:
+        with self._lock:
+            self.over = True
+            for ticket in range(self.count):
+                liveness.unlock(self._lane.fd, Byte.FIRST_TICKET + ticket)
+
+
+class Tickets(OneProcess):
+    """What of a Producer asks for tickets."""
+
+    bridge: str
+    producer_id: str
+    lane_name: str
+    _lane: Mapping
+    _control: header.Control
+
+    def __init__(self) -> None:
+        self._held = _Held(self._lane)
+        self._asking = threading.Lock()  # one question at a time: the hub promises one lane one thing
+        self._client: ControlClient | None = None
+        self._async_client: tuple[asyncio.AbstractEventLoop, AsyncControlClient, asyncio.Lock] | None = None
+
+    def begin_group(self, timeout_s: float | None = None) -> Ticket:
+        """A ticket for one group, once the consumer has room for it: `with producer.begin_group() as ticket: ...`.
+
+        Blocks until then, also while there is no consumer or the bridge is paused, at most `timeout_s` (None: for ever). A consumer
+        without max_off_policy_steps always has room. Ends with the `with` block, in which the group is generated and put.
+
+        Raises:
+            NotAdmitted: as many groups as may be were under way all the time. NoConsumer: nobody answered.
+            BridgeDraining, Closed.
+        """
+        deadline = _deadline(timeout_s)
+        if not self._asking.acquire(blocking=False):
+            raise self._asks_already()
+        try:
+            self._check_may_ask()
+            client = self._client = self._client or self._new_client()
+            while True:
+                left_s = deadline - time.monotonic()
+                answer = _ask(client, self._question(wait=left_s > 0), min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
+                if (ticket := self._taken(answer)) is not None:
+                    return ticket
+                self._check_may_ask()
+                if left_s <= 0:
+                    raise self._not_admitted(timeout_s, answer)
+        finally:
+            self._asking.release()
+
+    async def begin_group_async(self, timeout_s: float | None = None) -> Ticket:
+        """`begin_group` that never blocks the event loop; tasks are served in the order of their calls. May be cancelled."""
+        deadline = _deadline(timeout_s)
+        client, turn = self._client_of_this_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await turn.acquire()
+        except TimeoutError:
+            raise self._not_admitted(timeout_s, None) from None
+        if not self._asking.acquire(blocking=False):
+            turn.release()
+            raise self._asks_already()
+        try:
+            while True:
+                self._check_may_ask()
+                left_s = deadline - time.monotonic()
+                question = self._question(wait=left_s > 0)
+                answer = await _ask_async(client, question, min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
+                if (ticket := self._taken(answer)) is not None:
+                    return ticket
+                if left_s <= 0:
+                    raise self._not_admitted(timeout_s, answer)
+        finally:
+            self._asking.release()
+            turn.release()
+
+    def _question(self, *, wait: bool) -> "BeginGroup":
+        from shmbridge import messages
+
+        return messages.BeginGroup(self.lane_name, self._held.count, wait)
+
+    def _taken(self, answer: "Answer | None") -> Ticket | None:
+        """The ticket an answer grants, shown in the lane; None if it grants none, or no longer.
+
+        A hub that came since has stored its epoch before it looks at lanes, and this looks at the epoch after the lane shows the ticket:
+        one of the two sees the other. So with the time after which this hub no longer believes in the promise.
+        """
+        from shmbridge import messages
+
+        if not isinstance(answer, messages.MayBegin) or self._held.count >= MOST_TICKETS:
+            return None
+        header.fault(b"ticket.granted")
+        self._held.show_one_more()
+        header.fault(b"ticket.shown")
+        ticket = Ticket(answer.policy_version, self._held)
+        if time.monotonic_ns() < answer.until_ns and self._control.hub_epoch == answer.hub_epoch:
+            return ticket
+        ticket.end()
+        return None
+
+    def _check_may_ask(self) -> None:
+        self._check_open()
+        if self._control.draining:
+            raise refusals.draining(self.bridge)
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def _asks_already(self) -> ClaimOpen:
+        return ClaimOpen(
+            f"producer {self.producer_id} asks for a ticket already, in another thread or task",
+            hint="from tasks, use begin_group_async only; give each thread a producer of its own",
+        )
+
+    def _not_admitted(self, timeout_s: float | None, answer: "Answer | None") -> NotAdmitted | NoConsumer:
+        return refusals.not_admitted(self.producer_id, self._control, answer, self._held.count, timeout_s)
+
+    def _new_client(self) -> "ControlClient":
+        from shmbridge.control_client import ControlClient
+
+        return ControlClient(self.bridge, role="producer", name=self.producer_id)
+
+    def _client_of_this_loop(self) -> "tuple[AsyncControlClient, asyncio.Lock]":
+        from shmbridge.control_client import AsyncControlClient
+
+        loop = asyncio.get_running_loop()
+        if self._async_client is None or self._async_client[0] is not loop:
+            self._close_async_client()
+            client = AsyncControlClient(self.bridge, role="producer", name=self.producer_id)
+            self._async_client = loop, client, asyncio.Lock()
+        return self._async_client[1:]
+
+    def _close_async_client(self) -> None:
+        if self._async_client is not None:
+            self._async_client[1].close()
+            self._async_client = None
+
+    def _end_tickets(self) -> None:
+        """The producer closes: its tickets are room for others."""
+        self._held.end()
+        self._close_async_client()
+        if self._client is not None:
+            self._client.close()
+
+
+def _deadline(timeout_s: float | None) -> float:
+    return float("inf") if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _ask(client: "ControlClient", question: "BeginGroup", timeout_s: float) -> "Answer | None":
+    try:
+        return client.request(question, timeout_s)
+    except NoConsumer:  # or it has no room: both end by themselves
+        return None
+
+
+async def _ask_async(client: "AsyncControlClient", question: "BeginGroup", timeout_s: float) -> "Answer | None":
+    try:
+        return await client.request(question, timeout_s)
+    except NoConsumer:
+        return None

@@ -1,0 +1,249 @@
+"""The capacity rule bounds how stale what is trained can be: over random schedules, with the scheduler's own order, and not with one more.
+
+The machine is docs/explanation/staleness.md in code: producers begin, put in any order and give up, a learner takes a batch, trains with
+it and publishes. What is asserted is the theorem there.
+"""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from shmbridge.capacity import PROMISE_NS, Chosen, Limit, Promises, limit_of
+from shmbridge.groups import Group
+from shmbridge.oldest_policy import OldestScheduler
+from shmbridge.want import Want
+
+
+@dataclass
+class Begun:
+    """A group under way: the version it began under, how many newer ones were trained with before it."""
+
+    version: int
+    ordinal: int
+    group: Group
+    overtaken_by: int = 0
+
+
+def queued(version: int, producer: str = "p") -> Group:
+    group = Group(1, 0.0)
+    group.append(SimpleNamespace(min_policy_version=version, rows=1, token_count=1, _lane=SimpleNamespace(producer_id=producer)))
+    return group
+
+
+@dataclass
+class Machine:
+    """A bridge under the rule. `most` is how many groups may be under way: the rule's own number, or a wrong one."""
+
+    limit: Limit
+    most: int
+    version: int = 0
+    begun: int = 0
+    running: list[Begun] = field(default_factory=list)
+    by_group: dict[int, Begun] = field(default_factory=dict)
+    scheduler: OldestScheduler = field(default_factory=OldestScheduler)
+    chosen: Chosen = field(default_factory=Chosen)
+    ahead: list[list[Group]] = field(default_factory=list)
+    trained: list[tuple[Begun, int]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        if len(self.running) + len(self.scheduler) + self.chosen.count < self.most:
+            begun = Begun(self.version, self.begun, queued(self.version, f"p{self.begun % 3}"))
+            self.begun += 1
+            self.running.append(begun)
+
+    def put(self, place: int) -> None:
+        if self.running:
+            begun = self.running.pop(place % len(self.running))
+            self.by_group[id(begun.group)] = begun
+            self.scheduler.add(begun.group)
+
+    def give_up(self, place: int) -> None:
+        if self.running:
+            self.running.pop(place % len(self.running))
+
+    def form(self) -> None:
+        """A batch is gathered ahead of the step."""
+        groups = self.scheduler.take(Want(self.limit.groups_per_step, None), 0.0, last=False)
+        if groups is not None:
+            self.chosen.add(groups)
+            self.ahead.append(groups)
+            waiting = [*self.running, *(self.by_group[id(group)] for group in self.scheduler)]
+            for other in (self.by_group[id(group)] for group in groups):
+                for begun in waiting:
+                    begun.overtaken_by += other.version > begun.version
+
+    def take_and_train(self, *, publish_late: bool = False) -> None:
+        if not self.ahead:
+            self.form()
+        if not self.ahead:
+            return
+        groups = self.ahead.pop(0)
+        self.chosen.begin_step(groups)
+        if publish_late:  # others begin while it is trained with
+            self.begin()
+        self.trained += [(self.by_group[id(group)], self.version) for group in groups]
+        self.version += 1
+        self.chosen.end_step()
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("begin"), st.just(0)),
+        st.tuples(st.just("begin"), st.just(0)),
+        st.tuples(st.just("put"), st.integers(0, 30)),
+        st.tuples(st.just("put"), st.integers(0, 30)),
+        st.tuples(st.just("give_up"), st.integers(0, 30)),
+        st.tuples(st.just("form"), st.just(0)),
+        st.tuples(st.just("train"), st.just(0)),
+        st.tuples(st.just("train_while_others_begin"), st.just(0)),
+    ),
+    max_size=120,
+)
+
+
+def run(machine: Machine, actions: list[tuple[str, int]]) -> Machine:
+    for action, place in actions:
+        match action:
+            case "begin":
+                machine.begin()
+            case "put":
+                machine.put(place)
+            case "give_up":
+                machine.give_up(place)
+            case "form":
+                machine.form()
+            case "train":
+                machine.take_and_train()
+            case _:
+                machine.take_and_train(publish_late=True)
+    return machine
+
+
+def greedy(limit: Limit, most: int, steps: int) -> Machine:
+    """Everybody begins as much as they may, puts at once, in order; the learner is slow."""
+    machine = Machine(limit, most)
+    for _ in range(steps):
+        for _ in range(most + 1):
+            machine.begin()
+        while machine.running:
+            machine.put(0)
+        machine.take_and_train(publish_late=True)
+        machine.put(0)
+    return machine
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 3), st.integers(1, 4), ACTIONS)
+@example(0, 1, [("begin", 0), ("put", 0), ("train_while_others_begin", 0), ("put", 0), ("train", 0)])
+def test_staleness_is_bounded_by_the_steps_and_by_who_overtook(steps, size, actions) -> None:
+    limit = Limit(steps, size)
+    machine = run(Machine(limit, limit.groups), actions)
+    for begun, version in machine.trained:
+        assert version - begun.version <= (limit.groups - 1 + begun.overtaken_by) // size
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 3), st.integers(1, 4), ACTIONS)
+def test_what_no_newer_group_overtook_is_within_the_steps(steps, size, actions) -> None:
+    limit = Limit(steps, size)
+    machine = run(Machine(limit, limit.groups), actions)
+    late = [begun for begun, version in machine.trained if version - begun.version > steps]
+    assert all(begun.overtaken_by for begun in late)
+
+
+@pytest.mark.parametrize(("steps", "size"), [(0, 1), (0, 4), (1, 2), (3, 4)])
+def test_the_bound_is_reached_and_with_one_group_more_it_does_not_hold(steps, size) -> None:
+    limit = Limit(steps, size)
+    kept = greedy(limit, limit.groups, 12)
+    assert max(version - begun.version for begun, version in kept.trained) == steps
+    broken = greedy(limit, limit.groups + 1, 12)
+    assert any(version - begun.version > steps and not begun.overtaken_by for begun, version in broken.trained)
+
+
+def test_freeing_places_before_the_version_is_out_does_not_hold() -> None:
+    """The batch that is trained with counts: this is the off-by-one that a count of what waits would make."""
+    limit = Limit(1, 2)
+    machine = Machine(limit, limit.groups)
+    for _ in range(8):
+        while len(machine.running) + len(machine.scheduler) < limit.groups:  # without chosen.count
+            begun = Begun(machine.version, machine.begun, queued(machine.version))
+            machine.begun += 1
+            machine.by_group[id(begun.group)] = begun
+            machine.scheduler.add(begun.group)
+        machine.form()
+        while len(machine.scheduler) < limit.groups:
+            begun = Begun(machine.version, machine.begun, queued(machine.version))
+            machine.begun += 1
+            machine.by_group[id(begun.group)] = begun
+            machine.scheduler.add(begun.group)
+        machine.take_and_train()
+    assert max(version - begun.version for begun, version in machine.trained) > 1
+
+
+# -- the parts ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_promises_count_until_they_are_shown_or_over() -> None:
+    promises = Promises()
+    promises.promise("a", 3, 0)
+    assert promises.running({"a": 2, "b": 5}, 1) == 8
+    assert promises.running({"a": 3, "b": 5}, 2) == 8
+    assert promises.running({"a": 1, "b": 5}, 3) == 6  # shown once, and some have ended
+    promises.promise("b", 6, 0)
+    assert promises.running({"a": 1, "b": 5}, PROMISE_NS - 1) == 7
+    assert promises.running({"a": 1, "b": 5}, PROMISE_NS) == 6
+    promises.promise("b", 6, 0)
+    promises.void("b")
+    assert promises.running({"a": 1, "b": 5}, 1) == 6
+
+
+def test_a_step_ends_once_whatever_says_so() -> None:
+    chosen, first, second = Chosen(), [queued(0), queued(0)], [queued(1)]
+    chosen.add(first)
+    chosen.add(second)
+    assert chosen.count == 3
+    chosen.begin_step(first)
+    assert chosen.count == 3
+    chosen.end_step()
+    chosen.end_step()
+    chosen.remove(first)
+    assert chosen.count == 1
+    chosen.begin_step(second)
+    chosen.remove(second)  # put back by its taker
+    chosen.end_step()
+    assert chosen.count == 0
+
+
+def test_the_oldest_version_goes_first_and_whoever_came_first_within_it() -> None:
+    scheduler = OldestScheduler()
+    groups = [queued(version) for version in (2, 1, 2, -1, 1)]
+    for group in groups:
+        scheduler.add(group)
+    first = scheduler.take(Want(3, None), 0.0, last=False)
+    assert first == [groups[3], groups[1], groups[4]]
+    scheduler.put_back(first)
+    assert scheduler.queued("p") == len(scheduler) == 5
+    assert scheduler.remove(lambda group: group.oldest_version < 0) == [groups[3]]
+    assert scheduler.take(Want(5, None), 0.0, last=True) is None
+    assert scheduler.take(Want(4, None), 0.0, last=False) == [groups[1], groups[4], groups[0], groups[2]]
+
+
+def test_rows_are_filled_in_order_and_a_large_group_comes_alone() -> None:
+    scheduler = OldestScheduler()
+    large, small, other = (queued(version) for version in (0, 1, 2))
+    for group, rows in ((large, 9), (small, 3), (other, 3)):
+        group.rows = rows
+        scheduler.add(group)
+    assert scheduler.take(Want(None, 4), 0.0, last=False) == [large]
+    assert scheduler.take(Want(None, 5), 0.0, last=False) == [small]
+    assert scheduler.take(Want(None, 5), 0.0, last=False) is None
+    assert scheduler.take(Want(None, 5), 0.0, last=True) == [other]
+
+
+def test_no_limit_and_a_limit() -> None:
+    assert limit_of(None, None, "fair") is None
+    assert limit_of(2, 8, "oldest") == Limit(2, 8)
+    assert Limit(2, 8).groups == 24
