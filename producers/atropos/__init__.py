@@ -29,6 +29,7 @@ def attach(
     on_full: OnFull = "block",
     step_rewards: bool = False,
     stop_after_refusals: int = 20,
+    tickets: bool = False,
 ) -> None:
     """Send the traffic of environments over a bridge, from now until `detach`.
 
@@ -42,6 +43,7 @@ def attach(
         on_full: what happens to a group when the lane is full: "block" waits, "raise" and "drop" count it.
         step_rewards: fill the columns step_rewards and step_ends from what groups and their messages say.
         stop_after_refusals: so many groups refused in a row for one reason end the environment, with GroupsRefused; 0: never.
+        tickets: a worker begins only once the consumer has room for its group: see Consumer(max_off_policy_steps=).
 
     Raises:
         ImportError: atroposlib is missing or broken.
@@ -49,7 +51,7 @@ def attach(
         TypeError: `env` is no environment.
         BadBridgeName, ValueError: an argument is not what it should be.
     """
-    options = LinkOptions(check_bridge_name(bridge), parse_size(lane_bytes), on_full, step_rewards, stop_after_refusals)
+    options = LinkOptions(check_bridge_name(bridge), parse_size(lane_bytes), on_full, step_rewards, stop_after_refusals, tickets)
     attachments = _all()
     if env is None or isinstance(env, type):
         attachments.attach_class(env, options)

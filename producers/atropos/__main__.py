@@ -56,6 +56,7 @@ def _serve(options: argparse.Namespace, script: Path) -> int:
             on_full=options.on_full,
             step_rewards=options.step_rewards,
             stop_after_refusals=options.stop_after_refusals,
+            tickets=options.tickets,
         )
         _mend_chat_templates(changes)
     except ImportError as missing:
@@ -109,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
         default=20,
         metavar="N",
         help="end after N groups in a row that were refused for one reason (default: 20; 0: never)",
+    )
+    parser.add_argument(
+        "--tickets", action="store_true", help="let a worker begin only when the consumer has room: its max_off_policy_steps"
     )
     parser.add_argument("script", help="the environment's script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, such as: serve ...")

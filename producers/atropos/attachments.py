@@ -337,8 +337,9 @@ def _session(real: Callable[..., Any]) -> Callable[..., Any]:
 def _stamped(link: EnvLink, handle_env: _Method) -> _Method:
     @functools.wraps(handle_env)
     async def handle(*args: Any, **kwargs: Any) -> Any:
-        link.generation_begins()
-        return await handle_env(*args, **kwargs)
+        with await link.ticket():
+            link.generation_begins()
+            return await handle_env(*args, **kwargs)
 
     return handle
 

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -40,6 +40,7 @@ class LinkOptions:
     on_full: OnFull = "block"
     step_rewards: bool = False
     stop_after_refusals: int = 20  # 0: never
+    tickets: bool = False
 
 
 class GroupsRefused(ShmBridgeError):
@@ -88,6 +89,21 @@ class EnvLane:
     def records_total(self) -> int:
         """Groups committed, into this lane and those before it; without what was lost with those."""
         return self._committed - self._lost
+
+    async def ticket(self) -> AbstractContextManager[object]:
+        """Leave for a worker to begin, once the consumer has room for what it generates; nothing at all unless that was asked for.
+
+        Without a lane, or when the bridge drains, a worker goes on without: what is too old is cut by the consumer.
+        """
+        while self._options.tickets and self.is_there:
+            producer = self._producer
+            try:
+                return await producer.begin_group_async()
+            except ShmBridgeError as refused:
+                if producer is self._producer:
+                    log.warning("environment %s begins without a ticket: %s", self._env_name, refused)
+                    break
+        return nullcontext()
 
     # --- groups -------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -224,6 +224,10 @@ class EnvLink:
         return not reason
 
     # --- groups -------------------------------------------------------------------------------------------
+
+    async def ticket(self) -> AbstractContextManager[object]:
+        """Leave to begin, for as long as what it is for is generated and sent; returns once there is room for it."""
+        return await self._lane.ticket()
 
     def generation_begins(self) -> None:
         """Remember the policy version for what the calling task is about to generate."""
