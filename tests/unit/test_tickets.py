@@ -126,9 +126,11 @@ def test_a_group_that_is_given_up_makes_room(producer, limited) -> None:
 
 
 def test_a_closed_producers_tickets_come_back(make_producer, limited) -> None:
-    limited(0, 1)
+    """Also where its lane stays, for what it holds."""
+    limited(0, 2)
     leaving, waiting = make_producer(), make_producer()
     ticket = leaving.begin_group(timeout_s=5)
+    leaving.put(group())
     assert full(waiting)
     leaving.close()
     waiting.begin_group(timeout_s=5).end()
@@ -208,10 +210,27 @@ def test_a_promise_that_is_not_taken_up_is_forgotten(bridge, make_producer, limi
     limited(0, 1)
     producer, other = make_producer(), make_producer()
     with ControlClient(bridge, role="test", name="t") as client:
-        for _ in range(3):
-            assert isinstance(client.request(BeginGroup(producer.lane_name, 0)), MayBegin)
+        assert isinstance(client.request(BeginGroup(producer.lane_name, 0)), MayBegin)
+        assert isinstance(client.request(BeginGroup(producer.lane_name, 0, wait=False)), MayBegin)
         assert isinstance(client.request(BeginGroup(other.lane_name, 0, wait=False)), Full)
     other.begin_group(timeout_s=5).end()
+
+
+def test_who_waits_is_looked_at_again_though_nobody_says_that_there_is_room(bridge, make_producer, limited) -> None:
+    """A question that is asked once only is answered when a holder has given up."""
+    from shmbridge import messages
+    from shmbridge.control import ControlClient
+
+    limited(0, 1)
+    holder, waiting = make_producer(), make_producer()
+    ticket = holder.begin_group(timeout_s=5)
+    with ControlClient(bridge, role="test", name="t") as client:
+        client.hello()
+        client._socket.send_multipart(messages.encode(99, messages.BeginGroup(waiting.lane_name, 0)))
+        assert not client._socket.poll(200)
+        ticket.end()
+        assert client._socket.poll(10_000)
+        assert isinstance(messages.decode_answer(client._socket.recv_multipart())[1], messages.MayBegin)
 
 
 def test_an_answer_of_a_hub_that_is_gone_counts_for_nothing(producer, make_consumer) -> None:
