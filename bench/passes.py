@@ -16,7 +16,10 @@ import shmbridge
 from shmbridge.bench.groups import LARGE, Form
 from shmbridge.bench.scaling import OneThread
 
-CASES: dict[str, Form] = {"put from arrays": "arrays", "put from lists": "lists", "take": "arrays", "packed": "arrays", "padded": "arrays"}
+CASES: dict[str, Form] = {
+    "put from arrays": "arrays", "put from lists": "lists", "take": "arrays", "packed": "arrays", "padded": "arrays",
+    "to a device": "arrays",
+}  # fmt: skip
 FEW, MORE = 4, 12
 LINE = 64
 CACHEGRIND = [
@@ -32,6 +35,12 @@ def run(case: str, groups: int) -> None:
         lane.put(groups if case.startswith("put") else MORE)
         if case == "take":
             lane.take(groups)
+        elif case == "to a device":  # which is the CPU here: what is left on one with a device is the read that its DMA makes
+            from shmbridge.consumers.device_batch import DeviceCopies
+
+            with DeviceCopies("cpu", tuple(LARGE.columns)) as copies:
+                for _ in range(groups // FEW):
+                    next(lane.consumer.batches(groups=FEW, prefetch=0, make=copies.batch)).release()
         elif case in ("packed", "padded"):
             for _ in range(groups // FEW):
                 lane.gather(FEW, "packed" if case == "packed" else "padded")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import shmbridge
@@ -56,11 +56,11 @@ class HubSource:
 
         Its `next` raises NoBatch when the limits are exhausted, Stopped, and what the bridge raises.
         """
-        with device_copies(self._options) as copies:
+        with device_copies(self._options) as copies, closing(self._iterate()) as batches:  # which forms none after its end
             self._make = None if copies is None else copies.batch
-            yield self._iterate()
+            yield batches
 
-    def _iterate(self) -> Iterator[Any]:
+    def _iterate(self) -> Generator[Any, None, None]:
         patience = patience_of(self._options)
         missing = functools.partial(who_is_missing, self._consumer, self._options.groups)
         batches: Iterator[Any] | None = None

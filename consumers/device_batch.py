@@ -89,10 +89,14 @@ class DeviceBatch(shmbridge.Batch):
             self._copy_all()
             self._under_way = []
             return
-        with torch.cuda.device(copies.device), torch.cuda.stream(stream):
-            self._copy_all()
-            self._event = torch.cuda.Event()
-            self._event.record(stream)
+        try:
+            with torch.cuda.device(copies.device), torch.cuda.stream(stream):
+                self._copy_all()
+                self._event = torch.cuda.Event()
+                self._event.record(stream)
+        except BaseException:
+            stream.synchronize()  # what was begun reads records that go back
+            raise
 
     def release(self) -> None:
         """End the leases of the batch's records once the copies have ended. Blocks for these; idempotent."""
