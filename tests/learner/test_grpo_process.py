@@ -50,11 +50,14 @@ def start_learner(bridge, tiny_model, tmp_path):
         process.communicate()
 
 
+def a_group(first):
+    tokens = [[1, 2 + first % 8, 10 + row, 11] for row in range(4)]
+    return {"tokens": tokens, "loss_mask": [[0, 0, 1, 1]] * 4, "score": [1.0, 0.0, 0.0, 1.0]}
+
+
 def put_groups(producer, count):
     for first in range(count):
-        tokens = [[1, 2 + first % 8, 10 + row, 11] for row in range(4)]
-        group = {"tokens": tokens, "loss_mask": [[0, 0, 1, 1]] * 4, "score": [1.0, 0.0, 0.0, 1.0]}
-        producer.put(group, policy_version=0, timeout_s=10.0)
+        producer.put(a_group(first), policy_version=0, timeout_s=10.0)
 
 
 def read_until(process, text):
@@ -118,6 +121,28 @@ def test_killed_and_resumed_it_goes_on_and_no_version_comes_back(bridge, start_l
     assert saved[-1] == f"step-{steps:08d}"
     # Every group was trained or is still there; the kill may have hit between a release and its line.
     assert trained in (GROUPS * len(every), GROUPS * (len(every) + 1))
+
+
+@pytest.mark.timeout(120)
+def test_with_a_limit_of_steps_generation_waits_for_training(bridge, start_learner, tmp_path):
+    """The environment is never more than two steps ahead, however fast it is, and nothing of it is thrown away."""
+    steps, begun = 8, 0
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        learner = start_learner("--steps", str(steps), "--max-off-policy-steps", "1", "--save-every", "100")
+        while learner.poll() is None:
+            try:
+                with producer.begin_group(timeout_s=1.0) as ticket:
+                    producer.put(a_group(begun), policy_version=ticket.policy_version, timeout_s=10.0)
+                    begun += 1
+            except (shmbridge.NotAdmitted, shmbridge.NoConsumer):
+                continue
+        assert learner.returncode == 0, learner.stderr.read()
+    lines = metrics(tmp_path)
+    assert len(lines) == steps
+    assert max(line["staleness_max"] for line in lines) <= 1
+    assert steps * GROUPS <= begun <= (steps + 2) * GROUPS
+    assert lines[-1]["bridge/groups_begun_total"] >= steps * GROUPS
+    assert lines[-1]["bridge/discards_stale_total"] == 0
 
 
 @pytest.mark.timeout(120)
