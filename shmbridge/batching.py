@@ -356,8 +356,9 @@ class BatchAssembly:
             + (f"who waits for it holds {elsewhere} records of batches before; " if elsewhere else "")
             + f"{stuck.lanes} lanes of {format_size(stuck.data_bytes)} in all hold {stuck.held} records of at most {format_size(largest)}, "
             f"and their {stuck.live} living producers have no room for {format_size(stuck.wanted_bytes)} more",
-            hint=_enough(-(-(want.as_groups(all_here) * fragments + elsewhere) // stuck.live), largest,
-                         min([*sizes, stuck.wanted_bytes]) == largest)
+            hint=sizing.what_to_raise(
+                -(-(want.as_groups(all_here) * fragments + elsewhere) // stuck.live), largest, min([*sizes, stuck.wanted_bytes]) == largest
+            )
             + (", raise Consumer(lanes=): more lanes wait" if stuck.crowded else ""),
         )  # fmt: skip
 
@@ -396,11 +397,3 @@ def _published(record: Record) -> int:
 
 def _may_be_one_groups_fault(error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, (MemoryError, BatchTooBig))
-
-
-def _enough(held: int, largest: int, same_size: bool) -> str:
-    try:
-        size = sizing.as_option(sizing.lane_bytes_holding(held, largest, same_size=same_size))
-    except ValueError as too_many:
-        return str(too_many)
-    return f"raise lane_bytes of the producers to at least {size} each ({held} records and room for one more), or ask for fewer groups"

@@ -153,3 +153,12 @@ def mount_bytes_for(lane_bytes: int, producers: int, *, weights_bytes: int = 0) 
 def as_option(size: int) -> str:
     """A size as one writes it: `12M`, `192K`. Rounds up to whole KiB."""
     return f"{size >> 20}M" if size % (1 << 20) == 0 else f"{-(-size >> 10)}K"
+
+
+def what_to_raise(held: int, largest: int, same_size: bool) -> str:
+    """What to do, in words, where each lane has to hold so many records of at most `largest` bytes, and room for one more."""
+    try:
+        size = as_option(lane_bytes_holding(held, largest, same_size=same_size))
+    except ValueError as too_many:
+        return str(too_many)
+    return f"raise lane_bytes of the producers to at least {size} each ({held} records and room for one more), or ask for fewer groups"
