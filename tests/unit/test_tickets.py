@@ -274,3 +274,24 @@ def test_under_a_limit_no_batch_is_staler_than_it_whoever_sent_it(producer, limi
     assert [next(batches).tokens[0] for _ in range(2)] == [8, 9]
     assert consumer.stats()["discarded_total{stale}"] == 1
     batches.close()
+
+
+def test_with_learner_ranks_room_comes_when_all_are_done(producer, limited, make_rank) -> None:
+    consumer = limited(0, 2)
+    consumer.serve_ranks(2, groups=2, prefetch=0)
+    ranks = [make_rank(number, 2) for number in range(2)]
+    for number in range(2):
+        with producer.begin_group(timeout_s=5) as ticket:
+            producer.put(group(number), policy_version=ticket.policy_version)
+    shares = [rank.next_share(10) for rank in ranks]
+    assert full(producer)
+    assert consumer.stats()["staleness_groups_total{0}"] == 2
+    consumer.publish_policy_version(1)
+    shares[0].release()
+    ranks[0].report_done()
+    ticket = producer.begin_group(timeout_s=5)
+    assert full(producer)
+    shares[1].release()
+    ranks[1].report_done()
+    producer.begin_group(timeout_s=5).end()
+    ticket.end()
