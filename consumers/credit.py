@@ -95,7 +95,9 @@ def credited(
         advantages = clip_to_range(advantages, *credit.clip)
     signalled = scored | has_own | has_steps | has_rewards
     silenced = silenced_rows(batch)
-    return silence_rows(advantages, silenced, batch.cu_seqlens), {
+    if silenced.any():
+        advantages = silence_rows(advantages, silenced, batch.cu_seqlens)
+    return advantages, {
         "trajectories_own_advantages": int(batch.has("advantages").sum()),
         "trajectories_partly_own": int((has_own & fallen_back).sum()),
         "trajectories_no_signal": int((~signalled).sum()),
@@ -119,9 +121,11 @@ def require_advantages(batch: Any, trained: Bools, credit: Credit) -> None:
 
 def _fallen_back(batch: Any, trained: Bools, own: Bools, credit: Credit) -> Bools:
     """Return bool (B,): rows that want advantages of their own, and have them not at all, or not for all that is trained."""
-    row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
-    short = np.bincount(row_of_token[trained & ~own], minlength=len(batch.meta)) > 0
-    fallen_back: Bools = (short | ~batch.has("advantages")) & ~silenced_rows(batch) & credit.use_own
+    without = ~batch.has("advantages")
+    if getattr(batch, "advantages_mask", None) is not None:
+        row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
+        without |= np.bincount(row_of_token[trained & ~own], minlength=len(batch.meta)) > 0
+    fallen_back: Bools = without & ~silenced_rows(batch) & credit.use_own
     return fallen_back
 
 
@@ -158,7 +162,7 @@ def _overlong(batch: Any, answers: Bools, credit: Credit) -> FloatArray:
     """Return float32 (B,): what each answer's length does to its score, at most 0."""
     if credit.overlong_length is None:
         return np.zeros(len(batch.meta), np.float32)
-    lengths = answer_lengths(batch.lengths, batch.position_ids, answers)
+    lengths = answer_lengths(batch.cu_seqlens, answers)
     return overlong_penalty(lengths, credit.overlong_length, credit.overlong_buffer)
 
 

@@ -32,18 +32,14 @@ def overlong_penalty(lengths: npt.ArrayLike, max_length: int, buffer: int) -> np
     return penalty
 
 
-def answer_lengths(
-    lengths: npt.ArrayLike, position_ids: npt.ArrayLike, trained: npt.ArrayLike
-) -> npt.NDArray[np.int64]:
+def answer_lengths(cu_seqlens: npt.ArrayLike, trained: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """Return int64 (B,): each row's tokens from its first trained one to its end, 0 in a row that trains none. Never blocks.
 
     Args:
-        lengths: int (B,), tokens of each row.
-        position_ids: int (N,), 0, 1, 2, ... in each row.
+        cu_seqlens: int (B+1,), where each row begins in the packed batch, then N.
         trained: bool (N,), the trained tokens.
     """
-    of_rows = np.asarray(lengths, np.int64)
-    begins = of_rows.copy()
-    at = np.flatnonzero(trained)[::-1]  # the first of a row is written last
-    begins[np.repeat(np.arange(of_rows.size), of_rows)[at]] = np.asarray(position_ids)[at]
-    return of_rows - begins
+    starts, at = np.asarray(cu_seqlens, np.int64), np.append(np.flatnonzero(trained), np.iinfo(np.int64).max)
+    first = at[np.searchsorted(at, starts[:-1])]  # at or after the row's begin, be it in a later row
+    lengths: npt.NDArray[np.int64] = starts[1:] - np.minimum(first, starts[1:])
+    return lengths

@@ -33,7 +33,8 @@ def row_metrics(batch: Any, rows: TrainingRows) -> Metrics:
 def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
     pushes = rows.advantages[rows.trained]
     groups = np.unique(batch.group_index).size
-    pushing = np.unique(np.repeat(batch.group_index, batch.lengths)[rows.advantages != 0]).size
+    before = np.concatenate([[0], np.cumsum(rows.advantages != 0)])  # tokens with an advantage in front of each
+    pushing = np.unique(batch.group_index[np.diff(before[batch.cu_seqlens]) > 0]).size
     return {
         "reward_mean": float(scores.mean()) if scores.size else float("nan"),
         "reward_std": float(scores.std()) if scores.size else float("nan"),
@@ -60,5 +61,5 @@ def _rollouts(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -
         batch.group_index,
         scores,
         advantages=np.where(counts > 0, sums / np.maximum(counts, 1), np.nan),
-        response_lengths=answer_lengths(batch.lengths, batch.position_ids, rows.trained),
+        response_lengths=answer_lengths(batch.cu_seqlens, rows.trained),
     )

@@ -16,8 +16,8 @@ import numpy.typing as npt
 UNKNOWN = -1
 
 
-def token_ages(batch: Any, policy_version: int) -> npt.NDArray[np.int64]:
-    """Return int64 (N,): versions from the one that sampled the token to the current one; UNKNOWN if nothing says it. Never blocks.
+def token_ages(batch: Any, policy_version: int) -> npt.NDArray[np.int32]:
+    """Return int32 (N,): versions from the one that sampled the token to the current one; UNKNOWN if nothing says it. Never blocks.
 
     The token's own version if its record has it, else the one under which generation of its record began.
 
@@ -26,9 +26,14 @@ def token_ages(batch: Any, policy_version: int) -> npt.NDArray[np.int64]:
         policy_version: the current one.
     """
     stamped = [meta.min_policy_version for meta in batch.meta]
-    of_rows = np.array([UNKNOWN if version is None else version for version in stamped], np.int64)
-    versions = np.repeat(of_rows, batch.lengths)
+    versions = np.array([UNKNOWN if version is None else version for version in stamped], np.int64)
+    ages = np.repeat(_behind(versions, policy_version), batch.lengths)
     own = getattr(batch, "token_versions", None)
-    if own is not None:
-        versions = np.where(np.repeat(batch.has("token_versions"), batch.lengths) & (own >= 0), own, versions)
-    return np.where(versions >= 0, np.maximum(policy_version - versions, 0), UNKNOWN)
+    if own is None:
+        return ages
+    said = np.repeat(batch.has("token_versions"), batch.lengths) & (own >= 0)
+    return np.where(said, _behind(own, policy_version), ages)
+
+
+def _behind(versions: npt.NDArray[Any], policy_version: int) -> npt.NDArray[np.int32]:
+    return np.where(versions >= 0, np.maximum(policy_version - versions, 0), UNKNOWN).astype(np.int32)

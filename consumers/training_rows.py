@@ -29,9 +29,9 @@ __all__ = ["NO_LOGPROB", "NoAdvantages", "TrainingRows", "known_count", "prepare
 NO_LOGPROB = 1.0
 
 
-def known_count(logprobs: npt.NDArray[np.float32]) -> int:
-    """Return how many recorded log-probabilities are one: not positive, and finite. Never blocks."""
-    return int(np.count_nonzero((logprobs <= 0.0) & np.isfinite(logprobs)))
+def known_count(logprobs: npt.NDArray[np.float32], where: npt.NDArray[np.bool_]) -> int:
+    """Return how many recorded log-probabilities, of those at the places, are one: not positive, and finite. Never blocks."""
+    return int(np.count_nonzero(where & (logprobs <= 0.0) & (logprobs > -np.inf)))
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,8 @@ def prepare(
     """
     answers = trained_tokens(batch)
     require_advantages(batch, answers, credit)
-    ages = np.full(len(batch.tokens), UNKNOWN, np.int64) if policy_version is None else token_ages(batch, policy_version)
-    stale = answers & (ages > max_token_age) if max_token_age is not None else np.zeros_like(answers)
-    trained = answers & ~stale
+    ages = None if policy_version is None else token_ages(batch, policy_version)
+    trained = answers if ages is None or max_token_age is None else answers & (ages <= max_token_age)
     heat, odd_temperature = temperatures(batch, temperature)
     advantages, credit_metrics = credited(batch, trained, credit, answers=answers, reduce=reduce)
     rows = TrainingRows(
@@ -98,13 +97,13 @@ def prepare(
         temperature=heat,
         reference_logprobs=_logprobs(batch, "ref_logprobs") if with_reference else None,
     )
-    aged = ages[trained & (ages != UNKNOWN)]
+    aged = np.zeros(0, np.int32) if ages is None else ages[trained & (ages != UNKNOWN)]
     return rows, {
         **row_metrics(batch, rows),
         **credit_metrics,
         "trajectories_odd_temperature": odd_temperature,
-        "tokens_masked_stale": int(np.count_nonzero(stale)),
-        "tokens_without_logprob": rows.trained_count - known_count(rows.sampled_logprobs[trained]),
+        "tokens_masked_stale": int(np.count_nonzero(answers)) - rows.trained_count,
+        "tokens_without_logprob": rows.trained_count - known_count(rows.sampled_logprobs, trained),
         "token_staleness_mean": float(aged.mean()) if aged.size else 0.0,
         "token_staleness_max": int(aged.max(initial=0)),
     }
