@@ -243,7 +243,7 @@ def test_every_column_comes_through_lanes(tiny_model):
     learner = Learner(model := tiny_model(2), goal, lambda step: 1e-3, reference=Reference(model))
     try:
         with shmbridge.Producer(name, lane_bytes="4M") as producer, shmbridge.Consumer(name) as consumer:
-            producer.put(rich, policy_version=(4, 5))
+            producer.put(rich, policy_version=(0, 5))
             producer.put(plain, policy_version=5)
             batch = next(iter(consumer.batches(groups=2, layout="packed")))
             metrics = learner.accumulate(batch, 5) | learner.apply()
