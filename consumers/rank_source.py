@@ -138,7 +138,7 @@ class RankSource:
             words = [Word(**said) for said in self._world.gathered(asdict(own))]
             if failure is not None:
                 raise failure
-            _leave_together(words)
+            leave_together(words)
             if all(word.share == "drained" for word in words):
                 return "drained"
             if all(word.share != "waited for" for word in words):
@@ -160,8 +160,8 @@ class RankSource:
         return share, Word("drained") if share is None else Word("here", share.manifest.step)
 
 
-def _leave_together(words: list[Word]) -> None:
-    """Raise what any rank has to leave for."""
+def leave_together(words: list[Word]) -> None:
+    """Raise what any rank has to leave for: an error first, then a signal, then that no batch came."""
     for rank, word in enumerate(words):
         if word.failed:
             raise PeerFailed(f"rank {rank}: {word.failed}")

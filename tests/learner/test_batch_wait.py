@@ -118,16 +118,14 @@ def test_a_batch_that_comes_in_a_later_attempt_or_in_a_delay_is_taken(when, monk
     assert next(waited_for(lanes, **limits)) == "late"
 
 
-def test_a_slow_batch_does_not_make_the_next_ones_wait_shorter(said):
-    """The last of an attempt is asked for with what is left of it; an attempt for the next batch is a whole one."""
+def test_an_attempt_for_the_next_batch_is_as_long_as_any(monkeypatch):
+    """The first batch comes in a delay of a minute; the attempt for the second is over in 0.05 s all the same."""
     lanes = Lanes()
-    limits = {"batch_timeout": 0.3, "batch_attempts": 2, "batch_retry_delay": 0.05}
-    batches = waited_for(lanes, **limits)
-    threading.Timer(0.32, lanes.queue.put, ["in the delay"]).start()
-    assert next(batches) == "in the delay"
-    threading.Timer(0.2, lanes.queue.put, ["in the first attempt"]).start()
-    assert next(batches) == "in the first attempt"
-    assert len(said) == 1
+    monkeypatch.setattr(batch_source, "say", lanes.queue.put)
+    batches = waited_for(lanes, batch_timeout=0.05, batch_attempts=20, batch_retry_delay=60.0)
+    for _ in range(2):
+        assert "attempt 1 of 20" in next(batches)
+    assert max(lanes.asked) == 0.05
 
 
 def test_without_limits_it_waits_and_reminds(monkeypatch):

@@ -20,6 +20,10 @@ from safetensors.numpy import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import shmbridge
+from shmbridge.consumers.batch_wait import NoBatch
+from shmbridge.consumers.rank_source import Word, leave_together
+from shmbridge.consumers.stopping import Stopped
+from shmbridge.consumers.world import PeerFailed
 from shmbridge.weights import WeightsReader
 
 GROUPS = 4  # per step
@@ -230,19 +234,21 @@ def test_two_ranks_have_one_objective(start, bridge, tmp_path, parallel, loss):
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_a_rank_whose_share_trains_nothing_takes_part(start, bridge, tmp_path, parallel):
-    """One group of each step has a trained token: all other shares have none, and a step without any changes nothing."""
-    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
-        for trained in (1, 0, 0, 0, 0, 0, 0, 0):
-            group = {"tokens": [[1, 2, 3, row] for row in range(4)], "loss_mask": [[0, 0, 0, trained]] * 4}
-            producer.put(group | {"score": [1.0, 0.0, 0.0, 1.0]}, policy_version=0, timeout_s=10.0)
-        flags = ("--parallel", parallel, "--process-group-timeout", "30", "--save-every", "1", "--kl-coef", "0.01")
-        job = start(3, "--steps", "2", "--entropy", "0", *flags)
-        assert set(job.wait().values()) == {0}, [job.said(rank, "err") for rank in range(3)]
-    first, second = metrics(tmp_path)
+    """One group of the first step has a trained token: two of three shares have none, and a step without any changes nothing."""
+    flags = ("--steps", "2", "--save-every", "1", "--entropy", "0", "--kl-coef", "0.01", "--process-group-timeout", "30")
+    folders = {size: tmp_path / str(size) for size in (1, 3)}
+    for size, folder in folders.items():
+        with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+            for trained in (1, 0, 0, 0, 0, 0, 0, 0):
+                group = {"tokens": [[1, 2, 3, row] for row in range(4)], "loss_mask": [[0, 0, 0, trained]] * 4}
+                producer.put(group | {"score": [1.0, 0.0, 0.0, 1.0]}, policy_version=0, timeout_s=10.0)
+            job = start(size, *flags, "--parallel", parallel, "--run-dir", str(folder / "run"))
+            assert set(job.wait().values()) == {0}, [job.said(rank, "err") for rank in range(size)]
+    first, second = metrics(folders[3])
     assert (first["trained_tokens"], second["trained_tokens"]) == (4, 0)
-    assert first["grad_norm"] > 0.0
     assert second["grad_norm"] == 0.0
-    before, after = parameters(tmp_path, 1), parameters(tmp_path, 2)
+    assert first["grad_norm"] == pytest.approx(metrics(folders[1])[0]["grad_norm"], rel=1e-4)
+    before, after = parameters(folders[3], 1), parameters(folders[3], 2)
     for name, tensor in before.items():
         np.testing.assert_array_equal(after[name], tensor, err_msg=name)
 
@@ -414,3 +420,22 @@ def test_torchrun_that_is_told_to_stop_lets_them_save_once(bridge, torchrun, tmp
         assert out.count("stopped by SIGTERM") == 1, out
         assert saved(tmp_path) == ["step-00000002"]
         assert left_over(bridge) == [GROUPS * 2]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([Word("here", 4), Word(failed="BatchTooBig: 3 groups"), Word(signum=15)], (PeerFailed, "rank 1: BatchTooBig: 3 groups")),
+        ([Word("here", 4), Word("here", 5)], (PeerFailed, r"different batches, \[4, 5\]")),
+        ([Word(gave_up="nobody"), Word("here", 4, signum=15)], (Stopped, "SIGTERM")),
+        ([Word(gave_up="nobody"), Word("here", 4)], (NoBatch, "nobody")),
+    ],
+)
+def test_why_all_leave(said, expected):
+    error, why = expected
+    with pytest.raises(error, match=why):
+        leave_together(said)
+
+
+def test_words_that_let_all_go_on_are_no_reason_to_leave():
+    leave_together([Word("here", 4), Word(), Word("drained")])
