@@ -199,7 +199,7 @@ def peak_mib(chunk, tokens, every):
 
 
 def test_131072_tokens_of_a_large_vocabulary_never_have_all_their_logits():
-    """One trained token of 80, so that two cores do it in seconds; all 131,072 went through by hand, see docs/explanation/batches.md."""
+    """One trained token of 80, so that two cores do it in seconds; docs/explanation/batches.md has a longer run."""
     trained, mib = peak_mib(64, 131_072, 80)
     all_logits = trained * 150_000 * 4 / 2**20
     assert all_logits > 400
