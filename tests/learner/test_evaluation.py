@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import re
 import sys
 import uuid
+from pathlib import Path
 
 import pytest
 
 import shmbridge
+from shmbridge.consumers import grpo
 from shmbridge.consumers.checkpoint import Progress
 from shmbridge.consumers.consumed import Consumed
 from shmbridge.consumers.evaluation import BadHook, EvalHook, TrainingScreen, load_hook
@@ -102,3 +106,24 @@ def test_a_hook_is_found_by_its_name_or_refused_in_words(tmp_path, monkeypatch):
         with pytest.raises(BadHook, match=says):
             load_hook(name)
     sys.modules.pop("my_hooks")
+
+
+def test_a_learner_scores_evaluation_groups_under_the_names_of_the_page_and_trains_the_others(bridge, tiny_model, tmp_path):
+    tiny_model(5).save_pretrained(tmp_path / "model")
+    arguments = ["--bridge", bridge, "--model", str(tmp_path / "model"), "--run-dir", str(tmp_path / "run")]
+    arguments += ["--device", "cpu", "--threads", "1", "--steps", "2", "--groups", "2", "--group-size", "2"]
+    with shmbridge.Producer(bridge, env_name="sums", lane_bytes="1M") as producer:
+        for number in range(6):
+            rows = {"tokens": [[1, 2, 3], [1, 2, 4]], "loss_mask": [[0, 1, 1]] * 2, "score": [0.0, 1.0 + 8.0 * (number % 3 == 2)]}
+            producer.put(rows, split="eval" if number % 3 == 2 else "train")
+        assert grpo.main(arguments) == 0
+        assert producer.stats()["held"] == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reward_mean"] for line in lines] == [0.5, 0.5]
+    assert lines[-1]["eval/groups_total"] == 2
+    found = {name.replace("/sums/", "/{env_name}/") for line in lines for name in line if name.startswith("eval/")}
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
+    section = page.split("\n## Evaluation\n")[1].split("\n## ")[0]
+    on_the_page = set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
+    assert found == on_the_page - {"eval/{name}", "eval/hook_failures_total"} | {"eval/groups_total"}
+    assert {line["eval/mean_score"] for line in lines if "eval/mean_score" in line} == {4.5}
