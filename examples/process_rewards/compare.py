@@ -26,9 +26,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import curves  # noqa: E402  (of the folder above)
+from demo_children import Child, stop  # noqa: E402
 
 STEPS = 400  # of the learner's schedule, the same for all
 GOAL = 0.9
+NOT_REACHED = 3  # status of the environment
 PAGE, FIGURE = Path("tutorials/process-rewards.md"), Path("figures/process-rewards.svg")
 
 # variant -> further flags of the learner. The outcome is beside the step rewards, and is given no weight.
@@ -83,33 +85,25 @@ def run(case: Case) -> dict[str, Any]:
     """
     case.folder.mkdir(parents=True)
     model = case.folder / "model"
-    quiet = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     maker = [sys.executable, str(HERE.parent / "tiny_model.py"), str(model), "--seed", str(case.seed)]
-    subprocess.run(maker, check=True, env=quiet, stdout=subprocess.DEVNULL)
+    subprocess.run(maker, check=True, stdout=subprocess.DEVNULL)
     began = time.monotonic()
-    with (case.folder / "learner.log").open("wb") as said, (case.folder / "environment.log").open("wb") as heard:
-        learner = subprocess.Popen(case.learner(model), stdout=said, stderr=said, env=quiet)
-        environment = subprocess.Popen(case.environment(model), stdout=heard, stderr=heard, env=quiet)
-        try:
-            while environment.poll() is None and learner.poll() in (None, 0):
-                time.sleep(0.1)
-            if environment.poll() is None and learner.poll() != 0:
-                raise RuntimeError(f"the learner failed:\n{_end_of(case.folder / 'learner.log')}")
-            status = environment.wait(timeout=60)
-        finally:
-            for process in (environment, learner):
-                process.terminate()
-                process.wait()
-            shmbridge.clean(case.bridge, dry_run=False)
-    if status not in (0, 3):
-        raise RuntimeError(f"the environment failed:\n{_end_of(case.folder / 'environment.log')}")
+    learner = Child("learner", case.learner(model), case.folder)
+    environment = Child("environment", case.environment(model), case.folder)
+    try:
+        learner.start()
+        environment.start()
+        while environment.running and learner.status in (None, 0):
+            time.sleep(0.1)
+        for child, ends_well in ((learner, (None, 0)), (environment, (None, 0, NOT_REACHED))):
+            if child.status not in ends_well:
+                raise RuntimeError(f"the {child.name} of {case.folder} ended with {child.status}:\n{child.last_words()}")
+    finally:
+        stop([[environment, learner]], lambda: False)
+        shmbridge.clean(case.bridge, dry_run=False)
     curve = [json.loads(line) for line in case.log.read_text().splitlines()]
-    reached = curve[-1]["groups"] if status == 0 else None
+    reached = curve[-1]["groups"] if environment.status == 0 else None
     return {"variant": case.variant, "seed": case.seed, "reached": reached, "seconds": time.monotonic() - began, "curve": curve}
-
-
-def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-12:])
 
 
 def write(results: list[dict[str, Any]], docs: Path, limit: int) -> None:
@@ -144,6 +138,7 @@ def main() -> int:
     parser.add_argument("--from", dest="sources", type=Path, nargs="+", metavar="FILE", help="results.json of earlier runs: run nothing")
     parser.add_argument("--docs", type=Path, metavar="DIR", help="folder of the docs: table and figure go there")
     options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     earlier = [result for source in options.sources or () for result in json.loads(source.read_text())]
     results = earlier or compare(options)
     if options.docs:
