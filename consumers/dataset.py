@@ -104,7 +104,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         self._consumer: shmbridge.Consumer | None = None
         self._member: shmbridge.Rank | None = None
         self._server: RankServer | None = None
-        self._held: list[Record] = []  # handed out, and not released
+        self._held: list[Batch] = []  # handed out, and not released
         self._forget_process()
 
     # -- reading ------------------------------------------------------------------------------------------------------------------
@@ -114,6 +114,7 @@ class BridgeDataset(IterableDataset[Tensors]):
 
         Raises:
             TooManyWorkers: in each worker of a DataLoader that has several.
+        shmbridge.BatchTooBig: what is held for a checkpoint leaves no room for the next batch.
             shmbridge.ConsumerEmpty: no item came within `timeout_s`. shmbridge.ConsumerTaken, RankTaken: the place is taken.
         """
         self._check_worker()
@@ -124,14 +125,16 @@ class BridgeDataset(IterableDataset[Tensors]):
                 yield from self._whole(batch)
 
     def _whole(self, batch: Batch) -> Iterator[Tensors]:
-        for record in self._hold_records(batch):
+        self._keep(batch)
+        for record in batch.records:
             self._position.took(_place(record), record.rows)
         self._count(rows=len(batch), tokens=batch.token_count)
         yield batch_tensors(batch)
 
     def _rows(self, batch: Batch) -> Iterator[Tensors]:
         rows = zip(row_tensors(batch), batch.lengths.tolist(), strict=True)
-        for record in self._hold_records(batch):
+        self._keep(batch)
+        for record in list(batch.records):
             place = _place(record)
             had = min(self._position.rows_had(place), record.rows)
             if had:
@@ -149,13 +152,10 @@ class BridgeDataset(IterableDataset[Tensors]):
         counts["rows"] += rows
         counts["tokens"] += tokens
 
-    def _hold_records(self, batch: Batch) -> list[Record]:
-        """Takes the batch's leases over, so that they end when this data set says so. With ranks they stay the share's."""
-        records = batch.records
+    def _keep(self, batch: Batch) -> None:
+        """Keep the batch's leases until this data set says otherwise. With ranks they are the share's."""
         if self.world_size is None:
-            self._held += records
-            batch.records = []
-        return records
+            self._held.append(batch)
 
     def _send_back_had(self, batch: Batch) -> bool:
         """Whether the loaded state had groups of this batch: those are released, the others come again in a full batch."""
@@ -199,8 +199,9 @@ class BridgeDataset(IterableDataset[Tensors]):
         if parent is not None:
             patience = _LOOK_FOR_PARENT_S if patience is None else min(patience, _LOOK_FOR_PARENT_S)
         return self._open_consumer().batches(
-            groups=self.groups, layout=self.layout, max_staleness=self._max_staleness, prefetch=self._prefetch, timeout_s=patience
-        )
+            groups=self.groups, layout=self.layout, max_staleness=self._max_staleness, prefetch=self._prefetch, timeout_s=patience,
+            hold="caller",
+        )  # fmt: skip
 
     def _shares(self) -> Iterator[Batch]:
         member = self._open_rank()
@@ -215,8 +216,8 @@ class BridgeDataset(IterableDataset[Tensors]):
     def release(self) -> None:
         """Give everything handed out so far back: it never comes again. Never blocks. Under "step" this is done by itself,
         but for the last item before a `break`."""
-        for record in self._held:
-            record.release()
+        for batch in self._held:
+            batch.release()
         self._held = []
         self._position.ended()
 
@@ -296,7 +297,7 @@ class BridgeDataset(IterableDataset[Tensors]):
             ValueError: it is no such state, or items were handed out already.
         """
         if self._held:
-            raise ValueError(f"{len(self._held)} records are handed out: load a state before the first item")
+            raise ValueError(f"{len(self._held)} batches are handed out: load a state before the first item")
         self._position.load_state_dict(state if self.world_size is None else {**state, "held": []})
 
     # -- the end ------------------------------------------------------------------------------------------------------------------
@@ -304,8 +305,9 @@ class BridgeDataset(IterableDataset[Tensors]):
     def close(self) -> None:
         """Give the bridge up. What is held comes to the next consumer; tensors stay valid. Idempotent."""
         self._check_process()
-        for record in self._held:
-            record.abandon()
+        for batch in self._held:
+            for record in batch.records:
+                record.abandon()
         if self._member is not None:
             self._member.close()
         if self._consumer is not None:

@@ -144,6 +144,19 @@ def test_held_for_a_checkpoint_nothing_is_given_back_before(bridge, producer):
     assert left_over(bridge) == [4, 5]
 
 
+def test_held_for_a_checkpoint_that_never_comes_is_an_error_with_the_numbers(bridge):
+    tokens = [[1] * 5_000] * 4
+    with (
+        shmbridge.Producer(bridge, lane_bytes="256K", on_full="drop") as producer,
+        BridgeDataset(bridge, groups=2, hold="checkpoint", timeout_s=30) as data,
+        pytest.raises(shmbridge.BatchTooBig, match="who waits for it holds"),
+    ):
+        for _ in range(8):
+            producer.put({"tokens": tokens})
+        for _ in data:
+            producer.put({"tokens": tokens})
+
+
 @pytest.mark.parametrize("hold", ["step", "checkpoint"])
 def test_what_a_state_holds_is_not_handed_out_again(bridge, producer, hold):
     put(producer, 0, 6)
@@ -201,7 +214,7 @@ def test_a_state_is_not_loaded_over_items_that_are_out(bridge, producer):
     put(producer, 0, 1)
     with BridgeDataset(bridge, groups=1) as data:
         take(data, 1)
-        with pytest.raises(ValueError, match="1 records are handed out"):
+        with pytest.raises(ValueError, match="1 batches are handed out"):
             data.load_state_dict(data.state_dict())
 
 
