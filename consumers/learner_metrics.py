@@ -51,8 +51,8 @@ class LearnerMetrics:
             "staleness_mean": sum(behind) / len(behind) if behind else 0.0,
             "staleness_max": max(behind, default=0),
             **{f"staleness_hist_{lag}": count for lag, count in _histogram(batch, policy_version).items()},
-            "age_mean_s": float((now_ns - committed_ns).mean()) / 1e9,
-            "age_max_s": float((now_ns - committed_ns).max()) / 1e9,
+            "age_mean_s": float((now_ns - committed_ns).mean()) / 1e9 if committed_ns.size else float("nan"),
+            "age_max_s": float((now_ns - committed_ns).max(initial=0)) / 1e9,
             **batch_metrics(behind, (now_ns - first_ns) / 1e9),
             **self._latency.metrics(now_ns / 1e9),
         }

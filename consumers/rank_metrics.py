@@ -15,7 +15,7 @@ from typing import Any
 from shmbridge.consumers.metrics_log import Metrics
 from shmbridge.consumers.world import World
 
-_HIGHEST = re.compile(r"_max$|_max_abs$|_p\d+$|_p\d+_ms$")
+_HIGHEST = re.compile(r"_max$|_max_s$|_max_abs$|_p\d+$|_p\d+_ms$")
 _COUNTED = re.compile(r"^atropos/(batch_groups|total_sequences|empty_response_count)$|^api_perf/(\w+_per_sec|slow_requests)$")
 _SAID_BY_ALL = {"tokens_without_reference"}  # of the whole batch already
 _OF_TOKENS = re.compile(r"^advantage_|^token_")
