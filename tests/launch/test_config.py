@@ -178,8 +178,8 @@ def test_options_and_flags():
 
 
 def test_a_negative_number_with_an_exponent_is_no_flag():
-    plan = planned(RIGHT.replace("steps: 10", "steps: 10, options: {clip_low: -1e-3}"))
-    assert command(plan, "learner").endswith(" --clip-low=-1e-3")
+    plan = planned(RIGHT.replace("steps: 10", "steps: 10, options: {entropy: -1e-3}"))
+    assert command(plan, "learner").endswith(" --entropy=-1e-3")
 
 
 def test_an_address_of_ipv6_is_asked_as_urls_have_it():
