@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,6 @@ from shmbridge.consumers.training_rows import TrainingRows
 
 Layout = Literal["padded", "packed"]
 
-_Index = npt.NDArray[np.int64]
 _PER_ROW = ("temperature",)
 
 
@@ -110,6 +109,8 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """Yield the rows that train anything as micro-batches on the device. Blocks for the copies.
 
+    Each column goes to the device once and whole, and is cut there: the host does not touch its tokens again.
+
     Args:
         rows: the batch; its per-token columns may be arrays, or tensors that lie on the device already.
         token_budget: tokens of one forward pass, padding included.
@@ -125,24 +126,26 @@ def micro_batches(
     counts = np.bincount(row_of_token[rows.trained], minlength=lengths.size)
     trains = np.flatnonzero(counts)
     cut = plan if layout == "padded" else plan_packs
-    columns = {name: getattr(rows, name) for name in _shared_columns(rows)}
+    columns = {name: torch.as_tensor(getattr(rows, name)).to(device) for name in _shared_columns(rows)}
     for part in cut(lengths[trains], token_budget):
         chosen = trains[part]
         own = lengths[chosen]
         if layout == "padded":
             column = np.arange(int(own.max()))
             inside = column < own[:, None]
-            source = np.where(inside, starts[chosen, None] + column, 0)
+            places = np.where(inside, starts[chosen, None] + column, 0)
+            within: Tensor | None = torch.from_numpy(inside).to(device)
             pack: dict[str, Tensor] = {}
         else:
             ends = np.cumsum(own)
             position = np.arange(int(ends[-1])) - np.repeat(ends - own, own)
-            source, inside = (np.repeat(starts[chosen], own) + position)[None], None
+            places, within = (np.repeat(starts[chosen], own) + position)[None], None
             pack = {
                 "position_ids": torch.from_numpy(position[None]).to(device),
                 "cu_seqlens": torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device),
             }
-        values = {name: _cut_out(each, source, inside, device) for name, each in columns.items()}
+        source = torch.from_numpy(places).to(device)
+        values = {name: _cut_out(each, source, within) for name, each in columns.items()}
         values["tokens"] = values["tokens"].long()
         yield MicroBatch(
             **values,
@@ -159,14 +162,7 @@ def _shared_columns(rows: TrainingRows) -> list[str]:
     return sorted(name for name in names - {*_PER_ROW, "cu_seqlens"} if getattr(rows, name) is not None)
 
 
-def _cut_out(
-    values: npt.NDArray[Any] | Tensor, source: _Index, inside: npt.NDArray[np.bool_] | None, device: torch.device
-) -> Tensor:
-    """Gather (N,) values into a tensor of the shape of `source`, 0 outside the rows."""
-    if isinstance(values, Tensor):
-        taken = values.to(device)[torch.from_numpy(source).to(device)]
-        return taken if inside is None else taken * torch.from_numpy(inside).to(device)
-    taken_here = values[source]
-    if inside is not None:
-        taken_here = np.where(inside, taken_here, values.dtype.type(0))
-    return torch.from_numpy(taken_here).to(device)
+def _cut_out(values: Tensor, source: Tensor, inside: Tensor | None) -> Tensor:
+    """Gather (N,) values into a tensor of the shape of `source`, 0 outside the rows; all on one device."""
+    taken = values[source]
+    return taken if inside is None else taken.where(inside, torch.zeros((), dtype=values.dtype, device=values.device))
