@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 import shmbridge
 from shmbridge.consumers import attention, checkpoint
@@ -83,6 +85,8 @@ def load_learner(
     """
     if options.threads:
         torch.set_num_threads(options.threads)
+    if not (world.is_main and sys.stderr.isatty()):
+        disable_progress_bar()  # of files read and written: in a log they hide what is said, and every rank would draw them
     seed_all(options.seed)  # fresh adapters are drawn
     with world.together():
         device = device_of(options, world)
