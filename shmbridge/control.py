@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import stat
@@ -46,7 +47,7 @@ _NUMBERS = 1 << 31  # what environments count in
 _VERSIONS = 1 << 62
 _HANDSHAKE_MS = 2000  # then a connection that says nothing is cut off
 _AFTER_STUMBLE_S = 0.1
-_LOOK_AGAIN_MS = 50  # while somebody waits to begin a group: a death or a discard makes room, and nobody says so
+_LOOK_AGAIN_S = 0.05  # while somebody waits to begin a group: a death or a discard makes room, and nobody says so
 _MOST_WAITING = 1024
 
 _COUNTERS = ("requests_total", "malformed_total", "oversized_total", "refused_total")
@@ -71,7 +72,7 @@ class ControlServer:
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._again = os.eventfd(0, os.EFD_CLOEXEC)
         self._waiting: dict[bytes, list[bytes]] = {}  # peer -> a request that has no answer yet
-        self._look_again_ms: int | None = None
+        self._look_again_s: float | None = None  # when, by time.monotonic()
         self._thread = threading.Thread(target=self._serve, name=f"shmbridge-control-{bridge}", daemon=True)
         self._thread.start()
 
@@ -120,7 +121,7 @@ class ControlServer:
             poller.register(each, zmq.POLLIN)
         while not self._closed:
             try:
-                self._serve_once(dict(poller.poll(self._look_again_ms)))
+                self._serve_once(dict(poller.poll(self._until_look_ms())))
             except Exception:  # the thread must outlive any peer
                 log.exception("the control plane of bridge %r stumbled", self._bridge)
                 time.sleep(_AFTER_STUMBLE_S)
@@ -128,14 +129,17 @@ class ControlServer:
     def _serve_once(self, ready: dict[Any, int]) -> None:
         if self._again in ready:
             os.eventfd_read(self._again)
-        if self._again in ready or not ready:
-            self._look_again_ms = None
+        if self._again in ready or self._until_look_ms() == 0:
+            self._look_again_s = None
             for peer in list(self._waiting):
                 self._reply(peer, self._waiting[peer])
         if self._socket in ready:
             peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             self._counters["requests_total"] += 1
             self._reply(peer, frames)
+
+    def _until_look_ms(self) -> int | None:
+        return None if self._look_again_s is None else max(math.ceil((self._look_again_s - time.monotonic()) * 1000), 0)
 
     def _reply(self, peer: bytes, frames: list[bytes]) -> None:
         request_id, answer = self._answer(frames)
@@ -206,8 +210,8 @@ class ControlServer:
             case messages.SharesDone():
                 return hub.shares_done(request)
             case messages.BeginGroup():
-                if (answer := hub.begin_group(request)) is None:
-                    self._look_again_ms = _LOOK_AGAIN_MS
+                if (answer := hub.begin_group(request)) is None and self._look_again_s is None:
+                    self._look_again_s = time.monotonic() + _LOOK_AGAIN_S
                 return answer
             case messages.Goodbye(env_id):
                 self._environments.forget(env_id)

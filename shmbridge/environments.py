@@ -96,7 +96,7 @@ class HubView(Protocol):
     def shares_done(self, request: SharesDone) -> Ack | Refused:
         """A learner rank is done with shares."""
 
-    def begin_group(self, request: BeginGroup) -> MayBegin | Full | None:
+    def begin_group(self, request: BeginGroup) -> MayBegin | Full | Refused | None:
         """Whether a producer may begin one group more; None: not yet."""
 
 

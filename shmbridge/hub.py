@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shmbridge import messages
+from shmbridge import liveness, messages
 from shmbridge._ext import header
 from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly
@@ -22,6 +22,8 @@ from shmbridge.steering import EnvShare
 if TYPE_CHECKING:
     from shmbridge.control import ControlServer
     from shmbridge.ranks import RankServer
+
+_FULL_FOR_NS = 10_000_000
 
 
 class Hub(OneProcess):
@@ -44,6 +46,7 @@ class Hub(OneProcess):
         self._control_words: header.Control | None = control
         self._ranks: RankServer | None = None
         self._limit, self._promises, self._begun = limit, Promises(), 0
+        self._steps_ended, self._full = 0, (0, -1)  # until when nothing is counted anew, unless more steps than so many have ended
 
     @property
     def _control(self) -> header.Control:
@@ -99,6 +102,7 @@ class Hub(OneProcess):
         """What was handed out is trained with: there may be room for groups that wait to begin."""
         if self._limit is not None and not self._closed:
             self._batching.end_step()
+            self._steps_ended += 1
             self._server.look_again()
 
     def pause(self) -> None:
@@ -187,18 +191,28 @@ class Hub(OneProcess):
         said = f"the consumer of bridge {self.bridge!r} hands out no shares"
         return messages.Refused(messages.NO_RANKS, said, "call Consumer.serve_ranks in it")
 
-    def begin_group(self, request: messages.BeginGroup) -> messages.MayBegin | messages.Full | None:
+    def begin_group(self, request: messages.BeginGroup) -> messages.MayBegin | messages.Full | messages.Refused | None:
         """Whether a producer may begin one group more; None: not yet. For the control plane's thread."""
+        if not 0 <= request.running < liveness.MOST_TICKETS:
+            said = f"a lane holds 0 to {liveness.MOST_TICKETS} tickets, so none more than {request.running}"
+            return messages.Refused(messages.BAD_VALUE, said, "say how many it holds")
         now_ns = time.monotonic_ns()  # first: a promise that is over by now was kept by now, or never will be
         if self.paused:
             return None
         if self._limit is not None:
+            if request.lane in self._lanes.refused:
+                said = f"lane {request.lane} is refused by this consumer, which reads nothing of it"
+                return messages.Refused(messages.BAD_VALUE, said, "see the consumer's log")
             self._promises.void(request.lane)
+            steps = self._steps_ended
+            if request.wait and now_ns < self._full[0] and steps == self._full[1]:  # others wait too: one count is for all
+                return None
             held = self._lanes.tickets()  # before what is committed: a group is committed before its ticket ends
             running, committed = self._promises.running(held, now_ns), self._batching.committed()
             if committed is None or request.lane not in held:  # they are being moved; it is not adopted yet
                 return None
             if running + committed >= self._limit.groups:
+                self._full = now_ns + _FULL_FOR_NS, steps
                 return None if request.wait else messages.Full(self._limit.groups, running, committed)
             self._promises.promise(request.lane, request.running + 1, now_ns)
         self._begun += 1

@@ -64,11 +64,24 @@ def is_locked(fd: int, byte: int, count: int = 1) -> bool:
     return bool(_FLOCK.unpack(raw)[0] != fcntl.F_UNLCK)
 
 
+def show_tickets(lane_fd: int, count: int) -> None:
+    """Locks so many bytes in a row, and no more, whatever was locked before. Never blocks."""
+    if count:
+        _lock(lane_fd, fcntl.F_WRLCK, Byte.FIRST_TICKET, count)
+    if count < MOST_TICKETS:
+        _lock(lane_fd, fcntl.F_UNLCK, Byte.FIRST_TICKET + count, MOST_TICKETS - count)
+
+
 def tickets_held(lane_fd: int) -> int:
-    """How many tickets the producer of a lane holds, by locks on as many bytes in a row, which the kernel reports as one. Never blocks."""
+    """How many tickets the producer of a lane holds, by locks on as many bytes in a row, which the kernel reports as one. Never blocks.
+
+    At most MOST_TICKETS, also where something locks what it likes.
+    """
     raw = fcntl.fcntl(lane_fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, Byte.FIRST_TICKET, MOST_TICKETS, 0))
     kind, _, start, count, _ = _FLOCK.unpack(raw)
-    return 0 if kind == fcntl.F_UNLCK else start + count - Byte.FIRST_TICKET
+    if kind == fcntl.F_UNLCK:
+        return 0
+    return min(start + count - Byte.FIRST_TICKET, MOST_TICKETS) if count else MOST_TICKETS  # no length: to the end of all files
 
 
 def pid_namespace() -> int:

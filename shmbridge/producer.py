@@ -441,6 +441,7 @@ class Producer(Tickets):
         self._settle_waiting()
         began = time.monotonic()
         try:
+            self._end_tickets()  # first: whoever releases what we wait for may wait for groups that they keep from beginning
             while drain and self._writer.outstanding:
                 self._writer.reclaim()  # what was released must not wake us again
                 left = _left(began, timeout_s)
@@ -468,7 +469,6 @@ class Producer(Tickets):
             self._writer.ring()  # whoever closes may be an event loop
             self._sleeper.shutdown(wait=True)
         self._no_exit_call()
-        self._end_tickets()
         liveness.unlock(self._lane.fd, Byte.PRODUCER)
         self._control.announce_lane()
         participation.leave(self._control.mapping.fd, self.bridge)

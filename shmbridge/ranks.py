@@ -63,6 +63,7 @@ class RankServer:
             raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}: at least 0 each")
         if groups < (world_size if mode == "sharded" else 1):
             raise ValueError(f"groups={groups}: each of {world_size} ranks needs one of every batch")
+        batching.want(groups, None)
         if mode not in ("sharded", "broadcast") or dead_rank not in ("wait", "spread"):
             raise ValueError(f'mode={mode!r} is "sharded" or "broadcast", dead_rank={dead_rank!r} is "wait" or "spread"')
         self.world_size = world_size

@@ -54,3 +54,15 @@ def not_admitted(
         f"{waited}; the consumer (pid {control.hub_pid}) has no room{under_way}",
         hint="the learner's steps make room: wait longer, or raise Consumer(max_off_policy_steps=)",
     )
+
+
+def too_many_tickets(producer_id: str, most: int) -> NotAdmitted:
+    """No lane shows more."""
+    return NotAdmitted(f"{producer_id} holds {most} tickets, the most that a lane shows", hint="end those of groups that were put")
+
+
+def removed(producer_id: str) -> NoConsumer:
+    """By force: whoever takes the bridge has other segments."""
+    return NoConsumer(
+        f"no consumer will answer {producer_id}: its lane or the control segment was removed", hint="close it and open a new producer"
+    )

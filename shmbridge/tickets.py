@@ -11,17 +11,17 @@ import weakref
 from typing import TYPE_CHECKING, Self
 
 from shmbridge import liveness, refusals
-from shmbridge._ext import header
+from shmbridge._ext import header, ring
 from shmbridge._ext.mapping import Mapping
-from shmbridge.errors import ClaimOpen, NoConsumer, NotAdmitted
-from shmbridge.liveness import MOST_TICKETS, Byte
+from shmbridge.errors import ClaimOpen, Closed, NoConsumer, NotAdmitted
+from shmbridge.liveness import MOST_TICKETS
 from shmbridge.one_process import OneProcess
 
 if TYPE_CHECKING:
     from shmbridge.control_client import AsyncControlClient, ControlClient
     from shmbridge.messages import Answer, BeginGroup
 
-_ASK_S = 1.0  # then it is asked anew: the bridge may be draining by now
+_ASK_S = 0.5  # then it is asked anew: the bridge may be draining by now. No longer than a client repeats after: that voids the promise
 _LAST_S = 0.5  # for the answer to the last question, which says why not
 
 
@@ -34,8 +34,13 @@ class Ticket(OneProcess):
 
     def __init__(self, policy_version: int, held: "_Held") -> None:
         self.policy_version = policy_version
-        self._end = weakref.finalize(self, held.give_back)
+        self._held, self._key = held, object()
+        self._end = weakref.finalize(self, held.give_back, self._key)
         self._end.atexit = False  # the lane's locks end with the process
+
+    def show(self) -> None:
+        """Locks a byte for it; for who makes it."""
+        self._held.show(self._key)
 
     def end(self) -> None:
         """Gives it back. Never blocks; idempotent."""
@@ -49,29 +54,46 @@ class Ticket(OneProcess):
 
 
 class _Held:
-    """How many tickets a lane shows: so many bytes in a row are locked. Any thread."""
+    """The tickets a lane shows, by as many locked bytes in a row. Any thread.
+
+    A collection gives tickets back at any point, also inside these methods, and an interrupt ends them at any: the bytes are made as many
+    as the tickets, whatever they were.
+    """
 
     def __init__(self, lane: Mapping) -> None:
-        self._lane, self._lock = lane, threading.RLock()  # a collection inside it may give one back
-        self.count, self.over = 0, False
+        self._lane, self._lock = lane, threading.RLock()
+        self._tickets: set[object] = set()
+        self.over = False
 
-    def show_one_more(self) -> None:
+    @property
+    def count(self) -> int:
+        return len(self._tickets)
+
+    def show(self, ticket: object) -> None:
         with self._lock:
-            liveness.lock_exclusive(self._lane.fd, Byte.FIRST_TICKET + self.count)
-            self.count += 1
+            if not self.over:
+                self._tickets.add(ticket)
+                self._lock_as_many()
 
-    def give_back(self) -> None:
-        if self._lane.forked or self.over:
+    def give_back(self, ticket: object) -> None:
+        if self._lane.forked:
             return
         with self._lock:
-            self.count -= 1
-            liveness.unlock(self._lane.fd, Byte.FIRST_TICKET + self.count)
+            if ticket in self._tickets:
+                self._tickets.discard(ticket)
+                self._lock_as_many()
 
     def end(self) -> None:
         with self._lock:
             self.over = True
-            for ticket in range(self.count):
-                liveness.unlock(self._lane.fd, Byte.FIRST_TICKET + ticket)
+            self._tickets.clear()
+            self._lock_as_many()
+
+    def _lock_as_many(self) -> None:
+        shown = -1
+        while shown != self.count:
+            shown = self.count
+            liveness.show_tickets(self._lane.fd, shown)
 
 
 class Tickets(OneProcess):
@@ -82,6 +104,7 @@ class Tickets(OneProcess):
     lane_name: str
     _lane: Mapping
     _control: header.Control
+    _writer: ring.LaneWriter
 
     def __init__(self) -> None:
         self._held = _Held(self._lane)
@@ -96,8 +119,9 @@ class Tickets(OneProcess):
         without max_off_policy_steps always has room. Ends with the `with` block, in which the group is generated and put.
 
         Raises:
-            NotAdmitted: as many groups as may be were under way all the time. NoConsumer: nobody answered.
-            BridgeDraining, Closed.
+            NotAdmitted: as many groups as may be were under way all the time. NoConsumer: nobody answered, or can any more.
+            RequestRefused: the consumer does not read this lane. LaneQuarantined, BridgeDraining, Closed.
+            ClaimOpen: another thread or task is asking.
         """
         deadline = _deadline(timeout_s)
         if not self._asking.acquire(blocking=False):
@@ -114,11 +138,12 @@ class Tickets(OneProcess):
                 if left_s <= 0:
                     raise self._not_admitted(timeout_s, answer)
         finally:
-            self._asking.release()
+            self._asked()
 
     async def begin_group_async(self, timeout_s: float | None = None) -> Ticket:
         """`begin_group` that never blocks the event loop; tasks are served in the order of their calls. May be cancelled."""
         deadline = _deadline(timeout_s)
+        self._check_may_ask()
         client, turn = self._client_of_this_loop()
         try:
             async with asyncio.timeout(timeout_s):
@@ -139,8 +164,13 @@ class Tickets(OneProcess):
                 if left_s <= 0:
                     raise self._not_admitted(timeout_s, answer)
         finally:
-            self._asking.release()
+            self._asked()
             turn.release()
+
+    def _asked(self) -> None:
+        self._asking.release()
+        if self._held.over:
+            self._close_clients()
 
     def _question(self, *, wait: bool) -> "BeginGroup":
         from shmbridge import messages
@@ -155,12 +185,12 @@ class Tickets(OneProcess):
         """
         from shmbridge import messages
 
-        if not isinstance(answer, messages.MayBegin) or self._held.count >= MOST_TICKETS:
+        if not isinstance(answer, messages.MayBegin) or self._held.over:
             return None
+        ticket = Ticket(answer.policy_version, self._held)  # from here on it is given back, whatever interrupts
         header.fault(b"ticket.granted")
-        self._held.show_one_more()
+        ticket.show()
         header.fault(b"ticket.shown")
-        ticket = Ticket(answer.policy_version, self._held)
         if time.monotonic_ns() < answer.until_ns and self._control.hub_epoch == answer.hub_epoch:
             return ticket
         ticket.end()
@@ -168,8 +198,21 @@ class Tickets(OneProcess):
 
     def _check_may_ask(self) -> None:
         self._check_open()
+        if self._held.over:
+            raise Closed(f"producer {self.producer_id} closes")
+        if self._writer.quarantined:
+            raise refusals.quarantined(self.producer_id, self._control.hub_pid)
         if self._control.draining:
             raise refusals.draining(self.bridge)
+        if self._held.count >= MOST_TICKETS:
+            raise refusals.too_many_tickets(self.producer_id, MOST_TICKETS)
+        if self.removed:
+            raise refusals.removed(self.producer_id)
+
+    @property
+    def removed(self) -> bool:
+        """See Producer."""
+        raise NotImplementedError
 
     def _check_open(self) -> None:
         raise NotImplementedError
@@ -193,6 +236,8 @@ class Tickets(OneProcess):
 
         loop = asyncio.get_running_loop()
         if self._async_client is None or self._async_client[0] is not loop:
+            if self._asking.locked():
+                raise self._asks_already()
             self._close_async_client()
             client = AsyncControlClient(self.bridge, role="producer", name=self.producer_id)
             self._async_client = loop, client, asyncio.Lock()
@@ -203,12 +248,16 @@ class Tickets(OneProcess):
             self._async_client[1].close()
             self._async_client = None
 
-    def _end_tickets(self) -> None:
-        """The producer closes: its tickets are room for others."""
-        self._held.end()
+    def _close_clients(self) -> None:
         self._close_async_client()
         if self._client is not None:
             self._client.close()
+
+    def _end_tickets(self) -> None:
+        """The producer closes: its tickets are room for others. Whoever still asks closes the socket; no other thread or task may."""
+        self._held.end()
+        if not self._asking.locked():
+            self._close_clients()
 
 
 def _deadline(timeout_s: float | None) -> float:

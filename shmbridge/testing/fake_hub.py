@@ -64,6 +64,6 @@ class FakeHub:
         """There are no ranks here."""
         return Refused(NO_RANKS, "no real hub", "use a Consumer")
 
-    def begin_group(self, request: BeginGroup) -> MayBegin | Full | None:
+    def begin_group(self, request: BeginGroup) -> MayBegin | Full | Refused | None:
         """Always: there is no limit here."""
         return MayBegin(self.hub_epoch, self.policy_version, 1 << 62)

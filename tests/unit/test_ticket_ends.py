@@ -1,0 +1,267 @@
+"""Tickets in bad hours: interrupts and collections on the way, a producer that closes, hostile numbers, lanes that no hub reads."""
+
+import asyncio
+import fcntl
+import gc
+import os
+import struct
+import threading
+import time
+
+import pytest
+
+import shmbridge
+from shmbridge import liveness, messages, tickets
+from shmbridge.control import ControlClient, RequestRefused
+from shmbridge.testing.faults import ASKING_FOR_TICKETS
+
+
+def group(number: int = 0) -> dict:
+    return {"tokens": [[number]]}
+
+
+def held(producer: shmbridge.Producer) -> int:
+    """What another process sees of a lane's tickets."""
+    fd = os.open(f"/dev/shm{producer.lane_name}", os.O_RDWR)
+    try:
+        return liveness.tickets_held(fd)
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def limited(make_consumer):
+    def make(steps: int, groups: int, **options) -> shmbridge.Consumer:
+        consumer = make_consumer(policy="oldest", max_off_policy_steps=steps, groups_per_step=groups, **options)
+        consumer.publish_policy_version(0)
+        return consumer
+
+    return make
+
+
+@pytest.mark.parametrize("label", ASKING_FOR_TICKETS)
+def test_an_interrupt_while_a_ticket_is_shown_leaves_none(producer, limited, monkeypatch, label) -> None:
+    limited(0, 1)
+
+    def interrupt(passed: bytes) -> None:
+        if passed == label.encode():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tickets.header, "fault", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            producer.begin_group(timeout_s=5)
+    assert held(producer) == 0
+    producer.begin_group(timeout_s=5).end()
+
+
+@pytest.mark.parametrize("call", ["show", "give back"])
+def test_a_collection_that_gives_one_back_meanwhile_leaves_the_bytes_in_a_row(producer, consumer, monkeypatch, call) -> None:
+    """A ticket in a cycle ends whenever Python collects, also between the count and the lock."""
+    ends = producer.begin_group(timeout_s=5)
+    stays = producer.begin_group(timeout_s=5)
+    cycle: list = [producer.begin_group(timeout_s=5)]
+    cycle.append(cycle)
+    lock = liveness._lock
+
+    def collect_first(*arguments: int) -> bool:
+        gc.collect()
+        return lock(*arguments)
+
+    gc.disable()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(liveness, "_lock", collect_first)
+            del cycle
+            if call == "show":
+                producer._taken(messages.MayBegin(consumer.hub_epoch, 0, time.monotonic_ns() + 10**10)).end()
+            ends.end()
+    finally:
+        gc.enable()
+    assert held(producer) == 1
+    stays.end()
+    assert held(producer) == 0
+
+
+async def test_whoever_waits_while_the_producer_closes_is_told(make_producer, limited) -> None:
+    """And is not cancelled, which somebody else would have to have asked for."""
+    limited(0, 1)
+    holder, closing = make_producer(), make_producer()
+    ticket = holder.begin_group(timeout_s=5)
+    tasks = [asyncio.create_task(closing.begin_group_async()) for _ in range(2)]
+    while not closing._asking.locked():
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)
+    closing.close()
+    for task in tasks:
+        with pytest.raises(shmbridge.Closed):
+            await asyncio.wait_for(task, 10)
+    assert closing._async_client is None
+    ticket.end()
+    with pytest.raises(shmbridge.Closed):
+        await closing.begin_group_async(timeout_s=5)
+    assert closing._async_client is None
+
+
+def test_a_thread_that_waits_while_the_producer_closes_is_told(make_producer, limited) -> None:
+    limited(0, 1)
+    holder, closing = make_producer(), make_producer()
+    ticket = holder.begin_group(timeout_s=5)
+    met: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            closing.begin_group()
+        except BaseException as error:
+            met.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not closing._asking.locked():
+        time.sleep(0.001)
+    time.sleep(0.05)
+    closing.close()
+    thread.join(10)
+    assert [type(error) for error in met] == [shmbridge.Closed]
+    ticket.end()
+
+
+def test_a_ticket_that_comes_after_close_is_not_shown(producer, consumer) -> None:
+    until_ns = time.monotonic_ns() + 10**10
+    producer.close()
+    assert producer._taken(messages.MayBegin(consumer.hub_epoch, 0, until_ns)) is None
+    other = os.open(f"/proc/self/fd/{producer._lane.fd}", os.O_RDWR)
+    assert liveness.tickets_held(other) == 0
+    os.close(other)
+
+
+def test_a_producer_that_drains_gives_its_tickets_back_first(make_producer, limited) -> None:
+    """Else what it waits for may never come: the batch lacks a group that nobody may begin."""
+    consumer = limited(0, 2)
+    leaving, other = make_producer(), make_producer()
+    kept = leaving.begin_group(timeout_s=5)
+    leaving.put(group())
+    thread = threading.Thread(target=lambda: leaving.close(drain=True, timeout_s=20))
+    thread.start()
+    with other.begin_group(timeout_s=5):
+        other.put(group(1))
+    batches = consumer.batches(groups=2, prefetch=0, timeout_s=10)
+    next(batches).release()
+    thread.join(10)
+    assert not thread.is_alive()
+    kept.end()
+    batches.close()
+
+
+@pytest.mark.parametrize("running", [-1, liveness.MOST_TICKETS, 10**15])
+def test_a_number_of_tickets_that_no_lane_holds_is_refused(bridge, make_producer, limited, running) -> None:
+    limited(0, 1)
+    producer = make_producer()
+    with ControlClient(bridge, role="test", name="t") as client, pytest.raises(RequestRefused, match="tickets"):
+        client.request(messages.BeginGroup(producer.lane_name, running))
+    producer.begin_group(timeout_s=0.4).end()
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 0), (liveness.Byte.FIRST_TICKET + 5, 0), (1, 1 << 40)])
+def test_locks_that_no_producer_takes_are_counted_within_what_a_lane_can_hold(producer, consumer, start, length) -> None:
+    fd = os.open(f"/dev/shm{producer.lane_name}", os.O_RDWR)
+    producer.close()
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
+    other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    assert liveness.tickets_held(other) == liveness.MOST_TICKETS
+    os.close(fd)
+    assert liveness.tickets_held(other) == 0
+    os.close(other)
+
+
+def test_as_many_tickets_as_a_lane_shows_are_the_most(producer, consumer, monkeypatch) -> None:
+    monkeypatch.setattr(tickets, "MOST_TICKETS", 2)
+    two = [producer.begin_group(timeout_s=5) for _ in range(2)]
+    with pytest.raises(shmbridge.NotAdmitted, match="holds 2 tickets"):
+        producer.begin_group(timeout_s=5)
+    two.pop().end()
+    producer.begin_group(timeout_s=5).end()
+
+
+def test_a_producer_whose_lane_is_quarantined_is_told(producer, limited) -> None:
+    consumer = limited(0, 1)
+    producer.put(group())
+    for lane in consumer._lanes:
+        lane.distrust("a test says so")
+    with pytest.raises(shmbridge.LaneQuarantined):
+        producer.begin_group(timeout_s=5)
+
+
+def test_a_producer_whose_lane_is_refused_is_told(producer, limited) -> None:
+    consumer = limited(0, 1)
+    producer.begin_group(timeout_s=5).end()
+    consumer._lanes._lanes.pop(producer.lane_name)
+    consumer._lanes.refused.add(producer.lane_name)
+    with pytest.raises(RequestRefused, match="is refused"):
+        producer.begin_group(timeout_s=5)
+
+
+def test_a_producer_whose_segments_were_removed_is_told(bridge, producer, make_consumer) -> None:
+    """And does not ask again and again, of a hub that shares none of them."""
+    os.unlink(f"/dev/shm/shmbridge.{bridge}.c")
+    os.unlink(f"/dev/shm{producer.lane_name}")
+    consumer = make_consumer()
+    with pytest.raises(shmbridge.NoConsumer, match="removed"):
+        producer.begin_group(timeout_s=2)
+    assert consumer.stats()["groups_begun_total"] <= 2
+
+
+def test_every_question_is_asked_once(producer, make_producer, limited, monkeypatch) -> None:
+    """Said again it would void a promise whose answer is on its way, and whoever has that answer believes it."""
+    from shmbridge import control
+
+    limited(0, 1)
+    ticket = make_producer().begin_group(timeout_s=5)
+    asked: list[int] = []
+
+    monkeypatch.setattr(control.ControlServer, "_reply", _counting(control.ControlServer._reply, asked))
+    with pytest.raises(shmbridge.NotAdmitted):
+        producer.begin_group(timeout_s=1.7)
+    ticket.end()
+    assert len(asked) == len(set(asked)) > 2
+
+
+def _counting(reply, asked: list[int]):
+    def counted(server, peer: bytes, frames: list[bytes]) -> None:
+        if server._waiting.get(peer) is not frames:  # not looked at again by the server itself
+            asked.append(messages.decode_request(frames)[0])
+        reply(server, peer, frames)
+
+    return counted
+
+
+def test_who_waits_is_looked_at_again_also_while_others_talk(bridge, make_producer, limited) -> None:
+    limited(0, 1)
+    holder, waiting = make_producer(), make_producer()
+    ticket = holder.begin_group(timeout_s=5)
+    stop = threading.Event()
+
+    def talk() -> None:
+        with ControlClient(bridge, role="test", name="talk") as client:
+            while not stop.is_set():
+                client.hello()
+
+    talking = threading.Thread(target=talk)
+    talking.start()
+    try:
+        with ControlClient(bridge, role="test", name="t") as client:
+            client.hello()
+            client._socket.send_multipart(messages.encode(99, messages.BeginGroup(waiting.lane_name, 0)))
+            assert not client._socket.poll(200)
+            ticket.end()
+            assert client._socket.poll(3_000)
+    finally:
+        stop.set()
+        talking.join()
+
+
+def test_ranks_are_refused_batches_of_another_size_at_once(limited) -> None:
+    consumer = limited(1, 4)
+    with pytest.raises(ValueError, match="groups_per_step=4"):
+        consumer.serve_ranks(2, groups=8)
+    consumer.serve_ranks(2, groups=4)
