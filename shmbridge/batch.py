@@ -157,6 +157,13 @@ def forget_spare_memory() -> None:
     _POOL.keep_bytes = 0
 
 
+def as_batch(made: object) -> Batch:
+    """What `make` has made of groups. Raises TypeError if it is none: iterations go on with nothing else."""
+    if not isinstance(made, Batch):
+        raise TypeError(f"make= returned {type(made).__name__} of leased groups, not a Batch")
+    return made
+
+
 def unreadable(groups: list[Group], layout: Layout) -> list[tuple[Group, Exception]]:
     """The groups that no batch can be made of, each with the reason. A group's fault must not cost the others."""
     found: list[tuple[Group, Exception]] = []

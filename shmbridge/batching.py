@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shmbridge import sizing
 from shmbridge.atropos_scheduler import AtroposScheduler
-from shmbridge.batch import Batch, Layout, MakeBatch, forget_spare_memory, unreadable
+from shmbridge.batch import Batch, Layout, MakeBatch, as_batch, forget_spare_memory, unreadable
 from shmbridge.capacity import Chosen, Limit
 from shmbridge.config import format_size
 from shmbridge.errors import BatchTooBig, ConsumerEmpty
@@ -55,12 +55,13 @@ class BatchAssembly:
         self.screen: Screen | None = None
         self._whole: deque[Group] = deque()  # whole, and not yet shown to the screen
         self._screened = 0
-        self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()  # under "caller": what may still be held
-        self._held_by_waiter = 0  # records whoever waits for a batch holds meanwhile
+        self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()  # under "caller": what may still be held; under the lock
+        self._somebody_waits = False  # for a batch: whoever it is releases nothing meanwhile
         self._closed = False
         self._lock = threading.Lock()  # groups are put back by whoever iterates, while others are gathered ahead
         self._is_cut = False  # nothing in self._complete is stale
         self._not_cut: list[Group] = []  # but for what was put back since
+        self._returned = False  # something was put back since the prefetcher began, which may have found the end before
         self._chosen = Chosen()  # under the lock
         self._lags = Lags()
         self._oldest = _NO_VERSION  # what is stamped in self._complete, and cut, has no version before this
@@ -149,30 +150,26 @@ class BatchAssembly:
         form = functools.partial(self._form, want, making, max_staleness)
         self._stop_prefetch()  # of an earlier iteration, which ends with that
         self._consumer.end_step()
+        self._returned = False
         ahead = self._prefetcher = Prefetcher(prefetch, form) if prefetch else None
-        returned = False  # something was put back since `ahead` began, which may have found the end before
         try:
             while not self._closed:
-                self._held_by_waiter = sum(len(handed.records) for handed in self._handed)
-                try:
-                    batch = self._next(ahead, want, making, max_staleness, timeout_s)
-                finally:
-                    self._held_by_waiter = 0
+                batch = self._next(ahead, want, making, max_staleness, timeout_s)
                 if batch is None:
-                    if not returned or ahead is None or self._prefetcher is not ahead:
+                    if not self._returned or ahead is None or self._prefetcher is not ahead:
                         return
-                    ahead, returned = Prefetcher(prefetch, form), False
-                    self._prefetcher = ahead
+                    self._returned = False
+                    ahead = self._prefetcher = Prefetcher(prefetch, form)
                     continue
                 if self._has_stale(batch.groups, max_staleness):
                     self._put_back(batch)  # it grew stale while it waited to be taken
-                    returned = True
                     continue
                 if hold == "gather":
                     batch.release()
                 self._consumer.count_batch()
                 if hold == "caller":
-                    self._handed.add(batch)
+                    with self._lock:
+                        self._handed.add(batch)
                 self.begin_step(batch.groups)
                 yield batch
                 if hold != "caller":
@@ -185,6 +182,7 @@ class BatchAssembly:
     def _next(
         self, ahead: Prefetcher | None, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, timeout_s: float | None
     ) -> Batch | None:
+        self._somebody_waits = True
         try:
             if ahead is not None:
                 return ahead.next(timeout_s)
@@ -194,6 +192,8 @@ class BatchAssembly:
                 return batch
         except queue.Empty:
             pass
+        finally:
+            self._somebody_waits = False
         raise ConsumerEmpty(
             f"no batch of {want} within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living producer, "
             f"{self._consumer.queue_groups()} groups are queued",
@@ -207,7 +207,7 @@ class BatchAssembly:
         make, layout = making
         while (chosen := self.choose(want, max_staleness, stop, deadline_s)) is not None:
             try:
-                return make(chosen, layout)
+                return as_batch(make(chosen, layout))
             except BaseException as error:
                 wrong = unreadable(chosen, layout) if _may_be_one_groups_fault(error) else []
                 at_fault = {id(group) for group, _ in wrong}
@@ -337,6 +337,7 @@ class BatchAssembly:
         with self._lock:
             self._chosen.remove(groups)
             self._complete.put_back(groups)
+            self._returned = True
             if self._is_cut:
                 self._not_cut += groups
 
@@ -346,7 +347,7 @@ class BatchAssembly:
             all_here = [*self._complete, *self._partial]
             sizes = [record.extent_bytes for group in all_here for record in group.records]
             fragments = max((-(-len(group.records) * group.size // group.rows) for group in all_here), default=1)
-        elsewhere = self._held_by_waiter
+            elsewhere = sum(len(handed.records) for handed in self._handed) if self._somebody_waits else 0
         stuck = self._lanes.stuck(len(sizes) + elsewhere)
         if stuck is None:
             return
