@@ -23,6 +23,7 @@ from shmbridge.consumers.microbatch import Layout
 
 ROWS = "shmbridge_rows"
 _VARLEN = ("flash_attention", "flex_attention")  # what begins like this knows of packs, or skips what is masked
+_BEYOND = ("softcap", "s_aux")  # what some layers have in their attention, and `rows_attention` would leave out
 _FRONT, _OTHER, _BACK = (5, 3, 2, 6, 4), (1, 7, 0, 2, 9), (3, 1, 4, 1, 5, 2, 6)
 
 
@@ -50,10 +51,12 @@ def settle(
         return "padded"
     before = str(model.config._attn_implementation)
     knows_packs = before.startswith(_VARLEN)
-    if not knows_packs and _takes(model, varlen_attention(next(model.parameters()).device, precision)):
-        if keeps_rows_apart(model, precision):
-            return "packed"
-        use(model, before)
+    if not knows_packs and not _in_pieces(model):
+        own = _row_logits(model, precision)
+        if _takes(model, varlen_attention(next(model.parameters()).device, precision)):
+            if keeps_rows_apart(model, precision) and _same(_row_logits(model, precision), own, precision):
+                return "packed"
+            use(model, before)
     if (knows_packs or wanted == "packed") and keeps_rows_apart(model, precision):
         return "packed"
     said = f"{type(model).__name__} with {before} attention does not keep the rows of one pack apart"
@@ -82,7 +85,7 @@ def _takes(model: Any, implementation: str) -> bool:
         use(model, implementation)
     except (AttributeError, ImportError, ValueError):  # no such thing in this release, on this machine, for this model
         return False
-    return True
+    return str(model.config._attn_implementation) == implementation  # some releases only warn
 
 
 def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool:
@@ -93,8 +96,18 @@ def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool
     except (TypeError, ValueError, RuntimeError):  # a model that takes no borders, an attention that does not run here
         return False
     scale = max(float(alone.abs().max()), 1e-3)
-    rounding = 1e-4 if precision == torch.float32 else 5e-2  # the same numbers in another order
-    return float((first - alone).abs().max()) <= rounding * scale and float((first - second).abs().max()) <= 1e-5 * scale
+    return _same(first, alone, precision) and float((first - second).abs().max()) <= 1e-5 * scale
+
+
+def _same(logits: Tensor, others: Tensor, precision: torch.dtype) -> bool:
+    """Whether these are the same numbers, added up in another order."""
+    rounding = 1e-4 if precision == torch.float32 else 5e-2
+    return float((logits - others).abs().max()) <= rounding * max(float(others.abs().max()), 1e-3)
+
+
+def _in_pieces(model: Any) -> bool:
+    """Whether a mask alone tells a layer that it sees pieces of a row: without one it would see all of it, in long rows only."""
+    return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
 def rows_attention(
@@ -119,11 +132,16 @@ def rows_attention(
         query: (1, heads, N, width); key and value: (1, key heads, N, width).
         row_lengths: tokens of each row, N in all.
         sliding_window: how far back a token sees, itself included; None: to the row's begin.
+
+    Raises:
+        ValueError: the layer's attention is not a plain softmax of products: capped, or with a sink.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if row_lengths is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **rest)
+    if beyond := [name for name in _BEYOND if rest.get(name) is not None]:
+        raise ValueError(f"{type(module).__name__} has {', '.join(beyond)} in its attention, which torch's kernel does not know")
     grouped = query.shape[1] != key.shape[1]
     done, at = [], 0
     for length, run in groupby(row_lengths):
@@ -173,6 +191,16 @@ def _logits(model: Any, rows: Sequence[Sequence[int]], precision: torch.dtype) -
     with torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
         logits: Tensor = model(input_ids=tokens, use_cache=False, **borders(positions, ends, lengths)).logits
     return logits[:, -lengths[-1] :].float()
+
+
+def _row_logits(model: Any, precision: torch.dtype) -> Tensor:
+    """(1, tokens of the row, V) float32: of a row as padded batches have it."""
+    device = next(model.parameters()).device
+    size = model.get_input_embeddings().num_embeddings
+    tokens = torch.tensor([[token % size for token in _BACK]], device=device)
+    with torch.no_grad(), _evaluating(model), torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
+        logits: Tensor = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+    return logits.float()
 
 
 @contextmanager

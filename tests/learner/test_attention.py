@@ -10,10 +10,16 @@ from transformers import (
     AttentionInterface,
     BloomConfig,
     BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -174,6 +180,39 @@ def test_families_that_take_no_borders_or_mix_rows_are_padded(packed_batch):
         assert attention.settle(grown(own), "auto", torch.float32, print) == "padded"
         assert own.config._attn_implementation == before
         assert len(logprobs(own, packed_batch(ROWS), "padded")) == len(ROWS)
+
+
+def test_an_attention_that_knows_more_than_the_one_for_packs_stays():
+    """Sinks, capped scores and chunks would be gone, and the rows of a pack still be apart: of a model that is another one."""
+    sizes = {"vocab_size": 28, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    grouped = {"num_key_value_heads": 2, "head_dim": 8}
+    sinks = GptOssForCausalLM(GptOssConfig(**sizes, **grouped, num_local_experts=2, num_experts_per_tok=1, sliding_window=8))
+    capped = Gemma2ForCausalLM(
+        Gemma2Config(**sizes, **grouped, attn_logit_softcapping=1.0, query_pre_attn_scalar=8, attn_implementation="eager")
+    )
+    chunks = Llama4ForCausalLM(
+        Llama4TextConfig(**sizes, **grouped, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=64)
+    )
+    tokens = torch.randint(0, 28, (1, 30))
+    for own in (sinks, capped, chunks):
+        before = own.config._attn_implementation
+        grown(own).eval()
+        with torch.no_grad():
+            alone = own(tokens, attention_mask=torch.ones_like(tokens)).logits
+            assert attention.settle(own, "auto", torch.float32, print) == "padded"
+            torch.testing.assert_close(own(tokens, attention_mask=torch.ones_like(tokens)).logits, alone)
+        assert own.config._attn_implementation == before
+
+
+def test_an_attention_that_gives_other_numbers_than_the_models_own_is_not_taken():
+    def doubled(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **rest):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, 2.0 * scaling)
+
+    AttentionInterface.register("doubled", doubled)
+    own = grown(model("sdpa"))
+    own.set_attn_implementation("doubled")
+    assert attention.settle(own, "auto", torch.float32, print) == "padded"
+    assert own.config._attn_implementation == "doubled"
 
 
 def test_a_padded_mask_still_counts_with_the_attention_for_packs():
