@@ -10,14 +10,14 @@ No release and no model is trusted: `keeps_rows_apart` looks. Knows nothing of b
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from shmbridge.consumers.eval_mode import evaluating
 from shmbridge.consumers.forward import borders
 from shmbridge.consumers.microbatch import Layout
 
@@ -91,7 +91,7 @@ def _takes(model: Any, implementation: str) -> bool:
 def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool:
     """Return whether a row of a pack gives what it gives alone, whatever stands before it. Blocks for three forward passes."""
     try:
-        with torch.no_grad(), _evaluating(model):
+        with torch.no_grad(), evaluating(model):
             alone, first, second = (_logits(model, rows, precision) for rows in ((_BACK,), (_FRONT, _BACK), (_OTHER, _BACK)))
     except (TypeError, ValueError, RuntimeError):  # a model that takes no borders, an attention that does not run here
         return False
@@ -198,17 +198,6 @@ def _row_logits(model: Any, precision: torch.dtype) -> Tensor:
     device = next(model.parameters()).device
     size = model.get_input_embeddings().num_embeddings
     tokens = torch.tensor([[token % size for token in _BACK]], device=device)
-    with torch.no_grad(), _evaluating(model), torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
+    with torch.no_grad(), evaluating(model), torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
         logits: Tensor = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
     return logits.float()
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shmbridge.consumers import losses
+from shmbridge.consumers.eval_mode import evaluating
 from shmbridge.consumers.microbatch import MicroBatch
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,8 @@ def leaves_logits_alone(model: Any) -> bool:
     if model not in _as_they_are:
         device = next(model.parameters()).device
         given = torch.tensor([-60.0, -2.5, 0.0, 0.3, 47.0], device=device).expand(1, 2, 5)
-        with torch.no_grad(), _head_replaced(model, lambda head, hidden: given.to(hidden.dtype)) as used:
+        # Dropout would draw random numbers, that a learner which goes on from a checkpoint draws again.
+        with torch.no_grad(), evaluating(model), _head_replaced(model, lambda head, hidden: given.to(hidden.dtype)) as used:
             out = model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False).logits
         _as_they_are[model] = bool(used) and out.shape == given.shape and torch.equal(out.float(), given.to(out.dtype).float())
         if not _as_they_are[model]:
@@ -147,7 +149,7 @@ def _through(head: _Head, hidden: Tensor, targets: Tensor, heat: Tensor, chunk: 
 
     cuts = range(0, len(targets), chunk)
     pieces = [(hidden[at : at + chunk], targets[at : at + chunk], heat[at : at + chunk]) for at in cuts]
-    done = [checkpoint(part, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    done = [checkpoint(part, *piece, use_reentrant=False) for piece in pieces]
     return torch.cat([each[0] for each in done]), torch.cat([each[1] for each in done])
 
 

@@ -153,8 +153,20 @@ def load_model(source: Path | str, options: argparse.Namespace, device: torch.de
         # transformers 5.23 has another name, and warns of the old one. The reentrant form hides gradients from DDP.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-        model.train()
+        _compute_again(model)
     return model
+
+
+def _compute_again(model: Any) -> None:
+    """Have layers work again in the backward pass, which they do in training alone, and without the dropout of training.
+
+    With it, the policy that is trained would not be the one that sampled: every ratio would be noise.
+    """
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+            for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+                setattr(module, name, 0.0)
 
 
 def _adapt(model: Any, source: Path | str, options: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from shmbridge.consumers.batch_source import HubSource
 from shmbridge.consumers.early_stop import EarlyStop
+from shmbridge.consumers.eval_mode import evaluating
 from shmbridge.consumers.evaluation import EvalHook, TrainingScreen, load_hook
 from shmbridge.consumers.grpo_update import Learner
 from shmbridge.consumers.learner_metrics import LearnerMetrics, rows_of_environments
@@ -50,7 +51,10 @@ class Around:
     def metrics(self, learner: Learner) -> Metrics:
         """Return what evaluation says after a step. Blocks as long as the hook; every rank calls it."""
         found = self.screen.metrics()
-        return found if self._hook is None else found | self._hook.metrics(learner.step, learner.model, self._tokenizer)
+        if self._hook is None:
+            return found
+        with evaluating(learner.model):
+            return found | self._hook.metrics(learner.step, learner.model, self._tokenizer)
 
 
 class TrainingStep:
