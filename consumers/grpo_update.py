@@ -138,7 +138,7 @@ class Learner:
                 totals += self._backward(micro, self._counts, reference)
         with self.times.of("sync"):
             self._shares += world.sum(totals.double().cpu().numpy())
-        return {**dict(zip(SHARES, self._shares.tolist(), strict=True)), "tokens_without_reference": int(unknown), **metrics}
+        return {**dict(zip(SHARES, self._shares.tolist(), strict=True)), **metrics}
 
     def apply(self) -> Metrics:
         """Take the optimizer step of the accumulated gradient; one that is not finite changes nothing."""

@@ -17,7 +17,6 @@ from shmbridge.consumers.world import World
 
 _HIGHEST = re.compile(r"_max$|_max_s$|_max_abs$|_p\d+$|_p\d+_ms$")
 _COUNTED = re.compile(r"^atropos/(batch_groups|total_sequences|empty_response_count)$|^api_perf/(\w+_per_sec|slow_requests)$")
-_SAID_BY_ALL = {"tokens_without_reference"}  # of the whole batch already
 _OF_TOKENS = re.compile(r"^advantage_|^token_")
 _DEVIATION = re.compile(r"^(\w+_)std()$|^(atropos/.+/)std(_\w+)$")
 _OF_GROUPS = re.compile(r"^atropos/identical_score_rate$|^bridge/group_wait_s$")
@@ -49,7 +48,7 @@ def merged(shares: Sequence[Metrics], rows: Sequence[dict[str, int]]) -> Metrics
 
 def _merged(name: str, shares: Sequence[Metrics], rows: Sequence[dict[str, int]]) -> Any:
     values = [share[name] for share in shares if name in share]
-    if _HIGHEST.search(name) or name in _SAID_BY_ALL:
+    if _HIGHEST.search(name):
         return max(values)
     if isinstance(values[0], bool):
         return any(values)
@@ -77,6 +76,8 @@ def _weighed(name: str, shares: Sequence[Metrics], rows: Sequence[dict[str, int]
     known = [(each, share) for each, share in zip(rows, shares, strict=True) if name in share]
     if of is not None:
         return [(each.get(of[1], 0), share) for each, share in known]
+    if name == "token_staleness_mean":
+        return [(share.get("trained_tokens", 0) - share.get("tokens_without_version", 0), share) for _, share in known]
     count = "trained_tokens" if _OF_TOKENS.search(name) else "groups" if _OF_GROUPS.search(name) else "trajectories"
     return [(share.get(count, 0), share) for _, share in known]
 

@@ -98,12 +98,15 @@ def prepare(
         reference_logprobs=_logprobs(batch, "ref_logprobs") if with_reference else None,
     )
     aged = np.zeros(0, np.int32) if ages is None else ages[trained & (ages != UNKNOWN)]
+    reference = rows.reference_logprobs
     return rows, {
         **row_metrics(batch, rows),
         **credit_metrics,
         "trajectories_odd_temperature": odd_temperature,
         "tokens_masked_stale": int(np.count_nonzero(answers)) - rows.trained_count,
         "tokens_without_logprob": rows.trained_count - known_count(rows.sampled_logprobs, trained),
+        "tokens_without_reference": 0 if reference is None else rows.trained_count - known_count(reference, trained),
+        "tokens_without_version": rows.trained_count - aged.size,
         "token_staleness_mean": float(aged.mean()) if aged.size else 0.0,
         "token_staleness_max": int(aged.max(initial=0)),
     }

@@ -60,5 +60,15 @@ def test_what_is_known_nowhere_stays_unknown():
 
 
 def test_what_every_rank_says_of_the_whole_batch_is_not_added_up():
-    found = merged([{"tokens_without_reference": 5, "loss": 0.1}] * 2, [{}, {}])
-    assert found == {"tokens_without_reference": 5, "loss": 0.1}
+    assert merged([{"loss": 0.1}] * 2, [{}, {}]) == {"loss": 0.1}
+
+
+def test_counts_of_tokens_add_up_and_their_age_is_that_of_those_that_have_one(packed_batch):
+    """Over ranks, and over the batches that one step accumulates."""
+    known = packed_batch([[1, 2, 3]], token_versions=[[2, 2, 2]], ref_logprobs=[[0.0, -1.0, 1.0]])
+    unknown = packed_batch([[1, 2, 3, 4]], version=None)
+    shares = [prepare(batch, 1.0, with_reference=True, policy_version=6)[1] for batch in (known, unknown)]
+    found = merged(shares, [{}, {}])
+    assert found["tokens_without_reference"] == 1 + 3
+    assert found["tokens_without_version"] == 3
+    assert found["token_staleness_mean"] == 4.0
