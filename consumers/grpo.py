@@ -25,13 +25,13 @@ from shmbridge.consumers.batch_wait import NoBatch
 from shmbridge.consumers.checkpoint import CheckpointMismatch
 from shmbridge.consumers.evaluation import BadHook
 from shmbridge.consumers.grpo_options import parser
-from shmbridge.consumers.grpo_update import Learner
+from shmbridge.consumers.grpo_update import Learner, NoReference, UnknownTokens
 from shmbridge.consumers.metrics_log import Metrics, MetricsLog, say
 from shmbridge.consumers.objective import BadObjective, Objective
 from shmbridge.consumers.progress_bar import progress
 from shmbridge.consumers.publishing import PublishWeights, first_version, weights_segment
 from shmbridge.consumers.rank_source import RankSource, opened
-from shmbridge.consumers.saving import Saver
+from shmbridge.consumers.saving import CannotSave, Saver
 from shmbridge.consumers.staleness_options import BadLimit, consumer_arguments
 from shmbridge.consumers.startup import (
     Refused,
@@ -47,9 +47,10 @@ from shmbridge.consumers.training_step import Around, TrainingStep
 from shmbridge.consumers.wandb_log import WandbMissing, WandbRun
 from shmbridge.consumers.world import PeerFailed, PeerLost, World, joined, speaks
 
+UNTRAINABLE = (NoAdvantages, NoReference, UnknownTokens)  # what is wrong with a batch
 REFUSALS = (
-    *(Refused, BadLimit, BadObjective, LayoutUnfit, BadHook, CheckpointMismatch, NoAdvantages, PeerFailed, WandbMissing),
-    *(TensorboardMissing, shmbridge.ShmBridgeError),
+    *(Refused, BadLimit, BadObjective, LayoutUnfit, BadHook, CheckpointMismatch, PeerFailed, WandbMissing, TensorboardMissing),
+    *(*UNTRAINABLE, CannotSave, shmbridge.ShmBridgeError),
 )
 GAVE_UP = 3  # exit status: no batch came within the limits
 PEER_LOST = 4  # exit status: another rank is gone
@@ -82,7 +83,7 @@ def run(options: argparse.Namespace, stops: StopSignals) -> None:
     """Join the other ranks, load, train, save. Blocks.
 
     Raises:
-        BadLimit, BadObjective, Refused, Stopped, NoBatch, NoAdvantages, PeerLost, PeerFailed, or what the bridge raises.
+        BadLimit, BadObjective, Refused, Stopped, NoBatch, one of UNTRAINABLE, CannotSave, PeerLost, PeerFailed, or what the bridge raises.
     """
     consumer_arguments(options)
     Objective.from_options(options)  # options that do not go together are refused before anything is loaded
@@ -120,7 +121,7 @@ def train(
         say(f"bridge {options.bridge}: step {learner.step} of {options.steps}, version {version}, waiting")
         try:
             learn(learner, batches, publish, saver, log, options, stops, around)
-        except (Stopped, NoBatch, NoAdvantages, PeerFailed, shmbridge.ShmBridgeError):
+        except (Stopped, NoBatch, *UNTRAINABLE, PeerFailed, shmbridge.ShmBridgeError):
             saver.save(batches.policy_version)  # still the hub: no successor starts from less
             raise
         saver.save(batches.policy_version)

@@ -51,6 +51,10 @@ class NoReference(ValueError):
     """There is a KL term, and nothing that says what the reference thinks."""
 
 
+class UnknownTokens(ValueError):
+    """A token id is not in the model's vocabulary; the message says which, and whose it is."""
+
+
 class Learner:
     """A model, its optimizer and the count of steps done; turns batches into updates.
 
@@ -102,13 +106,13 @@ class Learner:
                 is said of the policy are of all of them, too; every other number is of this batch.
 
         Raises:
-            ValueError: a token id outside the model's vocabulary.
+            UnknownTokens: a token id outside the model's vocabulary.
             NoAdvantages: a group needs the fallback that the objective does not allow.
             NoReference: a KL term, no reference, and no record of the batch that has its log-probabilities.
         """
         goal, world = self.objective, self.world
         with world.together():  # whatever one rank alone can refuse, before ranks wait for one another's numbers
-            self._check_vocabulary(batch.tokens)
+            self._check_vocabulary(batch)
             require_advantages(batch, trained_tokens(batch), goal.credit)
         rows, metrics = prepare(
             batch,
@@ -168,13 +172,15 @@ class Learner:
         self._shares[:LOSS_SHARES] *= shrink
         self._shares[LOSS_SHARES:] *= before.tokens / max(self._counts.tokens, 1.0)
 
-    def _check_vocabulary(self, tokens: npt.NDArray[np.int32]) -> None:
+    def _check_vocabulary(self, batch: Any) -> None:
         # On a GPU an id out of range kills the process with an assertion that names nobody.
-        size = self.model.get_input_embeddings().num_embeddings
+        tokens, size = batch.tokens, self.model.get_input_embeddings().num_embeddings
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
-            raise ValueError(
-                f"token ids from {tokens.min()} to {tokens.max()}, but the model has {size}: "
-                "the environments use another tokenizer than the learner"
+            at = int(np.flatnonzero((tokens < 0) | (tokens >= size))[0])
+            meta = batch.meta[int(np.searchsorted(batch.cu_seqlens, at, side="right")) - 1]
+            raise UnknownTokens(
+                f"token ids from {tokens.min()} to {tokens.max()}, but the model has {size}: environment {meta.env_name!r} uses another "
+                f"tokenizer than the learner, first in group {meta.group_id} -> start it with the learner's, then --resume"
             )
 
     def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:

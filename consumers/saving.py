@@ -11,12 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from safetensors import SafetensorError
+
 from shmbridge.consumers import checkpoint
 from shmbridge.consumers.checkpoint import Progress
 from shmbridge.consumers.consumed import Consumed
 from shmbridge.consumers.grpo_update import Learner
 from shmbridge.consumers.metrics_log import Metrics
 from shmbridge.consumers.rng_state import rng_state
+
+
+class CannotSave(Exception):
+    """A checkpoint could not be written; the message says which and why."""
 
 
 class Saver:
@@ -55,18 +61,28 @@ class Saver:
         self.consumed.took(metas, **numbers)
 
     def save(self, policy_version: int) -> None:
-        """Write a checkpoint unless this step has one; every rank calls it, rank 0 writes. Blocks for the disk."""
+        """Write a checkpoint unless this step has one; every rank calls it, rank 0 writes. Blocks until it is on the disk.
+
+        Raises:
+            CannotSave: the disk did not take it; on all ranks.
+        """
         learner = self._learner
         if learner.step == self._saved_step:
             return
-        checkpoint.save(
-            self._folder,
-            self.consumed.progress(learner.step, policy_version),
-            learner.model,
-            self._tokenizer,
-            learner.optimizer,
-            keep=self._keep,
-            write=learner.world.is_main,
-            rng=rng_state(),
-        )
+        failure = ""
+        try:
+            checkpoint.save(
+                self._folder,
+                self.consumed.progress(learner.step, policy_version),
+                learner.model,
+                self._tokenizer,
+                learner.optimizer,
+                keep=self._keep,
+                write=learner.world.is_main,
+                rng=rng_state(),
+            )
+        except (OSError, SafetensorError) as error:
+            failure = str(error)
+        if failure := learner.world.told(failure):  # no rank releases what the disk does not have
+            raise CannotSave(f"no checkpoint of step {learner.step} in {self._folder}: {failure} -> make room there, then --resume")
         self._saved_step = learner.step

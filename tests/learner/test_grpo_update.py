@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shmbridge.consumers.forward import trained_logprobs as logprobs_of
-from shmbridge.consumers.grpo_update import Learner, Objective
+from shmbridge.consumers.grpo_update import Learner, Objective, UnknownTokens
 from shmbridge.consumers.microbatch import micro_batches, plan
 from shmbridge.consumers.schedule import learning_rate_at
 from shmbridge.consumers.training_rows import prepare
@@ -169,8 +169,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_says_so(tiny_model, p
 
 
 def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_model, packed_batch):
-    with pytest.raises(ValueError, match="28: the environments use another tokenizer"):
-        learner(tiny_model(1)).accumulate(packed_batch([[1, 28]], scores=[1.0]))
+    with pytest.raises(UnknownTokens, match="28: environment .* uses another tokenizer .* first in group"):
+        learner(tiny_model(1)).accumulate(packed_batch([[1, 2], [1, 28]], scores=[1.0, 0.0]))
 
 
 def test_bfloat16_forward_is_close_and_leaves_float32_parameters(tiny_model, packed_batch):

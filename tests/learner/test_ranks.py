@@ -374,6 +374,35 @@ def test_what_one_rank_cannot_train_ends_all_and_is_left(start, bridge, tmp_path
         assert len(left_over(bridge)) == GROUPS
 
 
+@pytest.mark.parametrize(("fate", "statuses"), [("killed", [-signal.SIGKILL, GONE]), ("full", [1, 1])])
+def test_nothing_is_released_before_the_checkpoint_that_has_it_is_on_the_disk(start, bridge, tmp_path, fate, statuses):
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS * 2)
+        flags = ("--hold-until-saved", "--eval-every", "1", "--eval-hook", f"dying_saver:{fate}")
+        job = start(2, "--steps", "4", "--stop-when", "reward_mean>=0", "--stop-patience", "2", *flags)
+        assert list(job.wait().values()) == statuses, job.said(0, "err") + job.said(1, "err")
+        if fate == "full":
+            said = job.said(0, "err")
+            assert said.count("\n") == 1
+            assert "no checkpoint of step 2 in" in said
+            assert "No space left on device" in said
+        assert left_over(bridge) == list(range(GROUPS * 2))
+
+
+def test_tokens_that_the_model_does_not_know_end_all_with_their_environment_and_finished_steps_saved(start, bridge, tmp_path):
+    with shmbridge.Producer(bridge, env_name="klingon", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS)
+        for number in range(GROUPS):
+            producer.put({"tokens": [[1, 2, 3 if number else 999]] * 4, "score": [1.0, 0.0, 0.0, 1.0]}, policy_version=0, timeout_s=10.0)
+        job = start(2, "--steps", "5")
+        assert set(job.wait().values()) == {1}
+        said = [job.said(rank, "err") for rank in range(2)]
+        assert all("environment 'klingon' uses another tokenizer" in text for text in said), said
+        assert all(len(text.splitlines()) == 1 for text in said), said
+        assert saved(tmp_path) == ["step-00000001"]
+        assert len(left_over(bridge)) == GROUPS
+
+
 def test_fewer_groups_than_ranks_and_taken_bridges_are_refused_on_all(start, bridge, tmp_path):
     job = start(3, "--steps", "5", "--groups", "2")
     assert set(job.wait().values()) == {1}

@@ -1,0 +1,26 @@
+"""Evaluation hooks that let rank 0 fail in the middle of its next checkpoint: killed, or with a full disk."""
+
+import errno
+import os
+import signal
+import time
+
+from shmbridge.consumers import checkpoint
+
+
+def killed(step, model, tokenizer):
+    def save_file(*args):
+        time.sleep(0.5)  # in which nobody releases anything
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ.get("RANK", "0") == "0":
+        checkpoint.save_file = save_file
+    return {}
+
+
+def full(step, model, tokenizer):
+    def save_file(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkpoint.save_file = save_file
+    return {}
