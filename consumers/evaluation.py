@@ -90,17 +90,19 @@ class EvalHook:
         self._function, self._every, self._say = function, every, say
         self.failures_total = 0
 
-    def metrics(self, step: int, model: Any, tokenizer: Any) -> Metrics:
-        """Return what the function says at this step, under `eval/`, if it is one of its steps. Blocks as long as the function."""
-        found: Metrics = {}
-        if step % self._every == 0:
-            try:
-                said = self._function(step, model, tokenizer)
-                found = {f"eval/{name}": float(value) for name, value in said.items()}
-            except Exception as error:  # whatever it is, the training is worth more
-                self.failures_total += 1
-                self._say(f"the evaluation hook failed at step {step}, training goes on: {type(error).__name__}: {error}")
-        return found | {"eval/hook_failures_total": self.failures_total}
+    def is_due(self, step: int) -> bool:
+        """Whether the function is to be called after this step."""
+        return step % self._every == 0
+
+    def called(self, step: int, model: Any, tokenizer: Any) -> Metrics:
+        """Return what the function says, under `eval/`; nothing if it fails. Blocks as long as the function."""
+        try:
+            said = self._function(step, model, tokenizer)
+            return {f"eval/{name}": float(value) for name, value in said.items()}
+        except Exception as error:  # whatever it is, the training is worth more
+            self.failures_total += 1
+            self._say(f"the evaluation hook failed at step {step}, training goes on: {type(error).__name__}: {error}")
+            return {}
 
 
 def load_hook(name: str) -> Hook:
@@ -114,8 +116,8 @@ def load_hook(name: str) -> Hook:
         raise BadHook(f"--eval-hook {name}: it is module:function")
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise BadHook(f"--eval-hook {name}: {error}") from error
+    except Exception as error:  # a module of the user's raises what it likes
+        raise BadHook(f"--eval-hook {name}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise BadHook(f"--eval-hook {name}: a {type(found).__name__} cannot be called")
     return found  # type: ignore[no-any-return]

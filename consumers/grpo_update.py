@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -45,6 +44,9 @@ _IDLE = TrainingRows(
     sampled_logprobs=np.full(2, NO_LOGPROB, np.float32),
     temperature=np.ones(1, np.float32),
 )  # what a rank computes that has nothing to train
+
+
+Result = TypeVar("Result")
 
 
 class NoReference(ValueError):
@@ -95,6 +97,10 @@ class Learner:
     def world(self) -> World:
         """The ranks that train this model."""
         return self._parallel.world
+
+    def read(self, compute: Callable[[Any], Result]) -> Result:
+        """Return what a function of the model says between two steps; it takes no gradient and does not raise. Every rank calls it."""
+        return self._parallel.read(compute)
 
     def accumulate(self, batch: Any, policy_version: int | None = None, *, first: bool = True) -> Metrics:
         """Leave the gradient of one batch in the parameters, whose values stay. Blocks for the compute, and for other ranks.

@@ -36,6 +36,10 @@ class Parallel:
         """Return `compute(model, *args, **named)`; whatever needs the model's gradient goes through here."""
         return compute(self.model, *args, **named)
 
+    def read(self, compute: Callable[..., Result], *args: Any) -> Result:
+        """Return `compute(model, *args)`, which may call the model as often as it likes, and takes no gradient. Every rank calls it."""
+        return compute(self.model, *args)
+
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
         """Yield this rank's micro-batches, then None as often as other ranks have more: take part in those, too.
 
@@ -125,6 +129,12 @@ class Sharded(_Wrapped):
         for block in list(blocks(model)):
             fully_shard(block, mesh=mesh)
         fully_shard(self._whole, mesh=mesh)
+
+    def read(self, compute: Callable[..., Result], *args: Any) -> Result:
+        """Return `compute(model, *args)`; what lies outside of the blocks is whole meanwhile, on every rank. It must not raise."""
+        result: Result = self._whole(compute, args, {})
+        self._whole.reshard()  # type: ignore[operator]  # which FSDP2 leaves to a backward pass
+        return result
 
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
         """Yield as often on every rank, None where this one has no micro-batch left: each forward takes all ranks."""

@@ -97,7 +97,7 @@ def load_learner(
             raise Refused("adapters and --parallel fsdp2 do not go together -> --parallel ddp")
         model = load_model(source or options.model, options, torch.device("cpu") if sharded else device)
         layout = attention.settle(model, options.batch_layout, getattr(torch, options.precision), say)
-        tokenizer = load_tokenizer(source or options.model) if world.is_main else None
+        tokenizer = load_tokenizer(source or options.model)
         reference = _reference(model, source, options, device, layout)
     parallel = parallel_of(model, options.parallel, world, device)
     learner = new_learner(model, options, layout, parallel=parallel, reference=reference)

@@ -50,11 +50,13 @@ class Around:
 
     def metrics(self, learner: Learner) -> Metrics:
         """Return what evaluation says after a step. Blocks as long as the hook; every rank calls it."""
-        found = self.screen.metrics()
-        if self._hook is None:
+        found, hook = self.screen.metrics(), self._hook
+        if hook is None:
             return found
-        with evaluating(learner.model):
-            return found | self._hook.metrics(learner.step, learner.model, self._tokenizer)
+        if hook.is_due(learner.step):
+            with evaluating(learner.model):
+                found |= learner.read(lambda model: hook.called(learner.step, model, self._tokenizer))
+        return found | {"eval/hook_failures_total": hook.failures_total}
 
 
 class TrainingStep:

@@ -79,22 +79,25 @@ def test_the_hook_is_called_at_its_steps_and_its_numbers_are_logged():
         return {"accuracy": 0.5, "count": 3}
 
     hook = EvalHook(function, 2, say=print)
-    assert hook.metrics(1, "m", "t") == {"eval/hook_failures_total": 0}
-    assert hook.metrics(2, "m", "t") == {"eval/accuracy": 0.5, "eval/count": 3.0, "eval/hook_failures_total": 0}
+    assert [hook.is_due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
+    assert hook.called(2, "m", "t") == {"eval/accuracy": 0.5, "eval/count": 3.0}
     assert seen == [(2, "m", "t")]
+    assert hook.failures_total == 0
 
 
 @pytest.mark.parametrize("said", [None, {"accuracy": "high"}, 7])
 def test_a_hook_that_fails_is_said_and_counted(said):
     lines = []
     hook = EvalHook(lambda step, model, tokenizer: said, 1, say=lines.append)
-    assert hook.metrics(1, None, None) == {"eval/hook_failures_total": 1}
-    assert hook.metrics(2, None, None) == {"eval/hook_failures_total": 2}
+    assert hook.called(1, None, None) == hook.called(2, None, None) == {}
+    assert hook.failures_total == 2
     assert "failed at step 2, training goes on" in lines[1]
 
 
 def test_a_hook_is_found_by_its_name_or_refused_in_words(tmp_path, monkeypatch):
     (tmp_path / "my_hooks.py").write_text("def score(step, model, tokenizer):\n    return {'x': step}\nnumber = 3\n")
+    (tmp_path / "my_broken_hooks.py").write_text("def score(:\n")
+    (tmp_path / "my_raising_hooks.py").write_text("raise RuntimeError('no moons here')\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert load_hook("my_hooks:score")(4, None, None) == {"x": 4}
     for name, says in (
@@ -102,6 +105,8 @@ def test_a_hook_is_found_by_its_name_or_refused_in_words(tmp_path, monkeypatch):
         ("no_such_module:f", "No module"),
         ("my_hooks:moons", "moons"),
         ("my_hooks:number", "int cannot be called"),
+        ("my_broken_hooks:score", "SyntaxError"),
+        ("my_raising_hooks:score", "no moons here"),
     ):
         with pytest.raises(BadHook, match=says):
             load_hook(name)

@@ -169,7 +169,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_says_so(tiny_model, p
 
 
 def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_model, packed_batch):
-    with pytest.raises(UnknownTokens, match="28: environment .* uses another tokenizer .* first in group"):
+    with pytest.raises(UnknownTokens, match=r"28: environment .* uses another tokenizer .* first in group"):
         learner(tiny_model(1)).accumulate(packed_batch([[1, 2], [1, 28]], scores=[1.0, 0.0]))
 
 

@@ -17,7 +17,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import shmbridge
 from shmbridge.consumers.batch_wait import NoBatch
@@ -387,6 +390,30 @@ def test_nothing_is_released_before_the_checkpoint_that_has_it_is_on_the_disk(st
             assert "no checkpoint of step 2 in" in said
             assert "No space left on device" in said
         assert left_over(bridge) == list(range(GROUPS * 2))
+
+
+def test_a_hook_computes_with_a_model_in_parts_and_its_numbers_end_the_run_early(start, bridge, tmp_path):
+    tokenizer = Tokenizer(WordLevel({"<unk>": 0, "3": 1, "4": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(tmp_path / "model")
+    seen = {}
+    for parallel, size in (("ddp", 1), ("fsdp2", 2)):
+        with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+            put_groups(producer, GROUPS * 6)
+            folder = tmp_path / parallel
+            flags = ("--eval-hook", "reading_hook:score", "--eval-every", "2", "--stop-when", "eval/step>=4")
+            job = start(size, "--steps", "6", "--parallel", parallel, *flags, "--run-dir", str(folder / "run"))
+            assert set(job.wait().values()) == {0}, job.said(0, "err")
+            assert "stopped early: eval/step>=4" in job.said()
+            assert saved(folder) == ["step-00000004"]
+            lines = metrics(folder)
+            assert [line.get("eval/hook_failures_total") for line in lines] == [0] * 4, job.said()
+            seen[parallel] = [line.get("eval/logits") for line in lines], parameters(folder, 4)
+            assert left_over(bridge) == list(range(GROUPS * 4, GROUPS * 6))
+    (numbers, weights), (numbers_of_parts, weights_of_parts) = seen["ddp"], seen["fsdp2"]
+    assert numbers[::2] == [None, None]
+    np.testing.assert_allclose(numbers_of_parts[1::2], numbers[1::2], rtol=1e-4)
+    assert_close(weights_of_parts, weights, atol=1e-5)
 
 
 def test_tokens_that_the_model_does_not_know_end_all_with_their_environment_and_finished_steps_saved(start, bridge, tmp_path):
