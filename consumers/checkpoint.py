@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from shmbridge.consumers.optimizer import MasterAdamW
@@ -31,7 +32,7 @@ _WRITING = ".writing-"
 
 
 class CheckpointMismatch(Exception):
-    """A checkpoint is not of this kind of learner, or of a newer one; the message says which and what to do."""
+    """A checkpoint is not of this kind of learner, of a newer one, or damaged; the message says which and what to do."""
 
 
 @dataclass(frozen=True)
@@ -113,29 +114,36 @@ def load_progress(path: Path) -> Progress:
     """Return how far the learner was that wrote this checkpoint. Blocks for the disk.
 
     Raises:
-        CheckpointMismatch: it says things that this release does not know, and might get wrong.
+        CheckpointMismatch: it is damaged, or says things that this release does not know, and might get wrong.
     """
-    said = json.loads((path / "learner.json").read_text())
+    try:
+        said = json.loads((path / "learner.json").read_text())
+        step, policy_version = int(said.pop("step")), int(said.pop("policy_version"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, "learner.json", error) from error
     if unknown := said.keys() - {each.name for each in fields(Progress)}:
         raise CheckpointMismatch(
             f"{path} was written by a newer release: its learner.json has {', '.join(sorted(unknown))} -> update shmbridge"
         )
-    return Progress(**said)
+    return Progress(step, policy_version, **said)
 
 
 def load_rng(path: Path) -> dict[str, torch.Tensor] | None:
-    """Return the states of the random generators, or None if an older release wrote the checkpoint. Blocks for the disk."""
-    file = path / "rng.safetensors"
-    return load_file(file) if file.exists() else None
+    """Return the states of the random generators, or None if an older release wrote the checkpoint. Blocks for the disk.
+
+    Raises:
+        CheckpointMismatch: it is damaged.
+    """
+    return _tensors(path, "rng.safetensors") if (path / "rng.safetensors").exists() else None
 
 
 def load_optimizer(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
     """Put the saved state back into an optimizer over the same model's parameters. Blocks for the disk.
 
     Raises:
-        CheckpointMismatch: other parameters were trained, or in another dtype.
+        CheckpointMismatch: other parameters were trained, or in another dtype, or it is damaged.
     """
-    saved = load_file(path / "optimizer.safetensors")
+    saved = _tensors(path, "optimizer.safetensors")
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if unknown := {key.split(".", 1)[1] for key in saved} - parameters.keys():
         raise CheckpointMismatch(
@@ -157,6 +165,20 @@ def _optimizer_tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str
         for name, parameter in model.named_parameters()
         for kind, value in optimizer.state.get(parameter, {}).items()
     }
+
+
+def _tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path / name)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, name, error) from error
+
+
+def _damaged(path: Path, name: str, error: Exception) -> CheckpointMismatch:
+    return CheckpointMismatch(
+        f"{path / name} is damaged or not there ({type(error).__name__}: {error}) "
+        f"-> put {path.name} elsewhere: --resume takes the one before it"
+    )
 
 
 def _sync(path: Path) -> None:

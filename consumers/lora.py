@@ -81,6 +81,23 @@ def has_adapters(model: torch.nn.Module) -> bool:
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
+def differences(model: Any, lora: Lora) -> list[str]:
+    """Return the options that the adapters of a loaded model were made with, of those that are not as wanted now."""
+    (made,) = model.peft_config.values()
+    wanted = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout}
+    there = {"rank": made.r, "alpha": made.lora_alpha, "dropout": made.lora_dropout}
+    found = [f"--lora-{option} {there[option]:g}" for option, value in wanted.items() if there[option] != value]
+    layers = {id(layer) for layer in _layers(model)}
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        adapted = id(module) in layers
+        linear = adapted or (isinstance(module, torch.nn.Linear) and not (is_adapter(name) or name.endswith(".base_layer")))
+        named = any(name == target or name.endswith("." + target) for target in lora.targets)
+        if linear and adapted != (named or (lora.targets == (ALL_LINEAR,) and module is not head)):
+            return [*found, f"--lora-targets {','.join(sorted(made.target_modules))}"]
+    return found
+
+
 def prepare_adapters(model: torch.nn.Module) -> None:
     """Make the adapters of a model, fresh or loaded, what is trained: float32, with dropout at work; all else is frozen."""
     for name, parameter in model.named_parameters():

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -26,6 +28,7 @@ from shmbridge.consumers.lora import (
     Lora,
     PeftMissing,
     add_adapters,
+    differences,
     has_adapters,
     is_adapter,
     prepare_adapters,
@@ -71,8 +74,19 @@ def agreed_starting_point(options: argparse.Namespace, world: World) -> Path | N
         )
     with world.together():
         found = starting_point(options) if world.is_main else None
+        if world.is_main:
+            _make_run_dir(options.run_dir)
     told = world.told("" if found is None else str(found))
     return Path(told) if told else None
+
+
+def _make_run_dir(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Refused(f"cannot write to --run-dir {folder}: {error.strerror} -> give one that can be written to") from error
 
 
 def load_learner(
@@ -123,10 +137,14 @@ def device_of(options: argparse.Namespace, world: World) -> torch.device:
     """Return the device of this rank, which is the current one of its kind from now on.
 
     Raises:
-        Refused: there are more ranks than GPUs.
+        Refused: there is no GPU, or there are more ranks than GPUs.
     """
-    if device_kind(options) == "cpu" or world.size == 1:
-        return torch.device(device_kind(options))
+    if device_kind(options) == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise Refused("--device cuda: torch sees no GPU here -> --device cpu, or mend torch and the driver")
+    if world.size == 1:
+        return torch.device("cuda")
     if world.local_rank >= torch.cuda.device_count():
         raise Refused(
             f"local rank {world.local_rank} has no GPU: there are {torch.cuda.device_count()} -> "
@@ -144,8 +162,9 @@ def load_model(source: Path | str, options: argparse.Namespace, device: torch.de
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(source).float()
-    except (OSError, ValueError, ImportError) as error:  # a wrong path or name: the reason without a library's traceback
-        raise Refused(f"cannot load a model from {source}: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:  # the reason without a library's traceback
+        here = "" if Path(source).exists() else "there is no such folder, and as a Hugging Face id: "
+        raise Refused(f"cannot load a model from {source}: {here}{str(error).splitlines()[0]}") from error
     base = (parameter for name, parameter in model.named_parameters() if not is_adapter(name))
     cast_parameters(base, getattr(torch, options.param_dtype))
     _adapt(model, source, options)
@@ -178,10 +197,12 @@ def _adapt(model: Any, source: Path | str, options: argparse.Namespace) -> None:
     if isinstance(source, Path) and loaded != bool(options.lora_rank):
         there, wanted = ("", "without") if loaded else ("no ", "with")
         raise Refused(f"{source} has {there}adapters, and the options ask for a model {wanted} -> the --lora-* of that run")
+    lora = Lora(options.lora_rank or 0, options.lora_alpha or 2.0 * (options.lora_rank or 0), options.lora_dropout, options.lora_targets)
     if loaded:
+        if isinstance(source, Path) and (others := differences(model, lora)):
+            raise Refused(f"{source} was trained with {', '.join(others)} -> resume with the same")
         prepare_adapters(model)
     elif options.lora_rank:
-        lora = Lora(options.lora_rank, options.lora_alpha or 2.0 * options.lora_rank, options.lora_dropout, options.lora_targets)
         try:
             add_adapters(model, lora, str(source))
         except (PeftMissing, BadAdapter) as error:

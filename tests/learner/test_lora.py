@@ -19,6 +19,7 @@ from shmbridge.consumers.lora import (
     BadAdapter,
     Lora,
     add_adapters,
+    differences,
     has_adapters,
     prepare_adapters,
     published_parameters,
@@ -156,3 +157,23 @@ def test_words_on_adapters_without_any_are_refused(base):
         wanted = parser().parse_args(["--bridge", "unused", "--model", str(base), "--steps", "1", *flags])
         with pytest.raises(Refused, match="without --lora-rank"):
             load_model(str(base), wanted, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("made", "now", "expected"),
+    [
+        (Lora(4, 8.0), Lora(4, 8.0), []),
+        (Lora(4, 8.0, 0.0, ("q_proj", "v_proj")), Lora(4, 8.0, 0.0, ("v_proj", "q_proj")), []),
+        (Lora(4, 8.0), Lora(2, 4.0), ["--lora-rank 4", "--lora-alpha 8"]),
+        (Lora(4, 8.0, 0.25), Lora(4, 8.0), ["--lora-dropout 0.25"]),
+        (Lora(4, 8.0, 0.0, ("q_proj", "v_proj")), Lora(4, 8.0), ["--lora-targets q_proj,v_proj"]),
+        (Lora(4, 8.0, 0.0, ("q_proj",)), Lora(4, 8.0, 0.0, ("q_proj", "up_proj")), ["--lora-targets q_proj"]),
+    ],
+)
+def test_adapters_that_were_made_with_other_options_are_told_from_those_that_were_not(tiny_model, tmp_path, made, now, expected):
+    tiny_model(1).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    add_adapters(model, made, str(tmp_path / "base"))
+    assert differences(model, now) == expected
+    model.save_pretrained(tmp_path / "adapter")
+    assert differences(AutoModelForCausalLM.from_pretrained(tmp_path / "adapter"), now) == expected

@@ -1,0 +1,77 @@
+"""A user's mistakes end the learner before anything is trained, with exit status 1 and one line: what is wrong and what to do."""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+import pytest
+import torch
+
+import shmbridge
+from shmbridge.consumers import checkpoint, grpo
+from shmbridge.consumers.checkpoint import Progress
+from shmbridge.consumers.optimizer import new_optimizer
+from shmbridge.consumers.rng_state import rng_state
+
+
+@pytest.fixture
+def refused(tiny_model, tmp_path, capsys):
+    """Return what a learner with these flags says on its one line."""
+    bridge = f"refused-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    if not (tmp_path / "model").exists():
+        tiny_model(1).save_pretrained(tmp_path / "model")
+
+    def start(*flags):
+        fixed = ["--bridge", bridge, "--model", str(tmp_path / "model"), "--run-dir", str(tmp_path / "run"), "--steps", "3"]
+        assert grpo.main([*fixed, "--device", "cpu", "--threads", "1", "--max-wait-time", "0.1", *flags]) == 1
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("grpo: ")]
+        assert len(lines) == 1
+        return lines[0]
+
+    yield start
+    shmbridge.clean(bridge, dry_run=False)
+
+
+@pytest.fixture
+def saved(tiny_model, tmp_path):
+    """Return a checkpoint after two steps."""
+    model = tiny_model(1)
+    optimizer = new_optimizer(model.parameters(), 0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return checkpoint.save(tmp_path / "run" / "checkpoints", Progress(2, 2), model, None, optimizer, rng=rng_state())
+
+
+def test_a_model_that_is_not_there(refused, tmp_path):
+    assert "there is no such folder" in refused("--model", str(tmp_path / "nothing"))
+    (tmp_path / "empty").mkdir()
+    assert "cannot load a model from" in refused("--model", str(tmp_path / "empty"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_gpu_that_is_not_there(refused):
+    assert "torch sees no GPU here -> --device cpu" in refused("--device", "cuda")
+
+
+def test_a_run_dir_that_cannot_be_written(refused, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot write to --run-dir" in refused("--run-dir", str(tmp_path / "file"))
+    assert "cannot write to --run-dir" in refused("--run-dir", "/proc/nowhere")
+
+
+@pytest.mark.parametrize("name", ["learner.json", "optimizer.safetensors", "rng.safetensors", "model.safetensors"])
+@pytest.mark.parametrize("length", [0, 40])
+def test_a_damaged_checkpoint(refused, saved, name, length):
+    os.truncate(saved / name, length)
+    said = refused("--resume")
+    assert str(saved) in said
+    assert name in said or "cannot load a model" in said
+
+
+def test_a_checkpoint_without_its_optimizer_or_progress(refused, saved):
+    (saved / "optimizer.safetensors").unlink()
+    assert "optimizer.safetensors is damaged or not there" in refused("--resume")
+    (saved / "learner.json").write_text("{}")
+    assert "put step-00000002 elsewhere: --resume takes the one before it" in refused("--resume")
