@@ -55,17 +55,31 @@ class EarlyStop:
         patience: how many.
         goal: what must get better within `stall` steps; None for none.
         stall: how many.
+        say: takes a line for people: a name that the first step does not know may be a slip.
     """
 
-    def __init__(self, condition: Condition | None, patience: int = 1, goal: Goal | None = None, stall: int = 1) -> None:
+    def __init__(
+        self,
+        condition: Condition | None,
+        patience: int = 1,
+        goal: Goal | None = None,
+        stall: int = 1,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self._condition, self._patience = condition, patience
         self._goal, self._stall = goal, stall
         self._held = 0
         self._best: float | None = None
         self._since_best = 0
+        self._say = say
+        self._unseen = {each.metric for each in (condition, goal) if each is not None}
 
     def reason(self, metrics: Metrics) -> str | None:
         """Return why to stop after a step with these metrics; None to go on."""
+        for name in sorted(self._unseen - metrics.keys()):
+            self._say(f"no metric {name} in the first step: until there is one, it does not end this run early")
+        self._unseen = set()
         return self._good_enough(metrics) or self._no_better(metrics)
 
     def _good_enough(self, metrics: Metrics) -> str | None:
@@ -94,7 +108,13 @@ def parse_condition(text: str) -> Condition:
     """Return the condition that a text such as reward_mean>=0.95 says. Raises ValueError."""
     if (found := _CONDITION.fullmatch(text)) is None:
         raise ValueError(f"{text!r} is not such as reward_mean>=0.95")
-    return Condition(found[1], found[2], float(found[3]))
+    try:
+        bound = float(found[3])
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise ValueError(f"{text!r}: {found[3]} is no finite number")
+    return Condition(found[1], found[2], bound)
 
 
 def parse_goal(text: str) -> Goal:

@@ -26,6 +26,7 @@ from shmbridge.consumers.checkpoint import CheckpointMismatch
 from shmbridge.consumers.evaluation import BadHook
 from shmbridge.consumers.grpo_options import parser
 from shmbridge.consumers.grpo_update import Learner, NoReference, UnknownTokens
+from shmbridge.consumers.idle_options import IdleOption, refuse_idle
 from shmbridge.consumers.metrics_log import Metrics, MetricsLog, say
 from shmbridge.consumers.objective import BadObjective, Objective
 from shmbridge.consumers.progress_bar import progress
@@ -50,7 +51,7 @@ from shmbridge.consumers.world import PeerFailed, PeerLost, World, joined, speak
 UNTRAINABLE = (NoAdvantages, NoReference, UnknownTokens)  # what is wrong with a batch
 REFUSALS = (
     *(Refused, BadLimit, BadObjective, LayoutUnfit, BadHook, CheckpointMismatch, PeerFailed, WandbMissing, TensorboardMissing),
-    *(*UNTRAINABLE, CannotSave, shmbridge.ShmBridgeError),
+    *(*UNTRAINABLE, IdleOption, CannotSave, shmbridge.ShmBridgeError),
 )
 GAVE_UP = 3  # exit status: no batch came within the limits
 PEER_LOST = 4  # exit status: another rank is gone
@@ -83,8 +84,9 @@ def run(options: argparse.Namespace, stops: StopSignals) -> None:
     """Join the other ranks, load, train, save. Blocks.
 
     Raises:
-        BadLimit, BadObjective, Refused, Stopped, NoBatch, one of UNTRAINABLE, CannotSave, PeerLost, PeerFailed, or what the bridge raises.
+        Stopped, NoBatch, PeerLost, and REFUSALS.
     """
+    refuse_idle(options, parser())
     consumer_arguments(options)
     Objective.from_options(options)  # options that do not go together are refused before anything is loaded
     with joined(device_kind(options), options.process_group_timeout) as world:

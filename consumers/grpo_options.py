@@ -13,7 +13,7 @@ from shmbridge.consumers.evaluation_options import add_evaluation
 from shmbridge.consumers.logging_options import add_logging
 from shmbridge.consumers.objective_options import add_objective
 from shmbridge.consumers.optimizer_options import add_optimizer
-from shmbridge.consumers.option_types import above_zero, positive, zero_or_above
+from shmbridge.consumers.option_types import above_zero, positive, seed, zero_or_above
 from shmbridge.consumers.rank_options import add_rank_options
 from shmbridge.consumers.staleness_options import add_staleness
 
@@ -92,7 +92,7 @@ def _run(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="hold every group until a checkpoint has it: a killed run loses none, and lanes must have room for --save-every steps",
     )
-    group.add_argument("--seed", type=int, metavar="N", default=0, help="random seed of the learner [0]")
+    group.add_argument("--seed", type=seed, metavar="N", default=0, help="random seed of the learner [0]")
 
 
 def _batch(group: argparse._ArgumentGroup) -> None:

@@ -36,6 +36,8 @@ class MetricsLog:
 
     def __init__(self, path: Path, *others: AlsoLog | None) -> None:
         self._others = [each for each in others if each is not None]
+        self._failures_total = 0
+        self._torn = False
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(self._file).st_size
@@ -43,12 +45,30 @@ class MetricsLog:
             os.write(self._file, b"\n")  # a killed writer's half line must not swallow our first one
 
     def append(self, metrics: Metrics) -> None:
-        """Append one line in a single write; values that are not finite become null. Blocks for the disk."""
+        """Append one line in a single write; values that are not finite become null. Blocks for the disk.
+
+        A line that the disk does not take is said once, counted in the later ones, and lost: the training is worth more.
+        """
         for other in self._others:
             other.log(metrics)
         metrics = metrics | {f"{other.name}_failures_total": other.failures_total for other in self._others}
-        line = json.dumps({name: _plain(value) for name, value in metrics.items()})
-        os.write(self._file, line.encode() + b"\n")
+        if self._failures_total:
+            metrics["metrics_failures_total"] = self._failures_total
+        line = json.dumps({name: _plain(value) for name, value in metrics.items()}).encode() + b"\n"
+        line = b"\n" + line if self._torn else line
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:
+            self._failed(error.strerror)
+            return
+        self._torn = written < len(line)
+        if self._torn:
+            self._failed("the line was cut")
+
+    def _failed(self, why: str | None) -> None:
+        self._failures_total += 1
+        if self._failures_total == 1:
+            say(f"metrics.jsonl cannot be written, training goes on without: {why}")
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from shmbridge.consumers.option_types import above_zero, not_negative, positive, share, zero_or_above
+from shmbridge.consumers.option_types import above_zero, finite, not_negative, positive, rate, share, zero_or_above
 
 
 def add_objective(parser: argparse.ArgumentParser) -> None:
@@ -43,14 +43,14 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
         metavar="VERSIONS",
         help="do not train tokens sampled more policy versions ago [the ratio corrects for any age]",
     )
-    group.add_argument("--kl-coef", type=zero_or_above, metavar="X", default=0.0, help="weight of the divergence from the reference [0]")
+    group.add_argument("--kl-coef", type=rate, metavar="X", default=0.0, help="weight of the divergence from the reference [0]")
     group.add_argument(
         "--kl-estimator",
         choices=("k1", "k2", "k3"),
         default="k3",
         help="of that divergence, against ref_logprobs of the record or else the model as it began [k3]",
     )
-    group.add_argument("--entropy", type=float, metavar="X", default=0.0, help="weight of the entropy bonus, constant [0]")
+    group.add_argument("--entropy", type=finite, metavar="X", default=0.0, help="weight of the entropy bonus, constant [0]")
     group.add_argument(
         "--temperature",
         type=above_zero,

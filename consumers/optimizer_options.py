@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from shmbridge.consumers.option_types import above_zero, not_negative, positive, share
+from shmbridge.consumers.option_types import above_zero, finite, not_negative, positive, rate, share
 from shmbridge.consumers.schedule import LINEAR, SCHEDULES
 
 
@@ -15,7 +15,7 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
     """Add the groups "optimizer" and "adapters"."""
     group = parser.add_argument_group("optimizer")
     group.add_argument(
-        "--lr", type=float, metavar="X", default=1e-6, help="peak learning rate of AdamW [1e-6]"
+        "--lr", type=rate, metavar="X", default=1e-6, help="peak learning rate of AdamW [1e-6]"
     )
     group.add_argument("--warmup", type=not_negative, metavar="N", default=10, help="warm-up steps [10]")
     group.add_argument(
@@ -40,7 +40,7 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
         help="batches of --groups groups per step: the gradient is that of all their groups, and all are held until the step is done [1]",
     )
     group.add_argument(
-        "--weight-decay", type=float, metavar="X", default=0.0, help="decoupled weight decay [0]"
+        "--weight-decay", type=rate, metavar="X", default=0.0, help="decoupled weight decay [0]"
     )
     group.add_argument(
         "--max-grad-norm", type=above_zero, metavar="X", default=1.0, help="gradients are clipped to it [1]"
@@ -73,6 +73,9 @@ def _add_adapters(group: argparse._ArgumentGroup) -> None:
 
 def _named_number(text: str) -> tuple[str, float]:
     name, equals, number = text.partition("=")
-    if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{text!r} is not such as min_lr_rate=0.1")
-    return name, float(number)
+    try:
+        if name and equals:
+            return name, finite(number)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not such as min_lr_rate=0.1")

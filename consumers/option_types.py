@@ -6,6 +6,7 @@ Knows argparse alone. Called by the files that add options.
 from __future__ import annotations
 
 import argparse
+import math
 
 
 def positive(text: str) -> int:
@@ -37,6 +38,30 @@ def zero_or_above(text: str) -> float:
     value = float(text)
     if not value >= 0.0:
         raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
+def rate(text: str) -> float:
+    """Return a finite number, 0 or above."""
+    value = zero_or_above(text)
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError(f"{value} is not finite")
+    return value
+
+
+def finite(text: str) -> float:
+    """Return a finite number."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{value} is not finite")
+    return value
+
+
+def seed(text: str) -> int:
+    """Return a whole number that every random generator takes, with the steps of a run added to it."""
+    value = not_negative(text)
+    if value >= 2**62:
+        raise argparse.ArgumentTypeError(f"{value} is not below 2**62")
     return value
 
 

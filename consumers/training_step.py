@@ -43,7 +43,7 @@ class Around:
     def __init__(self, options: argparse.Namespace, saver: Saver, tokenizer: Any = None) -> None:
         self.screen = TrainingScreen(saver.consumed)
         self.early_stop = EarlyStop(
-            options.stop_when, options.stop_patience, options.stop_no_better, options.stop_stall
+            options.stop_when, options.stop_patience, options.stop_no_better, options.stop_stall, say=say
         )
         self._hook = EvalHook(load_hook(options.eval_hook), options.eval_every, say) if options.eval_hook else None
         self._tokenizer = tokenizer

@@ -49,7 +49,7 @@ def test_conditions(text, holds, fails):
 
 @pytest.mark.parametrize("text", ["reward", "reward==1", ">=1", "reward>=much"])
 def test_what_is_no_condition(text):
-    with pytest.raises(ValueError, match=r"such as|could not convert"):
+    with pytest.raises(ValueError, match=r"such as|no finite number"):
         parse_condition(text)
 
 
@@ -57,3 +57,16 @@ def test_what_is_no_condition(text):
 def test_what_is_no_goal(text):
     with pytest.raises(ValueError, match="such as"):
         parse_goal(text)
+
+
+@pytest.mark.parametrize("text", ["reward_mean>=high", "reward_mean>=nan", "reward_mean>inf"])
+def test_a_bound_that_is_no_number_is_refused(text):
+    with pytest.raises(ValueError, match="is no finite number"):
+        parse_condition(text)
+
+
+def test_a_name_that_the_first_step_does_not_know_is_said_once():
+    said = []
+    stop = EarlyStop(parse_condition("reward_men>=1"), goal=parse_goal("loss:min"), stall=9, say=said.append)
+    assert [stop.reason({"loss": loss}) for loss in (1.0, 0.5)] == [None, None]
+    assert said == ["no metric reward_men in the first step: until there is one, it does not end this run early"]

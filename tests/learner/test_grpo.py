@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 
 import pytest
@@ -288,3 +289,25 @@ def test_where_the_time_goes_is_said_of_every_step(tiny_model, batches, tmp_path
         assert line["forward_backward_s"] <= line["step_s"]
         assert 0.0 <= line["idle_frac"] <= 1.0
         assert line["host_cpu_s_per_mtoken"] > 0.0
+
+
+def test_a_disk_that_takes_no_metrics_is_said_once_and_ends_nothing(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    with MetricsLog(path) as log:
+        log.append({"step": 1})
+        log.append({"step": 2})
+    assert capsys.readouterr().out.count("metrics.jsonl cannot be written, training goes on without: No space left") == 1
+
+
+def test_metrics_that_were_lost_are_counted_in_those_that_come_later(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write = os.write
+    with MetricsLog(path) as log:
+        monkeypatch.setattr(os, "write", lambda file, line: write(file, line[:7]))
+        log.append({"step": 1})
+        monkeypatch.setattr(os, "write", write)
+        log.append({"step": 2})
+    torn, whole = path.read_text().splitlines()
+    assert torn == '{"step"'
+    assert json.loads(whole) == {"step": 2, "metrics_failures_total": 1}

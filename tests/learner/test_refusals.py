@@ -75,3 +75,41 @@ def test_a_checkpoint_without_its_optimizer_or_progress(refused, saved):
     assert "optimizer.safetensors is damaged or not there" in refused("--resume")
     (saved / "learner.json").write_text("{}")
     assert "put step-00000002 elsewhere: --resume takes the one before it" in refused("--resume")
+
+
+@pytest.mark.parametrize(
+    ("flags", "needs"),
+    [
+        ("--tis-level sequence", "--tis-cap"),
+        ("--kl-estimator k1", "--kl-coef"),
+        ("--max-answer-tokens 9", "--loss dr_grpo"),
+        ("--process-weight 0.2", "--process-rewards"),
+        ("--process-over place", "--process-rewards"),
+        ("--process-discount 0.5 --process-rewards step", "--process-rewards to_go"),
+        ("--token-weight 0.2", "--token-rewards"),
+        ("--token-discount 0.2", "--token-rewards"),
+        ("--lora-alpha 4", "--lora-rank"),
+        ("--lora-dropout 0.5", "--lora-rank"),
+        ("--lora-targets q_proj", "--lora-rank"),
+        ("--eval-every 3", "--eval-hook"),
+        ("--stop-patience 3", "--stop-when"),
+        ("--stop-stall 3", "--stop-no-better"),
+        ("--wandb-name mine", "--wandb"),
+    ],
+)
+def test_a_flag_that_does_nothing_alone(refused, flags, needs):
+    assert f"{flags.split()[0]} does nothing without {needs} ->" in refused(*flags.split())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("--lr nan", "--lr inf", "--lr -1", "--weight-decay -1", "--entropy nan", "--kl-coef inf"),
+        *("--seed -1", f"--seed {2**64}", "--schedule-option power=high", "--stop-when reward_mean>=nan"),
+    ],
+)
+def test_numbers_that_nothing_can_be_computed_with(refused, flags, capsys):
+    with pytest.raises(SystemExit) as ended:
+        refused(*flags.split())
+    assert ended.value.code == 2
+    assert f"argument {flags.split()[0]}: " in capsys.readouterr().err
