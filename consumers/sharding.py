@@ -70,12 +70,29 @@ def _owned(result: Any) -> Any:
     return result.clone() if isinstance(result, Tensor) else result
 
 
+def _with_all_experts(module: nn.Module, args: Any, output: Any) -> Any:
+    """The output as it is, with a gradient of 0 for the experts that no token of this rank went to.
+
+    A parameter without a gradient on one rank is one that DDP waits for, and in whose place FSDP2 adds up another's.
+    """
+    first, *rest = output if isinstance(output, tuple) else (output,)
+    trained = [each for each in module.parameters() if each.requires_grad]
+    if not (trained and torch.is_grad_enabled()):
+        return output
+    nothing = torch.stack([each.flatten()[0].float() for each in trained]).sum() * 0.0
+    first = first + nothing.to(first.dtype)
+    return (first, *rest) if isinstance(output, tuple) else first
+
+
 class _Wrapped(Parallel):
     """What the two ways have in common: both average gradients over the ranks, where a sum is wanted."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         super().__init__(model)
         self.world = world
+        for module in model.modules():
+            if isinstance(getattr(module, "experts", None), nn.ModuleList):
+                module.register_forward_hook(_with_all_experts)
         self._whole: nn.Module = _Through(model)
 
     def __call__(self, compute: Callable[..., Result], *args: Any, **named: Any) -> Result:
