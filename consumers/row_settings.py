@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+_GREEDY = 1e-5  # below it samplers take the likeliest token
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -43,7 +44,7 @@ def temperatures(batch: Any, default: float) -> tuple[npt.NDArray[np.float32], i
                 odd[row] = True
     if batch.temperature is not None:
         heat = np.where(batch.has("temperature"), batch.temperature, heat)
-    usable = np.isfinite(heat) & (heat > 0)  # greedy (0) has no distribution to divide
+    usable = np.isfinite(heat) & (heat >= _GREEDY)  # greedy has no distribution to divide, and 1 / this in the row's gradient
     return np.where(usable, heat, np.float32(default)), int(np.count_nonzero(odd | ~np.isfinite(heat)))
 
 

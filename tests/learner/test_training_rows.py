@@ -64,6 +64,13 @@ def test_the_narrowest_word_on_temperature_wins(packed_batch):
     np.testing.assert_allclose(rows.temperature, [0.1, 0.2, 0.3, 0.4, 1.0])
 
 
+def test_a_temperature_that_samplers_take_for_greedy_is_none(packed_batch):
+    """Its row would have a gradient of a million times the others', or of no number at all."""
+    rows, metrics = prepare(packed_batch([[1, 2]] * 4, temperatures=[1e-6, 1e-42, 0.0, 0.01]), 0.7)
+    np.testing.assert_allclose(rows.temperature, [0.7, 0.7, 0.7, 0.01])
+    assert metrics["trajectories_odd_temperature"] == 0
+
+
 def test_what_is_no_temperature_costs_neither_the_run_nor_the_row(packed_batch):
     odd = ['{"temperature": "hot"}', '{"temperature": [1]}', '{"temperature": 1e60}', '{"temperature": NaN}', "temperature, no JSON"]
     rows, metrics = prepare(packed_batch([[1, 2]] * 6, overrides=[*odd, '{"temperature": 0.5}']), 0.7)
