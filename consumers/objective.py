@@ -9,7 +9,6 @@ Letters: n trained tokens of a micro-batch, row after row; b rows of it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,29 +87,10 @@ class Objective:
             raise BadObjective(f"--overlong-buffer {credit.overlong_buffer} is longer than --overlong-length {credit.overlong_length}")
         if self.kl < 0.0:
             raise BadObjective(f"--kl-coef {self.kl} is negative: it would drive the policy away from the reference")
-        for option, needed in self._idle():
-            raise BadObjective(f"{option} does nothing without {needed}")
-
-    def _idle(self) -> Iterator[tuple[str, str]]:
-        """Yield each option that is set and means nothing, and what it needs."""
-        credit, usual = self.credit, Credit()
-        if self.tis_level != "token" and self.tis_cap is None:
-            yield "--tis-level", "--tis-cap"
-        if self.kl_estimator != "k3" and self.kl == 0.0:
-            yield "--kl-estimator", "--kl-coef"
-        if credit.steps == "off":
-            if (credit.step_over, credit.step_discount, credit.step_weight) != (usual.step_over, usual.step_discount, usual.step_weight):
-                yield "--process-over, --process-discount or --process-weight", "--process-rewards"
-        elif credit.steps == "step" and credit.step_discount != usual.step_discount:
-            yield "--process-discount", "--process-rewards to_go"
-        if credit.token_rewards == "off" and (credit.token_discount, credit.token_weight) != (usual.token_discount, usual.token_weight):
-            yield "--token-discount or --token-weight", "--token-rewards"
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> Objective:
         """Return the objective of the command line, less what a model decides (layout, chunks); raises `BadObjective`. Never blocks."""
-        if options.max_answer_tokens and options.loss != "dr_grpo":
-            raise BadObjective("--max-answer-tokens does nothing without --loss dr_grpo")
         normalise: Literal["none", "batch", "global"] = "batch" if options.loss == "sft" else "none"
         return cls(
             loss=options.loss,

@@ -23,7 +23,6 @@ from shmbridge.consumers.checkpoint import Progress
 from shmbridge.consumers.forward import chunk_tokens_for
 from shmbridge.consumers.grpo_update import Learner, Objective
 from shmbridge.consumers.lora import (
-    ALL_LINEAR,
     BadAdapter,
     Lora,
     PeftMissing,
@@ -192,8 +191,6 @@ def _compute_again(model: Any) -> None:
 def _adapt(model: Any, source: Path | str, options: argparse.Namespace) -> None:
     """Put adapters in, or make those of a checkpoint ready."""
     loaded = has_adapters(model)
-    if not options.lora_rank and (options.lora_alpha or options.lora_dropout or options.lora_targets != (ALL_LINEAR,)):
-        raise Refused("--lora-alpha, --lora-dropout and --lora-targets do nothing without --lora-rank")
     if isinstance(source, Path) and loaded != bool(options.lora_rank):
         there, wanted = ("", "without") if loaded else ("no ", "with")
         raise Refused(f"{source} has {there}adapters, and the options ask for a model {wanted} -> the --lora-* of that run")

@@ -13,7 +13,6 @@ pytest.importorskip("peft")
 
 from shmbridge.consumers import checkpoint
 from shmbridge.consumers.checkpoint import Progress
-from shmbridge.consumers.grpo_options import parser
 from shmbridge.consumers.grpo_update import Learner, Objective
 from shmbridge.consumers.lora import (
     BadAdapter,
@@ -25,7 +24,6 @@ from shmbridge.consumers.lora import (
     published_parameters,
 )
 from shmbridge.consumers.optimizer import new_optimizer
-from shmbridge.consumers.startup import Refused, load_model
 
 ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]
 PROMPT = torch.tensor([[3, 4, 9, 1]])
@@ -150,13 +148,6 @@ def test_a_head_that_is_the_embedding_gets_no_adapter(tiny_model):
     model.lm_head.weight = model.model.embed_tokens.weight
     with pytest.raises(BadAdapter, match="lm_head shares its weights"):
         add_adapters(model, Lora(rank=2, alpha=4.0, targets=("lm_head",)), "somewhere")
-
-
-def test_words_on_adapters_without_any_are_refused(base):
-    for flags in (["--lora-alpha", "4"], ["--lora-dropout", "0.1"], ["--lora-targets", "q_proj"]):
-        wanted = parser().parse_args(["--bridge", "unused", "--model", str(base), "--steps", "1", *flags])
-        with pytest.raises(Refused, match="without --lora-rank"):
-            load_model(str(base), wanted, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_the_evaluation_hook_sees_the_policy_without_dropout_and_training_has_it
     monkeypatch.setattr("shmbridge.consumers.training_step.load_hook", lambda name: hook)
     saver = SimpleNamespace(consumed=Consumed(Progress(step=0, policy_version=-1)))
     around = Around(options(tmp_path, "--eval-hook", "my:hook", "--eval-every", "1"), saver)
-    assert around.metrics(SimpleNamespace(step=1, model=model))["eval/x"] == 1.0
+    assert around.metrics(SimpleNamespace(step=1, model=model, read=lambda asked: asked(model)))["eval/x"] == 1.0
     assert same == [True]
     assert [module.training for module in model.modules()] == modes
 

@@ -203,13 +203,6 @@ def test_fine_tuning_normalises_over_the_batch_unless_told_otherwise():
         ("--clip-advantages 1 2", "1.0 .. 2.0 does not hold 0"),
         ("--overlong-buffer 5", "5 is longer than --overlong-length None"),
         ("--overlong-length 4 --overlong-buffer 5", "5 is longer than --overlong-length 4"),
-        ("--tis-level sequence", "without --tis-cap"),
-        ("--kl-estimator k2", "without --kl-coef"),
-        ("--process-over place", "without --process-rewards"),
-        ("--process-weight 0.3", "without --process-rewards"),
-        ("--process-rewards step --process-discount 0.5", "without --process-rewards to_go"),
-        ("--token-discount 0.5", "without --token-rewards"),
-        ("--max-answer-tokens 100", "without --loss dr_grpo"),
     ],
 )
 def test_what_means_nothing_is_refused(flags, words):
