@@ -48,6 +48,7 @@ _VERSIONS = 1 << 62
 _HANDSHAKE_MS = 2000  # then a connection that says nothing is cut off
 _AFTER_STUMBLE_S = 0.1
 _LOOK_AGAIN_S = 0.05  # while somebody waits to begin a group: a death or a discard makes room, and nobody says so
+_GONE_AFTER_S = 5.0  # who waits asks again ten times meanwhile
 _MOST_WAITING = 1024
 
 _COUNTERS = ("requests_total", "malformed_total", "oversized_total", "refused_total")
@@ -71,7 +72,7 @@ class ControlServer:
         self._socket = self._bind()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._again = os.eventfd(0, os.EFD_CLOEXEC)
-        self._waiting: dict[bytes, list[bytes]] = {}  # peer -> a request that has no answer yet
+        self._waiting: dict[bytes, tuple[list[bytes], float]] = {}  # peer -> a request that has no answer yet, and when it came
         self._look_again_s: float | None = None  # when, by time.monotonic()
         self._thread = threading.Thread(target=self._serve, name=f"shmbridge-control-{bridge}", daemon=True)
         self._thread.start()
@@ -131,20 +132,24 @@ class ControlServer:
             os.eventfd_read(self._again)
         if self._again in ready or self._until_look_ms() == 0:
             self._look_again_s = None
-            for peer in list(self._waiting):
-                self._reply(peer, self._waiting[peer])
+            now_s = time.monotonic()
+            for peer, (frames, came_s) in list(self._waiting.items()):
+                if now_s < came_s + _GONE_AFTER_S:
+                    self._reply(peer, frames, came_s)
+                else:
+                    del self._waiting[peer]
         if self._socket in ready:
             peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             self._counters["requests_total"] += 1
-            self._reply(peer, frames)
+            self._reply(peer, frames, time.monotonic())
 
     def _until_look_ms(self) -> int | None:
         return None if self._look_again_s is None else max(math.ceil((self._look_again_s - time.monotonic()) * 1000), 0)
 
-    def _reply(self, peer: bytes, frames: list[bytes]) -> None:
+    def _reply(self, peer: bytes, frames: list[bytes], came_s: float) -> None:
         request_id, answer = self._answer(frames)
         if answer is None:
-            self._waiting[peer] = frames  # a peer has one request under way; said again, it is the same one
+            self._waiting[peer] = frames, came_s  # a peer has one request under way; said again, it is the same one
             if len(self._waiting) > _MOST_WAITING:  # peers that are gone, mostly; one that is not asks again
                 del self._waiting[next(iter(self._waiting))]
             return

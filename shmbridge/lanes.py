@@ -278,8 +278,8 @@ class LaneSet:
         return not self.some_wait and not any(lane.waiting for lane in self)
 
     def tickets(self) -> dict[str, int]:
-        """How many groups each lane's producer has begun and not put, by lane; one system call each. Any thread."""
-        return {lane.name: liveness.tickets_held(lane.reader.lane.fd) for lane in self if not lane.corrupt}
+        """How many groups each lane's producer has begun and not put, by living lane; one system call each. Any thread."""
+        return {lane.name: liveness.tickets_held(lane.reader.lane.fd) for lane in self if not (lane.corrupt or lane.dead)}
 
     # -- state --------------------------------------------------------------------------------------------------------------------
 

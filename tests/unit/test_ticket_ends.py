@@ -227,10 +227,10 @@ def test_every_question_is_asked_once(producer, make_producer, limited, monkeypa
 
 
 def _counting(reply, asked: list[int]):
-    def counted(server, peer: bytes, frames: list[bytes]) -> None:
-        if server._waiting.get(peer) is not frames:  # not looked at again by the server itself
+    def counted(server, peer: bytes, frames: list[bytes], came_s: float) -> None:
+        if server._waiting.get(peer) != (frames, came_s):  # not looked at again by the server itself
             asked.append(messages.decode_request(frames)[0])
-        reply(server, peer, frames)
+        reply(server, peer, frames, came_s)
 
     return counted
 
@@ -258,6 +258,44 @@ def test_who_waits_is_looked_at_again_also_while_others_talk(bridge, make_produc
     finally:
         stop.set()
         talking.join()
+
+
+def test_who_waited_and_is_gone_is_not_looked_at_for_ever(bridge, make_producer, limited, monkeypatch, until) -> None:
+    """Waiting for a ticket is where most producers are when they are killed."""
+    from shmbridge import control
+
+    consumer = limited(0, 1)
+    holder, gone = make_producer(), make_producer()
+    ticket = holder.begin_group(timeout_s=5)
+    monkeypatch.setattr(control, "_GONE_AFTER_S", 0.2)
+    with ControlClient(bridge, role="test", name="t") as client:
+        client.hello()
+        client._socket.send_multipart(messages.encode(99, messages.BeginGroup(gone.lane_name, 0)))
+        until(lambda: len(consumer._server._waiting) == 1)
+    gone.close()
+    until(lambda: not consumer._server._waiting)
+    ticket.end()
+
+
+def test_nothing_is_promised_to_the_dead(bridge, make_producer, limited, until) -> None:
+    """Their lane may stay for what it holds, and nobody will show a ticket there."""
+    consumer = limited(1, 1)
+    gone, other = make_producer(), make_producer()
+    gone.put(group())
+    until(lambda: len(consumer._lanes) == 2)
+    gone.close()
+    until(lambda: any(lane.dead for lane in consumer._lanes))
+    with ControlClient(bridge, role="test", name="t") as client, pytest.raises(shmbridge.NoConsumer):
+        client.request(messages.BeginGroup(gone.lane_name, 0), 0.3)
+    other.begin_group(timeout_s=0.4).end()
+
+
+def test_another_loop_asks_after_the_first_has_ended(producer, consumer) -> None:
+    async def begin() -> int:
+        with await producer.begin_group_async(timeout_s=5) as ticket:
+            return ticket.policy_version
+
+    assert [asyncio.run(begin()) for _ in range(3)] == [-1] * 3
 
 
 def test_ranks_are_refused_batches_of_another_size_at_once(limited) -> None:
