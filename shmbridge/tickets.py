@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from shmbridge import liveness, refusals
 from shmbridge._ext import header, ring
 from shmbridge._ext.mapping import Mapping
-from shmbridge.errors import ClaimOpen, Closed, NoConsumer, NotAdmitted
+from shmbridge.errors import ClaimOpen, Closed, NoConsumer, NotAdmitted, ShmBridgeError
 from shmbridge.liveness import MOST_TICKETS
 from shmbridge.one_process import OneProcess
 
@@ -44,7 +44,8 @@ class Ticket(OneProcess):
 
     def end(self) -> None:
         """Gives it back. Never blocks; idempotent."""
-        self._end()
+        self._held.give_back(self._key)
+        self._end.detach()  # only now: whatever interrupts this, its end comes with the object's
 
     def __enter__(self) -> Self:
         return self
@@ -79,9 +80,8 @@ class _Held:
         if self._lane.forked:
             return
         with self._lock:
-            if ticket in self._tickets:
-                self._tickets.discard(ticket)
-                self._lock_as_many()
+            self._tickets.discard(ticket)
+            self._lock_as_many()
 
     def end(self) -> None:
         with self._lock:
@@ -124,21 +124,30 @@ class Tickets(OneProcess):
             ClaimOpen: another thread or task is asking.
         """
         deadline = _deadline(timeout_s)
-        if not self._asking.acquire(blocking=False):
+        if self._asking.locked():
             raise self._asks_already()
         try:
-            self._check_may_ask()
-            client = self._client = self._client or self._new_client()
-            while True:
-                left_s = deadline - time.monotonic()
-                answer = _ask(client, self._question(wait=left_s > 0), min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
-                if (ticket := self._taken(answer)) is not None:
-                    return ticket
+            with self._asking:
                 self._check_may_ask()
-                if left_s <= 0:
-                    raise self._not_admitted(timeout_s, answer)
+                self._client = self._client or self._new_client()
+                return self._ask_until(self._client, deadline, timeout_s)
+        except ShmBridgeError:
+            raise
+        except BaseException:  # an interrupt, maybe between the frames of a message
+            self._close_client()
+            raise
         finally:
-            self._asked()
+            self._close_if_over()
+
+    def _ask_until(self, client: "ControlClient", deadline: float, timeout_s: float | None) -> Ticket:
+        while True:
+            left_s = deadline - time.monotonic()
+            answer = _ask(client, self._question(wait=left_s > 0), min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
+            if (ticket := self._taken(answer)) is not None:
+                return ticket
+            self._check_may_ask()
+            if left_s <= 0:
+                raise self._not_admitted(timeout_s, answer)
 
     async def begin_group_async(self, timeout_s: float | None = None) -> Ticket:
         """`begin_group` that never blocks the event loop; tasks are served in the order of their calls. May be cancelled."""
@@ -150,26 +159,26 @@ class Tickets(OneProcess):
                 await turn.acquire()
         except TimeoutError:
             raise self._not_admitted(timeout_s, None) from None
-        if not self._asking.acquire(blocking=False):
-            turn.release()
-            raise self._asks_already()
         try:
-            while True:
-                self._check_may_ask()
-                left_s = deadline - time.monotonic()
-                question = self._question(wait=left_s > 0)
-                answer = await _ask_async(client, question, min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
-                if (ticket := self._taken(answer)) is not None:
-                    return ticket
-                if left_s <= 0:
-                    raise self._not_admitted(timeout_s, answer)
+            if self._asking.locked():
+                raise self._asks_already()
+            with self._asking:
+                while True:
+                    self._check_may_ask()
+                    left_s = deadline - time.monotonic()
+                    question = self._question(wait=left_s > 0)
+                    answer = await _ask_async(client, question, min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
+                    if (ticket := self._taken(answer)) is not None:
+                        return ticket
+                    if left_s <= 0:
+                        raise self._not_admitted(timeout_s, answer)
         finally:
-            self._asked()
             turn.release()
+            self._close_if_over()
 
-    def _asked(self) -> None:
-        self._asking.release()
-        if self._held.over:
+    def _close_if_over(self) -> None:
+        """The producer has closed meanwhile, and left the sockets to whoever was using them."""
+        if self._held.over and not self._asking.locked():
             self._close_clients()
 
     def _question(self, *, wait: bool) -> "BeginGroup":
@@ -250,14 +259,17 @@ class Tickets(OneProcess):
 
     def _close_clients(self) -> None:
         self._close_async_client()
-        if self._client is not None:
-            self._client.close()
+        self._close_client()
+
+    def _close_client(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
     def _end_tickets(self) -> None:
-        """The producer closes: its tickets are room for others. Whoever still asks closes the socket; no other thread or task may."""
+        """The producer closes: its tickets are room for others. Whoever still asks closes the sockets; no other thread or task may."""
         self._held.end()
-        if not self._asking.locked():
-            self._close_clients()
+        self._close_if_over()
 
 
 def _deadline(timeout_s: float | None) -> float:

@@ -4,6 +4,8 @@ import asyncio
 import fcntl
 import gc
 import os
+import random
+import signal
 import struct
 import threading
 import time
@@ -53,6 +55,29 @@ def test_an_interrupt_while_a_ticket_is_shown_leaves_none(producer, limited, mon
             producer.begin_group(timeout_s=5)
     assert held(producer) == 0
     producer.begin_group(timeout_s=5).end()
+
+
+def test_interrupts_at_any_moment_leave_nothing_behind(producer, limited) -> None:
+    """No byte locked, no producer that says it is asking already, no half message that the next one is taken for."""
+    limited(0, 1)
+    begun = interrupted = 0
+    descriptors = len(os.listdir("/proc/self/fd"))
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        while begun < 50 or interrupted < 300:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 1e-3))
+                with producer.begin_group(timeout_s=20):
+                    begun += 1
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert held(producer) == 0
+    producer.begin_group(timeout_s=5).end()
+    assert len(os.listdir("/proc/self/fd")) < descriptors + 60, "the sockets of interrupted questions are closed"
 
 
 @pytest.mark.parametrize("call", ["show", "give back"])
