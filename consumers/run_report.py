@@ -79,7 +79,7 @@ def read_run(folder: Path) -> RunMetrics:
         try:
             said = json.loads(line)
             step = int(said["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             torn += bool(line.strip())
             continue
         read += 1
@@ -136,7 +136,7 @@ def as_text(found: dict[str, Any]) -> str:
         f"{found['run']}: {found['steps']} steps, {found['tokens']:,} tokens"
         + (f" in {found['wall_s']:,.0f} s, {_say(found['tokens_per_s'], ',.0f')} tokens/s" if found["wall_s"] else ""),
         f"  reward     {_say(found['reward_first'])} at the start, {_say(found['reward_last'])} at the end, "
-        f"best {_say(found['reward_best'])} at step {found['reward_best_step']}",
+        f"best {_say(found['reward_best'])}" + ("" if found["reward_best"] is None else f" at step {found['reward_best_step']}"),
         f"  loss       {_say(found['loss_last'], '+.4f')} at the end",
         f"  staleness  {_say(found['staleness_mean'], '.2f')} versions, at most {_say(found['staleness_max'], '.0f')}",
     ]
@@ -191,4 +191,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> float:
-    return float(value) if _is_number(value) else math.nan
+    try:
+        number = float(value) if _is_number(value) else math.nan
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.nan
+    return number if math.isfinite(number) else math.nan

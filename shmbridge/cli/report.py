@@ -13,7 +13,7 @@ EXAMPLES = """examples:
   shmbridge report runs/a runs/b --out compare     two runs in one picture, compare/report.svg
   shmbridge report runs/run1 --format png --json   for programs, and a bitmap
 
-exit codes: 0 done; 1 no metrics in a folder, or no matplotlib (the summary is printed all the same)"""
+exit codes: 0 done; 1 no metrics in a folder, or no picture (the summary is printed all the same)"""
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
             plot(runs, file)
     except MatplotlibMissing as error:
         file, wrong = None, str(error)
+    except OSError as error:
+        file, wrong = None, f"no picture in {file}: {error.strerror} -> --out DIR for another folder, --format none for none"
     if arguments.json:
         print(msgspec.json.encode({"runs": found, "plot": None if file is None else str(file)}).decode())
     else:

@@ -116,3 +116,23 @@ def test_no_run_in_the_folder(make_run, tmp_path, capsys):
         read_run(make_run("empty", []))
     assert main(["report", str(tmp_path / "nothing")]) == 1
     assert "--run-dir" in capsys.readouterr().err
+
+
+def test_numbers_out_of_this_world_are_unknown(make_run, capsys):
+    odd = f'{{"step": 1e400}}\n[]\n{{"step": 2, "loss": 1e999, "tokens": Infinity, "reward_mean": NaN, "time": {"9" * 400}}}\n\x00\n'
+    folder = make_run("odd", [line(1)], torn=odd)
+    assert main(["report", str(folder), "--format", "none"]) == 0
+    said = capsys.readouterr().out
+    assert "odd: 2 steps, 100 tokens" in said
+    assert "3 torn lines" in said
+    (folder / "metrics.jsonl").write_text(odd)
+    assert main(["report", str(folder), "--format", "none"]) == 0
+    assert "best unknown\n" in capsys.readouterr().out
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_words(make_run, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["report", str(make_run("one", [line(1)])), "--out", "/proc/nowhere"]) == 1
+    said = capsys.readouterr()
+    assert "one: 1 steps" in said.out
+    assert "no picture in /proc/nowhere/report.svg" in said.err
