@@ -114,7 +114,7 @@ class BridgeDataset(IterableDataset[Tensors]):
 
         Raises:
             TooManyWorkers: in each worker of a DataLoader that has several.
-        shmbridge.BatchTooBig: what is held for a checkpoint leaves no room for the next batch.
+            shmbridge.BatchTooBig: what is held for a checkpoint leaves no room for the next batch.
             shmbridge.ConsumerEmpty: no item came within `timeout_s`. shmbridge.ConsumerTaken, RankTaken: the place is taken.
         """
         self._check_worker()
@@ -267,7 +267,7 @@ class BridgeDataset(IterableDataset[Tensors]):
             self._open_consumer().publish_policy_version(version)
 
     def drain(self) -> None:
-        """Take no new records: iteration ends when what is there has been handed out. For rank 0; opens the bridge in this process."""
+        """Take no new records: iteration ends when what is there has been handed out in whole batches. For rank 0; opens the bridge."""
         self._open_consumer().drain()
 
     def stats(self) -> dict[str, float]:

@@ -65,8 +65,10 @@ class Position:
         Raises:
             ValueError: it is none, or one of another format.
         """
-        if state.get("format") != _FORMAT:
-            raise ValueError(f"this is no state of a BridgeDataset of format {_FORMAT}: it has {', '.join(map(str, state)) or 'nothing'}")
+        names = list(state) if isinstance(state, Mapping) else [type(state).__name__]
+        wanted = {"format", *_COUNTS, "held", "newest"}
+        if not isinstance(state, Mapping) or state.get("format") != _FORMAT or not wanted <= state.keys():
+            raise ValueError(f"this is no state of a BridgeDataset of format {_FORMAT}: it has {', '.join(map(str, names)) or 'nothing'}")
         self.counts = {name: int(state[name]) for name in _COUNTS}
         self._had = {(producer, int(sequence)): int(rows) for producer, sequence, rows in state["held"]}
         self._loaded_newest = {producer: int(sequence) for producer, sequence in state["newest"].items()}

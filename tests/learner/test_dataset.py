@@ -208,6 +208,9 @@ def test_what_was_consumed_behind_a_state_is_counted_as_gone(bridge, producer):
 def test_a_state_of_something_else_is_refused(bridge):
     with pytest.raises(ValueError, match=r"no state of a BridgeDataset .* it has epoch"):
         BridgeDataset(bridge).load_state_dict({"epoch": 3})
+    for other in ({}, None, {"format": 1}, {"format": 1, "items": 1, "rows": 1, "tokens": 1, "held": []}):
+        with pytest.raises(ValueError, match="no state of a BridgeDataset"):
+            BridgeDataset(bridge).load_state_dict(other)
 
 
 def test_a_state_is_not_loaded_over_items_that_are_out(bridge, producer):
