@@ -4,7 +4,7 @@
 
 An ordinary `BaseEnv`; it imports nothing of shmbridge. `--env.dataset` names a Hugging Face data set, or a folder with
 `train.jsonl` and `test.jsonl`. An answer is right if its last number is the worked answer's: no parser of LaTeX is
-needed. Upstream's own `environments/gsm8k_server.py` runs on a bridge as well, see README.md beside this file.
+needed. For upstream's own `environments/gsm8k_server.py` see README.md beside this file.
 """
 
 import json
