@@ -87,7 +87,7 @@ def test_all_unknown_keys_are_named_at_once():
         (RIGHT.replace("steps: 10", "steps: 10, ready_timeout: .inf"), "learner.ready_timeout: expected float <= 1000000000.0"),
         (RIGHT.replace("steps: 10", "steps: 10, env: {A=B: c}"), "learner.env: 'A=B' cannot name a variable"),
         (RIGHT.replace("script: SCRIPT", "script: SCRIPT, env: {'': c}"), "environments[0].env: '' cannot name a variable"),
-        (RIGHT.replace("steps: 10", "steps: 10, options: {lr: fast}"), "learner.options: argument --lr: invalid float value: 'fast'"),
+        (RIGHT.replace("steps: 10", "steps: 10, options: {lr: fast}"), "learner.options: argument --lr: invalid rate value: 'fast'"),
         (RIGHT.replace("steps: 10", "steps: 10, options: {device: gpu}"), "learner.options: argument --device: invalid choice: 'gpu'"),
         (RIGHT.replace("steps: 10", "steps: 10, options: {resume: 3}"), "learner.options.resume: it takes true or false, not 3"),
         (RIGHT.replace("steps: 10", "steps: 10, options: {lr: true}"), "learner.options.lr: it takes a value, not True"),
