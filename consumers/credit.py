@@ -25,7 +25,7 @@ from shmbridge.consumers.advantages import (
     silence_rows,
     spread_to_tokens,
 )
-from shmbridge.consumers.metrics_log import Metrics
+from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.overlong import answer_lengths, overlong_penalty
 from shmbridge.consumers.process_rewards import Steps, mixed, process_advantages
 from shmbridge.consumers.row_settings import silenced_rows

@@ -3,8 +3,8 @@
     python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-0.5B-Instruct --steps 400
 
 It is the hub of its bridge and trains any Hugging Face causal language model; it knows nothing of
-environments. Called from the command line only, or by torchrun once for each device; the mathematics is next door
-in `grpo_update.py`.
+environments. Called from the command line only, or by torchrun once for each device; the mathematics is
+in `learner/grpo_update.py`.
 
 The order inside one step is the contract with everybody else: update, publish the weights, publish their
 version, save if it is time, release the batches. A learner killed before the release leaves them to its successor.
@@ -19,34 +19,34 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import shmbridge
-from shmbridge.consumers.attention import LayoutUnfit
-from shmbridge.consumers.batch_source import HubSource
-from shmbridge.consumers.batch_wait import NoBatch
-from shmbridge.consumers.checkpoint import CheckpointMismatch
-from shmbridge.consumers.evaluation import BadHook
-from shmbridge.consumers.grpo_options import parser
-from shmbridge.consumers.grpo_update import Learner, NoReference, UnknownTokens
-from shmbridge.consumers.idle_options import IdleOption, refuse_idle
-from shmbridge.consumers.metrics_log import Metrics, MetricsLog, say
-from shmbridge.consumers.objective import BadObjective, Objective
-from shmbridge.consumers.progress_bar import progress
-from shmbridge.consumers.publishing import PublishWeights, first_version, weights_segment
-from shmbridge.consumers.rank_source import RankSource, opened
-from shmbridge.consumers.saving import CannotSave, Saver
-from shmbridge.consumers.staleness_options import BadLimit, consumer_arguments
-from shmbridge.consumers.startup import (
+from shmbridge.consumers.learner.attention import LayoutUnfit
+from shmbridge.consumers.learner.batch_source import HubSource
+from shmbridge.consumers.learner.batch_wait import NoBatch
+from shmbridge.consumers.learner.checkpoint import CheckpointMismatch
+from shmbridge.consumers.learner.evaluation import BadHook
+from shmbridge.consumers.learner.grpo_options import parser
+from shmbridge.consumers.learner.grpo_update import Learner, NoReference, UnknownTokens
+from shmbridge.consumers.learner.idle_options import IdleOption, refuse_idle
+from shmbridge.consumers.learner.metrics_log import Metrics, MetricsLog, say
+from shmbridge.consumers.learner.objective import BadObjective, Objective
+from shmbridge.consumers.learner.progress_bar import progress
+from shmbridge.consumers.learner.publishing import PublishWeights, first_version, weights_segment
+from shmbridge.consumers.learner.rank_source import RankSource, opened
+from shmbridge.consumers.learner.saving import CannotSave, Saver
+from shmbridge.consumers.learner.staleness_options import BadLimit, consumer_arguments
+from shmbridge.consumers.learner.startup import (
     Refused,
     agreed_starting_point,
     device_kind,
     load_learner,
     registration,
 )
-from shmbridge.consumers.stopping import Stopped, StopSignals
-from shmbridge.consumers.tensorboard_log import TensorboardLog, TensorboardMissing
-from shmbridge.consumers.training_rows import NoAdvantages
-from shmbridge.consumers.training_step import Around, TrainingStep
-from shmbridge.consumers.wandb_log import WandbMissing, WandbRun
-from shmbridge.consumers.world import PeerFailed, PeerLost, World, joined, speaks
+from shmbridge.consumers.learner.stopping import Stopped, StopSignals
+from shmbridge.consumers.learner.tensorboard_log import TensorboardLog, TensorboardMissing
+from shmbridge.consumers.learner.training_rows import NoAdvantages
+from shmbridge.consumers.learner.training_step import Around, TrainingStep
+from shmbridge.consumers.learner.wandb_log import WandbMissing, WandbRun
+from shmbridge.consumers.learner.world import PeerFailed, PeerLost, World, joined, speaks
 
 UNTRAINABLE = (NoAdvantages, NoReference, UnknownTokens)  # what is wrong with a batch
 REFUSALS = (

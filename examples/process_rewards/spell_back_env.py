@@ -22,8 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shmbridge
-from shmbridge.consumers.follow_weights import WeightsFollower
-from shmbridge.consumers.generation import PolicyModel, Row, Sampling
+from shmbridge.consumers.policy.follow_weights import WeightsFollower
+from shmbridge.consumers.policy.generation import PolicyModel, Row, Sampling
 from shmbridge.weights import WeightsReader
 
 LETTERS = "abcde"

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shmbridge.consumers import grpo_options, policy_options
+from shmbridge.consumers.learner import grpo_options
+from shmbridge.consumers.policy import policy_options
 from shmbridge.errors import BadConfig
 from shmbridge.launch.config import Atropos, Config, Environment, Gateway, Learner, PolicyServer, Scalar, Variables, Vllm, instances
 from shmbridge.launch.flags import check_options, check_values, dotted_flags, flags, word

@@ -7,8 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from shmbridge.consumers import attention, forward  # noqa: E402
 from shmbridge.consumers.device_batch import DeviceCopies  # noqa: E402
+from shmbridge.consumers.learner import attention, forward  # noqa: E402
 from shmbridge.consumers.pinned import CudaDriver, PinnedLanes  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 
-from shmbridge.consumers import checkpoint
+from shmbridge.consumers.learner import checkpoint
 
 
 def killed(step, model, tokenizer):

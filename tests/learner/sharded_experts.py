@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shmbridge.consumers.sharding import parallel_of, whole
-from shmbridge.consumers.world import World, joined
+from shmbridge.consumers.learner.sharding import parallel_of, whole
+from shmbridge.consumers.learner.world import World, joined
 
 CPU = torch.device("cpu")
 

@@ -29,10 +29,10 @@ from transformers import (
 )  # fmt: skip
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from shmbridge.consumers import attention
-from shmbridge.consumers.forward import trained_logprobs
-from shmbridge.consumers.microbatch import micro_batches
-from shmbridge.consumers.training_rows import prepare
+from shmbridge.consumers.learner import attention
+from shmbridge.consumers.learner.forward import trained_logprobs
+from shmbridge.consumers.learner.microbatch import micro_batches
+from shmbridge.consumers.learner.training_rows import prepare
 
 CPU = torch.device("cpu")
 ROWS = [[3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [1, 2, 3, 4, 5], [20, 21], [8, 8, 8, 9, 9, 1, 2, 3, 4, 5, 6], [13, 14]]

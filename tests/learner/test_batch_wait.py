@@ -12,11 +12,11 @@ import weakref
 import pytest
 
 import shmbridge
-from shmbridge.consumers import batch_source, batch_wait
-from shmbridge.consumers.batch_source import HubSource
-from shmbridge.consumers.batch_wait import NoBatch, Patience, patience_of
-from shmbridge.consumers.grpo_options import parser
-from shmbridge.consumers.stopping import Stopped, StopSignals
+from shmbridge.consumers.learner import batch_source, batch_wait
+from shmbridge.consumers.learner.batch_source import HubSource
+from shmbridge.consumers.learner.batch_wait import NoBatch, Patience, patience_of
+from shmbridge.consumers.learner.grpo_options import parser
+from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 
 
 class Lanes:

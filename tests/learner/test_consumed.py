@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from shmbridge.consumers import consumed
-from shmbridge.consumers.checkpoint import Progress
-from shmbridge.consumers.consumed import Consumed
+from shmbridge.consumers.learner import consumed
+from shmbridge.consumers.learner.checkpoint import Progress
+from shmbridge.consumers.learner.consumed import Consumed
 
 START = Progress(step=0, policy_version=-1)
 

@@ -11,9 +11,9 @@ import pytest
 import shmbridge
 from shmbridge.consumers.advantages import group_advantages, group_normalised, leave_one_out
 from shmbridge.consumers.credit import Credit, NoAdvantages, credited
-from shmbridge.consumers.grpo_update import Learner, Objective
-from shmbridge.consumers.reference import Reference
-from shmbridge.consumers.training_rows import prepare, trained_tokens
+from shmbridge.consumers.learner.grpo_update import Learner, Objective
+from shmbridge.consumers.learner.reference import Reference
+from shmbridge.consumers.learner.training_rows import prepare, trained_tokens
 from shmbridge.consumers.whole_batch import batch_normalised
 
 FOUR = [[1, 2, 3], [4, 5], [6, 7, 8], [9, 10, 11, 12]]

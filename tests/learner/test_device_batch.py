@@ -15,7 +15,7 @@ import torch
 
 import shmbridge
 from shmbridge.consumers.device_batch import DeviceCopies
-from shmbridge.consumers.grpo_update import Learner, Objective
+from shmbridge.consumers.learner.grpo_update import Learner, Objective
 from shmbridge.consumers.pinned import PinnedLanes
 
 COLUMNS = ("tokens", "inference_logprobs", "advantages", "loss_mask", "token_rewards")
@@ -259,9 +259,9 @@ def test_a_learner_killed_before_release_leaves_the_batch_to_its_successor(bridg
 
 
 def test_the_learners_option_takes_tokens_straight_from_the_ring(producer, consumer):
-    from shmbridge.consumers.batch_source import HubSource
-    from shmbridge.consumers.grpo_options import parser
-    from shmbridge.consumers.stopping import StopSignals
+    from shmbridge.consumers.learner.batch_source import HubSource
+    from shmbridge.consumers.learner.grpo_options import parser
+    from shmbridge.consumers.learner.stopping import StopSignals
 
     for way, kind in (("direct", torch.Tensor), ("auto", np.ndarray), ("batch", np.ndarray)):
         producer.put({"tokens": [[1, 2]]})

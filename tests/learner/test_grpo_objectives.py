@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from shmbridge.consumers import checkpoint, grpo
-from shmbridge.consumers.checkpoint import Progress
+from shmbridge.consumers import grpo
 from shmbridge.consumers.credit import Credit
-from shmbridge.consumers.forward import trained_logprobs
-from shmbridge.consumers.grpo_options import parser
-from shmbridge.consumers.grpo_update import Learner, NoReference, Objective
-from shmbridge.consumers.microbatch import micro_batches
-from shmbridge.consumers.reference import Reference
-from shmbridge.consumers.sharding import Parallel
-from shmbridge.consumers.startup import load_learner
-from shmbridge.consumers.training_rows import prepare
-from shmbridge.consumers.world import ALONE
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Progress
+from shmbridge.consumers.learner.forward import trained_logprobs
+from shmbridge.consumers.learner.grpo_options import parser
+from shmbridge.consumers.learner.grpo_update import Learner, NoReference, Objective
+from shmbridge.consumers.learner.microbatch import micro_batches
+from shmbridge.consumers.learner.reference import Reference
+from shmbridge.consumers.learner.sharding import Parallel
+from shmbridge.consumers.learner.startup import load_learner
+from shmbridge.consumers.learner.training_rows import prepare
+from shmbridge.consumers.learner.world import ALONE
 
 ROWS = [[3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [1, 2, 3, 4, 5], [20, 21], [8, 8, 8, 9, 9, 1, 2, 3, 4, 5, 6], [5, 6, 7]]
 SCORES, GROUPS = [1.0, 0.0, 0.5, 1.0, 0.0, 0.25], [0, 0, 0, 1, 1, 1]

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("peft")
 
-from shmbridge.consumers import checkpoint
-from shmbridge.consumers.checkpoint import Progress
-from shmbridge.consumers.grpo_update import Learner, Objective
-from shmbridge.consumers.lora import (
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Progress
+from shmbridge.consumers.learner.grpo_update import Learner, Objective
+from shmbridge.consumers.learner.lora import (
     BadAdapter,
     Lora,
     add_adapters,
@@ -23,7 +23,7 @@ from shmbridge.consumers.lora import (
     prepare_adapters,
     published_parameters,
 )
-from shmbridge.consumers.optimizer import new_optimizer
+from shmbridge.consumers.learner.optimizer import new_optimizer
 
 ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]
 PROMPT = torch.tensor([[3, 4, 9, 1]])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from shmbridge.consumers.microbatch import micro_batches, plan_packs
-from shmbridge.consumers.training_rows import TrainingRows
+from shmbridge.consumers.learner.microbatch import micro_batches, plan_packs
+from shmbridge.consumers.learner.training_rows import TrainingRows
 
 CPU = torch.device("cpu")
 

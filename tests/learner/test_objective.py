@@ -10,9 +10,9 @@ import torch
 
 from shmbridge.consumers import losses
 from shmbridge.consumers.credit import Credit
-from shmbridge.consumers.grpo_options import parser
-from shmbridge.consumers.objective import SHARES, BadObjective, Counts, Objective, micro_loss
-from shmbridge.consumers.training_rows import TrainingRows
+from shmbridge.consumers.learner.grpo_options import parser
+from shmbridge.consumers.learner.objective import SHARES, BadObjective, Counts, Objective, micro_loss
+from shmbridge.consumers.learner.training_rows import TrainingRows
 
 LENGTHS = (5, 1, 3, 8, 2, 4)
 EVERY_LOSS = [

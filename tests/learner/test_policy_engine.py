@@ -21,9 +21,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import shmbridge
-from shmbridge.consumers.follow_weights import WeightsFollower, copy_into
-from shmbridge.consumers.generation import PolicyModel, Row, Sampling
-from shmbridge.consumers.policy_engine import EngineClosed, PolicyEngine, Question, Reply
+from shmbridge.consumers.policy.follow_weights import WeightsFollower, copy_into
+from shmbridge.consumers.policy.generation import PolicyModel, Row, Sampling
+from shmbridge.consumers.policy.policy_engine import EngineClosed, PolicyEngine, Question, Reply
 
 ROOT = Path(__file__).parents[2]
 END = 1

@@ -25,9 +25,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shmbridge
-from shmbridge.consumers.generation import PolicyModel, Row
-from shmbridge.consumers.policy_api import PolicyApi
-from shmbridge.consumers.policy_engine import PolicyEngine
+from shmbridge.consumers.policy.generation import PolicyModel, Row
+from shmbridge.consumers.policy.policy_api import PolicyApi
+from shmbridge.consumers.policy.policy_engine import PolicyEngine
 from shmbridge.consumers.policy_server import PolicyServer
 from shmbridge.weights import WeightsWriter
 

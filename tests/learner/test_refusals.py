@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import shmbridge
-from shmbridge.consumers import checkpoint, grpo
-from shmbridge.consumers.checkpoint import Progress
-from shmbridge.consumers.optimizer import new_optimizer
-from shmbridge.consumers.rng_state import rng_state
+from shmbridge.consumers import grpo
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Progress
+from shmbridge.consumers.learner.optimizer import new_optimizer
+from shmbridge.consumers.learner.rng_state import rng_state
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from shmbridge.cli import main
-from shmbridge.consumers import report_plot
-from shmbridge.consumers.run_report import NoRun, read_run, summary
+from shmbridge.consumers.learner import report_plot
+from shmbridge.consumers.learner.run_report import NoRun, read_run, summary
 
 SVG_BYTES = 300_000
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import shmbridge
 from shmbridge.consumers import grpo
-from shmbridge.consumers.checkpoint import load_progress
+from shmbridge.consumers.learner.checkpoint import load_progress
 
 STEPS = 8
 GROUPS = 2
@@ -23,7 +23,8 @@ GROUPS = 2
 # A learner that is killed right after a save, before anything is released.
 KILLED_AFTER_SAVE = """
 import os, signal, sys
-from shmbridge.consumers import checkpoint, grpo
+from shmbridge.consumers import grpo
+from shmbridge.consumers.learner import checkpoint
 save = checkpoint.save
 def saved(folder, progress, *args, **more):
     save(folder, progress, *args, **more)

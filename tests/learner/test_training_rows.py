@@ -10,7 +10,7 @@ import pytest
 
 import shmbridge
 from shmbridge.consumers.credit import Credit
-from shmbridge.consumers.training_rows import NO_LOGPROB, NoAdvantages, prepare
+from shmbridge.consumers.learner.training_rows import NO_LOGPROB, NoAdvantages, prepare
 
 ROWS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 

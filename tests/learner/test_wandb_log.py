@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from shmbridge.consumers import grpo
-from shmbridge.consumers.grpo_options import parser
-from shmbridge.consumers.metrics_log import MetricsLog
-from shmbridge.consumers.wandb_log import ID_FILE, WandbMissing, WandbRun
+from shmbridge.consumers.learner.grpo_options import parser
+from shmbridge.consumers.learner.metrics_log import MetricsLog
+from shmbridge.consumers.learner.wandb_log import ID_FILE, WandbMissing, WandbRun
 
 METRICS = {"step": 3, "atropos/mean_score": 0.5, "atropos/math/mean_score": float("nan"), "update_skipped": False}
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from shmbridge.consumers.stopping import Stopped, StopSignals
-from shmbridge.consumers.world import ALONE, PeerFailed, World, is_of_a_lost_peer, joined
+from shmbridge.consumers.learner.stopping import Stopped, StopSignals
+from shmbridge.consumers.learner.world import ALONE, PeerFailed, World, is_of_a_lost_peer, joined
 
 
 class Table:

@@ -1,0 +1,223 @@
+"""One update: a packed batch in, a gradient and an optimizer step out.
+
+Knows nothing of the bridge, of processes or of files. Called by the GRPO learner (`grpo.py`), and by programs
+that bring their own batches. What is optimised is in `objective.py`, where advantages come from in `credit.py`.
+
+What differs by default from the GRPO paper (arXiv 2402.03300):
+1. the loss is a mean over tokens, not over answers, and the two clip bounds are separate (DAPO, 2503.14476);
+2. no KL term; an entropy bonus instead, off by default;
+3. advantages that an environment wrote per token replace those from the scores, token by token;
+4. one update per batch: the ratio corrects for staleness, not for epochs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shmbridge.consumers import losses
+from shmbridge.consumers.credit import require_advantages
+from shmbridge.consumers.learner.forward import trained_logprobs
+from shmbridge.consumers.learner.metrics_log import Metrics
+from shmbridge.consumers.learner.microbatch import MicroBatch, micro_batches
+from shmbridge.consumers.learner.objective import LOSS_SHARES, SHARES, Counts, Objective, micro_loss
+from shmbridge.consumers.learner.optimizer import new_optimizer
+from shmbridge.consumers.learner.reference import Reference
+from shmbridge.consumers.learner.sharding import Parallel, whole
+from shmbridge.consumers.learner.step_times import StepTimes
+from shmbridge.consumers.learner.training_rows import NO_LOGPROB, TrainingRows, prepare, trained_tokens
+from shmbridge.consumers.learner.world import World
+
+__all__ = ["Learner", "NoReference", "Objective"]
+
+
+_IDLE = TrainingRows(
+    tokens=np.zeros(2, np.int32),
+    cu_seqlens=np.array([0, 2], np.int32),
+    trained=np.array([False, True]),
+    advantages=np.zeros(2, np.float32),
+    sampled_logprobs=np.full(2, NO_LOGPROB, np.float32),
+    temperature=np.ones(1, np.float32),
+)  # what a rank computes that has nothing to train
+
+
+Result = TypeVar("Result")
+
+
+class NoReference(ValueError):
+    """There is a KL term, and nothing that says what the reference thinks."""
+
+
+class UnknownTokens(ValueError):
+    """A token id is not in the model's vocabulary; the message says which, and whose it is."""
+
+
+class Learner:
+    """A model, its optimizer and the count of steps done; turns batches into updates.
+
+    Args:
+        model: a Hugging Face causal language model on its device; what needs no gradient is not trained.
+        objective: what to optimise.
+        learning_rate: step (0-based) -> learning rate.
+        weight_decay: of AdamW.
+        max_grad_norm: the gradient's norm is clipped to this.
+        reference: what the KL term is against where records do not say; None: they have to.
+        parallel: how the ranks share the model; None: there is one.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        objective: Objective,
+        learning_rate: Callable[[int], float],
+        *,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        reference: Reference | None = None,
+        parallel: Parallel | None = None,
+    ) -> None:
+        self.model = model
+        self._parallel = parallel or Parallel(model)
+        self.objective = objective
+        self.step = 0
+        self.optimizer = new_optimizer(model.parameters(), weight_decay)
+        self.times = StepTimes(next(model.parameters()).device)
+        self._learning_rate = learning_rate
+        self._max_grad_norm = max_grad_norm
+        self._reference = reference
+        self._counts = Counts(0.0, 0.0, 0.0, 0.0)  # of what is in the gradient
+        self._shares = np.zeros(len(SHARES))
+
+    @property
+    def world(self) -> World:
+        """The ranks that train this model."""
+        return self._parallel.world
+
+    def read(self, compute: Callable[[Any], Result]) -> Result:
+        """Return what a function of the model says between two steps; it takes no gradient and does not raise. Every rank calls it."""
+        return self._parallel.read(compute)
+
+    def accumulate(self, batch: Any, policy_version: int | None = None, *, first: bool = True) -> Metrics:
+        """Leave the gradient of one batch in the parameters, whose values stay. Blocks for the compute, and for other ranks.
+
+        Args:
+            batch: a packed `shmbridge.Batch`, or anything with its attributes; one rank's part of the whole batch.
+            policy_version: the one about to be trained, from which the age of tokens is counted; None if it is not known.
+            first: False leaves the gradient of this batch and of those before it, as if all of them were one. The loss and what
+                is said of the policy are of all of them, too; every other number is of this batch.
+
+        Raises:
+            UnknownTokens: a token id outside the model's vocabulary.
+            NoAdvantages: a group needs the fallback that the objective does not allow.
+            NoReference: a KL term, no reference, and no record of the batch that has its log-probabilities.
+        """
+        goal, world = self.objective, self.world
+        with world.together():  # whatever one rank alone can refuse, before ranks wait for one another's numbers
+            self._check_vocabulary(batch)
+            require_advantages(batch, trained_tokens(batch), goal.credit)
+        rows, metrics = prepare(
+            batch,
+            goal.temperature,
+            goal.credit,
+            reduce=world.sum,
+            with_reference=goal.kl > 0.0,
+            policy_version=policy_version,
+            max_token_age=goal.max_token_age,
+        )
+        counts = Counts.of(rows, world.sum)
+        unknown = counts.tokens - counts.with_reference if goal.kl else 0.0
+        if unknown and self._reference is None and not counts.with_reference:
+            raise NoReference(
+                f"the objective has a KL term of weight {goal.kl}, and none of {counts.tokens:.0f} trained tokens has ref_logprobs "
+                "-> give the learner a reference, or let the environments write ref_logprobs"
+            )
+        reference = self._reference if unknown else None
+        self._make_room(counts, first)
+        device = next(self.model.parameters()).device
+        totals = torch.zeros(len(SHARES), device=device)
+        pieces = self.times.each("copy", micro_batches(rows, goal.micro_tokens, device, goal.layout))
+        for micro in self._parallel.rounds(pieces):
+            if micro is None:
+                self._take_part(next(micro_batches(_IDLE, goal.micro_tokens, device)), reference)
+            else:
+                totals += self._backward(micro, self._counts, reference)
+        with self.times.of("sync"):
+            self._shares += world.sum(totals.double().cpu().numpy())
+        return {**dict(zip(SHARES, self._shares.tolist(), strict=True)), **metrics}
+
+    def apply(self) -> Metrics:
+        """Take the optimizer step of the accumulated gradient; one that is not finite changes nothing."""
+        rate = self._learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)).item()
+        finite = math.isfinite(norm)
+        if finite:
+            self.optimizer.step()
+        self.step += 1
+        return {"step": self.step, "lr": rate, "grad_norm": norm, "update_skipped": not finite}
+
+    def _make_room(self, counts: Counts, first: bool) -> None:
+        """Shrink what is in the gradient to its share of all that will be in it, which is what new shares are divided by."""
+        before = self._counts
+        if first:
+            self._counts, self._shares = counts, np.zeros(len(SHARES))
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        self._counts = before + counts
+        loss = self.objective.loss
+        shrink = before.divisor(loss) / max(self._counts.divisor(loss), 1.0)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(shrink)
+        self._shares[:LOSS_SHARES] *= shrink
+        self._shares[LOSS_SHARES:] *= before.tokens / max(self._counts.tokens, 1.0)
+
+    def _check_vocabulary(self, batch: Any) -> None:
+        # On a GPU an id out of range kills the process with an assertion that names nobody.
+        tokens, size = batch.tokens, self.model.get_input_embeddings().num_embeddings
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
+            at = int(np.flatnonzero((tokens < 0) | (tokens >= size))[0])
+            meta = batch.meta[int(np.searchsorted(batch.cu_seqlens, at, side="right")) - 1]
+            raise UnknownTokens(
+                f"token ids from {tokens.min()} to {tokens.max()}, but the model has {size}: environment {meta.env_name!r} uses another "
+                f"tokenizer than the learner, first in group {meta.group_id} -> start it with the learner's, then --resume"
+            )
+
+    def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return (n,) log-probabilities and entropy of the trained tokens; the entropy with gradient if that is wanted."""
+        goal = self.objective
+        logprobs, entropy = self._parallel(
+            trained_logprobs, micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens, with_entropy=True
+        )
+        assert entropy is not None
+        return logprobs, entropy if goal.entropy else entropy.detach()  # which frees (n, V) numbers before the backward pass
+
+    def _take_part(self, micro: MicroBatch, reference: Reference | None) -> None:
+        """A forward and a backward that leave every gradient as it is: the other ranks have one micro-batch more."""
+        goal = self.objective
+        if reference is not None:
+            reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)
+        self._parallel.backward(self._logprobs(micro)[0].sum() * 0.0)
+
+    def _backward(self, micro: MicroBatch, counts: Counts, reference: Reference | None) -> Tensor:
+        """Add one micro-batch's share of the gradient; return its shares of the metrics."""
+        goal, trained = self.objective, micro.trained
+        of_reference = None if micro.reference_logprobs is None else micro.reference_logprobs[trained]
+        with self.times.of("forward"):
+            if of_reference is not None and reference is not None:
+                asked = reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)
+                of_reference = torch.where(losses.known(of_reference), of_reference, asked)
+            logprobs, entropy = self._logprobs(micro)
+            loss, shares = micro_loss(
+                goal, counts, micro.trained_lengths, logprobs, micro.sampled_logprobs[trained], micro.advantages[trained],
+                entropy=entropy, reference_logprobs=of_reference,
+            )  # fmt: skip
+        with self.times.of("backward"):
+            self._parallel.backward(loss)
+        return shares

@@ -1,0 +1,102 @@
+"""metrics.jsonl and the progress line: what a learner says after each step.
+
+Knows nothing of torch, of the bridge, of wandb. Called by the GRPO learner (`grpo.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from shmbridge.consumers.learner.world import speaks
+
+Metrics = dict[str, Any]
+
+
+class AlsoLog(Protocol):
+    """Somewhere else that wants the metrics, and that counts its failures instead of raising."""
+
+    name: str
+    failures_total: int
+
+    def log(self, metrics: Metrics) -> None:
+        """Take one step's metrics."""
+
+
+class MetricsLog:
+    """Context manager over an append-only file of JSON lines; a kill leaves at most a torn last one.
+
+    Args:
+        path: the file; its folder is created, its earlier lines stay.
+        others: get the same metrics; None is nobody.
+    """
+
+    def __init__(self, path: Path, *others: AlsoLog | None) -> None:
+        self._others = [each for each in others if each is not None]
+        self._failures_total = 0
+        self._torn = False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")  # a killed writer's half line must not swallow our first one
+
+    def append(self, metrics: Metrics) -> None:
+        """Append one line in a single write; values that are not finite become null. Blocks for the disk.
+
+        A line that the disk does not take is said once, counted in the later ones, and lost: the training is worth more.
+        """
+        for other in self._others:
+            other.log(metrics)
+        metrics = metrics | {f"{other.name}_failures_total": other.failures_total for other in self._others}
+        if self._failures_total:
+            metrics["metrics_failures_total"] = self._failures_total
+        line = json.dumps({name: _plain(value) for name, value in metrics.items()}).encode() + b"\n"
+        line = b"\n" + line if self._torn else line
+        try:
+            written = os.write(self._file, line)
+        except OSError as error:
+            self._failed(error.strerror)
+            return
+        self._torn = written < len(line)
+        if self._torn:
+            self._failed("the line was cut")
+
+    def _failed(self, why: str | None) -> None:
+        self._failures_total += 1
+        if self._failures_total == 1:
+            say(f"metrics.jsonl cannot be written, training goes on without: {why}")
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._file)
+
+
+def progress_line(metrics: Metrics, steps: int) -> str:
+    """Return one line for people: where the run is, how it learns, where its time goes."""
+    return (
+        f"step {metrics['step']:>{len(str(steps))}}/{steps}  version {metrics['policy_version']}"
+        f"  reward {metrics['reward_mean']:.3f}  loss {metrics['loss']:+.4f}"
+        f"  entropy {metrics['entropy']:.3f}  grad {metrics['grad_norm']:.2f}"
+        f"  ratio {metrics['ratio_mean']:.3f}  clip {metrics['clip_frac']:.1%}"
+        f"  stale {metrics['staleness_mean']:.1f}/{metrics['staleness_max']}"
+        f"  wait {metrics['wait_s']:.2f}s  train {metrics['forward_backward_s']:.2f}s"
+        f"  publish {metrics['publish_s'] * 1e3:.0f}ms"
+        + ("  UPDATE SKIPPED" if metrics["update_skipped"] else "")
+    )
+
+
+def say(text: str) -> None:
+    """Print one line for people; of several ranks, rank 0 does."""
+    if speaks():
+        print(f"grpo: {text}", flush=True)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: a reader of the file must not need to know that Python's does."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

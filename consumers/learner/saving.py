@@ -1,0 +1,88 @@
+"""When a learner's state goes to the disk: each finished step at most once, with an account of what was consumed.
+
+Knows the learner and the run's folder; what a checkpoint holds is `checkpoint.py`'s. Called by the GRPO learner
+(`grpo.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from safetensors import SafetensorError
+
+from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import Progress
+from shmbridge.consumers.learner.consumed import Consumed
+from shmbridge.consumers.learner.grpo_update import Learner
+from shmbridge.consumers.learner.metrics_log import Metrics
+from shmbridge.consumers.learner.rng_state import rng_state
+
+
+class CannotSave(Exception):
+    """A checkpoint could not be written; the message says which and why."""
+
+
+class Saver:
+    """Saves each finished step at most once.
+
+    Args:
+        folder: where the checkpoints of this run lie.
+        learner: whose state is saved.
+        tokenizer: saved beside the model; None for none.
+        keep: newest checkpoints to leave.
+        progress: of the checkpoint that the run goes on from; None for a fresh start.
+    """
+
+    def __init__(
+        self, folder: Path, learner: Learner, tokenizer: Any, keep: int, progress: Progress | None = None
+    ) -> None:
+        self.consumed = Consumed(progress or Progress(step=0, policy_version=-1))
+        self._folder = folder
+        self._learner = learner
+        self._tokenizer = tokenizer
+        self._keep = keep
+        self._saved_step = learner.step
+
+    def took(self, batches: Iterable[Any], measured: Metrics) -> None:
+        """Note what a step was made of, over all ranks; blocks for the others.
+
+        Args:
+            batches: this rank's.
+            measured: the step's metrics over all ranks.
+        """
+        metas = [meta for batch in batches for meta in batch.meta]
+        if self._learner.world.size > 1:
+            said = self._learner.world.gathered(sorted({(meta.producer_id, meta.sequence) for meta in metas}))
+            metas = [SimpleNamespace(producer_id=who, sequence=number) for each in said for who, number in each]
+        numbers = {name: int(measured[name]) for name in ("groups", "trajectories", "tokens")}
+        self.consumed.took(metas, **numbers)
+
+    def save(self, policy_version: int) -> None:
+        """Write a checkpoint unless this step has one; every rank calls it, rank 0 writes. Blocks until it is on the disk.
+
+        Raises:
+            CannotSave: the disk did not take it; on all ranks.
+        """
+        learner = self._learner
+        if learner.step == self._saved_step:
+            return
+        failure = ""
+        try:
+            checkpoint.save(
+                self._folder,
+                self.consumed.progress(learner.step, policy_version),
+                learner.model,
+                self._tokenizer,
+                learner.optimizer,
+                keep=self._keep,
+                write=learner.world.is_main,
+                rng=rng_state(),
+            )
+        except (OSError, SafetensorError) as error:
+            failure = str(error)
+        if failure := learner.world.told(failure):  # no rank releases what the disk does not have
+            raise CannotSave(f"no checkpoint of step {learner.step} in {self._folder}: {failure} -> make room there, then --resume")
+        self._saved_step = learner.step

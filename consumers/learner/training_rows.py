@@ -1,0 +1,129 @@
+"""What a batch says about training: which tokens, with what advantage, sampled with what probability.
+
+Turns a packed batch, in which any column but the tokens may be missing from any record, into arrays that the
+loss can use as they are. What an advantage is made of is in `credit.py`, the description in numbers in
+`row_metrics.py`. Knows nothing of torch and of models. Called by `grpo_update.py`.
+
+Letters: B rows (trajectories), N tokens of the whole batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shmbridge.consumers.credit import Credit, NoAdvantages, credited, require_advantages
+from shmbridge.consumers.learner.metrics_log import Metrics
+from shmbridge.consumers.learner.row_metrics import row_metrics
+from shmbridge.consumers.learner.token_age import UNKNOWN, token_ages
+from shmbridge.consumers.row_settings import temperatures
+from shmbridge.consumers.whole_batch import Reduce, alone
+
+__all__ = ["NO_LOGPROB", "NoAdvantages", "TrainingRows", "known_count", "prepare", "trained_tokens"]
+
+# A log-probability is never positive, so a positive one says "none was recorded": Atropos writes 1.0 where no
+# token was sampled, and rows whose record carried no log-probabilities get the same mark here.
+NO_LOGPROB = 1.0
+
+
+def known_count(logprobs: npt.NDArray[np.float32], where: npt.NDArray[np.bool_]) -> int:
+    """Return how many recorded log-probabilities, of those at the places, are one: not positive, and finite. Never blocks."""
+    return int(np.count_nonzero(where & (logprobs <= 0.0) & (logprobs > -np.inf)))
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """What the loss needs of a batch, row after row without padding; value i belongs to token i."""
+
+    tokens: npt.NDArray[np.int32]  # (N,)
+    cu_seqlens: npt.NDArray[np.int32]  # (B+1,) where each row begins, then N
+    trained: npt.NDArray[np.bool_]  # (N,) never true for the first token of a row: nothing predicts it
+    advantages: npt.NDArray[np.float32]  # (N,) dimensionless
+    sampled_logprobs: npt.NDArray[np.float32]  # (N,) nats; NO_LOGPROB where none was recorded
+    temperature: npt.NDArray[np.float32]  # (B,) > 0
+    reference_logprobs: npt.NDArray[np.float32] | None = None  # (N,) as sampled_logprobs; None if nobody asked for them
+
+    @property
+    def trained_count(self) -> int:
+        """Trained tokens of this rank's batch."""
+        return int(np.count_nonzero(self.trained))
+
+    @property
+    def answer_count(self) -> int:
+        """Rows of this rank's batch with a trained token."""
+        before = np.concatenate([[0], np.cumsum(self.trained)])  # trained tokens in front of each
+        return int(np.count_nonzero(np.diff(before[self.cu_seqlens])))
+
+
+def prepare(
+    batch: Any,
+    temperature: float,
+    credit: Credit = Credit(),  # noqa: B008
+    *,
+    reduce: Reduce = alone,
+    with_reference: bool = False,
+    policy_version: int | None = None,
+    max_token_age: int | None = None,
+) -> tuple[TrainingRows, Metrics]:
+    """Return what the loss needs of a packed batch, and metrics that describe it. Blocks as long as `reduce` does.
+
+    Args:
+        batch: a packed `shmbridge.Batch`, or anything with its attributes.
+        temperature: sampling temperature of rows whose record does not say.
+        credit: what advantages are made of.
+        reduce: takes a float64 array and returns its sum over all ranks; by default there is one rank.
+        with_reference: whether the reference's log-probabilities are wanted, where records have them.
+        policy_version: the one about to be trained; None: no token's age is known.
+        max_token_age: tokens sampled more versions ago are not trained; None: all are.
+
+    Raises:
+        NoAdvantages: a group needs the fallback that is not allowed.
+    """
+    answers = trained_tokens(batch)
+    require_advantages(batch, answers, credit)
+    ages = None if policy_version is None else token_ages(batch, policy_version)
+    trained = answers if ages is None or max_token_age is None else answers & (ages <= max_token_age)
+    heat, odd_temperature = temperatures(batch, temperature)
+    advantages, credit_metrics = credited(batch, trained, credit, answers=answers, reduce=reduce)
+    rows = TrainingRows(
+        tokens=batch.tokens,
+        cu_seqlens=batch.cu_seqlens,
+        trained=trained,
+        advantages=advantages,
+        sampled_logprobs=_logprobs(batch, "inference_logprobs"),
+        temperature=heat,
+        reference_logprobs=_logprobs(batch, "ref_logprobs") if with_reference else None,
+    )
+    aged = np.zeros(0, np.int32) if ages is None else ages[trained & (ages != UNKNOWN)]
+    reference = rows.reference_logprobs
+    return rows, {
+        **row_metrics(batch, rows),
+        **credit_metrics,
+        "trajectories_odd_temperature": odd_temperature,
+        "tokens_masked_stale": int(np.count_nonzero(answers)) - rows.trained_count,
+        "tokens_without_logprob": rows.trained_count - known_count(rows.sampled_logprobs, trained),
+        "tokens_without_reference": 0 if reference is None else rows.trained_count - known_count(reference, trained),
+        "tokens_without_version": rows.trained_count - aged.size,
+        "token_staleness_mean": float(aged.mean()) if aged.size else 0.0,
+        "token_staleness_max": int(aged.max(initial=0)),
+    }
+
+
+def trained_tokens(batch: Any) -> npt.NDArray[np.bool_]:
+    """Return bool (N,): the loss mask; where a record has none, everything after its prompt. Never blocks."""
+    prompt = np.zeros(len(batch.meta), np.int32) if batch.prompt_length is None else batch.prompt_length
+    trained: npt.NDArray[np.bool_] = batch.position_ids >= np.repeat(prompt, batch.lengths)
+    if batch.loss_mask is not None:
+        masked = np.repeat(batch.has("loss_mask"), batch.lengths)
+        trained = np.where(masked, batch.loss_mask != 0, trained)
+    predicted: npt.NDArray[np.bool_] = batch.position_ids > 0
+    return trained & predicted
+
+
+def _logprobs(batch: Any, column: str) -> npt.NDArray[np.float32]:
+    """Return float32 (N,): what the records have, NO_LOGPROB in rows of those that have none."""
+    found, recorded = np.full(len(batch.tokens), NO_LOGPROB, np.float32), getattr(batch, column, None)
+    return found if recorded is None else np.where(np.repeat(batch.has(column), batch.lengths), recorded, found)

@@ -1,0 +1,176 @@
+"""One optimizer step, from the batches that are taken for it to their release, and what happens around it.
+
+The order is the contract with everybody else: update, publish the weights, publish their version, save if it is time, release.
+Killed before the release, a learner leaves the batches to its successor, whose checkpoint says whether it contains them. Knows
+where batches come from, the learner and everybody who wants to hear of a step. Called by the GRPO learner (`grpo.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from shmbridge.consumers.learner.batch_source import HubSource
+from shmbridge.consumers.learner.early_stop import EarlyStop
+from shmbridge.consumers.learner.eval_mode import evaluating
+from shmbridge.consumers.learner.evaluation import EvalHook, TrainingScreen, load_hook
+from shmbridge.consumers.learner.grpo_update import Learner
+from shmbridge.consumers.learner.learner_metrics import LearnerMetrics, rows_of_environments
+from shmbridge.consumers.learner.metrics_log import Metrics, MetricsLog, say
+from shmbridge.consumers.learner.objective import SHARES
+from shmbridge.consumers.learner.publishing import PublishWeights
+from shmbridge.consumers.learner.rank_metrics import merged, of_all_ranks
+from shmbridge.consumers.learner.rank_source import RankSource
+from shmbridge.consumers.learner.saving import Saver
+from shmbridge.consumers.learner.step_times import StepCost
+
+
+class Around:
+    """What a run has besides its steps, by its options: evaluation, and an end before the last step.
+
+    Args:
+        options: of the command line.
+        saver: whose account of what was consumed tells known groups from new ones.
+        tokenizer: for the evaluation hook; None without one.
+
+    Raises:
+        BadHook: the evaluation hook cannot be used.
+    """
+
+    def __init__(self, options: argparse.Namespace, saver: Saver, tokenizer: Any = None) -> None:
+        self.screen = TrainingScreen(saver.consumed)
+        self.early_stop = EarlyStop(
+            options.stop_when, options.stop_patience, options.stop_no_better, options.stop_stall, say=say
+        )
+        self._hook = EvalHook(load_hook(options.eval_hook), options.eval_every, say) if options.eval_hook else None
+        self._tokenizer = tokenizer
+
+    def metrics(self, learner: Learner) -> Metrics:
+        """Return what evaluation says after a step. Blocks as long as the hook; every rank calls it."""
+        found, hook = self.screen.metrics(), self._hook
+        if hook is None:
+            return found
+        if hook.is_due(learner.step):
+            with evaluating(learner.model):
+                found |= learner.read(lambda model: hook.called(learner.step, model, self._tokenizer))
+        return found | {"eval/hook_failures_total": hook.failures_total}
+
+
+class TrainingStep:
+    """Takes batches until a step is full, and makes the step. One thread, and every rank alike.
+
+    Args:
+        learner: what is trained.
+        source: where the batches come from.
+        publish_weights: takes a version.
+        saver: writes checkpoints.
+        log: gets each step's metrics, over all ranks; None on all ranks but one.
+        options: of the command line.
+        around: evaluation.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        source: HubSource | RankSource,
+        publish_weights: PublishWeights,
+        saver: Saver,
+        log: MetricsLog | None,
+        options: argparse.Namespace,
+        around: Around,
+    ) -> None:
+        self._learner, self._source, self._publish, self._saver = learner, source, publish_weights, saver
+        self._log, self._options, self._around = log, options, around
+        self._describe = LearnerMetrics(options.groups)
+        self._cost = StepCost()
+        self._batches: list[Any] = []  # of this step
+        self._held: list[Any] = []  # of steps since the last checkpoint
+        self._parts: list[Metrics] = []
+        self._waited_s = self._computed_s = 0.0
+        self._waiting_since = time.monotonic()
+
+    @property
+    def begun(self) -> bool:
+        """Whether a batch was taken whose step is not made."""
+        return bool(self._batches)
+
+    @property
+    def full(self) -> bool:
+        """Whether all batches of the step are there."""
+        return len(self._batches) >= int(self._options.accumulate)
+
+    def take(self, batch: Any) -> None:
+        """Add a batch's gradient. Blocks for the compute, and for other ranks; raises as `Learner.accumulate`."""
+        begun = time.monotonic()
+        version = self._source.policy_version
+        aged = self._describe.taken(batch, int(begun * 1e9), version)
+        self._parts.append(self._learner.accumulate(batch, version, first=not self._batches) | aged)
+        self._batches.append(batch)
+        self._waited_s += begun - self._waiting_since
+        self._waiting_since = time.monotonic()
+        self._computed_s += self._waiting_since - begun
+
+    def make(self) -> Metrics:
+        """Update, publish, save if it is time, release, log; return the step's metrics. Blocks; nothing may interrupt it."""
+        learner, source = self._learner, self._source
+        begun = time.monotonic()
+        version = source.policy_version + 1
+        metrics = learner.apply() | {"policy_version": version}
+        applied = time.monotonic()
+        self._publish(version)
+        source.publish_version(version)
+        published = time.monotonic()
+        measured = self._measured()
+        self._saver.took(self._batches, measured)
+        self._held += self._batches
+        if learner.step % self._options.save_every == 0 or learner.step >= self._options.steps:
+            self.save()
+        elif not self._options.hold_until_saved:
+            self._release()
+        metrics |= {
+            **measured,
+            "wait_s": self._waited_s,
+            "forward_backward_s": self._computed_s,
+            "update_s": applied - begun,
+            "publish_s": published - applied,
+            **learner.times.taken(),
+            **self._around.metrics(learner),
+            **self._cost.step(self._waited_s, measured["tokens"]),
+            "time": time.time(),
+        }
+        if self._log is not None:
+            metrics |= self._describe.totals(measured, source.stats())
+            self._log.append(metrics)
+        self._batches, self._parts = [], []
+        self._waited_s = self._computed_s = 0.0
+        self._waiting_since = time.monotonic()
+        return metrics
+
+    def save(self) -> None:
+        """Write a checkpoint unless this step has one, then release what is in it. Blocks for the disk."""
+        self._saver.save(self._source.policy_version)
+        self._release()
+
+    def _release(self) -> None:
+        for batch in self._held:
+            batch.release()
+        self._held = []
+        self._saver.consumed.released()
+
+    def _measured(self) -> Metrics:
+        """The batches' metrics as those of one batch, over all ranks."""
+        rows = [rows_of_environments(batch) for batch in self._batches]
+        own = merged(self._parts, rows)
+        last = self._parts[-1]  # what is of all batches so far, or of more than this step
+        own |= {name: value for name, value in last.items() if name in SHARES or name.startswith("api_perf/")}
+        return of_all_ranks(self._learner.world, own, _summed(rows))
+
+
+def _summed(rows: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in rows:
+        total.update(each)
+    return dict(total)
