@@ -46,12 +46,12 @@ from shmbridge.consumers.learner.tensorboard_log import TensorboardLog, Tensorbo
 from shmbridge.consumers.learner.training_rows import NoAdvantages
 from shmbridge.consumers.learner.training_step import Around, TrainingStep
 from shmbridge.consumers.learner.wandb_log import WandbMissing, WandbRun
-from shmbridge.consumers.learner.world import PeerFailed, PeerLost, World, joined, speaks
+from shmbridge.consumers.learner.world import BadWorld, PeerFailed, PeerLost, World, joined, speaks
 
 UNTRAINABLE = (NoAdvantages, NoReference, UnknownTokens)  # what is wrong with a batch
 REFUSALS = (
     *(Refused, BadLimit, BadObjective, LayoutUnfit, BadHook, CheckpointMismatch, PeerFailed, WandbMissing, TensorboardMissing),
-    *(*UNTRAINABLE, IdleOption, CannotSave, shmbridge.ShmBridgeError),
+    *(*UNTRAINABLE, BadWorld, IdleOption, CannotSave, shmbridge.ShmBridgeError),
 )
 GAVE_UP = 3  # exit status: no batch came within the limits
 PEER_LOST = 4  # exit status: another rank is gone

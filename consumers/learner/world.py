@@ -27,6 +27,10 @@ class PeerFailed(Exception):
     """Another rank ends with an error of its own; the message is its."""
 
 
+class BadWorld(Exception):
+    """The environment variables of the ranks are not torchrun's; the message says which."""
+
+
 class World:
     """The only process of a learner: what all ranks say is what it says itself."""
 
@@ -133,16 +137,19 @@ def joined(device: str, timeout_s: float) -> Iterator[World]:
         timeout_s: how long one rank waits for another, at any time.
 
     Raises:
+        BadWorld: there are several, and the environment does not say who this one is.
         PeerLost: a rank did not come, or went while others waited for it; also from whatever runs inside.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = _number("WORLD_SIZE", "1")
     if size == 1:
         yield ALONE
         return
     from torch import distributed
 
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    machine_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise BadWorld(f"WORLD_SIZE is {size}, and there is no {', '.join(missing)} -> start with torchrun, or unset WORLD_SIZE")
+    rank = _number("RANK")
+    local_rank, machine_size = _number("LOCAL_RANK", str(rank)), _number("LOCAL_WORLD_SIZE", str(size))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     try:
         distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
@@ -155,6 +162,14 @@ def joined(device: str, timeout_s: float) -> Iterator[World]:
             f"{_seen(error)} -> see that rank's output; start all ranks again with --resume"
         ) from None
     distributed.destroy_process_group()
+
+
+def _number(name: str, otherwise: str = "") -> int:
+    said = os.environ.get(name, otherwise)
+    try:
+        return int(said)
+    except ValueError:
+        raise BadWorld(f"{name}={said} is no whole number -> start with torchrun, or unset WORLD_SIZE") from None
 
 
 def speaks() -> bool:

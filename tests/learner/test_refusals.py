@@ -114,3 +114,10 @@ def test_numbers_that_nothing_can_be_computed_with(refused, flags, capsys):
         refused(*flags.split())
     assert ended.value.code == 2
     assert f"argument {flags.split()[0]}: " in capsys.readouterr().err
+
+
+def test_half_a_torchrun(refused, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "WORLD_SIZE is 2, and there is no RANK, MASTER_ADDR, MASTER_PORT" in refused()
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert "WORLD_SIZE=two is no whole number" in refused()
