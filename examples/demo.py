@@ -266,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SCRIPT",
         help="[the two beside this file]",
     )
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps [400]")
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps [500]")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the questions [1]")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where logs go [runs/demo-<time>]")
     parser.add_argument("learner_flags", nargs="*", metavar="-- FLAG", help="further flags of the learner")
