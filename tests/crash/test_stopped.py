@@ -15,7 +15,8 @@ from shmbridge.testing.faults import Fault
 
 COUNT = 4  # records that fill a lane of 64 KiB
 MANY = 9
-HUB = [label for label in faults.LABELS["hub"] if label not in faults.SERVING_RANKS]
+HUB = [label for label in faults.LABELS["hub"] if label not in (*faults.SERVING_RANKS, *faults.GRANTING_TICKETS)]
+PRODUCER = [label for label in faults.LABELS["producer"] if label not in faults.ASKING_FOR_TICKETS]  # those: test_tickets_killed.py
 
 
 def stop(label: str, skip: int) -> Fault:
@@ -46,7 +47,7 @@ def skip_of(label: str) -> int:
     return 2 if label in faults.BEFORE_COMMIT + faults.AFTER_COMMIT else 0
 
 
-@pytest.mark.parametrize("label", faults.LABELS["producer"])
+@pytest.mark.parametrize("label", PRODUCER)
 def test_a_producer_is_stopped(label, faulty, make_producer, make_consumer, roles, segments):
     """Records of the others keep coming, and others start; its own come once it goes on."""
     consumer, bystander = make_consumer(), make_producer(producer_id="bystander", on_full="raise")
