@@ -106,7 +106,8 @@ def main(argv: list[str] | None = None) -> int:
     for seed in options.seeds:
         folders.append(options.run_dir / f"seed-{seed}")
         command = [sys.executable, str(HERE / "demo.py"), "--seed", str(seed), "--run-dir", str(folders[-1])]
-        subprocess.run(command, check=True)
+        if (status := subprocess.run(command, check=False).returncode) != 0:  # it has said why
+            return status
     if not folders:
         parser.error("no runs: give --seeds, or --runs")
     try:

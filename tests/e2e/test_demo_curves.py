@@ -39,9 +39,13 @@ def a_run(folder, last):
 
 
 def write_docs(docs, *runs):
-    quiet = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, str(ROOT / "examples" / "demo_curves.py"), "--docs", str(docs)]
     command += ["--runs", *map(str, runs)] if runs else []
+    return run(*command)
+
+
+def run(*command):
+    quiet = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     return subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -68,6 +72,13 @@ def test_a_folder_without_a_run_is_named(docs, tmp_path):
     assert ran.returncode == 1
     assert str(tmp_path) in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_a_folder_that_holds_a_run_already_is_left_alone(docs, tmp_path):
+    (tmp_path / "seed-1").mkdir()
+    again = ("--seeds", "1", "--run-dir", str(tmp_path))
+    ran = run(sys.executable, str(ROOT / "examples" / "demo_curves.py"), "--docs", str(docs), *again)
+    assert (ran.returncode, ran.stderr) == (1, f"{tmp_path}/seed-1 exists: choose another --run-dir\n")
 
 
 def test_without_runs_and_seeds_it_says_so(docs):
