@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+import shmbridge
+
 VOCABULARY = 28
 BLOCK = 32768  # a W&B file is a log of blocks, as LevelDB's: each piece has crc, length and kind in front
 
@@ -25,6 +29,17 @@ BLOCK = 32768  # a W&B file is a log of blocks, as LevelDB's: each piece has crc
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def bridge() -> Iterator[str]:
+    """Yield the name of a bridge; afterwards nothing of it is left, once those who were killed, and their children, are gone."""
+    name = f"learner-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    yield name
+    deadline = time.monotonic() + 20.0
+    while (kept := shmbridge.clean(name, dry_run=False).kept) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not kept
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import uuid
 
 import pytest
 import torch
@@ -15,13 +13,6 @@ from shmbridge.consumers.dataset import BridgeDataset, TooManyWorkers
 
 GROUPS = 2
 SIZE = 3  # rows of a group
-
-
-@pytest.fixture
-def bridge():
-    name = f"dataset-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    yield name
-    shmbridge.clean(name, dry_run=False)
 
 
 @pytest.fixture

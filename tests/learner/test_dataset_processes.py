@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -57,13 +56,6 @@ with BridgeDataset(bridge, groups=2, hold=hold, timeout_s=60) as data:
             break
     print(json.dumps(data.stats()))
 """
-
-
-@pytest.fixture
-def bridge():
-    name = f"dataset-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    yield name
-    shmbridge.clean(name, dry_run=False)
 
 
 @pytest.fixture

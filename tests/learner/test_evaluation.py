@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
@@ -19,13 +17,6 @@ from shmbridge.consumers.learner.consumed import Consumed
 from shmbridge.consumers.learner.evaluation import BadHook, EvalHook, TrainingScreen, load_hook
 
 START = Progress(step=0, policy_version=-1)
-
-
-@pytest.fixture
-def bridge():
-    name = f"comforts-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    yield name
-    shmbridge.clean(name, dry_run=False)
 
 
 def test_groups_of_the_split_eval_are_scored_and_in_no_batch(bridge):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +18,6 @@ import shmbridge
 from shmbridge.weights import WeightsReader
 
 GROUPS = 2  # per step
-
-
-@pytest.fixture
-def bridge():
-    name = f"grpo-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    yield name
-    shmbridge.clean(name, dry_run=False)
 
 
 @pytest.fixture

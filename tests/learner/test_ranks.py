@@ -33,13 +33,6 @@ GROUPS = 4  # per step
 GONE = 4  # exit status of a rank that lost another
 
 
-@pytest.fixture
-def bridge():
-    name = f"ranks-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    yield name
-    shmbridge.clean(name, dry_run=False)
-
-
 @pytest.fixture(scope="module")
 def nursery():
     """Ask it for processes; see rank_nursery.py."""

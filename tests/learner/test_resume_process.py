@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import uuid
 
 import numpy as np
 import pytest
@@ -33,13 +31,6 @@ def saved(folder, progress, *args, **more):
 checkpoint.save = saved
 sys.exit(grpo.main(sys.argv[1:]))
 """
-
-
-@pytest.fixture
-def bridge():
-    name = f"resume-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    yield name
-    shmbridge.clean(name, dry_run=False)
 
 
 @pytest.fixture

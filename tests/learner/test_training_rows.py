@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import uuid
-
 import numpy as np
 import pytest
 
@@ -147,13 +144,6 @@ def test_broken_scores_are_no_reward(packed_batch):
     assert metrics["reward_mean"] == 0.5
     assert metrics["trajectories_no_signal"] == 1
     assert (metrics["groups"], metrics["groups_flat"]) == (2, 2)
-
-
-@pytest.fixture
-def bridge():
-    name = f"rows-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    yield name
-    shmbridge.clean(name, dry_run=False)
 
 
 def test_a_real_batch_of_an_atropos_group_and_a_plain_one(bridge):
