@@ -154,13 +154,13 @@ def learn(
     with source.batches() as batches, progress(options.steps, learner.step, options.log_every, bar=bar) as shown:
         reason = None
         while reason is None:
-            batch = next(batches, None)  # None: the bridge is drained, and what was taken is the last step
+            batch = next(batches, None)
             if batch is not None:
                 step.take(batch)
-            if not (step.full or (batch is None and step.begun)):
-                if batch is None:
-                    break
-                continue
+                if not step.full:
+                    continue
+            elif not step.begun:  # the bridge is drained; what was begun is the last step
+                break
             with stops.held():  # from the update to the release all or nothing
                 metrics = step.make()
             if log is not None:

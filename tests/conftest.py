@@ -52,3 +52,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     words = models.WordLevel({f"w{number}": number for number in range(1000)}, unk_token="w0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="w0").save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def limited(make_consumer):
+    """A consumer that keeps a limit; version 0 of the policy is out, if none was before."""
+
+    def make(steps: int = 0, groups: int = 1, **options) -> shmbridge.Consumer:
+        consumer = make_consumer(policy="oldest", max_off_policy_steps=steps, groups_per_step=groups, **options)
+        consumer.publish_policy_version(max(consumer.policy_version, 0))
+        return consumer
+
+    return make

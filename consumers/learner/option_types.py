@@ -41,6 +41,14 @@ def zero_or_above(text: str) -> float:
     return value
 
 
+def seconds(text: str) -> float:
+    """Return a time above 0 that every clock takes."""
+    value = float(text)
+    if not 0.0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{value} is not within 0 and 1000000")
+    return value
+
+
 def rate(text: str) -> float:
     """Return a finite number, 0 or above."""
     value = zero_or_above(text)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 
+from shmbridge.consumers.learner.option_types import seconds
+
 
 def add_rank_options(root: argparse.ArgumentParser) -> None:
     """Add the group of flags that torchrun's ranks read."""
@@ -19,15 +21,8 @@ def add_rank_options(root: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--process-group-timeout",
-        type=_above_zero,
+        type=seconds,
         metavar="SECONDS",
         default=600.0,
         help="how long ranks wait for a silent one before they end [600]",
     )
-
-
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not 0.0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{value} is not within 0 and 1000000")
-    return value

@@ -9,16 +9,6 @@ from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 
 
-@pytest.fixture
-def limited(make_consumer):
-    def make(steps: int = 0, groups: int = 1) -> shmbridge.Consumer:
-        consumer = make_consumer(policy="oldest", max_off_policy_steps=steps, groups_per_step=groups)
-        consumer.publish_policy_version(max(consumer.policy_version, 0))
-        return consumer
-
-    return make
-
-
 def is_full(producer: shmbridge.Producer) -> bool:
     try:
         producer.begin_group(timeout_s=0.2).end()

@@ -31,16 +31,6 @@ def held(producer: shmbridge.Producer) -> int:
         os.close(fd)
 
 
-@pytest.fixture
-def limited(make_consumer):
-    def make(steps: int, groups: int, **options) -> shmbridge.Consumer:
-        consumer = make_consumer(policy="oldest", max_off_policy_steps=steps, groups_per_step=groups, **options)
-        consumer.publish_policy_version(0)
-        return consumer
-
-    return make
-
-
 @pytest.mark.parametrize("label", ASKING_FOR_TICKETS)
 def test_an_interrupt_while_a_ticket_is_shown_leaves_none(producer, limited, monkeypatch, label) -> None:
     limited(0, 1)

@@ -14,18 +14,6 @@ def group(number: int = 0, rows: int = 1) -> dict:
     return {"tokens": [[number]] * rows}
 
 
-@pytest.fixture
-def limited(make_consumer):
-    """A consumer that keeps a limit; policy version 0 is out."""
-
-    def make(steps: int, groups: int, **options) -> shmbridge.Consumer:
-        consumer = make_consumer(policy="oldest", max_off_policy_steps=steps, groups_per_step=groups, **options)
-        consumer.publish_policy_version(0)
-        return consumer
-
-    return make
-
-
 def full(producer: shmbridge.Producer) -> bool:
     """Whether the producer may begin nothing now."""
     try:
