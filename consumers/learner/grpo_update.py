@@ -107,7 +107,7 @@ class Learner:
 
         Args:
             batch: a packed `shmbridge.Batch`, or anything with its attributes; one rank's part of the whole batch.
-            policy_version: the one about to be trained, from which the age of tokens is counted; None if it is not known.
+            policy_version: the one about to be trained, from which the staleness of tokens is counted; None if it is not known.
             first: False leaves the gradient of this batch and of those before it, as if all of them were one. The loss and what
                 is said of the policy are of all of them, too; every other number is of this batch.
 
@@ -127,7 +127,7 @@ class Learner:
             reduce=world.sum,
             with_reference=goal.kl > 0.0,
             policy_version=policy_version,
-            max_token_age=goal.max_token_age,
+            max_token_staleness=goal.max_token_staleness,
         )
         counts = Counts.of(rows, world.sum)
         unknown = counts.tokens - counts.with_reference if goal.kl else 0.0

@@ -51,7 +51,7 @@ class Objective:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     tis_cap: float | None = None  # largest weight of truncated importance sampling; None: the ratio itself corrects
     tis_level: Literal["token", "sequence"] = "token"
-    max_token_age: int | None = None  # versions; older tokens are not trained. None: the ratio corrects for any age
+    max_token_staleness: int | None = None  # versions; older tokens are not trained. None: the ratio corrects for any
     temperature: float = 1.0  # of rows whose record does not say
     micro_tokens: int = 8192  # of one forward pass, padding included
     layout: Layout = "padded"  # of one forward pass; "packed" for models that keep rows apart: see attention.py
@@ -102,7 +102,7 @@ class Objective:
             kl_estimator=options.kl_estimator,
             tis_cap=options.tis_cap,
             tis_level=options.tis_level,
-            max_token_age=options.max_token_staleness,
+            max_token_staleness=options.max_token_staleness,
             temperature=options.temperature,
             micro_tokens=options.micro_tokens,
             precision=getattr(torch, options.precision),

@@ -41,7 +41,7 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
         "--max-token-staleness",
         type=not_negative,
         metavar="VERSIONS",
-        help="do not train tokens sampled more policy versions ago [the ratio corrects for any age]",
+        help="do not train tokens sampled more policy versions ago [the ratio corrects for any]",
     )
     group.add_argument("--kl-coef", type=rate, metavar="X", default=0.0, help="weight of the divergence from the reference [0]")
     group.add_argument(

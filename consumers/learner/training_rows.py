@@ -18,7 +18,7 @@ import numpy.typing as npt
 from shmbridge.consumers.credit import Credit, NoAdvantages, credited, require_advantages
 from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.row_metrics import row_metrics
-from shmbridge.consumers.learner.token_age import UNKNOWN, token_ages
+from shmbridge.consumers.learner.token_staleness import UNKNOWN, token_staleness
 from shmbridge.consumers.row_settings import temperatures
 from shmbridge.consumers.whole_batch import Reduce, alone
 
@@ -66,7 +66,7 @@ def prepare(
     reduce: Reduce = alone,
     with_reference: bool = False,
     policy_version: int | None = None,
-    max_token_age: int | None = None,
+    max_token_staleness: int | None = None,
 ) -> tuple[TrainingRows, Metrics]:
     """Return what the loss needs of a packed batch, and metrics that describe it. Blocks as long as `reduce` does.
 
@@ -76,16 +76,16 @@ def prepare(
         credit: what advantages are made of.
         reduce: takes a float64 array and returns its sum over all ranks; by default there is one rank.
         with_reference: whether the reference's log-probabilities are wanted, where records have them.
-        policy_version: the one about to be trained; None: no token's age is known.
-        max_token_age: tokens sampled more versions ago are not trained; None: all are.
+        policy_version: the one about to be trained; None: the staleness of no token is known.
+        max_token_staleness: tokens sampled more versions ago are not trained; None: all are.
 
     Raises:
         NoAdvantages: a group needs the fallback that is not allowed.
     """
     answers = trained_tokens(batch)
     require_advantages(batch, answers, credit)
-    ages = None if policy_version is None else token_ages(batch, policy_version)
-    trained = answers if ages is None or max_token_age is None else answers & (ages <= max_token_age)
+    staleness = None if policy_version is None else token_staleness(batch, policy_version)
+    trained = answers if staleness is None or max_token_staleness is None else answers & (staleness <= max_token_staleness)
     heat, odd_temperature = temperatures(batch, temperature)
     advantages, credit_metrics = credited(batch, trained, credit, answers=answers, reduce=reduce)
     rows = TrainingRows(
@@ -97,7 +97,7 @@ def prepare(
         temperature=heat,
         reference_logprobs=_logprobs(batch, "ref_logprobs") if with_reference else None,
     )
-    aged = np.zeros(0, np.int32) if ages is None else ages[trained & (ages != UNKNOWN)]
+    stale_by = np.zeros(0, np.int32) if staleness is None else staleness[trained & (staleness != UNKNOWN)]
     reference = rows.reference_logprobs
     return rows, {
         **row_metrics(batch, rows),
@@ -106,9 +106,9 @@ def prepare(
         "tokens_masked_stale": int(np.count_nonzero(answers)) - rows.trained_count,
         "tokens_without_logprob": rows.trained_count - known_count(rows.sampled_logprobs, trained),
         "tokens_without_reference": 0 if reference is None else rows.trained_count - known_count(reference, trained),
-        "tokens_without_version": rows.trained_count - aged.size,
-        "token_staleness_mean": float(aged.mean()) if aged.size else 0.0,
-        "token_staleness_max": int(aged.max(initial=0)),
+        "tokens_without_version": rows.trained_count - stale_by.size,
+        "token_staleness_mean": float(stale_by.mean()) if stale_by.size else 0.0,
+        "token_staleness_max": int(stale_by.max(initial=0)),
     }
 
 

@@ -184,7 +184,7 @@ def test_long_answers_lose_score_before_advantages_are_made_of_it(packed_batch):
     assert metrics["overlong_penalty_mean"] == pytest.approx(0.5)
     versions = [[-1, 0, 0, 9, 9], [-1, 0, 9, 9], [-1, 9, 9]]  # stale tokens are not trained, and are still part of the answer
     aged = packed_batch(rows, scores=[1.0, 1.0, 1.0], token_versions=versions)
-    kept, metrics = prepare(aged, 1.0, Credit("dr_grpo", overlong_length=4, overlong_buffer=2), policy_version=9, max_token_age=1)
+    kept, metrics = prepare(aged, 1.0, Credit("dr_grpo", overlong_length=4, overlong_buffer=2), policy_version=9, max_token_staleness=1)
     assert (metrics["tokens_masked_stale"], metrics["overlong_penalty_mean"]) == (3, pytest.approx(0.5))
     np.testing.assert_allclose(kept.advantages, [0, 0, 0, -0.5, -0.5, 0, 0, 0, 0, 0, 0.5, 0.5])
     _, described = prepare(batch, 1.0, Credit(overlong_length=4, overlong_buffer=2))
@@ -239,7 +239,7 @@ def test_every_column_comes_through_lanes(tiny_model):
     }  # fmt: skip
     plain = {"tokens": [[8, 9], [10, 11, 12]], "loss_mask": [[0, 1], [0, 1, 1]], "score": [2.0, 1.0]}
     made = Credit("batch", steps="to_go", token_rewards="group", overlong_length=3, overlong_buffer=1, clip=(-2.0, 2.0))
-    goal = Objective(loss="grpo", kl=0.1, tis_cap=2.0, max_token_age=3, credit=made)
+    goal = Objective(loss="grpo", kl=0.1, tis_cap=2.0, max_token_staleness=3, credit=made)
     learner = Learner(model := tiny_model(2), goal, lambda step: 1e-3, reference=Reference(model))
     try:
         with shmbridge.Producer(name, lane_bytes="4M") as producer, shmbridge.Consumer(name) as consumer:

@@ -180,7 +180,7 @@ def test_the_command_line_says_all_of_it():
         token_rewards="batch", token_discount=0.8, token_weight=0.4, overlong_length=50, overlong_buffer=10, clip=(-2.0, 3.0),
     )  # fmt: skip
     assert made == Objective(
-        loss="dr_grpo", max_tokens=99, tis_cap=2.0, tis_level="sequence", max_token_age=3, kl=0.1, kl_estimator="k2", entropy=0.2,
+        loss="dr_grpo", max_tokens=99, tis_cap=2.0, tis_level="sequence", max_token_staleness=3, kl=0.1, kl_estimator="k2", entropy=0.2,
         temperature=0.9, micro_tokens=77, credit=credit,
     )  # fmt: skip
 

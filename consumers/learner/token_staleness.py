@@ -1,6 +1,6 @@
 """How many policy versions ago each token of a batch was sampled.
 
-Pure numpy. Knows the column `token_versions` and the versions stamped on records; does not know what is done about age.
+Pure numpy. Knows the column `token_versions` and the versions stamped on records; does not know what is done about it.
 Called by `training_rows.py`.
 
 Letter: N tokens of the whole batch.
@@ -16,7 +16,7 @@ import numpy.typing as npt
 UNKNOWN = -1
 
 
-def token_ages(batch: Any, policy_version: int) -> npt.NDArray[np.int32]:
+def token_staleness(batch: Any, policy_version: int) -> npt.NDArray[np.int32]:
     """Return int32 (N,): versions from the one that sampled the token to the current one; UNKNOWN if nothing says it. Never blocks.
 
     The token's own version if its record has it, else the one under which generation of its record began.
@@ -27,12 +27,12 @@ def token_ages(batch: Any, policy_version: int) -> npt.NDArray[np.int32]:
     """
     stamped = [meta.min_policy_version for meta in batch.meta]
     versions = np.array([UNKNOWN if version is None else version for version in stamped], np.int64)
-    ages = np.repeat(_behind(versions, policy_version), batch.lengths)
+    staleness = np.repeat(_behind(versions, policy_version), batch.lengths)
     own = getattr(batch, "token_versions", None)
     if own is None:
-        return ages
+        return staleness
     said = np.repeat(batch.has("token_versions"), batch.lengths) & (own >= 0)
-    return np.where(said, _behind(own, policy_version), ages)
+    return np.where(said, _behind(own, policy_version), staleness)
 
 
 def _behind(versions: npt.NDArray[Any], policy_version: int) -> npt.NDArray[np.int32]:
