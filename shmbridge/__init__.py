@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import Closed as Closed
     from shmbridge.errors import ConsumerEmpty as ConsumerEmpty
     from shmbridge.errors import ConsumerTaken as ConsumerTaken
+    from shmbridge.errors import FillingOver as FillingOver
     from shmbridge.errors import InvalidRecord as InvalidRecord
     from shmbridge.errors import LaneFull as LaneFull
     from shmbridge.errors import LaneQuarantined as LaneQuarantined
@@ -73,7 +74,7 @@ _HOMES = {
     **dict.fromkeys(
         [
             "BadBridgeName", "BadConfig", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
-            "ConsumerTaken", "InvalidRecord", "LaneFull", "LaneQuarantined", "LaunchFailed",
+            "ConsumerTaken", "FillingOver", "InvalidRecord", "LaneFull", "LaneQuarantined", "LaunchFailed",
             "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotAdmitted", "NotReady", "NoWeight", "ProcessLimit", "RankTaken",
             "RecordTooBig", "RecordUnreadable", "SchemaMismatch", "ServesRanks", "ShmBridgeError",
             "ShmPermission", "ShmTooSmall", "ShmUnavailable", "UnknownEnvironment", "WeightsBusy", "WeightsMismatch",

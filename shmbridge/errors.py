@@ -186,13 +186,19 @@ class WeightsMismatch(ShmBridgeError, ValueError):
 
 
 class WeightsBusy(ShmBridgeError, TimeoutError):
-    """A reader held the slot that is to be written next for too long."""
+    """A reader held the slot that is to be written next for too long, or a part of an earlier filling is still being written."""
 
     code = "SB502"
 
 
+class FillingOver(ShmBridgeError, RuntimeError):
+    """A tensor was written for a filling of the weights that has ended, or whose writer is dead; or a writer was used while one is open."""
+
+    code = "SB503"
+
+
 class BadConfig(ShmBridgeError, ValueError):
-    """A file of `shmbridge launch` asks for what does not exist, or cannot be; nothing was started."""
+    """A file of `shmbridge launch`, or what a server was told of a bridge, asks for what does not exist or cannot be; nothing started."""
 
     code = "SB601"
 

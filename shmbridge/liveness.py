@@ -27,6 +27,7 @@ class Byte(IntEnum):
     PRODUCER = 0
     FIRST_TICKET = 1 << 20
     WRITER = 0
+    PARTS = 1
     FIRST_SLOT = 16
 
 

@@ -280,28 +280,19 @@ def create_weights(bridge: str, size: int) -> Mapping | None:
         fd = open_segment(name, posix_ipc.O_CREX)
     except FileExistsError:
         return None
+    header.fault(b"weights.created")
     try:
         if not (liveness.lock_exclusive(fd, Byte.WRITER) and still_named(fd, name)):
             close_segment(fd)
             return None
-        reserve(fd, size, f"the weights segment of bridge {bridge!r}")
-        return map_segment(fd, size, f"the weights segment of bridge {bridge!r}")
+        huge = reserve(fd, size, f"the weights segment of bridge {bridge!r}")
+        mapping = map_segment(fd, size, f"the weights segment of bridge {bridge!r}")
+        placement.settle(mapping, huge)
+        return mapping
     except BaseException:
         unlink(fd, name)
         close_segment(fd)
         raise
-
-
-def remove_weights(bridge: str) -> None:
-    """Removes the weights segment, or its remains, if no writer lives; readers that map it keep their version until they look again."""
-    name = weights_name(bridge)
-    with contextlib.suppress(FileNotFoundError):
-        fd = open_segment(name)
-        try:
-            if liveness.lock_exclusive(fd, Byte.WRITER):
-                unlink(fd, name)
-        finally:
-            close_segment(fd)
 
 
 def open_mapping(name: str, *, readonly: bool = False, minimum: int = 1) -> Mapping | None:

@@ -24,6 +24,8 @@ static inline void store_relaxed64(shm_u64 *word, uint64_t value) { atomic_store
 static inline void store_release64(shm_u64 *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_release); }
 static inline void store_seq64(shm_u64 *word, uint64_t value) { atomic_store_explicit(word, value, memory_order_seq_cst); }
 
+static inline void add_seq64(shm_u64 *word, uint64_t count) { atomic_fetch_add_explicit(word, count, memory_order_seq_cst); }
+
 static inline uint32_t load_seq32(const shm_u32 *word) { return atomic_load_explicit((shm_u32 *)word, memory_order_seq_cst); }
 static inline void store_seq32(shm_u32 *word, uint32_t value) { atomic_store_explicit(word, value, memory_order_seq_cst); }
 static inline void add_seq32(shm_u32 *word) { atomic_fetch_add_explicit(word, 1, memory_order_seq_cst); }

@@ -12,6 +12,7 @@ cdef extern from "atomics.h" nogil:
     void store_relaxed64(shm_u64* word, uint64_t value)
     void store_release64(shm_u64* word, uint64_t value)
     void store_seq64(shm_u64* word, uint64_t value)
+    void add_seq64(shm_u64* word, uint64_t count)
     uint32_t load_seq32(const shm_u32* word)
     void store_seq32(shm_u32* word, uint32_t value)
     void add_seq32(shm_u32* word)

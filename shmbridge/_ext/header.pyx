@@ -135,7 +135,7 @@ def undelivered(Mapping lane not None):
 
 
 cdef class Control:
-    """The words of a control segment. Setters are for the holder of the hub lock; getters for anyone; none blocks."""
+    """The words of a control segment. Setters are for the holder of the hub lock, but of `weights_floor`; getters for anyone; none blocks."""
 
     cdef readonly Mapping mapping
     cdef control_header* _words
@@ -257,6 +257,18 @@ cdef class Control:
     @property
     def arrivals(self) -> int:
         return load_seq32(&self.words().arrivals)  # SYNC(bell)
+
+    @property
+    def weights_floor(self) -> int:
+        """Highest version of the weights segments that were replaced, -1 if none was."""
+        cdef object word = load_acquire64(&self.words().weights_floor)  # SYNC(weights-floor)
+        return word - 1
+
+    def raise_weights_floor(self, int64_t version):
+        """Stores the floor if it is lower. Under the writer's lock of the weights segment that has the name."""
+        if load_acquire64(&self.words().weights_floor) < <uint64_t>version + 1:  # SYNC(weights-floor)
+            store_release64(&self.words().weights_floor, <uint64_t>version + 1)  # SYNC(weights-floor)
+        fault_hit(b"weights.floor_raised")
 
     def announce_lane(self):
         """Tells the hub that a lane became ready, and wakes it."""

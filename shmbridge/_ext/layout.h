@@ -1,7 +1,8 @@
 /* The bytes of a bridge: control segment, lane segment, slot, column directory. The single source; layout.pxd mirrors it.
  *
  * Little-endian, 64-bit monotone positions, roles on their own 128-byte lines (adjacent-line prefetch, 128-byte lines on some Arm).
- * "P" is written by the lane's producer only, "H" by the hub holding the hub lock only, "A" is only ever atomically added to.
+ * "P" is written by the lane's producer only, "H" by the hub holding the hub lock only, "W" by whoever holds the writer's lock of the
+ * weights segment that has the name, "A" is only ever atomically added to.
  *
  *   control segment                          lane segment
  *   0x0000 +---------------------------+     0x0000 +------------------------------------+
@@ -10,9 +11,9 @@
  *   0x0180 | hub_sleeping            H |     0x0280 | space_waiting, producer counters P |
  *   0x0200 | doorbell                A |     0x0300 | head, hub counters               H |
  *   0x0280 | arrivals                A |     0x0400 | space_bell                       A |
- *   0x1000 | hub's column table      H |     0x1000 | column table            P, once    |
- *   0x5000 +---------------------------+     ring   | uint32 slot numbers [slot_count] P |
- *                                            slots  | 128-byte slots      [slot_count] P |
+ *   0x0300 | weights_floor           W |     0x1000 | column table            P, once    |
+ *   0x1000 | hub's column table      H |     ring   | uint32 slot numbers [slot_count] P |
+ *   0x5000 +---------------------------+     slots  | 128-byte slots      [slot_count] P |
  *                                            rel    | uint64 released     [slot_count] H |
  *                                            data   | extents, 64-byte aligned         P |
  *                                                   +------------------------------------+
@@ -79,7 +80,9 @@ typedef struct {
     shm_u32 doorbell; /* A */
     uint8_t pad3[0x80 - 4];
     shm_u32 arrivals; /* A: a lane became ready */
-    uint8_t pad4[PAGE - 0x280 - 4];
+    uint8_t pad4[0x80 - 4];
+    shm_u64 weights_floor; /* W: highest version of weights segments that were replaced, + 1; 0: none was. Only rises */
+    uint8_t pad5[PAGE - 0x300 - 8];
 } control_header;
 
 typedef struct {
@@ -154,29 +157,46 @@ typedef struct {
     uint64_t reserved;
 } directory_entry;
 
-/* Weights segment: this header, the table (JSON: name, dtype, shape, offset, bytes; the same for every slot), then the slots. */
-#define WEIGHTS_MAGIC 0x3154485757424853ull /* "SHBWWHT1" */
+/* Weights segment: this header, the table (JSON: name, dtype, shape, offset, bytes; the same for every slot), words per tensor, then the slots.
+ *
+ *   table      PAGE                 JSON, once; magic last                                          writer
+ *   words      8-byte aligned       written[tensors]: bytes written in the filling under way        A, zeroed by the writer
+ *              per slot             stamp[tensors]: version + 1 that last changed it, 0: torn       writer
+ *                                   checksum[tensors]: top bit set, 0: none was asked for           writer
+ *   slots      a page               tensors, 64-byte aligned                                        writer and its parts
+ */
+#define WEIGHTS_MAGIC 0x3254485757424853ull /* "SHBWWHT2" */
 #define WEIGHTS_SLOTS 2u
+#define WEIGHTS_WORDS (1u + 2u * WEIGHTS_SLOTS) /* per tensor */
 
 typedef struct {
     shm_u64 magic; /* stored last */
     uint32_t layout_version;
     uint32_t writer_pid;
     uint64_t table_bytes, data_at, slot_bytes;
-    uint8_t pad0[0x80 - 40];
+    uint64_t tensors, words_at;
+    uint64_t segment_id; /* random: tickets of another segment of this name are refused */
+    uint8_t pad0[0x80 - 64];
     shm_u64 latest;                       /* writer: 0 none yet, else (version + 1) * WEIGHTS_SLOTS + slot; the commit point */
     shm_u64 slot_version[WEIGHTS_SLOTS];  /* writer: version + 1, 0 while the slot is being filled */
-    uint8_t pad1[PAGE - 0x80 - 8 - 8 * WEIGHTS_SLOTS];
+    uint8_t pad1[0x80 - 8 - 8 * WEIGHTS_SLOTS];
+    shm_u64 filling; /* writer: (number * WEIGHTS_SLOTS + slot) * 2 + 1 while parts are let in; the number never comes again */
+    uint8_t pad2[0x80 - 8];
+    shm_u32 bell; /* A: there is another version */
+    uint8_t pad3[PAGE - 0x180 - 4];
 } weights_header;
 
 _Static_assert(sizeof(weights_header) == PAGE, "weights_header");
 _Static_assert(offsetof(weights_header, latest) == 0x80, "latest");
+_Static_assert(offsetof(weights_header, filling) == 0x100, "filling");
+_Static_assert(offsetof(weights_header, bell) == 0x180, "weights bell");
 _Static_assert(sizeof(column_def) == 64, "column_def");
 _Static_assert(sizeof(control_header) == PAGE, "control_header");
 _Static_assert(offsetof(control_header, hub_pid) == 0x100, "hub words");
 _Static_assert(offsetof(control_header, hub_sleeping) == 0x180, "hub_sleeping");
 _Static_assert(offsetof(control_header, doorbell) == 0x200, "doorbell");
 _Static_assert(offsetof(control_header, arrivals) == 0x280, "arrivals");
+_Static_assert(offsetof(control_header, weights_floor) == 0x300, "weights_floor");
 _Static_assert(sizeof(lane_header) == PAGE, "lane_header");
 _Static_assert(offsetof(lane_header, tail) == 0x200, "tail");
 _Static_assert(offsetof(lane_header, space_waiting) == 0x280, "space_waiting");

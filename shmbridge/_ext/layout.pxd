@@ -25,6 +25,7 @@ cdef extern from "layout.h" nogil:
         DISCARD_CORRUPT
         DROP_REASONS
         WEIGHTS_SLOTS
+        WEIGHTS_WORDS
     const uint64_t LANE_MAGIC
     const uint64_t CONTROL_MAGIC
     const uint64_t WEIGHTS_MAGIC
@@ -52,6 +53,7 @@ cdef extern from "layout.h" nogil:
         shm_u32 hub_sleeping
         shm_u32 doorbell
         shm_u32 arrivals
+        shm_u64 weights_floor
 
     ctypedef struct lane_header:
         shm_u64 magic
@@ -121,5 +123,10 @@ cdef extern from "layout.h" nogil:
         uint64_t table_bytes
         uint64_t data_at
         uint64_t slot_bytes
+        uint64_t tensors
+        uint64_t words_at
+        uint64_t segment_id
         shm_u64 latest
         shm_u64 slot_version[2]
+        shm_u64 filling
+        shm_u32 bell

@@ -1,22 +1,57 @@
-"""The shared words of a weights segment: which slot holds the newest complete version. Knows no tensors and no locks."""
+"""The shared words of a weights segment: which slot holds the newest complete version, and how far a filling is. Knows no tensors and no locks."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
+cimport numpy as cnp
 
-from shmbridge._ext.atomics cimport load_acquire64, load_seq64, store_release64, store_seq64
+import numpy as np
+
+from shmbridge._ext.atomics cimport (
+    add_seq64, load_acquire64, load_acquire_words, load_seq32, load_seq64, shm_u64, store_release64, store_release_words, store_seq64,
+)
 from shmbridge._ext.faults cimport fault_hit
-from shmbridge._ext.layout cimport ALIGNMENT, LAYOUT_VERSION, PAGE, WEIGHTS_MAGIC, WEIGHTS_SLOTS, weights_header
+from shmbridge._ext.futex cimport futex_wait, ring_bell
+from shmbridge._ext.layout cimport (
+    ALIGNMENT, LAYOUT_VERSION, PAGE, WEIGHTS_MAGIC, WEIGHTS_SLOTS, WEIGHTS_WORDS, weights_header,
+)
 from shmbridge._ext.mapping cimport Mapping
+
+cdef extern from "recheck.h" nogil:
+    void bytes_follow()
+    void bytes_were_read()
+
+cnp.import_array()
 
 slots = WEIGHTS_SLOTS
 header_bytes = PAGE
+layout_version = LAYOUT_VERSION
+end = 1 << 60  # no version is as high
+
+cdef uint64_t END = 1 << 60
+
+
+cdef uint64_t _pages(uint64_t count) noexcept:
+    return (count + PAGE - 1) // PAGE * PAGE
+
+
+cdef uint64_t _words_at(uint64_t table_bytes) noexcept:
+    return PAGE + (table_bytes + 7) // 8 * 8
+
+
+def data_place(uint64_t table_bytes, uint64_t tensors):
+    """Where the slots of a segment begin, bytes."""
+    return _pages(_words_at(table_bytes) + tensors * WEIGHTS_WORDS * 8)
 
 
 cdef class Versions:
-    """Header of a mapped weights segment. Setters are for the holder of the writer's lock; nothing blocks."""
+    """Header and words of a mapped weights segment. Setters are for the holder of the writer's lock, `add_written` is its parts'.
+
+    Nothing blocks but `wait_bell`.
+    """
 
     cdef readonly Mapping mapping
     cdef weights_header* _header
-    cdef uint64_t _table_bytes, _data_at, _slot_bytes  # our own copies: what is computed with was checked
+    cdef uint64_t _table_bytes, _tensors, _data_at, _slot_bytes  # our own copies: what is computed with was checked
+    cdef shm_u64* _words
 
     def __cinit__(self, Mapping mapping not None):
         if mapping.size < sizeof(weights_header):
@@ -24,33 +59,58 @@ cdef class Versions:
         self.mapping = mapping
         self._header = <weights_header*>mapping.base
 
-    def format(self, uint32_t pid, bytes table not None, uint64_t slot_bytes):
+    cdef void _keep(self, uint64_t table_bytes, uint64_t tensors, uint64_t data_at, uint64_t slot_bytes) noexcept:
+        self._table_bytes, self._tensors, self._data_at, self._slot_bytes = table_bytes, tensors, data_at, slot_bytes
+        self._words = <shm_u64*>(self.mapping.base + _words_at(table_bytes))
+
+    def format(self, uint32_t pid, bytes table not None, uint64_t tensors, uint64_t slot_bytes, uint64_t segment_id):
         """Makes an empty segment a weights segment; magic last."""
-        data_at = (PAGE + len(table) + PAGE - 1) // PAGE * PAGE
+        self._keep(len(table), tensors, data_place(len(table), tensors), slot_bytes)
         self._header.layout_version, self._header.writer_pid = LAYOUT_VERSION, pid
-        self._header.table_bytes, self._header.data_at, self._header.slot_bytes = len(table), data_at, slot_bytes
-        self._table_bytes, self._data_at, self._slot_bytes = len(table), data_at, slot_bytes
+        self._header.table_bytes, self._header.data_at, self._header.slot_bytes = self._table_bytes, self._data_at, slot_bytes
+        self._header.tensors, self._header.words_at, self._header.segment_id = tensors, _words_at(self._table_bytes), segment_id
         memoryview(self.mapping)[PAGE:PAGE + len(table)] = table
         fault_hit(b"weights.before_magic")
         store_release64(&self._header.magic, WEIGHTS_MAGIC)  # SYNC(weights-ready)
 
     @property
+    def layout_version(self) -> int:
+        """Of the segment, if it is whole; 0 if it is not."""
+        return self._header.layout_version if load_acquire64(&self._header.magic) == WEIGHTS_MAGIC else 0  # SYNC(weights-ready)
+
+    @property
     def ready(self) -> bool:
         """Whether the segment is whole, of this build's layout, and what its header says of it can be; to be asked before all else."""
-        cdef uint64_t size = self.mapping.size, table_bytes, data_at, slot_bytes
+        cdef uint64_t size = self.mapping.size, table_bytes, tensors, data_at, slot_bytes
         if load_acquire64(&self._header.magic) != WEIGHTS_MAGIC or self._header.layout_version != LAYOUT_VERSION:  # SYNC(weights-ready)
             return False
-        table_bytes, data_at, slot_bytes = self._header.table_bytes, self._header.data_at, self._header.slot_bytes
-        if table_bytes > size - PAGE or data_at != (PAGE + table_bytes + PAGE - 1) // PAGE * PAGE or data_at > size:
+        table_bytes, tensors = self._header.table_bytes, self._header.tensors
+        data_at, slot_bytes = self._header.data_at, self._header.slot_bytes
+        if table_bytes > size or tensors > size // (8 * WEIGHTS_WORDS) or self._header.words_at != _words_at(table_bytes):
+            return False
+        if data_at != data_place(table_bytes, tensors) or data_at > size:
             return False
         if slot_bytes % ALIGNMENT or slot_bytes > (size - data_at) // WEIGHTS_SLOTS:
             return False
-        self._table_bytes, self._data_at, self._slot_bytes = table_bytes, data_at, slot_bytes
+        self._keep(table_bytes, tensors, data_at, slot_bytes)
         return True
 
     @property
     def table(self) -> bytes:
         return bytes(memoryview(self.mapping)[PAGE:PAGE + self._table_bytes])
+
+    @property
+    def tensors(self) -> int:
+        """How many rows the table is said to have."""
+        return self._tensors
+
+    @property
+    def segment_id(self) -> int:
+        return self._header.segment_id
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._slot_bytes
 
     def slot_at(self, uint32_t slot):
         """Place of a slot in the segment, bytes."""
@@ -58,9 +118,9 @@ cdef class Versions:
 
     @property
     def latest(self):
-        """(version, slot) of the newest complete version; None before the first, or if no slot holds what the word says."""
+        """(version, slot) of the newest complete version; None before the first, or if no slot holds what the word says, or none can."""
         cdef uint64_t word = load_seq64(&self._header.latest), before  # SYNC(weights-commit)
-        while word >= WEIGHTS_SLOTS:
+        while WEIGHTS_SLOTS <= word < (END + 1) * WEIGHTS_SLOTS:
             if load_acquire64(&self._header.slot_version[word % WEIGHTS_SLOTS]) == word // WEIGHTS_SLOTS:  # SYNC(weights-slot)
                 return word // WEIGHTS_SLOTS - 1, word % WEIGHTS_SLOTS
             before, word = word, load_seq64(&self._header.latest)  # SYNC(weights-commit)
@@ -72,14 +132,96 @@ cdef class Versions:
         """Whether the slot holds that version, whole."""
         return slot < WEIGHTS_SLOTS and load_acquire64(&self._header.slot_version[slot]) == version + 1  # SYNC(weights-slot)
 
+    def held_throughout(self, uint32_t slot, int64_t version):
+        """Whether the slot has held that version, whole, since `latest` named it until the last byte was read."""
+        bytes_were_read()
+        return slot < WEIGHTS_SLOTS and load_acquire64(&self._header.slot_version[slot]) == version + 1  # SYNC(weights-slot)
+
+    cdef shm_u64* _stamps(self, uint32_t slot) except NULL:
+        if slot >= WEIGHTS_SLOTS:
+            raise ValueError(f"a weights segment has no slot {slot}")
+        return self._words + (1 + 2 * slot) * self._tensors
+
+    def stamps(self, uint32_t slot):
+        """(stamps, checksums), uint64[tensors] each: version + 1 that last changed a tensor, 0 where it is torn; 0 where there is no checksum."""
+        found = np.empty((2, self._tensors), np.uint64)
+        load_acquire_words(cnp.PyArray_DATA(<cnp.ndarray>found), self._stamps(slot), 2 * self._tensors)  # SYNC(weights-stamps)
+        return found[0], found[1]
+
     def begin(self, uint32_t slot):
-        """Marks the slot as being filled."""
+        """Marks the slot as being filled: no byte of it may change before."""
         store_seq64(&self._header.slot_version[slot], 0)  # SYNC(weights-slot)
+        bytes_follow()
         fault_hit(b"weights.filling")
 
-    def commit(self, uint32_t slot, int64_t version):
-        """Publishes the filled slot."""
+    def touch(self, uint32_t slot, uint32_t tensor):
+        """Marks a tensor of the slot as torn, until `commit`."""
+        if tensor >= self._tensors:
+            raise ValueError(f"a weights segment of {self._tensors} tensors has no tensor {tensor}")
+        store_release64(self._stamps(slot) + tensor, 0)  # SYNC(weights-stamps)
+
+    def commit(self, uint32_t slot, int64_t version, stamps not None, checksums not None):
+        """Publishes the filled slot; uint64[tensors] each, as `stamps` gives them. Then rings."""
+        cdef uint64_t[::1] changed = stamps, sums = checksums
+        cdef shm_u64* words = self._stamps(slot)
+        if changed.shape[0] != self._tensors or sums.shape[0] != self._tensors:
+            raise ValueError(f"a weights segment of {self._tensors} tensors has as many stamps and checksums")
         fault_hit(b"weights.filled")
+        if self._tensors:
+            store_release_words(words, &changed[0], self._tensors)  # SYNC(weights-stamps)
+            store_release_words(words + self._tensors, &sums[0], self._tensors)  # SYNC(weights-stamps)
+        fault_hit(b"weights.stamped")
         store_release64(&self._header.slot_version[slot], version + 1)  # SYNC(weights-slot)
+        fault_hit(b"weights.slot_whole")
         store_seq64(&self._header.latest, <uint64_t>(version + 1) * WEIGHTS_SLOTS + slot)  # SYNC(weights-commit)
         fault_hit(b"weights.committed")
+        ring_bell(&self._header.bell)
+
+    def next_filling(self, uint32_t slot, bint with_parts):
+        """Begins a filling of the slot that no earlier ticket is for, with no byte written; its word, for tickets if parts are let in.
+
+        Under the parts' lock, held alone.
+        """
+        cdef uint64_t word = load_seq64(&self._header.filling), i  # SYNC(weights-filling)
+        for i in range(self._tensors):
+            store_release64(self._words + i, 0)  # SYNC(weights-written)
+        word = ((word // 2 // WEIGHTS_SLOTS + 1) * WEIGHTS_SLOTS + slot) * 2 + with_parts
+        store_seq64(&self._header.filling, word)  # SYNC(weights-filling)
+        fault_hit(b"weights.numbered")
+        return word
+
+    def end_filling(self):
+        """From now on no part is let in."""
+        cdef uint64_t word = load_seq64(&self._header.filling)  # SYNC(weights-filling)
+        store_seq64(&self._header.filling, word // 2 * 2)  # SYNC(weights-filling)
+        fault_hit(b"weights.parts_refused")
+
+    def lets_in(self, uint64_t word):
+        """Whether the filling of this word is under way and takes parts. Under the parts' lock, held with others."""
+        return word % 2 == 1 and load_seq64(&self._header.filling) == word  # SYNC(weights-filling)
+
+    def add_written(self, uint32_t tensor, uint64_t size):
+        """Counts bytes of a tensor that have been written in this filling."""
+        if tensor >= self._tensors:
+            raise ValueError(f"a weights segment of {self._tensors} tensors has no tensor {tensor}")
+        add_seq64(self._words + tensor, size)  # SYNC(weights-written)
+
+    @property
+    def written(self):
+        """uint64[tensors]: bytes written in this filling."""
+        found = np.empty(self._tensors, np.uint64)
+        load_acquire_words(cnp.PyArray_DATA(<cnp.ndarray>found), self._words, self._tensors)  # SYNC(weights-written)
+        return found
+
+    @property
+    def bell(self) -> int:
+        """To be read before `latest`, then waited on."""
+        return load_seq32(&self._header.bell)  # SYNC(bell)
+
+    def wait_bell(self, uint32_t seen, int64_t timeout_ns):
+        """Sleeps until the bell is another than `seen`, at most `timeout_ns`, or a signal; whether nobody rang for all that time."""
+        if not self.mapping.alive():
+            raise BufferError("the segment was mapped before fork: attach again in this process")
+        with nogil:
+            futex_wait(&self._header.bell, seen, timeout_ns)
+        return load_seq32(&self._header.bell) == seen  # SYNC(bell)

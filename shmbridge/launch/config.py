@@ -32,12 +32,19 @@ class PolicyServer(Struct, kw_only=True):
 
 
 class Vllm(Struct, kw_only=True):
-    """vLLM's own OpenAI server. `args` go to it as they are."""
+    """vLLM's own OpenAI server. `args` go to it as they are.
+
+    `python`: the interpreter that has vLLM and shmbridge; the launcher's own if empty. `follow`: it keeps to the newest weights of the
+    bridge; `pause` says what becomes of requests in flight meanwhile.
+    """
 
     model: str
+    python: str = ""
+    follow: bool = True
+    pause: Literal["keep", "wait", "abort"] = "keep"
     host: str = "127.0.0.1"
     port: Port = 8001
-    ready_timeout: Seconds = 60.0
+    ready_timeout: Seconds = 600.0
     stop_grace: Seconds = 10.0
     args: list[Scalar] = []
     env: Variables = {}
@@ -270,9 +277,19 @@ def _check(config: Config) -> None:
         for name in section.env if section else ():
             if not name or "=" in name:
                 raise BadConfig(f"{path}.env: {name!r} cannot name a variable", hint="write NAME: value")
+    if config.vllm:
+        _check_vllm(config.vllm)
     names: set[str] = set(RESERVED)
     for index, environment in enumerate(config.environments):
         _check_environment(environment, f"environments[{index}]", names)
+
+
+def _check_vllm(vllm: Vllm) -> None:
+    if vllm.python and not Path(vllm.python).is_file():
+        raise BadConfig(f"vllm.python: there is no file {vllm.python}", hint="paths count from where the command runs")
+    for each in vllm.args if vllm.follow else ():
+        if (flag := str(each).partition("=")[0].replace("_", "-")) in ("--weight-transfer-config", "--additional-config"):
+            raise BadConfig(f"vllm.args: {flag} is set by vllm.follow", hint="leave it out, or say follow: false and give it all")
 
 
 def _check_environment(environment: Environment, path: str, names: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import re
 import socket
 import sys
@@ -25,7 +26,7 @@ def plan(config: Config, gateway_parser: argparse.ArgumentParser) -> Plan:
     if server := config.policy_server or config.vllm:
         port = server.port or _free_port()
         words |= {"policy_url": f"http://{_reachable(server.host)}:{port}/v1", "model": server.model}
-        stages.append([_policy_server(config, server, port) if isinstance(server, PolicyServer) else _vllm(server, port)])
+        stages.append([_policy_server(config, server, port) if isinstance(server, PolicyServer) else _vllm(config, server, port)])
     if config.learner:
         words.setdefault("model", config.learner.model)
         stages.append([_learner(config, config.learner, run_dir, notes)])
@@ -44,18 +45,24 @@ def _policy_server(config: Config, server: PolicyServer, port: int) -> Service:
     check_options("policy_server.options", server.options, parser, ("bridge", "model", "host", "port"))
     argv = ["--bridge", config.bridge, "--model", server.model, "--host", server.host, "--port", str(port), *flags(server.options)]
     check_values("policy_server.options", argv, parser)
-    return _server("policy_server", server, port, ["shmbridge.consumers.policy_server", *argv])
+    return _server("policy_server", server, port, [sys.executable, "-m", "shmbridge.consumers.policy_server", *argv])
 
 
-def _vllm(server: Vllm, port: int) -> Service:
+def _vllm(config: Config, server: Vllm, port: int) -> Service:
+    # Not resolved: a venv's interpreter is a link, and the link is what makes it the venv's.
+    python = str(Path(server.python).absolute()) if server.python else sys.executable
+    argv = ["--model", server.model, "--host", server.host, "--port", str(port)]
+    if server.follow:
+        argv += ["--weight-transfer-config", json.dumps({"backend": "shmbridge"})]
+        argv += ["--middleware", "shmbridge.consumers.vllm.middleware.ShmBridge"]
+        argv += ["--additional-config", json.dumps({"shmbridge": {"bridge": config.bridge, "pause": server.pause}})]
     # The module, not the `vllm` script: that is missing where the environment is not activated.
-    argv = ["--model", server.model, "--host", server.host, "--port", str(port), *map(word, server.args)]
-    return _server("vllm", server, port, ["vllm.entrypoints.openai.api_server", *argv])
+    return _server("vllm", server, port, [python, "-m", "vllm.entrypoints.openai.api_server", *argv, *map(word, server.args)])
 
 
-def _server(name: str, server: PolicyServer | Vllm, port: int, words: list[str]) -> Service:
+def _server(name: str, server: PolicyServer | Vllm, port: int, command: list[str]) -> Service:
     return Service(
-        name=name, role="server", key=name, command=[sys.executable, "-m", *words], env=_variables(server.env),
+        name=name, role="server", key=name, command=command, env=_variables(server.env),
         check=Check(kind="http", url=f"http://{_reachable(server.host)}:{port}/health", within_s=server.ready_timeout),
         stop_grace_s=server.stop_grace,
     )  # fmt: skip

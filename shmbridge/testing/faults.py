@@ -35,7 +35,15 @@ SERVING_RANKS = ("hub.share_issued", "hub.share_done")
 RANK_JOINING = ("rank.locked", "rank.epoch_loaded", "rank.epoch_locked", "rank.joined")
 RANK_READING = ("rank.looking", "rank.holding", "rank.told_done")
 SWEEPING = ("segment.unlinking",)
-WEIGHTS = ("weights.before_magic", "weights.filling", "weights.filled", "weights.committed")
+WEIGHTS = (
+    "weights.before_magic", "weights.filling", "weights.numbered", "weights.filled", "weights.stamped", "weights.slot_whole",
+    "weights.committed",
+)  # fmt: skip
+WEIGHTS_REPLACING = ("weights.floor_raised", "weights.removed", "weights.created")
+WEIGHTS_TENSORS = ("weights.tensor_written",)
+WEIGHTS_FILLING = ("weights.parts_refused",)
+WEIGHTS_PARTS = ("weights.part_locked", "weights.part_written", "weights.part_counted")
+WEIGHTS_READING = ("weights.leased",)
 
 # Every label there is, per role that passes it.
 LABELS: Mapping[str, tuple[str, ...]] = {
@@ -43,7 +51,9 @@ LABELS: Mapping[str, tuple[str, ...]] = {
     "producer": CREATING_LANE + BEFORE_COMMIT + AFTER_COMMIT + WAITING_FOR_SPACE + ASKING_FOR_TICKETS,
     "hub": ENTERING_HUB + TAKING + RELEASING + HUB_SLEEPING + SERVING_RANKS + GRANTING_TICKETS,
     "rank": RANK_JOINING + RANK_READING,
-    "weights writer": WEIGHTS,
+    "weights writer": WEIGHTS_REPLACING + WEIGHTS + WEIGHTS_TENSORS + WEIGHTS_FILLING,
+    "weights part": WEIGHTS_PARTS,
+    "weights reader": WEIGHTS_READING,
 }
 
 

@@ -3,6 +3,7 @@
 Payloads are a function of (producer, sequence) with a checksum beside them, so that any reader can tell a torn record.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -214,6 +215,67 @@ def write_weights(bridge: str, first: str, last: str) -> None:
 def weights(version: int) -> list[tuple[str, np.ndarray]]:
     """Tensors whose every value says the version."""
     return [(name, np.full((64, 33), version, np.float32)) for name in ("first", "second")]
+
+
+def write_other_weights(bridge: str, first: str, last: str) -> None:
+    """As `write_weights`, of another model."""
+    from shmbridge.weights import WeightsWriter
+
+    with WeightsWriter(bridge) as writer:
+        for version in range(int(first), int(last) + 1):
+            writer.publish(version, other_weights(version))
+            say("published", version)
+
+
+def other_weights(version: int) -> list[tuple[str, np.ndarray]]:
+    """Tensors of another model whose every value says the version."""
+    return [(name, np.full((5, 7), version, np.float32)) for name in ("first", "third")]
+
+
+def third_weights(version: int) -> list[tuple[str, np.ndarray]]:
+    """Of a third model."""
+    return weights(version)[:1]
+
+
+def write_changed_weights(bridge: str) -> None:
+    """Publishes version 1 whole, then in turns the first tensor alone and the second alone, up to version 5."""
+    from shmbridge.weights import WeightsWriter
+
+    writer = WeightsWriter(bridge)
+    writer.publish(1, weights(1), checksum=True)
+    for version in range(2, 6):
+        writer.publish(version, [weights(version)[version % 2]], changed_only=True, checksum=True)
+        say("published", version)
+
+
+def fill_weights(bridge: str, first: str, last: str) -> None:
+    """Fills versions first..last: says the ticket, writes the first tensor, and commits when it is told that the rest is there."""
+    from shmbridge.weights import WeightsWriter
+
+    writer = WeightsWriter(bridge)
+    for version in range(int(first), int(last) + 1):
+        with writer.fill(version, [(name, "float32", tensor.shape) for name, tensor in weights(version)]) as filling:
+            filling.write(*weights(version)[0])
+            say(json.dumps(filling.ticket))
+            sys.stdin.readline()
+        say("published", version)
+
+
+def write_parts(bridge: str) -> None:
+    """Writes the second tensor, in two halves, for each ticket it is told."""
+    from shmbridge.weights import WeightsPart
+
+    with WeightsPart(bridge) as part:
+        say("ready")
+        for line in sys.stdin:
+            ticket = json.loads(line)
+            name, tensor = weights(ticket["version"])[1]
+            try:
+                for half in (slice(0, 32), slice(32, None)):
+                    part.write(ticket, name, tensor[half], (half,))
+                say("wrote", ticket["version"])
+            except shmbridge.FillingOver:
+                say("refused", ticket["version"])
 
 
 def hold_weights(bridge: str) -> None:

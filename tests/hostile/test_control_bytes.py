@@ -6,13 +6,14 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmbridge
 from shmbridge import segment
-from shmbridge.weights import WeightsReader
+from shmbridge.weights import WeightsReader, WeightsWriter
 
 WORDS = {
     "magic": (0, 8),
@@ -30,11 +31,13 @@ WORDS = {
     "hub_sleeping": (0x180, 4),
     "doorbell": (0x200, 4),
     "arrivals": (0x280, 4),
+    "weights_floor": (0x300, 8),
 }
 COMERS = (
     lambda bridge: shmbridge.Producer(bridge, lane_bytes="64K", on_full="drop"),
     shmbridge.Consumer,
     WeightsReader,
+    WeightsWriter,
 )
 
 
@@ -68,6 +71,34 @@ def test_words(bridge, make_producer, look_around: Callable[[str], None], word) 
             memory[:4096] = whole
             assert come(bridge) == [], f"{word} = {value}: once the words are right again everybody can come"
     producer.close()
+
+
+@pytest.mark.parametrize("word", [2**60 + 1, 2**63, 2**64 - 1])
+def test_weights_of_a_version_that_cannot_be(bridge, word) -> None:
+    """Who would write weights is told whose fault it is and what to do, at once and later; who reads them goes on; nothing is removed."""
+    at, width = WORDS["weights_floor"]
+    values = [("a", np.zeros(8, np.float32))]
+    with WeightsReader(bridge) as reader:
+        with WeightsWriter(bridge) as writer, control_bytes(bridge) as memory:
+            writer.publish(1, values)
+            memory[at : at + width] = word.to_bytes(width, "little")
+            for call in (lambda: writer.publish(2, values), lambda: writer.last_version, lambda: writer.fill(2, []).__enter__()):
+                with pytest.raises(shmbridge.LayoutMismatch, match=rf"weights had version {word - 1}, .* shmbridge clean <bridge> --yes"):
+                    call()
+        with pytest.raises(shmbridge.LayoutMismatch, match="weights had version") as kept:
+            WeightsWriter(bridge)
+        with reader.lease(timeout_s=1) as lease:
+            assert lease.version == 1
+        with control_bytes(bridge) as memory:
+            memory[at : at + width] = (5).to_bytes(width, "little")
+        with WeightsWriter(bridge) as writer, pytest.raises(ValueError, match="is not after 4"):
+            writer.publish(4, values)
+        with control_bytes(bridge) as memory:
+            memory[at : at + width] = word.to_bytes(width, "little")
+        del kept
+    assert not shmbridge.clean(bridge, dry_run=False).kept
+    with WeightsWriter(bridge) as writer:
+        writer.publish(0, values)
 
 
 def test_a_wrong_magic_is_a_typed_error_and_keeps_no_lock(bridge, make_producer) -> None:
@@ -138,7 +169,7 @@ def test_what_is_no_segment_but_has_the_name_of_one(bridge, look_around: Callabl
 @settings(derandomize=True, database=None, max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     changes=st.lists(
-        st.tuples(st.one_of(st.integers(0, 0x290), st.integers(4096, 4096 + 31 * 64)), st.integers(0, 255)), min_size=1, max_size=8
+        st.tuples(st.one_of(st.integers(0, 0x310), st.integers(4096, 4096 + 31 * 64)), st.integers(0, 255)), min_size=1, max_size=8
     )
 )
 def test_whatever_hypothesis_writes(make_producer, bridge, changes) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shmbridge
 from shmbridge import segment
-from shmbridge.weights import WeightsReader, WeightsWriter
+from shmbridge.weights import WeightsPart, WeightsReader, WeightsWriter
 
 TABLE_AT, LATEST_AT = 4096, 128
 WORDS = {
@@ -22,6 +22,11 @@ WORDS = {
     "table_bytes": 16,
     "data_at": 24,
     "slot_bytes": 32,
+    "tensors": 40,
+    "words_at": 48,
+    "segment_id": 56,
+    "filling": 256,
+    "bell": 384,
     "latest": LATEST_AT,
     "slot_0": 136,
     "slot_1": 144,
@@ -44,15 +49,27 @@ def look(bridge: str) -> dict[str, np.ndarray] | None:
     with WeightsReader(bridge) as reader:
         with contextlib.suppress(shmbridge.ShmBridgeError):
             assert reader.version is None or isinstance(reader.version, int)
+        with contextlib.suppress(shmbridge.ShmBridgeError):
+            reader.wait(None, timeout_s=0.002)
+        with contextlib.suppress(shmbridge.ShmBridgeError):
+            reader.copy(timeout_s=0.002)
         with contextlib.suppress(shmbridge.ShmBridgeError), reader.lease(timeout_s=0.002) as lease:
             for name, tensor in lease.tensors.items():
                 assert tensor.tobytes() is not None, name
+            assert lease.changed_since(lease.version - 1) <= set(lease.dtypes)
+            with contextlib.suppress(shmbridge.WeightsMismatch):
+                lease.verify()
             return {name: tensor.copy() for name, tensor in lease.tensors.items()}
     return None
 
 
+def words_at(table_bytes: int) -> int:
+    return TABLE_AT + -(-table_bytes // 8) * 8
+
+
 def write_table(memory: mmap.mmap, raw: bytes) -> None:
     memory[16:24] = struct.pack("<Q", len(raw))
+    memory[48:56] = struct.pack("<Q", words_at(len(raw)))
     memory[TABLE_AT : TABLE_AT + len(raw)] = raw
 
 
@@ -83,6 +100,103 @@ def test_the_version_before_the_first_is_none(weights) -> None:
     bridge, memory = weights
     memory[LATEST_AT : LATEST_AT + 24] = struct.pack("<QQQ", 1, 0, 0)
     assert look(bridge) is None
+
+
+def words_of_tensor(memory: mmap.mmap) -> dict[str, int]:
+    """Places of the words of the one tensor there is."""
+    (begin,) = struct.unpack("<Q", memory[48:56])
+    return {name: begin + 8 * number for number, name in enumerate(("written", "stamp_0", "checksum_0", "stamp_1", "checksum_1"))}
+
+
+@pytest.mark.parametrize("word", [(2**60 + 1) * 2, 2**63, 2**64 - 2])
+def test_a_version_that_cannot_be_is_none(bridge, word) -> None:
+    """Although slot and word agree on it: readers have none, the next writer goes on, and is not refused for ever."""
+    with WeightsReader(bridge) as reader:
+        with WeightsWriter(bridge) as writer:
+            writer.publish(1, [("a", VALUES)])
+        with open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            memory[LATEST_AT : LATEST_AT + 16] = struct.pack("<QQ", word, word // 2)
+        assert reader.version is None
+        for name in ("a", "b"):
+            with WeightsWriter(bridge) as writer:
+                version = 2 if writer.last_version is None else writer.last_version + 1
+                writer.publish(version, [(name, VALUES + 2)])
+            assert reader.version == version
+
+
+@pytest.mark.parametrize("word", ["layout_version", "table_bytes", "data_at", "slot_bytes", "tensors", "words_at"])
+def test_the_version_of_remains_is_not_forgotten(bridge, word) -> None:
+    """What two words agree on was there, and readers have seen it, whatever has become of the rest of the header."""
+    with WeightsReader(bridge):
+        with WeightsWriter(bridge) as writer:
+            writer.publish(7, [("a", VALUES)])
+        with open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            memory[WORDS[word] : WORDS[word] + 8] = struct.pack("<Q", 2**40 - 1)
+        with WeightsWriter(bridge) as writer:
+            assert writer.last_version == 7
+            with pytest.raises(ValueError, match="is not after 7"):
+                writer.publish(7, [("a", VALUES)])
+            writer.publish(8, [("a", VALUES)])
+
+
+@pytest.mark.parametrize("value", [0, 1, 2, 4, 2**32, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("word", ["written", "stamp_0", "checksum_0", "stamp_1", "checksum_1"])
+def test_words_of_a_tensor(weights, word, value) -> None:
+    """The values are there all the same; what changed since is all, or what the stamp says; no checksum fits but its own."""
+    bridge, memory = weights
+    at = words_of_tensor(memory)[word]
+    memory[at : at + 8] = struct.pack("<Q", value)
+    assert np.array_equal(look(bridge)["a"], VALUES + 1)
+    with WeightsReader(bridge) as reader, reader.lease() as lease:
+        assert lease.version == 2
+        said = "a" in lease.changed_since(1)
+        assert said == (word != "stamp_1" or value not in (1, 2)), "version 2 is in slot 1: its stamp is 3"
+        if word == "checksum_1" and value:
+            with pytest.raises(shmbridge.WeightsMismatch, match="'a'"):
+                lease.verify()
+
+
+@pytest.mark.parametrize("word", [*WORDS, "written", "stamp_0", "checksum_0", "stamp_1", "checksum_1"])
+def test_a_writer_goes_on_over_garbage_words_or_says_why(bridge, word) -> None:
+    """Its successor publishes whole versions, whatever a dead writer's words were, or begins anew; readers see them."""
+    for value in (0, 1, 7, 2**32, 2**63, 2**64 - 1):
+        with WeightsReader(bridge) as reader:
+            with WeightsWriter(bridge) as writer:
+                writer.publish(1 if writer.last_version is None else writer.last_version + 1, [("a", VALUES)])
+            with open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+                at = (WORDS | words_of_tensor(memory))[word]
+                memory[at : at + 8] = struct.pack("<Q", value)
+            with WeightsWriter(bridge) as writer:
+                version = 5 if writer.last_version is None else writer.last_version + 1
+                for number in (version, version + 1):
+                    writer.publish(number, [("a", VALUES + number)])
+                    with WeightsReader(bridge) as fresh, fresh.lease(timeout_s=2) as lease:
+                        assert lease.version == number
+                        assert np.array_equal(lease.tensors["a"], VALUES + number)
+                with writer.fill(version + 2, [("a", "float32", (8,))]) as filling, WeightsPart(bridge) as part:
+                    part.write(filling.ticket, "a", VALUES + 3)
+                with reader.lease(timeout_s=2) as lease:
+                    assert np.array_equal(lease.tensors["a"], VALUES + 3)
+                assert not lease.changed_since(version + 2)
+                assert lease.changed_since(version + 1) == {"a"}
+
+
+def test_a_part_meets_garbage(weights) -> None:
+    """Words that are scribbled over while a filling is under way: a part writes where its own table says, or is refused."""
+    bridge, memory = weights
+    whole = memory[:8192]
+    with WeightsPart(bridge) as fresh:
+        for word, at in (WORDS | words_of_tensor(memory)).items():
+            for value in (0, 1, 63, 4097, 2**32, 2**63, 2**64 - 1):
+                ticket = {"segment": f"{struct.unpack('<Q', whole[56:64])[0]:016x}", "filling": 5, "version": 3}
+                memory[256:264] = struct.pack("<Q", 5)
+                memory[at : at + 8] = struct.pack("<Q", value)
+                with contextlib.suppress(shmbridge.ShmBridgeError), WeightsPart(bridge) as part:
+                    part.write(ticket, "a", VALUES)
+                with contextlib.suppress(shmbridge.ShmBridgeError):
+                    fresh.write(ticket, "a", VALUES, (slice(0, 8),))
+                memory[:8192] = whole
+    assert np.array_equal(look(bridge)["a"], VALUES + 1), f"slot 1 is the newest, ticket 5 is for slot 0: {word}"
 
 
 TABLES = [
@@ -148,7 +262,11 @@ def test_a_tensor_that_is_not_where_it_says(weights) -> None:
 @settings(derandomize=True, database=None, max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     changes=st.lists(
-        st.tuples(st.one_of(st.integers(0, 160), st.integers(TABLE_AT, TABLE_AT + 40)), st.integers(0, 255)), min_size=1, max_size=6
+        st.tuples(
+            st.one_of(st.integers(0, 160), st.integers(256, 264), st.integers(TABLE_AT, TABLE_AT + 90)), st.integers(0, 255)
+        ),
+        min_size=1,
+        max_size=6,
     )
 )
 def test_whatever_hypothesis_writes(weights, changes) -> None:

@@ -214,13 +214,44 @@ def test_flags_of_an_environment_may_be_a_list():
     assert plan.services[-1].command[-5:] == ["serve", "--slurm", "false", "--openai.base_url", "http://127.0.0.1:9004/v1"]
 
 
-def test_vllm_instead_of_the_policy_server():
+def test_vllm_follows_the_bridge_instead_of_the_policy_server():
     wanted = "vllm: {model: Qwen/Q, args: [--gpu-memory-utilization, 0.8]}"
     plan = planned(RIGHT.replace("policy_server: {model: tiny, port: 9004}", wanted))
     vllm = plan.services[0]
-    assert vllm.command[1:] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "Qwen/Q", "--host", "127.0.0.1", "--port", "8001",
-                                "--gpu-memory-utilization", "0.8"]  # fmt: skip
-    assert (vllm.check.url, vllm.check.within_s) == ("http://127.0.0.1:8001/health", 60.0)
+    assert vllm.command == [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "Qwen/Q", "--host", "127.0.0.1", "--port", "8001",
+        "--weight-transfer-config", '{"backend": "shmbridge"}', "--middleware", "shmbridge.consumers.vllm.middleware.ShmBridge",
+        "--additional-config", '{"shmbridge": {"bridge": "run1", "pause": "keep"}}', "--gpu-memory-utilization", "0.8",
+    ]  # fmt: skip
+    assert (vllm.check.url, vllm.check.within_s) == ("http://127.0.0.1:8001/health", 600.0)
+
+
+def test_vllm_of_another_environment_and_one_that_does_not_follow(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    vllm = "vllm: {model: Q, python: bin/python, pause: abort}"
+    command = planned(RIGHT.replace("policy_server: {model: tiny, port: 9004}", vllm)).services[0].command
+    assert command[0] == str(python), "the link is what makes it another environment's"
+    assert '{"shmbridge": {"bridge": "run1", "pause": "abort"}}' in command
+    vllm = "vllm: {model: Q, follow: false, args: [--additional-config, '{}']}"
+    command = planned(RIGHT.replace("policy_server: {model: tiny, port: 9004}", vllm)).services[0].command
+    assert command[-2:] == ["--additional-config", "{}"]
+    assert "--middleware" not in command
+
+
+@pytest.mark.parametrize(
+    ("vllm", "said"),
+    [
+        ("{model: Q, python: nowhere/python}", "vllm.python: there is no file nowhere/python"),
+        ("{model: Q, args: ['--additional_config={}']}", "vllm.args: --additional-config is set by vllm.follow"),
+        ("{model: Q, args: [--weight-transfer-config, '{}']}", "vllm.args: --weight-transfer-config is set by vllm.follow"),
+        ("{model: Q, pause: later}", "vllm.pause"),
+    ],
+)
+def test_vllm_that_could_not_follow_is_refused(vllm, said):
+    assert said in wrong(RIGHT.replace("policy_server: {model: tiny, port: 9004}", f"vllm: {vllm}"))
 
 
 GATEWAY = RIGHT.replace("learner: {model: tiny, steps: 10}", "gateway: {compat: strict, token: secret}")

@@ -20,6 +20,7 @@ class Mutation:
 
 
 WRITE, READ, RING, INDEX = (f"shmbridge/_ext/{name}" for name in ("lane_write.h", "lane_read.h", "ring.pyx", "index.h"))
+WEIGHTS, HEADER = "shmbridge/_ext/versions.pyx", "shmbridge/_ext/header.pyx"
 
 MUTATIONS = (
     # 1: nothing committed is lost, duplicated or torn
@@ -53,6 +54,88 @@ MUTATIONS = (
         "extent-forgotten", 1, "an aborted claim's slot is lost", WRITE,
         "    writer->free_slots[writer->free_slot_count++] = (uint32_t)writer->claimed;\n    writer->claimed = -1;",
         "    writer->claimed = -1;", "tests/conformance",
+    ),
+    Mutation(
+        "torn-tensor-kept", 1, "the next writer takes a tensor that a killed one has half written for one that did not change", "shmbridge/weights_writer.py",
+        "                found.touch(slot, row)\n                if", "                if", "tests/crash/test_weights_killed.py",
+    ),
+    Mutation(
+        "rank-not-missed", 1, "a version is published without the part of a killed rank", "shmbridge/weights_writer.py",
+        "                self._require_whole(version)\n", "", "tests/crash/test_weights_killed.py",
+    ),
+    Mutation(
+        "slot-shared-with-a-rank", 1, "a writer begins while a rank of an earlier filling still writes into the slot", "shmbridge/weights_writer.py",
+        "        self._hold(Byte.PARTS, timeout_s,", "        found = (Byte.PARTS, timeout_s,", "tests/crash/test_weights_killed.py",
+    ),
+    Mutation(
+        "copy-not-looked-at-again", 1, "weights are copied while their slot is filled anew, and handed out", "shmbridge/weights_reader.py",
+        "            if found.held_throughout(latest[1], latest[0]):\n", "            if found is not None:\n", "tests/unit/test_weights.py",
+    ),
+    Mutation(
+        "version-before-its-slot", 1, "the weights' newest version is named before its slot says that it is whole", WEIGHTS,
+        "        store_release64(&self._header.slot_version[slot], version + 1)  # SYNC(weights-slot)\n        fault_hit(b\"weights.slot_whole\")\n",
+        "        store_seq64(&self._header.latest, <uint64_t>(version + 1) * WEIGHTS_SLOTS + slot)\n        fault_hit(b\"weights.slot_whole\")\n"
+        "        store_release64(&self._header.slot_version[slot], version + 1)\n",
+        "tests/crash/test_weights_killed.py",
+    ),
+    Mutation(
+        "slot-still-named", 1, "a slot of the weights that is being filled says that it holds its old version", WEIGHTS,
+        "        store_seq64(&self._header.slot_version[slot], 0)  # SYNC(weights-slot)\n", "",
+        "tests/unit/test_weights.py",
+    ),
+    Mutation(
+        "filled-under-a-lease", 1, "the writer fills a slot of the weights that a reader holds", "shmbridge/weights_writer.py",
+        "        self._hold(Byte.FIRST_SLOT + slot, timeout_s,", "        _ = (Byte.FIRST_SLOT + slot, timeout_s,", "tests/unit/test_weights.py",
+    ),
+    Mutation(
+        "lease-not-looked-at-again", 1, "a lease of the weights is of the slot that was newest, whatever is in it by then", "shmbridge/weights_reader.py",
+        " and found.holds(slot, version):\n            return found", ":\n            return found", "tests/unit/test_weights.py",
+    ),
+    Mutation(
+        "part-after-its-filling", 1, "a rank writes with the ticket of a filling that is over", "shmbridge/weights_part.py",
+        "if not found.lets_in(wanted.filling) or not liveness", "if not liveness", "tests/unit/test_weights_parts.py",
+    ),
+    Mutation(
+        "part-of-a-dead-writer", 1, "a rank writes into the filling of a dead writer", "shmbridge/weights_part.py",
+        " or not liveness.is_locked(found.mapping.fd, Byte.WRITER):", ":", "tests/crash/test_weights_killed.py",
+    ),
+    Mutation(
+        "ticket-comes-again", 1, "a filling of the weights has the number of an earlier one", WEIGHTS,
+        "(word // 2 // WEIGHTS_SLOTS + 1)", "(word // 2 // WEIGHTS_SLOTS)", "tests/unit/test_weights_parts.py",
+    ),
+    Mutation(
+        "written-kept", 1, "what ranks wrote in an earlier filling counts for the next", WEIGHTS,
+        "            store_release64(self._words + i, 0)  # SYNC(weights-written)\n", "            pass\n", "tests/unit/test_weights_parts.py",
+    ),
+    Mutation(
+        "two-writers-of-weights", 1, "a second writer of the weights takes a living one's segment", "shmbridge/weights_writer.py",
+        "        if not liveness.lock_exclusive(mapping.fd, Byte.WRITER):", "        if False:", "tests/unit/test_weights.py",
+    ),
+    Mutation(
+        "stamps-of-another-segment", 1, "what changed since a version of another segment is said by its number", "shmbridge/weights_reader.py",
+        "        if not self._comparable_from <= version <= self.version or", "        if", "tests/unit/test_weights_changed.py",
+    ),
+    Mutation(
+        "floor-not-raised", 1, "a segment of weights is replaced and its last version forgotten", "shmbridge/weights_floor.py",
+        "                keep(control, Versions(mapping), bridge)\n", "                pass\n", "tests/unit/test_weights_floor.py",
+    ),
+    Mutation(
+        "floor-raised-late", 1, "a segment of weights is gone before its last version is noted", "shmbridge/weights_floor.py",
+        "            if mapping is not None:\n                keep(", "            segment.unlink(fd, name)\n            if mapping is not None:\n                keep(",
+        "tests/unit/test_weights_floor.py",
+    ),
+    Mutation(
+        "floor-of-remains-forgotten", 1, "the last version of a segment of weights whose table is garbage is forgotten", "shmbridge/weights_writer.py",
+        "        weights_floor.keep(self._control, found, self.bridge)\n", "", "tests/hostile/test_weights_bytes.py",
+    ),
+    Mutation(
+        "floor-not-asked-again", 1, "a writer of weights that was overtaken while it made its segment goes below", "shmbridge/weights_writer.py",
+        "        weights_floor.require_above(version, self.last_version)\n        self._wrote_here", "        self._wrote_here",
+        "tests/unit/test_weights_floor.py",
+    ),
+    Mutation(
+        "floor-lowered", 1, "the highest version of weights is forgotten for a lower one", HEADER,
+        "        if load_acquire64(&self.words().weights_floor) < <uint64_t>version + 1:", "        if True:", "tests/unit/test_weights_floor.py",
     ),
     # 2: a consumer's death loses nothing
     Mutation(
@@ -93,6 +176,10 @@ MUTATIONS = (
     Mutation(
         "death-guessed", 3, "a process is taken for dead although its lock is held", "shmbridge/deathwatch.py",
         "dead = not liveness.is_locked(lane.fd, Byte.PRODUCER)", "dead = True", "tests/crash/test_stopped.py",
+    ),
+    Mutation(
+        "follower-not-woken", 3, "a new version of the weights does not wake who waits for it", WEIGHTS,
+        "        ring_bell(&self._header.bell)\n", "", "tests/unit/test_weights.py",
     ),
     # 4: nothing leaks, nothing live is touched
     Mutation(

@@ -13,7 +13,7 @@ import shmbridge
 ROOT = Path(__file__).parents[2]
 
 # module of the transport -> what of the transport it may import, besides these that know nothing of it:
-LEAVES = {"errors", "config", "limits", "one_process", "reasons", "exits", "staleness", "steering"}
+LEAVES = {"errors", "config", "limits", "one_process", "reasons", "exits", "in_thread", "staleness", "steering"}
 LAYERS = {
     "segment": {"_ext", "liveness", "placement"},
     "placement": {"_ext"},
@@ -47,14 +47,21 @@ LAYERS = {
     "shares": {"groups"},
     "rank": {"_ext", "liveness", "messages", "participation", "segment", "batch", "groups", "record", "schema", "control_client"},
     "control_client": {"messages", "segment"},
-    "weights": {"_ext", "segment", "participation", "liveness"},
+    "weights_table": {"_ext", "segment"},
+    "weights_tensors": {"_ext", "weights_table"},
+    "weights_floor": {"_ext", "segment", "liveness"},
+    "weights_end": {"_ext", "participation"},
+    "weights_writer": {"_ext", "segment", "liveness", "weights_end", "weights_floor", "weights_table", "weights_tensors"},
+    "weights_part": {"_ext", "liveness", "weights_end", "weights_table", "weights_tensors"},
+    "weights_reader": {"_ext", "segment", "liveness", "weights_end", "weights_table"},
+    "weights": {"weights_table", "weights_writer", "weights_part", "weights_reader"},
     "metrics": set(),
 }
 # Third parties that are not everywhere installed, and who may import them.
 ALLOWED = {
-    "torch": ("shmbridge.consumers", "shmbridge.producers", "shmbridge.cli", "shmbridge.weights", "shmbridge.bench"),
-    "transformers": ("shmbridge.consumers", "shmbridge.producers"),
-    "vllm": ("shmbridge.consumers",),
+    "torch": ("shmbridge.consumers", "shmbridge.producers", "shmbridge.cli", "shmbridge.weights_tensors", "shmbridge.bench"),
+    "transformers": ("shmbridge.consumers", "shmbridge.producers", "shmbridge.bench.test_bench_weights"),
+    "vllm": ("shmbridge.consumers", "shmbridge.bench.test_bench_weights"),
     "ray": ("shmbridge.relay", "shmbridge.consumers", "shmbridge.bench.baselines"),
     "atroposlib": ("shmbridge.producers", "shmbridge.bench"),
     "textual": ("shmbridge.tui",),

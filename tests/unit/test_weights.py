@@ -2,14 +2,16 @@
 
 import signal
 import struct
+import time
 
 import msgspec
 import numpy as np
+import posix_ipc
 import pytest
 import torch
 
 import shmbridge
-from shmbridge import segment
+from shmbridge import liveness, segment
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 
@@ -71,6 +73,25 @@ def test_a_lease_makes_the_writer_wait_only_for_its_slot(ends) -> None:
     assert reader.version == 3
 
 
+def test_one_tensor_lives_at_a_time(ends) -> None:
+    """What a generator makes is copied before the next is asked for: it may be the same memory. A writer's first version apart."""
+    writer, reader = ends
+    writer.publish(1, tensors(1))
+    scratch = np.empty(15, np.float32)
+
+    def made(version: int, changed_only: bool):
+        scratch[:] = version
+        yield "w", scratch.reshape(3, 5)
+        scratch[:] = -1
+        if not changed_only:
+            yield tensors(version)[1]
+
+    for version, changed_only in ((2, False), (3, True)):
+        writer.publish(version, made(version, changed_only), changed_only=changed_only)
+        with reader.lease() as lease:
+            assert (lease.tensors["w"] == version).all()
+
+
 def test_versions_only_rise(ends) -> None:
     writer, _ = ends
     writer.publish(2, tensors(2))
@@ -85,7 +106,10 @@ def test_versions_only_rise(ends) -> None:
         ([("w", np.zeros((5, 3), np.float32)), ("b", torch.zeros(7, dtype=torch.bfloat16))], r"'w' float32\[5, 3\].*float32\[3, 5\]"),
         ([("w", np.zeros((3, 5), np.float64)), ("b", torch.zeros(7, dtype=torch.bfloat16))], "float64"),
         ([("w", np.zeros((3, 5), np.float32))], "1 tensors given, the segment has 2"),
-        ([("v", np.zeros((3, 5), np.float32)), ("b", torch.zeros(7, dtype=torch.bfloat16))], "'v'"),
+        ([("v", np.zeros((3, 5), np.float32)), ("b", torch.zeros(7, dtype=torch.bfloat16))], "'v' was given, the segment has 2"),
+        ([("b", torch.zeros(7, dtype=torch.bfloat16))], "the segment has 2: 'w' is missing"),
+        ([*tensors(2), ("new", np.zeros(1))], "'new' was given, the segment has 2: it is not of them"),
+        ([*tensors(2), *tensors(2)[:1]], "'w' was given, the segment has 2: it comes twice"),
     ],
 )  # fmt: skip
 def test_other_tensors_are_refused_by_name(ends, other, what) -> None:
@@ -95,6 +119,15 @@ def test_other_tensors_are_refused_by_name(ends, other, what) -> None:
         writer.publish(2, other)
     assert reader.version == 1
     writer.publish(2, tensors(2))
+
+
+def test_the_order_of_tensors_does_not_matter(ends) -> None:
+    writer, reader = ends
+    writer.publish(1, tensors(1))
+    writer.publish(2, tensors(2)[::-1])
+    with reader.lease() as lease:
+        assert (lease.tensors["w"] == 2).all()
+        assert [spec.name for spec in lease.specs] == ["w", "b"]
 
 
 def test_one_writer_at_a_time(ends, bridge) -> None:
@@ -159,6 +192,224 @@ def test_a_successor_may_bring_another_model(bridge) -> None:
             assert list(lease.tensors) == ["other"]
 
 
+def test_numbers_of_the_other_byte_order_arrive_as_numbers(ends) -> None:
+    writer, reader = ends
+    writer.publish(1, [("swapped", np.arange(5, dtype=">f4")), ("strided", np.arange(10, dtype=np.int16)[::2])])
+    with reader.lease() as lease:
+        assert lease.tensors["swapped"].tolist() == [0, 1, 2, 3, 4]
+        assert lease.tensors["strided"].tolist() == [0, 2, 4, 6, 8]
+
+
+def test_every_float8_keeps_its_bits(ends) -> None:
+    writer, reader = ends
+    raw = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
+    dtypes = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
+    writer.publish(1, [(str(dtype), raw.view(dtype).T) for dtype in dtypes])
+    with reader.lease() as lease:
+        for dtype in dtypes:
+            assert lease.dtypes[str(dtype)] == str(dtype).removeprefix("torch.")
+            assert (lease.tensors[str(dtype)] == raw.numpy().T).all()
+
+
+def test_a_model_of_no_tensors_is_one(ends) -> None:
+    writer, reader = ends
+    for version in (1, 2):
+        writer.publish(version, [], checksum=True)
+        with reader.lease() as lease:
+            assert (lease.version, dict(lease.tensors), lease.verify(), lease.changed_since(1)) == (version, {}, 0, frozenset())
+
+
+def test_leases_of_one_reader_are_counted(ends) -> None:
+    writer, reader = ends
+    writer.publish(1, tensors(1))
+    with reader.lease() as outer:
+        with reader.lease():
+            pass
+        writer.publish(2, tensors(2))
+        with pytest.raises(shmbridge.WeightsBusy):
+            writer.publish(3, tensors(3), timeout_s=0.05)
+        assert (outer.tensors["w"] == 1).all()
+    writer.publish(3, tensors(3), timeout_s=0.05)
+
+
+def test_a_copy_is_ones_own_and_keeps_no_writer_from_going_on(ends) -> None:
+    writer, reader = ends
+    writer.publish(1, tensors(1))
+    version, copied = reader.copy()
+    for number in (2, 3, 4):
+        writer.publish(number, tensors(number), timeout_s=0.05)
+    assert version == 1
+    assert (copied["w"] == 1).all()
+    assert copied["b"].dtype == np.uint16
+    version, again = reader.copy(copied)
+    assert (version, again["w"] is copied["w"]) == (4, True)
+    assert (copied["w"] == 4).all()
+
+
+@pytest.mark.parametrize("wrong", [None, np.zeros((5, 3), np.float32), np.zeros((3, 5)), np.zeros((3, 10), np.float32)[:, ::2]])
+def test_a_copy_goes_into_arrays_that_fit(ends, wrong) -> None:
+    writer, reader = ends
+    writer.publish(1, tensors(1))
+    with pytest.raises(shmbridge.WeightsMismatch, match="tensor 'w'"):
+        reader.copy({} if wrong is None else {"w": wrong})
+
+
+def test_a_copy_the_writer_came_round_in_is_thrown_away(ends, monkeypatch) -> None:
+    """The first two are overtaken by two versions each; the third is taken under a lease, which the writer respects."""
+    writer, reader = ends
+    writer.publish(1, tensors(1))
+    copy_slot, copies = reader._copy_slot, []
+
+    def overtaken(*arguments: object) -> dict:
+        copied = copy_slot(*arguments)
+        copies.append(copied)
+        for _ in range(2):
+            try:
+                writer.publish(writer.last_version + 1, tensors(writer.last_version + 1), timeout_s=0)
+            except shmbridge.WeightsBusy:
+                return copied
+        return copied
+
+    monkeypatch.setattr(reader, "_copy_slot", overtaken)
+    version, copied = reader.copy()
+    assert len(copies) == 3
+    assert (version, copied["w"][0, 0]) == (5, 5)
+
+
+@pytest.mark.parametrize("wanted", [None, 2])
+def test_a_lease_that_the_writer_came_round_before_is_of_what_is_there(ends, monkeypatch, wanted) -> None:
+    """Between the look for the version and the slot's lock two others are published: the second of them lies in that slot."""
+    writer, reader = ends
+    for version in (1, 2):
+        writer.publish(version, tensors(version))
+
+    def overtaken(*arguments: int) -> bool:
+        monkeypatch.undo()
+        for version in (3, 4):
+            writer.publish(version, tensors(version))
+        return liveness.lock_shared(*arguments)
+
+    monkeypatch.setattr(liveness, "lock_shared", overtaken)
+    if wanted is None:
+        with reader.lease() as lease:
+            assert (lease.version, lease.tensors["w"][0, 0]) == (4, 4)
+    else:
+        with pytest.raises(shmbridge.NotReady, match="version 2"), reader.lease(version=wanted):
+            pytest.fail("it is not there any more")
+    writer.publish(5, tensors(5), timeout_s=0)
+    writer.publish(6, tensors(6), timeout_s=0)
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_a_version_whose_slot_was_begun_anew_is_not_to_be_had(ends, written) -> None:
+    """By whoever asks for its number, or had begun to copy it: some of its bytes are of a version that never came."""
+    writer, reader = ends
+    for version in (1, 2):
+        writer.publish(version, tensors(version))
+    found = reader._current()
+    assert found.held_throughout(0, 1)
+    with pytest.raises(ZeroDivisionError), writer.fill(3, [("w", "float32", (3, 5)), ("b", "bfloat16", (7,))]) as filling:
+        for name, tensor in tensors(3)[:written]:
+            filling.write(name, tensor)
+        raise ZeroDivisionError
+    assert not found.held_throughout(0, 1)
+    with pytest.raises(shmbridge.NotReady, match="version 1"), reader.lease(version=1):
+        pytest.fail("it is torn")
+    with reader.lease() as lease:
+        assert (lease.version, lease.tensors["w"][0, 0]) == (2, 2)
+
+
+def test_waiting_ends_with_the_next_version(bridge, ends, child) -> None:
+    writer, reader = ends
+    with pytest.raises(shmbridge.NotReady, match="no weights on bridge"):
+        reader.wait(None, timeout_s=0.02)
+    writer.publish(1, tensors(1))
+    assert reader.wait(None, timeout_s=0) == 1
+    with pytest.raises(shmbridge.NotReady, match="but 1 within"):
+        reader.wait(1, timeout_s=0.02)
+    waiting = child(
+        """
+from shmbridge.weights import WeightsReader
+reader = WeightsReader(bridge)
+print("ready", flush=True)
+print(*(reader.wait(version, 30) for version in (1, 2, 3)), reader.late_wakes)
+"""
+    )
+    for version in (2, 3, 4):
+        writer.publish(version, tensors(version))
+        reader.wait(version - 1, timeout_s=1)
+        time.sleep(0.02)  # for the child to go back to sleep: it is to see each
+    assert waiting.communicate(timeout=30)[0].split()[-1] == "0"
+
+
+def test_waiting_goes_on_with_another_segment(bridge) -> None:
+    with WeightsReader(bridge) as reader:
+        with WeightsWriter(bridge) as first:
+            first.publish(7, tensors(7))
+        assert reader.wait(None, timeout_s=1) == 7
+        with WeightsWriter(bridge) as second:
+            second.publish(8, [("other", np.arange(3))])
+        assert reader.wait(7, timeout_s=1) == 8
+        assert reader.late_wakes == 0
+
+
+def test_a_part_is_not_taken_for_the_whole(ends) -> None:
+    class Sharded(torch.Tensor):
+        """As a DTensor: its shape is that of the whole."""
+
+        def full_tensor(self) -> torch.Tensor:
+            raise AssertionError("a collective, in the midst of a write")
+
+    with pytest.raises(shmbridge.WeightsMismatch, match=r"'part' is a DTensor \[3\]"):
+        ends[0].publish(1, [("part", torch.zeros(3).as_subclass(Sharded))])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of kinds of tensors that are in beta
+@pytest.mark.parametrize("form", ["meta", "sparse", "csr", "nested", "lazy"])
+def test_what_has_no_plain_values_is_refused_by_name_and_the_rest_stays(ends, form) -> None:
+    writer, reader = ends
+    w = torch.eye(3)
+    made = {
+        "meta": lambda: w.to("meta"),
+        "sparse": w.to_sparse,
+        "csr": w.to_sparse_csr,
+        "nested": lambda: torch.nested.nested_tensor([w[0], w[1]]),
+        "lazy": torch.nn.parameter.UninitializedParameter,
+    }[form]()
+    for changed_only in (False, True):
+        with pytest.raises(shmbridge.WeightsMismatch, match=r"tensor 'w' .* has no values in one piece"):
+            writer.publish(2, [("w", made)], changed_only=changed_only)
+        if not changed_only:
+            writer.publish(1, [("w", w)])
+    assert reader.copy()[0] == 1
+
+
+def test_a_tensor_that_is_negated_when_read_arrives_as_it_reads(ends) -> None:
+    ends[0].publish(1, [("w", torch._neg_view(torch.ones(3)))])
+    assert ends[1].copy()[1]["w"].tolist() == [-1, -1, -1]
+
+
+def test_another_builds_weights_are_refused_with_both_versions(bridge, ends) -> None:
+    ends[0].publish(1, tensors(1))
+    memoryview(segment.open_mapping(segment.weights_name(bridge)))[8:12] = struct.pack("<I", 7)
+    with WeightsReader(bridge) as fresh, pytest.raises(shmbridge.LayoutMismatch, match="layout version 7, this build has 1"):
+        fresh.version  # noqa: B018, it looks
+
+
+def test_a_closed_reader_says_so(bridge) -> None:
+    reader = WeightsReader(bridge)
+    reader.close()
+    reader.close()
+    with pytest.raises(shmbridge.Closed):
+        reader.wait(None, 1)
+
+
+@pytest.mark.parametrize("version", [-1, 1 << 60])
+def test_versions_are_counted_from_zero(ends, version) -> None:
+    with pytest.raises(ValueError, match="is not from 0"):
+        ends[0].publish(version, tensors(0))
+
+
 def test_a_closed_writer_says_so(bridge) -> None:
     writer = WeightsWriter(bridge)
     writer.close()
@@ -199,8 +450,8 @@ def test_a_table_that_is_none_is_refused_and_a_new_writer_begins_anew(bridge, en
         assert reader.version is None
     writer.close()
     with WeightsWriter(bridge) as successor:
-        assert successor.last_version is None
-        successor.publish(0, tensors(7))
+        assert successor.last_version == 1, "which readers may have seen"
+        successor.publish(2, tensors(7))
         with reader.lease() as lease:
             assert (lease.tensors["w"] == 7).all()
 
@@ -222,3 +473,41 @@ def test_what_no_reader_could_take_is_not_published(ends) -> None:
     with pytest.raises(shmbridge.WeightsMismatch, match=r"'when' is datetime64\[s\]\[4\]"):
         writer.publish(1, [("when", np.zeros(4, "datetime64[s]"))])
     assert reader.version is None
+
+
+def test_a_version_that_somebody_holds_can_be_had_by_number(bridge):
+    """Thus one process looks what is newest, and tells others, which find it although the learner goes on."""
+    with WeightsWriter(bridge) as writer, WeightsReader(bridge) as reader, WeightsReader(bridge) as other:
+        writer.publish(1, {"a": np.full(4, 1.0)}.items())
+        with reader.lease() as held:
+            writer.publish(2, {"a": np.full(4, 2.0)}.items())
+            with other.lease(version=1) as lease:
+                assert (lease.version, lease.tensors["a"].tolist()) == (held.version, [1.0] * 4)
+            with other.lease(version=2) as lease, pytest.raises(shmbridge.WeightsBusy):
+                writer.publish(3, {"a": np.full(4, 3.0)}.items(), timeout_s=0.05)
+            with other.lease() as lease:
+                assert lease.version == 2
+        writer.publish(3, {"a": np.full(4, 3.0)}.items())
+        for gone in (1, 4):
+            with pytest.raises(shmbridge.NotReady, match=rf"version {gone} .* holds 3"), other.lease(version=gone, timeout_s=60):
+                pass
+
+
+def test_the_same_number_in_another_segment_is_another_version(bridge):
+    with WeightsReader(bridge) as reader:
+        for value in (1.0, 2.0):
+            with WeightsWriter(bridge) as writer:
+                writer.publish(5, {"a": np.full(4, value)}.items())
+            assert reader.wait(5 if value == 2.0 else None, timeout_s=10) == 5
+            with reader.lease() as lease:
+                assert lease.tensors["a"].tolist() == [value] * 4
+            with pytest.raises(shmbridge.NotReady):
+                reader.wait(5, timeout_s=0.01)
+            posix_ipc.unlink_shared_memory(segment.weights_name(bridge))
+
+
+def test_a_reader_that_is_told_what_somebody_else_has_waits_for_another(bridge):
+    with WeightsWriter(bridge) as writer, WeightsReader(bridge) as reader:
+        writer.publish(5, {"a": np.full(4, 1.0)}.items())
+        with pytest.raises(shmbridge.NotReady):
+            reader.wait(5, timeout_s=0.01)

@@ -1,0 +1,49 @@
+"""What the ends of a bridge's weights share, writer, part and reader: each takes part in the bridge until it is closed.
+
+Knows nothing of slots and tensors.
+"""
+
+from typing import ClassVar, Self
+
+from shmbridge import participation
+from shmbridge._ext.header import Control
+from shmbridge._ext.versions import Versions
+from shmbridge.config import check_bridge_name
+from shmbridge.errors import Closed
+from shmbridge.exits import at_exit
+from shmbridge.one_process import OneProcess
+
+
+class WeightsEnd(OneProcess):
+    """One end; a context manager. Its process' death, at any line, is its leaving: the kernel lets its locks go."""
+
+    _called: ClassVar[str]  # in messages
+
+    def __init__(self, bridge: str) -> None:
+        self.bridge = check_bridge_name(bridge)
+        self._control: Control | None = participation.open_control(bridge)
+        self._versions: Versions | None = None  # the segment that is mapped
+        self._no_exit_call = at_exit(self.close)
+
+    def _require_open(self) -> None:
+        if self._control is None or self._control.mapping.forked:
+            raise Closed(f"this {self._called} is closed, or belongs to the parent process")
+
+    def _before_leaving(self) -> None:
+        """What an end does before it leaves."""
+        self._versions = None
+
+    def close(self) -> None:
+        """Leaves; the last version stays readable as long as anybody takes part in the bridge. Idempotent."""
+        if self._control is None:
+            return
+        self._before_leaving()
+        self._no_exit_call()
+        control, self._control = self._control, None
+        participation.leave(control.mapping.fd, self.bridge)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

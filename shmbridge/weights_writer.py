@@ -1,0 +1,328 @@
+"""The one writer of a bridge's weights: fills the slot that is not newest, alone or with parts in other processes, then moves one word.
+
+Knows locks, slots and their order; how values get there is weights_tensors.py's. Whoever dies at any line leaves the last complete version.
+"""
+
+import asyncio
+import logging
+import operator
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from shmbridge import liveness, segment, weights_floor, weights_tensors
+from shmbridge._ext import header, tensor_bytes, versions
+from shmbridge._ext.versions import Versions
+from shmbridge.errors import ConsumerTaken, FillingOver, WeightsBusy, WeightsMismatch
+from shmbridge.in_thread import to_its_end
+from shmbridge.liveness import Byte
+from shmbridge.weights_end import WeightsEnd
+from shmbridge.weights_table import Spec, TensorSpec, create, difference, lay_out, read_table
+from shmbridge.weights_tensors import Index
+
+_RETRY_S = 0.0005
+_ONE_MODEL = "one bridge carries one model: use another bridge"
+
+log = logging.getLogger(__name__)
+
+
+class WeightsWriter(WeightsEnd):
+    """The one writer of a bridge's weights. For one thread; a context manager.
+
+    Takes over the segment a dead writer left. Raises ConsumerTaken if another writer is alive, LayoutMismatch if something overwrote the
+    bridge's control segment.
+    """
+
+    _called = "weights writer"
+
+    def __init__(self, bridge: str) -> None:
+        super().__init__(bridge)
+        self._table: list[TensorSpec] = []
+        self._rows: dict[str, int] = {}
+        self._wrote_here = False
+        self._filling: WeightsFilling | None = None
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self) -> None:
+        assert self._control is not None
+        weights_floor.floor(self._control, self.bridge)
+        mapping = segment.open_mapping(segment.weights_name(self.bridge), minimum=versions.header_bytes)
+        if mapping is None:
+            return
+        if not liveness.lock_exclusive(mapping.fd, Byte.WRITER):
+            raise ConsumerTaken(
+                f"the weights of bridge {self.bridge!r} have a living writer",
+                hint="one learner writes weights, one of several ranks: end the other",
+            )
+        if not segment.still_named(mapping.fd, segment.weights_name(self.bridge)):
+            return  # another writer removed it just before; what this one publishes makes it anew
+        found = Versions(mapping)
+        try:
+            if found.ready:
+                self._use(found, read_table(found, self.bridge))
+                return
+        except WeightsMismatch as remains:
+            log.warning("%s: they are made anew", remains.message)
+        weights_floor.keep(self._control, found, self.bridge)
+
+    def _use(self, found: Versions, table: list[TensorSpec]) -> None:
+        self._versions, self._table = found, table
+        self._rows = {spec.name: row for row, spec in enumerate(table)}
+
+    @property
+    def last_version(self) -> int | None:
+        """The newest complete version, also an earlier writer's, and of another model whose segment is gone; None if there was none.
+
+        Never blocks. LayoutMismatch if something overwrote the bridge's control segment.
+        """
+        self._require_open()
+        assert self._control is not None
+        floor = weights_floor.floor(self._control, self.bridge)
+        latest = self._versions.latest if self._versions is not None else None
+        return floor if latest is None else max(int(latest[0]), -1 if floor is None else floor)
+
+    def publish(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Any]],
+        *,
+        changed_only: bool = False,
+        checksum: bool = False,
+        timeout_s: float = 30.0,
+    ) -> None:
+        """Copies the tensors into the free slot and makes them the newest version.
+
+        Blocks for the copy, and while a reader still holds the slot, at most `timeout_s` seconds.
+
+        Args:
+            version: policy version, above `last_version`.
+            tensors: (name, torch tensor or ndarray), in any order; names, dtypes and shapes stay the same over versions. Each is copied
+                when it comes, but for a writer's first version, before which all are looked at.
+            changed_only: the tensors given are those that changed; all others keep the value of the last version, whoever wrote it.
+            checksum: readers can `verify` the tensors given. Reads them once more.
+            timeout_s: seconds.
+
+        Raises:
+            WeightsMismatch: the tensors are not those of the table (names the first that differs); with `changed_only`, that the
+                segment has no version yet.
+            WeightsBusy: a reader held the slot for too long, or a part of an earlier filling is being written; the last version stays.
+            ValueError: the version does not rise. LayoutMismatch: as `last_version`.
+        """
+        version = self._check(version)
+        if changed_only and (self._versions is None or self._versions.latest is None):
+            raise WeightsMismatch(f"the weights of bridge {self.bridge!r} have no version yet", hint="publish every tensor first")
+        if not (changed_only or self._wrote_here):
+            tensors = [(name, weights_tensors.on_host(name, tensor)) for name, tensor in tensors]
+            self._fit(version, [(name, *weights_tensors.kind(source)) for name, source in tensors])
+        found = self._segment()
+        slot, newest = self._slots()
+        with self._open(slot, timeout_s):
+            stamps, checksums = found.stamps(newest)
+            base, going_round = found.slot_at(slot), found.slot_bytes
+            for row, source in self._to_write(tensors, slot, newest, changed_only):
+                spec = self._table[row]
+                found.touch(slot, row)
+                if source is not None:
+                    weights_tensors.write(found.mapping, base, spec, source, going_round=going_round)
+                    stamps[row] = version + 1
+                    checksums[row] = tensor_bytes.checksum(found.mapping, base + spec.offset, spec.size_bytes) if checksum else 0
+                else:
+                    at = found.slot_at(newest) + spec.offset
+                    unchanged = memoryview(found.mapping)[at : at + spec.size_bytes]
+                    tensor_bytes.copy_in(found.mapping, base + spec.offset, unchanged, going_round)
+                header.fault(b"weights.tensor_written")
+            found.commit(slot, version, stamps, checksums)
+
+    async def publish_async(self, version: int, tensors: Iterable[tuple[str, Any]], **more: Any) -> None:
+        """`publish` that never blocks the event loop, in which a reader of the version before the last can so let go; arguments as there.
+
+        Awaited before the next call. The tensors are read until this is over; a cancellation comes then.
+        """
+        await to_its_end(self.publish, version, tensors, **more)
+
+    def _to_write(self, tensors: Iterable[tuple[str, Any]], slot: int, newest: int, changed_only: bool) -> Iterator[tuple[int, Any]]:
+        """(row, source) of each tensor as it comes; then, of those not given, (row, None) if the slot has an older value."""
+        given: set[int] = set()
+        for name, tensor in tensors:
+            if (row := self._rows.get(name)) is None or row in given:
+                problem = "is not of them" if row is None else "comes twice"
+                raise WeightsMismatch(f"tensor {name!r} was given, the segment has {len(self._table)}: it {problem}", hint=_ONE_MODEL)
+            given.add(row)
+            yield row, weights_tensors.as_source(name, tensor)
+        if not changed_only:
+            if len(given) < len(self._table):
+                came = [(spec.name, spec.dtype, spec.shape) for row, spec in enumerate(self._table) if row in given]
+                raise WeightsMismatch(difference(self._table, came), hint=_ONE_MODEL)
+            return
+        here, there = self._segment().stamps(slot)[0], self._segment().stamps(newest)[0]
+        for row in np.flatnonzero((here != there) | (there == 0)).tolist():
+            if row not in given:
+                yield row, None
+
+    @contextmanager
+    def fill(
+        self, version: int, specs: Iterable[Spec], *, checksum: bool = False, timeout_s: float = 30.0
+    ) -> Iterator["WeightsFilling"]:
+        """A filling that several processes write, each its part: commits at the end of the `with` block, nothing on an exception.
+
+        Blocks while a reader holds the slot, and at the end while a part is being written, at most `timeout_s` seconds each.
+
+        Args:
+            version: policy version, above `last_version`.
+            specs: (name, dtype word, shape) of every tensor of the model, whole; in any order.
+            checksum: readers can `verify` the version. Reads it once more.
+            timeout_s: seconds.
+
+        Raises:
+            WeightsMismatch: as `publish`; at the end, that some tensor was not written whole, each element once: a rank was killed.
+            WeightsBusy, ValueError, LayoutMismatch: as `publish`.
+        """
+        version = self._check(version)
+        self._fit(version, [(name, dtype, tuple(shape)) for name, dtype, shape in specs])
+        found = self._segment()
+        slot, _ = self._slots()
+        with self._open(slot, timeout_s, with_parts=True) as word:
+            filling = self._filling = WeightsFilling(found, self._table, version, slot, word)
+            try:
+                yield filling
+            finally:
+                filling.is_open, self._filling = False, None
+                found.end_filling()
+            with self._no_part_writes(timeout_s):
+                self._require_whole(version)
+                stamps, checksums = np.full(len(self._table), version + 1, np.uint64), np.zeros(len(self._table), np.uint64)
+                for row, spec in enumerate(self._table if checksum else ()):
+                    checksums[row] = tensor_bytes.checksum(found.mapping, found.slot_at(slot) + spec.offset, spec.size_bytes)
+                found.commit(slot, version, stamps, checksums)
+
+    def _check(self, version: int) -> int:
+        """The version, if it can be written now."""
+        self._require_open()
+        if self._filling is not None:
+            raise FillingOver(
+                f"version {self._filling.version} of the weights of bridge {self.bridge!r} is being filled", hint="leave its `with` block"
+            )
+        version = operator.index(version)
+        weights_floor.require_above(version, self.last_version)
+        if not 0 <= version < versions.end:
+            raise ValueError(f"weights version {version} is not from 0 to 2^60")
+        return version
+
+    def _segment(self) -> Versions:
+        assert self._versions is not None
+        return self._versions
+
+    def _slots(self) -> tuple[int, int]:
+        """The slot to be filled, and the newest, whatever that holds before the first version."""
+        latest = self._segment().latest
+        return (0, 1) if latest is None else ((latest[1] + 1) % versions.slots, latest[1])
+
+    def _fit(self, version: int, given: list[Spec]) -> None:
+        """Makes the segment for the first version; later ones must match it. A dead writer's other model makes room for ours.
+
+        The floor is looked at again under the new segment's lock, which nobody raises it without: before, another writer may have.
+        """
+        if self._versions is not None:
+            differs = difference(self._table, given)
+            if not differs:
+                return
+            if self._wrote_here:
+                raise WeightsMismatch(differs, hint=_ONE_MODEL)
+        table, slot_bytes = lay_out(given, self.bridge)
+        if self._versions is not None:
+            liveness.unlock(self._versions.mapping.fd, Byte.WRITER)
+            self._versions = None
+        assert self._control is not None
+        weights_floor.remove_segment(self._control, self.bridge, version)
+        self._use(create(table, slot_bytes, self.bridge), table)
+        weights_floor.require_above(version, self.last_version)
+        self._wrote_here = True
+
+    @contextmanager
+    def _open(self, slot: int, timeout_s: float, *, with_parts: bool = False) -> Iterator[int]:
+        """Holds the slot alone, no part being written into it; gives the filling's word. With parts, every tensor is torn from here on."""
+        found = self._segment()
+        self._hold(Byte.FIRST_SLOT + slot, timeout_s, "a reader has held its slot", "copy the tensors and leave the `with` block")
+        try:
+            with self._no_part_writes(timeout_s):
+                found.begin(slot)
+                word = found.next_filling(slot, with_parts)
+                for row in range(len(self._table) if with_parts else 0):
+                    found.touch(slot, row)
+            self._wrote_here = True
+            yield word
+        finally:
+            liveness.unlock(found.mapping.fd, Byte.FIRST_SLOT + slot)
+
+    @contextmanager
+    def _no_part_writes(self, timeout_s: float) -> Iterator[None]:
+        self._hold(Byte.PARTS, timeout_s, "a rank has been writing its part of them", "look for a stopped rank: ps -eo pid,stat,cmd")
+        try:
+            yield
+        finally:
+            liveness.unlock(self._segment().mapping.fd, Byte.PARTS)
+
+    def _hold(self, byte: int, timeout_s: float, who: str, hint: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not liveness.lock_exclusive(self._segment().mapping.fd, byte):
+            if time.monotonic() > deadline:
+                if _in_event_loop():
+                    hint = "await publish_async: who reads in this thread's event loop cannot let go while that is blocked; or " + hint
+                raise WeightsBusy(f"weights of bridge {self.bridge!r}: {who} for more than {timeout_s:g} s", hint=hint)
+            time.sleep(_RETRY_S)
+
+    def _require_whole(self, version: int) -> None:
+        for spec, written in zip(self._table, self._segment().written.tolist(), strict=True):
+            if written != spec.size_bytes:
+                raise WeightsMismatch(
+                    f"version {version} of the weights of bridge {self.bridge!r} is not whole: "
+                    f"{written} of {spec.size_bytes} bytes of tensor {spec.name!r} were written",
+                    hint="every rank writes its part before the `with` block ends, each element once; was one killed?",
+                )
+
+    def _before_leaving(self) -> None:
+        if self._versions is not None:
+            liveness.unlock(self._versions.mapping.fd, Byte.WRITER)
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+class WeightsFilling:
+    """One version while it is written. Made by `WeightsWriter.fill`; for the writer's thread.
+
+    `ticket` is a dict of plain values for the other processes' `WeightsPart.write`.
+    """
+
+    def __init__(self, found: Versions, table: list[TensorSpec], version: int, slot: int, word: int) -> None:
+        self.version = version
+        self.is_open = True
+        self.ticket: dict[str, Any] = {"segment": f"{found.segment_id:016x}", "filling": word, "version": version}
+        self._found, self._base = found, found.slot_at(slot)
+        self._rows = {spec.name: (row, spec) for row, spec in enumerate(table)}
+
+    def write(self, name: str, tensor: Any, index: Index | None = None) -> None:
+        """Copies a tensor, or the part of it that `index` (a tuple of slices into the full tensor) names. Blocks for the copy.
+
+        Raises WeightsMismatch if name, type or shape differ, FillingOver after the `with` block.
+        """
+        if not self.is_open:
+            raise FillingOver(f"the filling of weights version {self.version} is over", hint="begin the next with fill()")
+        if name not in self._rows:
+            raise WeightsMismatch(f"the segment has no tensor {name!r}", hint=_ONE_MODEL)
+        row, spec = self._rows[name]
+        source = weights_tensors.as_source(name, tensor)
+        size = weights_tensors.write(self._found.mapping, self._base, spec, source, index, going_round=self._found.slot_bytes)
+        self._found.add_written(row, size)
