@@ -23,6 +23,7 @@ from shmbridge.consumers.learner.attention import LayoutUnfit
 from shmbridge.consumers.learner.batch_source import HubSource
 from shmbridge.consumers.learner.batch_wait import NoBatch
 from shmbridge.consumers.learner.checkpoint import CheckpointMismatch
+from shmbridge.consumers.learner.engine_pushes import engine_pushes
 from shmbridge.consumers.learner.evaluation import BadHook
 from shmbridge.consumers.learner.grpo_options import parser
 from shmbridge.consumers.learner.grpo_update import Learner, NoReference, UnknownTokens
@@ -115,11 +116,13 @@ def train(
     with (
         opened(options, registration(options, learner.step), around.screen, world, stops) as batches,
         weights_segment(options, learner.model, world) as (publish, last_version),
+        engine_pushes(options, world) as around.engines,
         stops.noted() if world.size > 1 else nullcontext(),  # no rank leaves alone
     ):
         version = world.told(first_version(done.policy_version, batches.policy_version, last_version))
         publish(version)
         batches.publish_version(version)
+        around.engines.begin(version)
         say(f"bridge {options.bridge}: step {learner.step} of {options.steps}, version {version}, waiting")
         try:
             learn(learner, batches, publish, saver, log, options, stops, around)
@@ -161,6 +164,7 @@ def learn(
                     continue
             elif not step.begun:  # the bridge is drained; what was begun is the last step
                 break
+            step.settle()
             with stops.held():  # from the update to the release all or nothing
                 metrics = step.make()
             if log is not None:
@@ -168,7 +172,7 @@ def learn(
             reason = learner.world.told(_enough(learner, options, around, metrics))
         if reason and log is not None:
             say(f"stopped early: {reason}")
-        step.save()  # while the hub is there to hear the release
+        step.finish()  # while the hub is there to hear the release
 
 
 def _enough(learner: Learner, options: argparse.Namespace, around: Around, metrics: Metrics) -> str | None:

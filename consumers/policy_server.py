@@ -4,7 +4,8 @@
 
 It answers what Atropos' server classes ask: `/v1/chat/completions`, `/v1/completions`, `/v1/models`,
 `/health` and token-in token-out `/generate` (server_type "vllm", the ManagedServer). Every response names
-the policy version it was sampled under, as `weight_version` and in the header `X-Policy-Version`. New weights
+the policy version it was sampled under, as `weight_version` and in the header `X-Policy-Version`; `/generate` names it
+for each token as well (`weight_versions`, as vLLM does), which is one version for all of them, since batches are static. New weights
 come out of the bridge's weights segment between two batches; without a segment, or over a learner's death,
 it goes on with what it has.
 

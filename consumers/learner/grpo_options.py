@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from shmbridge.consumers.learner.compute_options import add_compute
+from shmbridge.consumers.learner.engine_options import add_engines
 from shmbridge.consumers.learner.evaluation_options import add_evaluation
 from shmbridge.consumers.learner.logging_options import add_logging
 from shmbridge.consumers.learner.objective_options import add_objective
@@ -43,6 +44,10 @@ examples:
       --param-dtype bfloat16 --precision bfloat16 --lr 1e-5 --accumulate 4 --schedule cosine_with_min_lr \\
       --schedule-option min_lr_rate=0.1 --stop-when 'reward_mean>=0.95' --stop-patience 5 --tensorboard
 
+  # two vLLM servers, started with VLLM_SERVER_DEV_MODE=1, get every second version; what they are generating goes on
+  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 --precision bfloat16 \\
+      --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001 --pause keep --publish-every 2
+
 exit status: 0 all steps done, stopped early, or the bridge was drained; 1 refused to start, or a group had no advantages
 under --no-fallback-to-grpo; 3 no batch came within the limits; 4 another rank is gone; 130 or 143 stopped by SIGINT or
 SIGTERM. The unfinished batch goes to the next learner, finished steps are saved.
@@ -70,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add_optimizer(root)
     add_compute(root.add_argument_group("compute"))
     add_rank_options(root)
+    add_engines(root)
     _registration(root.add_argument_group("registration (what environments are told)"))
     add_evaluation(root)
     add_logging(root)

@@ -25,6 +25,8 @@ _NEEDS: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "--stop-patience": ("--stop-when", (None,)),
     "--stop-stall": ("--stop-no-better", (None,)),
     "--wandb-name": ("--wandb", (False,)),
+    "--pause": ("--engine", ([],)),
+    "--engine-patience": ("--engine", ([],)),
 }
 
 
@@ -38,6 +40,8 @@ def refuse_idle(options: argparse.Namespace, parser: argparse.ArgumentParser) ->
         name = _name(flag)
         if getattr(options, name) != parser.get_default(name) and getattr(options, _name(needs.split()[0])) in without:
             raise IdleOption(f"{flag} does nothing without {needs} -> give that too, or leave {flag} out")
+    if options.engine and options.no_weights:
+        raise IdleOption("--engine takes weights, and --no-weights writes none -> leave one of them out")
 
 
 def _name(flag: str) -> str:

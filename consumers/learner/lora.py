@@ -6,7 +6,7 @@ adapter and the name of its base. peft is imported when adapters are asked for. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,21 +108,37 @@ def prepare_adapters(model: torch.nn.Module) -> None:
         layer.lora_dropout.train()
 
 
-def published_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+def published_parameters(
+    model: torch.nn.Module, *, merged: bool = True, only: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter of the model as everybody else knows it: under its own name, adapters merged into a copy.
 
     Without adapters these are the parameters themselves. One merged copy lives at a time.
+
+    Args:
+        model: any module.
+        merged: False leaves the adapters out: for names and shapes.
+        only: names, as they are yielded; None: all.
     """
-    deltas = {id(layer.get_base_layer().weight): layer for layer in _layers(model)} if has_adapters(model) else {}
+    deltas = {id(layer.get_base_layer().weight): layer for layer in _layers(model)} if merged and has_adapters(model) else {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if is_adapter(name):
+            public = name.replace(".base_layer.", ".")
+            if is_adapter(name) or (only is not None and public not in only):
                 continue
             value = parameter.detach()
             if (layer := deltas.get(id(parameter))) is not None:
                 for adapter in layer.active_adapters:
                     value = value + layer.get_delta_weight(adapter)
-            yield name.replace(".base_layer.", "."), value
+            yield public, value
+
+
+def adapted_names(model: torch.nn.Module) -> frozenset[str]:
+    """Return the names, as published, of the parameters that adapters change; none without adapters."""
+    if not has_adapters(model):
+        return frozenset()
+    adapted = {id(layer.get_base_layer().weight) for layer in _layers(model)}
+    return frozenset(name.replace(".base_layer.", ".") for name, parameter in model.named_parameters() if id(parameter) in adapted)
 
 
 @contextmanager

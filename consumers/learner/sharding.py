@@ -18,6 +18,7 @@ from shmbridge.consumers.learner.world import ALONE, World
 
 Micro = TypeVar("Micro")
 Result = TypeVar("Result")
+Index = tuple[slice, ...]  # where a part lies in a whole tensor
 
 
 class Parallel:
@@ -177,6 +178,26 @@ def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor, on every rank; blocks for the others if it is a sharded one."""
     full: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
+
+
+def own_part(tensor: Tensor) -> tuple[Tensor, Index | None]:
+    """Return the part of a tensor that this rank has, and where in the whole it lies; None: this is all of it, as on every rank.
+
+    Never blocks, but for the other ranks where a tensor is split in a way that FSDP2 does not: it is whole then.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return tensor, None
+    from torch.distributed.tensor import DTensor, Shard
+
+    assert isinstance(tensor, DTensor)
+    ways, local, mesh = tensor.placements, tensor.to_local(), tensor.device_mesh
+    if len(ways) != 1 or type(ways[0]) is not Shard:
+        return whole(tensor), None
+    dimension = ways[0].dim
+    size = -(-tensor.shape[dimension] // mesh.size())  # as torch.chunk: the last ones are shorter, or empty
+    at = min(size * mesh.get_local_rank(), tensor.shape[dimension])
+    assert local.shape[dimension] == min(size, tensor.shape[dimension] - at), f"{tuple(local.shape)} of {tuple(tensor.shape)}"
+    return local, (*(slice(None),) * dimension, slice(at, at + local.shape[dimension]))
 
 
 def shared_like(value: Tensor, parameter: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """One optimizer step, from the batches that are taken for it to their release, and what happens around it.
 
 The order is the contract with everybody else: update, publish the weights, publish their version, save if it is time, release.
+Engines are brought to the version meanwhile, and are there before the next one is published.
 Killed before the release, a learner leaves the batches to its successor, whose checkpoint says whether it contains them. Knows
 where batches come from, the learner and everybody who wants to hear of a step. Called by the GRPO learner (`grpo.py`).
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 from shmbridge.consumers.learner.batch_source import HubSource
 from shmbridge.consumers.learner.early_stop import EarlyStop
+from shmbridge.consumers.learner.engine_pushes import EnginePushes
 from shmbridge.consumers.learner.eval_mode import evaluating
 from shmbridge.consumers.learner.evaluation import EvalHook, TrainingScreen, load_hook
 from shmbridge.consumers.learner.grpo_update import Learner
@@ -29,18 +31,22 @@ from shmbridge.consumers.learner.step_times import StepCost
 
 
 class Around:
-    """What a run has besides its steps, by its options: evaluation, and an end before the last step.
+    """What a run has besides its steps, by its options: evaluation, an end before the last step, and engines.
 
     Args:
         options: of the command line.
         saver: whose account of what was consumed tells known groups from new ones.
         tokenizer: for the evaluation hook; None without one.
 
+    Attributes:
+        engines: that are brought to each version; none unless somebody puts them here.
+
     Raises:
         BadHook: the evaluation hook cannot be used.
     """
 
     def __init__(self, options: argparse.Namespace, saver: Saver, tokenizer: Any = None) -> None:
+        self.engines = EnginePushes()
         self.screen = TrainingScreen(saver.consumed)
         self.early_stop = EarlyStop(
             options.stop_when, options.stop_patience, options.stop_no_better, options.stop_stall, say=say
@@ -91,6 +97,7 @@ class TrainingStep:
         self._parts: list[Metrics] = []
         self._waited_s = self._computed_s = 0.0
         self._waiting_since = time.monotonic()
+        self._unpublished = False
 
     @property
     def begun(self) -> bool:
@@ -113,16 +120,27 @@ class TrainingStep:
         self._waiting_since = time.monotonic()
         self._computed_s += self._waiting_since - begun
 
+    def settle(self) -> None:
+        """Return when all engines had their time for the last version. Blocks, and may be interrupted; every rank calls it.
+
+        Raises:
+            EngineFailed: an engine has failed for too long; PeerFailed on the other ranks.
+        """
+        if self._options.engine:
+            with self._learner.world.together():
+                self._around.engines.settled()
+
     def make(self) -> Metrics:
-        """Update, publish, save if it is time, release, log; return the step's metrics. Blocks; nothing may interrupt it."""
+        """Update, publish and save if it is time, release, log; return the step's metrics. Blocks; nothing may interrupt it."""
         learner, source = self._learner, self._source
         begun = time.monotonic()
-        version = source.policy_version + 1
-        metrics = learner.apply() | {"policy_version": version}
+        metrics = learner.apply()
         applied = time.monotonic()
-        self._publish(version)
-        source.publish_version(version)
+        self._unpublished = True
+        if learner.step % self._options.publish_every == 0 or learner.step >= self._options.steps:
+            self._publish_version()
         published = time.monotonic()
+        metrics["policy_version"] = source.policy_version
         measured = self._measured()
         self._saver.took(self._batches, measured)
         self._held += self._batches
@@ -138,6 +156,7 @@ class TrainingStep:
             "publish_s": published - applied,
             **learner.times.taken(),
             **self._around.metrics(learner),
+            **self._around.engines.metrics(),
             **self._cost.step(self._waited_s, measured["tokens"]),
             "time": time.time(),
         }
@@ -148,6 +167,20 @@ class TrainingStep:
         self._waited_s = self._computed_s = 0.0
         self._waiting_since = time.monotonic()
         return metrics
+
+    def finish(self) -> None:
+        """Publish the weights and save them, where the last step was not one for that. Blocks; every rank calls it. Raises as `settle`."""
+        if self._unpublished:
+            self.settle()
+            self._publish_version()
+        self.save()
+
+    def _publish_version(self) -> None:
+        version = self._source.policy_version + 1
+        self._publish(version)
+        self._source.publish_version(version)
+        self._around.engines.begin(version)
+        self._unpublished = False
 
     def save(self) -> None:
         """Write a checkpoint unless this step has one, then release what is in it. Blocks for the disk."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from traceback import clear_frames
 from typing import TypeVar
 
 import numpy as np
@@ -83,10 +84,17 @@ class World:
 
 
 class TorchWorld(World):
-    """One rank of a torchrun, between init_process_group and its end."""
+    """One rank of a torchrun, between init_process_group and its end.
 
-    def __init__(self, rank: int, size: int, local_rank: int, machine_size: int) -> None:
+    Words go through a Gloo group of their own: FSDP2 holds the default group for as long as the model lives, so that ending that one does
+    not end its threads, and a thread that lets go of a tensor while the interpreter ends aborts the process.
+    """
+
+    def __init__(self, rank: int, size: int, local_rank: int, machine_size: int, timeout: timedelta) -> None:
+        from torch import distributed
+
         self.rank, self.size, self.local_rank, self.machine_size = rank, size, local_rank, machine_size
+        self._words = distributed.new_group(backend="gloo", timeout=timeout)
 
     def sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the sum over all ranks, value by value; the same bits on each. Blocks for the others."""
@@ -104,10 +112,10 @@ class TorchWorld(World):
         text = torch.frombuffer(bytearray(json.dumps(word).encode()), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(text)
-        distributed.all_reduce(lengths)
+        distributed.all_reduce(lengths, group=self._words)
         longest = int(lengths.max())
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        distributed.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
+        distributed.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=self._words)
         return [
             json.loads(bytes(each[:length].tolist()))
             for each, length in zip(texts, lengths.tolist(), strict=True)
@@ -118,9 +126,16 @@ class TorchWorld(World):
         from torch import distributed
 
         tensor = torch.from_numpy(np.array(values, np.float64))
-        distributed.all_reduce(tensor, getattr(distributed.ReduceOp, operation))
+        distributed.all_reduce(tensor, getattr(distributed.ReduceOp, operation), group=self._words)
         reduced: npt.NDArray[np.float64] = tensor.numpy()
         return reduced
+
+    def leave(self) -> None:
+        """End the group of words; when this returns its threads are gone. Once, and nothing is said after it."""
+        from torch import distributed
+
+        distributed.destroy_process_group(self._words)
+        del self._words  # the last reference: its end waits for the threads
 
 
 ALONE = World()
@@ -151,17 +166,30 @@ def joined(device: str, timeout_s: float) -> Iterator[World]:
     rank = _number("RANK")
     local_rank, machine_size = _number("LOCAL_RANK", str(rank)), _number("LOCAL_WORLD_SIZE", str(size))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    with _lost_peers_named(rank, size, timeout_s):
+        distributed.init_process_group(backend, timeout=timeout)
+        world = TorchWorld(rank, size, local_rank, machine_size, timeout)
     try:
-        distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        yield TorchWorld(rank, size, local_rank, machine_size)
+        with _lost_peers_named(rank, size, timeout_s):
+            yield world
+    finally:
+        world.leave()  # also by an exception: all ranks end then, and the interpreter with them
+    distributed.destroy_process_group()
+
+
+@contextmanager
+def _lost_peers_named(rank: int, size: int, timeout_s: float) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         if not is_of_a_lost_peer(error):
             raise
+        clear_frames(error.__traceback__)  # those of torch hold the group of words
         raise PeerLost(
             f"rank {rank} of {size} ends, since another one is gone or was silent for {timeout_s:g} s: "
             f"{_seen(error)} -> see that rank's output; start all ranks again with --resume"
         ) from None
-    distributed.destroy_process_group()
 
 
 def _number(name: str, otherwise: str = "") -> int:

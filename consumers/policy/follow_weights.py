@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 import shmbridge
+from shmbridge.consumers.published_tensors import as_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +40,9 @@ class Weights(Protocol):
     @property
     def dtypes(self) -> Mapping[str, str]:
         """The learner's word for each dtype, such as bfloat16."""
+
+    def changed_since(self, version: int) -> Collection[str]:
+        """Names of the tensors that differ from that version's."""
 
 
 class WeightsSource(Protocol):
@@ -69,8 +71,15 @@ class WeightsFollower:
         self._source = source
         self._module = module
         self._considered: int | None = None  # a version that does not fit is not tried again at every batch
+        self._loaded: int | None = None  # what the module holds: the next version is copied where it differs
         self._complaint = ""
+        self._refused: tuple[int, str] | None = None
         self.loaded_total = 0
+
+    @property
+    def refused(self) -> tuple[int, str] | None:
+        """The last version that was tried, and why it is not loaded and will not be; None if it is. Any thread."""
+        return self._refused
 
     def refresh(self) -> int | None:
         """Load the newest version if it is another one; return it, or None if nothing changed.
@@ -92,7 +101,14 @@ class WeightsFollower:
         began = time.perf_counter()
         with self._source.lease(timeout_s=_LEASE_TIMEOUT_S) as weights:
             self._considered = weights.version
-            copy_into(self._module, weights.tensors, weights.dtypes)
+            changed = None if self._loaded is None else weights.changed_since(self._loaded)
+            self._loaded = None
+            try:
+                copy_into(self._module, weights.tensors, weights.dtypes, only=changed)
+            except shmbridge.WeightsMismatch as error:
+                self._refused = weights.version, str(error)
+                raise
+            self._loaded, self._refused = weights.version, None
         self.loaded_total += 1
         self._complaint = ""
         logger.info("policy version %d in %.1f ms", weights.version, (time.perf_counter() - began) * 1e3)
@@ -103,25 +119,31 @@ class WeightsFollower:
         self._source.close()
 
 
-def copy_into(module: torch.nn.Module, tensors: Tensors, dtypes: Mapping[str, str]) -> None:
+def copy_into(
+    module: torch.nn.Module, tensors: Tensors, dtypes: Mapping[str, str], *, only: Collection[str] | None = None
+) -> None:
     """Copy published tensors into a module's parameters and buffers, converting dtypes. Blocks for the copy.
 
     Args:
         module: changed in place, and only if everything fits.
         tensors: by `state_dict` name; parameters that are tied may come under one of their names.
-        dtypes: name -> numpy dtype name, or "bfloat16" for uint16 arrays that are its bits.
+        dtypes: name -> torch's word for the dtype; bfloat16 and float8 come as arrays of their bits.
+        only: names of those that are copied; None: all. All have to fit.
 
     Raises:
         WeightsMismatch: a parameter is missing, a name is unknown or a shape differs; nothing was copied.
     """
     targets = module.state_dict(keep_vars=True)
-    _require_fit(module, targets, tensors)
+    _require_fit(module, targets, tensors, dtypes)
     with torch.no_grad():
         for name, array in tensors.items():
-            targets[name].copy_(_as_tensor(array, dtypes[name]))
+            if only is None or name in only:
+                targets[name].copy_(as_tensor(array, dtypes[name]))
 
 
-def _require_fit(module: torch.nn.Module, targets: Mapping[str, Tensor], tensors: Tensors) -> None:
+def _require_fit(
+    module: torch.nn.Module, targets: Mapping[str, Tensor], tensors: Tensors, dtypes: Mapping[str, str]
+) -> None:
     arrived = {id(targets[name]) for name in tensors if name in targets}
     missing = [name for name, parameter in module.named_parameters() if id(parameter) not in arrived]
     unknown = [name for name in tensors if name not in targets]
@@ -130,7 +152,9 @@ def _require_fit(module: torch.nn.Module, targets: Mapping[str, Tensor], tensors
         for name, array in tensors.items()
         if name in targets and tuple(array.shape) != tuple(targets[name].shape)
     ]
-    faults = {"missing": missing, "unknown": unknown, "other shape": reshaped}
+    # Two values in a byte are nothing that torch copies into numbers.
+    untaken = [f"{name} {dtypes[name]}" for name in tensors if not hasattr(torch, dtypes[name]) or dtypes[name].startswith("float4")]
+    faults = {"missing": missing, "unknown": unknown, "other shape": reshaped, "type that torch does not convert": untaken}
     if any(faults.values()):
         told = "; ".join(
             f"{kind}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
@@ -141,11 +165,3 @@ def _require_fit(module: torch.nn.Module, targets: Mapping[str, Tensor], tensors
             f"the published weights are of another model ({told})",
             hint="serve the model that the learner trains",
         )
-
-
-def _as_tensor(array: npt.NDArray[Any], dtype: str) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only read
-        if dtype == "bfloat16":
-            return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-        return torch.from_numpy(array)

@@ -1,7 +1,9 @@
 """The JSON of a policy server: request bodies to questions, replies to response bodies.
 
 Speaks the OpenAI completions and chat completions API, and vLLM's token-in token-out `/generate` in the form
-that Atropos sends and parses. Knows nothing of sockets, threads and models. Called by `policy_server.py`.
+that Atropos sends and parses. Every answer says which policy versions sampled it: `/generate` token by token, in `weight_versions`, the
+OpenAI API with the newest and the oldest, and with the tokens of prompt and answer. Knows nothing of sockets, threads and models. Called
+by `policy_server.py`.
 
 A field that would change what is sampled and is not supported is refused, never ignored.
 """
@@ -189,6 +191,7 @@ class PolicyApi:
                 "text": row.text,
                 "finish_reason": row.finish_reason,
                 "token_ids": row.token_ids,
+                "prompt_token_ids": row.prompt,
                 "logprobs": self._completion_logprobs(row),
             }
             for index, row in enumerate(reply.rows)
@@ -207,7 +210,7 @@ class PolicyApi:
             }
             for index, row in enumerate(reply.rows)
         ]
-        return self._response("chat.completion", choices, question, reply)
+        return self._response("chat.completion", choices, question, reply) | {"prompt_token_ids": question.prompts[0]}
 
     def generate_response(self, question: Question, reply: Reply) -> Json:
         """Return the body for `/generate`: per answer and token `[{token id: log-probability, ...}]`."""
@@ -218,6 +221,8 @@ class PolicyApi:
             "token_ids": [row.token_ids for row in reply.rows],
             "prompt_token_ids": list(question.prompts[0]),
             "weight_version": reply.version,
+            # One span each: weights change between two batches only.
+            "weight_versions": [[{"version": str(reply.version), "start": 0, "end": len(row.token_ids)}] for row in reply.rows],
         }
         if reply.prompt_logprobs:
             body["prompt_logprobs"] = reply.prompt_logprobs[0]
@@ -243,6 +248,7 @@ class PolicyApi:
                 "total_tokens": prompt_tokens + new_tokens,
             },
             "weight_version": reply.version,
+            "oldest_weight_version": reply.version,
         }
 
     def _completion_logprobs(self, row: Row) -> Json:

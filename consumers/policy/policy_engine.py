@@ -60,6 +60,8 @@ class EngineStats:
     rows_total: int
     tokens_total: int
     weights_loaded_total: int
+    refused_version: int | None = None  # the newest version, if it does not fit this model
+    last_error: str | None = None  # why
 
 
 @dataclass(eq=False)
@@ -136,8 +138,11 @@ class PolicyEngine:
 
     def stats(self) -> EngineStats:
         """Return the totals; never blocks."""
-        loaded = self._follower.loaded_total if self._follower is not None else 0
-        return EngineStats(self._batches, self._rows, self._tokens, loaded)
+        follower = self._follower
+        if follower is None:
+            return EngineStats(self._batches, self._rows, self._tokens, 0)
+        refused, why = follower.refused or (None, None)
+        return EngineStats(self._batches, self._rows, self._tokens, follower.loaded_total, refused, why)
 
     def start(self) -> None:
         """Start the thread. Never blocks."""

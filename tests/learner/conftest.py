@@ -10,10 +10,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 import pytest
@@ -97,6 +100,45 @@ class HandMadeBatch:
 
     def release(self) -> None:
         self.released += 1
+
+
+Answer = Callable[[str, str, dict[str, str], Any], tuple[int, Any]]  # method, path, query, body -> status, body
+
+
+@pytest.fixture
+def serving() -> Iterator[Callable[[Answer], str]]:
+    """Return a starter of servers of one's own: what it answers -> its address."""
+    with ExitStack() as stack:
+        yield lambda answer, port=0: stack.enter_context(served(answer, port))
+
+
+@contextmanager
+def served(answer: Answer, port: int = 0) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self) -> None:
+            where = urlsplit(self.path)
+            raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            assert not raw or self.headers["Content-Type"] == "application/json"
+            status, said = answer(self.command, where.path, dict(parse_qsl(where.query)), json.loads(raw) if raw else None)
+            body = said.encode() if isinstance(said, str) else json.dumps(said).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with suppress(ConnectionError):  # whoever asked may be killed meanwhile
+                self.wfile.write(body)
+
+        do_GET = do_POST = _answer
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.fixture

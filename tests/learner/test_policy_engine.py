@@ -21,9 +21,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import shmbridge
+from shmbridge.consumers.learner.publishing import first_version
 from shmbridge.consumers.policy.follow_weights import WeightsFollower, copy_into
 from shmbridge.consumers.policy.generation import PolicyModel, Row, Sampling
 from shmbridge.consumers.policy.policy_engine import EngineClosed, PolicyEngine, Question, Reply
+from shmbridge.weights import WeightsReader, WeightsWriter
 
 ROOT = Path(__file__).parents[2]
 END = 1
@@ -69,7 +71,7 @@ class HandFed:
         for array in tensors.values():
             array.setflags(write=False)
         dtypes = dict.fromkeys(tensors, "float32")
-        self.held = SimpleNamespace(version=version, tensors=tensors, dtypes=dtypes)
+        self.held = SimpleNamespace(version=version, tensors=tensors, dtypes=dtypes, changed_since=lambda _: frozenset(tensors))
 
 
 @pytest.fixture
@@ -240,8 +242,11 @@ async def test_weights_of_another_model_are_refused_whole_and_said_once(engine, 
     complaints = [record.getMessage() for record in caplog.records if "another model" in record.getMessage()]
     assert len(complaints) == 1
     assert "lm_head.weight (27, 64) here (28, 64)" in complaints[0]
+    assert engine.stats().refused_version == 5
+    assert "another model" in engine.stats().last_error
     weights.publish(6, other)
     assert (await ask(engine)).version == 6
+    assert (engine.stats().refused_version, engine.stats().last_error) == (None, None)
 
 
 def test_bfloat16_weights_arrive_and_gaps_are_named():
@@ -256,6 +261,63 @@ def test_bfloat16_weights_arrive_and_gaps_are_named():
         shmbridge.WeightsMismatch, match=r"missing: model\.norm\.weight; unknown: nobody\.knows"
     ):
         copy_into(target, bits, dict.fromkeys(bits, "bfloat16"))
+
+
+@pytest.mark.parametrize(("word", "kind"), [("float4_e2m1fn_x2", np.uint8), ("float128", np.longdouble)])
+def test_types_that_torch_does_not_convert_are_refused_before_anything_is_copied(word, kind):
+    target = torch.nn.Linear(2, 2)
+    before = target.bias.detach().clone()
+    arrays = {"bias": np.ones(2, np.float32), "weight": np.ones((2, 2), kind)}
+    with pytest.raises(shmbridge.WeightsMismatch, match=f"type that torch does not convert: weight {word}"):
+        copy_into(target, arrays, {"bias": "float32", "weight": word})
+    assert torch.equal(target.bias, before)
+
+
+def test_float8_weights_are_numbers_and_not_their_bits():
+    target = torch.nn.Linear(2, 2, bias=False)
+    numbers = torch.tensor([[0.5, 1.0], [-2.0, 448.0]])
+    copy_into(target, {"weight": numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy()}, {"weight": "float8_e4m3fn"})
+    assert torch.equal(target.weight, numbers)
+
+
+def test_what_did_not_change_is_not_copied_again(bridge):
+    target = torch.nn.Linear(2, 2)
+    with WeightsWriter(bridge) as writer:
+        follower = WeightsFollower(WeightsReader(bridge), target)
+        writer.publish(1, [("weight", torch.ones(2, 2)), ("bias", torch.ones(2))])
+        assert follower.refresh() == 1
+        with torch.no_grad():
+            target.weight.fill_(-1)  # as nobody but this test does: to see what is copied
+        writer.publish(2, [("bias", torch.full((2,), 2.0))], changed_only=True)
+        assert follower.refresh() == 2
+        assert (target.weight.unique().item(), target.bias.unique().item()) == (-1, 2)
+        writer.publish(3, [("bias", torch.full((2,), 3.0))], changed_only=True)
+        writer.publish(4, [("weight", torch.full((2, 2), 4.0))], changed_only=True)
+        assert follower.refresh() == 4
+        assert (target.weight.unique().item(), target.bias.unique().item()) == (4, 3)
+        follower.close()
+
+
+def test_the_version_after_a_dead_learner_of_another_model_is_loaded(bridge):
+    """It had replaced the segment and published nothing: the next learner's first version has another number, and is not passed over."""
+    target = torch.nn.Linear(2, 2)
+
+    def model(value: float) -> list:
+        return [("weight", torch.full((2, 2), value)), ("bias", torch.full((2,), value))]
+
+    with WeightsWriter(bridge) as writer:
+        follower = WeightsFollower(WeightsReader(bridge), target)
+        writer.publish(7, model(7))
+        assert follower.refresh() == 7
+    with WeightsWriter(bridge) as other, pytest.raises(ZeroDivisionError), other.fill(8, [("another", "float32", (4,))]):
+        raise ZeroDivisionError
+    assert follower.refresh() is None
+    with WeightsWriter(bridge) as writer:
+        writer.publish(first_version(None, -1, writer.last_version), model(9))
+        assert follower.refresh() == 8
+        assert target.weight.unique().item() == 9
+        assert follower.refresh() is None
+    follower.close()
 
 
 async def test_every_answer_comes_from_one_version_though_versions_come_mid_answer(

@@ -57,6 +57,7 @@ class Following:
 
     loaded_total = 0
     arriving: int | None = None
+    refused = None
 
     def refresh(self) -> int | None:
         version, self.arriving = self.arriving, None
@@ -117,6 +118,19 @@ async def test_generate_speaks_the_dialect_of_atropos(client, policy):
         assert [int(next(iter(entry[0]))) for entry in entries] == tokens
         expected = recomputed(policy.model, PROMPTS[0], tokens, 0.9)
         np.testing.assert_allclose([next(iter(entry[0].values())) for entry in entries], expected, atol=1e-4)
+
+
+async def test_every_answer_names_the_versions_that_sampled_it(client, follower):
+    """Batches are static: one version for all tokens of an answer, which each form says in its own way."""
+    follower.arriving = 9
+    asked = {"max_tokens": 4, "temperature": 0.9, "n": 2}
+    body = await (await client.post("/generate", json=asked | {"prompt": ">37", "logprobs": 0})).json()
+    assert body["weight_versions"] == [[{"version": "9", "start": 0, "end": len(tokens)}] for tokens in body["token_ids"]]
+    text = await (await client.post("/v1/completions", json=asked | {"prompt": [">37", ">3"]})).json()
+    chat = await (await client.post("/v1/chat/completions", json=asked | {"messages": [{"role": "user", "content": ">37"}]})).json()
+    assert [(each["oldest_weight_version"], each["weight_version"]) for each in (text, chat)] == [(9, 9)] * 2
+    assert [choice["prompt_token_ids"] for choice in text["choices"]] == [[25, 9, 13]] * 2 + [[25, 9]] * 2
+    assert chat["prompt_token_ids"] == PROMPTS[0]
 
 
 async def test_completions_take_all_four_forms_of_a_prompt(client):

@@ -121,3 +121,13 @@ def test_half_a_torchrun(refused, monkeypatch):
     assert "WORLD_SIZE is 2, and there is no RANK, MASTER_ADDR, MASTER_PORT" in refused()
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert "WORLD_SIZE=two is no whole number" in refused()
+
+
+@pytest.mark.parametrize("flags", [("--pause", "wait"), ("--engine-patience", "5")])
+def test_flags_of_engines_without_one(refused, flags):
+    assert flags[0] + " does nothing without --engine" in refused(*flags)
+
+
+def test_engines_without_weights(refused):
+    said = refused("--engine", "http://127.0.0.1:9", "--no-weights")
+    assert "--engine takes weights, and --no-weights writes none -> leave one of them out" in said

@@ -1,0 +1,90 @@
+"""Questions to a server over HTTP, in JSON both ways, with errors that name the server and the question.
+
+Knows nothing of engines, and no proxy: servers are on this machine. Any thread.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from shmbridge.consumers.engines.engine import EngineFailed, NoAnswer
+
+_SAID = 300  # characters of a refusal that people get to see
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Refused(EngineFailed):
+    """The server answered with a status that is no success."""
+
+    def __init__(self, message: str, status: int, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+
+    @property
+    def no_route(self) -> bool:
+        """Whether that says what kind of server it is not; any other status says that it is in trouble, or whose it is."""
+        return self.status in (404, 405)
+
+
+def ask(url: str, path: str, body: object = None, *, timeout_s: float, method: str = "POST", **query: str) -> Any:
+    """Return what the server answers: parsed JSON, or None where it says nothing that is.
+
+    Blocks, at most `timeout_s` seconds for each part of the answer.
+
+    Raises:
+        Refused: a status that is no success. NoAnswer: somebody listens. EngineFailed: nobody does, `reached` is False.
+    """
+    whole = url + path + ("?" + urllib.parse.urlencode(query) if query else "")
+    data = None if body is None else json.dumps(body).encode()
+    headers = {} if data is None else {"Content-Type": "application/json"}
+    request = urllib.request.Request(whole, data if data is not None or method == "GET" else b"", headers, method=method)
+    try:
+        with _DIRECT.open(request, timeout=timeout_s) as response:
+            said = response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            words = error.read().decode(errors="replace")
+        raise Refused(f"{url}: {path} answered {error.code}: {_short(words)}", error.code) from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):
+            raise NoAnswer(f"{url}: no answer to {path} in {timeout_s:.0f} s", hint="see its log") from None
+        hint = "is the engine running?"
+        if isinstance(reason, (ConnectionRefusedError, FileNotFoundError)):
+            raise EngineFailed(f"{url}: nobody listens there", hint=hint, reached=False) from None
+        raise NoAnswer(f"{url}: {path}: {type(reason).__name__}: {reason}", hint=hint) from None
+    try:
+        return json.loads(said) if said else None
+    except ValueError:
+        return None
+
+
+def answer_of(url: str, path: str, *, timeout_s: float) -> dict[str, Any]:
+    """Return the object that the server answers a GET with; an empty one where it has no such route, or says something else.
+
+    Blocks as `ask`. Raises EngineFailed: no answer, or an error of the server's own.
+    """
+    try:
+        said = ask(url, path, timeout_s=timeout_s, method="GET")
+    except Refused as refused:
+        if not refused.no_route:
+            raise
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _short(words: str) -> str:
+    """The part of a refusal that says why: the message in a JSON body, or the body."""
+    try:
+        said = json.loads(words)
+    except ValueError:
+        said = words
+    for key in ("error", "message", "detail"):
+        said = said.get(key, said) if isinstance(said, dict) else said
+    text = " ".join((said if isinstance(said, str) else json.dumps(said)).split())
+    return text[:_SAID] or "nothing"

@@ -1,0 +1,164 @@
+"""`POST /generate` as Atropos' server class for vLLM asks it, token ids in and out, answered by an engine in this process.
+
+The form is that of the vLLM server in Atropos' example trainer, plus which policy version sampled which token. Knows nothing of bridges and
+of sockets; vLLM is imported where it is called. A field that is not known is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from shmbridge.consumers.vllm.asgi import Json
+
+_UNKNOWN = {"version": "unknown"}
+_LOWEST = -9999.0  # JSON has no minus infinity; vLLM's own answers say this instead
+
+
+class BadRequest(ValueError):
+    """The request cannot be answered as it stands; the text says why."""
+
+
+class PromptTokens(msgspec.Struct, forbid_unknown_fields=True):
+    """A prompt in token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The body: a prompt, and fields of vLLM's SamplingParams, for which null means the default."""
+
+    prompt: str | PromptTokens
+    model: str | None = None
+    stream: bool | None = None
+
+    n: Count | None = None
+    max_tokens: Count | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[int, float] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    detokenize: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def sampling(self) -> Json:
+        """The fields that are SamplingParams', as far as they are given."""
+        given = msgspec.structs.asdict(self)
+        return {name: value for name, value in given.items() if value is not None and name not in ("prompt", "model", "stream")}
+
+
+def question(raw: bytes, models: Collection[str]) -> Question:
+    """Return what a body asks.
+
+    Args:
+        raw: JSON.
+        models: names under which the engine's model is served.
+
+    Raises:
+        BadRequest: it is no such JSON, has a field that is not known, or asks for another model or a stream.
+    """
+    try:
+        asked = msgspec.json.decode(raw, type=Question)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadRequest(str(error)) from error
+    if asked.stream:
+        raise BadRequest("stream = true is not supported: an answer is sent whole, with the versions of its tokens")
+    if asked.model is not None and asked.model not in models:
+        raise BadRequest(f"model {asked.model!r} is not served here; served are {', '.join(sorted(models))}")
+    return asked
+
+
+async def generate(client: Any, asked: Question) -> Json:
+    """Return the answer of vLLM's AsyncLLM to a question. Awaits the last token; cancelling it aborts the request in the engine.
+
+    Raises:
+        BadRequest: the engine refuses the question.
+    """
+    from vllm.exceptions import VLLMClientError
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    final: Any = None
+    try:
+        params = SamplingParams(**asked.sampling(), output_kind=RequestOutputKind.FINAL_ONLY)
+        async with aclosing(client.generate(_prompt(asked), params, uuid.uuid4().hex)) as outputs:
+            async for output in outputs:
+                final = output
+    except (VLLMClientError, ValueError, TypeError) as error:
+        raise BadRequest(str(error)) from error
+    except Exception as error:  # the engine wraps what its checks of the prompt raise
+        if isinstance(error.__cause__, (ValueError, TypeError)):
+            raise BadRequest(str(error.__cause__)) from error
+        raise
+    assert final is not None  # a request ends with an output, or raises
+    return answer(final, client.tokenizer)
+
+
+def _prompt(asked: Question) -> str | dict[str, list[int]]:
+    return asked.prompt if isinstance(asked.prompt, str) else {"prompt_token_ids": asked.prompt.prompt_token_ids}
+
+
+def answer(final: Any, tokenizer: Any) -> Json:
+    """Return the body for a RequestOutput that is finished.
+
+    `logprobs` is, per answer and token, `[{token id: log-probability}]`, the token that was sampled first. `weight_versions` is, per
+    answer, the spans `[start, end)` of its tokens and the version that sampled them; null where the engine does not say.
+    """
+    outputs = final.outputs
+    prompt_tokens = list(final.prompt_token_ids or ())
+    prompt = final.prompt
+    if prompt is None and tokenizer is not None:
+        prompt = tokenizer.decode(prompt_tokens)
+    spans = [_spans(output.weight_versions) for output in outputs]
+    body: Json = {
+        "text": [output.text for output in outputs],
+        "prompt": prompt,
+        "finish_reasons": [output.finish_reason for output in outputs],
+        "prompt_token_ids": prompt_tokens,
+        "token_ids": [list(output.token_ids) for output in outputs],
+        "weight_versions": spans,
+        "weight_version": newest(spans),
+    }
+    if all(output.logprobs is not None for output in outputs):
+        body["logprobs"] = [[[_plain(entry)] for entry in output.logprobs] for output in outputs]
+    if final.prompt_logprobs is not None:
+        body["prompt_logprobs"] = [None if entry is None else _plain(entry) for entry in final.prompt_logprobs]
+    return body
+
+
+def _plain(entry: Mapping[int, Any]) -> dict[int, float]:
+    return {token: max(chance.logprob, _LOWEST) for token, chance in entry.items()}
+
+
+def _spans(versions: Sequence[Any] | None) -> list[Json] | None:
+    if versions is None:
+        return None
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in versions]
+
+
+def newest(answers: Iterable[list[Json] | None]) -> int | None:
+    """Return the newest version of all spans; None if any of them is unknown, or there is none."""
+    labels = [span["version"] for spans in answers for span in ([_UNKNOWN] if spans is None else spans)]
+    return max(map(int, labels), default=None) if all(label.isdecimal() for label in labels) else None

@@ -1,0 +1,91 @@
+"""The steps of an update, as vLLM's AsyncLLM is asked for them: pause, load a version, forget what was computed with another, resume.
+
+Knows nothing of when and why. Called by `follow.py`; vLLM is imported where it is called.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from shmbridge.consumers.engines.engine import UNKNOWN, EngineFailed, doubt, doubt_hint
+from shmbridge.consumers.vllm.follow_settings import FollowSettings
+
+logger = logging.getLogger("vllm.shmbridge")
+
+
+class LiveEngine:
+    """What a follower does to an engine.
+
+    Args:
+        client: vLLM's AsyncLLM, whose workers have the weight-transfer backend `shmbridge`.
+        settings: how it is paused, and which bridge the workers read.
+        engines: how many data-parallel engines the client asks; each loads for itself.
+    """
+
+    def __init__(self, client: Any, settings: FollowSettings, engines: int = 1) -> None:
+        self._client = client
+        self._settings = settings
+        self._engines = engines
+        self._in_doubt = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine can still be asked for anything."""
+        return not self._client.errored
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether nobody can say which version it has: the last load failed in the middle, or not in all data-parallel engines perhaps."""
+        return self._in_doubt
+
+    async def is_paused(self) -> bool:
+        """Whether somebody has paused it."""
+        return bool(await self._client.is_paused())
+
+    async def pause(self) -> None:
+        """Let nothing be generated from here on; awaits what the pause mode says of requests in flight."""
+        await self._client.pause_generation(mode=self._settings.pause, clear_cache=False)
+
+    async def resume(self) -> None:
+        """Go on generating, also with what was kept."""
+        await self._client.resume_generation()
+
+    async def load(self, version: int) -> None:
+        """Have all workers take a version, whole or not at all. The engine is paused.
+
+        Of several data-parallel engines one may take it and another not, and an accelerator cannot undo what it began: samples are then
+        stamped with no version, until one is loaded.
+
+        Raises:
+            EngineFailed: what a worker said, and nobody can say which weights it has. Exception: it has those that it had.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        client = self._client
+        try:
+            await client.start_weight_update()
+        except Exception:  # an update that somebody began and did not end; one of this backend has nothing to lose
+            await client.finish_weight_update()
+            await client.start_weight_update()
+        request = WeightTransferUpdateRequest(update_info={"bridge": self._settings.bridge, "version": version})
+        try:
+            await client.update_weights(request)
+        except Exception as error:
+            if not (why := doubt(error, self._engines)):
+                raise
+            self._in_doubt = True
+            await client.update_weight_version(UNKNOWN)  # each engine does that after its load, however it ended
+            raise EngineFailed(str(error), hint=doubt_hint(why)) from error
+        await client.finish_weight_update(str(version))
+        self._in_doubt = False
+
+    async def empty_caches(self) -> None:
+        """Forget what was computed with other weights. The engine is paused."""
+        client, settings = self._client, self._settings
+        recompute = settings.pause == "keep" and settings.recompute
+        emptied = await client.reset_prefix_cache(reset_running_requests=recompute, reset_connector=True)
+        if not emptied:
+            logger.warning("requests in flight hold the prefix cache: it keeps entries of earlier versions (recompute is %s)", recompute)
+        if client.model_config.is_multimodal_model:
+            await client.reset_encoder_cache()

@@ -1,0 +1,251 @@
+"""Puts tensors into one worker's model by vLLM's layerwise reload, in two steps: everything is looked at, then everything is loaded.
+
+Knows vLLM's reload and weight loaders; nothing of segments, versions and other workers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from shmbridge.consumers.published_tensors import as_tensor
+from shmbridge.consumers.vllm.experts import packed_anew
+from shmbridge.consumers.vllm.release import (
+    LinearBase,
+    RoutedExperts,
+    VocabParallelEmbedding,
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    layerwise,
+    layerwise_groups,
+)
+from shmbridge.consumers.vllm.staging import Staging
+from shmbridge.errors import ShmBridgeError, WeightsMismatch
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_OTHER_MODEL = "serve the model that the learner trains"
+_NOISY = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.model_executor.models.utils")
+
+
+class WeightsNotLoaded(ShmBridgeError, RuntimeError):
+    """vLLM failed in the middle of loading weights that fit; the message names the layer."""
+
+    code = "SB506"
+
+
+class Lease(Protocol):
+    """What is used of a weights lease."""
+
+    tensors: Any
+    dtypes: Any
+
+
+def as_tensors(lease: Lease, names: Collection[str]) -> list[tuple[str, Tensor]]:
+    """Views of some of a lease's tensors, in the table's order. Valid, and to be read only, while the lease lasts."""
+    return [(name, as_tensor(array, lease.dtypes[name])) for name, array in lease.tensors.items() if name in names]
+
+
+def with_their_layers(changed: frozenset[str], names: Sequence[str]) -> frozenset[str]:
+    """The names that must be loaded for some to change: whole decoder layers, since vLLM fuses tensors of one layer, as q, k and v."""
+    return frozenset(name for group in layerwise_groups(list(names)) if not changed.isdisjoint(group) for name in group)
+
+
+class ModelWeights:
+    """One worker's model, ready to take new weights: `stage`, `commit`, `keep`; at any time instead `put_back`. For one thread.
+
+    vLLM's reload processes a layer as soon as its last number is there; here all layers wait until every tensor is known to fit, so that
+    weights of another model change nothing.
+    """
+
+    def __init__(self, model: Module, vllm_config: Any) -> None:
+        self._model = model
+        self._load_weights: Any = model.load_weights
+        self._vllm_config = vllm_config
+        self._model_config = vllm_config.model_config
+        self._waiting: dict[Module, Any] = {}
+        self._before: list[_Before] = []
+        self._staging = Staging()
+        self._plain = self._model_config.quantization is None
+
+    def stage(self, weights: Iterable[tuple[str, Tensor]], *, whole: bool) -> None:
+        """Find each tensor's place in the model. Blocks, copies nothing; the model must not run until `commit` or `put_back`.
+
+        Args:
+            weights: (name, tensor) by checkpoint name; read by `commit`.
+            whole: all of the model's parameters must come; else any, whole layers of them.
+
+        Raises:
+            WeightsMismatch: a tensor does not fit, or one is missing, and is named; `put_back` is to follow.
+        """
+        expected = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()} if whole else set()  # LoRA's wrapper
+        came: list[tuple[str, Tensor]] = []
+
+        def told() -> Iterator[tuple[str, Tensor]]:
+            for each in weights:
+                came.append(each)
+                yield each
+
+        initialize_layerwise_reload(self._model)
+        try:
+            with _quiet(), _processing_deferred() as self._waiting:
+                loaded: set[str] | None = self._load_weights(told())
+        except Exception as wrong:
+            last = _described(*came[-1]) if came else "no tensor"
+            raise WeightsMismatch(f"{last} does not fit: {_reason(wrong)}", hint=_OTHER_MODEL) from wrong
+        if self._plain:
+            self._require_whole_layers({tensor.data_ptr(): name for name, tensor in came})
+            if loaded is not None and (missing := sorted(expected - loaded)):
+                others = f" and for {len(missing) - 1} more" if len(missing) > 1 else ""
+                raise WeightsMismatch(f"no tensor came for the model's {missing[0]!r}{others}", hint=_OTHER_MODEL)
+
+    def _require_whole_layers(self, names: dict[int, str]) -> None:
+        """Weight loaders of linear layers and experts narrow what is given or what is filled without a word: sums are looked at here."""
+        parallel = self._vllm_config.parallel_config
+        for name, layer in self._model.named_modules():
+            info = layerwise.get_layerwise_info(layer)
+            if not isinstance(layer, (LinearBase, RoutedExperts)) or not info.loaded_weights:
+                continue
+            # Experts may be dealt out to the workers of all engines, each of which is given all of them.
+            ranks = parallel.tensor_parallel_size * (parallel.data_parallel_size if isinstance(layer, RoutedExperts) else 1)
+            given = [_given(arguments) for _, arguments in info.loaded_weights]
+            numbers = sum(tensor.numel() for tensor in given)
+            if info.load_numel < info.load_numel_total or not info.load_numel <= numbers <= info.load_numel * ranks:
+                told = ", ".join(_described(names.get(tensor.data_ptr(), "?"), tensor) for tensor in given)
+                raise WeightsMismatch(
+                    f"the model's {name!r} takes {info.load_numel_total} numbers on each of {ranks} workers, and was given {told}",
+                    hint=_OTHER_MODEL,
+                )
+
+    def commit(self) -> None:
+        """Copy what was staged into the model and have vLLM process it. Blocks for the copy; `keep` or `put_back` is to follow.
+
+        Raises:
+            WeightsNotLoaded: vLLM could not process a layer, which is named.
+        """
+        name = "?"
+        names = {layer: name for name, layer in self._model.named_modules()}
+        try:
+            for layer, info in self._waiting.items():
+                name = names[layer]
+                self._before.append(_Before(layer, info.kernel_tensors))
+                self._staging.lend(layer, info)
+                with packed_anew(layer, info):
+                    layerwise._layerwise_process(layer, info)
+            self._finalize()
+            self._repack_shared()
+        except Exception as wrong:
+            raise WeightsNotLoaded(
+                f"the model's {name!r} could not take its new weights: {_reason(wrong)}", hint="is there memory for one more layer?"
+            ) from wrong
+
+    def keep(self) -> None:
+        """Let go of what the model was before the last `commit`. Never blocks; idempotent."""
+        self._before = []
+
+    def put_back(self) -> bool:
+        """Undo what `stage` and `commit` did, in full or in part; return whether the model is what it was before. Blocks; idempotent.
+
+        On an accelerator, which has no memory for a second model, layers that were processed stay new.
+        """
+        for layer in self._model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                info.load_numel, info.loaded_weights = 0, []
+        self._finalize()
+        for each in reversed(self._before):
+            each.put_back()
+        if self._before:
+            self._repack_shared()
+        undone = all(each.is_whole for each in self._before)
+        self._before = []
+        return undone
+
+    def _finalize(self) -> None:
+        self._waiting = {}
+        with _quiet():
+            finalize_layerwise_reload(self._model, self._model_config)
+
+    def _repack_shared(self) -> None:
+        """vLLM's CPU build computes with a packed copy; its reload repacks the layer that was loaded, not one that is tied to it."""
+        owners: dict[int, Module] = {}
+        layer: Any
+        for layer in self._model.modules():
+            weight = layer._parameters.get("weight")
+            if weight is not None and owners.setdefault(id(weight), layer) is not layer and hasattr(layer, "cpu_linear"):
+                layer.quant_method.process_weights_after_loading(layer)
+
+
+class _Before:
+    """What one layer on a CPU was before it was processed; on an accelerator, where there is no memory for it, only which layer."""
+
+    def __init__(self, layer: Module, kernel_tensors: Any) -> None:
+        self.layer = layer
+        self._attributes = {name: each for name, each in vars(layer).items() if name not in _REGISTRIES}
+        tensors = [each for group in kernel_tensors for each in group.values()]
+        self._values = [(each, _set_aside(each, layer)) for each in tensors if each.device.type == "cpu"]
+        self.is_whole = len(self._values) == len(tensors)
+
+    def put_back(self) -> None:
+        for tensor, old in self._values:
+            if isinstance(self.layer, VocabParallelEmbedding):
+                tensor.data = old
+            else:
+                tensor.data.copy_(old)
+        vars(self.layer).update(self._attributes)
+
+
+def _set_aside(tensor: Tensor, layer: Module) -> Tensor:
+    """The values of a tensor that vLLM is about to overwrite. Of an embedding, which is large, the memory itself: vLLM is given other."""
+    old = tensor.data
+    if not isinstance(layer, VocabParallelEmbedding):
+        return old.clone()
+    tensor.data = torch.empty_like(old)
+    return old
+
+
+def _given(arguments: Any) -> Tensor:
+    """The tensor that a weight loader was called with."""
+    return next(each for name, each in arguments.arguments.items() if name != "param" and isinstance(each, Tensor))
+
+
+def _described(name: str, tensor: Tensor) -> str:
+    return f"tensor {name!r} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _reason(wrong: Exception) -> str:
+    return str(wrong).split(". ")[0][:200] or "its shape is not what the model has"
+
+
+@contextmanager
+def _processing_deferred() -> Iterator[dict[Module, Any]]:
+    """Inside, vLLM's reload processes no layer; afterwards, those it would have processed."""
+    waiting: dict[Module, Any] = {}
+    process = layerwise._layerwise_process
+    layerwise._layerwise_process = waiting.__setitem__
+    try:
+        yield waiting
+    finally:
+        layerwise._layerwise_process = process
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """vLLM warns of each layer that gets nothing and of each dtype that is converted: both are meant here."""
+    loggers = [logging.getLogger(name) for name in _NOISY]
+    for each in loggers:
+        each.addFilter(_of_errors)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(_of_errors)
+
+
+def _of_errors(line: logging.LogRecord) -> bool:
+    return line.levelno >= logging.ERROR

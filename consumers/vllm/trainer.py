@@ -1,0 +1,79 @@
+"""The learner's half of the backend, for vLLM's own trainer interface: a version goes into the segment, then vLLM is told its number.
+
+Needs vLLM where the learner runs; a learner without it uses `shmbridge.consumers.weight_sync`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+
+from shmbridge.consumers.vllm.plugin import BACKEND
+from shmbridge.weights import WeightsWriter
+
+
+@dataclass
+class ShmBridgeTrainerInitInfo(TrainerInitInfo):
+    """Which bridge carries the weights.
+
+    Args:
+        bridge: its name.
+        rank: this trainer process; rank 0 writes, the others only take part in gathering.
+    """
+
+    backend: ClassVar[str] = BACKEND
+    bridge: str
+
+
+class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridgeTrainerInitInfo]):
+    """Writes versions and has vLLM take them. `trainer_init` makes one, on every rank of the trainer; for one thread."""
+
+    init_info_cls = ShmBridgeTrainerInitInfo
+
+    def __init__(self, *, client: Any, source: Any, writer: WeightsWriter | None) -> None:
+        super().__init__(client=client, source=source, is_sender=writer is not None)
+        self._writer = writer
+
+    @classmethod
+    def trainer_init(cls, init_info: ShmBridgeTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
+        """Open the bridge for writing and have the workers open it for reading. Blocks for the call to vLLM.
+
+        Args:
+            init_info: the bridge, and this process's rank.
+            client: how vLLM is called, for example vLLM's HTTPVLLMWeightSyncClient.
+            source: a vLLM WeightSource of (name, tensor), iterated anew for each version on every rank.
+
+        Raises:
+            ValueError: there is no source.
+            ConsumerTaken: the bridge's weights have a living writer.
+        """
+        if source is None:
+            raise ValueError("weights are sent from a source, such as vLLM's ModuleSource(model): none was given")
+        made = cls(client=client, source=source, writer=WeightsWriter(init_info.bridge) if init_info.is_sender else None)
+        if made.is_sender:
+            client.init_weight_transfer_engine({"bridge": init_info.bridge})
+        return made
+
+    def send_weights(self, version: int | None = None) -> None:
+        """Write one version and have vLLM load it. Blocks for both; call it on every rank.
+
+        Args:
+            version: policy version, above the segment's newest; None: the next number.
+        """
+        if self._writer is None:
+            for _ in self.source:
+                pass  # gathering is a collective: each rank takes part
+            return
+        if version is None:
+            version = (self._writer.last_version or 0) + 1
+        self._writer.publish(version, self.source)
+        self.client.start_weight_update()
+        self.client.update_weights({"bridge": self._writer.bridge, "version": version})
+        self.client.finish_weight_update(str(version))
+
+    def shutdown(self) -> None:
+        """Leave the bridge; the last version stays in the segment. Idempotent."""
+        if self._writer is not None:
+            self._writer.close()
