@@ -4,10 +4,12 @@
 
 The script runs as `python path/to/env.py serve ...` would; `BaseEnv`'s traffic with the rollout server takes
 the bridge instead: scored groups go into a lane, registration and status over the control plane. All else in
-BaseEnv (filters, throttling, evaluation, checkpoints, when to end) is untouched.
+BaseEnv (filters, throttling, evaluation, checkpoints, when to end) is untouched. What inference servers say of the policy versions that
+sampled their answers is heard on the way, and stands in the records.
 
 Here is the way in for a program that makes its environments itself, `attach`; the command line is __main__.py. What is replaced in
-BaseEnv is attachments.py's, how one environment speaks to the bridge link.py's, where its groups go lane.py's.
+BaseEnv is attachments.py's, how one environment speaks to the bridge link.py's, where its groups go lane.py's; listening.py hears answers,
+and stamps.py finds them in groups.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, ref
 from shmbridge.producers.atropos import traps
 from shmbridge.producers.atropos.lane import LinkOptions
 from shmbridge.producers.atropos.link import EnvLink
+from shmbridge.producers.atropos.listening import listening, put_on_hooks
 from shmbridge.producers.atropos.session import RolloutSession
 
 log = logging.getLogger(__name__)
@@ -175,6 +176,7 @@ class Attachments:
         if not self._in_use:
             session = _session(self._base.aiohttp.ClientSession)
             self._base_changes.replace(self._base, "aiohttp", SimpleNamespace(ClientSession=session))
+            put_on_hooks(self._base_changes)
 
     def _leave_sessions(self) -> None:
         if not self._in_use:
@@ -339,7 +341,8 @@ def _stamped(link: EnvLink, handle_env: _Method) -> _Method:
     async def handle(*args: Any, **kwargs: Any) -> Any:
         with await link.ticket():
             link.generation_begins()
-            return await handle_env(*args, **kwargs)
+            with listening():
+                return await handle_env(*args, **kwargs)
 
     return handle
 

@@ -27,23 +27,25 @@ class Carried:
     left_out: tuple[str, ...] = ()
 
 
-def carried(group: Mapping[str, Any], step_rewards: bool = False) -> Carried:
+def carried(group: Mapping[str, Any], step_rewards: bool = False, token_versions: Any = None) -> Carried:
     """Sorts the keys of a group; never raises, never changes it.
 
     Upstream drops every key but its fourteen. Here they go into `extra` under their own names, also where a column of ours is called the
     same: what an environment means by `temperature` or `rewards` is its own affair. One that has no JSON is left out, as upstream would.
-    With `step_rewards`, the columns step_rewards and step_ends are filled where the group says them.
+    With `step_rewards`, the columns step_rewards and step_ends are filled where the group says them. `token_versions`, in a form that a
+    lane takes, is a column; where they are the group's own, they are in `extra`, too, and come back with its other keys.
     """
+    versions = {} if token_versions is None else {"token_versions": token_versions}
     if WIRE.issuperset(group) and not step_rewards:
-        return Carried(dict(group))
+        return Carried({**group, **versions})
     wire = {key: value for key, value in group.items() if key in WIRE}
     steps = _steps(group) if step_rewards else {}
     others = {key: value for key, value in group.items() if key not in WIRE and key not in steps}
     extra = {key: value for key, value in others.items() if isinstance(key, str) and _has_json(value)}
-    left_out = [str(key) for key in others if key not in extra]
+    left_out = [str(key) for key in others if key not in extra and key not in versions]
     if step_rewards and "step_ends" not in steps and ("step_rewards" in steps or _speaks_of_steps(group)):
         left_out.append("step_ends" if "step_rewards" in steps else "step_rewards")
-    return Carried({**wire, **steps, **({"extra": extra} if extra else {})}, tuple(left_out))
+    return Carried({**wire, **steps, **versions, **({"extra": extra} if extra else {})}, tuple(left_out))
 
 
 def _has_json(value: Any) -> bool:

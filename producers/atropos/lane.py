@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 from shmbridge import Producer, ShmBridgeError
 from shmbridge.errors import BridgeDraining, Closed, LaneFull, LaneQuarantined
 from shmbridge.producers.atropos.fields import carried
+from shmbridge.producers.atropos.stamps import Stamp
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class EnvLane:
         self.unsent = 0
         self.not_delivered: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
+        self.unclear: Counter[str] = Counter()
+        self._stamped = self._unstamped = 0
         self.fatal: GroupsRefused | None = None
 
     def _open(self) -> Producer:
@@ -107,19 +110,19 @@ class EnvLane:
 
     # --- groups -------------------------------------------------------------------------------------------
 
-    async def send(self, groups: Sequence[dict[str, Any]], versions: tuple[int, int]) -> None:
+    async def send(self, groups: Sequence[dict[str, Any]], stamps: Sequence[Stamp]) -> None:
         """Put groups into the lane, in order; returns once each is committed or counted, and goes on if the awaiting task is cancelled."""
         self.unsent += len(groups)
-        task = asyncio.create_task(self._put_all(groups, versions))
+        task = asyncio.create_task(self._put_all(groups, stamps))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
         await asyncio.shield(task)
 
-    async def _put_all(self, groups: Sequence[dict[str, Any]], versions: tuple[int, int]) -> None:
+    async def _put_all(self, groups: Sequence[dict[str, Any]], stamps: Sequence[Stamp]) -> None:
         left = len(groups)
         try:
-            for group in groups:
-                await self._put_or_count(group, versions)
+            for group, stamp in zip(groups, stamps, strict=True):
+                await self._put_or_count(group, stamp)
                 left -= 1
                 self.unsent -= 1
         finally:
@@ -127,17 +130,18 @@ class EnvLane:
                 self.unsent -= left
                 self.not_delivered[_LOOP_ENDED] += left
 
-    async def _put_or_count(self, group: dict[str, Any], versions: tuple[int, int]) -> None:
+    async def _put_or_count(self, group: dict[str, Any], stamp: Stamp) -> None:
         try:
-            await self._put(group, versions)
+            await self._put(group, stamp)
         except ShmBridgeError as refused:
             kind = f"{type(refused).__name__} {getattr(refused, 'column', '')}"
             self._refuse(kind, str(refused), passing=isinstance(refused, _PASSING))
         except Exception as fault:  # a worker may be gone already: nobody else would hear of it
             self._refuse(type(fault).__name__, repr(fault))
 
-    async def _put(self, group: dict[str, Any], versions: tuple[int, int]) -> None:
-        took = carried(group, self._options.step_rewards)
+    async def _put(self, group: dict[str, Any], stamp: Stamp) -> None:
+        took = carried(group, self._options.step_rewards, stamp.column)
+        versions = stamp.oldest, stamp.newest
         while True:
             if not self.is_there:
                 async with self._returned:
@@ -158,8 +162,18 @@ class EnvLane:
             return
         self._committed += 1
         self._last_refusal, self._in_a_row = "", 0
+        self._count_stamp(stamp)
         for name in took.left_out:
             self._count(name, f"groups are delivered without {name!r}, which cannot be carried", self.left_out)
+
+    def _count_stamp(self, stamp: Stamp) -> None:
+        if stamp.column is None:
+            self._unstamped += 1
+        else:
+            self._stamped += 1
+        for kind, count in stamp.unclear.items():
+            self._count(kind, f"some tokens go without their version, further cases are only counted: {kind}", self.unclear)
+            self.unclear[kind] += count - 1
 
     def _refuse(self, kind: str, details: str = "", *, passing: bool = False) -> None:
         """Count a group that is not in the lane; many in a row for the same reason are the environment's end."""
@@ -248,6 +262,9 @@ class EnvLane:
     def _report(self) -> None:
         lost = ", ".join(f"{count} {kind}" for kind, count in self.not_delivered.items() if count)
         without = "".join(f"; without {name!r}: {count}" for name, count in self.left_out.items())
+        if self._stamped:
+            without += f"; with versions of tokens: {self._stamped}, without: {self._unstamped}"
+        without += "".join(f"; {kind}: {count}" for kind, count in self.unclear.items())
         log.info(
             "environment %s ends: %d groups delivered, not delivered: %s%s", self._env_name, self.records_total, lost or "none", without
         )

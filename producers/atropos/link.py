@@ -24,6 +24,8 @@ from shmbridge.control import AsyncControlClient
 from shmbridge.errors import NoConsumer
 from shmbridge.messages import Goodbye, Register, Registered, RunInfo, RunInfoRequest, Status, StatusRequest
 from shmbridge.producers.atropos.lane import EnvLane, LinkOptions
+from shmbridge.producers.atropos.listening import heard
+from shmbridge.producers.atropos.stamps import stamp
 
 log = logging.getLogger(__name__)
 
@@ -236,19 +238,12 @@ class EnvLink:
     async def send(self, groups: Sequence[dict[str, Any]]) -> None:
         """Put groups into the lane, in order; returns once each is committed or counted.
 
-        They go there also if the awaiting worker is cancelled, which Atropos does to a worker at any moment.
-        """
-        await self._lane.send(groups, self._versions())
-
-    def _versions(self) -> tuple[int, int]:
-        """The oldest and the newest policy that can have sampled a token: when generation began, and now.
-
-        An environment does not say which of its tokens came when, so these are bounds; staleness goes by the
-        oldest. A learner that went back to a checkpoint has made the newest the smaller number.
+        They go there also if the awaiting worker is cancelled, which Atropos does to a worker at any moment. Their versions are
+        those that the worker's inference servers named; where these named none, the one when it began and the one now.
         """
         now = self._lane.policy_version
-        began = _began_at.get(now)
-        return min(began, now), max(began, now)
+        began, ledger = _began_at.get(now), heard()
+        await self._lane.send(groups, [stamp(group, ledger, began, now) for group in groups])
 
     # --- the end ------------------------------------------------------------------------------------------
 

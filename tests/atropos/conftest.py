@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).parent))  # for stamped_rows
 ENVS = Path(__file__).parent / "envs"
 
 
