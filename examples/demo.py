@@ -1,6 +1,7 @@
 """A language model learns two skills from random weights, on two CPU cores, in minutes: shmbridge at work.
 
     python examples/demo.py             watch it; kill -9 whomever you like; Ctrl-C ends it without a trace
+    python examples/demo.py --engine vllm --engine-python .venvs/vllm/bin/python
 
 What runs: two Atropos environments, unedited, each writing groups of rollouts into its lane; a GRPO learner
 that takes them in place and writes new weights into the bridge; a policy server that samples with the newest
@@ -20,11 +21,13 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import demo_engine
 import demo_report
-from demo_children import Child, stop
+from demo_children import Child, adopt_orphans, end_orphans, stop
 from demo_sweeper import Swept, sweep
 from demo_terminal import Screen, Stopping
 
@@ -34,7 +37,6 @@ HERE = Path(__file__).parent
 OWN_ENVS = [HERE / "larger_digit_env.py", HERE / "echo_letters_env.py"]
 
 WANTED_GAIN = 0.3
-STALLED_S = 120.0  # without a step
 MAX_RESTARTS = 20  # of one child; more is a crash loop, not a visitor with `kill -9`
 
 # One thread each: five processes share two cores. No logging services; no downloads unless a model is named.
@@ -59,30 +61,35 @@ class Demo:
         self.envs: list[Child] = []
         self.others: list[Child] = []
         self.progress = demo_report.Progress(demo_report.JsonLines(self.folder / "metrics.jsonl"))
+        self.sweeper_pid = 0
+        self.patience_s = demo_engine.NEEDS_S[options.engine]
         self.began = time.monotonic()
 
     # --- what runs ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Build a model if none is given, start all children. Blocks until the policy server answers."""
+        """Build a model if none is given, start all children. Blocks until the inference server answers."""
         if not self.options.model:
             self._build_model()
         if self.stopping.asked:
             return
         port = _free_port()
-        server = self._module(
-            "policy_server", "consumers.policy_server", "--model", self.model, "--port", port
-        )
+        server = demo_engine.server(self.options, self.bridge, self.model, port, self.folder)
         self.learner = self._module("learner", "consumers.grpo", *self._learner_flags())
         self.others = [self.learner, server]
         self.envs = [self._env(script, port, index) for index, script in enumerate(self.options.env)]
-        for child in self._children():
+        for child in self.others:
+            child.start()
+        if self.options.engine == "vllm":  # it takes its time, and environments would spend that on questions that fail
+            self._wait(lambda: _answers(port))
+        for child in self.envs:
             child.start()
         self._wait(lambda: _answers(port))
 
     def _build_model(self) -> None:
-        script, seed = str(HERE / "tiny_model.py"), str(self.options.seed)
-        maker = Child("model", [sys.executable, script, str(self.model), "--seed", seed], self.folder)
+        words = [str(self.model), "--seed", str(self.options.seed)]
+        words += ["--heads", str(demo_engine.TINY_HEADS[self.options.engine])]
+        maker = Child("model", [sys.executable, str(HERE / "tiny_model.py"), *words], self.folder)
         self.others = [maker]
         maker.start()
         self._wait(lambda: maker.status == 0)
@@ -152,8 +159,8 @@ class Demo:
             self.progress.read()
             if self.progress.step != newest:
                 newest, moved = self.progress.step, time.monotonic()
-            elif time.monotonic() - moved > STALLED_S:
-                raise Failed(f"no step for {STALLED_S:.0f} s; the logs are in {self.folder}")
+            elif time.monotonic() - moved > self.patience_s:
+                raise Failed(f"no step for {self.patience_s:.0f} s; the logs are in {self.folder}")
             screen.show(f"{demo_report.progress_text(self.progress, self.options.steps)}  {self._lanes()}")
             time.sleep(0.25)
 
@@ -163,23 +170,31 @@ class Demo:
             status = child.status
             if status is None or (child is self.learner and status == 0):
                 continue
-            if status >= 0 or child.restarts >= MAX_RESTARTS:
+            killed_by = child.killed_by
+            if (killed_by is None and not child.guarded) or child.restarts >= MAX_RESTARTS:
                 raise Failed(f"{child.name} ended with status {status}:\n{child.last_words()}")
-            screen.say(f"{child.name} was killed by {signal.Signals(-status).name}; starting it again")
+            how = f"was killed by {killed_by.name}" if killed_by else "has ended, since one of its processes was killed"
+            screen.say(f"{child.name} {how}; starting it again")
+            if child.guarded:
+                self._end_orphans()
             child.restart(*(["--resume"] if child is self.learner else []))
+
+    def _end_orphans(self) -> None:
+        """Of a server that was killed together with its guardian, as `pkill -9 -f` does."""
+        end_orphans({self.sweeper_pid, *(child.pid for child in self._children())})
 
     def _lanes(self) -> str:
         lanes = [lane for info in list_bridges() if info.name == self.bridge for lane in info.lanes]
         return f"{len(lanes)} lanes, {sum(lane.held for lane in lanes)} groups in them"
 
     def _wait(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + STALLED_S
+        deadline = time.monotonic() + self.patience_s
         while not condition() and not self.stopping.asked:
             for child in self._children():
                 if child.status not in (None, 0):
                     raise Failed(f"{child.name} ended with status {child.status}:\n{child.last_words()}")
             if time.monotonic() > deadline:
-                raise Failed(f"nothing came up within {STALLED_S:.0f} s; the logs are in {self.folder}")
+                raise Failed(f"nothing came up within {self.patience_s:.0f} s; the logs are in {self.folder}")
             time.sleep(0.05)
 
     # --- the end --------------------------------------------------------------------------------------------
@@ -189,6 +204,7 @@ class Demo:
         # Environments first: they say goodbye to the learner's side.
         for name in stop([self.envs, self.others], lambda: self.stopping.hurry):
             screen.say(f"{name} did not end by itself and was killed")
+        self._end_orphans()
         return sweep(self.bridge, patience_s=5.0)
 
     def report(self, swept: Swept) -> list[str]:
@@ -227,7 +243,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{error.filename} exists: choose another --run-dir", file=sys.stderr)
         return 1
     reasons: list[str] = []
-    with _sweeper(demo.bridge):
+    adopt_orphans()
+    with _sweeper(demo.bridge) as sweeper:
+        demo.sweeper_pid = sweeper.pid
         print(f"bridge {demo.bridge}, logs in {demo.folder}; Ctrl-C ends it", flush=True)
         try:
             demo.start()
@@ -266,6 +284,16 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SCRIPT",
         help="[the two beside this file]",
     )
+    parser.add_argument(
+        "--engine", choices=demo_engine.ENGINES, default="policy-server", help="what samples [policy-server]"
+    )
+    parser.add_argument(
+        "--engine-python",
+        default=demo_engine.VLLM_PYTHON,
+        metavar="PATH",
+        help=f"interpreter that has vLLM and shmbridge [{demo_engine.VLLM_PYTHON}]",
+    )
+    parser.add_argument("--engine-flags", default="", metavar="WORDS", help="further flags of the engine's server, in one word")
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps [500]")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the questions [1]")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where logs go [runs/demo-<time>]")
@@ -292,8 +320,11 @@ def _free_port() -> int:
 
 
 def _answers(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 if __name__ == "__main__":

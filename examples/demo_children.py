@@ -10,9 +10,12 @@ import functools
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+
+from shmbridge.launch import guardian
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,15 +31,26 @@ class Child:
         command: program and arguments.
         logs: folder of the log file; output of a restarted program is appended.
         stop_signal: SIGINT for programs that clean up on Ctrl-C only.
+        guarded: for programs that start processes of their own: those end with it, however it ends.
+        surroundings: environment variables besides the demo's own.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], logs: Path, stop_signal: signal.Signals = signal.SIGTERM
+        self,
+        name: str,
+        command: Sequence[str],
+        logs: Path,
+        stop_signal: signal.Signals = signal.SIGTERM,
+        *,
+        guarded: bool = False,
+        surroundings: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.log = logs / f"{name}.log"
         self.stop_signal = stop_signal
         self.restarts = 0
+        self.guarded = guarded
+        self._surroundings = dict(surroundings or {})
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -46,15 +60,32 @@ class Child:
         return self._process.poll() if self._process else None
 
     @property
+    def pid(self) -> int:
+        """Of the process that was started last, or of its guardian; 0: none was."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def killed_by(self) -> signal.Signals | None:
+        """The signal that ended it, if one did. A guardian says that of its program as shells do."""
+        status = self.status or 0
+        number = status - 128 if self.guarded and status > 128 else -status
+        return signal.Signals(number) if number > 0 else None
+
+    @property
     def running(self) -> bool:
         """Whether it has been started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def start(self, *more: str) -> None:
         """Start it, with further arguments; never blocks."""
+        words = [*self._command, *more]
+        if self.guarded:
+            parent, death_signal = str(os.getpid()), str(int(signal.SIGKILL))
+            words = [sys.executable, "-I", "-S", guardian.__file__, parent, death_signal, os.getcwd(), self.name, *words]
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [*self._command, *more],
+                words,
+                env=os.environ | self._surroundings,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -100,6 +131,16 @@ def stop(stages: Iterable[Sequence[Child]], hurry: Callable[[], bool]) -> list[s
                 child.wait_killed()
                 killed.append(child.name)
     return killed
+
+
+def adopt_orphans() -> None:
+    """From now on what a killed program, and its guardian with it, leave behind becomes this process's own child."""
+    guardian.adopt_orphans()
+
+
+def end_orphans(own: Iterable[int]) -> None:
+    """Kill the children of this process but its `own`, and theirs; blocks until they are gone."""
+    guardian.sweep(list(own))
 
 
 def _die_with(parent: int) -> None:

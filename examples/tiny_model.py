@@ -1,6 +1,7 @@
 """Build a model small enough to learn a skill from random weights on one CPU core, with a tokenizer to match.
 
     python examples/tiny_model.py runs/tiny --seed 1
+    python examples/tiny_model.py runs/tiny --seed 1 --heads 2      # of 32 numbers each, the least that vLLM's attention takes on a CPU
 
 86,208 parameters and 28 tokens, one per character, in an ordinary Hugging Face folder: `AutoTokenizer` and
 `AutoModelForCausalLM` load it, nothing is downloaded. Knows nothing of bridges. Called by `demo.py`, tests.
@@ -21,10 +22,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def build(folder: Path, seed: int = 0) -> None:
+def build(folder: Path, seed: int = 0, heads: int = 4) -> None:
     """Write model and tokenizer into `folder`, the same weights for the same seed. Blocks for the disk."""
     build_tokenizer().save_pretrained(folder)
-    build_model(seed).save_pretrained(folder)
+    build_model(seed, heads).save_pretrained(folder)
 
 
 def build_tokenizer() -> Any:
@@ -48,8 +49,8 @@ def build_tokenizer() -> Any:
     )
 
 
-def build_model(seed: int) -> Any:
-    """Return the model with random weights: two layers of width 64."""
+def build_model(seed: int, heads: int = 4) -> Any:
+    """Return the model with random weights: two layers of width 64, whatever the number of heads."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -60,8 +61,8 @@ def build_model(seed: int) -> Any:
             hidden_size=64,
             intermediate_size=128,
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
             max_position_embeddings=128,
             tie_word_embeddings=False,
             initializer_range=0.1,  # with the usual 0.02 a random model never says anything worth rewarding
@@ -76,8 +77,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build a tiny random model and its tokenizer.")
     parser.add_argument("folder", type=Path, help="where to write it")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights [0]")
+    parser.add_argument("--heads", type=int, default=4, help="of attention, in each layer; they share its width of 64 [4]")
     options = parser.parse_args()
-    build(options.folder, options.seed)
+    build(options.folder, options.seed, options.heads)
     print(f"tiny model (seed {options.seed}) in {options.folder}")
 
 

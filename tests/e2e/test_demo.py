@@ -131,7 +131,10 @@ def test_a_killed_demo_takes_everything_with_it(tmp_path):
         run.wait_until(lambda: not run.members() and not run.segments())
 
 
-@pytest.mark.parametrize("flags", [["--env", "nowhere.py"], ["--model", "no/such/nowhere"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["--env", "nowhere.py"], ["--model", "no/such/nowhere"], ["--engine", "vllm", "--engine-python", "nowhere/python"]],
+)
 def test_a_wrong_argument_is_named(tmp_path, flags):
     with demo(tmp_path, *flags) as run:
         assert run.wait() in (1, 2)
