@@ -283,13 +283,15 @@ class Consumer(Hub):
 
     def _wait(self, left_s: float) -> None:
         """Sleeps until there may be something to take, at most a second."""
-        self._sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), self._turns.arrivals)
+        arrivals = self._turns.arrivals  # before the lanes: one that is adopted in between ends the wait
+        self._sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), arrivals)
 
     async def _wait_async(self, left_s: float) -> None:
         """`_wait` for an event loop."""
         if self._loop_bell is None:
             self._loop_bell = LoopBell(self._sleep, self.bridge)
-        await self._loop_bell.wait(self._lanes.readers(), self._turns.arrivals, left_s)
+        arrivals = self._turns.arrivals  # as in _wait
+        await self._loop_bell.wait(self._lanes.readers(), arrivals, left_s)
 
     def _drained(self) -> bool:
         """Whether the bridge is draining and nothing is left; gives a put that is under way the time to commit."""

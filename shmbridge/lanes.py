@@ -74,14 +74,12 @@ class LaneSet:
         no descriptor or address space left for is tried again by the death watch.
         """
         with self._adopting:
-            try:
-                self._adopt(strict)
-            except BaseException:
-                self.turns.arrivals = (self.turns.arrivals - 1) & 0xFFFFFFFF  # what was not adopted is looked for again
-                raise
+            arrivals = self._control.arrivals  # before the names are listed: what comes later is looked for again
+            self.turns.arrivals = (arrivals - 1) & 0xFFFFFFFF  # until all are adopted, who takes looks here, and waits for this thread
+            self._adopt(strict)
+            self.turns.arrivals = arrivals
 
     def _adopt(self, strict: bool) -> None:
-        self.turns.arrivals = self._control.arrivals  # before the names are listed: what comes later is looked for again
         room, crowded, hindered = self._room(), 0, ""
         found: list[tuple[int, str, Mapping, dict[str, Any]]] = []
         try:
@@ -161,6 +159,11 @@ class LaneSet:
         self._crowded, self._hindered = crowded > 0, bool(hindered)
 
     @property
+    def _unlisted(self) -> bool:
+        """Whether lanes have arrived that are not adopted, or are just being."""
+        return bool(self._control.arrivals != self.turns.arrivals)
+
+    @property
     def some_wait(self) -> bool:
         """Whether a lane is known that could not be adopted yet."""
         return self._crowded or self._hindered
@@ -170,7 +173,7 @@ class LaneSet:
     def take(self) -> Record | None:
         """The next record, one lane after the other; None if no lane has one."""
         record = self.turns.take()
-        if record is None and self._control.arrivals != self.turns.arrivals:
+        if record is None and self._unlisted:
             self.adopt()
             record = self.turns.take(anyway=True)
         if record is None and self._crowded and self._room():
@@ -180,7 +183,7 @@ class LaneSet:
 
     def poll(self, most: int) -> list[Record]:
         """Up to `most` records that are there now, one lane after the other."""
-        if self._control.arrivals != self.turns.arrivals:
+        if self._unlisted:
             self.adopt()
         records = self.turns.poll(most, anyway=True)
         if not records and most > 0 and self._crowded and self._room():
@@ -221,7 +224,7 @@ class LaneSet:
 
     def _look_round(self) -> bool:
         """Adopts what came while the consumer was busy, removes dead lanes that hold nothing any more; whether any is left for later."""
-        if self._control.arrivals != self.turns.arrivals or self._hindered or (self._crowded and self._room()):
+        if self._unlisted or self._hindered or (self._crowded and self._room()):
             known = len(self._lanes)
             self.adopt()
             if len(self._lanes) != known:
@@ -275,7 +278,7 @@ class LaneSet:
     @property
     def nothing_left(self) -> bool:
         """Whether nothing can be taken, nor could be if there were room for more lanes."""
-        return not self.some_wait and not any(lane.waiting for lane in self)
+        return not self._unlisted and not self.some_wait and not any(lane.waiting for lane in self)
 
     def tickets(self) -> dict[str, int]:
         """How many groups each lane's producer has begun and not put, by living lane; one system call each. Any thread."""

@@ -12,6 +12,7 @@ import pytest
 import shmbridge
 from shmbridge import segment
 from shmbridge._ext import header
+from shmbridge.lanes import LaneSet
 from shmbridge.reasons import Discard
 
 GROUP = {"tokens": [[1, 2]]}
@@ -52,6 +53,23 @@ def test_poll_takes_at_most_what_is_asked_and_never_waits(producer, consumer) ->
     assert numbers(consumer.poll(max_records=2)) == [0, 1]
     assert consumer.poll(max_records=0) == []
     assert numbers(consumer.poll()) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("take", [lambda hub: hub.poll(), lambda hub: [hub.get(timeout_s=0)], lambda hub: hub.drain() or list(hub)])
+def test_a_lane_that_the_death_watch_just_adopts_is_not_overlooked(make_producer, consumer, monkeypatch, take) -> None:
+    adopts, go_on, adopt = threading.Event(), threading.Event(), LaneSet._adopt_one
+
+    def slowly(*args) -> None:
+        adopts.set()
+        assert go_on.wait(10)
+        adopt(*args)
+
+    monkeypatch.setattr(LaneSet, "_adopt_one", slowly)
+    producer = make_producer()
+    assert adopts.wait(10)
+    producer.put(numbered(1))
+    threading.Timer(0.3, go_on.set).start()
+    assert numbers(take(consumer)) == [1]
 
 
 def test_get_waits_for_a_record(producer, consumer) -> None:
