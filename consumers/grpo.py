@@ -127,9 +127,9 @@ def train(
         try:
             learn(learner, batches, publish, saver, log, options, stops, around)
         except (Stopped, NoBatch, *UNTRAINABLE, PeerFailed, shmbridge.ShmBridgeError):
-            saver.save(batches.policy_version)  # still the hub: no successor starts from less
+            saver.save(batches.training_version)  # still the hub: no successor starts from less
             raise
-        saver.save(batches.policy_version)
+        saver.save(batches.training_version)
         say(f"done: {learner.step} of {options.steps} steps, version {batches.policy_version}")
 
 

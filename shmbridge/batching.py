@@ -107,7 +107,7 @@ class BatchAssembly:
 
     def count_lags(self, groups: list[Group]) -> None:
         """Counts how stale the groups of a batch are."""
-        self._lags.count([group.oldest_version for group in groups], self._consumer.policy_version)
+        self._lags.count([group.oldest_version for group in groups], self._consumer.training_version)
 
     def end_step(self) -> None:
         """What was handed out last is in the policy now; any thread."""
@@ -309,7 +309,7 @@ class BatchAssembly:
         if max_staleness is None:
             self._is_cut, self._not_cut = False, []
             return
-        current = self._consumer.policy_version
+        current = self._consumer.training_version
         doubtful, self._not_cut = self._not_cut, []
         self._oldest = _oldest(doubtful, self._oldest)
         if not self._is_cut or is_stale(self._oldest, current, max_staleness):
@@ -321,7 +321,7 @@ class BatchAssembly:
     def _has_stale(self, groups: list[Group], max_staleness: int | None) -> bool:
         if max_staleness is None:
             return False
-        current = self._consumer.policy_version
+        current = self._consumer.training_version
         return any(is_stale(group.oldest_version, current, max_staleness) for group in groups)
 
     def _discard(self, group: Group, reason: Discard) -> None:

@@ -19,10 +19,9 @@ class Limit:
     max_off_policy_steps: int
     groups_per_step: int
 
-    @property
-    def groups(self) -> int:
-        """That many."""
-        return (self.max_off_policy_steps + 1) * self.groups_per_step
+    def groups(self, unpublished: int = 0) -> int:
+        """That many, with weights in training that are so many steps ahead of the published ones: those steps are used up."""
+        return (self.max_off_policy_steps + 1 - unpublished) * self.groups_per_step
 
 
 def limit_of(max_off_policy_steps: int | None, groups_per_step: int | None, policy: str) -> Limit | None:

@@ -46,6 +46,7 @@ class Hub(OneProcess):
         self._control_words: header.Control | None = control
         self._ranks: RankServer | None = None
         self._limit, self._promises, self._begun = limit, Promises(), 0
+        self._training_version = -1
         self._steps_ended, self._full = 0, (0, -1)  # until when nothing is counted anew, unless more steps than so many have ended
 
     @property
@@ -73,6 +74,11 @@ class Hub(OneProcess):
         return int(self._control.policy_version)
 
     @property
+    def training_version(self) -> int:
+        """The version of the weights in training, from which staleness is counted: `policy_version`, unless a later one was noted."""
+        return max(self._training_version, self.policy_version)
+
+    @property
     def paused(self) -> bool:
         """Whether producers are held back."""
         return bool(self._control.paused)
@@ -97,6 +103,22 @@ class Hub(OneProcess):
             raise ValueError(f"policy version {version} is before {self.policy_version}: versions of one bridge only rise")
         self._control.policy_version = version
         self.end_step()  # after the store: what begins now begins under this version
+
+    def note_training_version(self, version: int) -> None:
+        """Says which version the weights in training have, though nothing samples with them: of a learner that does not publish each step.
+
+        Groups go on beginning under `policy_version`, the fewer the further that is behind, and must be able to: ValueError if it is
+        further behind than `max_off_policy_steps`. Never goes backwards: ValueError.
+        """
+        ahead = version - self.policy_version
+        if version < self.training_version:
+            raise ValueError(f"version {version} is before {self.training_version}, which is in training: versions of one bridge only rise")
+        if self._limit is not None and ahead > self._limit.max_off_policy_steps:
+            raise ValueError(
+                f"version {version} in training is {ahead} steps ahead of the published {self.policy_version}, and max_off_policy_steps="
+                f"{self._limit.max_off_policy_steps}: no group could begin; publish_policy_version({version}) first"
+            )
+        self._training_version = version
 
     def end_step(self) -> None:
         """What was handed out is trained with: there may be room for groups that wait to begin."""
@@ -211,15 +233,19 @@ class Hub(OneProcess):
             running, committed = self._promises.running(held, now_ns), self._batching.committed()
             if committed is None or request.lane not in held:  # they are being moved; it is not adopted yet
                 return None
-            if running + committed >= self._limit.groups:
+            if running + committed >= (most := self._most_groups(self._limit)):  # after the count: a step that ended meanwhile is known
                 self._full = now_ns + _FULL_FOR_NS, steps
-                return None if request.wait else messages.Full(self._limit.groups, running, committed)
+                return None if request.wait else messages.Full(most, running, committed)
             self._promises.promise(request.lane, request.running + 1, now_ns)
         self._begun += 1
         header.fault(b"hub.ticket_promised")
         until_ns = now_ns + PROMISE_NS
         return messages.MayBegin(self.hub_epoch, self.policy_version, until_ns)  # the version last: it is no older than the count
 
+    def _most_groups(self, limit: Limit) -> int:
+        """How many may be under way now."""
+        return limit.groups(max(self._training_version - self.policy_version, 0))
+
     def _capacity_stats(self) -> dict[str, float]:
-        limit = {} if self._limit is None else {"groups_limit": self._limit.groups}
+        limit = {} if self._limit is None else {"groups_limit": self._most_groups(self._limit)}
         return {**limit, "groups_running": sum(self._lanes.tickets().values()), "groups_begun_total": self._begun}

@@ -215,7 +215,7 @@ class RankServer:
 
     def _withdraw_stale(self) -> None:
         """What grew stale while it waited to be asked for is not handed out."""
-        current = self._consumer.policy_version
+        current = self._consumer.training_version
         groups = self._book.withdraw(lambda group: is_stale(group.oldest_version, current, self._max_staleness))
         if groups:
             self._batching.put_back(groups)

@@ -42,6 +42,15 @@ class HubSource:
         """The last published."""
         return self._consumer.policy_version
 
+    @property
+    def training_version(self) -> int:
+        """Of the weights in training; above the last published between two of these."""
+        return self._consumer.training_version
+
+    def note_training_version(self, version: int) -> None:
+        """Have staleness counted up to weights that are not published. Never blocks."""
+        self._consumer.note_training_version(version)
+
     def publish_version(self, version: int) -> None:
         """Tell everybody of new weights. Never blocks."""
         self._consumer.publish_policy_version(version)

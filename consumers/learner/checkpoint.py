@@ -40,7 +40,7 @@ class Progress:
     """How far a learner is, and what of the bridge is in its weights; what an older checkpoint does not say is 0 or empty."""
 
     step: int  # optimizer steps done
-    policy_version: int  # version under which these weights were published
+    policy_version: int  # of these weights, published or not
     groups: int = 0  # consumed, by all steps
     trajectories: int = 0
     tokens: int = 0

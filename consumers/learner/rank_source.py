@@ -82,12 +82,19 @@ class RankSource:
         self._world, self._rank, self._consumer = world, rank, consumer
         self._options, self._stops = options, stops
         self.policy_version = world.told(-1 if consumer is None else consumer.policy_version)  # the last published
+        self.training_version = self.policy_version  # of the weights in training
+
+    def note_training_version(self, version: int) -> None:
+        """Let rank 0 have staleness counted up to weights that are not published. Blocks as `publish_version`."""
+        if self._consumer is not None:
+            self._consumer.note_training_version(version)
+        self.training_version = self._world.told(version)
 
     def publish_version(self, version: int) -> None:
         """Let rank 0 tell everybody of new weights. Blocks until it has: nobody may release what they were made of before."""
         if self._consumer is not None:
             self._consumer.publish_policy_version(version)
-        self.policy_version = self._world.told(version)
+        self.policy_version = self.training_version = self._world.told(version)
 
     def stats(self) -> dict[str, float]:
         """Counters of the bridge, on rank 0; of this rank elsewhere."""

@@ -22,7 +22,7 @@ def add_staleness(parser: argparse.ArgumentParser) -> None:
         "--max-staleness",
         type=not_negative,
         metavar="VERSIONS",
-        help="discard groups older than this many policy versions [no limit, or --max-off-policy-steps]",
+        help="discard groups older than this many policy versions, which count optimizer steps [no limit, or --max-off-policy-steps]",
     )
     group.add_argument(
         "--max-off-policy-steps",
@@ -44,8 +44,22 @@ def consumer_arguments(options: argparse.Namespace) -> dict[str, Any]:
     policy = options.policy or ("fair" if steps is None else "oldest")
     if steps is not None and policy != "oldest":
         raise BadLimit(f"--max-off-policy-steps {steps} needs the oldest groups first: leave --policy {policy} out")
+    _require_reachable(options)
     return {
         "policy": policy,
         "max_off_policy_steps": steps,
         "groups_per_step": None if steps is None else options.groups,
     }
+
+
+def _require_reachable(options: argparse.Namespace) -> None:
+    """Before a version is due, what the newest one sampled is some steps old: a limit below that would let nothing through, for ever."""
+    oldest = options.publish_every - 1
+    for name in ("max_staleness", "max_off_policy_steps", "max_token_staleness"):
+        limit = getattr(options, name)
+        if limit is not None and limit < oldest:
+            flag = f"--{name.replace('_', '-')}"
+            raise BadLimit(
+                f"with --publish-every {options.publish_every} even the newest samples are {oldest} steps old before the next version, and "
+                f"{flag} is {limit}: raise {flag} to {oldest}, or lower --publish-every to {limit + 1}"
+            )

@@ -97,7 +97,6 @@ class TrainingStep:
         self._parts: list[Metrics] = []
         self._waited_s = self._computed_s = 0.0
         self._waiting_since = time.monotonic()
-        self._unpublished = False
 
     @property
     def begun(self) -> bool:
@@ -112,7 +111,7 @@ class TrainingStep:
     def take(self, batch: Any) -> None:
         """Add a batch's gradient. Blocks for the compute, and for other ranks; raises as `Learner.accumulate`."""
         begun = time.monotonic()
-        version = self._source.policy_version
+        version = self._source.training_version
         aged = self._describe.taken(batch, int(begun * 1e9), version)
         self._parts.append(self._learner.accumulate(batch, version, first=not self._batches) | aged)
         self._batches.append(batch)
@@ -136,9 +135,11 @@ class TrainingStep:
         begun = time.monotonic()
         metrics = learner.apply()
         applied = time.monotonic()
-        self._unpublished = True
+        version = source.training_version + 1
         if learner.step % self._options.publish_every == 0 or learner.step >= self._options.steps:
-            self._publish_version()
+            self._publish_version(version)
+        else:
+            source.note_training_version(version)
         published = time.monotonic()
         metrics["policy_version"] = source.policy_version
         measured = self._measured()
@@ -170,21 +171,19 @@ class TrainingStep:
 
     def finish(self) -> None:
         """Publish the weights and save them, where the last step was not one for that. Blocks; every rank calls it. Raises as `settle`."""
-        if self._unpublished:
+        if (version := self._source.training_version) > self._source.policy_version:
             self.settle()
-            self._publish_version()
+            self._publish_version(version)
         self.save()
 
-    def _publish_version(self) -> None:
-        version = self._source.policy_version + 1
+    def _publish_version(self, version: int) -> None:
         self._publish(version)
         self._source.publish_version(version)
         self._around.engines.begin(version)
-        self._unpublished = False
 
     def save(self) -> None:
         """Write a checkpoint unless this step has one, then release what is in it. Blocks for the disk."""
-        self._saver.save(self._source.policy_version)
+        self._saver.save(self._source.training_version)
         self._release()
 
     def _release(self) -> None:

@@ -192,16 +192,16 @@ def test_versions_every_second_step_and_after_the_last_and_when_it_stops_early(b
         learner = start_learner("--steps", "5", "--publish-every", "2", "--engine", url)
         _, err = learner.communicate(timeout=90)
         assert learner.returncode == 0, err
-        assert [line["policy_version"] for line in metrics(tmp_path)] == [0, 1, 1, 2, 3]
-        assert sorted(set(server.asked)) == [0, 1, 2, 3]
+        assert [line["policy_version"] for line in metrics(tmp_path)] == [0, 2, 2, 4, 5]
+        assert sorted(set(server.asked)) == [0, 2, 4, 5]
         put_groups(producer, GROUPS)
         flags = ("--resume", "--publish-every", "4", "--stop-when", "reward_mean>=0", "--stop-patience", "1", "--engine", url)
         learner = start_learner("--steps", "9", *flags)
         out, err = learner.communicate(timeout=90)
         assert learner.returncode == 0, err
         assert "stopped early" in out
-        assert "version 5" in out.splitlines()[-1]  # 4 when it began; the step's weights are out, too
-        assert server.asked[-1] == 5
+        assert "version 7" in out.splitlines()[-1]  # 6 when it began; the step's weights are out, too
+        assert server.asked[-1] == 7
 
 
 def test_an_engine_that_does_not_come_is_said_and_the_training_goes_on(bridge, start_learner, tmp_path):

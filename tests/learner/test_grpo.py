@@ -26,7 +26,7 @@ class FakeConsumer:
 
     def __init__(self, batches, version=0):
         self._batches = batches
-        self.policy_version = version
+        self.policy_version = self.training_version = version
         self.paused = False
         self.events = []
 
@@ -38,7 +38,7 @@ class FakeConsumer:
 
     def publish_policy_version(self, version):
         self.events.append(f"version {version}")
-        self.policy_version = version
+        self.policy_version = self.training_version = version
 
     def stats(self):
         lanes = {"lanes_live": 2, "lanes_dead": 1, "queue_groups": 5}

@@ -115,23 +115,29 @@ def test_killed_and_resumed_it_goes_on_and_no_version_comes_back(bridge, start_l
 
 
 @pytest.mark.timeout(120)
-def test_with_a_limit_of_steps_generation_waits_for_training(bridge, start_learner, tmp_path):
-    """The environment is never more than two steps ahead, however fast it is, and nothing of it is thrown away."""
-    steps, begun = 8, 0
+@pytest.mark.parametrize(("limit", "every"), [(1, 1), (1, 2), (3, 3)])
+def test_with_a_limit_of_steps_generation_waits_for_training(bridge, start_learner, tmp_path, limit, every):
+    """The environment is never further ahead, however fast it is; nothing of it is thrown away, also where not every step is published."""
+    steps, begun, version = 8, 0, {}
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
-        learner = start_learner("--steps", str(steps), "--max-off-policy-steps", "1", "--save-every", "100")
+        flags = ("--max-off-policy-steps", str(limit), "--publish-every", str(every))
+        learner = start_learner("--steps", str(steps), *flags, "--save-every", "100")
         while learner.poll() is None:
             try:
                 with producer.begin_group(timeout_s=1.0) as ticket:
                     producer.put(a_group(begun), policy_version=ticket.policy_version, timeout_s=10.0)
+                    version[begun] = ticket.policy_version
                     begun += 1
             except (shmbridge.NotAdmitted, shmbridge.NoConsumer):
                 continue
         assert learner.returncode == 0, learner.stderr.read()
     lines = metrics(tmp_path)
-    assert len(lines) == steps
-    assert max(line["staleness_max"] for line in lines) <= 1
-    assert steps * GROUPS <= begun <= (steps + 2) * GROUPS
+    assert [line["policy_version"] for line in lines] == [step - step % every for step in range(1, steps)] + [steps]
+    # A producer alone puts in order: step t was trained with the groups from t * GROUPS on, after t optimizer steps.
+    old = [place // GROUPS - version[place] for place in range(steps * GROUPS)]
+    assert max(old) <= limit
+    assert [line["staleness_max"] for line in lines] == [max(old[first : first + GROUPS]) for first in range(0, len(old), GROUPS)]
+    assert steps * GROUPS <= begun <= (steps + limit + 1) * GROUPS
     assert lines[-1]["bridge/groups_begun_total"] >= steps * GROUPS
     assert lines[-1]["bridge/discards_stale_total"] == 0
 

@@ -195,9 +195,9 @@ def alone(nursery, save_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("flags", [(), ("--micro-tokens", "12", "--gradient-checkpointing")], ids=["whole", "cut"])
+@pytest.mark.parametrize("flags", [(), ("--micro-tokens", "12", "--gradient-checkpointing", "--publish-every", "2")], ids=["whole", "cut"])
 def test_two_ranks_learn_what_one_learns(start, bridge, tmp_path, alone, parallel, flags):
-    """Micro-batches of 12 tokens: nearly as many as rows, and not as many on each rank."""
+    """Micro-batches of 12 tokens: nearly as many as rows, and not as many on each rank. Versions of every second step, too."""
     expected, lines = alone
     both, merged = run_of(start, bridge, tmp_path, 2, *flags, "--parallel", parallel)
     assert_close(both, expected)

@@ -6,6 +6,7 @@ it and publishes. What is asserted is the theorem there.
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -35,11 +36,17 @@ def queued(version: int, producer: str = "p") -> Group:
 
 @dataclass
 class Machine:
-    """A bridge under the rule. `most` is how many groups may be under way: the rule's own number, or a wrong one."""
+    """A bridge under the rule. `most` is how many groups may be under way: the rule's own number, or a wrong one.
+
+    A step raises the version that is trained with; every `publish_every` steps it is published, and groups begin under it.
+    """
 
     limit: Limit
     most: int
+    publish_every: int = 1
+    shrinks: bool = True  # as the rule does, while steps are made that are not published
     version: int = 0
+    published: int = 0
     begun: int = 0
     running: list[Begun] = field(default_factory=list)
     by_group: dict[int, Begun] = field(default_factory=dict)
@@ -49,8 +56,9 @@ class Machine:
     trained: list[tuple[Begun, int]] = field(default_factory=list)
 
     def begin(self) -> None:
-        if len(self.running) + len(self.scheduler) + self.chosen.count < self.most:
-            begun = Begun(self.version, self.begun, queued(self.version, f"p{self.begun % 3}"))
+        used_up = self.limit.groups() - self.limit.groups(self.version - self.published) if self.shrinks else 0
+        if len(self.running) + len(self.scheduler) + self.chosen.count < self.most - used_up:
+            begun = Begun(self.published, self.begun, queued(self.published, f"p{self.begun % 3}"))
             self.begun += 1
             self.running.append(begun)
 
@@ -86,6 +94,8 @@ class Machine:
             self.begin()
         self.trained += [(self.by_group[id(group)], self.version) for group in groups]
         self.version += 1
+        if self.version % self.publish_every == 0:
+            self.published = self.version
         self.chosen.end_step()
 
 
@@ -122,9 +132,9 @@ def run(machine: Machine, actions: list[tuple[str, int]]) -> Machine:
     return machine
 
 
-def greedy(limit: Limit, most: int, steps: int) -> Machine:
+def greedy(limit: Limit, most: int, steps: int, **options: Any) -> Machine:
     """Everybody begins as much as they may, puts at once, in order; the learner is slow."""
-    machine = Machine(limit, most)
+    machine = Machine(limit, most, **options)
     for _ in range(steps):
         for _ in range(most + 1):
             machine.begin()
@@ -140,16 +150,16 @@ def greedy(limit: Limit, most: int, steps: int) -> Machine:
 @example(0, 1, [("begin", 0), ("put", 0), ("train_while_others_begin", 0), ("put", 0), ("train", 0)])
 def test_staleness_is_bounded_by_the_steps_and_by_who_overtook(steps, size, actions) -> None:
     limit = Limit(steps, size)
-    machine = run(Machine(limit, limit.groups), actions)
+    machine = run(Machine(limit, limit.groups()), actions)
     for begun, version in machine.trained:
-        assert version - begun.version <= (limit.groups - 1 + begun.overtaken_by) // size
+        assert version - begun.version <= (limit.groups() - 1 + begun.overtaken_by) // size
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 4), ACTIONS)
 def test_what_no_newer_group_overtook_is_within_the_steps(steps, size, actions) -> None:
     limit = Limit(steps, size)
-    machine = run(Machine(limit, limit.groups), actions)
+    machine = run(Machine(limit, limit.groups()), actions)
     late = [begun for begun, version in machine.trained if version - begun.version > steps]
     assert all(begun.overtaken_by for begun in late)
 
@@ -157,24 +167,43 @@ def test_what_no_newer_group_overtook_is_within_the_steps(steps, size, actions) 
 @pytest.mark.parametrize(("steps", "size"), [(0, 1), (0, 4), (1, 2), (3, 4)])
 def test_the_bound_is_reached_and_with_one_group_more_it_does_not_hold(steps, size) -> None:
     limit = Limit(steps, size)
-    kept = greedy(limit, limit.groups, 12)
+    kept = greedy(limit, limit.groups(), 12)
     assert max(version - begun.version for begun, version in kept.trained) == steps
-    broken = greedy(limit, limit.groups + 1, 12)
+    broken = greedy(limit, limit.groups() + 1, 12)
+    assert any(version - begun.version > steps and not begun.overtaken_by for begun, version in broken.trained)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 3), st.integers(0, 3), st.integers(1, 4), ACTIONS)
+def test_the_bound_holds_for_steps_that_are_not_published(every, more, size, actions) -> None:
+    limit = Limit(every + more, size)
+    machine = run(Machine(limit, limit.groups(), publish_every=every + 1), actions)
+    for begun, version in machine.trained:
+        assert version - begun.version <= (limit.groups() - 1 + begun.overtaken_by) // size
+
+
+@pytest.mark.parametrize(("every", "steps", "size"), [(2, 1, 1), (2, 2, 3), (4, 3, 2)])
+def test_steps_that_are_not_published_are_reached_and_must_use_places_up(every, steps, size) -> None:
+    limit = Limit(steps, size)
+    kept = greedy(limit, limit.groups(), 12, publish_every=every)
+    assert len(kept.trained) == 12 * size
+    assert max(version - begun.version for begun, version in kept.trained) == steps
+    broken = greedy(limit, limit.groups(), 12, publish_every=every, shrinks=False)
     assert any(version - begun.version > steps and not begun.overtaken_by for begun, version in broken.trained)
 
 
 def test_freeing_places_before_the_version_is_out_does_not_hold() -> None:
     """The batch that is trained with counts: this is the off-by-one that a count of what waits would make."""
     limit = Limit(1, 2)
-    machine = Machine(limit, limit.groups)
+    machine = Machine(limit, limit.groups())
     for _ in range(8):
-        while len(machine.running) + len(machine.scheduler) < limit.groups:  # without chosen.count
+        while len(machine.running) + len(machine.scheduler) < limit.groups():  # without chosen.count
             begun = Begun(machine.version, machine.begun, queued(machine.version))
             machine.begun += 1
             machine.by_group[id(begun.group)] = begun
             machine.scheduler.add(begun.group)
         machine.form()
-        while len(machine.scheduler) < limit.groups:
+        while len(machine.scheduler) < limit.groups():
             begun = Begun(machine.version, machine.begun, queued(machine.version))
             machine.begun += 1
             machine.by_group[id(begun.group)] = begun
@@ -246,4 +275,5 @@ def test_rows_are_filled_in_order_and_a_large_group_comes_alone() -> None:
 def test_no_limit_and_a_limit() -> None:
     assert limit_of(None, None, "fair") is None
     assert limit_of(2, 8, "oldest") == Limit(2, 8)
-    assert Limit(2, 8).groups == 24
+    assert Limit(2, 8).groups() == 24
+    assert Limit(2, 8).groups(unpublished=2) == 8

@@ -283,3 +283,42 @@ def test_with_learner_ranks_room_comes_when_all_are_done(producer, limited, make
     ranks[1].report_done()
     producer.begin_group(timeout_s=5).end()
     ticket.end()
+
+
+def test_steps_that_are_not_published_use_places_up(producer, limited) -> None:
+    """A group that begins under a version three steps old has three of its steps behind it."""
+    consumer = limited(2, 1)
+    for number in range(2):
+        with producer.begin_group(timeout_s=5) as ticket:
+            producer.put(group(number), policy_version=ticket.policy_version)
+    batches = consumer.batches(groups=1, prefetch=0, timeout_s=5)
+    next(batches)
+    producer.begin_group(timeout_s=5).end()
+    consumer.note_training_version(1)
+    with pytest.raises(shmbridge.NotAdmitted, match="0 groups are being generated and 2 wait or are trained with, of 2"):
+        producer.begin_group(timeout_s=0)
+    next(batches)
+    assert producer.begin_group(timeout_s=5).policy_version == 0
+    consumer.note_training_version(2)
+    assert full(producer)
+    with pytest.raises(ValueError, match="version 3 in training is 3 steps ahead of the published 0, and max_off_policy_steps=2"):
+        consumer.note_training_version(3)
+    with pytest.raises(ValueError, match="version 1 is before 2"):
+        consumer.note_training_version(1)
+    consumer.publish_policy_version(3)
+    tickets = [producer.begin_group(timeout_s=5) for _ in range(3)]
+    assert {ticket.policy_version for ticket in tickets} == {3}
+    batches.close()
+
+
+def test_staleness_counts_steps_that_are_not_published(producer, limited) -> None:
+    consumer = limited(1, 1)
+    consumer.publish_policy_version(9)
+    consumer.note_training_version(10)
+    for version in (8, 9):
+        producer.put(group(version), policy_version=version)
+    batches = consumer.batches(groups=1, prefetch=0, timeout_s=5)
+    assert next(batches).tokens[0] == 9
+    stats = consumer.stats()
+    assert (stats["discarded_total{stale}"], stats["staleness_max"], stats["policy_version"]) == (1, 1, 9)
+    batches.close()
