@@ -5,11 +5,13 @@ Needs vLLM where the learner runs; a learner without it uses `shmbridge.consumer
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
+from shmbridge.consumers.engines.engine import UNKNOWN, doubt_hint
 from shmbridge.consumers.vllm.plugin import BACKEND
 from shmbridge.weights import WeightsWriter
 
@@ -59,6 +61,9 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
     def send_weights(self, version: int | None = None) -> None:
         """Write one version and have vLLM load it. Blocks for both; call it on every rank.
 
+        After an error samples are stamped as of an unknown version until the next is loaded: a client of vLLM's does not say whether
+        all of an engine, a part of it or none took the version.
+
         Args:
             version: policy version, above the segment's newest; None: the next number.
         """
@@ -69,9 +74,32 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
         if version is None:
             version = (self._writer.last_version or 0) + 1
         self._writer.publish(version, self.source)
-        self.client.start_weight_update()
-        self.client.update_weights({"bridge": self._writer.bridge, "version": version})
-        self.client.finish_weight_update(str(version))
+        self._start()
+        try:
+            self.client.update_weights({"bridge": self._writer.bridge, "version": version})
+            self.client.finish_weight_update(str(version))
+        except BaseException as error:  # a signal's, too: vLLM goes on with what it was told
+            error.add_note(self._disown())
+            raise
+
+    def _start(self) -> None:
+        """Begin an update, also where a trainer that died left one active."""
+        try:
+            self.client.start_weight_update()
+        except Exception:
+            with suppress(Exception):  # where none was active, starting fails for a reason of its own, which is said now
+                self.client.finish_weight_update()
+            self.client.start_weight_update()
+
+    def _disown(self) -> str:
+        """Have samples be of no version, by an update that loads nothing; return what to say of it."""
+        with suppress(Exception):  # engines that took the version have their update open; the others begin theirs with this
+            self.client.start_weight_update()
+        try:
+            self.client.finish_weight_update(UNKNOWN)
+        except Exception as also:
+            return f"nobody can say which version its samples are of: {also}"
+        return doubt_hint("vLLM may have taken it, whole or in part")
 
     def shutdown(self) -> None:
         """Leave the bridge; the last version stays in the segment. Idempotent."""

@@ -139,3 +139,58 @@ def test_a_push_brings_both_to_a_version_or_says_that_it_does_not_know(fleet, fa
         last = sync.push(make_model(3))
         assert fleet.answers() == [(greedy(make_model(3)), last)] * 4
     let_go(fleet)
+
+
+class FleetClient:
+    """vLLM has clients of its trainer interface for HTTP and Ray; an `AsyncLLM` is called itself."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self._fleet.begin(getattr(self._fleet.llm, name)(*args)).result(60)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self.__getattr__("init_weight_transfer_engine")(WeightTransferInitRequest(init_info=init_info))
+
+    def update_weights(self, update_info: Any) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        self.__getattr__("update_weights")(WeightTransferUpdateRequest(update_info=update_info))
+
+
+def test_the_trainer_interface_says_that_it_does_not_know(fleet, failing, bridge, make_model, greedy):
+    from vllm.distributed.weight_transfer.base import ModuleSource
+
+    from shmbridge.consumers.vllm_weights import ShmBridgeTrainerInitInfo, ShmBridgeTrainerWeightTransferEngine
+
+    model = make_model(1)
+    trainer = ShmBridgeTrainerWeightTransferEngine.trainer_init(
+        ShmBridgeTrainerInitInfo(rank=0, bridge=bridge), client=FleetClient(fleet), source=ModuleSource(model)
+    )
+
+    def send(seed: int) -> None:
+        model.load_state_dict(make_model(seed).state_dict())
+        trainer.send_weights()
+        fleet.begin(fleet.llm.reset_prefix_cache()).result(60)
+
+    try:
+        send(1)
+        assert fleet.answers() == [(greedy(make_model(1)), 1)] * 4
+        failing.touch()
+        with pytest.raises(Exception, match="no room in the second engine") as failed:
+            send(2)
+        assert {version for _, version in fleet.answers()} == {None}
+        assert failed.value.__notes__ == ["vLLM may have taken it, whole or in part: samples are of version 'unknown' until it takes one"]
+        failing.unlink()
+        send(3)
+        assert fleet.answers() == [(greedy(make_model(3)), 3)] * 4
+        fleet.begin(fleet.llm.start_weight_update()).result(60)  # a trainer that died then left this
+        send(4)
+        assert fleet.answers() == [(greedy(make_model(4)), 4)] * 4
+    finally:
+        failing.unlink(missing_ok=True)
+        trainer.shutdown()
+    let_go(fleet)
