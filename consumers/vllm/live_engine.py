@@ -69,15 +69,17 @@ class LiveEngine:
             await client.finish_weight_update()
             await client.start_weight_update()
         request = WeightTransferUpdateRequest(update_info={"bridge": self._settings.bridge, "version": version})
+        taken = False
         try:
             await client.update_weights(request)
+            taken = True
+            await client.finish_weight_update(str(version))
         except Exception as error:
-            if not (why := doubt(error, self._engines)):
+            if not (why := "it has taken it" if taken else doubt(error, self._engines)):
                 raise
             self._in_doubt = True
             await client.update_weight_version(UNKNOWN)  # each engine does that after its load, however it ended
             raise EngineFailed(str(error), hint=doubt_hint(why)) from error
-        await client.finish_weight_update(str(version))
         self._in_doubt = False
 
     async def empty_caches(self) -> None:

@@ -1,6 +1,6 @@
 """The middleware before a stand-in for vLLM's app: what it answers itself, what it adds, what becomes of clients that hang up.
 
-The engine is a stand-in, too: `tests/vllm/test_server.py` has the real ones.
+The engine is a stand-in, too: `tests/vllm/server/` has the real ones.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ class Client:
         self.aborted = False
         self.hang = False
         self.error: Exception | None = None
+        self.fails = ""  # the name of a call
 
     def __getattr__(self, name):
         async def call(*args, **kwargs):
             self.calls.append(name)
-            if name == "finish_weight_update" and args:
+            if name == self.fails:
+                raise RuntimeError(f"{name} without a matching start")
+            if name in ("finish_weight_update", "update_weight_version") and args:
                 self.label = args[0]
             return name == "reset_prefix_cache"
 
@@ -212,6 +215,24 @@ async def test_each_version_of_a_live_learner_is_taken(serving, writer):
         publish(writer, version)
         await followed(server, version)
     assert server.client.label == "2"
+
+
+async def test_loaded_weights_that_get_no_label_are_of_no_version(serving, writer, monkeypatch):
+    """As where somebody else ends the update meanwhile: the engine has the new weights, and would go on with the old label."""
+    monkeypatch.setattr("shmbridge.consumers.vllm.follow._FIRST_RETRY_S", 0.01)
+    server = await serving()
+    publish(writer, 1)
+    await followed(server, 1)
+    server.client.fails = "finish_weight_update"
+    publish(writer, 2)
+    while not (told := (await server.ask("GET", "/policy_version"))[2])["last_error"]:
+        await asyncio.sleep(0.005)
+    assert (told["version"], server.client.label) == (None, "unknown")
+    assert "it has taken it: samples are of version 'unknown'" in told["last_error"]
+    server.client.fails = ""
+    publish(writer, 3)
+    await followed(server, 3)
+    assert server.client.label == "3"
 
 
 @pytest.mark.parametrize(
