@@ -260,6 +260,7 @@ class WeightsWriter(WeightsEnd):
             yield word
         finally:
             liveness.unlock(found.mapping.fd, Byte.FIRST_SLOT + slot)
+            found.ring()  # whoever wakes wants the slot, and may keep this process off its CPU
 
     @contextmanager
     def _no_part_writes(self, timeout_s: float) -> Iterator[None]:

@@ -161,7 +161,7 @@ cdef class Versions:
         store_release64(self._stamps(slot) + tensor, 0)  # SYNC(weights-stamps)
 
     def commit(self, uint32_t slot, int64_t version, stamps not None, checksums not None):
-        """Publishes the filled slot; uint64[tensors] each, as `stamps` gives them. Then rings."""
+        """Publishes the filled slot; uint64[tensors] each, as `stamps` gives them. `ring` is to follow, once the slot can be held."""
         cdef uint64_t[::1] changed = stamps, sums = checksums
         cdef shm_u64* words = self._stamps(slot)
         if changed.shape[0] != self._tensors or sums.shape[0] != self._tensors:
@@ -175,6 +175,9 @@ cdef class Versions:
         fault_hit(b"weights.slot_whole")
         store_seq64(&self._header.latest, <uint64_t>(version + 1) * WEIGHTS_SLOTS + slot)  # SYNC(weights-commit)
         fault_hit(b"weights.committed")
+
+    def ring(self):
+        """Wakes who waits for a version."""
         ring_bell(&self._header.bell)
 
     def next_filling(self, uint32_t slot, bint with_parts):
