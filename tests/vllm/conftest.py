@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = ["test_*.py"]
+    collect_ignore_glob = ["test_*.py", "server/test_*.py"]
 
 # What vLLM's CPU build needs, here and in every process that is started from here; read when vLLM starts an engine.
 ENGINE_ENVIRONMENT = {

@@ -1,0 +1,40 @@
+"""What following costs the server: nothing while nothing comes, and nothing that stays after many versions."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from soak import MODELS, descendants, measured, soak
+
+pytestmark = pytest.mark.timeout(420)
+
+
+def test_thirty_versions_under_load_leave_nothing_behind(server, learner, new_versions, bridge, tiny_folder, make_model):
+    """`soak.py` does hundreds, and looks at memory, too: here the engine's cache is still being touched for the first time."""
+    process, models = learner(), [make_model(seed) for seed in range(MODELS)]
+    pids = {str(pid): pid for pid in descendants(server.process.pid)}
+    seen = soak(
+        server.url,
+        lambda version: process.does("publish", version, tiny_folder(version % MODELS)),
+        models,
+        new_versions(30),
+        lambda: measured(pids, bridge),
+    )
+    assert not seen["trouble"]
+    assert seen["answers"] > 0
+    assert not {name for name in seen["grown"] if not name.endswith("bytes") or name == "shared bytes"}
+
+
+def test_following_costs_nothing_while_nothing_comes(server):
+    """The whole API server's CPU; the engine's own processes follow nothing."""
+    began, cpu = time.monotonic(), cpu_s(server.process.pid)
+    time.sleep(5.0)
+    assert (cpu_s(server.process.pid) - cpu) / (time.monotonic() - began) < 0.02
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
