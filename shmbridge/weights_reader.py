@@ -152,6 +152,9 @@ class WeightsReader(WeightsEnd):
     def _take(self, hold: "_Hold", wanted: int | None, deadline: float, timeout_s: float) -> tuple[Versions, int, int]:
         while (held := self._try_hold(hold, wanted)) is None:
             if time.monotonic() > deadline:
+                if (newest := self.version) is not None:
+                    said = f"version {newest} of the weights of bridge {self.bridge!r} is locked by its writer, for more than {timeout_s} s"
+                    raise NotReady(said, hint="look for a stopped learner: ps -eo pid,stat,cmd")
                 raise NotReady(f"no weights on bridge {self.bridge!r} within {timeout_s} s", hint="has the learner published a version?")
             time.sleep(_RETRY_S)
         return held

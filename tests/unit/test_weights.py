@@ -45,24 +45,6 @@ def test_the_newest_version_is_read_in_place(ends) -> None:
             assert lease.tensors["w"].ctypes.data % 64 == lease.tensors["b"].ctypes.data % 64 == 0
 
 
-def test_the_bell_rings_when_the_slot_can_be_held(ends, monkeypatch) -> None:
-    """Whoever it wakes may have the writer's CPU from there on, and could not hold that version until it is given back."""
-    writer, reader = ends
-    writer.publish(1, tensors(1))
-    found, unlock, bells = writer._versions, liveness.unlock, []
-
-    def noted(fd: int, byte: int) -> None:
-        bells.append(found.bell)
-        unlock(fd, byte)
-
-    monkeypatch.setattr(liveness, "unlock", noted)
-    silent = found.bell
-    writer.publish(2, tensors(2))
-    assert set(bells) == {silent}
-    assert found.bell != silent
-    assert reader.version == 2
-
-
 def test_bfloat16_and_every_other_dtype_keep_their_bits(ends) -> None:
     writer, reader = ends
     source = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in (
