@@ -57,15 +57,16 @@ class WeightSync:
         """Write a model's weights as a new version, have the engines sample with it, and return it. Blocks until they do.
 
         Args:
-            model: a torch module, whose low-rank adapters are merged, compiled or in DDP, too; or (name, tensor) pairs, the same names
-                each time.
+            model: a torch module, whose low-rank adapters are merged, peft's, compiled or in DDP, too; or (name, tensor) pairs, the same
+                names each time.
             version: above all before; None: the next.
 
         Raises:
             ConsumerTaken, NotReady: another process, as another rank, was first to write the bridge's weights; nothing was written.
             EngineFailed: some engine is not at the version; the segment has it, the other engines are, and the next push tries again.
             WeightsMismatch, WeightsBusy: nothing was written; so, too, where an engine could only wait for this thread's event loop, and
-                where this process has a part of the model. ValueError: the version is not above all before.
+                where this process has a part of the model, or adapters that adding a product does not merge. ValueError: the version is
+                not above all before.
         """
         with self._turn:
             version = self._write(model, version)
@@ -150,8 +151,10 @@ class WeightSync:
 
 def _tensors_of(model: Any) -> Iterable[tuple[str, Any]]:
     if not hasattr(model, "named_parameters"):
-        return list(model.items()) if hasattr(model, "items") else list(model)
+        return list(model.items()) if hasattr(model, "items") else model
     from shmbridge.consumers.learner.lora import published_parameters
     from shmbridge.consumers.wrapped_model import public_name, unwrapped
 
-    return ((public_name(name), tensor) for name, tensor in published_parameters(unwrapped(model)))
+    inner = unwrapped(model)
+    types = {name: base.dtype for name, base in published_parameters(inner, merged=False)}  # adapters have one of their own
+    return ((public_name(name), tensor.to(types[name])) for name, tensor in published_parameters(inner))

@@ -6,6 +6,7 @@ adapter and the name of its base. peft is imported when adapters are asked for. 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from shmbridge.errors import WeightsMismatch
 
 ALL_LINEAR = "all-linear"
 ADAPTER_FILE = "adapter_config.json"
@@ -113,13 +116,18 @@ def published_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter of the model as everybody else knows it: under its own name, adapters merged into a copy.
 
-    Without adapters these are the parameters themselves. One merged copy lives at a time.
+    What is yielded computes what the model computes: adapters that are switched off, or merged already, are not added. Without adapters
+    these are the parameters themselves. One merged copy lives at a time.
 
     Args:
         model: any module.
         merged: False leaves the adapters out: for names and shapes.
         only: names, as they are yielded; None: all.
+
+    Raises:
+        WeightsMismatch: adapters of another kind, which adding a product of two matrices does not merge; names the module.
     """
+    _require_mergeable(model)
     deltas = {id(layer.get_base_layer().weight): layer for layer in _layers(model)} if merged and has_adapters(model) else {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -128,7 +136,7 @@ def published_parameters(
                 continue
             value = parameter.detach()
             if (layer := deltas.get(id(parameter))) is not None:
-                for adapter in layer.active_adapters:
+                for adapter in _to_add(layer):
                     value = value + layer.get_delta_weight(adapter)
             yield public, value
 
@@ -157,6 +165,45 @@ def _layers(model: torch.nn.Module) -> list[Any]:
     from peft.tuners.lora import LoraLayer
 
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _to_add(layer: Any) -> list[str]:
+    """The adapters whose product the layer adds to its base's weight when it computes."""
+    if layer.disable_adapters or layer.merged:
+        return []
+    there = {*layer.lora_A, *layer.lora_embedding_A}
+    return [adapter for adapter in layer.active_adapters if adapter in there]
+
+
+def _require_mergeable(model: torch.nn.Module) -> None:
+    if (tuners := sys.modules.get("peft.tuners.tuners_utils")) is None:
+        return
+    low_rank = {id(layer) for layer in _layers(model)}
+    for name, module in model.named_modules():
+        if id(module) in low_rank:
+            why = _not_a_sum(module)
+        elif isinstance(module, tuners.BaseTunerLayer):
+            why = "is no low-rank adapter"
+        else:
+            why = "is trained beside its original" if hasattr(module, "original_module") or hasattr(module, "token_adapter") else ""
+        if why:
+            raise WeightsMismatch(
+                f"{name} ({type(module).__name__}) {why}: what it computes with is not known here",
+                hint="push a merged copy: copy.deepcopy(peft_model).merge_and_unload()",
+            )
+
+
+def _not_a_sum(layer: Any) -> str:
+    """Why a layer computes with something else than its base's weight and what `_to_add` names; "" if it does not."""
+    if layer.disable_adapters and layer.merged:
+        return "has adapters that are merged, and switched off"
+    variants, dora, biased = (getattr(layer, name, {}) for name in ("lora_variant", "use_dora", "lora_bias"))
+    for adapter in _to_add(layer):
+        if adapter in variants or dora.get(adapter):
+            return "has a variant of low-rank adapters, as DoRA"
+        if biased.get(adapter):
+            return "has an adapter with a bias"
+    return ""
 
 
 def _check_ties(model: Any, targets: Sequence[str]) -> None:
