@@ -172,14 +172,14 @@ def unlink(fd: int, name: str) -> bool:
     return False
 
 
-def reserve(fd: int, size: int, what: str) -> bool:
+def reserve(fd: int, size: int, what: str, *, less: str = "lower lane_bytes") -> bool:
     """Reserves every page of a segment now, so that too little memory is an error here and never a SIGBUS later; whether in huge pages.
 
     One process of the mount at a time, and it looks before each step at the memory that is left: the kernel ends somebody when two find
     the last of it free. Raises ShmTooSmall, ProcessLimit.
     """
     with _one_at_a_time(), placement.near_the_gpu():
-        return _reserve(fd, size, what)
+        return _reserve(fd, size, what, less)
 
 
 @contextlib.contextmanager
@@ -203,36 +203,37 @@ def _one_at_a_time() -> Iterator[None]:
         close_segment(directory)
 
 
-def _reserve(fd: int, size: int, what: str) -> bool:
+def _reserve(fd: int, size: int, what: str, less: str) -> bool:
     huge = size >= placement.HUGE_PAGE and placement.huge_pages_wanted()
     mount = os.statvfs(MOUNT)
     if mount.f_blocks and size > mount.f_bavail * mount.f_frsize:
-        raise _mount_too_small(size, what)
+        raise _mount_too_small(size, what, less)
     for at in range(0, size, _STEP_BYTES):
         room, whose = limits.memory_headroom()
         if size - at + min(size, _LEFT_ALONE_BYTES) > room:
             raise ShmTooSmall(
                 f"{what} needs {format_size(size - at)}{' more' if at else ''}, {whose} has {format_size(room)} left "
                 f"({format_size(_LEFT_ALONE_BYTES)} of it for the processes themselves)",
-                hint="give the container more memory (segments count as memory of who creates them), or lower lane_bytes",
+                hint=f"give the container more memory (segments count as memory of who creates them), or {less}",
             )
         step = min(_STEP_BYTES, size - at)
         huge = huge and (step < placement.HUGE_PAGE or placement.fill(fd, at, step))
         try:
             os.posix_fallocate(fd, at, step)
         except OSError as full:
-            raise (limits.as_process_limit(full, what) if full.errno == errno.EFBIG else None) or _mount_too_small(size, what) from full
+            limit = limits.as_process_limit(full, what) if full.errno == errno.EFBIG else None
+            raise limit or _mount_too_small(size, what, less) from full
     return huge
 
 
-def _mount_too_small(size: int, what: str) -> ShmTooSmall:
+def _mount_too_small(size: int, what: str, less: str = "lower lane_bytes") -> ShmTooSmall:
     mount = os.statvfs(MOUNT)
     if mount.f_files and not mount.f_favail:
         return ShmTooSmall(f"{what}: {MOUNT} has no inode left of {mount.f_files}", hint="remove what is dead: shmbridge clean")
     return ShmTooSmall(
         f"{what} needs {format_size(size)}, {MOUNT} has {format_size(mount.f_bavail * mount.f_frsize)} free "
         f"of {format_size(mount.f_blocks * mount.f_frsize)}",
-        hint="docker run --shm-size=16g (Kubernetes: emptyDir with medium Memory), or lower lane_bytes",
+        hint=f"docker run --shm-size=16g (Kubernetes: emptyDir with medium Memory), or {less}",
     )
 
 
@@ -285,7 +286,7 @@ def create_weights(bridge: str, size: int) -> Mapping | None:
         if not (liveness.lock_exclusive(fd, Byte.WRITER) and still_named(fd, name)):
             close_segment(fd)
             return None
-        huge = reserve(fd, size, f"the weights segment of bridge {bridge!r}")
+        huge = reserve(fd, size, f"the weights segment of bridge {bridge!r}", less="publish smaller types")
         mapping = map_segment(fd, size, f"the weights segment of bridge {bridge!r}")
         placement.settle(mapping, huge)
         return mapping

@@ -63,6 +63,7 @@ def test_a_mount_filled_by_others(in_shm, runs) -> None:
             elif each["error"]:
                 assert re.search(r"needs .*iB, /dev/shm has .*B free of 16 MiB", each["message"])
                 assert "--shm-size" in each["hint"]
+                assert ("smaller types" in each["hint"]) == ("the weights segment" in each["message"])
 
 
 @pytest.mark.parametrize("inodes", [1, 2])
