@@ -34,8 +34,8 @@ class WeightsEnd(OneProcess):
         self._versions = None
 
     def close(self) -> None:
-        """Leaves; the last version stays readable as long as anybody takes part in the bridge. Idempotent."""
-        if self._control is None:
+        """Leaves; the last version stays readable as long as anybody takes part in the bridge. Idempotent; nothing in a child of fork."""
+        if self._control is None or self._control.mapping.forked:
             return
         self._before_leaving()
         self._no_exit_call()

@@ -180,10 +180,13 @@ class WeightsReader(WeightsEnd):
         return None
 
     def _let_go(self, hold: "_Hold") -> None:
-        """Ends one lease; its slot's lock goes with the last, since all of this reader are one to the kernel. Idempotent."""
+        """Ends one lease; its slot's lock goes with the last, since all of this reader are one to the kernel. Idempotent.
+
+        Nothing in a child of fork, where the lease is the parent's.
+        """
         self._holds.discard(hold)
         others = [each for each in self._holds if each.found is hold.found and each.slot == hold.slot]
-        if (found := hold.found) is not None and not others:
+        if (found := hold.found) is not None and not others and not found.mapping.forked:
             liveness.unlock(found.mapping.fd, Byte.FIRST_SLOT + hold.slot)
 
     def copy(self, into: Mapping[str, Array] | None = None, *, timeout_s: float = 5.0) -> tuple[int, dict[str, Array]]:

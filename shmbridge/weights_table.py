@@ -1,6 +1,7 @@
 """The table of a weights segment: which tensors of which type and shape lie where in every slot. Knows no values and no writer."""
 
 import math
+import operator
 import os
 import secrets
 from collections import Counter
@@ -47,6 +48,24 @@ def carrier(dtype: str) -> np.dtype[Any]:
     return np.dtype(_CARRIERS.get(dtype, dtype))
 
 
+def as_specs(given: Iterable[Spec]) -> list[Spec]:
+    """(name, dtype word, shape of plain ints) of each; WeightsMismatch for what is none."""
+    if not isinstance(given, Iterable):
+        raise _no_spec(given, "")
+    specs: list[Spec] = []
+    for each in given:
+        try:
+            name, dtype, shape = each
+            specs.append((name, dtype, tuple(operator.index(size) for size in shape)))
+        except (TypeError, ValueError) as wrong:
+            raise _no_spec(each, f": {wrong}") from wrong
+    return specs
+
+
+def _no_spec(given: Any, why: str) -> WeightsMismatch:
+    return WeightsMismatch(f"{given!r} is no (name, type word, shape){why}", hint='give triples as ("w", "bfloat16", (4096, 4096))')
+
+
 def lay_out(tensors: Iterable[Spec], bridge: str) -> tuple[list[TensorSpec], int]:
     """The table of tensors of these names, dtypes and shapes, and the bytes of a slot; WeightsMismatch for what no reader could take."""
     table: list[TensorSpec] = []
@@ -54,10 +73,11 @@ def lay_out(tensors: Iterable[Spec], bridge: str) -> tuple[list[TensorSpec], int
     at = 0
     for name, dtype, shape in tensors:
         shape = tuple(shape)
-        if _CARRIERS.get(dtype, dtype) not in _PLAIN or len(shape) > 32 or not all(0 <= size < _LARGEST for size in shape):
+        word = dtype if isinstance(dtype, str) else repr(dtype)
+        if _CARRIERS.get(word, word) not in _PLAIN or len(shape) > 32 or not all(0 <= size < _LARGEST for size in shape):
             raise WeightsMismatch(
-                f"weights of bridge {bridge!r}: tensor {name!r} is {dtype}{list(shape)}, which no reader can take",
-                hint="publish plain numbers",
+                f"weights of bridge {bridge!r}: tensor {name!r} is {word}{list(shape)}, which no reader can take",
+                hint='publish plain numbers; their type is a word, as "bfloat16"',
             )
         if not isinstance(name, str) or not name.isprintable():
             raise WeightsMismatch(f"weights of bridge {bridge!r}: {name!r} is no name of a tensor", hint="give printable text")

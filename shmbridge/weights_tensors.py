@@ -1,7 +1,7 @@
 """How the values of a tensor come into a slot: numpy or torch, host or device, whole or a part. Knows tensors and bytes; no versions."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,22 @@ from shmbridge.weights_table import Array, TensorSpec, view
 
 Index = tuple[slice, ...]
 # Signed, since older torch has no other 16-, 32- and 64-bit integers.
-_SAME_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+_SAME_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
+
+
+def pairs(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """(name, tensor) of each as it comes; WeightsMismatch for what is none, as a model, or a dict without `.items()`."""
+    if not isinstance(tensors, Iterable):
+        raise _no_pairs(tensors)
+    for each in tensors:
+        if not isinstance(each, (tuple, list)) or len(each) != 2 or not isinstance(each[0], str):
+            raise _no_pairs(each)
+        yield each[0], each[1]
+
+
+def _no_pairs(given: Any) -> WeightsMismatch:
+    told = type(given).__name__ if is_torch(given) or not isinstance(given, (str, bytes, tuple, list, int)) else repr(given)[:80]
+    return WeightsMismatch(f"{told} was given for a (name, tensor) pair", hint="give pairs, as model.state_dict().items() has them")
 
 
 def is_torch(tensor: Any) -> bool:
@@ -41,7 +56,10 @@ def as_source(name: str, tensor: Any) -> Any:
                 hint="write each rank's part: fill(), and WeightsPart.write(..., tensor.to_local(), index)",
             )
         return tensor
-    array = np.asarray(tensor)
+    try:
+        array = np.asarray(tensor)
+    except (TypeError, ValueError) as wrong:
+        raise WeightsMismatch(f"tensor {name!r} ({type(tensor).__name__}) is no array: {wrong}", hint="publish plain numbers") from wrong
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -123,7 +141,7 @@ def _told(index: Index) -> str:
 def _flat(source: Any) -> Array | None:
     """Its bytes without a copy; None if they are not in one piece on the host."""
     if is_torch(source):
-        if source.device.type != "cpu" or not source.is_contiguous() or source.is_neg():
+        if source.device.type != "cpu" or not source.is_contiguous() or source.is_neg() or source.is_conj():
             return None
         import torch
 

@@ -20,7 +20,7 @@ from shmbridge.errors import ConsumerTaken, FillingOver, WeightsBusy, WeightsMis
 from shmbridge.in_thread import to_its_end
 from shmbridge.liveness import Byte
 from shmbridge.weights_end import WeightsEnd
-from shmbridge.weights_table import Spec, TensorSpec, create, difference, lay_out, read_table
+from shmbridge.weights_table import Spec, TensorSpec, as_specs, create, difference, lay_out, read_table
 from shmbridge.weights_tensors import Index
 
 _RETRY_S = 0.0005
@@ -43,7 +43,7 @@ class WeightsWriter(WeightsEnd):
         self._table: list[TensorSpec] = []
         self._rows: dict[str, int] = {}
         self._wrote_here = False
-        self._filling: WeightsFilling | None = None
+        self._under_way: int | None = None  # the version that is being written
         try:
             self._attach()
         except BaseException:
@@ -118,12 +118,13 @@ class WeightsWriter(WeightsEnd):
         version = self._check(version)
         if changed_only and (self._versions is None or self._versions.latest is None):
             raise WeightsMismatch(f"the weights of bridge {self.bridge!r} have no version yet", hint="publish every tensor first")
+        tensors = weights_tensors.pairs(tensors)
         if not (changed_only or self._wrote_here):
             tensors = [(name, weights_tensors.on_host(name, tensor)) for name, tensor in tensors]
             self._fit(version, [(name, *weights_tensors.kind(source)) for name, source in tensors])
         found = self._segment()
         slot, newest = self._slots()
-        with self._open(slot, timeout_s):
+        with self._open(version, slot, timeout_s):
             stamps, checksums = found.stamps(newest)
             base, going_round = found.slot_at(slot), found.slot_bytes
             for row, source in self._to_write(tensors, slot, newest, changed_only):
@@ -138,6 +139,7 @@ class WeightsWriter(WeightsEnd):
                     unchanged = memoryview(found.mapping)[at : at + spec.size_bytes]
                     tensor_bytes.copy_in(found.mapping, base + spec.offset, unchanged, going_round)
                 header.fault(b"weights.tensor_written")
+            self._require_open()
             found.commit(slot, version, stamps, checksums)
 
     async def publish_async(self, version: int, tensors: Iterable[tuple[str, Any]], **more: Any) -> None:
@@ -185,16 +187,18 @@ class WeightsWriter(WeightsEnd):
             WeightsBusy, ValueError, LayoutMismatch: as `publish`.
         """
         version = self._check(version)
-        self._fit(version, [(name, dtype, tuple(shape)) for name, dtype, shape in specs])
+        self._fit(version, as_specs(specs))
         found = self._segment()
         slot, _ = self._slots()
-        with self._open(slot, timeout_s, with_parts=True) as word:
-            filling = self._filling = WeightsFilling(found, self._table, version, slot, word)
+        with self._open(version, slot, timeout_s, with_parts=True) as word:
+            filling = WeightsFilling(found, self._table, version, slot, word)
             try:
                 yield filling
             finally:
-                filling.is_open, self._filling = False, None
-                found.end_filling()
+                filling.is_open = False
+                if not found.mapping.forked:
+                    found.end_filling()
+            self._require_open()
             with self._no_part_writes(timeout_s):
                 self._require_whole(version)
                 stamps, checksums = np.full(len(self._table), version + 1, np.uint64), np.zeros(len(self._table), np.uint64)
@@ -205,9 +209,10 @@ class WeightsWriter(WeightsEnd):
     def _check(self, version: int) -> int:
         """The version, if it can be written now."""
         self._require_open()
-        if self._filling is not None:
+        if self._under_way is not None:
             raise FillingOver(
-                f"version {self._filling.version} of the weights of bridge {self.bridge!r} is being filled", hint="leave its `with` block"
+                f"version {self._under_way} of the weights of bridge {self.bridge!r} is being filled by this writer",
+                hint="leave its `with` block; a writer is for one thread",
             )
         version = operator.index(version)
         weights_floor.require_above(version, self.last_version)
@@ -246,11 +251,12 @@ class WeightsWriter(WeightsEnd):
         self._wrote_here = True
 
     @contextmanager
-    def _open(self, slot: int, timeout_s: float, *, with_parts: bool = False) -> Iterator[int]:
+    def _open(self, version: int, slot: int, timeout_s: float, *, with_parts: bool = False) -> Iterator[int]:
         """Holds the slot alone, no part being written into it; gives the filling's word. With parts, every tensor is torn from here on."""
         found = self._segment()
         self._hold(Byte.FIRST_SLOT + slot, timeout_s, "a reader has held its slot", "copy the tensors and leave the `with` block")
         try:
+            self._under_way = version
             with self._no_part_writes(timeout_s):
                 found.begin(slot)
                 word = found.next_filling(slot, with_parts)
@@ -259,8 +265,10 @@ class WeightsWriter(WeightsEnd):
             self._wrote_here = True
             yield word
         finally:
-            liveness.unlock(found.mapping.fd, Byte.FIRST_SLOT + slot)
-            found.ring()  # whoever wakes wants the slot, and may keep this process off its CPU
+            self._under_way = None
+            self._let_go(Byte.FIRST_SLOT + slot)
+            if not found.mapping.forked:
+                found.ring()  # whoever wakes wants the slot, and may keep this process off its CPU
 
     @contextmanager
     def _no_part_writes(self, timeout_s: float) -> Iterator[None]:
@@ -268,7 +276,13 @@ class WeightsWriter(WeightsEnd):
         try:
             yield
         finally:
-            liveness.unlock(self._segment().mapping.fd, Byte.PARTS)
+            self._let_go(Byte.PARTS)
+
+    def _let_go(self, byte: int) -> None:
+        """Gives a lock back; nothing in a child of fork, where it is the parent's."""
+        mapping = self._segment().mapping
+        if not mapping.forked:
+            liveness.unlock(mapping.fd, byte)
 
     def _hold(self, byte: int, timeout_s: float, who: str, hint: str) -> None:
         deadline = time.monotonic() + timeout_s
@@ -317,10 +331,11 @@ class WeightsFilling:
     def write(self, name: str, tensor: Any, index: Index | None = None) -> None:
         """Copies a tensor, or the part of it that `index` (a tuple of slices into the full tensor) names. Blocks for the copy.
 
-        Raises WeightsMismatch if name, type or shape differ, FillingOver after the `with` block.
+        Raises WeightsMismatch if name, type or shape differ, FillingOver after the `with` block, and in a child of fork.
         """
-        if not self.is_open:
-            raise FillingOver(f"the filling of weights version {self.version} is over", hint="begin the next with fill()")
+        if not self.is_open or self._found.mapping.forked:
+            over = f"the filling of weights version {self.version} is over, or the parent process'"
+            raise FillingOver(over, hint="begin the next with fill()")
         if name not in self._rows:
             raise WeightsMismatch(f"the segment has no tensor {name!r}", hint=_ONE_MODEL)
         row, spec = self._rows[name]

@@ -1,6 +1,7 @@
 """A version that several ranks write: parts by index, tickets, and what is refused or missing."""
 
 import json
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -190,6 +191,27 @@ def test_one_filling_at_a_time(ends) -> None:
         filling.write("w", W)
         fill_rest(filling)
     expect_all(reader, 1)
+
+
+def test_nothing_else_is_written_while_a_version_is(ends) -> None:
+    """From what makes the tensors, say: both would write into one slot, which the one that ends first hands to readers."""
+    writer, reader, _ = ends
+
+    tensors = [("w", W), ("b", B), ("scalar", np.int64(7)), ("none", np.empty((0, 3), np.float32))]
+
+    def made(then: Callable[[], object]) -> Iterator[tuple[str, object]]:
+        yield from tensors[:1]
+        then()
+        yield from tensors[1:]
+
+    writer.publish(1, tensors)
+    with pytest.raises(shmbridge.FillingOver, match=r"version 2 .* is being filled"):
+        writer.publish(2, made(lambda: writer.publish(2, tensors)))
+    assert reader.version == 1
+    writer.publish(2, made(lambda: None))
+    with pytest.raises(shmbridge.Closed):
+        writer.publish(3, made(writer.close))
+    assert reader.version == 2
 
 
 def test_another_model_is_refused_by_name(ends) -> None:
