@@ -62,7 +62,7 @@ class WeightSync:
             version: above all before; None: the next.
 
         Raises:
-            ConsumerTaken, NotReady: another process, as another rank, was first to write the bridge's weights; nothing was written.
+            ConsumerTaken: another process, as another rank, was first to write the bridge's weights; nothing was written.
             EngineFailed: some engine is not at the version; the segment has it, the other engines are, and the next push tries again.
             WeightsMismatch, WeightsBusy: nothing was written; so, too, where an engine could only wait for this thread's event loop, and
                 where this process has a part of the model, or adapters that adding a product does not merge. ValueError: the version is

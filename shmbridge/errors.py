@@ -192,7 +192,7 @@ class WeightsBusy(ShmBridgeError, TimeoutError):
 
 
 class FillingOver(ShmBridgeError, RuntimeError):
-    """A tensor was written for a filling of the weights that has ended, or whose writer is dead; or a writer was used while one is open."""
+    """A tensor was written for a filling of the weights that has ended, or whose writer is dead; or its writer was used meanwhile."""
 
     code = "SB503"
 

@@ -4,8 +4,10 @@ import shutil
 from dataclasses import dataclass, field
 
 from shmbridge import liveness, participation, segment
-from shmbridge._ext import header
+from shmbridge._ext import header, versions
+from shmbridge._ext.versions import Versions
 from shmbridge.config import check_bridge_name
+from shmbridge.errors import ShmPermission
 from shmbridge.liveness import Byte
 
 
@@ -24,14 +26,27 @@ class LaneInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsInfo:
+    """The weights of a bridge as seen from outside. `version` is None before the first, `writer_pid` when no writer is alive."""
+
+    version: int | None
+    writer_pid: int | None
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class BridgeInfo:
-    """One bridge as seen from outside. `consumer_pid` is None when no consumer is alive; `policy_version` -1 before the first."""
+    """One bridge as seen from outside. `consumer_pid` is None when no consumer is alive; `policy_version` -1 before the first.
+
+    `weights` is None if no version of them was ever begun.
+    """
 
     name: str
     consumer_pid: int | None
     participants: bool
     policy_version: int
     lanes: list[LaneInfo]
+    weights: WeightsInfo | None
 
     @property
     def size_bytes(self) -> int:
@@ -58,12 +73,24 @@ def _bridge(name: str) -> BridgeInfo:
     lanes = [lane for lane in map(_lane, segment.lane_names(name)) if lane is not None]
     mapping = segment.open_mapping(segment.control_name(name), readonly=True, minimum=header.control_bytes)
     if mapping is None:
-        return BridgeInfo(name, None, False, -1, lanes)
+        return BridgeInfo(name, None, False, -1, lanes, _weights(name))
     control = header.Control(mapping)
     alive = liveness.is_locked(mapping.fd, Byte.HUB)
-    return BridgeInfo(
-        name, control.hub_pid if alive else None, liveness.is_locked(mapping.fd, Byte.PARTICIPANTS), control.policy_version, lanes
-    )
+    participants = liveness.is_locked(mapping.fd, Byte.PARTICIPANTS)
+    return BridgeInfo(name, control.hub_pid if alive else None, participants, control.policy_version, lanes, _weights(name))
+
+
+def _weights(bridge: str) -> WeightsInfo | None:
+    try:
+        mapping = segment.open_mapping(segment.weights_name(bridge), readonly=True, minimum=versions.header_bytes)
+    except ShmPermission:
+        return None
+    if mapping is None:
+        return None
+    found = Versions(mapping)
+    latest = found.latest if found.ready else None
+    writer = found.writer_pid if liveness.is_locked(mapping.fd, Byte.WRITER) else None
+    return WeightsInfo(None if latest is None else latest[0], writer, mapping.size)
 
 
 def _lane(name: str) -> LaneInfo | None:

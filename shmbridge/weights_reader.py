@@ -106,7 +106,13 @@ class WeightsReader(WeightsEnd):
         The same number in another segment than the one told of last, by this or by `lease`, is another version. Sleeps until the writer
         rings, with the GIL released. Raises NotReady after `timeout_s` seconds.
         """
-        deadline = time.monotonic() + timeout_s
+        if (latest := self._await(after, time.monotonic() + timeout_s)) is None:
+            newer = "" if after is None else f" but {after}"
+            raise NotReady(f"no weights on bridge {self.bridge!r}{newer} within {timeout_s} s", hint="does the learner still publish?")
+        return latest
+
+    def _await(self, after: int | None, deadline: float) -> int | None:
+        """As `wait`; None once the time is over."""
         nobody_rang, slept_in = False, None
         while True:
             found = self._current()
@@ -118,8 +124,7 @@ class WeightsReader(WeightsEnd):
                 return int(latest[0])
             left = deadline - time.monotonic()
             if left <= 0:
-                newer = "" if after is None else f" but {after}"
-                raise NotReady(f"no weights on bridge {self.bridge!r}{newer} within {timeout_s} s", hint="does the learner still publish?")
+                return None
             if found is None:
                 time.sleep(min(left, _LOOK_S))
             else:
@@ -203,7 +208,8 @@ class WeightsReader(WeightsEnd):
         """
         deadline = time.monotonic() + timeout_s
         for _ in range(_TORN_COPIES):
-            self.wait(None, max(deadline - time.monotonic(), 0))
+            if self._await(None, deadline) is None:
+                break
             found = self._current()
             latest = None if found is None else found.latest
             if found is None or latest is None:

@@ -14,7 +14,7 @@ import numpy as np
 from shmbridge import segment
 from shmbridge._ext import versions
 from shmbridge._ext.versions import Versions
-from shmbridge.errors import LayoutMismatch, NotReady, WeightsMismatch
+from shmbridge.errors import LayoutMismatch, WeightsMismatch
 
 # How numpy carries what it has no name for.
 _CARRIERS = {
@@ -116,18 +116,15 @@ def open_segment(bridge: str) -> Versions | None:
     return found if found.ready else None
 
 
-def create(table: list[TensorSpec], slot_bytes: int, bridge: str) -> Versions:
-    """A new segment of the bridge for this table, locked by its writer. Blocks while memory is reserved.
+def create(table: list[TensorSpec], slot_bytes: int, bridge: str) -> Versions | None:
+    """A new segment of the bridge for this table, locked by its writer; None if there is one. Blocks while memory is reserved.
 
-    Raises NotReady if there is one, of somebody who lives, ShmTooSmall.
+    Raises ShmTooSmall.
     """
     raw = msgspec.json.encode(table)
     mapping = segment.create_weights(bridge, versions.data_place(len(raw), len(table)) + versions.slots * slot_bytes)
     if mapping is None:
-        raise NotReady(
-            f"the weights segment of bridge {bridge!r} is being made by somebody else",
-            hint="one learner writes weights, one of several ranks",
-        )
+        return None
     made = Versions(mapping)
     made.format(os.getpid(), raw, len(table), slot_bytes, secrets.randbits(64))
     return made

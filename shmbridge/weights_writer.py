@@ -6,6 +6,7 @@ Knows locks, slots and their order; how values get there is weights_tensors.py's
 import asyncio
 import logging
 import operator
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import numpy as np
 
 from shmbridge import liveness, segment, weights_floor, weights_tensors
 from shmbridge._ext import header, tensor_bytes, versions
+from shmbridge._ext.mapping import Mapping
 from shmbridge._ext.versions import Versions
 from shmbridge.errors import ConsumerTaken, FillingOver, WeightsBusy, WeightsMismatch
 from shmbridge.in_thread import to_its_end
@@ -57,20 +59,26 @@ class WeightsWriter(WeightsEnd):
         if mapping is None:
             return
         if not liveness.lock_exclusive(mapping.fd, Byte.WRITER):
-            raise ConsumerTaken(
-                f"the weights of bridge {self.bridge!r} have a living writer",
-                hint="one learner writes weights, one of several ranks: end the other",
-            )
+            raise self._taken(mapping)
         if not segment.still_named(mapping.fd, segment.weights_name(self.bridge)):
             return  # another writer removed it just before; what this one publishes makes it anew
         found = Versions(mapping)
         try:
             if found.ready:
                 self._use(found, read_table(found, self.bridge))
+                found.enter(os.getpid())
                 return
         except WeightsMismatch as remains:
             log.warning("%s: they are made anew", remains.message)
         weights_floor.keep(self._control, found, self.bridge)
+
+    def _taken(self, living: Mapping | None) -> ConsumerTaken:
+        pid = 0 if living is None else Versions(living).writer_pid
+        who = f": pid {pid}{' (this very process)' if pid == os.getpid() else ''}" if pid else ""
+        return ConsumerTaken(
+            f"the weights of bridge {self.bridge!r} have a living writer{who}",
+            hint="one learner writes weights, one of several ranks: end the other",
+        )
 
     def _use(self, found: Versions, table: list[TensorSpec]) -> None:
         self._versions, self._table = found, table
@@ -113,7 +121,9 @@ class WeightsWriter(WeightsEnd):
             WeightsMismatch: the tensors are not those of the table (names the first that differs); with `changed_only`, that the
                 segment has no version yet.
             WeightsBusy: a reader held the slot for too long, or a part of an earlier filling is being written; the last version stays.
-            ValueError: the version does not rise. LayoutMismatch: as `last_version`.
+            ConsumerTaken: of two writers that began before any version was there the other was first. ShmTooSmall: no room for a first
+                version; that of another model is gone then. FillingOver: this writer is writing one. ValueError: the version does not
+                rise. LayoutMismatch: as `last_version`.
         """
         version = self._check(version)
         if changed_only and (self._versions is None or self._versions.latest is None):
@@ -184,7 +194,7 @@ class WeightsWriter(WeightsEnd):
 
         Raises:
             WeightsMismatch: as `publish`; at the end, that some tensor was not written whole, each element once: a rank was killed.
-            WeightsBusy, ValueError, LayoutMismatch: as `publish`.
+            WeightsBusy, ConsumerTaken, ShmTooSmall, FillingOver, ValueError, LayoutMismatch: as `publish`.
         """
         version = self._check(version)
         self._fit(version, as_specs(specs))
@@ -246,7 +256,9 @@ class WeightsWriter(WeightsEnd):
             self._versions = None
         assert self._control is not None
         weights_floor.remove_segment(self._control, self.bridge, version)
-        self._use(create(table, slot_bytes, self.bridge), table)
+        if (made := create(table, slot_bytes, self.bridge)) is None:
+            raise self._taken(segment.open_mapping(segment.weights_name(self.bridge), minimum=versions.header_bytes))
+        self._use(made, table)
         weights_floor.require_above(version, self.last_version)
         self._wrote_here = True
 

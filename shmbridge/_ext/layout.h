@@ -172,7 +172,7 @@ typedef struct {
 typedef struct {
     shm_u64 magic; /* stored last */
     uint32_t layout_version;
-    uint32_t writer_pid;
+    uint32_t writer_pid; /* writer: plain; read for messages only */
     uint64_t table_bytes, data_at, slot_bytes;
     uint64_t tensors, words_at;
     uint64_t segment_id; /* random: tickets of another segment of this name are refused */

@@ -73,6 +73,15 @@ cdef class Versions:
         fault_hit(b"weights.before_magic")
         store_release64(&self._header.magic, WEIGHTS_MAGIC)  # SYNC(weights-ready)
 
+    def enter(self, uint32_t pid):
+        """Says who writes from now on, so that whoever is refused can be told."""
+        self._header.writer_pid = pid
+
+    @property
+    def writer_pid(self) -> int:
+        """Of whoever wrote last, alive or not; 0 if nobody said."""
+        return self._header.writer_pid
+
     @property
     def layout_version(self) -> int:
         """Of the segment, if it is whole; 0 if it is not."""

@@ -1,4 +1,4 @@
-"""`shmbridge inspect`: which bridges there are, who is alive on them, what their lanes hold."""
+"""`shmbridge inspect`: which bridges there are, who is alive on them, what their lanes hold, and which weights they have."""
 
 import argparse
 from dataclasses import asdict
@@ -8,7 +8,7 @@ import msgspec
 from shmbridge.config import format_size
 from shmbridge.inventory import BridgeInfo, list_bridges
 
-HELP = "show bridges, their consumer, lanes and undelivered records"
+HELP = "show bridges, their consumer, lanes, undelivered records and weights"
 EXAMPLES = """examples:
   shmbridge inspect            all bridges
   shmbridge inspect run1       one bridge
@@ -41,4 +41,8 @@ def _block(info: BridgeInfo) -> str:
         state = "live" if lane.alive else "dead"
         counts = f"{lane.records:>10} records  {lane.held:>6} held"
         lines.append(f"  {lane.producer_id:<32} {state} pid {lane.pid:<8} {counts}  {format_size(lane.size_bytes)}")
+    if (weights := info.weights) is not None:
+        version = "no version yet" if weights.version is None else f"version {weights.version}"
+        writer = f"writer pid {weights.writer_pid}" if weights.writer_pid else "no writer"
+        lines.append(f"  weights {version}  {writer}  {format_size(weights.size_bytes)}")
     return "\n".join(lines)

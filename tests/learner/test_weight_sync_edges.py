@@ -248,7 +248,7 @@ import os, sys
 import torch
 from torch import distributed, nn
 from shmbridge.consumers.weight_sync import WeightSync
-from shmbridge.errors import NotReady, WeightsMismatch
+from shmbridge.errors import ConsumerTaken, WeightsMismatch
 from shmbridge.weights import WeightsReader
 
 bridge, how = sys.argv[1:]
@@ -274,7 +274,7 @@ with WeightSync(bridge, Fake()) as sync:
         if rank == each:
             try:
                 sync.push(model)
-            except (NotReady, WeightsMismatch) as refused:
+            except (ConsumerTaken, WeightsMismatch) as refused:
                 print(refused, flush=True)
         distributed.barrier()
     with WeightsReader(bridge) as reader:

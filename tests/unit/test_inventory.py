@@ -3,10 +3,13 @@
 import os
 import signal
 
+import numpy as np
 import pytest
 
 import shmbridge
 from shmbridge import segment
+from shmbridge.cli import main
+from shmbridge.weights import WeightsReader, WeightsWriter
 
 ABANDON = """
 import shmbridge, time
@@ -45,6 +48,26 @@ def test_what_is_alive_is_listed(bridge, make_producer, make_consumer) -> None:
     assert (lane.producer_id, lane.env_name, lane.pid, lane.alive) == (producer.producer_id, "gsm8k", os.getpid(), True)
     assert (lane.held, lane.records, lane.name) == (1, 1, producer.lane_name)
     assert it.size_bytes == lane.size_bytes > 64 << 10
+
+
+def test_weights_are_listed(bridge, capsys) -> None:
+    def said() -> str:
+        assert main(["inspect", bridge]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    with WeightsReader(bridge):
+        assert (info(bridge).weights, "0 lanes" in said()) == (None, True)
+        with WeightsWriter(bridge) as writer:
+            with pytest.raises(ZeroDivisionError), writer.fill(7, [("w", "float32", (3,))]):
+                assert info(bridge).weights.version is None
+                assert "weights no version yet" in said()
+                raise ZeroDivisionError
+            writer.publish(7, [("w", np.zeros(3, np.float32))])
+            it = info(bridge).weights
+            assert (it.version, it.writer_pid, it.size_bytes > 4096) == (7, os.getpid(), True)
+            assert f"weights version 7  writer pid {os.getpid()}" in said()
+        assert (info(bridge).weights.version, info(bridge).weights.writer_pid) == (7, None)
+        assert "weights version 7  no writer" in said()
 
 
 def test_clean_never_touches_what_is_alive(bridge, producer, consumer, segments) -> None:

@@ -1,5 +1,6 @@
 """Weights through the bridge: versions, leases, deaths, and tensors that do not match."""
 
+import os
 import signal
 import struct
 import time
@@ -30,6 +31,8 @@ def test_nothing_is_there_before_the_first_version(ends) -> None:
     assert (writer.last_version, reader.version) == (None, None)
     with pytest.raises(shmbridge.NotReady, match="no weights"), reader.lease(timeout_s=0.02):
         pass
+    with pytest.raises(shmbridge.NotReady, match=r"no weights on bridge .* within 0\.02 s"):
+        reader.copy(timeout_s=0.02)
 
 
 def test_the_newest_version_is_read_in_place(ends) -> None:
@@ -133,8 +136,37 @@ def test_the_order_of_tensors_does_not_matter(ends) -> None:
 def test_one_writer_at_a_time(ends, bridge) -> None:
     writer, _ = ends
     writer.publish(1, tensors(1))
-    with pytest.raises(shmbridge.ConsumerTaken, match="living writer"):
+    with pytest.raises(shmbridge.ConsumerTaken, match=rf"living writer: pid {os.getpid()} .this very process."):
         WeightsWriter(bridge)
+
+
+def test_of_two_writers_that_began_with_nothing_the_first_to_publish_is_the_one(bridge) -> None:
+    with WeightsWriter(bridge) as first, WeightsWriter(bridge) as second, WeightsReader(bridge) as reader:
+        first.publish(1, tensors(1))
+        for _ in range(2):
+            with pytest.raises(shmbridge.ConsumerTaken, match=f"living writer: pid {os.getpid()}"):
+                second.publish(2, tensors(2))
+        assert reader.copy()[0] == 1
+        first.close()
+        second.publish(2, tensors(2))
+        assert reader.copy()[0] == 2
+
+
+def test_who_is_refused_is_told_of_the_writer_that_took_over(bridge, child) -> None:
+    with WeightsReader(bridge):
+        with WeightsWriter(bridge) as first:
+            first.publish(1, tensors(1))
+        process = child(
+            """
+import time
+from shmbridge.weights import WeightsWriter
+writer = WeightsWriter(bridge)
+print("ready", flush=True)
+time.sleep(60)
+"""
+        )
+        with pytest.raises(shmbridge.ConsumerTaken, match=f"living writer: pid {process.pid} "):
+            WeightsWriter(bridge)
 
 
 def test_a_killed_writer_leaves_its_last_version(bridge, child) -> None:
