@@ -185,7 +185,8 @@ def _require_mergeable(model: torch.nn.Module) -> None:
         elif isinstance(module, tuners.BaseTunerLayer):
             why = "is no low-rank adapter"
         else:
-            why = "is trained beside its original" if hasattr(module, "original_module") or hasattr(module, "token_adapter") else ""
+            saved = type(module).__module__.startswith("peft.") and any(hasattr(module, of) for of in ("original_module", "token_adapter"))
+            why = "is trained beside its original" if saved else ""
         if why:
             raise WeightsMismatch(
                 f"{name} ({type(module).__name__}) {why}: what it computes with is not known here",

@@ -116,9 +116,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_a_sum_does_not_merge_is_refused_by_name(base, bridge, kind):
+def test_what_a_sum_does_not_merge_is_refused_by_name_and_taken_as_a_merged_copy(base, bridge, pushed, kind):
     config, told = REFUSED[kind]
-    model = get_peft_model(base, config())
+    model = trained(get_peft_model(base, config()))
+    if kind != "prompt":
+        merged = copy.deepcopy(model).merge_and_unload()
+        expect(pushed(merged)[0], merged)
     with WeightSync(bridge, Anything()) as sync:
         with pytest.raises(shmbridge.WeightsMismatch, match=told):
             sync.push(model)
