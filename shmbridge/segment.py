@@ -29,6 +29,7 @@ _PREFIX = "shmbridge."
 _STEP_BYTES = 16 << 20
 _LEFT_ALONE_BYTES = 8 << 20
 _TURN_TIMEOUT_S = 10.0
+_LESS_WEIGHTS = "publish smaller types"
 _SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|g|l\.[0-9a-f]{16})")
 
 
@@ -274,6 +275,13 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
             raise
 
 
+def require_room_for_weights(bridge: str, size: int, *, freed: int) -> None:
+    """ShmTooSmall if the mount has no room for a weights segment even once another one, of `freed` bytes, is gone. Reserves nothing."""
+    mount = os.statvfs(MOUNT)
+    if mount.f_blocks and size > mount.f_bavail * mount.f_frsize + freed:
+        raise _mount_too_small(size, f"the weights segment of bridge {bridge!r}", _LESS_WEIGHTS)
+
+
 def create_weights(bridge: str, size: int) -> Mapping | None:
     """A new, writer-locked, reserved, empty weights segment; None if the name is taken."""
     name = weights_name(bridge)
@@ -286,7 +294,7 @@ def create_weights(bridge: str, size: int) -> Mapping | None:
         if not (liveness.lock_exclusive(fd, Byte.WRITER) and still_named(fd, name)):
             close_segment(fd)
             return None
-        huge = reserve(fd, size, f"the weights segment of bridge {bridge!r}", less="publish smaller types")
+        huge = reserve(fd, size, f"the weights segment of bridge {bridge!r}", less=_LESS_WEIGHTS)
         mapping = map_segment(fd, size, f"the weights segment of bridge {bridge!r}")
         placement.settle(mapping, huge)
         return mapping

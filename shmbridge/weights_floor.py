@@ -41,11 +41,12 @@ def keep(control: Control, found: Versions, bridge: str) -> None:
         control.raise_weights_floor(latest[0])
 
 
-def remove_segment(control: Control, bridge: str, version: int) -> None:
-    """Removes the weights segment, or its remains, for one that begins with `version`, if no writer lives; its last version stays.
+def remove_segment(control: Control, bridge: str, version: int, size: int) -> None:
+    """Removes the weights segment, or its remains, for one of `size` bytes that begins with `version`, if no writer lives; its last
+    version stays in the control segment.
 
-    Readers that map it keep it until they look again. Raises ValueError if it has that version or a later one, LayoutMismatch as `floor`:
-    the segment stays then.
+    Readers that map it keep it until they look again. Raises ValueError if it has that version or a later one, ShmTooSmall if the mount
+    has no room for the other even without it, LayoutMismatch as `floor`: the segment stays then.
     """
     name = segment.weights_name(bridge)
     with contextlib.suppress(FileNotFoundError):
@@ -58,6 +59,7 @@ def remove_segment(control: Control, bridge: str, version: int) -> None:
             if mapping is not None:
                 keep(control, Versions(mapping), bridge)
             require_above(version, floor(control, bridge))
+            segment.require_room_for_weights(bridge, size, freed=os.fstat(fd).st_size)
             segment.unlink(fd, name)
             header.fault(b"weights.removed")
         finally:

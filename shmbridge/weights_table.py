@@ -116,17 +116,21 @@ def open_segment(bridge: str) -> Versions | None:
     return found if found.ready else None
 
 
+def segment_bytes(table: list[TensorSpec], slot_bytes: int) -> int:
+    """Bytes of a segment with this table."""
+    return int(versions.data_place(len(msgspec.json.encode(table)), len(table)) + versions.slots * slot_bytes)
+
+
 def create(table: list[TensorSpec], slot_bytes: int, bridge: str) -> Versions | None:
     """A new segment of the bridge for this table, locked by its writer; None if there is one. Blocks while memory is reserved.
 
     Raises ShmTooSmall.
     """
-    raw = msgspec.json.encode(table)
-    mapping = segment.create_weights(bridge, versions.data_place(len(raw), len(table)) + versions.slots * slot_bytes)
+    mapping = segment.create_weights(bridge, segment_bytes(table, slot_bytes))
     if mapping is None:
         return None
     made = Versions(mapping)
-    made.format(os.getpid(), raw, len(table), slot_bytes, secrets.randbits(64))
+    made.format(os.getpid(), msgspec.json.encode(table), len(table), slot_bytes, secrets.randbits(64))
     return made
 
 

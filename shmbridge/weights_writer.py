@@ -22,7 +22,7 @@ from shmbridge.errors import ConsumerTaken, FillingOver, WeightsBusy, WeightsMis
 from shmbridge.in_thread import to_its_end
 from shmbridge.liveness import Byte
 from shmbridge.weights_end import WeightsEnd
-from shmbridge.weights_table import Spec, TensorSpec, as_specs, create, difference, lay_out, read_table
+from shmbridge.weights_table import Spec, TensorSpec, as_specs, create, difference, lay_out, read_table, segment_bytes
 from shmbridge.weights_tensors import Index
 
 _RETRY_S = 0.0005
@@ -121,9 +121,9 @@ class WeightsWriter(WeightsEnd):
             WeightsMismatch: the tensors are not those of the table (names the first that differs); with `changed_only`, that the
                 segment has no version yet.
             WeightsBusy: a reader held the slot for too long, or a part of an earlier filling is being written; the last version stays.
-            ConsumerTaken: of two writers that began before any version was there the other was first. ShmTooSmall: no room for a first
-                version; that of another model is gone then. FillingOver: this writer is writing one. ValueError: the version does not
-                rise. LayoutMismatch: as `last_version`.
+            ConsumerTaken: of two writers that began before any version was there the other was first. FillingOver: this writer is writing
+                one. ShmTooSmall: no room for a first version; that of another model stays if not even its place would do.
+            ValueError: the version does not rise. LayoutMismatch: as `last_version`.
         """
         version = self._check(version)
         if changed_only and (self._versions is None or self._versions.latest is None):
@@ -255,7 +255,7 @@ class WeightsWriter(WeightsEnd):
             liveness.unlock(self._versions.mapping.fd, Byte.WRITER)
             self._versions = None
         assert self._control is not None
-        weights_floor.remove_segment(self._control, self.bridge, version)
+        weights_floor.remove_segment(self._control, self.bridge, version, segment_bytes(table, slot_bytes))
         if (made := create(table, slot_bytes, self.bridge)) is None:
             raise self._taken(segment.open_mapping(segment.weights_name(self.bridge), minimum=versions.header_bytes))
         self._use(made, table)

@@ -35,6 +35,18 @@ def test_a_writer_of_another_model_that_never_publishes_leaves_the_last_version(
         assert (writer.last_version, reader.version) == (8, 8)
 
 
+def test_a_model_that_no_mount_could_hold_leaves_the_one_that_is_there(bridge, reader):
+    with WeightsWriter(bridge) as writer:
+        writer.publish(7, model("a", 7))
+    with WeightsWriter(bridge) as writer:
+        with pytest.raises(shmbridge.ShmTooSmall, match="weights segment"), writer.fill(8, [("b", "float32", (1 << 44,))]):
+            pytest.fail("it fits")
+        assert reader.copy()[0] == writer.last_version == 7
+        for version in (8, 9):
+            writer.publish(version, model("a", version))
+            assert reader.copy()[0] == version
+
+
 def test_a_writer_of_another_model_without_memory_leaves_the_last_version(bridge, reader, monkeypatch):
     """Of the same writer, too: it has no segment from then on."""
     with WeightsWriter(bridge) as writer:
