@@ -18,16 +18,18 @@ _SAME_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex
 
 def pairs(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """(name, tensor) of each as it comes; WeightsMismatch for what is none, as a model, or a dict without `.items()`."""
-    if not isinstance(tensors, Iterable):
-        raise _no_pairs(tensors)
-    for each in tensors:
+    try:
+        given = iter(tensors)
+    except TypeError:
+        raise _no_pairs(tensors) from None
+    for each in given:
         if not isinstance(each, (tuple, list)) or len(each) != 2 or not isinstance(each[0], str):
             raise _no_pairs(each)
         yield each[0], each[1]
 
 
 def _no_pairs(given: Any) -> WeightsMismatch:
-    told = type(given).__name__ if is_torch(given) or not isinstance(given, (str, bytes, tuple, list, int)) else repr(given)[:80]
+    told = repr(given)[:80] if isinstance(given, (str, tuple)) else type(given).__name__
     return WeightsMismatch(f"{told} was given for a (name, tensor) pair", hint="give pairs, as model.state_dict().items() has them")
 
 
