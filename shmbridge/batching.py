@@ -232,8 +232,10 @@ class BatchAssembly:
     ) -> list[Group] | None:
         """The groups of the next batch, waiting for them; None when stopped, closed, too late, or drained with too few groups left."""
         idle_since = time.monotonic()
-        while not (self._closed or stop.is_set()):
+        while True:
             with self._lock:
+                if self._closed or stop.is_set():
+                    return None
                 self._cut_stale(max_staleness)
                 chosen, took = self._try(want, max_staleness)
             if chosen is not None:
@@ -252,7 +254,6 @@ class BatchAssembly:
             if now - idle_since > _STUCK_AFTER_S and self._complete.waits_until_s == float("inf"):
                 self._check_stuck(want)
             self._consumer._wait(max(until_s - now, 0.0))
-        return None
 
     def _try(self, want: Want, max_staleness: int | None) -> tuple[list[Group] | None, bool]:
         """The groups of a batch, if there is one, and whether any record was taken for it from the lanes."""
@@ -365,9 +366,7 @@ class BatchAssembly:
 
     def _stop_prefetch(self) -> None:
         ahead, self._prefetcher = self._prefetcher, None
-        if ahead is None:
-            return
-        for batch in reversed(ahead.stop()):
+        for batch in reversed(ahead.stop() if ahead is not None else []):
             self._put_back(batch)
 
     def stop(self) -> None:
@@ -379,12 +378,13 @@ class BatchAssembly:
 
     def forget(self) -> None:
         """Lets go of every lease that was not handed out, un-released: the next consumer gets those records."""
-        for group in [*self._whole, *self._complete, *self._partial]:
-            for record in group.records:
-                record.abandon()
-        self._whole.clear()
-        self._complete.remove(lambda group: True)
-        self._partial, self._not_cut = GroupAssembler(0.0), []
+        with self._lock:  # whoever iterates is through with what came, or finds that this is closed
+            for group in [*self._whole, *self._complete, *self._partial]:
+                for record in group.records:
+                    record.abandon()
+            self._whole.clear()
+            self._complete.remove(lambda group: True)
+            self._partial, self._not_cut = GroupAssembler(0.0), []
 
 
 def _oldest(groups: Iterable[Group], known: int = _NO_VERSION) -> int:

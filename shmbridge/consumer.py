@@ -121,7 +121,7 @@ class Consumer(Hub):
             self._lanes.adopt(strict=True)
             self.hub_epoch = self._control.begin_epoch(os.getpid(), liveness.pid_namespace(), self.columns.encode())
             self._lanes.look_for_ranks()  # after the epoch was stored: a rank that joins the old one sees that
-            if self._run is not None:
+            if self.run is not None:
                 self._control.next_run()
             self._sleep = HubWait(self._control.mapping)
             self._batching = BatchAssembly(self, self._lanes, group_timeout_s, policy, allocation_wait_s, self._limit)
@@ -182,28 +182,27 @@ class Consumer(Hub):
     def __iter__(self) -> Iterator[Record]:
         """Records as they come, until close(), or until drain() and nothing is left."""
         self._check_mine()
-        while not self._closed:
-            record = self._take()
-            if record is not None:
-                yield record
-            elif self._drained():
-                return
-            else:
-                self._wait(_LONGEST_WAIT_S)
+        with self._until_closed():
+            while (record := self._take()) is not None or not self._drained():
+                if record is not None:
+                    yield record
+                else:
+                    self._wait(_LONGEST_WAIT_S)
 
     async def __aiter__(self) -> AsyncIterator[Record]:
         """`__iter__` for an event loop."""
         self._check_mine()
-        while not self._closed:
-            record = self._take()
-            if record is not None:
-                yield record
-            elif not self._control.draining:
-                await self._wait_async(_LONGEST_WAIT_S)
-            else:
-                await asyncio.sleep(_DRAIN_GRACE_S)  # a put that is under way commits meanwhile
-                if self._lanes.nothing_left:
-                    return
+        with self._until_closed():
+            while True:
+                record = self._take()
+                if record is not None:
+                    yield record
+                elif not self._control.draining:
+                    await self._wait_async(_LONGEST_WAIT_S)
+                else:
+                    await asyncio.sleep(_DRAIN_GRACE_S)  # a put that is under way commits meanwhile
+                    if self._lanes.nothing_left:
+                        return
 
     def batches(
         self, groups: int = 8, layout: "Layout" = "packed", max_staleness: int | None = None, prefetch: int = 1, hold: Hold = "step",
@@ -284,12 +283,16 @@ class Consumer(Hub):
     def _wait(self, left_s: float) -> None:
         """Sleeps until there may be something to take, at most a second."""
         arrivals = self._turns.arrivals  # before the lanes: one that is adopted in between ends the wait
-        self._sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), arrivals)
+        if (sleep := self._sleep) is not None:
+            sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), arrivals)
 
     async def _wait_async(self, left_s: float) -> None:
         """`_wait` for an event loop."""
         if self._loop_bell is None:
-            self._loop_bell = LoopBell(self._sleep, self.bridge)
+            with self._closing:
+                if self._sleep is None:
+                    return
+                self._loop_bell = LoopBell(self._sleep, self.bridge)
         arrivals = self._turns.arrivals  # as in _wait
         await self._loop_bell.wait(self._lanes.readers(), arrivals, left_s)
 
@@ -363,17 +366,20 @@ class Consumer(Hub):
         if self._closed or (self._control_words is not None and self._control_words.mapping.forked):
             return
         self._stop_forming()
-        self._final = self.stats()
-        self._batching.forget()
-        self._closed = True
-        self._no_exit_call()
         self._server.close()
+        with self._closing:
+            self._final = self.stats()
+            self._closed, self._sleep = True, None  # the views' lanes keep the mapping, and with it the lock
+        self._control.ring()  # to who waits for a record
+        self._batching.forget()
+        if self._ranks is not None:
+            self._ranks.forget()
+        self._no_exit_call()
         if self._loop_bell is not None:
             self._loop_bell.close()
         if self._lanes.close() == 0:
             participation.leave(self._control.mapping.fd, self.bridge)
         self._control_words = None
-        del self._sleep  # the views' lanes keep the mapping, and with it the lock
 
     def __enter__(self) -> Self:
         return self

@@ -67,6 +67,7 @@ class ControlServer:
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._pid = os.getpid()
         self._closed = False
+        self._bell = threading.Lock()  # who rings does so before close() closes the descriptor, or not at all
         _make_private(socket_directory(bridge))
         self._context = zmq.Context()
         self._socket = self._bind()
@@ -88,8 +89,9 @@ class ControlServer:
 
     def look_again(self) -> None:
         """Try again to answer those who wait, because something has changed. Never blocks; any thread."""
-        if not self._closed:
-            os.eventfd_write(self._again, 1)
+        with self._bell:
+            if not self._closed:
+                os.eventfd_write(self._again, 1)
 
     def close(self) -> None:
         """Stop answering and remove the socket and its directory.
@@ -97,9 +99,12 @@ class ControlServer:
         Blocks until the answer being written is out. Any thread; more than once is fine; does nothing in a
         forked child.
         """
-        if self._closed or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
-        self._closed = True
+        with self._bell:
+            closed, self._closed = self._closed, True
+        if closed:
+            return
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         os.close(self._stop)

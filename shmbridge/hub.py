@@ -3,8 +3,10 @@
 All of it is a few shared words, safe from any thread. Knows nothing of taking records: that is consumer.py, which is a Hub.
 """
 
+import contextlib
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from shmbridge import liveness, messages
@@ -34,15 +36,16 @@ class Hub(OneProcess):
     _final: dict[str, float]
     _lanes: LaneSet
     _memory: MemoryUse
-    _sleep: HubWait
+    _sleep: HubWait | None
     _batching: BatchAssembly
     _server: "ControlServer"
 
     def __init__(self, bridge: str, run: Run | None, control: header.Control, limit: Limit | None) -> None:
         self.bridge = bridge
-        self._run = run
+        self._announced: tuple[Run | None, int] = run, 0  # and the steps of runs before it
         self._batches_formed = 0
-        self._steps_before = 0  # of runs announced before this one
+        self._publishing = threading.Lock()
+        self._closing = threading.RLock()  # close() comes before or after what needs all of this, not amid it
         self._control_words: header.Control | None = control
         self._ranks: RankServer | None = None
         self._limit, self._promises, self._begun = limit, Promises(), 0
@@ -52,21 +55,36 @@ class Hub(OneProcess):
     @property
     def _control(self) -> header.Control:
         """The control segment's words, which end with close()."""
-        if self._control_words is None:
+        if (words := self._words_here()) is None:
             raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
-        if self._control_words.mapping.forked:
+        return words
+
+    def _words_here(self) -> header.Control | None:
+        """`_control`, None once this is closed."""
+        words = self._control_words
+        if words is not None and words.mapping.forked:
             raise Closed(f"the consumer of bridge {self.bridge!r} belongs to the process before fork")
-        return self._control_words
+        return words
+
+    @contextlib.contextmanager
+    def _until_closed(self) -> Iterator[None]:
+        """An iteration ends where it finds this closed, by whatever thread."""
+        try:
+            yield
+        except Closed:
+            if not self._closed:
+                raise
 
     @property
     def run(self) -> Run | None:
         """The announced training run."""
-        return self._run
+        return self._announced[0]
 
     @property
     def current_step(self) -> int:
         """`run.starting_step` plus the batches handed out since; under policy "atropos" the batches formed, as upstream."""
-        return (self._run.starting_step if self._run else 0) + self._batching.steps(self._batches_formed) - self._steps_before
+        run, steps_before = self._announced
+        return (run.starting_step if run else 0) + self._batching.steps(self._batches_formed) - steps_before
 
     @property
     def policy_version(self) -> int:
@@ -90,18 +108,17 @@ class Hub(OneProcess):
 
     def announce_run(self, run: Run) -> None:
         """Announces (or replaces) the training run; environments that wait for one go on."""
-        self._run = run
-        self._batches_formed = 0
-        self._steps_before = self._batching.steps(0)
+        self._announced = run, self._batching.steps(self._batches_formed)
         self._control.next_run()
 
     def publish_policy_version(self, version: int) -> None:
         """Tells every producer, by one store, which policy version is current. Never goes backwards: ValueError."""
         if not 0 <= version < 1 << 62:
             raise ValueError(f"policy version {version} is not within 0 and 2**62")
-        if version < self.policy_version:
-            raise ValueError(f"policy version {version} is before {self.policy_version}: versions of one bridge only rise")
-        self._control.policy_version = version
+        with self._publishing:  # the control plane's thread does, too
+            if version < self.policy_version:
+                raise ValueError(f"policy version {version} is before {self.policy_version}: versions of one bridge only rise")
+            self._control.policy_version = version
         self.end_step()  # after the store: what begins now begins under this version
 
     def note_training_version(self, version: int) -> None:
@@ -161,9 +178,13 @@ class Hub(OneProcess):
 
     def stats(self) -> dict[str, float]:
         """Counters of the bridge, flat: produced = released + held + discarded, from the lanes' own words. Never blocks; any thread."""
-        if self._closed:
-            return self._final
+        self._words_here()  # in a child of fork a thread that is not there may hold the lock for ever
+        with self._closing:
+            return self._final if self._closed else self._count()
+
+    def _count(self) -> dict[str, float]:
         total = self._lanes.counters()
+        assert self._sleep is not None  # that goes with close()
         reasons = {key: value for key, value in sorted(total.items()) if "{" in key}
         return {
             **{key: total[key] for key in ("records_total", "released_total", "held", "put_off")},

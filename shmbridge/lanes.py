@@ -52,6 +52,7 @@ class LaneSet:
         self.turns = Turns(Record, control.mapping, self._on_corrupt, control.arrivals)
         self.refused: set[str] = set()
         self._gone: Counter[str] = Counter()  # counters of lanes that are no more
+        self._counting = threading.Lock()  # a lane is among the lanes, or in there
         self._crowded = False  # there are more lanes than `limit`
         self._hindered = False  # a lane could not be opened: a limit of this process
         self._ranks_before = False
@@ -74,6 +75,8 @@ class LaneSet:
         no descriptor or address space left for is tried again by the death watch.
         """
         with self._adopting:
+            if self.turns.closed:
+                raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
             arrivals = self._control.arrivals  # before the names are listed: what comes later is looked for again
             self.turns.arrivals = (arrivals - 1) & 0xFFFFFFFF  # until all are adopted, who takes looks here, and waits for this thread
             self._adopt(strict)
@@ -161,7 +164,7 @@ class LaneSet:
     @property
     def _unlisted(self) -> bool:
         """Whether lanes have arrived that are not adopted, or are just being."""
-        return bool(self._control.arrivals != self.turns.arrivals)
+        return bool(self.turns.overtaken)
 
     @property
     def some_wait(self) -> bool:
@@ -172,10 +175,9 @@ class LaneSet:
 
     def take(self) -> Record | None:
         """The next record, one lane after the other; None if no lane has one."""
-        record = self.turns.take()
-        if record is None and self._unlisted:
+        if self._unlisted:
             self.adopt()
-            record = self.turns.take(anyway=True)
+        record = self.turns.take(anyway=True)
         if record is None and self._crowded and self._room():
             self.adopt()
             record = self.turns.take(anyway=True)
@@ -260,9 +262,10 @@ class LaneSet:
             return False
         if not (removed or reason == "gone already"):
             return False
-        self._lanes.pop(lane.name, None)
         self.turns.remove(lane.reader)
-        self._gone.update({key: value for key, value in counters.items() if key not in ("held", "put_off", "lane_bytes")})
+        with self._counting:
+            self._lanes.pop(lane.name, None)
+            self._gone.update({key: value for key, value in counters.items() if key not in ("held", "put_off", "lane_bytes")})
         if self._crowded:
             self._control.ring()  # there may be room for one that waits
         return True
@@ -316,10 +319,9 @@ class LaneSet:
 
     def counters(self) -> Counter[str]:
         """Summed over all lanes that there are and were."""
-        if self._control.mapping.forked:
-            raise Closed(f"the consumer of bridge {self.bridge!r} belongs to the process before fork")
-        total = Counter(self._gone)
-        for lane in self:
+        with self._counting:
+            total, lanes = Counter(self._gone), list(self)
+        for lane in lanes:
             total.update(lane.counters())
         discarded = sum(value for key, value in total.items() if key.startswith("discarded_total"))
         total["released_total"] = total["records_total"] - total["held"] - discarded
@@ -336,8 +338,9 @@ class LaneSet:
         A release that is still put off is not done any more: the next consumer gets the record again.
         """
         self._watch.stop()
-        held = sum(lane.reader.held for lane in self)
-        self._lanes.clear()
-        self.turns.close()
-        del self._control  # views, through their reader, are to be the last that keep it
+        with self._adopting:
+            self.turns.close()  # from here on nothing is taken, whoever iterates
+            held = sum(lane.reader.held for lane in self)
+            self._lanes.clear()
+            del self._control  # views, through their reader, are to be the last that keep it
         return held

@@ -19,6 +19,7 @@ class LoopBell:
 
     def __init__(self, wait: HubWait, bridge: str) -> None:
         self._wait: HubWait | None = wait
+        self._closing = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: set[asyncio.Future[None]] = set()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -28,10 +29,11 @@ class LoopBell:
 
     async def wait(self, readers: list[LaneReader], arrivals: int, left_s: float) -> None:
         """Returns when there may be work, `left_s` are over or a tick is; a cancelled wait leaves nothing behind."""
-        if self._wait is None:
-            return
-        loop = self._listen()
-        there, tick, future = self._wait.arm(readers, arrivals), None, loop.create_future()
+        with self._closing:
+            if (bell := self._wait) is None:
+                return
+            loop = self._listen()
+        there, tick, future = bell.arm(readers, arrivals), None, loop.create_future()
         self._waiting.add(future)
         try:
             if there:
@@ -41,8 +43,7 @@ class LoopBell:
                 await future
         finally:
             self._waiting.discard(future)
-            if self._wait is not None:
-                self._wait.disarm(tick is not None and left_s >= _TICK_S and loop.time() >= tick.when())
+            bell.disarm(tick is not None and left_s >= _TICK_S and loop.time() >= tick.when())
             if tick is not None:
                 tick.cancel()
 
@@ -68,7 +69,8 @@ class LoopBell:
 
     def close(self) -> None:
         """Ends the relay, and every wait that is under way. Blocks until the thread has ended."""
-        wait, loop, self._wait = self._wait, self._loop, None
+        with self._closing:  # the loop that begins to listen now is one to be told
+            wait, loop, self._wait = self._wait, self._loop, None
         if wait is None:
             return
         wait.stop_relay()

@@ -3,6 +3,7 @@
 Knows nothing of groups, lanes or leases: it is told how to form one. Called by batching.py.
 """
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -49,9 +50,9 @@ class Prefetcher:
         self._room.release()
         self._thread.join()
         left = []
-        while not self._ready.empty():
-            batch = self._ready.get()
-            if isinstance(batch, Batch):
-                left.append(batch)
+        with contextlib.suppress(queue.Empty):  # whoever waits in next() may be faster
+            while True:
+                if isinstance(batch := self._ready.get_nowait(), Batch):
+                    left.append(batch)
         self._ready.put(None)  # for whoever waits in next()
         return left

@@ -265,11 +265,14 @@ class RankServer:
             return self.idle
 
     def stop(self) -> None:
-        """Ends the thread and lets go of every lease un-released: the next consumer gets those records. For Consumer.close."""
+        """Ends the thread; what is dealt out is still held. For Consumer.close."""
         self._stop.set()
         with self._change:
             self._change.notify_all()
         self._thread.join()
+
+    def forget(self) -> None:
+        """Lets go of every lease un-released: the next consumer gets those records. For Consumer.close."""
         with self._change:
             for share in self._book:
                 for group in share.groups:

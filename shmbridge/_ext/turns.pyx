@@ -53,10 +53,20 @@ cdef class Turns:
         self._readers.clear()
         self._control = None
 
+    @property
+    def closed(self) -> bool:
+        return self._control is None
+
+    @property
+    def overtaken(self) -> bool:
+        """Whether lanes have arrived since `arrivals` was noted."""
+        return self.is_open() and load_seq32(&self._words.arrivals) != self.arrivals  # SYNC(bell)
+
+    cdef bint is_open(self):
+        return self._control is not None and self._control.alive()
+
     cdef bint may_take(self, bint anyway):
-        if self._control is None or not self._control.alive():
-            return False
-        return anyway or load_seq32(&self._words.arrivals) == self.arrivals  # SYNC(bell)
+        return self.is_open() and (anyway or load_seq32(&self._words.arrivals) == self.arrivals)  # SYNC(bell)
 
     cdef object next(self):
         cdef Py_ssize_t empty = 0

@@ -9,7 +9,7 @@ from cpython.pythread cimport (
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
-from shmbridge._ext.atomics cimport load_seq32, shm_u64, store_relaxed64
+from shmbridge._ext.atomics cimport load_relaxed64, load_seq32, shm_u64, store_relaxed64
 from shmbridge._ext.futex cimport monotonic_ns, ring_bell
 from shmbridge._ext.layout cimport control_header
 from shmbridge._ext.mapping cimport Mapping
@@ -146,10 +146,15 @@ cdef class HubWait:
         return bool(work)
 
     def arm(self, list readers not None, uint32_t arrivals):
-        """From now on the relay is rung for what `wait` waits for; True if it is there already. Never sleeps. For each, one `disarm`."""
+        """From now on the relay is rung for what `wait` waits for; True if it is there already, or the relay has ended. Never sleeps.
+
+        For each, one `disarm`.
+        """
         cdef int work
         self._own()
         try:
+            if load_relaxed64(&self._stop):
+                return True
             self._look_at(readers, arrivals)
             work = hub_arm(&self._watch, self._words, &self._seen)
             self._armed += 1
@@ -162,10 +167,12 @@ cdef class HubWait:
 
     def disarm(self, bint tick_over=False):
         """Takes one `arm` back. With `tick_over`: nobody rang for a whole tick, so work that is there now came late."""
-        if not self._armed or not self._control.alive():
+        if not self._control.alive():
             return
         self._own()
         try:
+            if not self._armed:  # stop_relay has ended all
+                return
             self._armed -= 1
             if self._armed == 0:
                 hub_disarm(self._words)

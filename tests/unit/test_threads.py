@@ -1,0 +1,189 @@
+"""Two threads of one process at the same moment: each test holds one of them at the place in question while the other goes on."""
+
+import os
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+import shmbridge
+from shmbridge.batching import BatchAssembly
+from shmbridge.control import ControlServer
+from shmbridge.hub import Hub
+from shmbridge.lanes import LaneSet
+from shmbridge.loop_bell import LoopBell
+from shmbridge.placement import MemoryUse
+from shmbridge.prefetch import Prefetcher
+from shmbridge.testing import wait_until
+
+RUN = shmbridge.Run(batch_size=1)
+
+
+def group(number: int = 1) -> dict:
+    return {"tokens": [[number]]}
+
+
+class Meanwhile:
+    """What another thread does the first time that it is called; it waits for that, or until that waits for its caller."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._thread = threading.Thread(target=call, daemon=True)
+
+    def __call__(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+            self._thread.join(0.3)
+
+    def ends(self) -> bool:
+        self._thread.join(10)
+        return not self._thread.is_alive()
+
+
+def after(monkeypatch: pytest.MonkeyPatch, of: type, name: str, then: Callable[[], object]) -> None:
+    """Whoever calls a method, or reads a property, does `then` before it goes on with the answer."""
+    before = getattr(of, name)
+
+    def called(*args):
+        answer = (before.fget if isinstance(before, property) else before)(*args)
+        then()
+        return answer
+
+    monkeypatch.setattr(of, name, property(called) if isinstance(before, property) else called)
+
+
+def test_a_lane_adopted_between_two_looks_is_not_overlooked(make_producer, consumer, monkeypatch) -> None:
+    adopts, go_on, adopt, unlisted = threading.Event(), threading.Event(), LaneSet._adopt_one, LaneSet._unlisted
+
+    def slowly(*args) -> None:
+        adopts.set()
+        assert go_on.wait(10)
+        adopt(*args)
+
+    def once_adopted(lanes: LaneSet) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            go_on.set()
+            wait_until(lambda: not lanes.turns.overtaken)
+        return unlisted.fget(lanes)
+
+    monkeypatch.setattr(LaneSet, "_adopt_one", slowly)
+    producer = make_producer()
+    assert adopts.wait(10)
+    producer.put(group())
+    monkeypatch.setattr(LaneSet, "_unlisted", property(once_adopted))
+    assert consumer.get(timeout_s=0).meta.sequence == 0
+
+
+def test_counters_of_a_lane_that_is_just_buried_are_not_missing(make_producer, consumer) -> None:
+    buries, go_on = threading.Event(), threading.Event()
+
+    class Gone(Counter):
+        def update(self, *counters) -> None:
+            if counters != (None,):
+                buries.set()
+                assert go_on.wait(10)
+            super().update(*counters)
+
+    consumer._lanes._gone = Gone()
+    producer = make_producer()
+    producer.put(group())
+    consumer.get(timeout_s=5).release()
+    producer.close()
+    assert buries.wait(10)
+    threading.Timer(0.3, go_on.set).start()
+    assert (consumer.stats()["records_total"], consumer.stats()["released_total"]) == (1, 1)
+
+
+def test_two_that_publish_a_version_do_not_take_it_back(consumer, monkeypatch) -> None:
+    other = Meanwhile(lambda: consumer.publish_policy_version(7))
+    after(monkeypatch, Hub, "policy_version", other)
+    consumer.publish_policy_version(5)
+    assert other.ends()
+    assert consumer.policy_version == 7
+
+
+def test_the_step_is_of_one_run_while_another_is_announced(make_consumer, producer, monkeypatch) -> None:
+    """Else an environment that asks at that moment may find that it is done."""
+    consumer = make_consumer(policy="atropos", run=RUN)
+    for number in range(2):
+        producer.put(group(number))
+    batches = consumer.batches(prefetch=0)
+    for _ in range(2):
+        next(batches)
+    told: list[int] = []
+    after(monkeypatch, BatchAssembly, "steps", Meanwhile(lambda: told.append(consumer.current_step)))
+    consumer.announce_run(shmbridge.Run(batch_size=1, starting_step=100))
+    batches.close()
+    assert told == [2]
+    assert consumer.current_step == 100
+
+
+def test_what_looks_again_while_the_control_plane_closes_finds_its_descriptor(bridge, hub, monkeypatch) -> None:
+    server, write = ControlServer(bridge, hub), os.eventfd_write
+    closing = Meanwhile(server.close)
+
+    def slowly(fd: int, value: int) -> None:
+        if fd == server._again:
+            closing()
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", slowly)
+    server.look_again()
+    assert closing.ends()
+
+
+def test_stats_beside_close_are_those_of_before(producer, consumer, monkeypatch) -> None:
+    producer.put(group())
+    closing = Meanwhile(consumer.close)
+    after(monkeypatch, MemoryUse, "of", closing)
+    before = consumer.stats()
+    assert closing.ends()
+    assert (before["records_total"], before["held"]) == (1, 1)
+    assert consumer.stats()["held"] == 1
+
+
+def test_what_ranks_have_not_read_is_still_held_when_the_hub_closes(producer, consumer, until) -> None:
+    for number in range(4):
+        producer.put(group(number))
+    server = consumer.serve_ranks(1, groups=2)
+    until(lambda: server.stats()["ranks_steps_open"] == 2)
+    consumer.close()
+    stats = consumer.stats()
+    assert (stats["records_total"], stats["held"], stats["released_total"]) == (4, 4, 0)
+
+
+@pytest.mark.parametrize("take", [list, lambda hub: list(hub.batches(groups=1, prefetch=0))], ids=["records", "batches"])
+@pytest.mark.parametrize("place", ["_check_open", "_drained"])
+def test_an_iteration_ends_wherever_another_thread_closes(consumer, monkeypatch, take, place) -> None:
+    closing = Meanwhile(consumer.close)
+    after(monkeypatch, shmbridge.Consumer, place, closing)
+    assert take(consumer) == []
+    assert closing.ends()
+
+
+def test_get_says_closed_wherever_another_thread_closes(consumer, monkeypatch) -> None:
+    after(monkeypatch, shmbridge.Consumer, "_take", Meanwhile(consumer.close))
+    with pytest.raises(shmbridge.Closed):
+        consumer.get(timeout_s=5)
+
+
+async def test_get_async_says_closed_wherever_another_thread_closes(consumer, monkeypatch) -> None:
+    after(monkeypatch, LoopBell, "_listen", Meanwhile(consumer.close))
+    with pytest.raises(shmbridge.Closed):
+        await consumer.get_async(timeout_s=5)
+
+
+def test_the_end_of_gathering_ahead_waits_for_no_batch_that_another_thread_took() -> None:
+    class Taken(queue.Queue):
+        def empty(self) -> bool:
+            empty = super().empty()
+            Meanwhile(self.get)()
+            return empty
+
+    ahead = Prefetcher(1, lambda stop: None)
+    ahead._ready = Taken()
+    ahead._ready.put(None)
+    ending = Meanwhile(ahead.stop)
+    ending()
+    assert ending.ends()
