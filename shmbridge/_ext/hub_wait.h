@@ -20,6 +20,7 @@ typedef struct {
     uint64_t *next;  /* what each tail is while its lane has nothing new */
     uint32_t count;
     uint32_t arrivals; /* likewise, of the bridge */
+    uint32_t heard;    /* the bell, before whoever is to sleep looked at anything */
 } hub_watch;
 
 static inline int hub_has_work(const hub_watch *watch, control_header *control) {
@@ -57,7 +58,7 @@ static inline int hub_sleep(const hub_watch *watch, control_header *control, int
     int status = 0, work;
     *late = 0;
     fault_hit("hub.before_sleep");
-    work = hub_arm(watch, control, &seen);
+    work = hub_arm(watch, control, &seen) || seen != watch->heard;
     if (!work) status = futex_wait(&control->doorbell, seen, timeout_ns < HUB_TICK_NS ? timeout_ns : HUB_TICK_NS);
     hub_disarm(control);
     if (status != ETIMEDOUT) return 1;

@@ -55,6 +55,7 @@ typedef struct {
     int64_t spin_ns;        /* how long to look for room before sleeping */
     awaited *awaited;       /* what the one that sleeps for room looks at: it may do so while another thread puts */
     uint32_t awaited_count;
+    uint32_t heard;         /* the bell, before whoever is to sleep looked at anything; a lane begins with 0 */
 } lane_writer;
 
 /* For a lane that was formatted just now and has never been written to. 0, or -1: no memory. */
@@ -208,7 +209,7 @@ static inline int lane_spin_for_space(lane_writer *writer, int64_t began, int64_
     return released;
 }
 
-/* Spins, then sleeps until something noted was released, the bell rang, or the timeout is over. Nanoseconds. */
+/* Spins, then sleeps until something noted was released, the bell has rung since the last wait, or the timeout is over. Nanoseconds. */
 static inline int64_t lane_wait_space(lane_writer *writer, int64_t timeout_ns) {
     lane_header *header = writer->header;
     int64_t began = monotonic_ns(), left;
@@ -218,6 +219,10 @@ static inline int64_t lane_wait_space(lane_writer *writer, int64_t timeout_ns) {
     left = timeout_ns - (monotonic_ns() - began);
     if (left <= 0) return timeout_ns;
     seen = load_seq32(&header->space_bell);  /* SYNC(bell) */
+    if (seen != writer->heard) {
+        writer->heard = seen;
+        return monotonic_ns() - began;
+    }
     store_seq32(&header->space_waiting, 1);  /* SYNC(space-wake) */
     fault_hit("producer.waiting");
     if (!lane_anything_released(writer))
@@ -228,6 +233,7 @@ static inline int64_t lane_wait_space(lane_writer *writer, int64_t timeout_ns) {
     store_seq32(&header->space_waiting, 0);
     if (status == ETIMEDOUT && load_seq32(&header->space_bell) == seen && lane_anything_released(writer)) /* SYNC(bell) */
         store_relaxed64(&header->late_wakes_total, load_relaxed64(&header->late_wakes_total) + 1);
+    writer->heard = load_seq32(&header->space_bell); /* SYNC(bell) */
     return monotonic_ns() - began;
 }
 

@@ -120,7 +120,7 @@ cdef class LaneWriter:
         return lane_commit(&self._writer, stamp)
 
     def wait_space(self, int64_t timeout_ns):
-        """Sleeps until something was released since the last claim, the bell rang, or the timeout is over.
+        """Sleeps until something was released since the last claim, the bell has rung since the last wait, or the timeout is over.
 
         Returns nanoseconds slept. Releases the GIL. A tick that finds work counts in `late_wakes`.
         """

@@ -31,6 +31,7 @@ cdef extern from "hub_wait.h" nogil:
         uint64_t* next
         uint32_t count
         uint32_t arrivals
+        uint32_t heard
     int hub_has_work(const hub_watch* watch, control_header* control)
     int hub_spin(const hub_watch* watch, control_header* control, int64_t timeout_ns, int64_t* spin_ns)
     int hub_sleep(const hub_watch* watch, control_header* control, int64_t timeout_ns, int* late)
@@ -69,6 +70,7 @@ cdef class HubWait:
         self._words = <control_header*>control.base
         self._spin_ns = LONGEST_SPIN_NS
         self._event = -1
+        self._watch.heard = load_seq32(&self._words.doorbell)  # SYNC(bell)
         self._one_sleeper = PyThread_allocate_lock()
         if self._one_sleeper == NULL:
             raise MemoryError
@@ -120,7 +122,7 @@ cdef class HubWait:
         return 0
 
     def wait(self, list readers not None, int64_t timeout_ns, uint32_t arrivals):
-        """Returns True when there may be work: a record, an arrival since `arrivals`, or a ring of the bell; False on timeout.
+        """Returns True when there may be work: a record, an arrival since `arrivals`, or a ring of the bell since the last wait; False on timeout.
 
         Blocks at most `timeout_ns` and at most one tick of a second, with the GIL released; also returns True on a signal.
         """
@@ -135,6 +137,7 @@ cdef class HubWait:
                 if not work and timeout_ns > 0:
                     self.sleeps += 1
                     work = hub_sleep(&self._watch, self._words, timeout_ns, &late)
+                self._watch.heard = load_seq32(&self._words.doorbell)  # SYNC(bell)
             if self._armed:  # hub_sleep has cleared the flag: set again, and looked again by whoever armed it
                 hub_arm(&self._watch, self._words, &self._seen)
                 eventfd_write(self._event, 1)

@@ -365,7 +365,7 @@ static int hub_lives(hub *me) {
     int late;
     store_seq32(&control->hub_sleeping, 0);
     while (!load_relaxed32(&me->dying)) {
-        hub_watch watch = {.tails = tails, .next = next, .arrivals = load_seq32(&control->arrivals)};
+        hub_watch watch = {.tails = tails, .next = next, .arrivals = load_seq32(&control->arrivals), .heard = load_seq32(&control->doorbell)};
         uint32_t over = load_seq32(&finished), taken = 0;
         look_for_lanes();
         for (lane *each = lanes; each < lanes + lane_count; each++) {

@@ -3,8 +3,10 @@
 import os
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -187,3 +189,42 @@ def test_the_end_of_gathering_ahead_waits_for_no_batch_that_another_thread_took(
     ending = Meanwhile(ahead.stop)
     ending()
     assert ending.ends()
+
+
+def test_a_drain_between_a_look_and_the_sleep_after_it_is_heard(consumer, monkeypatch) -> None:
+    after(monkeypatch, shmbridge.Consumer, "_drained", Meanwhile(consumer.drain))
+    began = time.monotonic()
+    assert list(consumer) == []
+    assert time.monotonic() - began < 0.8
+
+
+def test_the_end_of_a_pause_between_a_look_and_the_sleep_after_it_is_heard(make_producer, consumer, monkeypatch, until) -> None:
+    producer = make_producer()
+    until(lambda: consumer.stats()["lanes_live"] == 1)
+    consumer.pause()
+    after(monkeypatch, shmbridge.Producer, "_is_paused", Meanwhile(consumer.resume))
+    began = time.monotonic()
+    producer.put(group())
+    assert time.monotonic() - began < 0.8
+
+
+def test_a_producer_that_is_about_to_sleep_does_not_hold_up_close(make_producer, consumer, monkeypatch, until) -> None:
+    """What put_async waits with is a thread, and whoever closes may be an event loop."""
+    producer = make_producer()
+    until(lambda: consumer.stats()["lanes_live"] == 1)
+    lock, closing = producer._one_sleeper, Meanwhile(producer.close)
+
+    class Held:
+        def acquire(self, **options: bool) -> bool:
+            closing()
+            return lock.acquire(**options)
+
+        release = lock.release
+
+    producer._one_sleeper = Held()
+    producer._sleeper = ThreadPoolExecutor(1)
+    sleeping = producer._sleeper.submit(producer._sleep, 5.0)
+    began = time.monotonic()
+    sleeping.result(10)
+    assert closing.ends()
+    assert time.monotonic() - began < 0.8
