@@ -301,18 +301,19 @@ class LaneSet:
 
     def stuck(self, held_here: int) -> Stuck | None:
         """What is full, if no lane can bring anything more until one of the caller's `held_here` records is released."""
+        held = self.held  # first: what is let go from here on is room that the lanes show
         lanes = [lane for lane in self if not lane.corrupt]
         if all(lane.dead for lane in lanes):
             return None
         if any(lane.waiting or not (lane.dead or lane.starves) for lane in lanes):
             return None
-        if self.held > held_here:  # somebody else holds leases, whose end makes room
+        if held > held_here:  # somebody else holds leases, whose end makes room
             return None
         return Stuck(
             lanes=len(lanes),
             live=sum(not lane.dead for lane in lanes),
             data_bytes=sum(lane.reader.data_bytes for lane in lanes),
-            held=self.held,
+            held=held,
             wanted_bytes=max(lane.reader.wanted_bytes for lane in lanes),
             crowded=self.some_wait,
         )

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import shmbridge
+from shmbridge.adopted_lane import AdoptedLane
 from shmbridge.batching import BatchAssembly
 from shmbridge.control import ControlServer
 from shmbridge.hub import Hub
@@ -228,3 +229,25 @@ def test_a_producer_that_is_about_to_sleep_does_not_hold_up_close(make_producer,
     sleeping.result(10)
     assert closing.ends()
     assert time.monotonic() - began < 0.8
+
+
+def test_room_that_is_made_while_it_is_looked_for_is_no_sizing_error(make_producer, consumer, monkeypatch) -> None:
+    """A lane of three records: two are in the batch that its holder lets go at that moment, one waits for another."""
+    producer = make_producer()
+    records = {"tokens": [range(4500)]}
+    putting = Meanwhile(lambda: [producer.put(records) for _ in range(4)])
+    putting()
+    batches = consumer.batches(groups=2, hold="caller", timeout_s=10)
+    first, letting_go, starves = next(batches), threading.Event(), AdoptedLane.starves
+
+    def starved(lane: AdoptedLane) -> bool:
+        if answer := starves.fget(lane):
+            first.release()
+            letting_go.set()
+        return answer
+
+    monkeypatch.setattr(AdoptedLane, "starves", property(starved))
+    assert letting_go.wait(10)
+    next(batches).release()
+    batches.close()
+    assert putting.ends()
