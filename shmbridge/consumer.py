@@ -339,7 +339,7 @@ class Consumer(Hub):
             self, self._batching, world_size=world_size, groups=groups, mode=mode, max_staleness=max_staleness, prefetch=prefetch,
             dead_rank=dead_rank,
         )  # fmt: skip
-        self._server.look_again()
+        self.look_again()
         return self._ranks
 
     # -- the end ------------------------------------------------------------------------------------------------------------------
@@ -366,7 +366,8 @@ class Consumer(Hub):
         if self._closed or (self._control_words is not None and self._control_words.mapping.forked):
             return
         self._stop_forming()
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         with self._closing:
             self._final = self.stats()
             self._closed, self._sleep = True, None  # the views' lanes keep the mapping, and with it the lock

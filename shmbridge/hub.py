@@ -38,7 +38,7 @@ class Hub(OneProcess):
     _memory: MemoryUse
     _sleep: HubWait | None
     _batching: BatchAssembly
-    _server: "ControlServer"
+    _server: "ControlServer | None" = None  # serves from its construction on: its thread comes before this is set
 
     def __init__(self, bridge: str, run: Run | None, control: header.Control, limit: Limit | None) -> None:
         self.bridge = bridge
@@ -142,7 +142,7 @@ class Hub(OneProcess):
         if self._limit is not None and not self._closed:
             self._batching.end_step()
             self._steps_ended += 1
-            self._server.look_again()
+            self.look_again()
 
     def pause(self) -> None:
         """Holds producers back: their `put` waits. Records already committed still come."""
@@ -163,9 +163,10 @@ class Hub(OneProcess):
         """The bridge is drained and every learner rank is done: they hear of it also when this hub is gone. For ranks.py."""
         self._control.finish()
 
-    def answer_ranks(self) -> None:
-        """There may be a share for a rank that waits; for ranks.py."""
-        self._server.look_again()
+    def look_again(self) -> None:
+        """There may be an answer for who waits for one; for ranks.py."""
+        if self._server is not None:
+            self._server.look_again()
 
     @property
     def control_fd(self) -> int:
@@ -217,7 +218,7 @@ class Hub(OneProcess):
 
     def env_shares(self) -> Mapping[str, EnvShare]:
         """What the registered environments ask for, by producer id; an immutable snapshot."""
-        return self._server.shares
+        return self._server.shares if self._server is not None else {}
 
     def producer_live(self, producer_id: str) -> bool:
         """Whether a living producer's lane is attached under this id."""

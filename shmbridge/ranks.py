@@ -93,13 +93,13 @@ class RankServer:
                 self._check_sayable(groups)
                 with self._change:
                     self._book.open(groups, self._consumer.policy_version, self._takers())
-                self._consumer.answer_ranks()
+                self._consumer.look_again()
         except Exception as error:  # whatever it is, the ranks are to hear of it
             log.exception("bridge %r forms no more batches for its ranks", self._consumer.bridge)
             with self._change:
                 self._failed = f"{type(error).__name__}: {error}"
                 self._change.notify_all()
-            self._consumer.answer_ranks()
+            self._consumer.look_again()
 
     def _check_sayable(self, groups: list[Group]) -> None:
         """Raises if a share could have more records than a message can name."""
@@ -127,7 +127,7 @@ class RankServer:
             self._say_if_finished()  # before anybody is told, and closes
             self._change.notify_all()
         if self._drained:
-            self._consumer.answer_ranks()
+            self._consumer.look_again()
         with self._change:
             self._change.wait_for(lambda: self._stop.is_set() or self._withdrawn)
             if self._withdrawn:
@@ -179,7 +179,7 @@ class RankServer:
         header.fault(b"hub.share_done")
         with self._change:
             self._finish(self._book.done(request.rank, request.member, request.numbers))
-        self._consumer.answer_ranks()  # for some the end may have come
+        self._consumer.look_again()  # for some the end may have come
         return Ack()
 
     def _other_epoch(self, epoch: int) -> Refused:

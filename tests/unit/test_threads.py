@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import shmbridge
+from shmbridge import messages
 from shmbridge.adopted_lane import AdoptedLane
 from shmbridge.batching import BatchAssembly
-from shmbridge.control import ControlServer
+from shmbridge.control import ControlClient, ControlServer
 from shmbridge.hub import Hub
 from shmbridge.lanes import LaneSet
 from shmbridge.loop_bell import LoopBell
@@ -251,3 +252,16 @@ def test_room_that_is_made_while_it_is_looked_for_is_no_sizing_error(make_produc
     next(batches).release()
     batches.close()
     assert putting.ends()
+
+
+def test_a_hub_that_is_just_starting_takes_a_policy_version(bridge, limited, monkeypatch) -> None:
+    """Its control plane answers before its constructor has returned to whoever makes the hub."""
+    made, answers = ControlServer.__init__, []
+
+    def made_and_asked(*args) -> None:
+        made(*args)
+        with ControlClient(bridge, role="test", name="t") as client:
+            answers.append(client.request(messages.SetPolicyVersion(3)))
+
+    monkeypatch.setattr(ControlServer, "__init__", made_and_asked)
+    assert (limited().policy_version, answers) == (3, [messages.Ack()])
