@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from shmbridge import sizing
@@ -24,7 +25,6 @@ from shmbridge.groups import Group, GroupAssembler
 from shmbridge.lanes import LaneSet
 from shmbridge.prefetch import Prefetcher
 from shmbridge.reasons import Discard
-from shmbridge.record import Record
 from shmbridge.scheduler import Policy, Want, scheduler_of
 from shmbridge.staleness import Lags, is_stale
 
@@ -148,7 +148,7 @@ class BatchAssembly:
         self, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None
     ) -> Iterator[Batch]:
         form = functools.partial(self._form, want, making, max_staleness)
-        self._stop_prefetch()  # of an earlier iteration, which ends with that
+        self.stop_prefetch()  # of an earlier iteration, which ends with that
         self._consumer.end_step()
         self._returned = False
         ahead = self._prefetcher = Prefetcher(prefetch, form) if prefetch else None
@@ -176,8 +176,8 @@ class BatchAssembly:
                     batch.release()
                 self._consumer.end_step()
         finally:
-            if self._prefetcher is ahead:
-                self._stop_prefetch()
+            if ahead is not None:
+                ahead.end()  # no more: a collection may end an iteration in any thread, also in that one, and under the lock
 
     def _next(
         self, ahead: Prefetcher | None, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, timeout_s: float | None
@@ -222,6 +222,7 @@ class BatchAssembly:
 
     def choose_within(self, want: Want, max_staleness: int | None, timeout_s: float) -> list[Group] | None:
         """The groups of the next batch; None if there is none in time."""
+        self.stop_prefetch()
         self._consumer.end_step()
         chosen = self.choose(want, self.most_stale(max_staleness), threading.Event(), time.monotonic() + timeout_s)
         self.begin_step(chosen or [])
@@ -276,7 +277,7 @@ class BatchAssembly:
         now = time.monotonic()
         records = self._lanes.poll(most)
         if self._policy == "atropos":
-            records.sort(key=_published)  # upstream's order is that of arrival, whoever sends
+            records.sort(key=attrgetter("t_publish_ns"))  # upstream's order is that of arrival, whoever sends
         for record in records:
             if (group := self._partial.add(record, now)) is not None:
                 self._whole.append(group)
@@ -364,16 +365,18 @@ class BatchAssembly:
             + (", raise Consumer(lanes=): more lanes wait" if stuck.crowded else ""),
         )  # fmt: skip
 
-    def _stop_prefetch(self) -> None:
-        ahead, self._prefetcher = self._prefetcher, None
-        for batch in reversed(ahead.stop() if ahead is not None else []):
-            self._put_back(batch)
+    def stop_prefetch(self) -> None:
+        """What an iteration that is over has gathered ahead waits again."""
+        if (ahead := self._prefetcher) is not None:
+            for batch in reversed(ahead.stop()):
+                self._put_back(batch)
+            self._prefetcher = None
 
     def stop(self) -> None:
         """Ends iterations and gathering ahead; what was gathered is still held."""
         self._closed = True
         self._consumer._control.ring()
-        self._stop_prefetch()
+        self.stop_prefetch()
         forget_spare_memory()
 
     def forget(self) -> None:
@@ -390,10 +393,6 @@ class BatchAssembly:
 def _oldest(groups: Iterable[Group], known: int = _NO_VERSION) -> int:
     """The oldest version any is stamped with, or `known` if that is older."""
     return min([known, *(version for group in groups if (version := group.oldest_version) >= 0)])
-
-
-def _published(record: Record) -> int:
-    return record.t_publish_ns
 
 
 def _may_be_one_groups_fault(error: BaseException) -> bool:

@@ -335,6 +335,7 @@ class Consumer(Hub):
         self._check_open()
         if self._ranks is not None:
             raise ValueError("this consumer serves ranks already")
+        self._batching.stop_prefetch()
         self._ranks = RankServer(
             self, self._batching, world_size=world_size, groups=groups, mode=mode, max_staleness=max_staleness, prefetch=prefetch,
             dead_rank=dead_rank,

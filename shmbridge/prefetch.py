@@ -44,9 +44,13 @@ class Prefetcher:
         self._room.release()
         return batch
 
+    def end(self) -> None:
+        """Begins no further batch. Waits for nothing: for a finalizer."""
+        self._stop.set()
+
     def stop(self) -> list[Batch]:
         """Ends the thread and returns the batches nobody took, oldest first."""
-        self._stop.set()
+        self.end()
         self._room.release()
         self._thread.join()
         left = []

@@ -1,5 +1,6 @@
 """Two threads of one process at the same moment: each test holds one of them at the place in question while the other goes on."""
 
+import gc
 import os
 import queue
 import threading
@@ -265,3 +266,25 @@ def test_a_hub_that_is_just_starting_takes_a_policy_version(bridge, limited, mon
 
     monkeypatch.setattr(ControlServer, "__init__", made_and_asked)
     assert (limited().policy_version, answers) == (3, [messages.Ack()])
+
+
+def test_an_iteration_collected_by_the_thread_that_gathers_ahead_loses_nothing(producer, consumer) -> None:
+    """A collection runs wherever memory is asked for: here amid the forming of the next batch, whose lock is held."""
+    batches = [consumer.batches(groups=1, prefetch=1, timeout_s=10)]
+    batches.append(batches)
+    producer.put(group(1))
+    next(batches[0]).release()
+    collected = threading.Event()
+
+    def collect(_: object) -> bool:
+        gc.collect()
+        collected.set()
+        return True
+
+    consumer.screen(collect)
+    del batches
+    producer.put(group(2))
+    assert collected.wait(10)
+    again = consumer.batches(groups=1, prefetch=0, timeout_s=10)
+    assert next(again).tokens.tolist() == [2]
+    again.close()
