@@ -362,9 +362,9 @@ class Consumer(Hub):
 
     def close(self) -> None:
         """Gives the bridge up. Records not yet handed out come to the next consumer; live views stay valid and keep the hub lock until
-        the last is gone. Idempotent; does nothing in a child of fork.
+        the last is gone. Idempotent, goes on where an interrupt ended it; does nothing in a child of fork.
         """
-        if self._closed or (self._control_words is not None and self._control_words.mapping.forked):
+        if self._control_words is None or self._control_words.mapping.forked:
             return
         self._stop_forming()
         if self._server is not None:

@@ -67,6 +67,7 @@ class ControlServer:
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._pid = os.getpid()
         self._closed = False
+        self._closing = threading.Lock()
         self._bell = threading.Lock()  # who rings does so before close() closes the descriptor, or not at all
         _make_private(socket_directory(bridge))
         self._context = zmq.Context()
@@ -101,16 +102,17 @@ class ControlServer:
         """
         if os.getpid() != self._pid:
             return
-        with self._bell:
-            closed, self._closed = self._closed, True
-        if closed:
-            return
-        os.eventfd_write(self._stop, 1)
-        self._thread.join()
-        os.close(self._stop)
-        os.close(self._again)
-        self._context.destroy(linger=100)
-        shutil.rmtree(socket_directory(self._bridge), ignore_errors=True)
+        with self._closing:
+            if self._context.closed:
+                return
+            with self._bell:
+                self._closed = True
+            os.eventfd_write(self._stop, 1)
+            self._thread.join()
+            self._context.destroy(linger=100)
+            shutil.rmtree(socket_directory(self._bridge), ignore_errors=True)
+            os.close(self._stop)
+            os.close(self._again)
 
     def _bind(self) -> zmq.Socket[bytes]:
         address = control_address(self._bridge)

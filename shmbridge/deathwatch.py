@@ -45,7 +45,7 @@ class DeathWatch:
 
     def stop(self) -> None:
         """Ends the thread; blocks until it has ended. Does nothing in a child of fork."""
-        if self._stopping or os.getpid() != self._pid:
+        if self._wake < 0 or os.getpid() != self._pid:
             return
         self._stopping = True
         os.eventfd_write(self._wake, 1)
@@ -54,7 +54,8 @@ class DeathWatch:
             if pidfd >= 0:
                 os.close(pidfd)
         self._lanes.clear()
-        os.close(self._wake)
+        wake, self._wake = self._wake, -1
+        os.close(wake)
 
     def _run(self) -> None:
         timeout_ms = _PROBE_MS

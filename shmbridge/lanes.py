@@ -343,5 +343,5 @@ class LaneSet:
             self.turns.close()  # from here on nothing is taken, whoever iterates
             held = sum(lane.reader.held for lane in self)
             self._lanes.clear()
-            del self._control  # views, through their reader, are to be the last that keep it
+            vars(self).pop("_control", None)  # views, through their reader, are to be the last that keep it
         return held

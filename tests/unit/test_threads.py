@@ -288,3 +288,25 @@ def test_an_iteration_collected_by_the_thread_that_gathers_ahead_loses_nothing(p
     again = consumer.batches(groups=1, prefetch=0, timeout_s=10)
     assert next(again).tokens.tolist() == [2]
     again.close()
+
+
+@pytest.mark.parametrize("thread", ["shmbridge-prefetch", "shmbridge-control", "shmbridge-deathwatch"])
+def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, monkeypatch, thread) -> None:
+    """Else the bridge is taken until this process ends."""
+    consumer, join = make_consumer(), threading.Thread.join
+    producer.put(group())
+    with pytest.raises(shmbridge.ConsumerEmpty):
+        next(consumer.batches(groups=2, prefetch=1, timeout_s=0.01))
+
+    def interrupted(joined: threading.Thread, timeout: float | None = None) -> None:
+        if joined.name.startswith(thread):
+            monkeypatch.setattr(threading.Thread, "join", join)
+            raise KeyboardInterrupt
+        join(joined, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        consumer.close()
+    consumer.close()
+    assert not [each for each in threading.enumerate() if each.name.startswith("shmbridge-")]
+    assert make_consumer().get(timeout_s=5).meta.sequence == 0
