@@ -67,18 +67,10 @@ class Consumer(Hub):
     """
 
     def __init__(
-        self,
-        bridge: str,
-        run: Run | None = None,
-        lanes: int = 64,
-        resume: Literal["redeliver", "discard"] = "redeliver",
-        schema: "pa.Schema | None" = None,
-        group_timeout_s: float = 600.0,
-        policy: Policy = "fair",
-        allocation_wait_s: float = 10.0,
-        max_off_policy_steps: int | None = None,
-        groups_per_step: int | None = None,
-    ) -> None:
+        self, bridge: str, run: Run | None = None, lanes: int = 64, resume: Literal["redeliver", "discard"] = "redeliver",
+        schema: "pa.Schema | None" = None, group_timeout_s: float = 600.0, policy: Policy = "fair", allocation_wait_s: float = 10.0,
+        max_off_policy_steps: int | None = None, groups_per_step: int | None = None,
+    ) -> None:  # fmt: skip
         if resume not in ("redeliver", "discard"):
             raise ValueError(f'resume={resume!r} is not "redeliver" or "discard"')
         self.columns = columns_of(schema)
@@ -310,14 +302,9 @@ class Consumer(Hub):
         )
 
     def serve_ranks(
-        self,
-        world_size: int,
-        groups: int = 8,
-        mode: "Mode" = "sharded",
-        max_staleness: int | None = None,
-        prefetch: int = 1,
+        self, world_size: int, groups: int = 8, mode: "Mode" = "sharded", max_staleness: int | None = None, prefetch: int = 1,
         dead_rank: "DeadRank" = "wait",
-    ) -> "RankServer":
+    ) -> "RankServer":  # fmt: skip
         """Deals batches out to `world_size` learner ranks (shmbridge.Rank) from now on, in a thread. Does not block.
 
         get, poll and batches raise ServesRanks from now on. The server it returns says when all is done: `wait`, `idle`, `stats`.
@@ -362,10 +349,21 @@ class Consumer(Hub):
 
     def close(self) -> None:
         """Gives the bridge up. Records not yet handed out come to the next consumer; live views stay valid and keep the hub lock until
-        the last is gone. Idempotent, goes on where an interrupt ended it; does nothing in a child of fork.
+        the last is gone. Idempotent, goes on where an interrupt ended it; blocks while another thread closes; does nothing in a child of
+        fork, nor in a signal's handler amid it.
         """
         if self._control_words is None or self._control_words.mapping.forked:
             return
+        with self._one_closer:
+            if self._closes or self._control_words is None:
+                return
+            try:
+                self._closes = True
+                self._give_up()
+            finally:
+                self._closes = False
+
+    def _give_up(self) -> None:
         self._stop_forming()
         if self._server is not None:
             self._server.close()

@@ -167,6 +167,19 @@ def test_an_iteration_ends_wherever_another_thread_closes(consumer, monkeypatch,
     assert closing.ends()
 
 
+@pytest.mark.parametrize("place", ["_stop_forming", "stats"])
+def test_two_that_close_at_once_and_a_handler_that_does_do_not_meet(consumer, monkeypatch, place) -> None:
+    """A handler of SIGTERM may well close what is being closed."""
+    ended: list[None] = []
+    other = Meanwhile(lambda: ended.append(consumer.close()))
+    after(monkeypatch, shmbridge.Consumer, place, lambda: (other(), consumer.close()))
+    consumer.close()
+    assert other.ends()
+    assert ended == [None]
+    with shmbridge.Consumer(consumer.bridge):
+        pass
+
+
 def test_get_says_closed_wherever_another_thread_closes(consumer, monkeypatch) -> None:
     after(monkeypatch, shmbridge.Consumer, "_take", Meanwhile(consumer.close))
     with pytest.raises(shmbridge.Closed):
