@@ -207,43 +207,59 @@ def test_the_end_of_gathering_ahead_waits_for_no_batch_that_another_thread_took(
     assert ending.ends()
 
 
-def test_a_drain_between_a_look_and_the_sleep_after_it_is_heard(consumer, monkeypatch) -> None:
-    after(monkeypatch, shmbridge.Consumer, "_drained", Meanwhile(consumer.drain))
-    began = time.monotonic()
-    assert list(consumer) == []
-    assert time.monotonic() - began < 0.8
+def quickest(attempt: Callable[[], None]) -> float:
+    """Seconds of the quickest of three: with a lost wake each waits for the tick of a second, with a machine that stalls not each."""
+    took = []
+    for _ in range(3):
+        began = time.monotonic()
+        attempt()
+        took.append(time.monotonic() - began)
+    return min(took)
+
+
+def test_a_drain_between_a_look_and_the_sleep_after_it_is_heard(make_consumer, monkeypatch) -> None:
+    def iterate() -> None:
+        with make_consumer() as consumer, monkeypatch.context() as patched:
+            after(patched, shmbridge.Consumer, "_drained", Meanwhile(consumer.drain))
+            assert list(consumer) == []
+
+    assert quickest(iterate) < 0.8
 
 
 def test_the_end_of_a_pause_between_a_look_and_the_sleep_after_it_is_heard(make_producer, consumer, monkeypatch, until) -> None:
     producer = make_producer()
     until(lambda: consumer.stats()["lanes_live"] == 1)
-    consumer.pause()
-    after(monkeypatch, shmbridge.Producer, "_is_paused", Meanwhile(consumer.resume))
-    began = time.monotonic()
-    producer.put(group())
-    assert time.monotonic() - began < 0.8
+
+    def put() -> None:
+        consumer.pause()
+        with monkeypatch.context() as patched:
+            after(patched, shmbridge.Producer, "_is_paused", Meanwhile(consumer.resume))
+            producer.put(group())
+
+    assert quickest(put) < 0.8
 
 
-def test_a_producer_that_is_about_to_sleep_does_not_hold_up_close(make_producer, consumer, monkeypatch, until) -> None:
+def test_a_producer_that_is_about_to_sleep_does_not_hold_up_close(make_producer, consumer, until) -> None:
     """What put_async waits with is a thread, and whoever closes may be an event loop."""
-    producer = make_producer()
-    until(lambda: consumer.stats()["lanes_live"] == 1)
-    lock, closing = producer._one_sleeper, Meanwhile(producer.close)
 
-    class Held:
-        def acquire(self, **options: bool) -> bool:
-            closing()
-            return lock.acquire(**options)
+    def close() -> None:
+        producer = make_producer()
+        until(lambda: consumer.producer_live(producer.producer_id))  # adopted, which rings
+        lock, closing = producer._one_sleeper, Meanwhile(producer.close)
 
-        release = lock.release
+        class Held:
+            def acquire(self, **options: bool) -> bool:
+                closing()
+                return lock.acquire(**options)
 
-    producer._one_sleeper = Held()
-    producer._sleeper = ThreadPoolExecutor(1)
-    sleeping = producer._sleeper.submit(producer._sleep, 5.0)
-    began = time.monotonic()
-    sleeping.result(10)
-    assert closing.ends()
-    assert time.monotonic() - began < 0.8
+            release = lock.release
+
+        producer._one_sleeper = Held()
+        producer._sleeper = ThreadPoolExecutor(1)
+        producer._sleeper.submit(producer._sleep, 5.0).result(10)
+        assert closing.ends()
+
+    assert quickest(close) < 0.8
 
 
 def test_room_that_is_made_while_it_is_looked_for_is_no_sizing_error(make_producer, consumer, monkeypatch) -> None:
