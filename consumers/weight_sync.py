@@ -155,6 +155,4 @@ def _tensors_of(model: Any) -> Iterable[tuple[str, Any]]:
     from shmbridge.consumers.learner.lora import published_parameters
     from shmbridge.consumers.wrapped_model import public_name, unwrapped
 
-    inner = unwrapped(model)
-    types = {name: base.dtype for name, base in published_parameters(inner, merged=False)}  # adapters have one of their own
-    return ((public_name(name), tensor.to(types[name])) for name, tensor in published_parameters(inner))
+    return ((public_name(name), tensor) for name, tensor in published_parameters(unwrapped(model)))

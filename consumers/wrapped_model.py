@@ -34,9 +34,8 @@ def unwrapped(model: Module) -> Module:
 
 def _inside(model: Module) -> Module | None:
     """What one wrapper is around; None if that is no wrapper."""
-    inner = None
     if isinstance(model, (DataParallel, DistributedDataParallel)):
-        inner = model.module
+        inner: object = model.module
     elif (peft := sys.modules.get("peft")) is not None and isinstance(model, peft.PeftModel):
         if model.active_peft_config.is_prompt_learning:
             raise WeightsMismatch(

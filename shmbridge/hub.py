@@ -45,7 +45,7 @@ class Hub(OneProcess):
         self._announced: tuple[Run | None, int] = run, 0  # and the steps of runs before it
         self._batches_formed = 0
         self._publishing = threading.Lock()
-        self._one_closer, self._closes = threading.RLock(), False
+        self._one_closer, self._closes = threading.RLock(), False  # held by who closes; a signal's handler amid that finds that it does
         self._closing = threading.RLock()  # close() comes before or after what needs all of this, not amid it
         self._control_words: header.Control | None = control
         self._ranks: RankServer | None = None

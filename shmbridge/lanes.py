@@ -164,7 +164,7 @@ class LaneSet:
     @property
     def _unlisted(self) -> bool:
         """Whether lanes have arrived that are not adopted, or are just being."""
-        return bool(self.turns.overtaken)
+        return self.turns.overtaken
 
     @property
     def some_wait(self) -> bool:

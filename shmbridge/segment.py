@@ -206,9 +206,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 def _reserve(fd: int, size: int, what: str, less: str) -> bool:
     huge = size >= placement.HUGE_PAGE and placement.huge_pages_wanted()
-    mount = os.statvfs(MOUNT)
-    if mount.f_blocks and size > mount.f_bavail * mount.f_frsize:
-        raise _mount_too_small(size, what, less)
+    _require_room(size, what, less)
     for at in range(0, size, _STEP_BYTES):
         room, whose = limits.memory_headroom()
         if size - at + min(size, _LEFT_ALONE_BYTES) > room:
@@ -225,6 +223,12 @@ def _reserve(fd: int, size: int, what: str, less: str) -> bool:
             limit = limits.as_process_limit(full, what) if full.errno == errno.EFBIG else None
             raise limit or _mount_too_small(size, what, less) from full
     return huge
+
+
+def _require_room(size: int, what: str, less: str, freed: int = 0) -> None:
+    mount = os.statvfs(MOUNT)
+    if mount.f_blocks and size > mount.f_bavail * mount.f_frsize + freed:
+        raise _mount_too_small(size, what, less)
 
 
 def _mount_too_small(size: int, what: str, less: str = "lower lane_bytes") -> ShmTooSmall:
@@ -277,9 +281,7 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
 
 def require_room_for_weights(bridge: str, size: int, *, freed: int) -> None:
     """ShmTooSmall if the mount has no room for a weights segment even once another one, of `freed` bytes, is gone. Reserves nothing."""
-    mount = os.statvfs(MOUNT)
-    if mount.f_blocks and size > mount.f_bavail * mount.f_frsize + freed:
-        raise _mount_too_small(size, f"the weights segment of bridge {bridge!r}", _LESS_WEIGHTS)
+    _require_room(size, f"the weights segment of bridge {bridge!r}", _LESS_WEIGHTS, freed)
 
 
 def create_weights(bridge: str, size: int) -> Mapping | None:

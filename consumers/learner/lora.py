@@ -117,7 +117,7 @@ def published_parameters(
     """Yield each parameter of the model as everybody else knows it: under its own name, adapters merged into a copy.
 
     What is yielded computes what the model computes: adapters that are switched off, or merged already, are not added. Without adapters
-    these are the parameters themselves. One merged copy lives at a time.
+    these are the parameters themselves. A merged copy has its parameter's type; one lives at a time.
 
     Args:
         model: any module.
@@ -138,7 +138,7 @@ def published_parameters(
             if (layer := deltas.get(id(parameter))) is not None:
                 for adapter in _to_add(layer):
                     value = value + layer.get_delta_weight(adapter)
-            yield public, value
+            yield public, value.to(parameter.dtype)  # adapters have a type of their own
 
 
 def adapted_names(model: torch.nn.Module) -> frozenset[str]:
