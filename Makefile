@@ -17,7 +17,7 @@ endif
 
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
 
-.PHONY: help install demo demo-curves prm-example test test-learner test-vllm soak-vllm bench-vllm lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick clean
+.PHONY: help install demo demo-curves prm-example test test-learner test-vllm test-long soak-vllm bench-vllm lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick clean
 
 help: ## this list
 	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -49,10 +49,13 @@ prm-example: $(VENV)/.built ## rewards of steps against rewards of the outcome, 
 # The build with fail-points is made before the tests, so that none of them has to wait for it.
 test: $(VENV)/.built lint types ## everything but the learner, Atropos end to end included
 	$(RUN) -c "from shmbridge.testing.fault_build import fault_build; fault_build('.', 'build/faults')"
-	$(BIN)/pytest --ignore=tests/learner --ignore=tests/vllm
+	$(BIN)/pytest -m 'not long' --ignore=tests/learner --ignore=tests/vllm
+
+test-long: $(VENV)/.built build/peers/.installed ## the tests marked `long`: more random examples, more seeds, whole demos
+	$(BIN)/pytest -m long --ignore=tests/vllm --ignore-glob='*agree*'
 
 test-learner: $(VENV)/.built build/peers/.installed ## the learner, its ranks over gloo included, and its numbers beside those of TRL and verl
-	$(BIN)/pytest tests/learner --ignore-glob='*agree*'
+	$(BIN)/pytest -m 'not long' tests/learner --ignore-glob='*agree*'
 	PYTHONPATH=build/peers $(BIN)/pytest tests/learner/test_*agree*.py -s
 
 build/peers/.installed: $(VENV)/.installed tests/learner/peers.txt tests/learner/peers-need.txt
@@ -115,7 +118,7 @@ kill-fuzz: $(VENV)/.built ## kill and stop producers and consumers, then both en
 mutations: $(VENV)/.built ## break each guarantee on purpose: a test must go red (half an hour)
 	$(RUN) tests/mutations/run.py
 
-test-all: test test-learner test-vllm soak-vllm model sanitize kill-fuzz mutations ## what takes too long for every change, too
+test-all: test test-learner test-vllm test-long soak-vllm model sanitize kill-fuzz mutations ## what takes too long for every change, too
 	docs/model/check.sh --long
 
 bench: $(VENV)/.bench$(BENCH_RAY) ## measure everything on this machine: bench/results/, a quarter of an hour
