@@ -66,7 +66,7 @@ def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count,
     header.ring_at, header.slots_at, header.released_at, header.data_at = ring_at, slots_at, released_at, data_at
     header.data_bytes = data_bytes
     header.segment_bytes = total
-    memcpy(header.producer_id, PyBytes_AS_STRING(producer_id), min(len(producer_id), 63))
+    memcpy(header.producer_id, PyBytes_AS_STRING(producer_id), min(len(producer_id), sizeof(header.producer_id) - 1))
     memcpy(header.env_name, PyBytes_AS_STRING(env_name), min(len(env_name), 127))
     memcpy(lane.base + PAGE, PyBytes_AS_STRING(columns), len(columns))
     fault_hit(b"lane.before_magic")
@@ -90,7 +90,7 @@ def read_lane(Mapping lane not None):
         "layout_version": header.layout_version, "pid": header.producer_pid, "pid_namespace": header.pid_namespace,
         "created_ns": header.created_ns, "slot_count": header.slot_count, "data_bytes": header.data_bytes,
         "segment_bytes": header.segment_bytes,
-        "producer_id": header.producer_id[:64].split(b"\0")[0].decode("utf-8", "replace"),
+        "producer_id": header.producer_id[:sizeof(header.producer_id)].split(b"\0")[0].decode("utf-8", "replace"),
         "env_name": header.env_name[:128].split(b"\0")[0].decode("utf-8", "replace"),
         "columns": PyBytes_FromStringAndSize(<char*>lane.base + PAGE, count * sizeof(column_def)),
     }
@@ -106,6 +106,8 @@ def lane_counters(Mapping lane not None):
         "bytes": load_relaxed64(&header.bytes_total), "tokens": load_relaxed64(&header.tokens_total),
         "wait_ns": load_relaxed64(&header.wait_ns_total), "late_wakes": load_relaxed64(&header.late_wakes_total),
         "quarantined": load_relaxed64(&header.quarantined),
+        "released": load_relaxed64(&header.released_total),
+        "leases_dropped": load_relaxed64(&header.leases_dropped),
         "dropped": [load_relaxed64(&header.dropped_total[i]) for i in range(DROP_REASONS)],
         "discarded": [load_relaxed64(&header.discarded_total[i]) for i in range(DISCARD_REASONS)],
     }

@@ -24,7 +24,7 @@
 #include <stddef.h>
 #include "atomics.h"
 
-#define LAYOUT_VERSION 1u
+#define LAYOUT_VERSION 2u
 #define LANE_MAGIC 0x31454e414c424853ull    /* "SHBLANE1" */
 #define CONTROL_MAGIC 0x314c525443424853ull /* "SHBCTRL1" */
 #define PAGE 4096u
@@ -96,9 +96,9 @@ typedef struct {
     uint64_t ring_at, slots_at, released_at, data_at; /* byte offsets in the segment */
     uint64_t data_bytes;
     uint64_t segment_bytes;
-    char producer_id[64];
+    char producer_id[96]; /* what the user gave, at most 63 bytes, and the incarnation; NUL at the end */
     char env_name[128];
-    uint8_t pad0[0x200 - 280];
+    uint8_t pad0[0x200 - 312];
 
     shm_u64 tail; /* P: records committed; the commit point */
     uint8_t pad1[0x80 - 8];
@@ -111,7 +111,9 @@ typedef struct {
     shm_u64 head; /* H: records that may have been handed out */
     shm_u64 discarded_total[DISCARD_REASONS];
     shm_u64 quarantined; /* H: 0 or 1 */
-    uint8_t pad4[0x100 - 16 - 8 * DISCARD_REASONS];
+    shm_u64 released_total; /* H: releases, of discarded records too; one behind at most after a hub's death */
+    shm_u64 leases_dropped; /* H: leases that ended without a word, whose records stay un-released; of this hub */
+    uint8_t pad4[0x100 - 32 - 8 * DISCARD_REASONS];
     shm_u32 space_bell; /* A */
     uint8_t pad5[PAGE - 0x400 - 4];
 } lane_header;

@@ -69,7 +69,7 @@ cdef extern from "layout.h" nogil:
         uint64_t data_at
         uint64_t data_bytes
         uint64_t segment_bytes
-        char producer_id[64]
+        char producer_id[96]
         char env_name[128]
         shm_u64 tail
         shm_u32 space_waiting
@@ -82,6 +82,8 @@ cdef extern from "layout.h" nogil:
         shm_u64 head
         shm_u64 discarded_total[4]
         shm_u64 quarantined
+        shm_u64 released_total
+        shm_u64 leases_dropped
         shm_u32 space_bell
 
     ctypedef struct slot:
