@@ -17,7 +17,7 @@ endif
 
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
 
-.PHONY: help install demo demo-curves prm-example test test-learner test-vllm test-long soak-vllm bench-vllm lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick clean
+.PHONY: help install demo demo-curves prm-example test test-learner test-vllm test-long soak-vllm bench-vllm lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick gpu clean
 
 help: ## this list
 	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -134,6 +134,9 @@ bench-vllm: $(VLLM)/.installed ## time of one weights update in a live vLLM, bes
 $(VENV)/.bench$(BENCH_RAY): $(VENV)/.built
 	$(if $(BENCH_RAY),$(BIN)/pip install --quiet $(CONSTRAINTS) --config-settings editable_mode=compat -e '.[bench-ray]')
 	touch $@
+
+gpu: ## everything that only a GPU machine shows, in nine minutes: GPU_FLAGS='--device cpu --size smallest'; wheels of what is missing in .whl
+	$(PYTHON) -m bench.gpu.run $(GPU_FLAGS)
 
 clean: ## remove what builds and runs left here
 	rm -rf build dist runs *.egg-info shmbridge/_ext/*.so

@@ -7,9 +7,13 @@ import os
 from glob import glob
 
 import numpy
-from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
+
+try:
+    from Cython.Build import cythonize
+except ImportError:  # on a machine that has none: C sources that an earlier build left in build/cython
+    cythonize = None
 
 DEBUG = os.environ.get("SHMBRIDGE_DEBUG") == "1"
 FAULTS = os.environ.get("SHMBRIDGE_FAULTS") == "1"
@@ -36,14 +40,15 @@ class WithoutSuites(build_py):
         return [each for each in super().find_package_modules(package, package_dir) if not each[1].startswith(("test_", "conftest"))]
 
 
-setup(
-    cmdclass={"build_py": WithoutSuites},
-    ext_modules=cythonize(
-        [
-            extension("mapping", f"{EXT}/fork.c"),
-            *map(extension, ("header", "ring", "record", "turns", "wait", "column", "pack", "plan", "quick")),
-            *map(extension, ("blocks", "gather", "versions", "tensor_bytes", "limit")),
-        ],
+EXTENSIONS = [
+    extension("mapping", f"{EXT}/fork.c"),
+    *map(extension, ("header", "ring", "record", "turns", "wait", "column", "pack", "plan", "quick")),
+    *map(extension, ("blocks", "gather", "versions", "tensor_bytes", "limit")),
+]
+GENERATED = "build/cython" + ("-faults" if FAULTS else "")
+if cythonize is not None:
+    EXTENSIONS = cythonize(
+        EXTENSIONS,
         compiler_directives={
             "language_level": "3",
             "boundscheck": DEBUG,
@@ -51,6 +56,10 @@ setup(
             "cdivision": True,
         },
         annotate=DEBUG,
-        build_dir="build/cython" + ("-faults" if FAULTS else ""),
+        build_dir=GENERATED,
     )
-)
+else:
+    for each in EXTENSIONS:
+        each.sources = [f"{GENERATED}/{source[:-4]}.c" if source.endswith(".pyx") else source for source in each.sources]
+
+setup(cmdclass={"build_py": WithoutSuites}, ext_modules=EXTENSIONS)

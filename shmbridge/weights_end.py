@@ -29,6 +29,15 @@ class WeightsEnd(OneProcess):
         if self._control is None or self._control.mapping.forked:
             raise Closed(f"this {self._called} is closed, or belongs to the parent process")
 
+    @property
+    def memory(self) -> memoryview | None:
+        """All of the weights segment that is mapped, read-only, to register it with a device; None before there is one. Never blocks.
+
+        Another segment may take its place: at a first version, and when another model is published. BufferError in a child of fork.
+        """
+        self._require_open()
+        return None if self._versions is None else memoryview(self._versions.mapping).toreadonly()
+
     def _before_leaving(self) -> None:
         """What an end does before it leaves."""
         self._versions = None

@@ -58,12 +58,14 @@ class StepTimes:
             yield item
 
     def taken(self) -> dict[str, float]:
-        """Return `<phase>_s` since the last call. Waits for the GPU, where there is one."""
+        """Return `<phase>_s` since the last call, and the most memory of the GPU so far. Waits for the GPU, where there is one."""
         if self._events:
             self._events[-1][2].synchronize()
         for phase, begin, end in self._events:
             self._seconds[phase] += begin.elapsed_time(end) / 1e3
         found = {f"{phase}_s": seconds for phase, seconds in self._seconds.items()}
+        if self._on_gpu:
+            found["device_memory_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         self._seconds, self._events = dict.fromkeys(PHASES, 0.0), []
         return found
 

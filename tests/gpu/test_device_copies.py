@@ -1,6 +1,12 @@
-"""What needs a CUDA device: registered lanes, copies on a side stream, packs through its attentions. Skipped without one."""
+"""What is done on a device: registered lanes, copies on a side stream, packs through its attentions.
+
+Skipped where there is no CUDA device; with SHMBRIDGE_TEST_DEVICE=cpu the processor is taken for it, and only what needs CUDA's own
+memory is left out.
+"""
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 import pytest
@@ -11,7 +17,9 @@ from shmbridge.consumers.device_batch import DeviceCopies  # noqa: E402
 from shmbridge.consumers.learner import attention, forward  # noqa: E402
 from shmbridge.consumers.pinned import CudaDriver, PinnedLanes  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICE = os.environ.get("SHMBRIDGE_TEST_DEVICE", "cuda")
+pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no CUDA device")
+needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="registers memory with CUDA, or compiles kernels for it")
 
 
 def group(count, seed=0):
@@ -24,17 +32,18 @@ def group(count, seed=0):
 
 def test_values_on_the_device_are_those_of_the_ring(make_producer, make_consumer):
     producer, consumer = make_producer(lane_bytes="16M"), make_consumer()
-    with DeviceCopies("cuda", ("tokens", "inference_logprobs")) as copies:
+    with DeviceCopies(DEVICE, ("tokens", "inference_logprobs")) as copies:
         for seed in range(4):
             producer.put(group(50_000, seed))
         for seed, batch in zip(range(4), consumer.batches(groups=1, prefetch=2, make=copies.batch, timeout_s=20), strict=False):
             expected = group(50_000, seed)
-            assert batch.tokens.is_cuda
+            assert batch.tokens.device.type == DEVICE
             np.testing.assert_array_equal(batch.tokens.cpu().numpy(), np.concatenate(expected["tokens"]))
             np.testing.assert_array_equal(batch.inference_logprobs.cpu().numpy(), np.concatenate(expected["inference_logprobs"]))
             batch.release()
 
 
+@needs_cuda
 def test_a_registered_lane_is_pinned_memory_until_it_is_let_go(make_producer, make_consumer):
     producer, consumer = make_producer(lane_bytes="16M"), make_consumer()
     producer.put(group(10_000))
@@ -50,6 +59,7 @@ def test_a_registered_lane_is_pinned_memory_until_it_is_let_go(make_producer, ma
     assert not values.is_pinned()
 
 
+@needs_cuda
 def test_a_refused_registration_is_not_raised_by_the_next_kernel():
     torch.empty(1, device="cuda")
     assert CudaDriver().register(4096, 4096) != 0
@@ -57,7 +67,7 @@ def test_a_refused_registration_is_not_raised_by_the_next_kernel():
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", attention.ROWS, "flex_attention", "flash_attention_2"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", attention.ROWS, pytest.param("flex_attention", marks=needs_cuda), "flash_attention_2"])
 def test_packed_rows_are_apart(implementation):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -66,7 +76,7 @@ def test_packed_rows_are_apart(implementation):
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
         Qwen2Config(vocab_size=28, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    ).cuda()
+    ).to(DEVICE)
     attention.use(model, implementation)
     precision = torch.bfloat16 if implementation == "flash_attention_2" else torch.float32
     assert attention.keeps_rows_apart(model, precision)

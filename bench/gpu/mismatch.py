@@ -1,0 +1,103 @@
+"""How far the sampler's log-probabilities are from the learner's, over tokens of the very weights in training, in bfloat16.
+
+The sampler is the policy server's own: tokens one by one over a cache; the learner sees whole rows. Weights are random, since none
+can be had here, and drawn wide enough that the distribution is not flat. A part of `make gpu`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import shmbridge
+from shmbridge.bench.gpu import learner
+from shmbridge.bench.gpu.part import Figures, arguments
+
+GROUPS, PROMPT = 2, 16
+ROWS = {"smallest": 2, "full": 8}
+ANSWER = {"smallest": 8, "full": 128}
+TEMPERATURES = {"smallest": (0.7,), "full": (1.0, 0.7)}
+
+
+def main() -> int:
+    """0 if every temperature was measured."""
+    options = arguments(__doc__ or "")
+    figures = Figures(options.out, options.seconds)
+    until = time.monotonic() + options.seconds
+    with tempfile.TemporaryDirectory(prefix="shmbridge-gpu-") as folder:
+        model = learner.make_model(Path(folder) / "model", options.size)
+        for temperature in TEMPERATURES[options.size]:
+            groups = _sample(model, options, temperature)
+            found = _seen_by_learner(model, Path(folder) / str(temperature), groups, options, until)
+            figures.add(
+                f"T = {temperature}, {sum(len(row) for group in groups for row in group['tokens'])} tokens",
+                **found,
+            )
+    return 0
+
+
+def _sample(model: Path, options: Any, temperature: float) -> list[dict[str, Any]]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from shmbridge.consumers.policy.generation import PolicyModel, Row, Sampling
+
+    loaded = AutoModelForCausalLM.from_pretrained(model).to(torch.bfloat16).to(options.device)
+    sampler = PolicyModel(loaded, AutoTokenizer.from_pretrained(model), seed=7)
+    random = np.random.default_rng(7)
+    sampling = Sampling(max_tokens=ANSWER[options.size], temperature=temperature, ignore_eos=True)
+    groups, count = [], ROWS[options.size]
+    for _ in range(GROUPS):
+        prompt = random.integers(64, learner.SHAPES[options.size]["vocab_size"], PROMPT).tolist()
+        rows = [Row(prompt, sampling) for _ in range(count)]
+        sampler.generate(rows)
+        groups.append(
+            {
+                "tokens": [prompt + row.token_ids for row in rows],
+                "loss_mask": [[0] * PROMPT + [1] * len(row.token_ids) for row in rows],
+                "inference_logprobs": [[1.0] * PROMPT + row.logprobs for row in rows],
+                "temperature": [temperature] * count,
+                "scores": random.random(count).tolist(),
+            }
+        )
+    return groups
+
+
+def _seen_by_learner(
+    model: Path, run_dir: Path, groups: list[dict[str, Any]], options: Any, until: float
+) -> dict[str, Any]:
+    bridge = f"gpu-mismatch-{os.getpid()}"
+    flags = [
+        "--steps",
+        "100000",
+        "--groups",
+        str(GROUPS),
+        "--group-size",
+        str(ROWS[options.size]),
+        "--device",
+        options.device,
+        "--precision",
+        "bfloat16",
+        "--lr",
+        "1e-6",
+    ]
+    with learner.running(bridge, model, run_dir, *flags) as process, shmbridge.Producer(bridge) as producer:
+        learner.wait_for_version(producer, process, until)
+        first = learner.feed(
+            producer, process, run_dir / "metrics.jsonl", 1, lambda n: groups[n % GROUPS], until
+        )[0]
+    return {
+        name: value
+        for name, value in sorted(first.items())
+        if name.startswith(("mismatch_kl", "logprob_diff"))
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

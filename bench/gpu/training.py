@@ -1,0 +1,110 @@
+"""Ten steps of the learner on a model of the shape of Qwen2.5-0.5B in bfloat16: packed beside padded. A part of `make gpu`."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import shmbridge
+from shmbridge.bench.gpu import learner
+from shmbridge.bench.gpu.part import Figures, arguments
+
+STEPS = 10
+BATCH = {"smallest": (2, 2), "full": (8, 8)}  # groups, rows of each
+TOKENS = {"smallest": (4, 16), "full": (256, 1024)}  # of a row, from and to
+WARM = 3  # steps that are not counted
+
+
+def main() -> int:
+    """0 if both layouts were measured."""
+    options = arguments(__doc__ or "")
+    figures = Figures(options.out, options.seconds)
+    until = time.monotonic() + options.seconds
+    with tempfile.TemporaryDirectory(prefix="shmbridge-gpu-") as folder:
+        model = learner.make_model(Path(folder) / "model", options.size)
+        for layout in ("packed", "padded"):
+            figures.add(
+                f"{STEPS} steps, {layout}, {math.prod(BATCH[options.size])} rows",
+                **_steps(options, model, Path(folder) / layout, layout, until),
+            )
+    return 0
+
+
+def _steps(options: Any, model: Path, run_dir: Path, layout: str, until: float) -> dict[str, Any]:
+    bridge = f"gpu-training-{os.getpid()}-{layout}"
+    groups, rows = BATCH[options.size]
+    flags = [
+        "--steps",
+        "100000",
+        "--groups",
+        str(groups),
+        "--group-size",
+        str(rows),
+        "--batch-layout",
+        layout,
+        "--device",
+        options.device,
+        "--precision",
+        "bfloat16",
+        "--lr",
+        "1e-6",
+    ]
+    with (
+        learner.running(bridge, model, run_dir, *flags) as process,
+        shmbridge.Producer(bridge, lane_bytes="64M") as producer,
+    ):
+        lines = learner.feed(
+            producer, process, run_dir / "metrics.jsonl", STEPS, lambda n: _group(n, options.size), until
+        )
+        counted = lines[WARM:STEPS]
+        step_s = statistics.median(line["step_s"] for line in counted)
+        tokens = statistics.median(line["tokens"] for line in counted)
+        phases = {
+            f"{name}_s": statistics.median(line[f"{name}_s"] for line in counted)
+            for name in ("forward", "backward", "publish")
+        }
+        peak = lines[-1].get("device_memory_peak_gib", learner.peak_memory_gib(process))
+        return {
+            "step_s": step_s,
+            "tokens_s": tokens / step_s,
+            **phases,
+            "peak_memory_gib": peak,
+            **_checked(lines[-1]),
+        }
+
+
+def _checked(line: dict[str, Any]) -> dict[str, Any]:
+    """Rows whose checksum was compared with what the environment put, and those that differed."""
+    compared = sum(value for name, value in line.items() if name.startswith("rows_compared"))
+    differing = sum(value for name, value in line.items() if name.startswith("rows_differ"))
+    return {"rows_compared": compared, "rows_differ": differing}
+
+
+def _group(number: int, size: str) -> dict[str, Any]:
+    random = np.random.default_rng(number)
+    (fewest, most), rows = TOKENS[size], BATCH[size][1]
+    lengths = random.integers(fewest, most, rows)
+    vocabulary = learner.SHAPES[size]["vocab_size"]
+    masks = []
+    for length in lengths:
+        mask = np.ones(length, np.uint8)
+        mask[: length // 4] = 0
+        masks.append(mask)
+    return {
+        "tokens": [random.integers(0, vocabulary, length, dtype=np.int32) for length in lengths],
+        "loss_mask": masks,
+        "inference_logprobs": [np.full(length, -np.log(vocabulary), np.float32) for length in lengths],
+        "scores": random.random(rows).tolist(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
