@@ -60,7 +60,7 @@ LAYERS = {
 # Third parties that are not everywhere installed, and who may import them.
 ALLOWED = {
     "torch": ("shmbridge.consumers", "shmbridge.producers", "shmbridge.cli", "shmbridge.weights_tensors", "shmbridge.bench"),
-    "transformers": ("shmbridge.consumers", "shmbridge.producers", "shmbridge.bench.test_bench_weights"),
+    "transformers": ("shmbridge.consumers", "shmbridge.producers", "shmbridge.bench.test_bench_weights", "shmbridge.bench.gpu"),
     "vllm": ("shmbridge.consumers", "shmbridge.bench.test_bench_weights"),
     "ray": ("shmbridge.relay", "shmbridge.consumers", "shmbridge.bench.baselines"),
     "atroposlib": ("shmbridge.producers", "shmbridge.bench"),
