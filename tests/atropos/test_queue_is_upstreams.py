@@ -39,7 +39,7 @@ STEPS = st.one_of(
 
 
 @given(st.integers(1, 12), st.lists(st.integers(0, 14), max_size=30))
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=100)
 def test_a_buffer_gives_out_what_upstream_finds(target: int, sizes: list[int]) -> None:
     ours: SizeBuffer[int] = SizeBuffer()
     theirs: list[dict] = []
@@ -139,7 +139,7 @@ def follow(upstream, batch_size: int, envs: list[dict], steps: list[tuple]) -> N
 
 
 @given(st.sampled_from([4, 8, 12, 16, 24, 7]), st.lists(ENVS, max_size=4), st.lists(STEPS, max_size=70))
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=100)
 def test_any_script_ends_as_upstreams(batch_size: int, envs: list[dict], steps: list[tuple]) -> None:
     state, before = SimpleNamespace(), server.app.state
     server.app.state = state
@@ -172,7 +172,7 @@ def crowded(rng: random.Random) -> tuple[int, list[dict], list[tuple]]:
     return rng.choice([8, 12, 16, 32]), envs, steps
 
 
-@pytest.mark.parametrize("seed", range(600))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 50)) for seed in range(600)])
 def test_a_crowded_script_ends_as_upstreams(seed: int) -> None:
     state, before = SimpleNamespace(), server.app.state
     server.app.state = state

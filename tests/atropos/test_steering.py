@@ -38,7 +38,7 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 30)) for seed in range(200)])
 def test_status_is_what_upstream_says(upstream: SimpleNamespace, seed: int) -> None:
     rng = random.Random(seed)
     wishes = [
@@ -107,7 +107,7 @@ class Seen:
         return len(self.upstream.queue)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 20)) for seed in range(100)])
 def test_groups_of_any_size_count_as_upstream_counts_them(upstream: SimpleNamespace, seed: int) -> None:
     """Also the second time: an environment's group size grows to the largest it was seen with, and stays so."""
     rng = random.Random(seed)

@@ -18,7 +18,7 @@ def committed(label: str, skip: int) -> int:
     return skip + (label in faults.AFTER_COMMIT)
 
 
-@pytest.mark.parametrize("skip", [0, 3])
+@pytest.mark.parametrize("skip", [0, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("label", STEPS)
 def test_killed_with_no_consumer_there(label, skip, faulty, make_producer, make_consumer, take, roles, segments):
     bystander = make_producer(producer_id="bystander")

@@ -57,7 +57,9 @@ def test_writer_killed(label, skip, bridge, faulty, roles, segments):
     assert segments() == []
 
 
-@pytest.mark.parametrize("successor", ["the old model", "the killed one's", "a third"])
+@pytest.mark.parametrize(
+    "successor", ["the old model", *(pytest.param(other, marks=pytest.mark.long) for other in ("the killed one's", "a third"))]
+)
 @pytest.mark.parametrize("label", faults.WEIGHTS_REPLACING + faults.WEIGHTS)
 def test_writer_of_another_model_killed(label, successor, bridge, faulty, roles, segments):
     """Wherever it is killed, the next one's versions are above all that readers have seen, and each of them is noticed."""
@@ -107,7 +109,10 @@ CHANGED_STEPS += [(label, skip + 1) for label, skip in CHANGED_STEPS]
 CHANGED_STEPS += [(label, skip) for label in faults.WEIGHTS[1:] for skip in range(1, 5)]
 
 
-@pytest.mark.parametrize(("label", "skip"), CHANGED_STEPS)
+# One filling of each kind for every change, the others for make test-long.
+@pytest.mark.parametrize(
+    ("label", "skip"), [pytest.param(label, skip, marks=[pytest.mark.long] * (skip > 3)) for label, skip in CHANGED_STEPS]
+)
 def test_writer_of_changed_tensors_killed(label, skip, bridge, faulty, roles):
     """What its torn slot holds is never taken for a tensor that has not changed: the next writer gives one, the other is the last one's."""
     with WeightsReader(bridge) as reader:
@@ -123,7 +128,8 @@ def test_writer_of_changed_tensors_killed(label, skip, bridge, faulty, roles):
                 assert values(reader) == [version, *is_given]
 
 
-@pytest.mark.parametrize(("label", "skip"), [(label, skip) for label in faults.WEIGHTS[1:] + faults.WEIGHTS_FILLING for skip in (0, 2)])
+@pytest.mark.parametrize("skip", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("label", faults.WEIGHTS[1:] + faults.WEIGHTS_FILLING)
 def test_writer_killed_while_ranks_write(label, skip, bridge, faulty, roles):
     """Its ranks live on: they are refused, and the next writer fills with them."""
     part = faulty("write_parts")
@@ -152,7 +158,7 @@ def test_writer_killed_while_ranks_write(label, skip, bridge, faulty, roles):
                 assert newest(reader) == version
 
 
-@pytest.mark.parametrize("skip", [0, 1])
+@pytest.mark.parametrize("skip", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("label", faults.WEIGHTS_PARTS)
 def test_rank_killed(label, skip, bridge, faulty, roles):
     """In its first half or its second: what it had not counted is missing, by name, and nothing is published."""

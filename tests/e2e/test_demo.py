@@ -121,6 +121,7 @@ def test_ctrl_c_leaves_no_process_and_no_segment(tmp_path, moment):
         assert not run.segments()
 
 
+@pytest.mark.long  # tests/launch/test_orphans.py kills a launcher in every run
 def test_a_killed_demo_takes_everything_with_it(tmp_path):
     with demo(tmp_path) as run:
         run.wait_until(lambda: run.steps)
@@ -133,7 +134,11 @@ def test_a_killed_demo_takes_everything_with_it(tmp_path):
 
 @pytest.mark.parametrize(
     "flags",
-    [["--env", "nowhere.py"], ["--model", "no/such/nowhere"], ["--engine", "vllm", "--engine-python", "nowhere/python"]],
+    [
+        ["--env", "nowhere.py"],
+        pytest.param(["--model", "no/such/nowhere"], marks=pytest.mark.long),
+        pytest.param(["--engine", "vllm", "--engine-python", "nowhere/python"], marks=pytest.mark.long),
+    ],
 )
 def test_a_wrong_argument_is_named(tmp_path, flags):
     with demo(tmp_path, *flags) as run:
