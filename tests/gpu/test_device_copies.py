@@ -67,7 +67,9 @@ def test_a_refused_registration_is_not_raised_by_the_next_kernel():
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", attention.ROWS, pytest.param("flex_attention", marks=needs_cuda), "flash_attention_2"])
+@pytest.mark.parametrize(
+    "implementation", ["sdpa", "eager", attention.ROWS, pytest.param("flex_attention", marks=needs_cuda), "flash_attention_2"]
+)
 def test_packed_rows_are_apart(implementation):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
