@@ -324,8 +324,6 @@ class LaneSet:
             total, lanes = Counter(self._gone), list(self)
         for lane in lanes:
             total.update(lane.counters())
-        discarded = sum(value for key, value in total.items() if key.startswith("discarded_total"))
-        total["released_total"] = total["records_total"] - total["held"] - discarded
         return total
 
     def abandon(self) -> None:
