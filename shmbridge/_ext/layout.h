@@ -15,7 +15,8 @@
  *   0x1000 | hub's column table      H |     ring   | uint32 slot numbers [slot_count] P |
  *   0x5000 +---------------------------+     slots  | 128-byte slots      [slot_count] P |
  *                                            rel    | uint64 released     [slot_count] H |
- *                                            data   | extents, 64-byte aligned         P |
+ *                                            data   | extents, 64-byte aligned, on pages
+ *                                                   | of their own: readers map read-only P |
  *                                                   +------------------------------------+
  */
 #ifndef SHMBRIDGE_LAYOUT_H
@@ -28,6 +29,11 @@
 #define LANE_MAGIC 0x31454e414c424853ull    /* "SHBLANE1" */
 #define CONTROL_MAGIC 0x314c525443424853ull /* "SHBCTRL1" */
 #define PAGE 4096u
+#if defined(__x86_64__)
+#define DATA_PAGE PAGE /* data can be mapped by other rights than the words before it */
+#else
+#define DATA_PAGE 65536u /* the largest page that kernels of aarch64 have */
+#endif
 #define ALIGNMENT 64u
 #define MAX_COLUMNS 256u
 #define COLUMN_NAME_BYTES 56u

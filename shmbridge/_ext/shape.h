@@ -30,7 +30,7 @@ static inline lane_shape shape_of(uint64_t data_bytes, uint32_t slot_count) {
     shape.ring_at = PAGE + MAX_COLUMNS * sizeof(column_def);
     shape.slots_at = up_to(shape.ring_at + (uint64_t)slot_count * sizeof(uint32_t), PAGE);
     shape.released_at = up_to(shape.slots_at + (uint64_t)slot_count * sizeof(slot), PAGE);
-    shape.data_at = up_to(shape.released_at + (uint64_t)slot_count * sizeof(shm_u64), PAGE);
+    shape.data_at = up_to(shape.released_at + (uint64_t)slot_count * sizeof(shm_u64), DATA_PAGE);
     shape.segment_bytes = up_to(shape.data_at + data_bytes, PAGE);
     return shape;
 }
