@@ -25,11 +25,16 @@ log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
 _PORTABLE, _READ_ONLY = 1, 8  # for all contexts; the device only reads
+_READ_ONLY_REGISTERED = 113  # CU_DEVICE_ATTRIBUTE_READ_ONLY_HOST_REGISTER_SUPPORTED
 _SEGMENTS = "/dev/shm"
 
 
 class Driver(Protocol):
     """What registers memory: the CUDA driver."""
+
+    def takes_read_only(self) -> bool:
+        """Whether it registers memory that may only be read."""
+        ...
 
     def register(self, address: int, size: int) -> int:
         """Register page-aligned memory; 0, or the driver's error."""
@@ -51,6 +56,14 @@ class CudaDriver:
         self._cuda = ctypes.CDLL("libcuda.so.1")
         self._cuda.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
         self._cuda.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
+
+    def takes_read_only(self) -> bool:
+        """As `Driver`; False if the driver does not say."""
+        device, answer = ctypes.c_int(), ctypes.c_int()
+        if self._cuda.cuCtxGetDevice(ctypes.byref(device)):
+            return False
+        refused = self._cuda.cuDeviceGetAttribute(ctypes.byref(answer), _READ_ONLY_REGISTERED, device)
+        return not refused and answer.value == 1
 
     def register(self, address: int, size: int) -> int:
         """As `Driver`. A mapping that may only be read needs the read-only flag, which not every device has."""
@@ -95,6 +108,8 @@ class PinnedLanes:
         if self._driver is None or record.lane_name in self._lanes:
             return
         self.forget_gone()
+        if not self._driver.takes_read_only():
+            record.map_lane_writable()
         memory = record.lane_memory
         lane = _Pinned(memory, np.frombuffer(memory, np.uint8).ctypes.data)
         self._lanes[record.lane_name] = lane

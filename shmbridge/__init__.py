@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import InvalidRecord as InvalidRecord
     from shmbridge.errors import LaneFull as LaneFull
     from shmbridge.errors import LaneQuarantined as LaneQuarantined
+    from shmbridge.errors import LaneRemoved as LaneRemoved
     from shmbridge.errors import LaunchFailed as LaunchFailed
     from shmbridge.errors import LayoutMismatch as LayoutMismatch
     from shmbridge.errors import LeaseReleased as LeaseReleased
@@ -74,7 +75,7 @@ _HOMES = {
     **dict.fromkeys(
         [
             "BadBridgeName", "BadConfig", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
-            "ConsumerTaken", "FillingOver", "InvalidRecord", "LaneFull", "LaneQuarantined", "LaunchFailed",
+            "ConsumerTaken", "FillingOver", "InvalidRecord", "LaneFull", "LaneQuarantined", "LaneRemoved", "LaunchFailed",
             "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotAdmitted", "NotReady", "NoWeight", "ProcessLimit", "RankTaken",
             "RecordTooBig", "RecordUnreadable", "SchemaMismatch", "ServesRanks", "ShmBridgeError",
             "ShmPermission", "ShmTooSmall", "ShmUnavailable", "UnknownEnvironment", "WeightsBusy", "WeightsMismatch",

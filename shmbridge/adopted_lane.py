@@ -68,25 +68,36 @@ class AdoptedLane:
         """Takes nothing from the lane any more; what it held is counted, and its counters stand still."""
         waiting, unreleased = self.reader.waiting, header.undelivered(self.reader.lane) - self.held  # one of them may be nonsense
         self.reader.quarantine()
-        self.reader.count_discard(Discard.CORRUPT, max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1))
-        self.corrupt = True
-        self._last_counters = self.counters()
+        lost = max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1)
+        self.reader.count_discard(Discard.CORRUPT, lost)
+        self._keep_counters(lost)
 
     def _count_what_is_lost(self) -> None:
         """An earlier hub has quarantined the lane. What it still held then, and what was committed since, is lost as well."""
-        lost = header.undelivered(self.reader.lane) - header.lane_counters(self.reader.lane)["discarded"][Discard.CORRUPT]
+        unreleased = header.undelivered(self.reader.lane)
+        lost = unreleased - header.lane_counters(self.reader.lane)["discarded"][Discard.CORRUPT]
         if lost > 0:
             self.reader.count_discard(Discard.CORRUPT, lost)
-        self._last_counters = self.counters()
+        self._keep_counters(unreleased)
+
+    def _keep_counters(self, never_released: int) -> None:
+        """The lane's words change no counter from here on; so many of its discarded records keep their memory."""
+        self.corrupt = True
+        last = self.counters()
+        last["released_total"] += never_released
+        self._last_counters = last
 
     def counters(self) -> Counter[str]:
         """From the lane's own words."""
         if self._last_counters is not None:
-            return Counter({**self._last_counters, "held": self.reader.held, "put_off": self.reader.put_off})
+            last, held = self._last_counters, self.reader.held
+            released = last["released_total"] + last["held"] - held
+            return Counter({**last, "held": held, "put_off": self.reader.put_off, "released_total": released})
         words = header.lane_counters(self.reader.lane)
         return Counter(
             {
                 "records_total": words["tail"],
+                "released_total": words["released"] - sum(words["discarded"]),
                 "held": self.waiting + self.reader.held,
                 "put_off": self.reader.put_off,
                 "tokens_total": words["tokens"],

@@ -95,6 +95,12 @@ class LaneQuarantined(ShmBridgeError, RuntimeError):
     code = "SB206"
 
 
+class LaneRemoved(ShmBridgeError, RuntimeError):
+    """A lane or its control segment was removed by force: no later consumer finds it; nothing was committed by the call that raises this."""
+
+    code = "SB207"
+
+
 class LaneFull(ShmBridgeError, TimeoutError):
     """The lane had no room within the time allowed; nothing was committed."""
 

@@ -13,7 +13,12 @@ from shmbridge.liveness import Byte
 
 @dataclass(frozen=True, slots=True)
 class LaneInfo:
-    """One lane as seen from outside. `held` counts committed, un-released records; `size_bytes` the whole segment."""
+    """One lane as seen from outside. `held` counts committed, un-released records; `size_bytes` the whole segment.
+
+    `released` is what its consumers have counted, `unaccounted` what the lane's slots show as released beyond that: 0, but for one at most
+    between a consumer's death and the next, unless a record was lost. `data_writable` says that a reader maps it so, for a GPU that registers
+    no read-only memory.
+    """
 
     name: str
     producer_id: str
@@ -23,6 +28,9 @@ class LaneInfo:
     held: int
     records: int
     size_bytes: int
+    released: int = 0
+    unaccounted: int = 0
+    data_writable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,10 @@ def _lane(name: str) -> LaneInfo | None:
     if fate is None:
         return None
     info = fate.info or {"producer_id": "", "env_name": "", "pid": 0}
-    return LaneInfo(name, info["producer_id"], info["env_name"], info["pid"], fate.alive, fate.held, fate.records, fate.size)
+    return LaneInfo(
+        name, info["producer_id"], info["env_name"], info["pid"], fate.alive, fate.held, fate.records, fate.size,
+        fate.released, fate.unaccounted, fate.data_writable,
+    )  # fmt: skip
 
 
 def clean(bridge: str | None = None, dry_run: bool = True) -> CleanReport:

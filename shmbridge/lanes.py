@@ -6,6 +6,7 @@ consumer; `take` is for the consumer's thread, burying for the death watch's, ev
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from shmbridge._ext.turns import Turns
 from shmbridge.adopted_lane import AdoptedLane
 from shmbridge.deathwatch import DeathWatch
 from shmbridge.errors import Closed, ProcessLimit, SchemaMismatch, ShmPermission
+from shmbridge.liveness import Byte
 from shmbridge.record import Lane, Record
 from shmbridge.schema import Columns
 
 log = logging.getLogger(__name__)
 
+_KILLED_S = 0.2  # the kernel gives a dead hub's locks back one after the other, that of the bridge first
 _DESCRIPTORS = 32  # control plane, death watch, and what is open only for a moment
 _THREADS = 5  # death watch, control plane and the two of its socket library, prefetch
 
@@ -51,6 +54,7 @@ class LaneSet:
         self._lanes: dict[str, AdoptedLane] = {}
         self.turns = Turns(Record, control.mapping, self._on_corrupt, control.arrivals)
         self.refused: set[str] = set()
+        self._taken: set[str] = set()  # of these: another consumer reads them; tried again
         self._gone: Counter[str] = Counter()  # counters of lanes that are no more
         self._counting = threading.Lock()  # a lane is among the lanes, or in there
         self._crowded = False  # there are more lanes than `limit`
@@ -86,8 +90,10 @@ class LaneSet:
         room, crowded, hindered = self._room(), 0, ""
         found: list[tuple[int, str, Mapping, dict[str, Any]]] = []
         try:
-            for name in segment.lane_names(self.bridge):
-                if name not in self._lanes and name not in self.refused and (opened := self._open(name)) is not None:
+            names = segment.lane_names(self.bridge)
+            self._taken.intersection_update(names)
+            for name in names:
+                if name not in self._lanes and name not in self.refused - self._taken and (opened := self._open(name)) is not None:
                     found.append((opened[1]["created_ns"], name, *opened))
                     found.sort(key=lambda each: each[:2])
                     crowded += len(found) > room
@@ -123,7 +129,23 @@ class LaneSet:
             self._refuse(name, str(wrong))
             return None
 
+    def _lock(self, name: str, mapping: Mapping) -> bool:
+        """Becomes the lane's one reader. Another hub is one of a control segment that was removed, if it is not just dying."""
+        until = time.monotonic() + (0 if name in self._taken else _KILLED_S)
+        while not liveness.lock_exclusive(mapping.fd, Byte.READER):
+            if time.monotonic() >= until:
+                if name not in self._taken:
+                    self._taken.add(name)
+                    self._refuse(name, "another consumer reads it, whose control segment was removed; it is adopted when that one has ended")
+                return False
+            time.sleep(0.002)
+        self._taken.discard(name)
+        self.refused.discard(name)
+        return True
+
     def _adopt_one(self, name: str, mapping: Mapping, info: dict[str, Any], strict: bool) -> None:
+        if not self._lock(name, mapping):
+            return
         try:
             columns = Columns.decode(info["columns"])
             columns.check_standard()
@@ -143,6 +165,7 @@ class LaneSet:
                 raise
             self._refuse(name, str(wrong))
             return
+        mapping.protect(reader.data_at)
         reader.ranks_before = self._ranks_before
         self._lanes[name] = adopted = AdoptedLane(reader, lane, mapping.size)
         if not adopted.corrupt:
@@ -226,7 +249,7 @@ class LaneSet:
 
     def _look_round(self) -> bool:
         """Adopts what came while the consumer was busy, removes dead lanes that hold nothing any more; whether any is left for later."""
-        if self._unlisted or self._hindered or (self._crowded and self._room()):
+        if self._unlisted or self._hindered or self._taken or (self._crowded and self._room()):
             known = len(self._lanes)
             self.adopt()
             if len(self._lanes) != known:
@@ -324,8 +347,6 @@ class LaneSet:
             total, lanes = Counter(self._gone), list(self)
         for lane in lanes:
             total.update(lane.counters())
-        discarded = sum(value for key, value in total.items() if key.startswith("discarded_total"))
-        total["released_total"] = total["records_total"] - total["held"] - discarded
         return total
 
     def abandon(self) -> None:
@@ -342,6 +363,9 @@ class LaneSet:
         with self._adopting:
             self.turns.close()  # from here on nothing is taken, whoever iterates
             held = sum(lane.reader.held for lane in self)
+            for lane in self:
+                if not lane.reader.held and not lane.reader.lane.forked:
+                    liveness.unlock(lane.reader.lane.fd, Byte.READER)  # whoever still knows the lane reads nothing in it
             self._lanes.clear()
             vars(self).pop("_control", None)  # views, through their reader, are to be the last that keep it
         return held

@@ -158,6 +158,9 @@ class LaneFate:
     records: int
     info: dict[str, Any] | None
     size: int
+    released: int  # as its hub counted them
+    unaccounted: int  # what its slots show as released beyond that
+    data_writable: bool  # by a reader, for its GPU
 
 
 @dataclass(slots=True)
@@ -178,12 +181,14 @@ def lane_fate(name: str) -> LaneFate | None:
     if mapping is None:
         return None
     alive = liveness.is_locked(mapping.fd, Byte.PRODUCER)
-    info, held, records = None, 0, 0
+    writable = liveness.is_locked(mapping.fd, Byte.WRITABLE_DATA)
+    info, held, records, released, shown = None, 0, 0, 0, 0
     with contextlib.suppress(header.LaneCorrupt):
         info = header.read_lane(mapping)
         held = header.undelivered(mapping)
         records = header.lane_counters(mapping)["tail"] if info else 0
-    return LaneFate(name, alive, held, records, info, mapping.size)
+        released, shown = header.releases(mapping)
+    return LaneFate(name, alive, held, records, info, mapping.size, released, shown - released, writable)
 
 
 def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False) -> tuple[bool, str, int]:

@@ -104,13 +104,14 @@ class MemoryUse:
 def memory(mappings: Iterable[Mapping]) -> dict[str, int]:
     """Bytes of these mappings: `mapped`, `resident`, `huge`, `locked`. Reads all of /proc/self/smaps."""
     found = dict.fromkeys(_FIELDS.values(), 0)
-    starts = {f"{mapping.address:08x}" for mapping in mappings}
+    places = [range(mapping.address, mapping.address + mapping.size) for mapping in mappings]
     ours = False
     with contextlib.suppress(OSError), open("/proc/self/smaps") as lines:
         for line in lines:
             name, _, rest = line.partition(":")
             if " " in name:  # the head of a mapping: addresses, rights, offset, device, inode, path
-                ours = name.partition("-")[0] in starts
+                start = int(name.partition("-")[0], 16)
+                ours = any(start in place for place in places)  # one mapping may lie in parts
             elif ours and name in _FIELDS:
                 found[_FIELDS[name]] += 1024 * int(rest.split()[0])
     return found

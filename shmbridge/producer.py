@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 OnFull = Literal["block", "raise", "drop"]
 _SAY_SO_AFTER_S = 5.0
+_LOOK_S = 0.4  # how often a producer that puts, or waits, looks whether its names are there
 
 
 class Producer(Tickets):
@@ -155,7 +156,7 @@ class Producer(Tickets):
             The sequence, counting from 0 per producer; None if it was dropped under "drop" (counted).
 
         Raises:
-            InvalidRecord, SchemaMismatch, RecordTooBig, LaneFull, BridgeDraining, Closed: nothing was committed.
+            InvalidRecord, SchemaMismatch, RecordTooBig, LaneFull, LaneRemoved, BridgeDraining, Closed: nothing was committed.
         """
         if group_size is None and split == "train" and not (foreign or self._closed):
             self._groups_put += 1  # before: an interrupt may hide that it was put, and no two groups get one id
@@ -302,7 +303,20 @@ class Producer(Tickets):
             raise ClaimOpen(f"producer {self.producer_id} has an open claim", hint="put after the `with producer.claim(...)` block")
         if self._control.draining:
             raise refusals.draining(self.bridge)
+        self._look_at_names()
         return bool(self._control.paused)
+
+    def _look_at_names(self) -> None:
+        if self._writer.look_due:
+            if self.removed:
+                raise refusals.lane_removed(self.producer_id, self.lane_name, self._unreachable())
+            self._writer.looked(_LOOK_S)
+
+    def _unreachable(self) -> int:
+        """Committed, un-released records that no consumer reads, nor will find."""
+        if segment.still_named(self._lane.fd, self.lane_name) or liveness.is_locked(self._lane.fd, Byte.READER):
+            return 0
+        return self._writer.outstanding
 
     def _try_put(self, plan: Plan) -> bool:
         """Claims and commits if there is room now."""
@@ -354,7 +368,7 @@ class Producer(Tickets):
             time.sleep(min(left_s, 0.005))
             return
         try:
-            self._writer.count_wait(self._writer.wait_space(int(min(left_s, 1.0) * 1e9)))
+            self._writer.count_wait(self._writer.wait_space(int(min(left_s, _LOOK_S) * 1e9)))
         finally:
             self._one_sleeper.release()
         if self._control.paused:  # room is not what we wait for
@@ -444,6 +458,8 @@ class Producer(Tickets):
             self._end_tickets()  # first: whoever releases what we wait for may wait for groups that they keep from beginning
             while drain and self._writer.outstanding:
                 self._writer.reclaim()  # what was released must not wake us again
+                if lost := self._unreachable():
+                    raise refusals.lane_removed(self.producer_id, self.lane_name, lost)
                 left = _left(began, timeout_s)
                 if left <= 0:
                     raise LaneFull(
@@ -464,6 +480,8 @@ class Producer(Tickets):
                 self._drop(plan, Drop.CANCELLED)
 
     def _leave(self) -> None:
+        if lost := self._unreachable():
+            log.error("%s", refusals.lane_removed(self.producer_id, self.lane_name, lost))
         self._closed = True
         if self._sleeper is not None:
             self._writer.ring()  # whoever closes may be an event loop

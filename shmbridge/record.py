@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from shmbridge import segment
 from shmbridge._ext.record import LeasedRecord
 from shmbridge._ext.record import Ragged as Ragged
 from shmbridge._ext.record import RecordMeta as RecordMeta
@@ -90,6 +91,13 @@ class Record(OneProcess, LeasedRecord):
         It holds no lease. BufferError in a child of fork.
         """
         return memoryview(self.reader.lane).toreadonly()
+
+    def map_lane_writable(self) -> None:
+        """Maps its lane's data writable in this process, for a device that registers no read-only memory; logged, and shown by `inspect`.
+
+        Never blocks. Raises OSError if the kernel refuses.
+        """
+        segment.map_data_writable(self.reader.lane, self.lane_name)
 
     def __enter__(self) -> "Record":
         return self

@@ -3,7 +3,7 @@
 from shmbridge import liveness
 from shmbridge._ext import header, ring
 from shmbridge.config import format_size
-from shmbridge.errors import BridgeDraining, LaneFull, LaneQuarantined, NoConsumer, NotAdmitted
+from shmbridge.errors import BridgeDraining, LaneFull, LaneQuarantined, LaneRemoved, NoConsumer, NotAdmitted
 from shmbridge.liveness import Byte
 from shmbridge.messages import Full
 
@@ -30,6 +30,15 @@ def quarantined(producer_id: str, hub_pid: int) -> LaneQuarantined:
     return LaneQuarantined(
         f"the consumer (pid {hub_pid}) has quarantined the lane of {producer_id}: its words cannot be true",
         hint="something overwrote shared memory: see the consumer's log, then open a new producer",
+    )
+
+
+def lane_removed(producer_id: str, lane_name: str, records: int) -> LaneRemoved:
+    """By force; `records` of it can be reached by no consumer."""
+    left = f"; {records} records in it can be reached by no consumer" if records else ""
+    return LaneRemoved(
+        f"lane {lane_name} of {producer_id}, or its bridge's control segment, was removed from /dev/shm{left}",
+        hint="close it and open a new producer; if the user's last logout did it, set RemoveIPC=no in /etc/systemd/logind.conf",
     )
 
 

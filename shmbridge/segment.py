@@ -6,6 +6,7 @@ Knows inodes and memory limits; who takes part in a bridge and what is dead of i
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -23,6 +24,8 @@ from shmbridge._ext.mapping import Mapping
 from shmbridge.config import check_bridge_name, format_size
 from shmbridge.errors import LayoutMismatch, ShmPermission, ShmTooSmall, ShmUnavailable
 from shmbridge.liveness import Byte
+
+log = logging.getLogger(__name__)
 
 MOUNT = Path("/dev/shm")
 _PREFIX = "shmbridge."
@@ -251,6 +254,14 @@ def map_segment(fd: int, size: int, what: str, *, readonly: bool = False) -> Map
         if limit is None:
             raise
         raise limit from wrong
+
+
+def map_data_writable(lane: Mapping, name: str) -> None:
+    """Has a reader's mapping of a lane be writable, for a GPU that registers no other memory; said in the log, and to who inspects. Idempotent."""
+    if not lane.data_writable:
+        lane.make_writable()
+        liveness.lock_shared(lane.fd, Byte.WRITABLE_DATA)
+        log.warning("lane %s is mapped writable here: this GPU registers no read-only memory", name)
 
 
 def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:

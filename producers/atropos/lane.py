@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from shmbridge import Producer, ShmBridgeError
-from shmbridge.errors import BridgeDraining, Closed, LaneFull, LaneQuarantined
+from shmbridge.errors import BridgeDraining, Closed, LaneFull, LaneQuarantined, LaneRemoved
 from shmbridge.producers.atropos.fields import carried
 from shmbridge.producers.atropos.stamps import Stamp
 
@@ -29,7 +29,7 @@ LONGEST_PAUSE_S = 30.0
 _LOOP_ENDED = "with the event loop ended"
 
 # Not the group's fault: the next one may well be taken.
-_PASSING = (LaneFull, BridgeDraining, Closed, LaneQuarantined)
+_PASSING = (LaneFull, BridgeDraining, Closed, LaneQuarantined, LaneRemoved)
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,9 @@ class EnvLane:
             producer = self._producer
             try:
                 sequence = await producer.put_async(took.group, policy_version=versions, foreign=True)
-            except LaneQuarantined as gone:
-                if self._closing or producer is not self._producer or not self._replace(f"the consumer reads it no more: {gone.message}"):
+            except (LaneQuarantined, LaneRemoved) as gone:
+                why = "the bridge was removed" if isinstance(gone, LaneRemoved) else f"the consumer reads it no more: {gone.message}"
+                if self._closing or producer is not self._producer or not self._replace(why):
                     raise
             except Closed:
                 if self._closing or (producer is self._producer and self.is_there):

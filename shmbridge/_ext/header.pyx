@@ -136,6 +136,24 @@ def undelivered(Mapping lane not None):
     return count
 
 
+def releases(Mapping lane not None):
+    """Released records of a lane: (as its hub counted them, as its slots' own words show them); (0, 0) before it is ready.
+
+    The two are equal whenever nobody commits or releases; after a hub's death the count may be one behind until the next hub adopts the lane.
+    Anything else is a record that was lost, or released past the count. LaneCorrupt if the header cannot be true. Anyone, at any time.
+    """
+    cdef lane_header* header = <lane_header*>lane.base
+    cdef uint64_t tail, counted
+    unreleased = undelivered(lane)
+    if unreleased == 0 and read_lane(lane) is None:
+        return 0, 0
+    while True:  # what moves meanwhile is looked at again
+        tail, counted = load_acquire64(&header.tail), load_relaxed64(&header.released_total)  # SYNC(commit)
+        unreleased = undelivered(lane)
+        if counted == load_relaxed64(&header.released_total) and tail == load_acquire64(&header.tail):  # SYNC(commit)
+            return counted, tail - unreleased
+
+
 cdef class Control:
     """The words of a control segment. Setters are for the holder of the hub lock, but of `weights_floor`; getters for anyone; none blocks."""
 

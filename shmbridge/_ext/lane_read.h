@@ -69,6 +69,15 @@ static inline int lane_newest_first(const void *one, const void *other) {
     return (a < b) - (a > b);
 }
 
+/* A predecessor died between a release and its count: counts it. Under the hub lock. Nothing else is mended: another difference is a fault. */
+static inline void lane_finish_release(lane_reader *reader) {
+    lane_header *header = reader->header;
+    uint64_t releasing = load_acquire64(&header->releasing); /* SYNC(release-count) */
+    uint64_t count = releasing >> RELEASING_SLOT_BITS, index = releasing & (MOST_SLOTS - 1);
+    if (count != load_relaxed64(&header->released_total) + 1 || index >= reader->shape.slot_count) return;
+    if (load_relaxed64(&reader->released[index]) == load_relaxed64(&header->releasing_generation)) store_relaxed64(&header->released_total, count);
+}
+
 /* Finds what is committed and un-released: tail first, then the slots. 0, or -1 and why; an empty complaint means no memory.
  *
  * A slot at or beyond that tail was, or is being, committed meanwhile. One beyond a tail loaded after it cannot be.
@@ -77,6 +86,7 @@ static inline int lane_adopt(lane_reader *reader, complaint *why) {
     uint64_t tail = load_seq64(&reader->header->tail), newest = 0; /* SYNC(commit) */
     uint32_t count = reader->shape.slot_count;
     why->text[0] = 0;
+    lane_finish_release(reader);
     reader->backlog = malloc(count * sizeof(lane_entry));
     if (!reader->backlog) return -1;
     fault_hit("hub.adopting");
@@ -145,11 +155,21 @@ static inline int lane_hand_out(lane_reader *reader, const lane_found *found) {
     return found->from_backlog && sequence < reader->first_head;
 }
 
-/* Slot and extent may be used again. Idempotent until they are. */
+/* Slot and extent may be used again. Idempotent until they are: a second release of a generation changes and counts nothing.
+ * One thread at a time: Python holds the GIL.
+ *
+ * What is about to be counted is said first, so that a successor knows whether a killed hub had released and not yet counted.
+ */
 static inline void lane_release(lane_reader *reader, uint32_t index, uint64_t generation) {
+    lane_header *header = reader->header;
+    uint64_t count = load_relaxed64(&header->released_total) + 1;
+    if (load_relaxed64(&reader->released[index]) == generation) return;
+    store_relaxed64(&header->releasing_generation, generation);
+    store_release64(&header->releasing, count << RELEASING_SLOT_BITS | index); /* SYNC(release-count) */
     fault_hit("hub.releasing");
     store_seq64(&reader->released[index], generation); /* SYNC(release), SYNC(space-wake) */
     fault_hit("hub.released");
+    store_relaxed64(&header->released_total, count);
     if (load_seq32(&reader->header->space_waiting)) { /* SYNC(space-wake) */
         ring_bell(&reader->header->space_bell);
     }

@@ -15,7 +15,8 @@
  *   0x1000 | hub's column table      H |     ring   | uint32 slot numbers [slot_count] P |
  *   0x5000 +---------------------------+     slots  | 128-byte slots      [slot_count] P |
  *                                            rel    | uint64 released     [slot_count] H |
- *                                            data   | extents, 64-byte aligned         P |
+ *                                            data   | extents, 64-byte aligned, on pages
+ *                                                   | of their own: readers map read-only P |
  *                                                   +------------------------------------+
  */
 #ifndef SHMBRIDGE_LAYOUT_H
@@ -28,9 +29,16 @@
 #define LANE_MAGIC 0x31454e414c424853ull    /* "SHBLANE1" */
 #define CONTROL_MAGIC 0x314c525443424853ull /* "SHBCTRL1" */
 #define PAGE 4096u
+#if defined(__x86_64__)
+#define DATA_PAGE PAGE /* data can be mapped by other rights than the words before it */
+#else
+#define DATA_PAGE 65536u /* the largest page that kernels of aarch64 have */
+#endif
 #define ALIGNMENT 64u
 #define MAX_COLUMNS 256u
 #define COLUMN_NAME_BYTES 56u
+#define RELEASING_SLOT_BITS 24
+#define MOST_SLOTS (1u << RELEASING_SLOT_BITS)
 #define CONTROL_BYTES (PAGE + MAX_COLUMNS * 64u)
 
 /* Kinds of column; what lengths, inner and keys mean for each is beside directory_entry. */
@@ -111,9 +119,11 @@ typedef struct {
     shm_u64 head; /* H: records that may have been handed out */
     shm_u64 discarded_total[DISCARD_REASONS];
     shm_u64 quarantined; /* H: 0 or 1 */
-    shm_u64 released_total; /* H: releases, of discarded records too; one behind at most after a hub's death */
+    shm_u64 released_total; /* H: releases, of discarded records too; one behind at most after a hub's death, until the next hub adopts */
     shm_u64 leases_dropped; /* H: leases that ended without a word, whose records stay un-released; of this hub */
-    uint8_t pad4[0x100 - 32 - 8 * DISCARD_REASONS];
+    shm_u64 releasing_generation; /* H: of the release under way, or the last one */
+    shm_u64 releasing;            /* H: what released_total will be then << RELEASING_SLOT_BITS | its slot */
+    uint8_t pad4[0x100 - 48 - 8 * DISCARD_REASONS];
     shm_u32 space_bell; /* A */
     uint8_t pad5[PAGE - 0x400 - 4];
 } lane_header;

@@ -84,6 +84,8 @@ cdef extern from "layout.h" nogil:
         shm_u64 quarantined
         shm_u64 released_total
         shm_u64 leases_dropped
+        shm_u64 releasing_generation
+        shm_u64 releasing
         shm_u32 space_bell
 
     ctypedef struct slot:

@@ -7,4 +7,5 @@ cdef class Mapping:
     cdef int _fd
     cdef unsigned _born
     cdef bint _readonly
+    cdef bint _protected
     cdef bint alive(self) noexcept nogil

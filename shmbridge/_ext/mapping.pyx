@@ -10,7 +10,7 @@ from posix.mman cimport (
     MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, mlock, mmap, munmap,
 )
 from posix.types cimport off_t
-from posix.unistd cimport close
+from posix.unistd cimport _SC_PAGESIZE, close, sysconf
 
 cdef extern from "fork.h" nogil:
     int fork_watch(int fd)
@@ -23,6 +23,7 @@ cdef extern from "<sys/mman.h>" nogil:
     enum: MADV_DONTDUMP
     enum: MADV_HUGEPAGE
     int madvise(void* addr, size_t length, int advice)
+    int mprotect(void* addr, size_t length, int protection)
 
 cdef extern from "<fcntl.h>" nogil:
     int posix_fallocate(int fd, off_t offset, off_t length)
@@ -141,7 +142,7 @@ cdef class Mapping:
             raise OSError(errno, f"mmap of {size} bytes failed")
         self.base = <uint8_t*>base
         self.size = size
-        self._readonly = readonly
+        self._readonly, self._protected = readonly, readonly
         madvise(base, size, MADV_DONTFORK)
         madvise(base, size, MADV_DONTDUMP)
         if size >= HUGE_PAGE:
@@ -165,6 +166,29 @@ cdef class Mapping:
     def forked(self) -> bool:
         """Whether this process is a child of the one that mapped the segment."""
         return self._born != fork_generation()
+
+    def protect(self, size_t at):
+        """Has the bytes from `at` on be readable only, here; a write there is a fault from now on, and no buffer is writable any more.
+
+        `at` is rounded up to the system's page. OSError if the kernel refuses. Locks, forks and huge pages are as before.
+        """
+        cdef size_t page = sysconf(_SC_PAGESIZE)
+        at = (at + page - 1) // page * page
+        if self.alive() and at < self.size:
+            if mprotect(self.base + at, self.size - at, PROT_READ):
+                raise OSError(errno, f"{self.size - at} bytes cannot be made read-only")
+            self._readonly, self._protected = True, True
+
+    def make_writable(self):
+        """Has all of it be writable here, for a device that registers no other memory; buffers stay as they are. OSError if the kernel refuses."""
+        if self.alive() and mprotect(self.base, self.size, PROT_READ | PROT_WRITE):
+            raise OSError(errno, f"{self.size} bytes cannot be made writable")
+        self._protected = False
+
+    @property
+    def data_writable(self) -> bool:
+        """Whether a store to its last page is no fault."""
+        return not self._protected
 
     def populate(self):
         """Has every page mapped now, so that no first write to it is a fault. Blocks; does nothing before Linux 5.14."""

@@ -1,12 +1,18 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shmbridge._ext.ring import Lease
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _Array = np.ndarray[Any, Any]
+
+class LaneArray(_Array):
+    def to_torch(self) -> "Tensor": ...
 
 class Ragged:
     @property
@@ -21,6 +27,7 @@ class Ragged:
     def __len__(self) -> int: ...
     def __getitem__(self, row: int) -> _Array: ...
     def __iter__(self) -> Iterator[_Array]: ...
+    def to_torch(self) -> "Tensor": ...
 
 @dataclass(frozen=True)
 class RecordMeta:

@@ -46,11 +46,42 @@ cdef View view_of(Lease lease):
     return view
 
 
+class LaneArray(np.ndarray):
+    """A read-only view of a lane. NumPy keeps it read-only; what NumPy cannot tell others, who may write then, is refused: take to_torch() or copy()."""
+
+    __slots__ = ()
+
+    def to_torch(self):
+        """A torch tensor of its own memory."""
+        import torch
+
+        return torch.from_numpy(np.array(self))
+
+    def __dlpack__(self, *, copy=None, **how):
+        if copy:
+            return np.array(self).__dlpack__(**how)
+        if not self.flags.writeable:
+            raise BufferError("a view of a lane is read-only, and who takes it by DLPack could write: use its to_torch() or copy(), which copy")
+        return self.view(np.ndarray).__dlpack__(copy=copy, **how)
+
+    def __array_wrap__(self, array, context=None, return_scalar=False):
+        return array[()] if return_scalar else array  # what is computed is no view
+
+    def __reduce_ex__(self, protocol):
+        return self.view(np.ndarray).__reduce_ex__(protocol)
+
+    def __repr__(self):
+        return repr(self.view(np.ndarray))
+
+
+cdef type LANE_ARRAY = LaneArray
+
+
 cdef object array_over(object keeper, cnp.dtype dtype, const void* at, uint64_t count):
     """A read-only array of `count` values at `at`, which are there as long as `keeper` is."""
     cdef cnp.npy_intp shape = count
     Py_INCREF(dtype)  # the call keeps one
-    cdef object made = PyArray_NewFromDescr(cnp.ndarray, dtype, 1, &shape, NULL, <void*>at, cnp.NPY_ARRAY_CARRAY_RO, NULL)
+    cdef object made = PyArray_NewFromDescr(LANE_ARRAY, dtype, 1, &shape, NULL, <void*>at, cnp.NPY_ARRAY_CARRAY_RO, NULL)
     cnp.set_array_base(made, keeper)
     return made
 
@@ -133,6 +164,12 @@ cdef class Ragged:
 
     def __iter__(self):
         return (self[row] for row in range(self._rows))
+
+    def to_torch(self):
+        """All values, flat, as a torch tensor of its own memory: a copy."""
+        import torch
+
+        return torch.from_numpy(np.array(self.values))
 
     def __reduce__(self):
         return type(self), (self.values, self.lengths, self.valid)

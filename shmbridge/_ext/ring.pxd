@@ -72,6 +72,7 @@ cdef class LaneWriter:
     cdef Mapping _lane
     cdef Mapping _control
     cdef lane_writer _writer
+    cdef int64_t _look_at_ns
 
     cdef lane_writer* alive(self) except NULL
     cdef uint8_t* claimed(self) except NULL

@@ -15,6 +15,9 @@ class LaneWriter:
     @property
     def quarantined(self) -> bool: ...
     @property
+    def look_due(self) -> bool: ...
+    def looked(self, again_s: float) -> None: ...
+    @property
     def hindered(self) -> bool: ...
     @property
     def claiming(self) -> bool: ...
@@ -48,6 +51,7 @@ class LaneReader:
     lane: Mapping
     slot_count: int
     data_bytes: int
+    data_at: int
     held: int
     abandoned: bool
     ranks_before: bool

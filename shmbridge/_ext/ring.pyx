@@ -11,6 +11,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp
+from posix.time cimport clock_gettime, timespec
 
 from shmbridge._ext.atomics cimport load_acquire64, load_relaxed64, load_seq32, shm_u64, store_relaxed64
 from shmbridge._ext.futex cimport monotonic_ns, ring_bell
@@ -18,6 +19,16 @@ from shmbridge._ext.layout cimport DISCARD_REASONS, DROP_REASONS, column_def, co
 from shmbridge._ext.mapping cimport Mapping
 
 from shmbridge._ext.header import LaneCorrupt
+
+cdef extern from "<time.h>" nogil:
+    enum: CLOCK_MONOTONIC_COARSE
+
+
+cdef inline int64_t coarse_ns() noexcept nogil:
+    """Monotonic, to some milliseconds: cheap enough for each put."""
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &now)
+    return now.tv_sec * <int64_t>1000000000 + now.tv_nsec
 
 
 cdef class LaneWriter:
@@ -67,13 +78,22 @@ cdef class LaneWriter:
         return self._lane.alive() and load_relaxed64(&self._writer.header.quarantined) != 0
 
     @property
+    def look_due(self) -> bool:
+        """Whether it is time to look whether the names of lane and bridge are there."""
+        return coarse_ns() >= self._look_at_ns
+
+    def looked(self, double again_s):
+        """They are; time to look again comes in so many seconds."""
+        self._look_at_ns = coarse_ns() + <int64_t>(again_s * 1e9)
+
+    @property
     def hindered(self) -> bool:
-        """Whether to look closer before a claim: another is open, or the lane is quarantined, the bridge draining or paused."""
+        """Whether to look closer before a claim: it is time to, another is open, the lane is quarantined, the bridge draining or paused."""
         return self.is_hindered()
 
     cdef bint is_hindered(self) noexcept:
         cdef control_header* hub
-        if self._writer.claimed >= 0 or not self._lane.alive():
+        if self._writer.claimed >= 0 or not self._lane.alive() or coarse_ns() >= self._look_at_ns:
             return True
         hub = <control_header*>self._control.base
         if load_relaxed64(&self._writer.header.quarantined):
@@ -196,6 +216,11 @@ cdef class LaneReader:
     @property
     def data_bytes(self) -> int:
         return self._reader.shape.data_bytes
+
+    @property
+    def data_at(self) -> int:
+        """Where the data area begins: all that a reader writes lies before it."""
+        return self._reader.shape.data_at
 
     @property
     def waiting(self) -> int:

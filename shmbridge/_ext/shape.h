@@ -30,7 +30,7 @@ static inline lane_shape shape_of(uint64_t data_bytes, uint32_t slot_count) {
     shape.ring_at = PAGE + MAX_COLUMNS * sizeof(column_def);
     shape.slots_at = up_to(shape.ring_at + (uint64_t)slot_count * sizeof(uint32_t), PAGE);
     shape.released_at = up_to(shape.slots_at + (uint64_t)slot_count * sizeof(slot), PAGE);
-    shape.data_at = up_to(shape.released_at + (uint64_t)slot_count * sizeof(shm_u64), PAGE);
+    shape.data_at = up_to(shape.released_at + (uint64_t)slot_count * sizeof(shm_u64), DATA_PAGE);
     shape.segment_bytes = up_to(shape.data_at + data_bytes, PAGE);
     return shape;
 }
@@ -43,7 +43,7 @@ static inline int shape_read(const lane_header *header, uint64_t size, lane_shap
     version = header->layout_version, slots = header->slot_count, columns = header->column_count, data = header->data_bytes;
     copied();
     if (version != LAYOUT_VERSION) return complain(why, "layout version %u, this build reads %u", version, LAYOUT_VERSION);
-    if (slots == 0 || slots & (slots - 1) || slots > 1 << 24 || data > size || columns > MAX_COLUMNS)
+    if (slots == 0 || slots & (slots - 1) || slots > MOST_SLOTS || data > size || columns > MAX_COLUMNS)
         return complain(why, "%u slots, %" PRIu64 " data bytes, %u columns in %" PRIu64 " bytes", slots, data, columns, size);
     *shape = shape_of(data, slots);
     shape->column_count = columns;

@@ -41,6 +41,11 @@ def _block(info: BridgeInfo) -> str:
         state = "live" if lane.alive else "dead"
         counts = f"{lane.records:>10} records  {lane.held:>6} held"
         lines.append(f"  {lane.producer_id:<32} {state} pid {lane.pid:<8} {counts}  {format_size(lane.size_bytes)}")
+        if lane.data_writable:
+            lines.append("    its data is mapped writable by a reader, whose GPU registers no read-only memory")
+        if lane.unaccounted:
+            by_slots = lane.released + lane.unaccounted
+            lines.append(f"    {lane.released} releases counted, {by_slots} by its slots: lost, unless its consumer was killed")
     if (weights := info.weights) is not None:
         version = "no version yet" if weights.version is None else f"version {weights.version}"
         writer = f"writer pid {weights.writer_pid}" if weights.writer_pid else "no writer"

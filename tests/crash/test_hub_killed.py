@@ -4,6 +4,8 @@ import signal
 
 import pytest
 
+from shmbridge import segment
+from shmbridge._ext import header
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 
@@ -42,7 +44,10 @@ def test_killed_while_releasing(label, skip, filled, faulty, make_consumer, take
     child.end_on_fault()
     released = skip + (label == "hub.released")
     assert sum(line.startswith("released ") for line in child.said) == skip
+    lane = segment.open_mapping(filled.lane_name)
+    assert header.releases(lane) == (skip, released), "at most one behind"
     check_successor(filled, make_consumer, take, roles, segments, expected(0, COUNT - released, COUNT))
+    assert header.releases(lane) == (COUNT + 1, COUNT + 1), "the successor has counted it"
 
 
 def check_successor(filled, make_consumer, take, roles, segments, wanted) -> None:

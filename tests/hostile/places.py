@@ -27,7 +27,7 @@ HEADER = {
     "data_bytes": (72, 8),
     "segment_bytes": (80, 8),
     "producer_id": (88, 8),
-    "env_name": (152, 8),
+    "env_name": (184, 8),
     "tail": (0x200, 8),
     "space_waiting": (0x280, 4),
     "bytes_total": (0x288, 8),
@@ -36,6 +36,10 @@ HEADER = {
     "head": (0x300, 8),
     "discarded_total": (0x308, 8),
     "quarantined": (0x328, 8),
+    "released_total": (0x330, 8),
+    "leases_dropped": (0x338, 8),
+    "releasing_generation": (0x340, 8),
+    "releasing": (0x348, 8),
     "space_bell": (0x400, 4),
 }
 COLUMN = {"name": (0, 8), "name_end": (48, 8), "kind": (56, 1), "dtype": (57, 1), "item_bytes": (58, 1), "flags": (59, 1)}

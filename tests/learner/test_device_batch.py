@@ -31,6 +31,10 @@ class Recorder:
 
     def __init__(self, refuse_after=None):
         self.registered, self.refuse_after, self.asked = {}, refuse_after, 0
+        self.read_only = True
+
+    def takes_read_only(self):
+        return self.read_only
 
     def register(self, address, size):
         self.asked += 1

@@ -196,6 +196,15 @@ MUTATIONS = (
     ),
     # 5: nothing is dropped silently
     Mutation(
+        "release-uncounted", 5, "a release is not counted where it happens", READ,
+        "    store_relaxed64(&header->released_total, count);\n    if", "    if", "tests/unit/test_released_count.py",
+    ),
+    Mutation(
+        "loss-taken-for-a-release", 5, "a new hub makes its count what the slots show", READ,
+        "    if (count != load_relaxed64(&header->released_total) + 1 || index >= reader->shape.slot_count) return;",
+        "    count = load_relaxed64(&header->released_total) + 1;", "tests/unit/test_released_count.py",
+    ),
+    Mutation(
         "discard-uncounted", 5, "a discarded record is not counted", RING,
         "        if reason < DISCARD_REASONS:", "        if False:", "tests/unit/test_batching.py tests/unit/test_consumer.py",
     ),

@@ -158,7 +158,7 @@ def test_a_bridge_of_another_layout_is_refused_with_both_versions(bridge, make_p
     make_producer()
     patch_version(segment.control_name(bridge))
     for make in (make_producer, make_consumer):
-        with pytest.raises(shmbridge.LayoutMismatch, match="layout version 77, this build has 1"):
+        with pytest.raises(shmbridge.LayoutMismatch, match="layout version 77, this build has 2"):
             make()
 
 

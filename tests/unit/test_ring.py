@@ -272,7 +272,7 @@ def test_wait_space_ends_at_its_timeout_and_not_before(lane) -> None:
 @pytest.mark.parametrize(
     ("at", "value", "what"),
     [
-        (WORD["layout_version"], 99, "layout version 99, this build reads 1"),
+        (WORD["layout_version"], 99, "layout version 99, this build reads 2"),
         (WORD["slot_count"], 3, "3 slots"),
         (WORD["slot_count"], 1 << 12, "geometry"),
         (WORD["data_bytes"], 1 << 31, "data bytes"),

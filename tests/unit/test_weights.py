@@ -424,7 +424,7 @@ def test_a_tensor_that_is_negated_when_read_arrives_as_it_reads(ends) -> None:
 def test_another_builds_weights_are_refused_with_both_versions(bridge, ends) -> None:
     ends[0].publish(1, tensors(1))
     memoryview(segment.open_mapping(segment.weights_name(bridge)))[8:12] = struct.pack("<I", 7)
-    with WeightsReader(bridge) as fresh, pytest.raises(shmbridge.LayoutMismatch, match="layout version 7, this build has 1"):
+    with WeightsReader(bridge) as fresh, pytest.raises(shmbridge.LayoutMismatch, match="layout version 7, this build has 2"):
         fresh.version  # noqa: B018, it looks
 
 

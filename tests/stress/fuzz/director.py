@@ -319,7 +319,7 @@ class Director:
             fault("miscounted", f"miscounted: {told} records since the first count by the consumer's counters, {seen} were handed out")
         if now["lanes_dead"] or now["lanes_live"] != live:
             fault("leaked", f"leaked: {live} producers live, the consumer has {now['lanes_live']} live and {now['lanes_dead']} dead lanes")
-        for what, per_lane, more in (("fds", 2, 2), ("segment_maps", 1, 0), ("maps", 1, _MORE_MAPS)):
+        for what, per_lane, more in (("fds", 2, 2), ("segment_maps", 2, 0), ("maps", 2, _MORE_MAPS)):
             grown = now[what] - per_lane * now["lanes_live"] - (first[what] - per_lane * first["lanes_live"])
             if grown > more:
                 message = f"leaked: {what} of the consumer grew by {grown} beyond its lanes over {len(stats)} counts"

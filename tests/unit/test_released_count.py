@@ -1,0 +1,87 @@
+"""Releases are counted where they happen, and the count agrees with the lane's slots unless a record was lost."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+
+import shmbridge
+from shmbridge import segment
+from shmbridge._ext import header
+
+GROUP = {"tokens": [[1, 2, 3]]}
+SLOT_WORDS = 16  # 64-bit words of a slot
+
+
+def counted(producer: shmbridge.Producer) -> tuple[int, int]:
+    return header.releases(segment.open_mapping(producer.lane_name, readonly=True))
+
+
+def lose(producer: shmbridge.Producer, sequence: int) -> None:
+    """Gives a record's memory back as no consumer does: without a count."""
+    lane = segment.open_mapping(producer.lane_name)
+    words = np.frombuffer(memoryview(lane), "<u8")
+    (slots,) = words[4:5].view("<u4")[:1]
+    _, slots_at, released_at, *_ = header.lane_geometry(producer.lane_bytes, int(slots))
+    for slot in range(slots):
+        generation, number = words[slots_at // 8 + slot * SLOT_WORDS :][:2]
+        if generation and number == sequence:
+            words[released_at // 8 + slot] = generation
+
+
+def test_the_count_is_what_the_slots_show_whatever_is_released_in_which_order(producer, make_consumer) -> None:
+    rng, held, released = random.Random(3), [], 0
+    consumer = make_consumer()
+    for step in range(500):
+        if rng.random() < 0.6 and producer.stats()["held"] < 60:
+            producer.put(GROUP)
+        elif rng.random() < 0.5:
+            held += consumer.poll(3)
+        elif held:
+            record = held.pop(rng.randrange(len(held)))
+            record.release()
+            record.release()
+            released += 1
+        assert counted(producer) == (released, released), step
+    stats = consumer.stats()
+    assert stats["records_total"] == stats["released_total"] + stats["held"]
+    assert stats["released_total"] == released > 100
+
+
+def test_a_release_on_another_thread_counts(producer, consumer) -> None:
+    for _ in range(20):
+        producer.put(GROUP)
+    records = consumer.poll(20)
+    threads = [threading.Thread(target=record.release) for record in records]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counted(producer) == (20, 20)
+
+
+def test_discarded_records_are_not_said_to_be_released(producer, make_consumer) -> None:
+    for _ in range(3):
+        producer.put(GROUP)
+    stats = make_consumer(resume="discard").stats()
+    assert counted(producer) == (3, 3)
+    assert (stats["records_total"], stats["released_total"], stats["discarded_total{resume}"]) == (3, 0, 3)
+
+
+@pytest.mark.parametrize("successor", [False, True])
+def test_a_planted_lost_record_is_found(bridge, producer, make_consumer, successor) -> None:
+    """Its memory is given back and nobody saw it. No successor takes it for a release that was not counted yet."""
+    consumer = make_consumer()
+    for _ in range(4):
+        producer.put(GROUP)
+    consumer.get(1).release()
+    lose(producer, 2)
+    if successor:
+        consumer.close()
+        consumer = make_consumer()
+    assert counted(producer) == (1, 2)
+    stats = consumer.stats()
+    assert stats["released_total"] == 1
+    (lane,) = next(info for info in shmbridge.list_bridges() if info.name == bridge).lanes
+    assert (lane.released, lane.unaccounted) == (1, 1)
