@@ -52,7 +52,10 @@ class Step:
 
 @dataclass(slots=True)
 class Share:
-    """Groups that the same ranks read. `readers` are not done; `issued` says which incarnation of a rank got it last."""
+    """Groups that the same ranks read. `readers` are not done; `issued` says which incarnation of a rank got it last.
+
+    `read`: some rank has said that it is done with it. Without that it is never over.
+    """
 
     number: int
     step: Step
@@ -60,6 +63,7 @@ class Share:
     readers: set[int]
     issued: dict[int, int] = field(default_factory=dict)
     reissued: bool = False
+    read: bool = False
 
     @property
     def tokens(self) -> int:
@@ -121,32 +125,40 @@ class ShareBook:
     def done(self, rank: int, member: int, numbers: Iterable[int]) -> list[Group]:
         """The rank is done with these shares: the groups that nobody reads any more. A second time changes nothing.
 
-        Only the incarnation that a share was last issued to may say so: another one may be looking at it.
+        Only a reader may say so, and of its incarnations the one that the share was last issued to: another one may be looking at it.
         """
         finished: list[Group] = []
         for share in [self._shares[number] for number in numbers if number in self._shares]:
-            if share.issued.get(rank) == member:
-                finished += self._finish(share, rank)
+            if rank in share.readers and share.issued.get(rank) == member:
+                share.readers.discard(rank)
+                share.read = True
+                finished += self._end_if_read(share)
         return finished
 
     def hand_over(self, dead: int, living: list[int]) -> list[Group]:
-        """What a dead rank has not read goes to the living rank with the fewest tokens before it; a broadcast goes on without it.
+        """The dead rank reads nothing more. A share that no other rank reads or has read goes to the living: in broadcast to all of
+        them, else to the one with the fewest tokens before it.
 
-        The groups that nobody reads any more. A share that moves gets a new number, so that whoever gets it has not seen it.
+        The groups that are over by that. A share that moves gets a new number, so that whoever gets it has not seen it.
         """
         finished: list[Group] = []
         for share in [share for share in self if dead in share.readers]:
-            if self.mode == "broadcast":
-                finished += self._finish(share, dead)
+            share.readers.discard(dead)
+            if not share.readers and not share.read:
+                self._move(share, set(living) if self.mode == "broadcast" else {self._least_loaded(living)})
             else:
-                load = {rank: sum(other.tokens for other in self if rank in other.readers) for rank in living}
-                del self._shares[share.number]
-                heir = min(living, key=lambda rank: load[rank])
-                self.reissues += bool(share.issued)
-                moved = Share(self._next_share, share.step, share.groups, {heir}, reissued=bool(share.issued))
-                self._shares[self._next_share] = moved
-                self._next_share += 1
+                finished += self._end_if_read(share)
         return finished
+
+    def _least_loaded(self, living: list[int]) -> int:
+        load = {rank: sum(share.tokens for share in self if rank in share.readers) for rank in living}
+        return min(living, key=lambda rank: load[rank])
+
+    def _move(self, share: Share, heirs: set[int]) -> None:
+        del self._shares[share.number]
+        self.reissues += bool(share.issued)
+        self._shares[self._next_share] = Share(self._next_share, share.step, share.groups, heirs, reissued=bool(share.issued))
+        self._next_share += 1
 
     def withdraw(self, unfit: Callable[[Group], bool]) -> list[Group]:
         """Takes back the batches of which nothing was issued and some group is unfit: their groups, oldest first."""
@@ -155,9 +167,9 @@ class ShareBook:
         self._shares = {number: share for number, share in self._shares.items() if share.step.number not in unfit_steps}
         return [group for step in unfit_steps.values() for group in step.groups]
 
-    def _finish(self, share: Share, rank: int) -> list[Group]:
-        share.readers.discard(rank)
-        if share.readers:
+    def _end_if_read(self, share: Share) -> list[Group]:
+        """The only way out for groups that were dealt out: nobody is left to read them, and somebody has."""
+        if share.readers or not share.read:
             return []
         del self._shares[share.number]
         return share.groups

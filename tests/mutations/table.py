@@ -166,7 +166,13 @@ MUTATIONS = (
     ),
     Mutation(
         "rank-late-done-honoured", 2, "a dead rank's message ends a lease under its successor's eyes", "shmbridge/shares.py",
-        "            if share.issued.get(rank) == member:", "            if True:", "tests/ranks/test_shares.py",
+        "            if rank in share.readers and share.issued.get(rank) == member:", "            if rank in share.readers:",
+        "tests/ranks/test_shares.py",
+    ),
+    Mutation(
+        "share-of-the-dead-taken-for-read", 2, "a share that no rank has read is released with its last reader's death", "shmbridge/shares.py",
+        "            share.readers.discard(dead)\n", "            share.readers.discard(dead)\n            share.read = True\n",
+        "tests/ranks/test_shares.py",
     ),
     # 3: nobody waits for a dead process
     Mutation(

@@ -340,6 +340,30 @@ def test_a_rank_that_has_not_come_yet_is_not_dead(make_rank, make_consumer, make
     assert len(make_rank(1, 2).next_share(10).groups) == 1
 
 
+def test_a_rank_that_came_back_reads_what_the_other_leaves(bridge, make_consumer, make_producer, put_groups, monkeypatch):
+    """Broadcast, "spread": both ranks end in turn, one is back in between. Batches that nobody has read are not released."""
+    monkeypatch.setattr("shmbridge.ranks._LOOK_EVERY_S", 0.0)  # each question finds who is dead
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(10))
+    consumer.serve_ranks(2, groups=2, mode="broadcast", prefetch=2, dead_rank="spread")
+
+    def read(rank: shmbridge.Rank) -> list[int]:
+        with rank.next_share(10) as share:
+            found = [record.sequence for record in share.records]
+        rank.report_done()
+        return found
+
+    zero, one = shmbridge.Rank(bridge, 0, 2), shmbridge.Rank(bridge, 1, 2)
+    assert read(zero) == read(one) == [0, 1]
+    one.close()
+    assert read(zero) == [2, 3]
+    with shmbridge.Rank(bridge, 1, 2) as again:
+        zero.close()
+        found = [read(again) for _ in range(3)]
+        assert sorted(found) == [[4, 5], [6, 7], [8, 9]]
+        assert consumer.stats()["released_total"] == 10
+
+
 def test_an_idle_rank_and_its_hub_cost_nothing(make_rank, make_consumer):
     """Also before serve_ranks was called: less than 1 % of a core for both together."""
     make_consumer()

@@ -52,12 +52,14 @@ class Book(RuleBasedStateMachine):
         self.after = dict.fromkeys(self.ranks, -1)
         self.looking: dict[int, dict[int, list]] = {rank: {} for rank in self.ranks}  # rank -> share -> groups under its eyes
         self.released: set[int] = set()
+        self.read: set[int] = set()  # groups that some rank has looked at and said done
         self.opened: list = []
         self.dead_said: list[tuple[int, int, list[int]]] = []  # what the dead had under way
 
     def finish(self, groups):
         for each in groups:
             assert id(each) not in self.released, "released twice"
+            assert id(each) in self.read, "released, and no rank said that it is done with it"
             self.released.add(id(each))
 
     def one_of(self, data, ranks) -> int | None:
@@ -84,6 +86,7 @@ class Book(RuleBasedStateMachine):
         if (rank := self.one_of(data, {rank for rank in self.living if self.looking[rank]})) is None:
             return
         number = min(self.looking[rank])
+        self.read |= {id(each) for each in self.looking[rank][number]}
         if dies:  # with the message in the socket
             self.dead_said.append((rank, self.member[rank], [number]))
             self.die(rank)
@@ -113,11 +116,20 @@ class Book(RuleBasedStateMachine):
         self.living.add(rank)
         self.book.next_for(rank, self.clock, 1 << 30)  # it says that it is there
 
+    @rule()
+    def spread(self):
+        """The hub looks for the dead."""
+        if self.living:
+            for dead in sorted(set(self.ranks) - self.living):
+                self.finish(self.book.hand_over(dead, sorted(self.living)))
+
     @rule(data=st.data())
-    def spread(self, data):
-        dead = self.one_of(data, set(self.ranks) - self.living)
-        if dead is not None and self.living:
-            self.finish(self.book.hand_over(dead, sorted(self.living)))
+    def one_goes_and_another_comes_back(self, data):
+        """What it takes for a share to lose all its readers one by one."""
+        if len(self.living) < 2:
+            self.a_successor_comes(data)
+        self.someone_dies(data)
+        self.spread()
 
     def die(self, rank):
         self.living.discard(rank)
@@ -139,6 +151,31 @@ class Book(RuleBasedStateMachine):
 
 TestBook = Book.TestCase
 TestBook.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_a_broadcast_share_ends_with_its_last_reader_only_if_somebody_was_done(said):
+    """Rank 1 died before it was issued anything, came back, and is all that is left when rank 0 dies."""
+    book, groups = ShareBook(2, "broadcast"), [group(1)]
+    book.open(groups, 0, [0, 1])
+    assert book.hand_over(1, [0]) == []
+    number = book.next_for(0, 1, -1).number
+    if said:
+        assert book.done(0, 1, [number]) == groups
+        return
+    assert book.hand_over(0, [1]) == []
+    moved = book.next_for(1, 2, number)
+    assert (moved.groups, moved.reissued) == (groups, True)
+    assert book.done(0, 1, [number]) == [], "the dead one's word comes too late"
+    assert book.done(1, 2, [moved.number]) == groups
+
+
+def test_a_dead_reader_does_not_undo_what_another_has_said():
+    book, groups = ShareBook(2, "broadcast"), [group(1)]
+    book.open(groups, 0, [0, 1])
+    number = book.next_for(0, 1, -1).number
+    assert book.done(0, 1, [number]) == []
+    assert book.hand_over(1, [0]) == groups
 
 
 def test_stale_batches_are_withdrawn_until_someone_has_seen_a_part():
