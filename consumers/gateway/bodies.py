@@ -39,7 +39,8 @@ _TYPES: dict[str, Any] = {
     "distill_logprobs": list[list[list[_Float]]] | None,
 }
 _STEPS: dict[str, Any] = {"step_rewards": _Floats, "step_ends": _Ints}  # columns of ours that Atropos has not: carried as such if they fit
-_DECODERS = {name: msgspec.json.Decoder(kind) for name, kind in (_TYPES | _STEPS).items()}
+_WHOLE = frozenset({"tokens", "masks", "distill_token_ids", "env_id"})  # 1.0 and "1" are 1 in these, as they are to pydantic
+_DECODERS = {name: msgspec.json.Decoder(kind, strict=name not in _WHOLE) for name, kind in (_TYPES | _STEPS).items()}
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 

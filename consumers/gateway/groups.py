@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from shmbridge.consumers.gateway.bodies import KEYS
+from shmbridge.consumers.gateway.floats import shortest
 from shmbridge.groups import Group
 from shmbridge.record import Record
 from shmbridge.schema import JSON_COLUMNS
 
 _SAID = frozenset(KEYS) | frozenset(JSON_COLUMNS) | {"score", "loss_mask", "extra"}  # columns that to_scored_data has words for
+_FLOATS = ("advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs", "step_rewards")  # float32 in a lane
 _encode = msgspec.json.Encoder().encode
 
 
@@ -31,15 +34,32 @@ def served(group: Group, *, extras: bool) -> dict[str, Any]:
 
 def _part(record: Record, extras: bool) -> dict[str, Any]:
     part = record.to_scored_data()
+    for name in _FLOATS:
+        if name in record and name in part:
+            part[name] = _filled(part[name], iter(shortest(record[name].values).tolist()))
     if extras:
         part |= {name: _plain(record[name]) for name in record.columns if name not in _SAID}
     return part
 
 
+def _filled(rows: list[Any], values: Iterator[float]) -> list[Any]:
+    """Lists of that shape, with these values in order."""
+    return [
+        row if row is None else list(islice(values, len(row))) if not row or isinstance(row[0], float) else _filled(row, values)
+        for row in rows
+    ]
+
+
 def _plain(column: Any) -> Any:
     if isinstance(column, np.ndarray):
-        return column.tolist()
-    return column if isinstance(column, list) else [_plain(column[row]) for row in range(len(column))]
+        return (shortest(column) if column.dtype == np.float32 else column).tolist()
+    if isinstance(column, list):
+        return [_map(row) if isinstance(row, dict) else row for row in column]
+    return [_plain(column[row]) for row in range(len(column))]
+
+
+def _map(row: dict[str, float]) -> dict[str, float]:
+    return dict(zip(row, shortest(np.array([*row.values()], np.float32)).tolist(), strict=True))
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
