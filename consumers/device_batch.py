@@ -140,7 +140,7 @@ class DeviceBatch(shmbridge.Batch):
         column = next(record.lane_columns[name] for record in self.records if name in record)
         if not column.per_token or column.kind is not Kind.LIST:
             raise ValueError(f"column {name!r} has no value per token, so it is not for the device: leave it out of `columns`")
-        present = np.zeros(len(self), bool)
+        present, uneven = np.zeros(len(self), bool), np.zeros(len(self), bool)
         parts: list[tuple[int, Tensor]] = []
         row = 0
         for record in self.records:
@@ -149,11 +149,13 @@ class DeviceBatch(shmbridge.Batch):
             if name not in record:
                 continue
             ragged = record[name]
-            present[rows] = True if ragged.valid is None else ragged.valid
+            present[rows], uneven[rows] = _fitting(ragged, self.lengths[rows])
             for to, values in _blocks(ragged, self.cu_seqlens[rows.start : rows.stop + 1]):
                 for part in self._copies.lanes.cut(record, values):
                     parts.append((to, _over(part)))
                     to += len(part)
+        if uneven.any():
+            self.uneven[name] = uneven
         whole = sum(len(source) for _, source in parts) == self.token_count
         new = torch.empty if whole else torch.zeros
         made = new(self.token_count, dtype=torch.from_numpy(np.empty(0, column.dtype)).dtype, device=self._copies.device)
@@ -169,8 +171,17 @@ def _blocks(ragged: Any, ends: npt.NDArray[np.int32]) -> Iterator[tuple[int, npt
     if len(ragged) == len(lengths) and np.array_equal(ragged.lengths, lengths):
         yield int(ends[0]), ragged.values
         return
-    for row, length in enumerate(lengths[: len(ragged)].tolist()):
-        yield int(ends[row]), ragged[row][:length]
+    for row in np.flatnonzero(_fitting(ragged, lengths)[0]).tolist():
+        yield int(ends[row]), ragged[row]
+
+
+def _fitting(ragged: Any, lengths: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return bool per row of a record: whether it has a value for each token, and whether the column does not fit it, as in `Batch`."""
+    if len(ragged) != len(lengths):
+        return np.zeros(len(lengths), bool), np.ones(len(lengths), bool)
+    there = np.ones(len(lengths), bool) if ragged.valid is None else np.asarray(ragged.valid, bool)
+    fits = ragged.lengths == lengths
+    return there & fits, there & ~fits
 
 
 class _Memory:

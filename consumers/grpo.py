@@ -28,6 +28,7 @@ from shmbridge.consumers.learner.evaluation import BadHook
 from shmbridge.consumers.learner.grpo_options import parser
 from shmbridge.consumers.learner.grpo_update import Learner, NoReference, UnknownTokens
 from shmbridge.consumers.learner.idle_options import IdleOption, refuse_idle
+from shmbridge.consumers.learner.left_out import UnreadImages
 from shmbridge.consumers.learner.metrics_log import Metrics, MetricsLog, say
 from shmbridge.consumers.learner.objective import BadObjective, Objective
 from shmbridge.consumers.learner.progress_bar import progress
@@ -49,7 +50,7 @@ from shmbridge.consumers.learner.training_step import Around, TrainingStep
 from shmbridge.consumers.learner.wandb_log import WandbMissing, WandbRun
 from shmbridge.consumers.learner.world import BadWorld, PeerFailed, PeerLost, World, joined, speaks
 
-UNTRAINABLE = (NoAdvantages, NoReference, UnknownTokens)  # what is wrong with a batch
+UNTRAINABLE = (NoAdvantages, NoReference, UnknownTokens, UnreadImages)  # what is wrong with a batch
 REFUSALS = (
     *(Refused, BadLimit, BadObjective, LayoutUnfit, BadHook, CheckpointMismatch, PeerFailed, WandbMissing, TensorboardMissing),
     *(*UNTRAINABLE, BadWorld, IdleOption, CannotSave, shmbridge.ShmBridgeError),

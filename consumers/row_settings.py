@@ -1,6 +1,7 @@
-"""What an environment says of single rows in JSON: their sampling temperature, and which of them shall train nothing.
+"""What an environment says of single rows in JSON: how they were sampled, and which of them shall train nothing.
 
-Pure numpy. Knows the text columns of a batch; knows nothing of tokens. Called by `training_rows.py` and `credit.py`.
+Pure numpy. Knows the text columns of a batch; knows nothing of tokens. Called by `training_rows.py`, `left_out.py` and
+`credit.py`.
 
 Letter: B rows (trajectories).
 """
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,34 +30,67 @@ def silenced_rows(batch: Any) -> npt.NDArray[np.bool_]:
     return silenced
 
 
-def temperatures(batch: Any, default: float) -> tuple[npt.NDArray[np.float32], int]:
-    """Return float32 (B,): the record's own column, else where Atropos keeps it, else the default; and how many rows say no number.
+@dataclass(frozen=True)
+class Heat:
+    """The temperatures of a batch's rows, and which rows did not say a usable one."""
 
-    Those get the default too: one odd word in a record must not end a run, and the next one that is given the record.
-    Never blocks.
+    values: npt.NDArray[np.float32]  # (B,) > 0
+    odd: npt.NDArray[np.bool_]  # (B,) they say no finite number
+    greedy: npt.NDArray[np.bool_]  # (B,) they say one below 1e-5: there is no distribution to divide
+
+
+def temperatures(batch: Any, default: float) -> Heat:
+    """Return the record's own column, else where Atropos keeps it, else the default.
+
+    Rows that say no number, or one so small that samplers take the likeliest token, get the default too: one odd word in a record
+    must not end a run, and the next one that is given the record. Never blocks.
     """
     heat = np.full(len(batch.meta), default, np.float32)
     odd = np.zeros(len(batch.meta), bool)
-    # The narrowest has the last word, as in the reference trainer of Atropos.
-    for texts in (batch.group_overrides, batch.generation_params, batch.overrides):
-        for row, value in _settings(texts, "temperature"):
-            if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) < _LARGEST:
-                heat[row] = value
-            else:
-                odd[row] = True
+    for row, value in _narrowest(batch, "temperature"):
+        if isinstance(value, (int, float)) and math.isfinite(value) and abs(value) < _LARGEST:
+            heat[row] = value
+        else:
+            odd[row] = True
     if batch.temperature is not None:
         heat = np.where(batch.has("temperature"), batch.temperature, heat)
-    usable = np.isfinite(heat) & (heat >= _GREEDY)  # greedy has no distribution to divide, and 1 / this in the row's gradient
-    return np.where(usable, heat, np.float32(default)), int(np.count_nonzero(odd | ~np.isfinite(heat)))
+    finite = np.isfinite(heat)
+    greedy = finite & (heat < _GREEDY)  # and 1 / this would stand in the row's gradient
+    return Heat(np.where(finite & ~greedy, heat, np.float32(default)), odd | ~finite, greedy)
+
+
+_CUTS: dict[str, Callable[[float], bool]] = {"top_p": lambda p: p < 1.0, "top_k": lambda k: k > 0, "min_p": lambda p: p > 0.0}
+
+
+def cut_sampling(batch: Any) -> npt.NDArray[np.bool_]:
+    """Return bool (B,): rows sampled from a part of the vocabulary, by top_p, top_k or min_p. Never blocks."""
+    cut = np.zeros(len(batch.meta), bool)
+    for key, cuts in _CUTS.items():
+        by_key = np.zeros(len(batch.meta), bool)
+        for row, value in _narrowest(batch, key):
+            by_key[row] = isinstance(value, (int, float)) and cuts(value)
+        cut |= by_key
+    return cut
+
+
+def _narrowest(batch: Any, key: str) -> Iterator[tuple[int, Any]]:
+    """Yield (row, value) from the widest settings to the narrowest, which has the last word, as in Atropos' reference trainer."""
+    for texts in (batch.group_overrides, batch.generation_params, batch.overrides):
+        yield from _settings(texts, key)
 
 
 def _settings(texts: list[str | None] | None, key: str) -> Iterator[tuple[int, Any]]:
     """Yield (row, value) for the rows whose JSON object has the key."""
     for row, text in enumerate(texts or ()):
-        if text is not None and key in text:  # parse only what may matter
-            try:
-                settings = json.loads(text)
-            except ValueError:  # no settings then, whatever it is
-                continue
-            if isinstance(settings, dict) and settings.get(key) is not None:
-                yield row, settings[key]
+        if text is not None and key in text and (value := _parsed(text).get(key)) is not None:  # parse only what may matter
+            yield row, value
+
+
+@lru_cache(1024)  # rows of one record share a text, and several keys are asked of it
+def _parsed(text: str) -> dict[str, Any]:
+    """A JSON object; empty for anything else, which has no settings."""
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}

@@ -29,13 +29,18 @@ class Batch:
 
     Per-token columns are (N,) packed or (B, T) padded on the right with zeros; scalar columns are (B,); other lists are
     Ragged or RaggedLists with B rows; text and maps are lists of B. A column no record has is None as an attribute (`batch.advantages`)
-    and a KeyError as `batch["advantages"]`. Where only some records have it, the others' rows are zero: see `has`.
+    and a KeyError as `batch["advantages"]`. Where only some records have it, the others' rows are zero: see `has`. So is a per-token
+    row of another length than its tokens: see `uneven`. `loss_mask` is always there, 0 in rows without a mask: see `train_whole_rows`.
     All arrays are the batch's own copies; under hold="step" the batch also keeps its records' leases until release().
 
     Args:
         groups: whole groups, leased.
         layout: "packed" or "padded".
         in_place: columns that are not copied and stay out of the batch; whoever wants them reads them in `records`.
+
+    Attributes:
+        uneven: column -> bool (B,), of columns that do not fit some records: rows with another number of values than tokens, and all rows
+            of a record whose column has more rows or fewer than its tokens. Per-token columns are absent there.
 
     Raises:
         BatchTooBig: more tokens than the int32 of cu_seqlens can count.
@@ -51,6 +56,9 @@ class Batch:
         self._position_ids: np.ndarray[Any, np.dtype[np.int32]] | None = None
         self._present: dict[str, np.ndarray[Any, Any]] = {}
         self._columns: dict[str, Any] = {}
+        self._in_place = frozenset(in_place)
+        self._no_mask: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # `loss_mask` where no record has one
+        self.uneven: dict[str, np.ndarray[Any, np.dtype[np.bool_]]] = {}
         with self._gathering() as gather:
             self.lengths, self.cu_seqlens, self.group_index = gather.lengths, gather.cu_seqlens, gather.group_index
             self._gather(gather, in_place)
@@ -88,13 +96,15 @@ class Batch:
         return list(self._columns)
 
     def has(self, name: str) -> np.ndarray[Any, Any]:
-        """bool (B,): which rows carried the column: their record has it, and there it is not null."""
+        """bool (B,): which rows carried the column: their record has it, not null there, and with a value for each token."""
         return self._present.get(_NAMES.get(name, name), np.zeros(len(self), bool))
 
     def __contains__(self, name: object) -> bool:
         return _NAMES.get(name, name) in self._columns  # type: ignore[call-overload]
 
     def __getitem__(self, name: str) -> Any:
+        if name == "loss_mask" and name not in self._columns and name not in self._in_place:
+            return self._mask()
         return self._columns[_NAMES.get(name, name)]
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +113,29 @@ class Batch:
         name = _NAMES.get(name, name)
         if name.startswith("_") or not (name in STANDARD or name in self._columns):
             raise AttributeError(f"Batch has no column {name!r}")
-        return self._columns.get(name)
+        return self._mask() if name == "loss_mask" and name not in self._in_place else self._columns.get(name)
+
+    def train_whole_rows(self) -> None:
+        """Sets `loss_mask` to 1 in rows with neither a mask nor `prompt_length`; `has` stays. Never blocks, idempotent.
+
+        Raises ValueError where the mask stays in place.
+        """
+        if "loss_mask" in self._in_place:
+            raise ValueError("loss_mask stays in place, where nothing can be written -> leave it out of `in_place`")
+        whole, mask = ~(self.has("loss_mask") | self.has("prompt_length")), self._mask()
+        if self.layout == "padded":
+            mask[(np.arange(mask.shape[1]) < self.lengths[:, None]) & whole[:, None]] = 1
+        else:
+            mask[np.repeat(whole, self.lengths)] = 1
+
+    def _mask(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        if "loss_mask" in self._columns:
+            mask: np.ndarray[Any, np.dtype[np.uint8]] = self._columns["loss_mask"]
+            return mask
+        if self._no_mask is None:
+            longest = int(self.lengths.max(initial=0))
+            self._no_mask = np.zeros((len(self), longest) if self.layout == "padded" else (self.token_count,), np.uint8)
+        return self._no_mask
 
     def release(self) -> None:
         """Ends the leases of the batch's records; its arrays stay. Idempotent."""
@@ -148,13 +180,38 @@ class Batch:
             if arrays[1] is not None:
                 added.append((column, arrays))
         gather.copy()
+        self.uneven = {name: rows for name, rows in zip(self._columns, gather.uneven, strict=True) if rows.any()}
         for column, (values, lengths, inner) in added:
             self._columns[column.name] = Ragged(values, lengths, None) if inner is None else RaggedLists(values, lengths, inner, None)
+            if column.per_token:
+                self._leave_out_uneven(column.name)
+
+    def _leave_out_uneven(self, name: str) -> None:
+        """Rows of a column with a list per token are absent where they have more lists or fewer than tokens."""
+        lists, has = self._columns[name], self._present[name]
+        unfit = self.uneven.get(name, np.zeros(len(self), bool)) | (has & (lists.lengths != self.lengths))
+        if unfit.any():
+            self.uneven[name] = unfit
+            has &= ~unfit
+            of_lists = np.repeat(~unfit, lists.lengths)
+            values = lists.values[np.repeat(of_lists, lists.inner_lengths)]
+            self._columns[name] = RaggedLists(values, np.where(unfit, 0, lists.lengths), lists.inner_lengths[of_lists], None)
 
 
 def forget_spare_memory() -> None:
     """Gives back what is kept of earlier batches' arrays. Any thread."""
     _POOL.keep_bytes = 0
+
+
+def whole_rows(make: MakeBatch | None) -> MakeBatch:
+    """What makes batches as `make` does (None: `Batch`), in which rows without a mask are trained whole."""
+
+    def made(groups: list[Group], layout: Layout) -> Batch:
+        batch = as_batch((make or Batch)(groups, layout))
+        batch.train_whole_rows()
+        return batch
+
+    return made
 
 
 def as_batch(made: object) -> Batch:

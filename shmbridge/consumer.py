@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Literal, Self
 
-from shmbridge import liveness, participation
+from shmbridge import batch, liveness, participation
 from shmbridge._ext import header
 from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly, Hold, Screen
@@ -198,7 +198,7 @@ class Consumer(Hub):
 
     def batches(
         self, groups: int = 8, layout: "Layout" = "packed", max_staleness: int | None = None, prefetch: int = 1, hold: Hold = "step",
-        timeout_s: float | None = None, rows: int | None = None, make: "MakeBatch | None" = None,
+        timeout_s: float | None = None, rows: int | None = None, make: "MakeBatch | None" = None, whole_rows: bool = False,
     ) -> "Iterator[Batch]":  # fmt: skip
         """Batches of whole groups, oldest first, until close(), or until drain() and too few are left.
 
@@ -214,6 +214,7 @@ class Consumer(Hub):
             timeout_s: seconds that `next` waits; None: for ever.
             rows: trajectories in a batch, instead of groups: whole groups as far as they fit, at least one.
             make: makes a batch of leased groups and a layout, in the thread that forms batches; None: `Batch` itself. For a subclass.
+            whole_rows: `loss_mask` is 1 in the rows that have neither a mask nor `prompt_length`, and not 0.
 
         Raises:
             ConsumerEmpty: no batch could be formed in time; what is queued stays. Begin another iteration to go on.
@@ -221,6 +222,7 @@ class Consumer(Hub):
         """
         self._check_mine()
         want = self._batching.want(groups if rows is None else None, rows)
+        make = batch.whole_rows(make) if whole_rows else make
         return self._batching.batches(
             want, layout=layout, max_staleness=max_staleness, prefetch=prefetch, hold=hold, timeout_s=timeout_s, make=make
         )  # fmt: skip

@@ -9,7 +9,7 @@ import json
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -34,6 +34,7 @@ class Intake:
     tokens: int
     uneven: bool
     env_id: int
+    why_uneven: dict[str, str] = field(default_factory=dict)  # column -> row and numbers
 
 
 def take_in(group: Any, table: Columns, *, foreign: bool = False, fold_masks: bool = True) -> Intake:
@@ -64,6 +65,7 @@ class _Mapping:
         self.columns: list[Column] = []
         self.lengths: dict[str, Array] = {}
         self.unknown: dict[str, Any] = {}
+        self.why_uneven: dict[str, str] = {}
 
     def take(self) -> Intake:
         self.take_tokens()
@@ -88,6 +90,7 @@ class _Mapping:
             tokens=int(self.lengths["tokens"].sum()),
             uneven=self.check_lengths(),
             env_id=self.env_id(),
+            why_uneven=self.why_uneven,
         )
 
     def take_tokens(self) -> None:
@@ -215,8 +218,10 @@ class _Mapping:
             if column.entries == self.rows and row < 0:
                 continue
             uneven = True
+            wrong = self.unequal(column, row)
             if not self.foreign:
-                raise self.unequal(column, row)
+                raise wrong
+            self.why_uneven[column.name] = wrong.message
         return uneven
 
     def unequal(self, column: Column, row: int) -> InvalidRecord:

@@ -19,6 +19,7 @@ from shmbridge._ext.plan import Plan, Stamp
 from shmbridge.config import format_size
 from shmbridge.errors import InvalidRecord, RecordTooBig
 from shmbridge.measure import checked_lengths
+from shmbridge.put_notices import PutNotices
 from shmbridge.schema import Columns, Kind
 
 Version = int | tuple[int, int] | None
@@ -49,8 +50,9 @@ def checked_stamp(group_id: str | int, group_size: int | None, version: Version,
 class Loader:
     """Makes the plans of one producer's records."""
 
-    def __init__(self, table: Columns, lane_bytes: int) -> None:
+    def __init__(self, table: Columns, lane_bytes: int, env_name: str | None = None) -> None:
         self.table, self.lane_bytes = table, lane_bytes
+        self.notices = None if env_name is None else PutNotices(env_name)  # of who only measures, nothing is said
         self.forms = _by_key(table)
         # Atropos cannot carry NaN or infinity in any column: of a batch with one of them, nothing would arrive.
         self._foreign_table = Columns(replace(column, finite=True) for column in table.order)
@@ -68,7 +70,14 @@ class Loader:
             quick.know_tensors(tensor)
             self._knows_tensors = True
         forms = self._foreign_forms if foreign else self.forms
-        return self._fitting(forms.plan(group, stamp, (group, foreign)) or self._at_leisure(group, stamp, foreign))
+        plan = self._fitting(forms.plan(group, stamp, (group, foreign)) or self._at_leisure(group, stamp, foreign))
+        self.look(group)
+        return plan
+
+    def look(self, group: Any, *, nulls: bool = True) -> None:
+        """Says in the log what learners will not train of a group; without `nulls`, no row of it is None."""
+        if self.notices is not None:
+            self.notices.look(group, nulls=nulls)
 
     def with_masks_as_they_are(self, plan: Plan) -> Plan:
         """The same group planned anew, its Atropos masks not folded."""
@@ -87,11 +96,15 @@ class Loader:
                     f"column {column.name!r} has lengths {column.lengths.tolist()}, tokens have {tokens.lengths.tolist()}",
                     column=column.name,
                 )
+        self.look(dict.fromkeys(lengths, True))
         return self._fitting(_plan(intake.Intake(columns, rows, tokens.count, False, -1), stamp, None))
 
     def _at_leisure(self, group: Any, stamp: Stamp, foreign: bool, *, fold_masks: bool = True) -> Plan:
         table = self._foreign_table if foreign else self.table
-        return _plan(intake.take_in(group, table, foreign=foreign, fold_masks=fold_masks), stamp, (group, foreign))
+        measured = intake.take_in(group, table, foreign=foreign, fold_masks=fold_masks)
+        if self.notices is not None:
+            self.notices.uneven(measured.why_uneven)
+        return _plan(measured, stamp, (group, foreign))
 
     def _fitting(self, plan: Plan) -> Plan:
         """The plan, or RecordTooBig."""

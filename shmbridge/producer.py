@@ -81,7 +81,7 @@ class Producer(Tickets):
         self.producer_id = (producer_id or f"{env_name[:32] or 'producer'}-{os.getpid()}-{secrets.token_hex(3)}")[:63]
         self.lane_bytes = max(parse_size(lane_bytes), sizing.SMALLEST_LANE) & ~63
         self.columns = columns_of(schema)
-        self._loader = Loader(self.columns, self.lane_bytes)
+        self._loader = Loader(self.columns, self.lane_bytes, env_name)
         self._control = participation.open_control(bridge)
         try:
             participation.sweep(bridge)
@@ -162,6 +162,7 @@ class Producer(Tickets):
             self._groups_put += 1  # before: an interrupt may hide that it was put, and no two groups get one id
             sequence: int | None = self._door.put(group, group_id, self._groups_put - 1, policy_version)
             if sequence is not None:
+                self._loader.look(group, nulls=False)
                 return sequence
             self._groups_put -= 1
         return self._put_at_leisure(self._measure(group, group_id, group_size, policy_version, split, foreign), timeout_s)

@@ -113,7 +113,9 @@ class Rank(OneProcess):
 
     # -- reading ------------------------------------------------------------------------------------------------------------------
 
-    def batches(self, layout: Layout = "packed", timeout_s: float | None = None, hold: "Hold" = "step") -> Iterator[Batch]:
+    def batches(
+        self, layout: Layout = "packed", timeout_s: float | None = None, hold: "Hold" = "step", whole_rows: bool = False
+    ) -> Iterator[Batch]:
         """This rank's part of batch after batch, as Consumer.batches would give it, until the bridge is drained.
 
         Blocks in `next` until there is a share, at most `timeout_s` seconds. `batch.manifest` says what the whole batch has.
@@ -124,6 +126,7 @@ class Rank(OneProcess):
             hold: "step" keeps the share until the next iteration, so that a rank which dies meanwhile gets it again; "caller" until
                 batch.release() only, which needs a hub with prefetch for as many; "gather" is done with it once gathered: at most
                 once, unless the hub dies before it has heard.
+            whole_rows: `loss_mask` is 1 in the rows that have neither a mask nor `prompt_length`, and not 0.
 
         Raises:
             ConsumerEmpty: no share came in time. NoConsumer: there was no hub. Closed.
@@ -132,13 +135,15 @@ class Rank(OneProcess):
         """
         if layout not in ("padded", "packed") or hold not in ("step", "gather", "caller"):
             raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step", "gather" or "caller"')
-        return self._iterate(layout, timeout_s, hold)
+        return self._iterate(layout, timeout_s, hold, whole_rows)
 
-    def _iterate(self, layout: Layout, timeout_s: float | None, hold: "Hold") -> Iterator[Batch]:
+    def _iterate(self, layout: Layout, timeout_s: float | None, hold: "Hold", whole_rows: bool) -> Iterator[Batch]:
         while (share := self.next_share(timeout_s)) is not None:
             batch = self.gather(share, layout)
             if batch is None:
                 continue
+            if whole_rows:
+                batch.train_whole_rows()
             if hold == "gather":
                 share.release()
                 self.report_done()

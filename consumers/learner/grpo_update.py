@@ -23,6 +23,7 @@ from torch import Tensor
 from shmbridge.consumers import losses
 from shmbridge.consumers.credit import require_advantages
 from shmbridge.consumers.learner.forward import trained_logprobs
+from shmbridge.consumers.learner.left_out import refuse_images
 from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.microbatch import MicroBatch, micro_batches
 from shmbridge.consumers.learner.objective import LOSS_SHARES, SHARES, Counts, Objective, micro_loss
@@ -112,6 +113,7 @@ class Learner:
                 is said of the policy are of all of them, too; every other number is of this batch.
 
         Raises:
+            UnreadImages: a row has images, and the objective does not say to go on without.
             UnknownTokens: a token id outside the model's vocabulary.
             NoAdvantages: a group needs the fallback that the objective does not allow.
             NoReference: a KL term, no reference, and no record of the batch that has its log-probabilities.
@@ -119,7 +121,9 @@ class Learner:
         goal, world = self.objective, self.world
         with world.together():  # whatever one rank alone can refuse, before ranks wait for one another's numbers
             self._check_vocabulary(batch)
-            require_advantages(batch, trained_tokens(batch), goal.credit)
+            if not goal.ignore_images:
+                refuse_images(batch)
+            require_advantages(batch, trained_tokens(batch, goal.whole_rows), goal.credit)
         rows, metrics = prepare(
             batch,
             goal.temperature,
@@ -128,6 +132,7 @@ class Learner:
             with_reference=goal.kl > 0.0,
             policy_version=policy_version,
             max_token_staleness=goal.max_token_staleness,
+            whole_rows=goal.whole_rows,
         )
         counts = Counts.of(rows, world.sum)
         unknown = counts.tokens - counts.with_reference if goal.kl else 0.0

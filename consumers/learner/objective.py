@@ -53,6 +53,8 @@ class Objective:
     tis_level: Literal["token", "sequence"] = "token"
     max_token_staleness: int | None = None  # versions; older tokens are not trained. None: the ratio corrects for any
     temperature: float = 1.0  # of rows whose record does not say
+    whole_rows: bool = False  # rows with neither a mask nor prompt_length are trained whole, not at all otherwise
+    ignore_images: bool = False  # rows with images are trained as text; otherwise they are an error
     micro_tokens: int = 8192  # of one forward pass, padding included
     layout: Layout = "padded"  # of one forward pass; "packed" for models that keep rows apart: see attention.py
     chunk_tokens: int | None = None  # whose logits are there at a time; None: all of a forward pass
@@ -104,6 +106,8 @@ class Objective:
             tis_level=options.tis_level,
             max_token_staleness=options.max_token_staleness,
             temperature=options.temperature,
+            whole_rows=options.train_whole_rows,
+            ignore_images=options.ignore_images,
             micro_tokens=options.micro_tokens,
             precision=getattr(torch, options.precision),
             credit=Credit(

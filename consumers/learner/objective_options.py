@@ -60,6 +60,16 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
         "those of the tempered distribution [1.0]",
     )
     group.add_argument(
+        "--train-whole-rows",
+        action="store_true",
+        help="train all tokens of trajectories with neither a mask nor prompt_length, the prompt too [they train nothing]",
+    )
+    group.add_argument(
+        "--ignore-images",
+        action="store_true",
+        help="train trajectories with images as text alone, instead of ending with an error",
+    )
+    group.add_argument(
         "--sft-normalization",
         choices=("none", "batch", "global"),
         help="for --loss sft: advantages normalised over the trained tokens of this rank's batch, or of all ranks [batch]",

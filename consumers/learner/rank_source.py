@@ -35,6 +35,8 @@ class NoRows:
         self.tokens = self.position_ids = self.lengths = self.group_index = np.zeros(0, np.int32)
         self.cu_seqlens = np.zeros(1, np.int32)
         self.meta: list[Any] = []
+        self.columns: list[str] = []
+        self.uneven: dict[str, npt.NDArray[np.bool_]] = {}
 
     def has(self, name: str) -> npt.NDArray[np.bool_]:
         """bool (0,)."""

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmbridge.consumers.credit import Credit, NoAdvantages, credited, require_advantages
+from shmbridge.consumers.learner.left_out import left_out, without_mask
 from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.row_metrics import row_metrics
 from shmbridge.consumers.learner.token_staleness import UNKNOWN, token_staleness
@@ -67,6 +68,7 @@ def prepare(
     with_reference: bool = False,
     policy_version: int | None = None,
     max_token_staleness: int | None = None,
+    whole_rows: bool = False,
 ) -> tuple[TrainingRows, Metrics]:
     """Return what the loss needs of a packed batch, and metrics that describe it. Blocks as long as `reduce` does.
 
@@ -78,15 +80,16 @@ def prepare(
         with_reference: whether the reference's log-probabilities are wanted, where records have them.
         policy_version: the one about to be trained; None: the staleness of no token is known.
         max_token_staleness: tokens sampled more versions ago are not trained; None: all are.
+        whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise they train nothing.
 
     Raises:
         NoAdvantages: a group needs the fallback that is not allowed.
     """
-    answers = trained_tokens(batch)
+    answers = trained_tokens(batch, whole_rows)
     require_advantages(batch, answers, credit)
     staleness = None if policy_version is None else token_staleness(batch, policy_version)
     trained = answers if staleness is None or max_token_staleness is None else answers & (staleness <= max_token_staleness)
-    heat, odd_temperature = temperatures(batch, temperature)
+    heat = temperatures(batch, temperature)
     advantages, credit_metrics = credited(batch, trained, credit, answers=answers, reduce=reduce)
     rows = TrainingRows(
         tokens=batch.tokens,
@@ -94,7 +97,7 @@ def prepare(
         trained=trained,
         advantages=advantages,
         sampled_logprobs=_logprobs(batch, "inference_logprobs"),
-        temperature=heat,
+        temperature=heat.values,
         reference_logprobs=_logprobs(batch, "ref_logprobs") if with_reference else None,
     )
     stale_by = np.zeros(0, np.int32) if staleness is None else staleness[trained & (staleness != UNKNOWN)]
@@ -102,7 +105,8 @@ def prepare(
     return rows, {
         **row_metrics(batch, rows),
         **credit_metrics,
-        "trajectories_odd_temperature": odd_temperature,
+        **left_out(batch, credit, heat, whole_rows=whole_rows, with_reference=with_reference),
+        "trajectories_odd_temperature": int(np.count_nonzero(heat.odd)),
         "tokens_masked_stale": int(np.count_nonzero(answers)) - rows.trained_count,
         "tokens_without_logprob": rows.trained_count - known_count(rows.sampled_logprobs, trained),
         "tokens_without_reference": 0 if reference is None else rows.trained_count - known_count(reference, trained),
@@ -112,13 +116,18 @@ def prepare(
     }
 
 
-def trained_tokens(batch: Any) -> npt.NDArray[np.bool_]:
-    """Return bool (N,): the loss mask; where a record has none, everything after its prompt. Never blocks."""
+def trained_tokens(batch: Any, whole_rows: bool = False) -> npt.NDArray[np.bool_]:
+    """Return bool (N,): the loss mask; in rows without one, everything after the prompt, and nothing unless they say where that ends.
+
+    With `whole_rows` those that do not say are trained whole. Never blocks.
+    """
     prompt = np.zeros(len(batch.meta), np.int32) if batch.prompt_length is None else batch.prompt_length
     trained: npt.NDArray[np.bool_] = batch.position_ids >= np.repeat(prompt, batch.lengths)
-    if batch.loss_mask is not None:
-        masked = np.repeat(batch.has("loss_mask"), batch.lengths)
-        trained = np.where(masked, batch.loss_mask != 0, trained)
+    if not whole_rows:
+        trained &= ~np.repeat(without_mask(batch), batch.lengths)
+    masked = batch.has("loss_mask")
+    if masked.any():
+        trained = np.where(np.repeat(masked, batch.lengths), batch.loss_mask != 0, trained)
     predicted: npt.NDArray[np.bool_] = batch.position_ids > 0
     return trained & predicted
 

@@ -21,6 +21,7 @@ from shmbridge.consumers.learner.eval_mode import evaluating
 from shmbridge.consumers.learner.evaluation import EvalHook, TrainingScreen, load_hook
 from shmbridge.consumers.learner.grpo_update import Learner
 from shmbridge.consumers.learner.learner_metrics import LearnerMetrics, rows_of_environments
+from shmbridge.consumers.learner.left_out import SaidOnce
 from shmbridge.consumers.learner.metrics_log import Metrics, MetricsLog, say
 from shmbridge.consumers.learner.objective import SHARES
 from shmbridge.consumers.learner.publishing import PublishWeights
@@ -91,7 +92,7 @@ class TrainingStep:
         self._learner, self._source, self._publish, self._saver = learner, source, publish_weights, saver
         self._log, self._options, self._around = log, options, around
         self._describe = LearnerMetrics(options.groups)
-        self._cost = StepCost()
+        self._cost, self._said = StepCost(), SaidOnce()
         self._batches: list[Any] = []  # of this step
         self._held: list[Any] = []  # of steps since the last checkpoint
         self._parts: list[Metrics] = []
@@ -162,6 +163,8 @@ class TrainingStep:
             "time": time.time(),
         }
         if self._log is not None:
+            for sentence in self._said.sentences(measured):
+                say(sentence)
             metrics |= self._describe.totals(measured, source.stats())
             self._log.append(metrics)
         self._batches, self._parts = [], []

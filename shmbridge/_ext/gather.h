@@ -25,6 +25,7 @@ typedef struct {
     uint8_t kind, per_record, per_token;
     uint64_t width;           /* per_token: values of a row, padded; 0: packed */
     uint8_t *present;         /* [rows] */
+    uint8_t *uneven;          /* [rows] that the column does not fit */
     uint8_t *values;          /* NULL: only `present` is wanted */
     uint32_t *lengths, *inner; /* [rows] of lists, [lists] of lists of lists */
 } gather_column;
@@ -94,28 +95,39 @@ static inline void gather_zero(uint8_t **to, uint64_t size) {
     *to += size;
 }
 
-/* Rows that carry the column: it reaches them, and they are not null there. */
-static inline void gather_present(const gather_record *record, const directory_entry *entry, int per_record, uint8_t *to) {
+/* Rows that carry the column: it reaches them, and they are not null there. `uneven`: of a column with more rows or fewer than the record. */
+static inline void gather_present(const gather_record *record, const directory_entry *entry, int per_record, uint8_t *to, uint8_t *uneven) {
     uint64_t rows = !entry ? 0 : per_record ? record->rows : gather_rows(record, entry);
     const uint8_t *valid = entry && entry->validity_at ? record->extent + entry->validity_at * (uint64_t)ALIGNMENT : NULL;
     for (uint64_t row = 0; row < rows; row++) to[row] = !valid || valid[per_record ? 0 : row];
     memset(to + rows, 0, record->rows - rows);
+    memset(uneven, entry && !per_record && entry->entries != record->rows, record->rows);
 }
 
-/* One value per token. Rows that disagree with their tokens (uneven records) are cut, or filled with zeros. */
-static inline void gather_per_token(const gather_record *record, const directory_entry *entry, const gather_column *column, uint8_t **to) {
+/* One value per token, or none at all: a row of another length than its tokens is absent, since nobody knows which value is whose. */
+static inline void gather_fit(const gather_record *record, const directory_entry *entry, uint8_t *present, uint8_t *uneven) {
+    const uint32_t *lengths = entry ? gather_lengths(record, entry->lengths_at) : NULL;
+    for (uint64_t row = 0; entry && row < record->rows; row++) {
+        uneven[row] |= present[row] && lengths[row] != record->lengths[row];
+        present[row] &= !uneven[row];
+    }
+}
+
+/* The values of the rows that are present, zero in the others. */
+static inline void gather_per_token(const gather_record *record, const directory_entry *entry, const gather_column *column,
+                                    const uint8_t *present, uint8_t **to) {
     const uint8_t *from = entry ? record->extent + entry->values_at * (uint64_t)ALIGNMENT : NULL;
     const uint32_t *lengths = entry ? gather_lengths(record, entry->lengths_at) : NULL;
     uint64_t entries = entry ? entry->entries : 0, item = column->item;
-    if (!column->width && entries == record->rows && !memcmp(lengths, record->lengths, entries * sizeof *lengths)) {
+    if (!column->width && entry && !memchr(present, 0, record->rows)) {
         gather_put(to, from, record->tokens * item);
         return;
     }
     for (uint64_t row = 0; row < record->rows; row++) {
-        uint64_t tokens = record->lengths[row], have = row < entries ? lengths[row] : 0, taken = have < tokens ? have : tokens;
+        uint64_t tokens = record->lengths[row], taken = present[row] ? tokens : 0;
         gather_put(to, from, taken * item);
         gather_zero(to, ((column->width ? column->width : tokens) - taken) * item);
-        from += have * item;
+        from += (row < entries ? lengths[row] : 0) * item;
     }
 }
 
@@ -135,14 +147,16 @@ static inline void gather_joined(const gather_record *record, const directory_en
 
 /* Fills the arrays of one column, which have the sizes that gather_total said. */
 static inline void gather_copy(const gather_record *records, uint64_t count, const gather_column *column) {
-    uint8_t *present = column->present, *values = column->values, *lengths = (uint8_t *)column->lengths, *inner = (uint8_t *)column->inner;
+    uint8_t *present = column->present, *uneven = column->uneven, *values = column->values, *lengths = (uint8_t *)column->lengths, *inner = (uint8_t *)column->inner;
     for (uint64_t i = 0; i < count; i++) {
         const gather_record *record = &records[i];
         const directory_entry *entry = gather_find(record, column->numbers[record->table]);
-        gather_present(record, entry, column->per_record, present);
-        present += record->rows;
-        if (column->per_token) gather_per_token(record, entry, column, &values);
+        gather_present(record, entry, column->per_record, present, uneven);
+        if (column->per_token) gather_fit(record, entry, present, uneven);
+        if (column->per_token) gather_per_token(record, entry, column, present, &values);
         else if (column->values) gather_joined(record, entry, column, &values, &lengths, &inner);
+        present += record->rows;
+        uneven += record->rows;
     }
 }
 

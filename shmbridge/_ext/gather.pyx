@@ -35,6 +35,7 @@ cdef extern from "gather.h" nogil:
         uint8_t per_token
         uint64_t width
         uint8_t* present
+        uint8_t* uneven
         uint8_t* values
         uint32_t* lengths
         uint32_t* inner
@@ -73,6 +74,7 @@ cdef class Gather:
     cdef readonly Py_ssize_t tokens
     cdef readonly Py_ssize_t longest  # tokens of the longest row
     cdef readonly tuple shape         # of what has a value per token: (tokens,), or (rows, longest)
+    cdef readonly list uneven         # of each added column, in order: bool[rows], filled by `copy`; its rows are more, fewer or of another length
     cdef object _pool                 # a blocks.Pool, where large arrays come from
     cdef size_t _bytes                # of the arrays that were added
     cdef list _leases
@@ -90,6 +92,7 @@ cdef class Gather:
         cdef Lease lease
         self._pool = pool
         self._leases, self._tables, self._arrays = [lease for leases in groups for lease in leases], [], []
+        self.uneven = []
         self._views = <Py_buffer*>calloc(len(self._leases) or 1, sizeof(Py_buffer))
         self._records = <gather_record*>calloc(len(self._leases) or 1, sizeof(gather_record))
         if self._views == NULL or self._records == NULL:
@@ -192,8 +195,8 @@ cdef class Gather:
     def add(self, bytes name not None, int kind, dtype, *, bint per_record=False, bint per_token=False):
         """Allocates a column's arrays, which `copy` fills: (present bool[rows], values, lengths, inner lengths); the last three or None.
 
-        With `per_token`, lists are values of `shape`, zero right of each row's end. Scalars have values (rows,), lists and lists of lists
-        all rows' values and uint32 lengths; of other kinds there is only `present`.
+        With `per_token`, lists are values of `shape`, zero right of each row's end; a row of another length than its tokens is not present
+        and zero. Scalars have values (rows,), lists and lists of lists all rows' values and uint32 lengths; of other kinds there is only `present`.
         LaneCorrupt where the lanes do not agree on the column; OverflowError if there are more values than any machine holds.
         """
         cdef gather_column* column
@@ -225,7 +228,9 @@ cdef class Gather:
             inner = self._pool.empty((lists,), UINT32)
             self._bytes += inner.nbytes
             column.inner = <uint32_t*>data_of(inner)
-        column.present = <uint8_t*>data_of(present)
+        uneven = np.empty(self.rows, BOOL)
+        self.uneven.append(uneven)
+        column.present, column.uneven = <uint8_t*>data_of(present), <uint8_t*>data_of(uneven)
         if values is not None:
             column.values = <uint8_t*>data_of(values)
             self._bytes += values.nbytes

@@ -192,6 +192,8 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
             present[name] = np.array([value is not None for value in values])
             return np.array([0.0 if value is None else value for value in values], dtype=dtype)
 
+        if prompt_lengths is None:
+            prompt_lengths = [0] * len(rows)  # rows without a mask are whole
         group_of = list(groups if groups is not None else [0] * len(rows))
 
         def record(group: int) -> SimpleNamespace:

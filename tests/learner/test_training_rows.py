@@ -31,11 +31,25 @@ def test_rows_with_and_without_their_own_columns_mix(packed_batch):
 
 
 def test_without_a_mask_everything_after_the_prompt_is_trained(packed_batch):
-    batch = packed_batch(ROWS, masks=[[0, 1, 0], None, None], prompt_lengths=[2, 2, None])
+    batch = packed_batch(ROWS, masks=[[0, 1, 0], None, None], prompt_lengths=[2, 2, 0])
     rows, metrics = prepare(batch, 1.0)
     expected = [[False, True, False], [False, False, True], [False, True, True]]
     np.testing.assert_array_equal(rows.trained, np.concatenate(expected))
-    assert metrics["trained_tokens"] == 4
+    assert (metrics["trained_tokens"], metrics["trajectories_without_mask"]) == (4, 0)
+
+
+def test_a_row_that_does_not_say_where_its_answer_is_trains_nothing(packed_batch):
+    batch = packed_batch(
+        [*ROWS, [1, 2]], groups=[0, 0, 1, 1], envs=["a", "a", "b", "b"],
+        masks=[[0, 1, 0], None, None, None], prompt_lengths=[2, 2, None, -1],
+    )  # fmt: skip
+    rows, metrics = prepare(batch, 1.0)
+    assert np.flatnonzero(rows.trained).tolist() == [1, 5]
+    assert metrics["trajectories_without_mask"] == metrics["atropos/b/trajectories_without_mask"] == 2
+    assert "atropos/a/trajectories_without_mask" not in metrics
+    rows, metrics = prepare(batch, 1.0, whole_rows=True)
+    assert np.flatnonzero(rows.trained).tolist() == [1, 5, 7, 8, 10]
+    assert metrics["trajectories_without_mask"] == 0
 
 
 def test_the_first_token_of_a_row_is_never_trained(packed_batch):
@@ -65,14 +79,15 @@ def test_a_temperature_that_samplers_take_for_greedy_is_none(packed_batch):
     """Its row would have a gradient of a million times the others', or of no number at all."""
     rows, metrics = prepare(packed_batch([[1, 2]] * 4, temperatures=[1e-6, 1e-42, 0.0, 0.01]), 0.7)
     np.testing.assert_allclose(rows.temperature, [0.7, 0.7, 0.7, 0.01])
-    assert metrics["trajectories_odd_temperature"] == 0
+    assert (metrics["trajectories_odd_temperature"], metrics["trajectories_greedy"]) == (0, 3)
+    assert metrics["atropos/test/trajectories_greedy"] == 3
 
 
 def test_what_is_no_temperature_costs_neither_the_run_nor_the_row(packed_batch):
     odd = ['{"temperature": "hot"}', '{"temperature": [1]}', '{"temperature": 1e60}', '{"temperature": NaN}', "temperature, no JSON"]
     rows, metrics = prepare(packed_batch([[1, 2]] * 6, overrides=[*odd, '{"temperature": 0.5}']), 0.7)
     np.testing.assert_allclose(rows.temperature, [0.7] * 5 + [0.5])
-    assert metrics["trajectories_odd_temperature"] == 4  # what is no JSON says nothing at all
+    assert (metrics["trajectories_odd_temperature"], metrics["trajectories_greedy"]) == (4, 0)  # what is no JSON says nothing at all
 
 
 def test_an_environment_can_silence_a_row(packed_batch):
@@ -156,7 +171,7 @@ def test_a_real_batch_of_an_atropos_group_and_a_plain_one(bridge):
         "overrides": [{}, {"temperature": 0.5}],
         "group_overrides": {},
     }
-    plain = {"tokens": [[6, 7]], "advantages": [np.array([0.0, 3.0], np.float32)]}
+    plain = {"tokens": [[6, 7]], "prompt_length": [1], "advantages": [np.array([0.0, 3.0], np.float32)]}
     with (
         shmbridge.Producer(bridge, env_name="test", lane_bytes="1M") as producer,
         shmbridge.Consumer(bridge) as consumer,

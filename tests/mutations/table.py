@@ -47,8 +47,8 @@ MUTATIONS = (
         "        self._remove(best)\n        return True", "        return True", "tests/unit/test_blocks.py",
     ),
     Mutation(
-        "row-read-past-its-end", 1, "a row longer than its tokens is not cut where a batch is gathered", "shmbridge/_ext/gather.h",
-        "taken = have < tokens ? have : tokens;", "taken = have;", "tests/hostile/test_fuzz_harness.py",
+        "row-read-past-its-end", 1, "a row longer than its tokens is not left out where a batch is gathered", "shmbridge/_ext/gather.h",
+        "taken = present[row] ? tokens : 0;", "taken = row < entries ? lengths[row] : 0;", "tests/hostile/test_fuzz_harness.py",
     ),
     Mutation(
         "extent-forgotten", 1, "an aborted claim's slot is lost", WRITE,
@@ -217,6 +217,10 @@ MUTATIONS = (
     Mutation(
         "drop-uncounted", 5, "a dropped record is not counted", RING,
         "        if reason < DROP_REASONS and self._lane.alive():", "        if False:", "tests/unit/test_producer.py",
+    ),
+    Mutation(
+        "uneven-row-shifted", 5, "values of a row with another length than its tokens are taken for those of its first tokens", "shmbridge/_ext/gather.h",
+        "        present[row] &= !uneven[row];\n", "", "tests/unit/test_batch.py",
     ),
     # 6: backpressure is real
     Mutation(

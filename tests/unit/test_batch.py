@@ -92,26 +92,75 @@ def test_the_arrays_stay_after_release(batch, producer) -> None:
     assert it.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_uneven_rows_are_cut_or_filled_to_their_tokens(producer, consumer) -> None:
+def test_a_row_of_another_length_than_its_tokens_is_absent(producer, consumer) -> None:
     producer.put({"tokens": [[1, 2, 3], [4]], "masks": [[1], [4, 5, 6]], "scores": [1.0]}, foreign=True)
     it = next(consumer.batches(groups=1, prefetch=0))
-    assert it.masks.tolist() == [1, 0, 0, 4]
+    assert it.masks.tolist() == it.loss_mask.tolist() == [0, 0, 0, 0]
+    assert it.has("masks").tolist() == it.has("loss_mask").tolist() == [False, False]
     assert it.scores.tolist() == [1.0, 0.0]
+    assert {name: rows.tolist() for name, rows in it.uneven.items()} == {
+        name: [True, True] for name in ("masks", "loss_mask", "score")
+    }
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_of_an_uneven_column_the_rows_that_fit_stay_where_they_belong(producer, consumer, layout) -> None:
+    """Values of the answer alone must not come to stand on the prompt."""
+    said = {
+        "inference_logprobs": [[-3.0], [-1.0, -2.0], [-4.0, -5.0, -6.0]],
+        "advantages": [[1.0, 1.0, 1.0], [2.0, 2.0]],  # a row is missing, and nobody knows which
+        "token_versions": [[7, 7, 7], None, [7]],
+        "distill_token_ids": [[[1], [2], [3]], [[4]], [[5]]],
+    }
+    producer.put({"tokens": [[1, 2, 3], [4, 5], [6]], **said}, foreign=True)
+    producer.put({"tokens": [[7]], "inference_logprobs": [[-7.0]], "advantages": [[0.5]]})
+    it = next(consumer.batches(groups=2, layout=layout, prefetch=0))
+    flat = (lambda values: values.ravel().tolist()) if layout == "packed" else (lambda values: [
+        value for row, length in zip(values, it.lengths, strict=True) for value in row[:length].tolist()])  # fmt: skip
+    assert flat(it.inference_logprobs) == [0, 0, 0, -1, -2, 0, -7]
+    assert it.has("inference_logprobs").tolist() == [False, True, False, True]
+    assert flat(it.advantages) == [0, 0, 0, 0, 0, 0, 0.5]
+    assert it.has("advantages").tolist() == [False, False, False, True]
+    assert flat(it.token_versions) == [7, 7, 7, 0, 0, 7, 0]
+    assert it.has("token_versions").tolist() == [True, False, True, False]
+    assert [[each.tolist() for each in it.distill_token_ids[row]] for row in range(4)] == [[[1], [2], [3]], [], [[5]], []]
+    assert {name: rows.tolist() for name, rows in it.uneven.items()} == {
+        "inference_logprobs": [True, False, True, False],
+        "advantages": [True, True, True, False],
+        "distill_token_ids": [False, True, False, False],
+    }
+
+
+def test_a_batch_without_masks_has_one_of_zeros(batch) -> None:
+    it = batch([{"tokens": [[1, 2], [3]]}])
+    assert it.loss_mask.tolist() == it["loss_mask"].tolist() == [0, 0, 0]
+    assert not it.has("loss_mask").any()
+    assert "loss_mask" not in it
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_rows_that_say_nothing_of_training_are_whole_if_that_is_asked_for(batch, layout) -> None:
+    groups = [{"tokens": [[1, 2], [3]]}, {"tokens": [[4, 5]], "prompt_length": [1]}, {"tokens": [[6, 7]], "loss_mask": [[0, 1]]}]
+    it = batch(groups, layout=layout, whole_rows=True)
+    assert it.loss_mask.tolist() == ([1, 1, 1, 0, 0, 0, 1] if layout == "packed" else [[1, 1], [1, 0], [0, 0], [0, 1]])
+    assert it.has("loss_mask").tolist() == [False, False, False, True]
+    alone = batch([{"tokens": [[1, 2], [3]]}], layout=layout, whole_rows=True)
+    assert alone.loss_mask.tolist() == ([1, 1, 1] if layout == "packed" else [[1, 1], [1, 0]])
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_every_column_of_uneven_records_has_the_rows_of_its_batch(producer, consumer, layout) -> None:
-    short = {"step_rewards": [[1, 2]], "distill_token_ids": [[[1, 2], [3]]], "reward_components": [{"a": 1.0}], "instance_id": ["x"]}
-    long = {"step_rewards": [[3], [4]], "distill_token_ids": [[[4]], [[5]]], "reward_components": [{}, {}], "instance_id": ["y", "z"]}
+    short = {"step_rewards": [[1, 2]], "trace_spans": [[0, 2]], "reward_components": [{"a": 1.0}], "instance_id": ["x"]}
+    long = {"step_rewards": [[3], [4]], "trace_spans": [[0, 1], [1, 2]], "reward_components": [{}, {}], "instance_id": ["y", "z"]}
     producer.put({"tokens": [[1, 2, 3], [4]], "scores": [1.0], **short}, foreign=True)
     producer.put({"tokens": [[5]], "scores": [2.0, 3.0], **long}, foreign=True)
     it = next(consumer.batches(groups=2, layout=layout, prefetch=0))
     assert [row.tolist() for row in it.step_rewards] == [[1.0, 2.0], [], [3.0]]
-    assert [[each.tolist() for each in it.distill_token_ids[row]] for row in range(3)] == [[[1, 2], [3]], [], [[4]]]
+    assert [row.tolist() for row in it.trace_spans] == [[0, 2], [], [0, 1]]
     assert it.reward_components == [{"a": 1.0}, None, {}]
     assert it.instance_id == ["x", None, "y"]
     assert it.scores.tolist() == [1.0, 0.0, 2.0]
-    assert all(it.has(name).tolist() == [True, False, True] for name in ("step_rewards", "distill_token_ids", "instance_id", "scores"))
+    assert all(it.has(name).tolist() == [True, False, True] for name in ("step_rewards", "trace_spans", "instance_id", "scores"))
 
 
 def test_a_value_per_record_stands_in_each_of_its_rows(make_producer, make_consumer) -> None:
@@ -181,13 +230,24 @@ def value_rows(record, name):
     return list(islice(chain(rows * (record.rows if column.per_record else 1), repeat(None)), record.rows))
 
 
+def fitting_rows(record, name, column):
+    """`value_rows`, None in rows that the batch has nothing of."""
+    if name not in record:
+        return [None] * record.rows
+    rows = value_rows(record, name)
+    if not column.per_token:
+        return rows
+    tokens, fits = record["tokens"].lengths.tolist(), len(record[name]) == record.rows
+    return [row if fits and row is not None and len(row) == length else None for row, length in zip(rows, tokens, strict=True)]
+
+
 def said_by_records(records, name, column):
-    """What the batch should say of the column, row by row; per-token rows are cut or filled to their tokens."""
+    """What the batch should say of the column, row by row; a row with another number of values than tokens is absent."""
     for record in records:
         tokens = record["tokens"].lengths.tolist()
-        for length, value in zip(tokens, value_rows(record, name) if name in record else repeat(None, record.rows), strict=True):
+        for length, value in zip(tokens, fitting_rows(record, name, column), strict=True):
             if column.per_token and column.kind is Kind.LIST:
-                yield ((value or []) + [0] * length)[:length]
+                yield [0] * length if value is None else value
             elif column.kind in (Kind.LIST, Kind.LIST_LIST):
                 yield value or []
             else:
@@ -245,7 +305,7 @@ def test_any_records_become_the_batch_they_say(make_producer, consumer, layout, 
     for name in it.columns:
         column = next(record.lane_columns[name] for record in records if name in record)
         assert list(said_by_batch(it, name, column)) == list(said_by_records(records, name, column)), name
-        reached = [row is not None for record in records for row in (value_rows(record, name) if name in record else [None] * record.rows)]
+        reached = [row is not None for record in records for row in fitting_rows(record, name, column)]
         assert it.has(name).tolist() == reached, name
 
 

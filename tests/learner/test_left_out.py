@@ -1,0 +1,132 @@
+"""What environments send and training leaves out: counted with the environment's name, and said once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import shmbridge
+from shmbridge.consumers.credit import Credit
+from shmbridge.consumers.learner.grpo_update import Learner
+from shmbridge.consumers.learner.left_out import SaidOnce, UnreadImages, refuse_images
+from shmbridge.consumers.learner.objective import Objective
+from shmbridge.consumers.learner.training_rows import prepare
+
+
+@pytest.fixture
+def batch_of(bridge):
+    """Return a maker of the packed batch of what environments put: (environment's name, groups) ..."""
+    opened = []
+
+    def make(*environments):
+        consumer = shmbridge.Consumer(bridge)
+        opened.append(consumer)
+        for name, groups in environments:
+            producer = shmbridge.Producer(bridge, env_name=name, lane_bytes="1M")
+            opened.append(producer)
+            for group in groups:
+                producer.put(group, foreign=True)
+        count = sum(len(groups) for _, groups in environments)
+        return next(consumer.batches(groups=count, prefetch=0, timeout_s=10))
+
+    yield make
+    for each in reversed(opened):
+        each.close()
+
+
+ATROPOS = {"tokens": [[1, 2, 3, 4]] * 2, "masks": [[-100, -100, 3, 4]] * 2, "scores": [1.0, 0.0]}
+SOUND = {**ATROPOS, "inference_logprobs": [[1.0, 1.0, -0.5, -0.25]] * 2}
+
+
+def test_log_probabilities_of_the_answer_alone_are_not_put_on_the_prompt(batch_of):
+    answers_alone = {**ATROPOS, "inference_logprobs": [[-0.5, -0.25]] * 2, "advantages": [[2.0, 3.0]] * 2}
+    rows, metrics = prepare(batch_of(("good", [SOUND]), ("bad", [answers_alone])), 1.0)
+    assert sorted(rows.sampled_logprobs[rows.trained].tolist()) == [-0.5, -0.5, -0.25, -0.25, 1, 1, 1, 1]
+    assert metrics["tokens_without_logprob"] == 4
+    assert metrics["trajectories_own_advantages"] == 0
+    assert metrics["trajectories_uneven{inference_logprobs}"] == metrics["atropos/bad/trajectories_uneven{inference_logprobs}"] == 2
+    assert metrics["atropos/bad/trajectories_uneven{advantages}"] == 2
+    assert not [name for name in metrics if name.startswith("atropos/good/trajectories_")]
+    assert np.abs(rows.advantages[rows.trained]).min() > 0  # of the scores, instead
+
+
+def test_masks_of_another_length_are_no_masks(batch_of):
+    rows, metrics = prepare(batch_of(("env", [{**ATROPOS, "masks": [[3, 4], [-100, -100, 3, 4]]}])), 1.0)
+    assert rows.trained.tolist() == [False] * 6 + [True] * 2
+    assert metrics["atropos/env/trajectories_uneven{loss_mask}"] == 1
+    assert metrics["atropos/env/trajectories_without_mask"] == 1
+
+
+def test_neither_mask_nor_prompt_trains_nothing(batch_of):
+    batch = batch_of(("env", [{"tokens": [[1, 2, 3]] * 4, "scores": [1.0, 0.0, 1.0, 0.0]}, {**ATROPOS, "masks": None}]))
+    rows, metrics = prepare(batch, 1.0)
+    assert not rows.trained.any()
+    assert metrics["atropos/env/trajectories_without_mask"] == 6
+
+
+def test_masks_of_zeros_and_ones_are_named(batch_of):
+    """Upstream's convention stands, -100 or the token; but hardly anybody means this."""
+    batch = batch_of(("env", [{**ATROPOS, "masks": [[0, 0, 1, 1]] * 2}]), ("odd", [{**ATROPOS, "masks": [[-100, -100, 9, 9]] * 2}]))
+    rows, metrics = prepare(batch, 1.0)
+    assert rows.trained_count == 2 * 3 + 2 * 2
+    assert metrics["trajectories_binary_mask"] == metrics["atropos/env/trajectories_binary_mask"] == 2
+
+
+def test_columns_that_nobody_reads_are_counted_by_name(batch_of):
+    unread = {"distill_token_ids": [[[1]] * 4] * 2, "distill_logprobs": [[[-1.0]] * 4] * 2, "messages": [[{"role": "user"}]] * 2}
+    batch = batch_of(("env", [{**SOUND, **unread, "images": [None, []]}]), ("other", [{**SOUND, "ref_logprobs": [[-1.0] * 4] * 2}]))
+    _, metrics = prepare(batch, 1.0)
+    ignored = {name: count for name, count in metrics.items() if name.startswith("columns_ignored")}
+    assert ignored == {f"columns_ignored/{name}": 2 for name in ("distill_token_ids", "distill_logprobs", "ref_logprobs")}
+    assert metrics["atropos/other/columns_ignored/ref_logprobs"] == 2
+    _, metrics = prepare(batch, 1.0, with_reference=True)
+    assert "columns_ignored/ref_logprobs" not in metrics
+
+
+def test_columns_that_options_ask_for_are_not_ignored(bridge):
+    steps = {"step_rewards": [[1.0]] * 2, "step_ends": [[4]] * 2, "token_rewards": [[0.5] * 4] * 2, "reward_components": [{"a": 1.0}] * 2}
+    with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, lane_bytes="1M") as producer:
+        producer.put({**ATROPOS, **steps})
+        batch = next(consumer.batches(groups=1, prefetch=0, timeout_s=10))
+        _, metrics = prepare(batch, 1.0, Credit(steps="to_go", token_rewards="group"))
+        assert {name for name in metrics if name.startswith("columns_")} == {"columns_ignored/reward_components"}
+        _, metrics = prepare(batch, 1.0)
+        assert {name for name in metrics if name.startswith("columns_")} == {f"columns_ignored/{name}" for name in steps}
+        batch.release()
+
+
+def test_sampling_from_a_part_of_the_vocabulary_is_counted(packed_batch):
+    batch = packed_batch(
+        [[1, 2]] * 6,
+        generation_params=['{"top_p": 0.9}', '{"top_p": 1.0, "top_k": -1}', '{"top_k": 20}', '{"min_p": 0.1}', '{"top_p": "x"}', None],
+        overrides=['{"top_p": 1}', None, None, None, None, '{"top_p": 0.5}'],
+    )
+    _, metrics = prepare(batch, 1.0)
+    assert metrics["trajectories_cut_sampling"] == metrics["atropos/test/trajectories_cut_sampling"] == 3
+
+
+def test_images_are_refused_by_name(batch_of, tiny_model):
+    seen = {**SOUND, "images": [["data:image/png;base64,AA"], None]}
+    batch = batch_of(("text", [SOUND]), ("vision", [seen]))
+    with pytest.raises(UnreadImages, match=r"1 trajectories have images.*environment 'vision'.*--ignore-images"):
+        refuse_images(batch)
+    with pytest.raises(UnreadImages):
+        Learner(tiny_model(0), Objective(), lambda step: 1e-3).accumulate(batch)
+    metrics = Learner(tiny_model(0), Objective(ignore_images=True), lambda step: 1e-3).accumulate(batch)
+    assert metrics["columns_ignored/images"] == metrics["atropos/vision/columns_ignored/images"] == 1
+
+
+def test_what_is_left_out_is_said_once_by_environment_and_column():
+    said = SaidOnce()
+    step = {
+        "trajectories_without_mask": 5, "atropos/math/trajectories_without_mask": 3, "atropos/code/trajectories_without_mask": 2,
+        "atropos/math/trajectories_uneven{inference_logprobs}": 4, "atropos/math/columns_ignored/distill_logprobs": 1,
+        "atropos/math/mean_score": 0.5, "atropos/a.b/trajectories_greedy": 0,
+    }  # fmt: skip
+    sentences = said.sentences(step)
+    assert len(sentences) == 4
+    assert sum("environment math: 3 trajectories have neither a mask nor prompt_length" in each for each in sentences) == 1
+    assert sum("4 trajectories have another number of values of inference_logprobs than tokens" in each for each in sentences) == 1
+    assert sum("have distill_logprobs, which this learner does not read" in each for each in sentences) == 1
+    assert said.sentences(step) == []
+    assert len(said.sentences({"atropos/math/trajectories_uneven{advantages}": 1, "atropos/a.b/trajectories_greedy": 1})) == 2
