@@ -25,6 +25,7 @@ from shmbridge.consumers.credit import require_advantages
 from shmbridge.consumers.learner.forward import trained_logprobs
 from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.microbatch import MicroBatch, micro_batches
+from shmbridge.consumers.learner.mismatch import Mismatch
 from shmbridge.consumers.learner.objective import LOSS_SHARES, SHARES, Counts, Objective, micro_loss
 from shmbridge.consumers.learner.optimizer import new_optimizer
 from shmbridge.consumers.learner.reference import Reference
@@ -92,6 +93,7 @@ class Learner:
         self._reference = reference
         self._counts = Counts(0.0, 0.0, 0.0, 0.0)  # of what is in the gradient
         self._shares = np.zeros(len(SHARES))
+        self._mismatch = Mismatch()
 
     @property
     def world(self) -> World:
@@ -148,7 +150,8 @@ class Learner:
                 totals += self._backward(micro, self._counts, reference)
         with self.times.of("sync"):
             self._shares += world.sum(totals.double().cpu().numpy())
-        return {**dict(zip(SHARES, self._shares.tolist(), strict=True)), **metrics}
+            mismatch = self._mismatch.metrics(world)
+        return {**dict(zip(SHARES, self._shares.tolist(), strict=True)), **mismatch, **metrics}
 
     def apply(self) -> Metrics:
         """Take the optimizer step of the accumulated gradient; one that is not finite changes nothing."""
@@ -166,7 +169,7 @@ class Learner:
         """Shrink what is in the gradient to its share of all that will be in it, which is what new shares are divided by."""
         before = self._counts
         if first:
-            self._counts, self._shares = counts, np.zeros(len(SHARES))
+            self._counts, self._shares, self._mismatch = counts, np.zeros(len(SHARES)), Mismatch()
             self.optimizer.zero_grad(set_to_none=True)
             return
         self._counts = before + counts
@@ -214,8 +217,10 @@ class Learner:
                 asked = reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)
                 of_reference = torch.where(losses.known(of_reference), of_reference, asked)
             logprobs, entropy = self._logprobs(micro)
+            sampled = micro.sampled_logprobs[trained]
+            self._mismatch.add(logprobs.detach(), sampled, None if micro.fresh is None else micro.fresh[trained])
             loss, shares = micro_loss(
-                goal, counts, micro.trained_lengths, logprobs, micro.sampled_logprobs[trained], micro.advantages[trained],
+                goal, counts, micro.trained_lengths, logprobs, sampled, micro.advantages[trained],
                 entropy=entropy, reference_logprobs=of_reference,
             )  # fmt: skip
         with self.times.of("backward"):

@@ -22,6 +22,7 @@ from shmbridge.consumers.learner.evaluation import EvalHook, TrainingScreen, loa
 from shmbridge.consumers.learner.grpo_update import Learner
 from shmbridge.consumers.learner.learner_metrics import LearnerMetrics, rows_of_environments
 from shmbridge.consumers.learner.metrics_log import Metrics, MetricsLog, say
+from shmbridge.consumers.learner.mismatch import MISMATCH, MismatchAlarm
 from shmbridge.consumers.learner.objective import SHARES
 from shmbridge.consumers.learner.publishing import PublishWeights
 from shmbridge.consumers.learner.rank_metrics import merged, of_all_ranks
@@ -92,6 +93,7 @@ class TrainingStep:
         self._log, self._options, self._around = log, options, around
         self._describe = LearnerMetrics(options.groups)
         self._cost = StepCost()
+        self._alarm = MismatchAlarm(options.mismatch_warn, say)
         self._batches: list[Any] = []  # of this step
         self._held: list[Any] = []  # of steps since the last checkpoint
         self._parts: list[Metrics] = []
@@ -159,6 +161,7 @@ class TrainingStep:
             **self._around.metrics(learner),
             **self._around.engines.metrics(),
             **self._cost.step(self._waited_s, measured["tokens"]),
+            **self._alarm.looked(measured),
             "time": time.time(),
         }
         if self._log is not None:
@@ -197,7 +200,7 @@ class TrainingStep:
         rows = [rows_of_environments(batch) for batch in self._batches]
         own = merged(self._parts, rows)
         last = self._parts[-1]  # what is of all batches so far, or of more than this step
-        own |= {name: value for name, value in last.items() if name in SHARES or name.startswith("api_perf/")}
+        own |= {name: value for name, value in last.items() if name in SHARES or name in MISMATCH or name.startswith("api_perf/")}
         return of_all_ranks(self._learner.world, own, _summed(rows))
 
 
