@@ -137,6 +137,9 @@ class TrainingStep:
         begun = time.monotonic()
         metrics = learner.apply()
         applied = time.monotonic()
+        measured = self._measured()
+        self._saver.took(self._batches, measured)  # from here on a checkpoint of this step knows what is in it
+        accounted = time.monotonic()
         version = source.training_version + 1
         if learner.step % self._options.publish_every == 0 or learner.step >= self._options.steps:
             self._publish_version(version)
@@ -144,8 +147,6 @@ class TrainingStep:
             source.note_training_version(version)
         published = time.monotonic()
         metrics["policy_version"] = source.policy_version
-        measured = self._measured()
-        self._saver.took(self._batches, measured)
         self._held += self._batches
         if learner.step % self._options.save_every == 0 or learner.step >= self._options.steps:
             self.save()
@@ -156,7 +157,7 @@ class TrainingStep:
             "wait_s": self._waited_s,
             "forward_backward_s": self._computed_s,
             "update_s": applied - begun,
-            "publish_s": published - applied,
+            "publish_s": published - accounted,
             **learner.times.taken(),
             **self._around.metrics(learner),
             **self._around.engines.metrics(),
