@@ -22,11 +22,12 @@ import shmbridge
 from shmbridge.consumers.learner.attention import LayoutUnfit
 from shmbridge.consumers.learner.batch_source import HubSource
 from shmbridge.consumers.learner.batch_wait import NoBatch
+from shmbridge.consumers.learner.broken_step import BrokenStep, broken_step
 from shmbridge.consumers.learner.checkpoint import CheckpointMismatch
 from shmbridge.consumers.learner.engine_pushes import engine_pushes
 from shmbridge.consumers.learner.evaluation import BadHook
 from shmbridge.consumers.learner.grpo_options import parser
-from shmbridge.consumers.learner.grpo_update import Learner, NoReference, UnknownTokens
+from shmbridge.consumers.learner.grpo_update import Learner, NoReference, NothingToLearn, UnknownTokens
 from shmbridge.consumers.learner.idle_options import IdleOption, refuse_idle
 from shmbridge.consumers.learner.left_out import UnreadImages
 from shmbridge.consumers.learner.metrics_log import Metrics, MetricsLog, say
@@ -48,15 +49,16 @@ from shmbridge.consumers.learner.tensorboard_log import TensorboardLog, Tensorbo
 from shmbridge.consumers.learner.training_rows import NoAdvantages
 from shmbridge.consumers.learner.training_step import Around, TrainingStep
 from shmbridge.consumers.learner.wandb_log import WandbMissing, WandbRun
-from shmbridge.consumers.learner.world import BadWorld, PeerFailed, PeerLost, World, joined, speaks
+from shmbridge.consumers.learner.world import BadWorld, PeerFailed, PeerLost, World, is_of_a_lost_peer, joined, speaks
 
-UNTRAINABLE = (NoAdvantages, NoReference, UnknownTokens, UnreadImages)  # what is wrong with a batch
+UNTRAINABLE = (NoAdvantages, NoReference, NothingToLearn, UnknownTokens, UnreadImages)  # what is wrong with a batch
 REFUSALS = (
     *(Refused, BadLimit, BadObjective, LayoutUnfit, BadHook, CheckpointMismatch, PeerFailed, WandbMissing, TensorboardMissing),
     *(*UNTRAINABLE, BadWorld, IdleOption, CannotSave, shmbridge.ShmBridgeError),
 )
 GAVE_UP = 3  # exit status: no batch came within the limits
 PEER_LOST = 4  # exit status: another rank is gone
+BROKEN = 5  # exit status: a step could not be computed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except PeerLost as error:
             print(f"grpo: {error}", file=sys.stderr)
             return PEER_LOST
+        except BrokenStep as error:
+            print(f"{error.details}grpo: {error}", file=sys.stderr)
+            return BROKEN
         except REFUSALS as error:
             print(f"grpo: {error}", file=sys.stderr)
             return 1
@@ -86,7 +91,7 @@ def run(options: argparse.Namespace, stops: StopSignals) -> None:
     """Join the other ranks, load, train, save. Blocks.
 
     Raises:
-        Stopped, NoBatch, PeerLost, and REFUSALS.
+        Stopped, NoBatch, PeerLost, BrokenStep, and REFUSALS.
     """
     refuse_idle(options, parser())
     consumer_arguments(options)
@@ -130,6 +135,13 @@ def train(
         except (Stopped, NoBatch, *UNTRAINABLE, PeerFailed, shmbridge.ShmBridgeError):
             saver.save(batches.training_version)  # still the hub: no successor starts from less
             raise
+        except REFUSALS:
+            raise
+        except Exception as error:
+            if isinstance(error, RuntimeError) and world.size > 1 and is_of_a_lost_peer(error):
+                say(saver.rescue(batches.training_version))
+                raise
+            raise broken_step(error, options, learner, lambda: saver.rescue(batches.training_version)) from None
         saver.save(batches.training_version)
         say(f"done: {learner.step} of {options.steps} steps, version {batches.policy_version}")
 

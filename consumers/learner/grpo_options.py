@@ -49,8 +49,9 @@ examples:
       --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001 --pause keep --publish-every 2
 
 exit status: 0 all steps done, stopped early, or the bridge was drained; 1 refused to start, or a group had no advantages
-under --no-fallback-to-grpo; 3 no batch came within the limits; 4 another rank is gone; 130 or 143 stopped by SIGINT or
-SIGTERM. The unfinished batch goes to the next learner, finished steps are saved.
+under --no-fallback-to-grpo; 3 no batch came within the limits; 4 another rank is gone; 5 a step could not be computed, for want
+of memory or by an error; 130 or 143 stopped by SIGINT or SIGTERM. The unfinished batch goes to the next learner, finished
+steps are saved.
 """
 
 

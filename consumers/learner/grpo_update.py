@@ -26,6 +26,7 @@ from shmbridge.consumers.learner.forward import trained_logprobs
 from shmbridge.consumers.learner.left_out import refuse_images
 from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.microbatch import MicroBatch, micro_batches
+from shmbridge.consumers.learner.mismatch import Mismatch
 from shmbridge.consumers.learner.objective import LOSS_SHARES, SHARES, Counts, Objective, micro_loss
 from shmbridge.consumers.learner.optimizer import new_optimizer
 from shmbridge.consumers.learner.reference import Reference
@@ -52,6 +53,10 @@ Result = TypeVar("Result")
 
 class NoReference(ValueError):
     """There is a KL term, and nothing that says what the reference thinks."""
+
+
+class NothingToLearn(ValueError):
+    """Every advantage of a step is 0 where there is nothing else to learn from; the message says what to do."""
 
 
 class UnknownTokens(ValueError):
@@ -93,6 +98,14 @@ class Learner:
         self._reference = reference
         self._counts = Counts(0.0, 0.0, 0.0, 0.0)  # of what is in the gradient
         self._shares = np.zeros(len(SHARES))
+        self._mismatch = Mismatch()
+        self._push = 0.0  # the largest advantage in the gradient, without its sign
+        self._updating = False
+
+    @property
+    def consistent(self) -> bool:
+        """Whether parameters and optimizer are those of `step`: not once an update has broken off."""
+        return not self._updating
 
     @property
     def world(self) -> World:
@@ -143,6 +156,7 @@ class Learner:
             )
         reference = self._reference if unknown else None
         self._make_room(counts, first)
+        self._push = max(self._push, float(world.most(np.array([np.abs(rows.advantages[rows.trained]).max(initial=0.0)], np.float64))[0]))
         device = next(self.model.parameters()).device
         totals = torch.zeros(len(SHARES), device=device)
         pieces = self.times.each("copy", micro_batches(rows, goal.micro_tokens, device, goal.layout))
@@ -153,25 +167,51 @@ class Learner:
                 totals += self._backward(micro, self._counts, reference)
         with self.times.of("sync"):
             self._shares += world.sum(totals.double().cpu().numpy())
-        return {**dict(zip(SHARES, self._shares.tolist(), strict=True)), **metrics}
+            mismatch = self._mismatch.metrics(world)
+        return {**dict(zip(SHARES, self._shares.tolist(), strict=True)), **mismatch, **metrics}
 
     def apply(self) -> Metrics:
-        """Take the optimizer step of the accumulated gradient; one that is not finite changes nothing."""
+        """Take the optimizer step of the accumulated gradient; one that is not finite changes nothing.
+
+        Raises:
+            NothingToLearn: fine-tuning, and every advantage is 0; nothing was changed.
+        """
+        self._require_push()
         rate = self._learning_rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)).item()
         finite = math.isfinite(norm)
         if finite:
+            self._updating = True
             self.optimizer.step()
         self.step += 1
+        self._updating = False
         return {"step": self.step, "lr": rate, "grad_norm": norm, "update_skipped": not finite}
+
+    def drop_gradient(self) -> None:
+        """Free what the gradient takes; the batches that are in it count for nothing."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _require_push(self) -> None:
+        goal = self.objective
+        if goal.loss != "sft" or self._push or not self._counts.tokens or goal.kl or goal.entropy:
+            return
+        way = (
+            "--sft-normalization none, if equal advantages mean plain fine-tuning: normalised, they are all 0"
+            if goal.credit.normalise != "none"
+            else "let the environments send scores that differ, or advantages"
+        )
+        raise NothingToLearn(
+            f"every advantage of step {self.step + 1} is 0, of {self._counts.tokens:.0f} trained tokens: "
+            f"--loss sft would learn nothing -> {way}"
+        )
 
     def _make_room(self, counts: Counts, first: bool) -> None:
         """Shrink what is in the gradient to its share of all that will be in it, which is what new shares are divided by."""
         before = self._counts
         if first:
-            self._counts, self._shares = counts, np.zeros(len(SHARES))
+            self._counts, self._shares, self._mismatch, self._push = counts, np.zeros(len(SHARES)), Mismatch(), 0.0
             self.optimizer.zero_grad(set_to_none=True)
             return
         self._counts = before + counts
@@ -187,7 +227,7 @@ class Learner:
         # On a GPU an id out of range kills the process with an assertion that names nobody.
         tokens, size = batch.tokens, self.model.get_input_embeddings().num_embeddings
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
-            at = int(np.flatnonzero((tokens < 0) | (tokens >= size))[0])
+            at = int(((tokens < 0) | (tokens >= size)).nonzero()[0][0])
             meta = batch.meta[int(np.searchsorted(batch.cu_seqlens, at, side="right")) - 1]
             raise UnknownTokens(
                 f"token ids from {tokens.min()} to {tokens.max()}, but the model has {size}: environment {meta.env_name!r} uses another "
@@ -219,8 +259,10 @@ class Learner:
                 asked = reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)
                 of_reference = torch.where(losses.known(of_reference), of_reference, asked)
             logprobs, entropy = self._logprobs(micro)
+            sampled = micro.sampled_logprobs[trained]
+            self._mismatch.add(logprobs.detach(), sampled, None if micro.fresh is None else micro.fresh[trained])
             loss, shares = micro_loss(
-                goal, counts, micro.trained_lengths, logprobs, micro.sampled_logprobs[trained], micro.advantages[trained],
+                goal, counts, micro.trained_lengths, logprobs, sampled, micro.advantages[trained],
                 entropy=entropy, reference_logprobs=of_reference,
             )  # fmt: skip
         with self.times.of("backward"):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 # flag -> the flag that it needs, and the values of that one that will not do
 _NEEDS: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "--tis-level": ("--tis-cap", (None,)),
+    "--clip-dual": ("--loss grpo, dr_grpo, dapo or gspo", ("cispo", "sft")),
     "--kl-estimator": ("--kl-coef", (0.0,)),
     "--max-answer-tokens": ("--loss dr_grpo", ("grpo", "dapo", "gspo", "cispo", "sft")),
     "--process-over": ("--process-rewards", ("off",)),

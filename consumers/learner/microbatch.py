@@ -48,6 +48,7 @@ class MicroBatch:
     position_ids: Tensor | None = None  # (1, N) int64, from 0 in each row; None if padded
     cu_seqlens: Tensor | None = None  # (b + 1,) int32, where each row begins, then N; None if padded
     reference_logprobs: Tensor | None = None  # float32; None if the batch has none
+    fresh: Tensor | None = None  # bool; None if nothing says it
 
     @property
     def token_temperature(self) -> Tensor:

@@ -25,7 +25,7 @@ from shmbridge.consumers.whole_batch import Reduce, alone
 # What `micro_loss` says of a micro-batch, in this order: its share of the whole batch's.
 SHARES = (
     *("loss", "policy_loss", "entropy", "ratio_mean", "clip_frac", "clip_frac_low", "clip_frac_high"),
-    *("kl", "tis_weight_mean", "tis_frac"),
+    *("kl", "tis_weight_mean", "tis_frac", "clip_frac_dual", "mask_frac", "mask_frac_sequence"),
 )
 LOSS_SHARES = 2  # the first of them are divided as the loss is, the others by trained tokens
 
@@ -45,6 +45,9 @@ class Objective:
     loss: losses.Name = "dapo"
     clip_low: float | None = None  # None: the loss's own bound
     clip_high: float | None = None
+    clip_dual: float | None = 3.0  # of the clipped losses: the ratio above which a negative advantage stops pushing; None: none
+    mask_ratio: tuple[float, float] | None = None  # tokens whose ratio is outside are not trained; None: all are
+    mask_ratio_sequence: tuple[float, float] | None = None  # answers whose geometric mean ratio is outside; None: all are
     max_tokens: int | None = None  # the longest answer allowed: what dr_grpo divides by
     entropy: float = 0.0  # weight of the mean token entropy
     kl: float = 0.0  # weight of the divergence from the reference
@@ -65,8 +68,16 @@ class Objective:
         clipped = self.clip_low is not None or self.clip_high is not None
         if self.loss not in losses.NAMED:
             raise BadObjective(f"loss {self.loss!r} is none of {', '.join(losses.NAMED)}")
-        if self.loss == "sft" and (clipped or self.tis_cap is not None):
-            raise BadObjective("--loss sft has no ratio: leave --clip-low, --clip-high and --tis-cap out")
+        masked = self.mask_ratio is not None or self.mask_ratio_sequence is not None
+        if self.loss == "sft" and (clipped or masked or self.tis_cap is not None):
+            raise BadObjective(
+                "--loss sft has no ratio: leave --clip-low, --clip-high, --tis-cap, --mask-ratio and --mask-ratio-sequence out"
+            )
+        if self.clip_dual is not None and not self.clip_dual > 1.0:
+            raise BadObjective(f"--clip-dual {self.clip_dual} is not above 1, the ratio of a token that did not change -> 3, or 0 for none")
+        for flag, bounds in (("--mask-ratio", self.mask_ratio), ("--mask-ratio-sequence", self.mask_ratio_sequence)):
+            if bounds is not None and not 0.0 <= bounds[0] <= 1.0 <= bounds[1]:
+                raise BadObjective(f"{flag} {bounds[0]} {bounds[1]} does not hold 1, the ratio of a sampler that is the policy")
         if self.loss in ("gspo", "cispo") and self.tis_cap is not None:
             raise BadObjective(
                 f"--tis-cap beside --loss {self.loss}: its own ratio corrects for the sampler already -> --loss grpo, dr_grpo or dapo"
@@ -87,6 +98,11 @@ class Objective:
             raise BadObjective(f"--clip-advantages {credit.clip[0]} .. {credit.clip[1]} does not hold 0, as untrained tokens have")
         if credit.overlong_buffer > (credit.overlong_length or 0):
             raise BadObjective(f"--overlong-buffer {credit.overlong_buffer} is longer than --overlong-length {credit.overlong_length}")
+        if credit.overlong_length is not None and not credit.overlong_buffer:
+            raise BadObjective(
+                f"--overlong-length {credit.overlong_length} without --overlong-buffer: an answer that was cut at {credit.overlong_length} "
+                "tokens would lose nothing -> give --overlong-buffer, or --truncated mask"
+            )
         if self.kl < 0.0:
             raise BadObjective(f"--kl-coef {self.kl} is negative: it would drive the policy away from the reference")
 
@@ -98,6 +114,9 @@ class Objective:
             loss=options.loss,
             clip_low=options.clip_low,
             clip_high=options.clip_high,
+            clip_dual=options.clip_dual or None,
+            mask_ratio=options.mask_ratio and tuple(options.mask_ratio),
+            mask_ratio_sequence=options.mask_ratio_sequence and tuple(options.mask_ratio_sequence),
             max_tokens=options.max_answer_tokens or options.max_token_len,
             entropy=options.entropy,
             kl=options.kl_coef,
@@ -194,7 +213,9 @@ def micro_loss(
     cuts = torch.nn.functional.pad(trained_lengths.cumsum(0), (1, 0))
 
     def whole(values: Tensor) -> Tensor:
-        return loss.share(values, mask, cuts, divisor=counts.divisor(goal.loss), max_tokens=goal.max_tokens)
+        return loss.share(
+            values, mask, cuts, divisor=counts.divisor(goal.loss), max_tokens=goal.max_tokens, answers_only=True
+        )
 
     known = losses.known(sampled_logprobs)
     weights = torch.ones_like(logprobs.detach())
@@ -203,7 +224,10 @@ def micro_loss(
         # One update per batch: the trainer's own old log-probabilities are those of now.
         old = logprobs.detach()
         weights = losses.truncated_weights(old, sampled_logprobs, mask, cuts, goal.tis_cap, goal.tis_level)
-    terms = loss.terms(logprobs, old, advantages, mask, cuts, clip_low=goal.clip_low, clip_high=goal.clip_high)
+    terms = loss.terms(
+        logprobs, old, advantages, mask, cuts,
+        clip_low=goal.clip_low, clip_high=goal.clip_high, clip_dual=goal.clip_dual, answers_only=True,
+    )  # fmt: skip
     policy = terms.values if goal.tis_cap is None else terms.values * weights
     kl = torch.zeros_like(weights)
     if reference_logprobs is not None:
@@ -213,13 +237,20 @@ def micro_loss(
         values = values + goal.kl * kl
     if goal.entropy and entropy is not None:
         values = values - goal.entropy * entropy
+    far, far_answers = (
+        losses.outside(logprobs, sampled_logprobs, mask, cuts, *bounds, level) if bounds else torch.zeros_like(mask)
+        for bounds, level in ((goal.mask_ratio, "token"), (goal.mask_ratio_sequence, "sequence"))
+    )
+    left_out = far | far_answers  # of the loss, not of what it is divided by
+    policy, values = (torch.where(left_out, 0.0, each) for each in (policy, values))
     share = whole(values)
 
     ratio = losses.importance_ratio(logprobs.detach(), sampled_logprobs)
     capped = known & (weights >= goal.tis_cap) if goal.tis_cap is not None else torch.zeros_like(mask)
     means = (
-        torch.zeros_like(weights) if entropy is None else entropy.detach(), ratio, terms.held_low | terms.held_high,
-        terms.held_low, terms.held_high, kl.detach(), weights, capped,
+        torch.zeros_like(weights) if entropy is None else entropy.detach(), ratio,
+        terms.held_low | terms.held_high | terms.held_dual, terms.held_low, terms.held_high, kl.detach(), weights, capped,
+        terms.held_dual, left_out, far_answers,
     )  # fmt: skip
     per_token = torch.stack([each.float() for each in means]).sum(dim=1) / max(counts.tokens, 1.0)
     return share, torch.cat([torch.stack([share.detach(), whole(policy.detach())]).float(), per_token])

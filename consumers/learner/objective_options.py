@@ -26,6 +26,34 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
         "--clip-high", type=zero_or_above, metavar="X", help="ratio clipped above 1 + this [the loss's own; dapo: 0.28]"
     )
     group.add_argument(
+        "--clip-dual",
+        type=zero_or_above,
+        metavar="X",
+        default=3.0,
+        help="of the clipped losses: a negative advantage stops pushing where the ratio is above this; 0: nowhere [3]",
+    )
+    group.add_argument(
+        "--mask-ratio",
+        type=zero_or_above,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="do not train tokens whose ratio policy / sampler is outside [all are trained]",
+    )
+    group.add_argument(
+        "--mask-ratio-sequence",
+        type=zero_or_above,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="do not train answers whose ratio, the geometric mean over their trained tokens, is outside [all are trained]",
+    )
+    group.add_argument(
+        "--mismatch-warn",
+        type=zero_or_above,
+        metavar="NATS",
+        default=0.05,
+        help="warn when log-probabilities of sampler and policy are further apart, in the mean over tokens of staleness 0; 0: never [0.05]",
+    )
+    group.add_argument(
         "--max-answer-tokens", type=positive, metavar="N", help="what dr_grpo divides by [--max-token-len]"
     )
     group.add_argument(
@@ -127,8 +155,11 @@ def _advantages(group: argparse._ArgumentGroup) -> None:
         "--token-weight", type=share, metavar="X", default=0.5, help="of the token rewards, the rest is what came before [0.5]"
     )
     group.add_argument(
-        "--overlong-length", type=positive, metavar="N", help="answers of this many tokens lose 1 of their score [no limit]"
+        "--overlong-length",
+        type=positive,
+        metavar="N",
+        help="answers of this many tokens lose 1 of their score; takes --overlong-buffer [no limit]",
     )
     group.add_argument(
-        "--overlong-buffer", type=not_negative, metavar="N", default=0, help="tokens before that, over which the loss grows [0]"
+        "--overlong-buffer", type=not_negative, metavar="N", default=0, help="tokens before that, over which the loss grows"
     )

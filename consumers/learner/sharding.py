@@ -174,6 +174,11 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if type(module).__name__ in names)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether ranks have parts of the model's tensors, so that all of them are needed for the whole."""
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor, on every rank; blocks for the others if it is a sharded one."""
     full: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
@@ -216,7 +221,7 @@ def whole_state(model: Any) -> dict[str, Tensor]:
 
     Blocks for the other ranks: every rank calls it.
     """
-    if not any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+    if not is_sharded(model):
         return {}
     state = model.state_dict(keep_vars=True)
     one_of = {id(tensor): tensor for tensor in state.values()}

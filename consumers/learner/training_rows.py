@@ -46,6 +46,7 @@ class TrainingRows:
     sampled_logprobs: npt.NDArray[np.float32]  # (N,) nats; NO_LOGPROB where none was recorded
     temperature: npt.NDArray[np.float32]  # (B,) > 0
     reference_logprobs: npt.NDArray[np.float32] | None = None  # (N,) as sampled_logprobs; None if nobody asked for them
+    fresh: npt.NDArray[np.bool_] | None = None  # (N,) sampled by the policy version about to be trained; None if nothing says it
 
     @property
     def trained_count(self) -> int:
@@ -99,6 +100,7 @@ def prepare(
         sampled_logprobs=_logprobs(batch, "inference_logprobs"),
         temperature=heat.values,
         reference_logprobs=_logprobs(batch, "ref_logprobs") if with_reference else None,
+        fresh=None if staleness is None else staleness == 0,
     )
     stale_by = np.zeros(0, np.int32) if staleness is None else staleness[trained & (staleness != UNKNOWN)]
     reference = rows.reference_logprobs

@@ -23,6 +23,7 @@ from shmbridge.consumers.learner.grpo_update import Learner
 from shmbridge.consumers.learner.learner_metrics import LearnerMetrics, rows_of_environments
 from shmbridge.consumers.learner.left_out import SaidOnce
 from shmbridge.consumers.learner.metrics_log import Metrics, MetricsLog, say
+from shmbridge.consumers.learner.mismatch import MISMATCH, MismatchAlarm
 from shmbridge.consumers.learner.objective import SHARES
 from shmbridge.consumers.learner.publishing import PublishWeights
 from shmbridge.consumers.learner.rank_metrics import merged, of_all_ranks
@@ -93,6 +94,7 @@ class TrainingStep:
         self._log, self._options, self._around = log, options, around
         self._describe = LearnerMetrics(options.groups)
         self._cost, self._said = StepCost(), SaidOnce()
+        self._alarm = MismatchAlarm(options.mismatch_warn, say)
         self._batches: list[Any] = []  # of this step
         self._held: list[Any] = []  # of steps since the last checkpoint
         self._parts: list[Metrics] = []
@@ -136,6 +138,9 @@ class TrainingStep:
         begun = time.monotonic()
         metrics = learner.apply()
         applied = time.monotonic()
+        measured = self._measured()
+        self._saver.took(self._batches, measured)  # from here on a checkpoint of this step knows what is in it
+        accounted = time.monotonic()
         version = source.training_version + 1
         if learner.step % self._options.publish_every == 0 or learner.step >= self._options.steps:
             self._publish_version(version)
@@ -143,8 +148,6 @@ class TrainingStep:
             source.note_training_version(version)
         published = time.monotonic()
         metrics["policy_version"] = source.policy_version
-        measured = self._measured()
-        self._saver.took(self._batches, measured)
         self._held += self._batches
         if learner.step % self._options.save_every == 0 or learner.step >= self._options.steps:
             self.save()
@@ -155,11 +158,12 @@ class TrainingStep:
             "wait_s": self._waited_s,
             "forward_backward_s": self._computed_s,
             "update_s": applied - begun,
-            "publish_s": published - applied,
+            "publish_s": published - accounted,
             **learner.times.taken(),
             **self._around.metrics(learner),
             **self._around.engines.metrics(),
             **self._cost.step(self._waited_s, measured["tokens"]),
+            **self._alarm.looked(measured),
             "time": time.time(),
         }
         if self._log is not None:
@@ -200,7 +204,7 @@ class TrainingStep:
         rows = [rows_of_environments(batch) for batch in self._batches]
         own = merged(self._parts, rows)
         last = self._parts[-1]  # what is of all batches so far, or of more than this step
-        own |= {name: value for name, value in last.items() if name in SHARES or name.startswith("api_perf/")}
+        own |= {name: value for name, value in last.items() if name in SHARES or name in MISMATCH or name.startswith("api_perf/")}
         return of_all_ranks(self._learner.world, own, _summed(rows))
 
 

@@ -6,7 +6,15 @@ Knows nothing of models, batches or the bridge. A table of formulas and sources:
 alone; `logprobs` and `chunked` make the log-probabilities that all of them start from.
 """
 
-from shmbridge.consumers.losses.aggregation import Mode, aggregate, sequence_counts, sequence_sums, spread, token_mean
+from shmbridge.consumers.losses.aggregation import (
+    Mode,
+    aggregate,
+    predicted,
+    sequence_counts,
+    sequence_sums,
+    spread,
+    token_mean,
+)
 from shmbridge.consumers.losses.chunked import chosen_logprobs_chunked
 from shmbridge.consumers.losses.kl import kl_estimate
 from shmbridge.consumers.losses.logprobs import chosen_logprobs, entropy, log_distribution
@@ -23,8 +31,21 @@ from shmbridge.consumers.losses.named import (
     sft_loss,
 )
 from shmbridge.consumers.losses.overlong import soft_overlong_penalty
-from shmbridge.consumers.losses.policy import cispo_policy_loss, clip_sides, clipped, clipped_policy_loss
-from shmbridge.consumers.losses.ratio import MAX_LOG_RATIO, importance_ratio, known, sequence_ratio, truncated_weights
+from shmbridge.consumers.losses.policy import (
+    cispo_policy_loss,
+    clip_sides,
+    clipped,
+    clipped_policy_loss,
+    dual_clipped,
+)
+from shmbridge.consumers.losses.ratio import (
+    MAX_LOG_RATIO,
+    importance_ratio,
+    known,
+    outside,
+    sequence_ratio,
+    truncated_weights,
+)
 from shmbridge.consumers.losses.sft import compute_advantage_weighted_sft_loss, normalised
 
 __all__ = [
@@ -45,6 +66,7 @@ __all__ = [
     "compute_advantage_weighted_sft_loss",
     "dapo_loss",
     "dr_grpo_loss",
+    "dual_clipped",
     "entropy",
     "grpo_loss",
     "gspo_loss",
@@ -53,6 +75,8 @@ __all__ = [
     "known",
     "log_distribution",
     "normalised",
+    "outside",
+    "predicted",
     "sequence_counts",
     "sequence_ratio",
     "sequence_sums",

@@ -49,6 +49,14 @@ def sequence_sums(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return counted.new_zeros(cu_seqlens.numel() - 1).index_add(0, owner, counted)
 
 
+def predicted(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return bool (N,): the mask less the first token of each sequence, which no token of its row predicts."""
+    inside = mask.bool().clone()
+    starts = cu_seqlens[:-1].to(inside.device, torch.int64)
+    inside[starts[starts < inside.numel()]] = False
+    return inside
+
+
 def sequence_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return how many trained tokens each sequence has: (N,), (B + 1,) -> (B,) float32."""
     return sequence_sums(torch.ones_like(mask, dtype=torch.float32), mask, cu_seqlens)

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shmbridge.consumers.losses.aggregation import Mode, aggregate
-from shmbridge.consumers.losses.policy import cispo_policy_loss, clip_sides, clipped_policy_loss
+from shmbridge.consumers.losses.aggregation import Mode, aggregate, predicted
+from shmbridge.consumers.losses.policy import cispo_policy_loss, clip_sides, clipped_policy_loss, dual_clipped
 from shmbridge.consumers.losses.ratio import importance_ratio, sequence_ratio
 
 Name = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sft"]
@@ -28,6 +28,7 @@ class Terms:
     values: Tensor  # (N,) float32, its loss, with gradient
     held_low: Tensor  # (N,) bool, the ratio is below the lower bound, and the bound holds
     held_high: Tensor  # (N,) bool, likewise above the upper one
+    held_dual: Tensor  # (N,) bool, likewise above the bound of negative advantages
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,11 @@ class PolicyLoss:
         *,
         clip_low: float | None = None,
         clip_high: float | None = None,
+        clip_dual: float | None = None,
         weights: Tensor | None = None,
         divisor: float | None = None,
         max_tokens: int | None = None,
+        answers_only: bool = False,
     ) -> Tensor:
         """Return the loss of a batch, or a micro-batch's share of it: lower is better. Never blocks, divides by zero nowhere.
 
@@ -61,12 +64,15 @@ class PolicyLoss:
             old_logprobs: (N,) float32, nats, under the policy that the ratio is against; positive or not finite where
                 unknown, and the token then counts as unchanged.
             advantages: (N,) float32, dimensionless.
-            mask: (N,) bool or 0/1, the trained tokens; nothing else is looked at.
+            mask: (N,) bool or 0/1, the trained tokens; nothing else is looked at. The first token of a sequence is never
+                trained, whatever its mask says: what stands there is the end of the row before.
             cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
             clip_low, clip_high: how far the ratio may fall below and rise above 1; None is the loss's own bound.
+            clip_dual: for the clipped losses: the ratio above which a negative advantage stops pushing; None: none.
             weights: (N,) float32 factors of the tokens' losses, as from `truncated_weights`; None is all 1.
             divisor: as in `share`.
             max_tokens: as in `share`.
+            answers_only: sequences hold no prompt, but trained tokens cut out of their rows: the first is one like the others.
 
         Returns:
             () float32, dimensionless.
@@ -74,9 +80,12 @@ class PolicyLoss:
         Raises:
             ValueError: as `share`.
         """
-        values = self.terms(logprobs, old_logprobs, advantages, mask, cu_seqlens, clip_low=clip_low, clip_high=clip_high).values
+        values = self.terms(
+            logprobs, old_logprobs, advantages, mask, cu_seqlens,
+            clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual, answers_only=answers_only,
+        ).values  # fmt: skip
         weighed = values if weights is None else values * weights
-        return self.share(weighed, mask, cu_seqlens, divisor=divisor, max_tokens=max_tokens)
+        return self.share(weighed, mask, cu_seqlens, divisor=divisor, max_tokens=max_tokens, answers_only=answers_only)
 
     def terms(
         self,
@@ -88,33 +97,45 @@ class PolicyLoss:
         *,
         clip_low: float | None = None,
         clip_high: float | None = None,
+        clip_dual: float | None = None,
+        answers_only: bool = False,
     ) -> Terms:
         """Return the loss of each token, and which tokens a bound holds; arguments as of the call. Never blocks."""
+        mask = mask if answers_only else predicted(mask, cu_seqlens)
         low = self.clip_low if clip_low is None else clip_low
         high = self.clip_high if clip_high is None else clip_high
         # What is not trained, be it NaN, neither counts nor gets a gradient.
         inside = torch.where(mask.bool(), logprobs, 0.0)
         if self.form == "plain":
             nowhere = torch.zeros_like(inside, dtype=torch.bool)
-            return Terms(-advantages * inside, nowhere, nowhere)
+            return Terms(-advantages * inside, nowhere, nowhere, nowhere)
         ratio = sequence_ratio(inside, old_logprobs, mask, cu_seqlens) if self.whole_answers else importance_ratio(inside, old_logprobs)
         if self.form == "weighted":
             values = cispo_policy_loss(inside, ratio, advantages, low, high)
-            return Terms(values, ratio < 1.0 - low, ratio > 1.0 + high)
-        return Terms(clipped_policy_loss(ratio, advantages, low, high), *clip_sides(ratio, advantages, low, high))
+            return Terms(values, ratio < 1.0 - low, ratio > 1.0 + high, torch.zeros_like(ratio, dtype=torch.bool))
+        values = clipped_policy_loss(ratio, advantages, low, high, clip_dual)
+        return Terms(values, *clip_sides(ratio, advantages, low, high), dual_clipped(ratio, advantages, clip_dual))
 
     def share(
-        self, values: Tensor, mask: Tensor, cu_seqlens: Tensor, *, divisor: float | None = None, max_tokens: int | None = None
+        self,
+        values: Tensor,
+        mask: Tensor,
+        cu_seqlens: Tensor,
+        *,
+        divisor: float | None = None,
+        max_tokens: int | None = None,
+        answers_only: bool = False,
     ) -> Tensor:
         """Return the values of all trained tokens added up as this loss does it. Never blocks.
 
         Args:
             values: (N,) float32, one per token.
-            mask: (N,) bool or 0/1, the trained tokens.
+            mask: (N,) bool or 0/1, the trained tokens; as in the call.
             cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
             divisor: for a micro-batch the whole batch's number of what is averaged over: trained tokens (`dapo`, `cispo`,
                 `sft`) or answers (`grpo`, `gspo`, `dr_grpo`). None counts what is given here. Below 1 counts as 1.
             max_tokens: for `dr_grpo`: the longest answer allowed, tokens; the same for the whole run.
+            answers_only: as in the call.
 
         Returns:
             () float32, dimensionless.
@@ -122,6 +143,7 @@ class PolicyLoss:
         Raises:
             ValueError: `dr_grpo` without max_tokens above 0.
         """
+        mask = mask if answers_only else predicted(mask, cu_seqlens)
         if self.mode == "constant":
             answers = cu_seqlens.numel() - 1 if divisor is None else divisor
             divisor = max(answers, 1) * (max_tokens or 0)

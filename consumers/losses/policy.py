@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 
-def clipped_policy_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def clipped_policy_loss(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_dual: float | None = None
+) -> Tensor:
     """Return the clipped surrogate loss of each trained token: lower is better.
 
-    -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
+    -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and where A < 0 at most -clip_dual * A. Without
+    clip_dual a token that the sampler found unlikely, and that turned out badly, has a loss without bound.
 
     Args:
         ratio: (n,) float32, from `importance_ratio`.
@@ -23,19 +26,29 @@ def clipped_policy_loss(ratio: Tensor, advantages: Tensor, clip_low: float, clip
         clip_low: how far the ratio may fall before a negative advantage stops pushing.
         clip_high: how far it may rise before a positive one does; larger than clip_low it leaves unlikely
             tokens room to grow.
+        clip_dual: the ratio above which a negative advantage stops pushing, above 1; None: none.
 
     Returns:
         (n,) float32.
 
-    Source: GRPO, arXiv 2402.03300; the two separate bounds: DAPO, arXiv 2503.14476 (clip-higher).
+    Source: GRPO, arXiv 2402.03300; the two separate bounds: DAPO, arXiv 2503.14476 (clip-higher); clip_dual:
+    dual-clip PPO, arXiv 1912.09729, equation 5 (verl's `clip_ratio_c`).
     """
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -torch.minimum(ratio * advantages, bounded * advantages)
+    loss = -torch.minimum(ratio * advantages, bounded * advantages)
+    if clip_dual is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -clip_dual * advantages), loss)
 
 
 def clip_sides(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """Return two bool (n,): the tokens that `clipped_policy_loss` holds at the lower, at the upper bound; arguments as there."""
     return (ratio < 1.0 - clip_low) & (advantages < 0), (ratio > 1.0 + clip_high) & (advantages > 0)
+
+
+def dual_clipped(ratio: Tensor, advantages: Tensor, clip_dual: float | None) -> Tensor:
+    """Return bool (n,): the tokens that `clipped_policy_loss` holds at `clip_dual`; arguments as there."""
+    return torch.zeros_like(ratio, dtype=torch.bool) if clip_dual is None else (ratio > clip_dual) & (advantages < 0)
 
 
 def clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:

@@ -111,6 +111,46 @@ def truncated_weights(
     return torch.where(mask.bool(), weight, 0.0)
 
 
+def outside(
+    logprobs: Tensor,
+    sampled_logprobs: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor,
+    low: float,
+    high: float,
+    level: Literal["token", "sequence"] = "token",
+) -> Tensor:
+    """Return the trained tokens whose ratio pi / pi_sampler is below `low` or above `high`, and so too far off to train.
+
+    Args:
+        logprobs: (N,) float32, nats, under the policy being trained; no gradient is taken.
+        sampled_logprobs: (N,) float32, nats, recorded when the token was sampled; an unknown one is equal.
+        mask: (N,) bool or 0/1, the trained tokens.
+        cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
+        low, high: the bounds, 0 <= low <= 1 <= high.
+        level: `token`, each its own ratio, or `sequence`, all trained tokens of a sequence by their geometric mean.
+
+    Returns:
+        (N,) bool; False where not trained.
+
+    Raises:
+        ValueError: the bounds do not hold 1; an unknown level.
+
+    Source: prime-rl's token and geometric masks; verl's rollout correction (`rollout_rs`); TRL's
+    `vllm_importance_sampling_mode` (`*_mask`).
+    """
+    if not 0.0 <= low <= 1.0 <= high:
+        raise ValueError(f"bounds {low} and {high} do not hold 1, the ratio of a sampler that is the policy")
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level {level!r} is neither 'token' nor 'sequence'")
+    change = _log_ratio(logprobs, sampled_logprobs).detach()
+    if level == "sequence":
+        counts = sequence_counts(mask, cu_seqlens).clamp(min=1.0)
+        change = spread(sequence_sums(change, mask, cu_seqlens) / counts, cu_seqlens)
+    ratio = change.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return mask.bool() & ((ratio < low) | (ratio > high))
+
+
 def _log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
     """Return logprobs - others, 0 without gradient where the others are unknown."""
     return torch.where(known(others), logprobs - others, 0.0)

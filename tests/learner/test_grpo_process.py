@@ -26,8 +26,8 @@ def start_learner(bridge, tiny_model, tmp_path):
     tiny_model(5).save_pretrained(tmp_path / "model")
     started = []
 
-    def start(*flags):
-        command = [sys.executable, "-u", "-m", "shmbridge.consumers.grpo", "--bridge", bridge]
+    def start(*flags, program=("-m", "shmbridge.consumers.grpo")):
+        command = [sys.executable, "-u", *program, "--bridge", bridge]
         command += ["--model", str(tmp_path / "model"), "--run-dir", str(tmp_path / "run")]
         command += ["--device", "cpu", "--threads", "1"]
         command += ["--groups", str(GROUPS), "--group-size", "4", "--lr", "1e-3", *flags]
@@ -242,3 +242,39 @@ def test_the_file_and_wandb_have_all_names_that_the_page_has(
         assert {name: row[name] for name in known if name != "wandb_failures_total"} == {
             name: value for name, value in known.items() if name != "wandb_failures_total"
         }
+
+
+BREAKING = Path(__file__).with_name("breaking_learner.py")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("where", "newest", "said"),
+    [
+        ("memory", 3, r"grpo: out of memory in forward or backward of step 4: CUDA out of memory\. Tried .* GiB\.; "
+                      r"step 3 is saved -> lower --micro-tokens \(8192 now\), .*, then --resume\n"),
+        pytest.param("bug", 3, r"(?s)Traceback .*grpo: step 4 broke off: IndexError: too many indices; step 3 is saved -> .* --resume\n",
+                     marks=pytest.mark.long),
+        pytest.param("update", 2, r"grpo: out of memory in the update of step 4: .* broke off, so nothing of it is saved: step 2 is the "
+                                  r"newest checkpoint -> --param-dtype bfloat16, .*\n", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_an_error_in_a_step_saves_the_steps_before_it_and_its_batch_comes_again(bridge, start_learner, tmp_path, where, newest, said):
+    with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
+        put_groups(producer, 6 * GROUPS)
+        broken = start_learner("--steps", "5", "--save-every", "2", program=[str(BREAKING), where, "4"])
+        _, err = broken.communicate(timeout=90)
+        assert broken.returncode == 5, err
+        assert re.fullmatch(said, err), err
+        saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+        assert saved == [f"step-{step:08d}" for step in range(newest - newest % 2, newest + 1)]
+        learner = start_learner("--steps", "5", "--save-every", "2", "--resume")
+        _, err = learner.communicate(timeout=90)
+        assert learner.returncode == 0, err
+        left = left_over(bridge)
+    steps = metrics(tmp_path)
+    assert [line["step"] for line in steps] == [1, 2, 3, *range(newest + 1, 6)]
+    assert steps[-2 if newest == 3 else -3]["trajectories_redelivered"] == 4 * GROUPS
+    # What a step had released before the update of the next one broke is gone with it, as after a kill.
+    trained = 5 if newest == 3 else 6
+    assert len(left) == 6 * GROUPS - trained * GROUPS

@@ -1,7 +1,8 @@
 """The losses and what TRL and verl compute for the same batch, where those packages are installed.
 
-Both work on padded rows of answers, and differ from the formulas at the edges: verl adds a third clip bound
-for negative advantages, set far away here, and 1e-8 to lengths; TRL takes no mean over rows without tokens out.
+Both work on padded rows of answers, and differ from the formulas at the edges: verl adds 1e-8 to lengths, and sets
+a third clip bound for negative advantages by default, far away here but where it is compared; TRL takes no mean over
+rows without tokens out.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def ours(loss, **options):
     """Return our loss of the batch and its gradient, padded."""
     batch, logprobs = ANSWERS, ANSWERS.logprobs.clone().requires_grad_()
     value = loss(
-        batch.packed(logprobs), batch.packed(batch.old), batch.packed(batch.advantages), batch.packed(batch.mask), batch.cuts, **options
-    )
+        batch.packed(logprobs), batch.packed(batch.old), batch.packed(batch.advantages), batch.packed(batch.mask), batch.cuts,
+        answers_only=True, **options,
+    )  # fmt: skip
     value.backward()
     return value.detach(), logprobs.grad
 
@@ -102,11 +104,11 @@ def verl():
     return pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError)
 
 
-def verl_loss(verl, name, mode, low, high, is_weights=None, **batch_info):
+def verl_loss(verl, name, mode, low, high, is_weights=None, dual=1e9, **batch_info):
     from verl.workers.config import ActorConfig
 
     config = ActorConfig(
-        strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=1e9,
+        strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=dual,
         global_batch_info=batch_info,
     )  # fmt: skip
     loss = verl.get_policy_loss_fn(name)
@@ -128,6 +130,15 @@ def verl_loss(verl, name, mode, low, high, is_weights=None, **batch_info):
 )
 def test_verl_losses(agreement, verl, what, loss, options, name, mode, bounds):
     agree(agreement, "verl", f"{what} ({name}, {mode})", ours(loss, **options), verl_loss(verl, name, mode, *bounds))
+
+
+def test_verl_dual_clip(agreement, verl):
+    """A bound that is met: with that of 3 no ratio of the batch is so far off."""
+    batch = ANSWERS
+    ratio = losses.importance_ratio(batch.logprobs, batch.old)
+    assert (losses.dual_clipped(ratio, batch.advantages, 1.25) & batch.mask.bool()).any()
+    theirs = verl_loss(verl, "vanilla", "token-mean", LOW, HIGH, dual=1.25)
+    agree(agreement, "verl", "dapo with clip_dual (clip_ratio_c)", ours(losses.dapo_loss, clip_dual=1.25), theirs)
 
 
 def test_verl_dr_grpo(agreement, verl):

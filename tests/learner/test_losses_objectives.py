@@ -102,6 +102,37 @@ def test_what_stands_at_untrained_tokens_changes_nothing(loss, where, odd):
     torch.testing.assert_close(outcome(odd), outcome(-1.0), atol=0.0, rtol=0.0)
 
 
+@pytest.mark.parametrize("loss", [*ALL, _dr_grpo, losses.sft_loss])
+def test_the_first_token_of_a_packed_row_is_never_trained(loss):
+    """What stands at its place is the prediction of the row before, also where the mask says otherwise."""
+    logprobs, careless = NEW.clone().requires_grad_(), torch.ones(6)
+    value = loss(logprobs, OLD, UP_DOWN, careless, CUTS)
+    value.backward()
+    assert logprobs.grad[CUTS[:-1]].tolist() == [0.0, 0.0]
+    assert value.item() == loss(NEW, OLD, UP_DOWN, MASK, CUTS).item()  # nor counted
+    answers = torch.tensor([0, 3, 4])
+    inside = MASK.bool()
+    cut_out = loss(NEW[inside], OLD[inside], UP_DOWN[inside], MASK[inside], answers, answers_only=True)
+    torch.testing.assert_close(cut_out, value.detach())
+
+
+def test_the_loss_of_a_bad_token_has_a_bound():
+    old = torch.tensor([-1.0, -9.0, -9.0])
+    new = torch.full((3,), -1.0, requires_grad=True)
+    args = (new, old, torch.tensor([0.0, -2.0, 2.0]), torch.tensor([0, 1, 1]), torch.tensor([0, 3]))
+    assert losses.dapo_loss(*args).item() > 1000.0
+    held = losses.dapo_loss(*args, clip_dual=3.0)
+    held.backward()
+    assert held.item() == pytest.approx((3.0 * 2.0 - 1.28 * 2.0) / 2)
+    assert new.grad.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("low", "high", "level"), [(1.1, 2.0, "token"), (0.1, 0.9, "token"), (-1.0, 2.0, "token"), (0.5, 2.0, "row")])
+def test_bounds_of_a_mask_that_mean_nothing_are_refused(low, high, level):
+    with pytest.raises(ValueError, match=r"bounds|level"):
+        losses.outside(NEW, OLD, MASK, CUTS, low, high, level)
+
+
 @pytest.mark.parametrize(("loss", "divisor"), [(losses.grpo_loss, 2), (losses.dapo_loss, 4), (losses.gspo_loss, 2),
                                                (losses.cispo_loss, 4), (_dr_grpo, 2)])  # fmt: skip
 def test_a_batch_in_two_micro_batches_has_the_same_gradient(loss, divisor):

@@ -23,6 +23,7 @@ EVERY_LOSS = [
     {"loss": "dapo", "tis_cap": 1.5, "tis_level": "sequence"},
     *({"loss": "grpo", "kl": 0.3, "kl_estimator": each, "entropy": 0.1} for each in ("k1", "k2", "k3")),
     {"loss": "cispo", "kl": 0.3, "entropy": 0.1},
+    {"loss": "grpo", "kl": 0.3, "entropy": 0.1, "clip_dual": 1.2, "mask_ratio": (0.5, 2.0), "mask_ratio_sequence": (0.9, 1.1)},
 ]
 
 
@@ -84,7 +85,8 @@ def test_the_loss_is_the_named_one(options):
         old = ANSWERS.logprobs
         weights = losses.truncated_weights(old, ANSWERS.sampled, mask, cuts, goal.tis_cap, goal.tis_level)
     expected = losses.NAMED[goal.loss](
-        ANSWERS.logprobs, old, ANSWERS.advantages, mask, cuts, clip_low=goal.clip_low, clip_high=goal.clip_high, weights=weights,
+        ANSWERS.logprobs, old, ANSWERS.advantages, mask, cuts, clip_low=goal.clip_low, clip_high=goal.clip_high,
+        clip_dual=goal.clip_dual, weights=weights, answers_only=True,
         divisor=ANSWERS.counts.divisor(goal.loss), max_tokens=goal.max_tokens,
     )  # fmt: skip
     torch.testing.assert_close(ANSWERS.loss(goal, WHOLE)[0], expected)
@@ -110,6 +112,44 @@ def test_shares_say_what_the_bounds_and_the_cap_held():
     assert (capped["clip_frac"], capped["ratio_mean"]) == (0.0, said["ratio_mean"])
     at_one = (ratio >= 1.0) & losses.known(ANSWERS.sampled)  # where nobody knows, the weight is 1, and nothing was cut
     assert named(Objective(tis_cap=1.0))["tis_frac"] == pytest.approx(at_one.double().mean().item())
+
+
+def test_a_token_of_an_unlikely_sampler_does_not_own_the_gradient():
+    """One of four tokens was 14 nats less likely to the sampler, and its answer was bad."""
+    sampled = torch.tensor([-1.0, -15.0, -1.0, -1.0])
+    advantages, lengths = torch.tensor([-1.0, -1.0, 1.0, 1.0]), torch.tensor([4])
+
+    def share_of_it(**options):
+        at = torch.full((4,), -1.0, requires_grad=True)
+        counts = Counts(tokens=4, answers=1, rows=1, with_reference=0)
+        value, shares = micro_loss(Objective(**options), counts, lengths, at, sampled, advantages)
+        value.backward()
+        pushes = at.grad.abs()
+        return (pushes[1] / pushes.sum()).item(), dict(zip(SHARES, shares.tolist(), strict=True))
+
+    assert share_of_it(clip_dual=None)[0] > 0.99
+    held, said = share_of_it()
+    assert (held, said["clip_frac_dual"], said["clip_frac"]) == (0.0, 0.25, 0.25)
+    assert said["policy_loss"] == pytest.approx((1.0 + 3.0 - 1.0 - 1.0) / 4)
+
+
+def test_tokens_and_answers_far_from_their_sampler_are_not_trained():
+    goal = Objective(mask_ratio=(0.8, 1.5), mask_ratio_sequence=(0.95, 1.05), kl=0.3, entropy=0.1)
+    ratio = losses.importance_ratio(ANSWERS.logprobs, ANSWERS.sampled)
+    far = (ratio < 0.8) | (ratio > 1.5)
+    means = [ratio[a:b].log().mean().exp() for a, b in zip(ANSWERS.cuts, ANSWERS.cuts[1:], strict=False)]
+    answers = torch.repeat_interleave(torch.tensor([not 0.95 <= mean <= 1.05 for mean in means]), torch.tensor(LENGTHS))
+    assert 0 < far.sum() < far.numel()
+    assert 0 < answers.sum() < answers.numel()
+    _, gradient, _ = ANSWERS.loss(goal, WHOLE)
+    assert (gradient[:, far | answers] == 0.0).all()
+    assert (gradient[1, ~(far | answers)] != 0.0).all()
+    said = named(goal)
+    assert said["mask_frac"] == pytest.approx((far | answers).double().mean().item())
+    assert said["mask_frac_sequence"] == pytest.approx(answers.double().mean().item())
+    only_tokens = named(Objective(mask_ratio=(0.8, 1.5)))
+    assert (only_tokens["mask_frac"], only_tokens["mask_frac_sequence"]) == (pytest.approx(far.double().mean().item()), 0.0)
+    assert named(Objective())["mask_frac"] == 0.0
 
 
 def test_a_weight_is_held_whatever_the_advantage():
@@ -203,6 +243,11 @@ def test_fine_tuning_normalises_over_the_batch_unless_told_otherwise():
         ("--clip-advantages 1 2", "1.0 .. 2.0 does not hold 0"),
         ("--overlong-buffer 5", "5 is longer than --overlong-length None"),
         ("--overlong-length 4 --overlong-buffer 5", "5 is longer than --overlong-length 4"),
+        ("--overlong-length 4", "cut at 4 tokens would lose nothing -> give --overlong-buffer"),
+        ("--clip-dual 1", "--clip-dual 1.0 is not above 1"),
+        ("--mask-ratio 1.5 2", "--mask-ratio 1.5 2.0 does not hold 1"),
+        ("--mask-ratio-sequence 0.5 0.9", "--mask-ratio-sequence 0.5 0.9 does not hold 1"),
+        ("--loss sft --mask-ratio 0.5 2", "--loss sft has no ratio"),
     ],
 )
 def test_what_means_nothing_is_refused(flags, words):

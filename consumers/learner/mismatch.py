@@ -1,0 +1,92 @@
+"""Whether the policy that samples is the one that is trained: how far apart their log-probabilities of the same tokens are.
+
+Over tokens of staleness 0 both are the same weights, so that what is left is a fault: raw log-probabilities, another
+temperature, an engine that did not load the weights. Knows log-probabilities; knows nothing of losses and batches. Called by
+`grpo_update.py` and `training_step.py`.
+
+Letter: n trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shmbridge.consumers import losses
+from shmbridge.consumers.learner.metrics_log import Metrics
+from shmbridge.consumers.learner.world import World
+
+_OF = ("mismatch_kl", "logprob_diff_mean", "logprob_diff_max")
+MISMATCH = (*_OF, *(f"{name}_fresh" for name in _OF), "tokens_fresh")
+
+
+class Mismatch:
+    """Adds up, over the micro-batches of a step, what the two say of trained tokens whose sampler's log-probability is known."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros((2, 3))  # over all ranks; all tokens, then those of staleness 0: how many, divergence, distance
+        self._largest = np.zeros(2)
+        self._own: list[Tensor] = []  # of this rank and batch, (2, 4) on the device: the sums, and the largest distance
+
+    def add(self, logprobs: Tensor, sampled_logprobs: Tensor, fresh: Tensor | None) -> None:
+        """Count a micro-batch. Never blocks.
+
+        Args:
+            logprobs: (n,) nats, under the policy about to be updated, without gradient.
+            sampled_logprobs: (n,) nats, recorded when the token was sampled; positive or not finite where unknown.
+            fresh: (n,) bool, sampled by this very policy version; None: unknown of all.
+        """
+        known = losses.known(sampled_logprobs)
+        apart = torch.where(known, (logprobs - sampled_logprobs).abs(), 0.0).double()
+        # The tokens were drawn by the sampler, so this estimates KL(sampler || policy).
+        divergence = losses.kl_estimate(torch.where(known, sampled_logprobs, logprobs).double(), logprobs.double(), "k3")
+        rows = []
+        for counted in (known, torch.zeros_like(known) if fresh is None else known & fresh):
+            distance = torch.where(counted, apart, 0.0)
+            largest = torch.nn.functional.pad(distance, (0, 1)).max()
+            rows.append(torch.stack([counted.sum().double(), torch.where(counted, divergence, 0.0).sum(), distance.sum(), largest]))
+        self._own.append(torch.stack(rows))
+
+    def metrics(self, world: World) -> Metrics:
+        """Return the numbers of all batches so far, over all ranks; NaN where no token counts. Blocks for the other ranks."""
+        own = torch.stack(self._own).cpu().numpy() if self._own else np.zeros((1, 2, 4))
+        self._own = []
+        self._sums += world.sum(own[..., :3].sum(axis=0))
+        self._largest = np.maximum(self._largest, world.most(own[..., 3].max(axis=0)))
+        found: Metrics = {}
+        for (count, divergence, distance), largest, suffix in zip(self._sums.tolist(), self._largest.tolist(), ("", "_fresh"), strict=True):
+            values = (divergence / count, distance / count, largest) if count else (float("nan"),) * 3
+            found |= {f"{name}{suffix}": value for name, value in zip(_OF, values, strict=True)}
+        return found | {"tokens_fresh": self._sums[1, 0].item()}
+
+
+class MismatchAlarm:
+    """Warns where sampler and policy are further apart at staleness 0 than rounding explains.
+
+    Args:
+        limit: of the mean distance, nats; 0: no warning.
+        say: takes a line for people.
+    """
+
+    def __init__(self, limit: float, say: Callable[[str], None]) -> None:
+        self._limit, self._say = limit, say
+        self._above = False
+        self._total = 0
+
+    def looked(self, measured: Metrics) -> Metrics:
+        """Look at a step's metrics; return how many steps were above the limit. Says it when one is, after one that was not."""
+        mean = measured.get("logprob_diff_mean_fresh", float("nan"))
+        above = bool(self._limit) and mean > self._limit
+        self._total += above
+        if above and not self._above:
+            self._say(
+                f"the sampler is not the policy: over {measured['tokens_fresh']:.0f} tokens of staleness 0 their log-probabilities are "
+                f"{mean:.3g} nats apart in the mean, {measured['logprob_diff_max_fresh']:.3g} at most (--mismatch-warn {self._limit:g}) "
+                "-> does the engine report processed log-probabilities, of the temperature that the record says, without top_p and "
+                "top_k, and does it have the newest weights?"
+            )
+        self._above = above
+        return {"mismatch_alarms_total": self._total}
