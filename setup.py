@@ -42,7 +42,7 @@ setup(
         [
             extension("mapping", f"{EXT}/fork.c"),
             *map(extension, ("header", "ring", "record", "turns", "wait", "column", "pack", "plan", "quick")),
-            *map(extension, ("blocks", "gather", "versions", "tensor_bytes", "limit")),
+            *map(extension, ("blocks", "gather", "versions", "tensor_bytes", "limit", "row_check")),
         ],
         compiler_directives={
             "language_level": "3",

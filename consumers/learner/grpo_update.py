@@ -28,6 +28,7 @@ from shmbridge.consumers.learner.microbatch import MicroBatch, micro_batches
 from shmbridge.consumers.learner.objective import LOSS_SHARES, SHARES, Counts, Objective, micro_loss
 from shmbridge.consumers.learner.optimizer import new_optimizer
 from shmbridge.consumers.learner.reference import Reference
+from shmbridge.consumers.learner.row_checks import RowChecks
 from shmbridge.consumers.learner.sharding import Parallel, whole
 from shmbridge.consumers.learner.step_times import StepTimes
 from shmbridge.consumers.learner.training_rows import NO_LOGPROB, TrainingRows, prepare, trained_tokens
@@ -92,6 +93,7 @@ class Learner:
         self._reference = reference
         self._counts = Counts(0.0, 0.0, 0.0, 0.0)  # of what is in the gradient
         self._shares = np.zeros(len(SHARES))
+        self._row_checks = RowChecks()
 
     @property
     def world(self) -> World:
@@ -140,15 +142,17 @@ class Learner:
         self._make_room(counts, first)
         device = next(self.model.parameters()).device
         totals = torch.zeros(len(SHARES), device=device)
+        watch = self._row_checks.watch(batch, rows, goal.credit)
         pieces = self.times.each("copy", micro_batches(rows, goal.micro_tokens, device, goal.layout))
         for micro in self._parallel.rounds(pieces):
             if micro is None:
                 self._take_part(next(micro_batches(_IDLE, goal.micro_tokens, device)), reference)
             else:
+                watch.saw(micro)
                 totals += self._backward(micro, self._counts, reference)
         with self.times.of("sync"):
             self._shares += world.sum(totals.double().cpu().numpy())
-        return {**dict(zip(SHARES, self._shares.tolist(), strict=True)), **metrics}
+        return {**dict(zip(SHARES, self._shares.tolist(), strict=True)), **metrics, **self._row_checks.metrics(watch)}
 
     def apply(self) -> Metrics:
         """Take the optimizer step of the accumulated gradient; one that is not finite changes nothing."""

@@ -45,6 +45,7 @@ class TrainingRows:
     sampled_logprobs: npt.NDArray[np.float32]  # (N,) nats; NO_LOGPROB where none was recorded
     temperature: npt.NDArray[np.float32]  # (B,) > 0
     reference_logprobs: npt.NDArray[np.float32] | None = None  # (N,) as sampled_logprobs; None if nobody asked for them
+    answers: npt.NDArray[np.bool_] | None = None  # (N,) `trained` before any masking of the learner's own; None: not kept
 
     @property
     def trained_count(self) -> int:
@@ -96,6 +97,7 @@ def prepare(
         sampled_logprobs=_logprobs(batch, "inference_logprobs"),
         temperature=heat,
         reference_logprobs=_logprobs(batch, "ref_logprobs") if with_reference else None,
+        answers=answers,
     )
     stale_by = np.zeros(0, np.int32) if staleness is None else staleness[trained & (staleness != UNKNOWN)]
     reference = rows.reference_logprobs
