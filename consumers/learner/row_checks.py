@@ -168,10 +168,11 @@ class Watch:
             ("inference_logprobs", "sampled_logprobs", rows.sampled_logprobs),
             ("ref_logprobs", "reference_logprobs", rows.reference_logprobs),
         ):
-            if whole is not None and (self._has(column, row) or self._stored[column][row]):
-                values[column] = micro[name] if micro is not None else self._of(row, whole)
-                if not self._stored[column][row] and (values[column] == NO_LOGPROB).all():
-                    del values[column]
+            if whole is None:
+                continue
+            sampled = micro[name] if micro is not None else self._of(row, whole)
+            if self._has(column, row) or (sampled != NO_LOGPROB).any():
+                values[column] = sampled
         if self._has("advantages", row):
             own = self._of(row, batch.advantages)
             values["advantages"] = np.where(trained, micro["advantages"], own) if micro is not None and self._as_put(silenced) else own
