@@ -43,7 +43,7 @@ class WithoutSuites(build_py):
 EXTENSIONS = [
     extension("mapping", f"{EXT}/fork.c"),
     *map(extension, ("header", "ring", "record", "turns", "wait", "column", "pack", "plan", "quick")),
-    *map(extension, ("blocks", "gather", "versions", "tensor_bytes", "limit")),
+    *map(extension, ("blocks", "gather", "versions", "tensor_bytes", "limit", "row_check")),
 ]
 GENERATED = "build/cython" + ("-faults" if FAULTS else "")
 if cythonize is not None:

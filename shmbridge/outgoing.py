@@ -15,11 +15,12 @@ import numpy as np
 from shmbridge import intake, sizing
 from shmbridge._ext import quick
 from shmbridge._ext.column import Column
-from shmbridge._ext.plan import Plan, Stamp
+from shmbridge._ext.plan import Plan, RowSampler, Stamp
 from shmbridge.config import format_size
 from shmbridge.errors import InvalidRecord, RecordTooBig
 from shmbridge.measure import checked_lengths
 from shmbridge.put_notices import PutNotices
+from shmbridge.row_checks import new_sampler
 from shmbridge.schema import Columns, Kind
 
 Version = int | tuple[int, int] | None
@@ -51,12 +52,12 @@ class Loader:
     """Makes the plans of one producer's records."""
 
     def __init__(self, table: Columns, lane_bytes: int, env_name: str | None = None) -> None:
-        self.table, self.lane_bytes = table, lane_bytes
+        self.table, self.lane_bytes, self.sampler = table, lane_bytes, new_sampler()
         self.notices = None if env_name is None else PutNotices(env_name)  # of who only measures, nothing is said
-        self.forms = _by_key(table)
+        self.forms = _by_key(table, self.sampler)
         # Atropos cannot carry NaN or infinity in any column: of a batch with one of them, nothing would arrive.
         self._foreign_table = Columns(replace(column, finite=True) for column in table.order)
-        self._foreign_forms = _by_key(self._foreign_table)
+        self._foreign_forms = _by_key(self._foreign_table, self.sampler)
         self._knows_tensors = False
 
     @property
@@ -97,14 +98,14 @@ class Loader:
                     column=column.name,
                 )
         self.look(dict.fromkeys(lengths, True))
-        return self._fitting(_plan(intake.Intake(columns, rows, tokens.count, False, -1), stamp, None))
+        return self._fitting(_plan(intake.Intake(columns, rows, tokens.count, False, -1), stamp, None, self.sampler))
 
     def _at_leisure(self, group: Any, stamp: Stamp, foreign: bool, *, fold_masks: bool = True) -> Plan:
         table = self._foreign_table if foreign else self.table
         measured = intake.take_in(group, table, foreign=foreign, fold_masks=fold_masks)
         if self.notices is not None:
             self.notices.uneven(measured.why_uneven)
-        return _plan(measured, stamp, (group, foreign))
+        return _plan(measured, stamp, (group, foreign), self.sampler)
 
     def _fitting(self, plan: Plan) -> Plan:
         """The plan, or RecordTooBig."""
@@ -119,15 +120,15 @@ class Loader:
         )
 
 
-def _by_key(table: Columns) -> quick.Forms:
-    return quick.Forms({**table.forms, **{alias: table.forms[name] for alias, name in intake.ALIASES.items()}})
+def _by_key(table: Columns, sampler: RowSampler) -> quick.Forms:
+    return quick.Forms({**table.forms, **{alias: table.forms[name] for alias, name in intake.ALIASES.items()}}, sampler)
 
 
-def _plan(measured: intake.Intake, stamp: Stamp, source: Any) -> Plan:
+def _plan(measured: intake.Intake, stamp: Stamp, source: Any, sampler: RowSampler) -> Plan:
     if stamp.group_size and stamp.group_size < measured.rows:
         raise InvalidRecord(f"group_size={stamp.group_size} is less than the {measured.rows} rows given")
     try:
-        return Plan(measured.columns, stamp, measured.rows, measured.tokens, measured.uneven, measured.env_id, source)
+        return Plan(measured.columns, stamp, measured.rows, measured.tokens, measured.uneven, measured.env_id, source, sampler)
     except OverflowError as wrong:
         raise RecordTooBig(str(wrong), hint="put the group in fragments with group_size=") from None
 

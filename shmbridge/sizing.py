@@ -7,6 +7,7 @@ docs/reference/sizing.md.
 from collections.abc import Iterable, Mapping, Sequence
 
 from shmbridge._ext import header
+from shmbridge._ext.column import CHECKED_COLUMNS
 from shmbridge.schema import Column, Columns, Kind, standard_columns
 
 # tokens, mask, logprobs, advantages and token rewards: 17 bytes a token.
@@ -35,7 +36,7 @@ def record_bytes(
     table: Columns | None = None,
     group_id_bytes: int = _LINE,
 ) -> int:
-    """Bytes that one record takes in a lane, exactly as the packer lays it out.
+    """Bytes that one record takes in a lane, exactly as the packer lays it out if a row of it carries checks; else a few lines less.
 
     Args:
         tokens: tokens of each row, or a list with one number per row.
@@ -61,7 +62,8 @@ def _column_lines(column: Column, lengths: list[int], shape: Shape | None) -> in
         if shape is None and not column.per_token:
             raise ValueError(f"column {column.name!r} has not one value per token: say how many a row has, {{{column.name!r}: 100}}")
         values = sum(lengths) if shape is None else rows * _count(column, shape)
-        return _lines(4 * rows) + _lines(item * values)
+        checks = _lines(8 * rows) if column.name in CHECKED_COLUMNS else 0
+        return _lines(4 * rows) + _lines(item * values) + checks
     outer, inner = _pair(column, shape)
     lists = rows * outer
     if column.kind is Kind.MAP:  # one value and one key, of `inner` bytes, per pair

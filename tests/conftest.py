@@ -1,5 +1,6 @@
 """The fixtures that users get too, and ends that many tests want; ignored signals are put right for all children."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -8,6 +9,8 @@ import pytest
 import shmbridge
 
 pytest_plugins = ["shmbridge.testing.fixtures"]
+
+os.environ.setdefault("SHMBRIDGE_CHECK_ROWS", "1")  # whatever a learner of these tests trains with is compared with what was put
 
 # A background job inherits an ignored SIGINT, and so would every child of these tests; a handled one is reset at exec.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

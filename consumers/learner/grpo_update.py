@@ -30,6 +30,7 @@ from shmbridge.consumers.learner.mismatch import Mismatch
 from shmbridge.consumers.learner.objective import LOSS_SHARES, SHARES, Counts, Objective, micro_loss
 from shmbridge.consumers.learner.optimizer import new_optimizer
 from shmbridge.consumers.learner.reference import Reference
+from shmbridge.consumers.learner.row_checks import RowChecks
 from shmbridge.consumers.learner.sharding import Parallel, whole
 from shmbridge.consumers.learner.step_times import StepTimes
 from shmbridge.consumers.learner.training_rows import NO_LOGPROB, TrainingRows, prepare, trained_tokens
@@ -101,6 +102,7 @@ class Learner:
         self._mismatch = Mismatch()
         self._push = 0.0  # the largest advantage in the gradient, without its sign
         self._updating = False
+        self._row_checks = RowChecks()
 
     @property
     def consistent(self) -> bool:
@@ -159,16 +161,19 @@ class Learner:
         self._push = max(self._push, float(world.most(np.array([np.abs(rows.advantages[rows.trained]).max(initial=0.0)], np.float64))[0]))
         device = next(self.model.parameters()).device
         totals = torch.zeros(len(SHARES), device=device)
+        watch = self._row_checks.watch(batch, rows, goal.credit)
         pieces = self.times.each("copy", micro_batches(rows, goal.micro_tokens, device, goal.layout))
         for micro in self._parallel.rounds(pieces):
             if micro is None:
                 self._take_part(next(micro_batches(_IDLE, goal.micro_tokens, device)), reference)
             else:
+                watch.saw(micro)
                 totals += self._backward(micro, self._counts, reference)
         with self.times.of("sync"):
             self._shares += world.sum(totals.double().cpu().numpy())
             mismatch = self._mismatch.metrics(world)
-        return {**dict(zip(SHARES, self._shares.tolist(), strict=True)), **mismatch, **metrics}
+        shares = dict(zip(SHARES, self._shares.tolist(), strict=True))
+        return {**shares, **mismatch, **metrics, **self._row_checks.metrics(watch)}
 
     def apply(self) -> Metrics:
         """Take the optimizer step of the accumulated gradient; one that is not finite changes nothing.

@@ -45,6 +45,7 @@ class MicroBatch:
     temperature: Tensor  # (b,) float32
     trained_lengths: Tensor  # (b,) int64, trained tokens of each row
     row_lengths: tuple[int, ...]  # b numbers, tokens of each row
+    row_numbers: tuple[int, ...] = ()  # b numbers, which rows of the batch these are
     position_ids: Tensor | None = None  # (1, N) int64, from 0 in each row; None if padded
     cu_seqlens: Tensor | None = None  # (b + 1,) int32, where each row begins, then N; None if padded
     reference_logprobs: Tensor | None = None  # float32; None if the batch has none
@@ -154,6 +155,7 @@ def micro_batches(
             **{name: torch.from_numpy(getattr(rows, name)[chosen]).to(device) for name in _PER_ROW},
             trained_lengths=torch.from_numpy(counts[chosen].astype(np.int64)).to(device),
             row_lengths=tuple(own.tolist()),
+            row_numbers=tuple(chosen.tolist()),
         )
 
 

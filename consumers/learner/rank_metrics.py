@@ -1,6 +1,6 @@
 """One batch's metrics from those of the shares that ranks had of it.
 
-Counts add up, means are weighted by what they are means of, standard deviations are those of all together;
+Counts add up, of texts the first stands, means are weighted by what they are means of, standard deviations are those of all together;
 percentiles are the highest of any rank, since they cannot be put together. Knows names alone; knows nothing of
 torch and of the bridge. Called by the GRPO learner (`grpo.py`).
 """
@@ -50,6 +50,8 @@ def _merged(name: str, shares: Sequence[Metrics], rows: Sequence[dict[str, int]]
     values = [share[name] for share in shares if name in share]
     if _HIGHEST.search(name):
         return max(values)
+    if isinstance(values[0], str):
+        return values[0]
     if isinstance(values[0], bool):
         return any(values)
     if isinstance(values[0], int) or _COUNTED.search(name):

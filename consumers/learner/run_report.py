@@ -34,6 +34,7 @@ class RunMetrics:
         columns: name -> float64 (S,), NaN where a step does not say it.
         repeated: lines of steps that came again after a resume; the later line counts.
         torn: lines that are no JSON, as a kill leaves them.
+        row_difference: the first row that was trained with other values than were put, in words; "" if none was.
     """
 
     name: str
@@ -41,6 +42,7 @@ class RunMetrics:
     columns: dict[str, npt.NDArray[np.float64]]
     repeated: int = 0
     torn: int = 0
+    row_difference: str = ""
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
         """Return one metric, (S,); NaN where it is not known."""
@@ -93,7 +95,8 @@ def read_run(folder: Path) -> RunMetrics:
     columns = {
         name: np.array([_number(by_step[step].get(name)) for step in steps], np.float64) for name in sorted(names)
     }
-    return RunMetrics(folder.resolve().name, np.array(steps, np.int64), columns, read - len(steps), torn)
+    differences = (said["row_difference"] for said in by_step.values() if isinstance(said.get("row_difference"), str))
+    return RunMetrics(folder.resolve().name, np.array(steps, np.int64), columns, read - len(steps), torn, next(differences, ""))
 
 
 def summary(run: RunMetrics) -> dict[str, Any]:
@@ -124,6 +127,9 @@ def summary(run: RunMetrics) -> dict[str, Any]:
         "updates_skipped": int(np.nansum(run.column("update_skipped"))),
         "discarded_total": _last(run.column("discarded_total")),
         "dropped_total": _last(run.column("dropped_total")),
+        "rows_compared": _by_environment(run, "rows_compared"),
+        "rows_differ": _by_environment(run, "rows_differ"),
+        "row_difference": run.row_difference or None,
         "host_cpu_s_per_mtoken": _mean(run.column("host_cpu_s_per_mtoken")),
         "idle_frac": phases["wait"] / spent if spent and "wait" in phases else None,
         "time_s": phases,
@@ -148,6 +154,7 @@ def as_text(found: dict[str, Any]) -> str:
         lines.append(f"  time       {parts}")
     if found["host_cpu_s_per_mtoken"] is not None:
         lines.append(f"  host CPU   {found['host_cpu_s_per_mtoken']:.2f} s per million tokens")
+    lines += _rows_in_words(found)
     lost = [
         f"{found[key]:.0f} {words}"
         for key, words in (
@@ -160,6 +167,24 @@ def as_text(found: dict[str, Any]) -> str:
         if found[key]
     ]
     return "\n".join([*lines, *(["  besides    " + ", ".join(lost)] if lost else [])])
+
+
+def _by_environment(run: RunMetrics, name: str) -> dict[str, int]:
+    """The sum over all steps of each environment's `name{env}`."""
+    begin = f"{name}{{"
+    mine = [each for each in run.columns if each.startswith(begin) and each.endswith("}")]
+    return {each[len(begin) : -1]: int(np.nansum(run.columns[each])) for each in sorted(mine)}
+
+
+def _rows_in_words(found: dict[str, Any]) -> list[str]:
+    """What was compared with what was put, and what of it differs."""
+    compared, differ = found["rows_compared"], found["rows_differ"]
+    if not compared:
+        return []
+    wrong = ", ".join(f"{env} {count} of {compared.get(env, 0)}" for env, count in differ.items() if count)
+    said = f"{sum(differ.values()):,} DIFFER: {wrong}" if wrong else "none differs"
+    lines = [f"  rows       {sum(compared.values()):,} compared with what was put, {said}"]
+    return [*lines, f"             first: {found['row_difference']}"] if found["row_difference"] else lines
 
 
 def _mean_rate(run: RunMetrics) -> float | None:

@@ -47,6 +47,7 @@ class TrainingRows:
     temperature: npt.NDArray[np.float32]  # (B,) > 0
     reference_logprobs: npt.NDArray[np.float32] | None = None  # (N,) as sampled_logprobs; None if nobody asked for them
     fresh: npt.NDArray[np.bool_] | None = None  # (N,) sampled by the policy version about to be trained; None if nothing says it
+    answers: npt.NDArray[np.bool_] | None = None  # (N,) `trained` before any masking of the learner's own; None: not kept
 
     @property
     def trained_count(self) -> int:
@@ -101,6 +102,7 @@ def prepare(
         temperature=heat.values,
         reference_logprobs=_logprobs(batch, "ref_logprobs") if with_reference else None,
         fresh=None if staleness is None else staleness == 0,
+        answers=answers,
     )
     stale_by = np.zeros(0, np.int32) if staleness is None else staleness[trained & (staleness != UNKNOWN)]
     reference = rows.reference_logprobs

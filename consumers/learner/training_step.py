@@ -28,6 +28,7 @@ from shmbridge.consumers.learner.objective import SHARES
 from shmbridge.consumers.learner.publishing import PublishWeights
 from shmbridge.consumers.learner.rank_metrics import merged, of_all_ranks
 from shmbridge.consumers.learner.rank_source import RankSource
+from shmbridge.consumers.learner.row_checks import DIFFERENCE
 from shmbridge.consumers.learner.saving import Saver
 from shmbridge.consumers.learner.step_times import StepCost
 
@@ -148,6 +149,8 @@ class TrainingStep:
             source.note_training_version(version)
         published = time.monotonic()
         metrics["policy_version"] = source.policy_version
+        if DIFFERENCE in measured:  # once a rank
+            say(f"{measured[DIFFERENCE]} -> what was trained is not what was put: end the run, and keep this line and the lane")
         self._held += self._batches
         if learner.step % self._options.save_every == 0 or learner.step >= self._options.steps:
             self.save()

@@ -17,9 +17,9 @@ static inline uint64_t checksum_step(uint64_t state, uint64_t word) {
     return state << 31 | state >> 33;
 }
 
-/* Never 0, which stands for none. */
-static inline uint64_t checksum_of(const uint8_t *bytes, uint64_t size) {
-    uint64_t lanes[CHECKSUM_LANES], rest = size, all = size, word;
+/* Never 0, which stands for none. Another seed, another checksum of the same bytes. */
+static inline uint64_t checksum_seeded(const uint8_t *bytes, uint64_t size, uint64_t seed) {
+    uint64_t lanes[CHECKSUM_LANES], rest = size, all = size ^ seed, word;
     for (int i = 0; i < CHECKSUM_LANES; i++) lanes[i] = i + 1;
     for (; rest >= 8 * CHECKSUM_LANES; rest -= 8 * CHECKSUM_LANES, bytes += 8 * CHECKSUM_LANES) {
         uint64_t words[CHECKSUM_LANES];
@@ -36,5 +36,7 @@ static inline uint64_t checksum_of(const uint8_t *bytes, uint64_t size) {
     for (int i = 0; i < CHECKSUM_LANES; i++) all = checksum_step(all, lanes[i]);
     return (all ^ all >> 29) | CHECKSUM_PRESENT;
 }
+
+static inline uint64_t checksum_of(const uint8_t *bytes, uint64_t size) { return checksum_seeded(bytes, size, 0); }
 
 #endif

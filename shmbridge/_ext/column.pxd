@@ -11,6 +11,7 @@ cdef class Form:
     cdef readonly bint per_record
     cdef readonly bint finite
     cdef bint says_versions          # token_versions: what of them is oldest is the record's
+    cdef uint64_t check_seed         # of its rows' checks; 0: they have none
     cdef int code                    # dtype.char
     cdef int array_type              # NumPy's number of the dtype
 
@@ -31,3 +32,4 @@ cdef class Column:
     cdef uint64_t inner_at
     cdef uint64_t keys_at
     cdef uint64_t validity_at
+    cdef uint64_t checks_at

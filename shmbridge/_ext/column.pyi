@@ -2,6 +2,8 @@ from typing import Any
 
 import numpy as np
 
+CHECKED_COLUMNS: tuple[str, ...]
+
 class Form:
     name: str
     dtype: np.dtype[Any]

@@ -9,7 +9,13 @@ import numpy as np
 
 from shmbridge._ext.layout cimport KIND_LIST, TAG_VALUES
 
+cdef extern from "row_check.h" nogil:
+    uint64_t row_check_seed(const char* column)
+
 cnp.import_array()
+
+# Whose values a learner trains with: each row's may carry a check.
+CHECKED_COLUMNS = ("tokens", "loss_mask", "inference_logprobs", "ref_logprobs", "advantages")
 
 
 cdef class Form:
@@ -21,6 +27,7 @@ cdef class Form:
         self.array_type = dtype.num
         self.per_token, self.per_record, self.finite = per_token, per_record, finite
         self.says_versions = name == "token_versions" and kind == KIND_LIST and dtype == np.int32
+        self.check_seed = row_check_seed(name.encode()) if name in CHECKED_COLUMNS and kind == KIND_LIST else 0
 
 
 cdef class Column:

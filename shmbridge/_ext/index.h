@@ -74,7 +74,7 @@ static inline int index_check(const uint8_t *index, const slot *body, const colu
             return complain(why, "entry %u: column %u kind %u tag %u", i, column, entry->kind, entry->tag);
         if (seen[column / 64] >> column % 64 & 1) return complain(why, "entry %u: column %u for a second time", i, column);
         if (entry->tag != TAG_VALUES) {
-            if (entry->entries || entry->values_bytes || entry->inner_count || entry->keys_bytes || entry->validity_at)
+            if (entry->entries || entry->values_bytes || entry->inner_count || entry->keys_bytes || entry->validity_at || entry->checks_at)
                 return complain(why, "entry %u: an empty column with values", i);
             continue;
         }
@@ -90,6 +90,9 @@ static inline int index_check(const uint8_t *index, const slot *body, const colu
             return -1;
         if (entry->validity_at &&
             index_span(entry->validity_at, entry->entries, body->index_bytes, body->extent_bytes, "validity", column, why))
+            return -1;
+        if (entry->checks_at &&
+            index_span(entry->checks_at, entry->entries * 8ull, body->index_bytes, body->extent_bytes, "checks", column, why))
             return -1;
     }
     if (tokens < column_count && !(seen[tokens / 64] >> tokens % 64 & 1)) return complain(why, "a record without tokens");

@@ -156,15 +156,14 @@ typedef struct {
  *   MAP        sum(lengths) * item         pairs per row      bytes per key             key bytes
  *   BYTES      sum(lengths)                bytes per row      -                         -
  *
- * validity, where present, is one byte per entry: 0 means null.
+ * validity, where present, is one byte per entry: 0 means null. checks, where present, is one uint64 per entry: row_check.h, 0 means none.
  */
 typedef struct {
     uint16_t column; /* index in the lane's column table */
     uint8_t kind;
     uint8_t tag;
     uint32_t entries;
-    uint32_t values_at, lengths_at, inner_at, keys_at, validity_at;
-    uint32_t pad;
+    uint32_t values_at, lengths_at, inner_at, keys_at, validity_at, checks_at;
     uint64_t values_bytes, inner_count, keys_bytes;
     uint64_t reserved;
 } directory_entry;

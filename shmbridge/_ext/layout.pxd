@@ -116,6 +116,7 @@ cdef extern from "layout.h" nogil:
         uint32_t inner_at
         uint32_t keys_at
         uint32_t validity_at
+        uint32_t checks_at
         uint64_t values_bytes
         uint64_t inner_count
         uint64_t keys_bytes

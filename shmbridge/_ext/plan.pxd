@@ -20,6 +20,13 @@ cdef class Stamp:
     cdef int64_t newest
 
 
+cdef class RowSampler:
+    cdef readonly uint32_t every     # 0: no row is checked
+    cdef uint64_t _next
+
+    cdef uint64_t take(self, uint64_t rows) noexcept
+
+
 cdef class Plan:
     cdef readonly list columns
     cdef readonly Stamp stamp
@@ -29,8 +36,12 @@ cdef class Plan:
     cdef public object source        # what it was made of, to make it anew
     cdef slot _slot
     cdef Column _versions            # token_versions, or None
+    cdef uint64_t _first_row         # its number among the producer's rows
+    cdef uint32_t _check_every       # which of them carry checks; 0: none of this record
 
-    cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, object source) except -1
+    cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, object source,
+                     RowSampler sampler) except -1
+    cdef int write_checks(self, uint8_t* base) except -1
     cdef int write_all(self, LaneWriter writer) except -1
     cdef int stamp_by_tokens(self, const uint8_t* base) except -1
     cdef object contradicted(self, const int32_t* values, int64_t version, str reason)

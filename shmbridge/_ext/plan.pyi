@@ -11,6 +11,10 @@ class Stamp:
     is_eval: bool
     def __init__(self, group_id: bytes, group_size: int, oldest: int, newest: int, is_eval: bool, said: int = 2) -> None: ...
 
+class RowSampler:
+    every: int
+    def __init__(self, every: int, first: int = 0) -> None: ...
+
 class Plan:
     columns: list[Column]
     stamp: Stamp
@@ -19,7 +23,15 @@ class Plan:
     done: bool
     source: Any
     def __init__(
-        self, columns: list[Column], stamp: Stamp, rows: int, tokens: int, uneven: bool, env_id: int, source: Any = None
+        self,
+        columns: list[Column],
+        stamp: Stamp,
+        rows: int,
+        tokens: int,
+        uneven: bool,
+        env_id: int,
+        source: Any = None,
+        sampler: RowSampler | None = None,
     ) -> None: ...
     def become(self, other: Plan) -> None: ...
     @property

@@ -19,6 +19,11 @@ from shmbridge._ext.pack import BadValue
 cdef extern from "lane_copy.h" nogil:
     void lane_copies_done(bint is_cold)
 
+cdef extern from "row_check.h" nogil:
+    bint any_row_is_checked(uint64_t first, uint64_t rows, uint32_t every)
+    void row_checks_write(uint64_t* to, const uint8_t* values, const uint32_t* lengths, const uint8_t* valid, uint64_t rows, uint32_t item,
+                          uint64_t seed, uint64_t first, uint32_t every)
+
 
 cdef class Stamp:
     """What a caller says of a group beside its columns; already checked."""
@@ -32,16 +37,33 @@ cdef inline uint64_t lines(uint64_t size) noexcept:
     return (size + ALIGNMENT - 1) // ALIGNMENT
 
 
+cdef class RowSampler:
+    """Which of a producer's rows carry checks of their values: one in `every`, scattered; all for 1, none for 0. Never blocks."""
+
+    def __init__(self, uint32_t every, uint64_t first=0):
+        self.every, self._next = every, first
+
+    cdef uint64_t take(self, uint64_t rows) noexcept:
+        """The number of the first of so many rows more."""
+        self._next += rows
+        return self._next - rows
+
+
 cdef class Plan:
     """The layout of one record. Raises OverflowError for one beyond what a directory can say."""
 
-    def __init__(self, list columns not None, Stamp stamp not None, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, source=None):
-        self.lay_out(columns, stamp, rows, tokens, uneven, env_id, source)
+    def __init__(self, list columns not None, Stamp stamp not None, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, source=None,
+                 RowSampler sampler=None):
+        self.lay_out(columns, stamp, rows, tokens, uneven, env_id, source, sampler)
 
-    cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, object source) except -1:
+    cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, object source,
+                     RowSampler sampler) except -1:
         cdef uint64_t at, head = len(columns) * sizeof(directory_entry) + PyBytes_GET_SIZE(stamp.group_id)
         cdef Column column
         self.columns, self.stamp, self.source = columns, stamp, source
+        if sampler is not None and sampler.every:
+            self._first_row = sampler.take(rows)
+            self._check_every = sampler.every if any_row_is_checked(self._first_row, rows, sampler.every) else 0
         at = lines(head)
         for column in columns:
             if column.form.says_versions:
@@ -65,6 +87,9 @@ cdef class Plan:
             if column.validity is not None:
                 column.validity_at = at
                 at += lines(column.entries)
+            if self._check_every and column.form.check_seed and column.row_lengths is not None and column.entries:
+                column.checks_at = at
+                at += lines(8 * column.entries)
         self.extent_bytes = at * ALIGNMENT
         if at >= 1 << 32:
             raise OverflowError(f"a record of {self.extent_bytes} bytes; the layout ends at 256 GiB")
@@ -80,6 +105,7 @@ cdef class Plan:
     def become(self, Plan other not None):
         """Lays the record out as `other` is, which was made of the same source."""
         self.columns, self.extent_bytes, self._slot, self._versions = other.columns, other.extent_bytes, other._slot, other._versions
+        self._first_row, self._check_every = other._first_row, other._check_every
 
     @property
     def rows(self) -> int:
@@ -112,6 +138,7 @@ cdef class Plan:
                 fold_values(column, base + column.values_at * ALIGNMENT, tokens)
             elif column.rows is not None and column.count:
                 write_values(column, base + column.values_at * ALIGNMENT, is_cold)
+        self.write_checks(base)
         lane_copies_done(is_cold)
         self.stamp_by_tokens(base)
         self.sequence = writer.publish(&self._slot)
@@ -128,9 +155,28 @@ cdef class Plan:
         cdef Column column
         for column in self.columns:
             check_column(column, base + column.values_at * ALIGNMENT)
+        self.write_checks(base)
         self.stamp_by_tokens(base)
         self.sequence = writer.publish(&self._slot)
         self.done = True
+
+    cdef int write_checks(self, uint8_t* base) except -1:
+        """The checks of the rows that carry some, of the values as they lie there now."""
+        cdef Column column
+        cdef const uint8_t* valid
+        if not self._check_every:
+            return 0
+        for column in self.columns:
+            if column.checks_at:
+                valid = NULL
+                if column.validity is not None:
+                    valid = <const uint8_t*>PyBytes_AS_STRING(column.validity)
+                row_checks_write(
+                    <uint64_t*>(base + column.checks_at * ALIGNMENT), base + column.values_at * ALIGNMENT,
+                    <const uint32_t*>PyBytes_AS_STRING(column.row_lengths), valid, column.entries, column.form.item_bytes,
+                    column.form.check_seed, self._first_row, self._check_every,
+                )
+        return 0
 
     cdef int stamp_by_tokens(self, const uint8_t* base) except -1:
         """The versions of the tokens become the record's; BadValue if the caller has said otherwise."""
@@ -180,6 +226,7 @@ cdef class Plan:
             entry.values_at, entry.values_bytes = <uint32_t>column.values_at, column.count * column.form.item_bytes
             entry.lengths_at, entry.inner_at = <uint32_t>column.lengths_at, <uint32_t>column.inner_at
             entry.keys_at, entry.validity_at = <uint32_t>column.keys_at, <uint32_t>column.validity_at
+            entry.checks_at = <uint32_t>column.checks_at
             if column.row_lengths is not None:
                 copy_bytes(base + column.lengths_at * ALIGNMENT, column.row_lengths)
             if column.inner_lengths is not None:

@@ -1,11 +1,11 @@
 from typing import Any
 
 from shmbridge._ext.column import Form
-from shmbridge._ext.plan import Plan, Stamp
+from shmbridge._ext.plan import Plan, RowSampler, Stamp
 from shmbridge._ext.ring import LaneWriter
 
 class Forms:
-    def __init__(self, by_key: dict[str, Form]) -> None: ...
+    def __init__(self, by_key: dict[str, Form], sampler: RowSampler | None = None) -> None: ...
     def plan(self, group: Any, stamp: Stamp, source: Any) -> Plan | None: ...
 
 class Door:

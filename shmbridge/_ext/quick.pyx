@@ -16,7 +16,7 @@ from libc.string cimport memcmp, memcpy
 
 from shmbridge._ext.column cimport Column, Form
 from shmbridge._ext.layout cimport KIND_LIST, KIND_SCALAR, TAG_EMPTY_LIST, TAG_EMPTY_MAP, TAG_NULL, TAG_VALUES
-from shmbridge._ext.plan cimport SAID_NOTHING, SAID_OLDEST, Plan, Stamp
+from shmbridge._ext.plan cimport SAID_NOTHING, SAID_OLDEST, Plan, RowSampler, Stamp
 from shmbridge._ext.ring cimport LaneWriter, lane_claim
 
 from shmbridge._ext.pack import BadValue, LossyMasks
@@ -39,9 +39,10 @@ cdef class Forms:
     cdef Form _tokens
     cdef Form _masks
     cdef Form _loss_mask
+    cdef RowSampler _sampler
 
-    def __init__(self, dict by_key not None):
-        self._by_key = by_key
+    def __init__(self, dict by_key not None, RowSampler sampler=None):
+        self._by_key, self._sampler = by_key, sampler
         self._tokens, self._masks, self._loss_mask = by_key["tokens"], by_key["masks"], by_key["loss_mask"]
 
     def plan(self, group, Stamp stamp not None, source):
@@ -81,7 +82,7 @@ cdef class Forms:
             columns.append(column)
         made = Plan.__new__(Plan)
         try:
-            made.lay_out(columns, stamp, tokens.entries, tokens.count, False, <int32_t>env_id, source)
+            made.lay_out(columns, stamp, tokens.entries, tokens.count, False, <int32_t>env_id, source, self._sampler)
         except OverflowError:
             return None
         return made

@@ -305,6 +305,34 @@ cdef class LeasedRecord(Lease):
         """bool[rows] where some rows of the column are null, None where none is."""
         return self.validity(self.there(name))
 
+    def row_checks(self, name):
+        """uint64[rows], a copy: the check of each row's values (shmbridge.row_checks), 0 for a row without; None if the column has none.
+
+        A row that has not one value per token has a check, which is 0 here: no reader trains with such a row's values.
+        """
+        cdef const directory_entry* entry = self.find(name)
+        cdef const directory_entry* tokens = self.find("tokens")
+        cdef cnp.npy_intp shape = self.rows
+        cdef const uint64_t* said
+        cdef const uint32_t* lengths
+        cdef const uint32_t* wanted
+        cdef uint64_t* to
+        cdef uint32_t row
+        if self._released:
+            raise self._too_late(name)
+        if entry == NULL or entry.checks_at == 0 or tokens == NULL:
+            return None
+        view = view_of(self)
+        said = <const uint64_t*>(self._extent + entry.checks_at * <uint64_t>ALIGNMENT)
+        lengths = <const uint32_t*>(PyBytes_AS_STRING(self.index) + entry.lengths_at * <uint64_t>ALIGNMENT)
+        wanted = <const uint32_t*>(PyBytes_AS_STRING(self.index) + tokens.lengths_at * <uint64_t>ALIGNMENT)
+        copy = cnp.PyArray_ZEROS(1, &shape, cnp.NPY_UINT64, 0)
+        to = <uint64_t*>cnp.PyArray_DATA(<cnp.ndarray>copy)
+        for row in range(min(self.rows, entry.entries)):
+            if lengths[row] == wanted[row]:
+                to[row] = said[row]
+        return copy
+
     def _tag(self, name):
         """The TAG_ of a column's entry, -1 if it has none."""
         cdef const directory_entry* entry = self.find(name)

@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import shmbridge
+from shmbridge.consumers.learner.row_checks import Watch
 
 VOCABULARY = 28
 BLOCK = 32768  # a W&B file is a log of blocks, as LevelDB's: each piece has crc, length and kind in front
@@ -32,6 +33,26 @@ BLOCK = 32768  # a W&B file is a log of blocks, as LevelDB's: each piece has crc
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _rows_are_what_was_put(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test of a learner in this process trains with other values than were put, unless it wants to."""
+    if "differences_allowed" in request.fixturenames:
+        return
+    differences = Watch.differences
+
+    def none(watch: Watch) -> dict[int, str]:
+        found = differences(watch)
+        assert not found, found
+        return found
+
+    monkeypatch.setattr(Watch, "differences", none)
+
+
+@pytest.fixture
+def differences_allowed() -> None:
+    """For tests that plant some."""
 
 
 @pytest.fixture
