@@ -41,10 +41,15 @@ class AdoptedLane:
         return self.reader.held + self.reader.put_off
 
     @property
+    def dropped(self) -> int:
+        """Records that were looked at and are un-released, though nobody holds a lease."""
+        return self.reader.dropped
+
+    @property
     def starves(self) -> bool:
         """Whether its producer asked for room in vain, and there is none yet."""
         wanted = self.reader.wanted_bytes
-        if wanted == 0 or self.held == 0 or self.reader.has_room_for(wanted):
+        if wanted == 0 or self.held + self.dropped == 0 or self.reader.has_room_for(wanted):
             return False
         return self.reader.wanted_bytes == wanted  # else the producer has moved on while its slots were looked at
 
@@ -66,7 +71,7 @@ class AdoptedLane:
 
     def quarantine(self) -> None:
         """Takes nothing from the lane any more; what it held is counted, and its counters stand still."""
-        waiting, unreleased = self.reader.waiting, header.undelivered(self.reader.lane) - self.held  # one of them may be nonsense
+        waiting, unreleased = self.reader.waiting, header.undelivered(self.reader.lane) - self.held - self.dropped  # one of them may be nonsense
         self.reader.quarantine()
         lost = max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1)
         self.reader.count_discard(Discard.CORRUPT, lost)
@@ -90,7 +95,7 @@ class AdoptedLane:
     def counters(self) -> Counter[str]:
         """From the lane's own words."""
         if self._last_counters is not None:
-            last, held = self._last_counters, self.reader.held
+            last, held = self._last_counters, self.reader.held + self.dropped
             released = last["released_total"] + last["held"] - held
             return Counter({**last, "held": held, "put_off": self.reader.put_off, "released_total": released})
         words = header.lane_counters(self.reader.lane)
@@ -98,7 +103,7 @@ class AdoptedLane:
             {
                 "records_total": words["tail"],
                 "released_total": words["released"] - sum(words["discarded"]),
-                "held": self.waiting + self.reader.held,
+                "held": self.waiting + self.reader.held + self.dropped,
                 "put_off": self.reader.put_off,
                 "tokens_total": words["tokens"],
                 "bytes_total": words["bytes"],

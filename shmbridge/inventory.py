@@ -13,7 +13,8 @@ from shmbridge.liveness import Byte
 
 @dataclass(frozen=True, slots=True)
 class LaneInfo:
-    """One lane as seen from outside. `held` counts committed, un-released records; `size_bytes` the whole segment.
+    """One lane as seen from outside. `held` counts committed, un-released records, `dropped` those of them that its consumer has dropped
+    without release; `size_bytes` is the whole segment.
 
     `released` is what its consumers have counted, `unaccounted` what the lane's slots show as released beyond that: 0, but for one at most
     between a consumer's death and the next, unless a record was lost. `data_writable` says that a reader maps it so, for a GPU that registers
@@ -28,6 +29,7 @@ class LaneInfo:
     held: int
     records: int
     size_bytes: int
+    dropped: int = 0
     released: int = 0
     unaccounted: int = 0
     data_writable: bool = False
@@ -108,7 +110,7 @@ def _lane(name: str) -> LaneInfo | None:
     info = fate.info or {"producer_id": "", "env_name": "", "pid": 0}
     return LaneInfo(
         name, info["producer_id"], info["env_name"], info["pid"], fate.alive, fate.held, fate.records, fate.size,
-        fate.released, fate.unaccounted, fate.data_writable,
+        fate.dropped, fate.released, fate.unaccounted, fate.data_writable,
     )  # fmt: skip
 
 
