@@ -33,6 +33,7 @@ from shmbridge.exits import at_exit
 from shmbridge.liveness import Byte
 from shmbridge.measure import as_invalid
 from shmbridge.outgoing import Loader, Split, Version, checked_stamp
+from shmbridge.own_names import LOOK_S, OwnNames
 from shmbridge.reasons import Drop, labelled
 from shmbridge.schema import Columns, columns_of
 from shmbridge.slot import Slot
@@ -45,7 +46,6 @@ log = logging.getLogger(__name__)
 
 OnFull = Literal["block", "raise", "drop"]
 _SAY_SO_AFTER_S = 5.0
-_LOOK_S = 0.4  # how often a producer that puts, or waits, looks whether its names are there
 
 
 class Producer(Tickets):
@@ -110,6 +110,7 @@ class Producer(Tickets):
             os.getpid(), liveness.pid_namespace(), *names,
         )  # fmt: skip
         self._writer = ring.LaneWriter(self._lane, self._control.mapping)
+        self._names = OwnNames(self.producer_id, self.bridge, self._control, self.lane_name, self._lane, self._writer)
         self._door = quick.Door(self._loader.forms, self._writer, self.producer_id, self._loader.most_bytes)
         self._control.announce_lane()
 
@@ -304,20 +305,8 @@ class Producer(Tickets):
             raise ClaimOpen(f"producer {self.producer_id} has an open claim", hint="put after the `with producer.claim(...)` block")
         if self._control.draining:
             raise refusals.draining(self.bridge)
-        self._look_at_names()
+        self._names.check()
         return bool(self._control.paused)
-
-    def _look_at_names(self) -> None:
-        if self._writer.look_due:
-            if self.removed:
-                raise refusals.lane_removed(self.producer_id, self.lane_name, self._unreachable())
-            self._writer.looked(_LOOK_S)
-
-    def _unreachable(self) -> int:
-        """Committed, un-released records that no consumer reads, nor will find."""
-        if segment.still_named(self._lane.fd, self.lane_name) or liveness.is_locked(self._lane.fd, Byte.READER):
-            return 0
-        return self._writer.outstanding
 
     def _try_put(self, plan: Plan) -> bool:
         """Claims and commits if there is room now."""
@@ -369,7 +358,7 @@ class Producer(Tickets):
             time.sleep(min(left_s, 0.005))
             return
         try:
-            self._writer.count_wait(self._writer.wait_space(int(min(left_s, _LOOK_S) * 1e9)))
+            self._writer.count_wait(self._writer.wait_space(int(min(left_s, LOOK_S) * 1e9)))
         finally:
             self._one_sleeper.release()
         if self._control.paused:  # room is not what we wait for
@@ -414,8 +403,7 @@ class Producer(Tickets):
     @property
     def removed(self) -> bool:
         """Whether its lane or the control segment was removed by force: no later consumer will find either. Two stats; any thread."""
-        segments = ((self._lane.fd, self.lane_name), (self._control.mapping.fd, segment.control_name(self.bridge)))
-        return not self._closed and not all(segment.still_named(*each) for each in segments)
+        return not self._closed and self._names.removed
 
     def stats(self) -> dict[str, float]:
         """Counters of this lane, flat; `dropped_total{reason}` per reason. Never blocks; any thread."""
@@ -459,8 +447,7 @@ class Producer(Tickets):
             self._end_tickets()  # first: whoever releases what we wait for may wait for groups that they keep from beginning
             while drain and self._writer.outstanding:
                 self._writer.reclaim()  # what was released must not wake us again
-                if lost := self._unreachable():
-                    raise refusals.lane_removed(self.producer_id, self.lane_name, lost)
+                self._names.check_reachable()
                 left = _left(began, timeout_s)
                 if left <= 0:
                     raise LaneFull(
@@ -481,8 +468,7 @@ class Producer(Tickets):
                 self._drop(plan, Drop.CANCELLED)
 
     def _leave(self) -> None:
-        if lost := self._unreachable():
-            log.error("%s", refusals.lane_removed(self.producer_id, self.lane_name, lost))
+        self._names.say_what_is_left()
         self._closed = True
         if self._sleeper is not None:
             self._writer.ring()  # whoever closes may be an event loop

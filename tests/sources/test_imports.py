@@ -21,6 +21,7 @@ LAYERS = {
     "measure": {"_ext", "schema"},
     "intake": {"_ext", "schema", "measure"},
     "slot": {"_ext"},
+    "own_names": {"_ext", "liveness", "segment", "refusals"},
     "sizing": {"_ext", "schema"},
     "refusals": {"_ext", "liveness", "messages"},
     "tickets": {"_ext", "liveness", "refusals", "messages", "control_client"},
@@ -34,8 +35,8 @@ LAYERS = {
     "schema": {"_ext"},
     "record": {"_ext", "segment", "liveness", "schema", "arrow", "scored_data"},
     "producer": {
-        "_ext", "segment", "liveness", "participation", "placement", "schema", "measure", "outgoing", "refusals", "sizing", "slot",
-        "tickets",
+        "_ext", "segment", "liveness", "participation", "placement", "schema", "measure", "outgoing", "own_names", "refusals", "sizing",
+        "slot", "tickets",
     },
     "groups": {"record"},
     "want": {"groups"},

@@ -15,26 +15,33 @@ GROUP = {"tokens": [[1, 2, 3], [4]], "advantages": [[0.5, 1.5, 2.5], [3.5]], "sc
 
 
 @pytest.fixture(params=["hub", "rank"])
-def record(request, producer, consumer):
-    if request.param == "hub":
-        producer.put(GROUP)
-        return consumer.get(1)
-    pytest.importorskip("zmq")
+def get(request, producer, make_consumer, make_rank):
+    """Call it for the record, as a hub or a rank has it."""
+    consumer = make_consumer()
     producer.put(GROUP)
-    consumer.serve_ranks(world_size=1, groups=1)
-    rank = shmbridge.Rank(consumer.bridge, 0, 1)
-    request.addfinalizer(rank.close)
-    return next(iter(rank.batches())).records[0]
+
+    def take() -> shmbridge.Record:
+        if request.param == "hub":
+            return consumer.get(1)
+        consumer.serve_ranks(world_size=1, groups=1)
+        return next(make_rank().batches(hold="caller")).records[0]
+
+    return take
 
 
-@pytest.fixture(params=["values", "row", "slice", "scalars"])
-def view(request, record):
-    found = {"values": record["advantages"].values, "row": record["advantages"][0], "scalars": record["score"]}
-    found["slice"] = found["values"][1:]
-    return found[request.param]
+def view_of(record: shmbridge.Record, which: str) -> np.ndarray:
+    if which == "scalars":
+        return record["score"]
+    values = record["advantages"]
+    return {"values": values.values, "row": values[0], "slice": values.values[1:]}[which]
 
 
-def test_numpy(view) -> None:
+views = pytest.mark.parametrize("which", ["values", "row", "slice", "scalars"])
+
+
+@views
+def test_numpy(get, which) -> None:
+    view = view_of(get(), which)
     with pytest.raises(ValueError, match="read-only"):
         view[0] = 9
     with pytest.raises(ValueError, match="read-only"):
@@ -47,7 +54,9 @@ def test_numpy(view) -> None:
         np.from_dlpack(view)
 
 
-def test_what_is_computed_from_a_view_is_no_view(view) -> None:
+@views
+def test_what_is_computed_from_a_view_is_no_view(get, which) -> None:
+    view = view_of(get(), which)
     made = view * 2
     made[0] = 9
     assert type(made) is np.ndarray
@@ -57,7 +66,10 @@ def test_what_is_computed_from_a_view_is_no_view(view) -> None:
     assert isinstance(view.sum(), np.floating)
 
 
-def test_memoryview_and_ctypes(record, view) -> None:
+@views
+def test_memoryview_and_ctypes(get, which) -> None:
+    record = get()
+    view = view_of(record, which)
     for exporter in (view, record):
         assert memoryview(exporter).readonly
         with pytest.raises((TypeError, BufferError)):
@@ -66,7 +78,8 @@ def test_memoryview_and_ctypes(record, view) -> None:
         memoryview(record)[0] = 1
 
 
-def test_pyarrow(record) -> None:
+def test_pyarrow(get) -> None:
+    record = get()
     pyarrow = pytest.importorskip("pyarrow")
     assert not pyarrow.py_buffer(record["advantages"].values).is_mutable
     table = record.to_arrow()
@@ -75,7 +88,10 @@ def test_pyarrow(record) -> None:
     assert not table["advantages"].values.to_numpy(zero_copy_only=True).flags.writeable
 
 
-def test_torch_is_refused_dlpack_and_told_what_copies(record, view) -> None:
+@views
+def test_torch_is_refused_dlpack_and_told_what_copies(get, which) -> None:
+    record = get()
+    view = view_of(record, which)
     torch = pytest.importorskip("torch")
     with pytest.raises(BufferError, match="to_torch"):
         torch.from_dlpack(view)
@@ -89,8 +105,10 @@ def test_torch_is_refused_dlpack_and_told_what_copies(record, view) -> None:
     assert record["advantages"].values.tolist() == [0.5, 1.5, 2.5, 3.5]
 
 
-def test_torch_warns_where_it_asks_for_no_dlpack(view) -> None:
+@views
+def test_torch_warns_where_it_asks_for_no_dlpack(get, which) -> None:
     """from_numpy and as_tensor ask nobody: torch itself says what it does, once in a process, and reading is right."""
+    view = view_of(get(), which)
     torch = pytest.importorskip("torch")
     torch.set_warn_always(True)
     try:
