@@ -41,10 +41,15 @@ class AdoptedLane:
         return self.reader.held + self.reader.put_off
 
     @property
+    def dropped(self) -> int:
+        """Records that were looked at and are un-released, though nobody holds a lease."""
+        return self.reader.dropped
+
+    @property
     def starves(self) -> bool:
         """Whether its producer asked for room in vain, and there is none yet."""
         wanted = self.reader.wanted_bytes
-        if wanted == 0 or self.held == 0 or self.reader.has_room_for(wanted):
+        if wanted == 0 or self.held + self.dropped == 0 or self.reader.has_room_for(wanted):
             return False
         return self.reader.wanted_bytes == wanted  # else the producer has moved on while its slots were looked at
 
@@ -66,7 +71,7 @@ class AdoptedLane:
 
     def quarantine(self) -> None:
         """Takes nothing from the lane any more; what it held is counted, and its counters stand still."""
-        waiting, unreleased = self.reader.waiting, header.undelivered(self.reader.lane) - self.held  # one of them may be nonsense
+        waiting, unreleased = self.reader.waiting, header.undelivered(self.reader.lane) - self.held - self.dropped  # one of them may be nonsense
         self.reader.quarantine()
         self.reader.count_discard(Discard.CORRUPT, max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1))
         self.corrupt = True
@@ -82,12 +87,12 @@ class AdoptedLane:
     def counters(self) -> Counter[str]:
         """From the lane's own words."""
         if self._last_counters is not None:
-            return Counter({**self._last_counters, "held": self.reader.held, "put_off": self.reader.put_off})
+            return Counter({**self._last_counters, "held": self.reader.held + self.dropped, "put_off": self.reader.put_off})
         words = header.lane_counters(self.reader.lane)
         return Counter(
             {
                 "records_total": words["tail"],
-                "held": self.waiting + self.reader.held,
+                "held": self.waiting + self.reader.held + self.dropped,
                 "put_off": self.reader.put_off,
                 "tokens_total": words["tokens"],
                 "bytes_total": words["bytes"],

@@ -22,11 +22,13 @@ from shmbridge.capacity import Chosen, Limit
 from shmbridge.config import format_size
 from shmbridge.errors import BatchTooBig, ConsumerEmpty
 from shmbridge.groups import Group, GroupAssembler
+from shmbridge.in_thread import in_another_thread
 from shmbridge.lanes import LaneSet
 from shmbridge.prefetch import Prefetcher
 from shmbridge.reasons import Discard
 from shmbridge.scheduler import Policy, Want, scheduler_of
 from shmbridge.staleness import Lags, is_stale
+from shmbridge.unreleased import Call
 
 if TYPE_CHECKING:
     from shmbridge.consumer import Consumer
@@ -55,6 +57,7 @@ class BatchAssembly:
         self.screen: Screen | None = None
         self._whole: deque[Group] = deque()  # whole, and not yet shown to the screen
         self._screened = 0
+        self._taking = False  # records become groups; still set afterwards if an exception came in between
         self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()  # under "caller": what may still be held; under the lock
         self._somebody_waits = False  # for a batch: whoever it is releases nothing meanwhile
         self._closed = False
@@ -149,7 +152,7 @@ class BatchAssembly:
     ) -> Iterator[Batch]:
         form = functools.partial(self._form, want, making, max_staleness)
         self.stop_prefetch()  # of an earlier iteration, which ends with that
-        self._consumer.end_step()
+        self._begin_anew()
         self._returned = False
         ahead = self._prefetcher = Prefetcher(prefetch, form) if prefetch else None
         try:
@@ -164,6 +167,7 @@ class BatchAssembly:
                 if self._has_stale(batch.groups, max_staleness):
                     self._put_back(batch)  # it grew stale while it waited to be taken
                     continue
+                _hand_out(batch.groups, Call.BATCHES, looked_at=True)
                 if hold == "gather":
                     batch.release()
                 self._consumer.count_batch()
@@ -207,9 +211,11 @@ class BatchAssembly:
         make, layout = making
         while (chosen := self.choose(want, max_staleness, stop, deadline_s)) is not None:
             try:
-                return as_batch(make(chosen, layout))
+                batch = as_batch(make(chosen, layout))
+                _hand_out(chosen, Call.BATCHES, looked_at=False)  # not yet: lost before that, it is formed again
+                return batch
             except BaseException as error:
-                wrong = unreadable(chosen, layout) if _may_be_one_groups_fault(error) else []
+                wrong = self._at_fault(error, chosen, layout)
                 at_fault = {id(group) for group, _ in wrong}
                 self.put_back([group for group in chosen if id(group) not in at_fault])
                 for group, why in wrong:
@@ -220,13 +226,30 @@ class BatchAssembly:
                     raise
         return None
 
+    def _at_fault(self, error: BaseException, chosen: list[Group], layout: Layout) -> list[tuple[Group, Exception]]:
+        """The groups that cannot be read, if it is that; puts all back if the search is interrupted."""
+        if not _may_be_one_groups_fault(error):
+            return []
+        try:
+            return in_another_thread(functools.partial(unreadable, chosen, layout))  # where no signal's handler raises
+        except BaseException:
+            self.put_back(chosen)
+            raise
+
     def choose_within(self, want: Want, max_staleness: int | None, timeout_s: float) -> list[Group] | None:
         """The groups of the next batch; None if there is none in time."""
         self.stop_prefetch()
-        self._consumer.end_step()
+        self._begin_anew()
         chosen = self.choose(want, self.most_stale(max_staleness), threading.Event(), time.monotonic() + timeout_s)
         self.begin_step(chosen or [])
+        _hand_out(chosen or [], Call.TAKE_GROUPS, looked_at=False)
         return chosen
+
+    def _begin_anew(self) -> None:
+        """What was handed out last is over, and no batch is being formed: one that an exception has lost on its way counts no more."""
+        self._consumer.end_step()
+        with self._lock:
+            self._chosen = Chosen()
 
     def choose(
         self, want: Want, max_staleness: int | None, stop: threading.Event, deadline_s: float = float("inf")
@@ -275,15 +298,17 @@ class BatchAssembly:
         """Moves what the lanes have now into groups; whether there was anything."""
         self._consumer._check_open()
         now = time.monotonic()
-        records = self._lanes.poll(most)
+        if self._taking:  # an exception came amid this: a group may be complete among the partial ones
+            self._whole.extend(self._partial.completed())
+        self._taking = True
+        records = self._lanes.poll(most, Call.BATCHES)
         if self._policy == "atropos":
             records.sort(key=attrgetter("t_publish_ns"))  # upstream's order is that of arrival, whoever sends
         for record in records:
             if (group := self._partial.add(record, now)) is not None:
                 self._whole.append(group)
-        while self._whole:
-            self._queue(self._whole[0], max_staleness)
-            self._whole.popleft()
+        while self._whole:  # a group is in one place only: lost on its way between two, its records come again
+            self._queue(self._whole.popleft(), max_staleness)
         for group in self._partial.late(now, self._lanes.busy_producers()) if len(self._partial) else ():
             log.warning("group %s of %s has %d of %d rows after %.0f s: discarded", group.records[0].group_id, group.producer_id,
                         group.rows, group.size, self._partial.timeout_s)  # fmt: skip
@@ -291,11 +316,12 @@ class BatchAssembly:
         if not records and len(self._partial):
             for group in self._partial.orphans(self._lanes.finished_producers()):
                 self._discard(group, Discard.PARTIAL)
+        self._taking = False
         return bool(records)
 
     def _queue(self, group: Group, max_staleness: int | None) -> None:
         """Takes a whole group over for a batch, unless it is screened out or stale."""
-        if self.screen is not None and not self.screen(group):
+        if self.screen is not None and not self._passes(self.screen, group):
             for record in group.records:
                 record.release()
             self._screened += 1
@@ -305,6 +331,16 @@ class BatchAssembly:
             self._complete.add(group)
             if max_staleness is not None:
                 self._oldest = _oldest([group], self._oldest)
+
+    def _passes(self, screen: Screen, group: Group) -> bool:
+        """What the screen says of a group; one that it raises for stays, and is shown again."""
+        try:
+            return screen(group)
+        except BaseException:
+            self._whole.appendleft(group)
+            raise
+        finally:
+            _hand_out([group], Call.BATCHES, looked_at=False)  # a screen's look is not the user's
 
     def _cut_stale(self, max_staleness: int | None) -> None:
         """Looks at every group only when the oldest may have grown stale: what comes later is looked at when it comes."""
@@ -335,7 +371,8 @@ class BatchAssembly:
         self.put_back(batch.groups)
 
     def put_back(self, groups: list[Group]) -> None:
-        """Groups of a batch that was not handed out wait again, before all others; any thread."""
+        """Groups of a batch that was not handed out, or not read, wait again, before all others; any thread."""
+        _hand_out(groups, Call.BATCHES, looked_at=False)
         with self._lock:
             self._chosen.remove(groups)
             self._complete.put_back(groups)
@@ -357,6 +394,7 @@ class BatchAssembly:
         raise BatchTooBig(
             f"a batch of {want} cannot be filled: {len(self._complete)} are complete, {len(self._partial)} in part; "
             + (f"who waits for it holds {elsewhere} records of batches before; " if elsewhere else "")
+            + (f"{stuck.dropped} were dropped without release, see take_back_dropped(); " if stuck.dropped else "")
             + f"{stuck.lanes} lanes of {format_size(stuck.data_bytes)} in all hold {stuck.held} records of at most {format_size(largest)}, "
             f"and their {stuck.live} living producers have no room for {format_size(stuck.wanted_bytes)} more",
             hint=sizing.what_to_raise(
@@ -388,6 +426,13 @@ class BatchAssembly:
             self._whole.clear()
             self._complete.remove(lambda group: True)
             self._partial, self._not_cut = GroupAssembler(0.0), []
+
+
+def _hand_out(groups: Iterable[Group], call: Call, *, looked_at: bool) -> None:
+    """Notes whose words are to release the groups' records, and whether they count as read by whoever has them."""
+    for group in groups:
+        for record in group.records:
+            record.handed_out_by, record.looked_at = call, looked_at
 
 
 def _oldest(groups: Iterable[Group], known: int = _NO_VERSION) -> int:

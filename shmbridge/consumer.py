@@ -28,6 +28,7 @@ from shmbridge.reasons import Discard
 from shmbridge.record import Record
 from shmbridge.scheduler import Policy
 from shmbridge.schema import columns_of
+from shmbridge.unreleased import Call
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -45,8 +46,9 @@ class Consumer(Hub):
     """The one hub of a bridge; a context manager.
 
     For one thread at a time, except stats, publish_policy_version, pause, resume and drain. Construction adopts every lane
-    that exists, also those of dead producers, before anything is removed. Left by an exception, a `with` block keeps the
-    records it still holds un-released: the next consumer gets them again.
+    that exists, also those of dead producers, before anything is removed. A record is released by a word only: its release(),
+    the end of its own `with`, the next step of an iteration. The end of the consumer's `with` releases nothing, nor does
+    close(): the next consumer gets again what is held. docs/reference/releases.md has every case.
 
     Args:
         bridge: name of the bridge.
@@ -135,7 +137,7 @@ class Consumer(Hub):
     # -- taking records -----------------------------------------------------------------------------------------------------------
 
     def get(self, timeout_s: float | None = None) -> Record:
-        """The next record of any lane, leased. Blocks at most `timeout_s` seconds (None: for ever).
+        """The next record of any lane, leased until its release(). Blocks at most `timeout_s` seconds (None: for ever).
 
         Raises:
             ConsumerEmpty: none came in time; the message says who is alive.
@@ -145,7 +147,7 @@ class Consumer(Hub):
             return record
         self._check_mine()
         deadline = _deadline(timeout_s)
-        while (record := self._take()) is None:
+        while (record := self._take(Call.GET)) is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._empty(timeout_s)
@@ -156,7 +158,7 @@ class Consumer(Hub):
         """`get` that never blocks the event loop: a thread of its own waits, and tells the loop."""
         self._check_mine()
         deadline = _deadline(timeout_s)
-        while (record := self._take()) is None:
+        while (record := self._take(Call.GET_ASYNC)) is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._empty(timeout_s)
@@ -164,7 +166,7 @@ class Consumer(Hub):
         return record
 
     def poll(self, max_records: int = 256) -> list[Record]:
-        """Up to `max_records` records that are there now, leased, fairly over the lanes. Never blocks."""
+        """Up to `max_records` records that are there now, each leased until its own release(), fairly over the lanes. Never blocks."""
         if self._ranks is None and (records := self._turns.poll(max_records)):
             return records
         self._check_mine()
@@ -172,12 +174,16 @@ class Consumer(Hub):
         return self._lanes.poll(max_records)
 
     def __iter__(self) -> Iterator[Record]:
-        """Records as they come, until close(), or until drain() and nothing is left."""
+        """Records as they come, until close(), or until drain() and nothing is left. Each step releases what the one before yielded.
+
+        A `break`, an exception or close() releases nothing: the record of that step is released by its release() only.
+        """
         self._check_mine()
         with self._until_closed():
-            while (record := self._take()) is not None or not self._drained():
+            while (record := self._take(Call.FOR)) is not None or not self._drained():
                 if record is not None:
                     yield record
+                    record.release()
                 else:
                     self._wait(_LONGEST_WAIT_S)
 
@@ -186,9 +192,10 @@ class Consumer(Hub):
         self._check_mine()
         with self._until_closed():
             while True:
-                record = self._take()
+                record = self._take(Call.ASYNC_FOR)
                 if record is not None:
                     yield record
+                    record.release()
                 elif not self._control.draining:
                     await self._wait_async(_LONGEST_WAIT_S)
                 else:
@@ -211,6 +218,7 @@ class Consumer(Hub):
             prefetch: batches gathered ahead in a thread, 0 or more.
             hold: "step" keeps the leases until batch.release() or the next iteration, so that a killed learner's
                 successor gets the batch again; "caller" until batch.release() only; "gather" ends them once gathered: at most once.
+                A `break` releases nothing: leave the loop by `with batch:` or batch.release().
             timeout_s: seconds that `next` waits; None: for ever.
             rows: trajectories in a batch, instead of groups: whole groups as far as they fit, at least one.
             make: makes a batch of leased groups and a layout, in the thread that forms batches; None: `Batch` itself. For a subclass.
@@ -256,11 +264,20 @@ class Consumer(Hub):
         """
         self._batching.screen = keep
 
-    def _take(self) -> Record | None:
-        record = self._turns.take()
+    def take_back_dropped(self) -> int:
+        """Hands out again, `redelivered`, the records that were looked at and whose leases were dropped without release; how many.
+
+        They come before all others, in their order, from get, poll, iteration and batches alike. Never blocks; the consumer's thread.
+        """
+        self._check_mine()
+        self._check_open()
+        return self._lanes.take_back_dropped()
+
+    def _take(self, call: Call) -> Record | None:
+        record = self._turns.take(False, call)
         if record is None:
             self._check_open()
-            record = self._lanes.take()
+            record = self._lanes.take(call)
         return record
 
     def _check_mine(self) -> None:
@@ -297,7 +314,8 @@ class Consumer(Hub):
 
     def _empty(self, timeout_s: float | None) -> ConsumerEmpty:
         return ConsumerEmpty(
-            f"no record within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living producer",
+            f"no record within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living producer"
+            + self._lanes.dropped_words(),
             hint="are environments running on this bridge? shmbridge inspect " + self.bridge,
         )
 
@@ -348,8 +366,8 @@ class Consumer(Hub):
             self._ranks.stop()
 
     def close(self) -> None:
-        """Gives the bridge up. Records not yet handed out come to the next consumer; live views stay valid and keep the hub lock until
-        the last is gone. Idempotent, goes on where an interrupt ended it; blocks while another thread closes; does nothing in a child of
+        """Gives the bridge up; releases nothing. Records handed out and not released come to the next consumer again, as do those not
+        yet handed out; live views stay valid and keep the hub lock until the last is gone. Idempotent, goes on where an interrupt ended it; blocks while another thread closes; does nothing in a child of
         fork, nor in a signal's handler amid it.
         """
         if self._control_words is None or self._control_words.mapping.forked:

@@ -23,8 +23,8 @@ class Group:
 
     def append(self, record: Record) -> None:
         """Takes a record, and its lease, over."""
-        self.records.append(record)
         self.rows += record.rows
+        self.records.append(record)  # the first call here: no signal's handler gets in between
 
     @property
     def complete(self) -> bool:
@@ -77,6 +77,11 @@ class GroupAssembler:
         group = self._partial.get(key) or self._partial.setdefault(key, Group(record.group_size, now_s))
         group.append(record)
         return self._partial.pop(key) if group.complete else None
+
+    def completed(self) -> Iterator[Group]:
+        """Takes out and yields groups that are complete: an exception has kept `add` from returning them."""
+        for key in [key for key, group in self._partial.items() if group.complete]:
+            yield self._partial.pop(key)
 
     def late(self, now_s: float, busy: set[str]) -> Iterator[Group]:
         """Takes out and yields the partial groups older than the timeout, unless more of their producer is there."""

@@ -192,6 +192,7 @@ class Hub(OneProcess):
             **{key: total[key] for key in ("records_total", "released_total", "held", "put_off")},
             **{key: total[key] for key in ("tokens_total", "bytes_total", "lane_bytes")},
             **self._memory.of(lane.reader.lane for lane in self._lanes),
+            **{key: total[key] for key in ("leases_dropped_total", "leases_returned_total")},
             **reasons,
             "dropped_total": sum(value for key, value in reasons.items() if key.startswith("dropped")),
             "discarded_total": sum(value for key, value in reasons.items() if key.startswith("discarded")),

@@ -1,7 +1,8 @@
-"""A call that blocks, beside an event loop that goes on. Knows nothing of the package."""
+"""A call that another thread makes: for an event loop that goes on meanwhile, or for who must not be interrupted in it. Knows nothing else."""
 
 import asyncio
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,3 +24,22 @@ async def to_its_end(call: Callable[..., Result], *args: Any, **named: Any) -> R
     if cancelled is not None:
         raise cancelled from running.exception()
     return running.result()
+
+
+def in_another_thread(call: Callable[[], Result]) -> Result:
+    """Returns what a call returns, or raises what it raises; a thread makes it, in which no signal's handler can raise. Blocks."""
+    outcome: list[Result] = []
+    wrong: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            wrong.append(error)
+
+    thread = threading.Thread(target=run, name="shmbridge-apart", daemon=True)
+    thread.start()
+    thread.join()
+    if wrong:
+        raise wrong[0]
+    return outcome[0]

@@ -13,7 +13,9 @@ from shmbridge.liveness import Byte
 
 @dataclass(frozen=True, slots=True)
 class LaneInfo:
-    """One lane as seen from outside. `held` counts committed, un-released records; `size_bytes` the whole segment."""
+    """One lane as seen from outside. `held` counts committed, un-released records, `dropped` those of them that its consumer has dropped
+    without release; `size_bytes` is the whole segment.
+    """
 
     name: str
     producer_id: str
@@ -23,6 +25,7 @@ class LaneInfo:
     held: int
     records: int
     size_bytes: int
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ def _lane(name: str) -> LaneInfo | None:
     if fate is None:
         return None
     info = fate.info or {"producer_id": "", "env_name": "", "pid": 0}
-    return LaneInfo(name, info["producer_id"], info["env_name"], info["pid"], fate.alive, fate.held, fate.records, fate.size)
+    return LaneInfo(name, info["producer_id"], info["env_name"], info["pid"], fate.alive, fate.held, fate.records, fate.size, fate.dropped)
 
 
 def clean(bridge: str | None = None, dry_run: bool = True) -> CleanReport:

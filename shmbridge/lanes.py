@@ -4,6 +4,7 @@ Knows lane segments, column agreement and deaths; knows nothing of batches, the 
 consumer; `take` is for the consumer's thread, burying for the death watch's, everything else for any.
 """
 
+import functools
 import logging
 import threading
 from collections import Counter
@@ -20,6 +21,7 @@ from shmbridge.deathwatch import DeathWatch
 from shmbridge.errors import Closed, ProcessLimit, SchemaMismatch, ShmPermission
 from shmbridge.record import Lane, Record
 from shmbridge.schema import Columns
+from shmbridge.unreleased import Call, say_lost
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +31,13 @@ _THREADS = 5  # death watch, control plane and the two of its socket library, pr
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """Lanes that are full of what one reader holds, so that nothing more can come; `live` of them have a living producer."""
+    """Lanes that are full of what one reader holds, or has dropped, so that nothing more can come; `live` of them have a living producer."""
 
     lanes: int
     live: int
     data_bytes: int
     held: int
+    dropped: int
     wanted_bytes: int
     crowded: bool
 
@@ -49,7 +52,8 @@ class LaneSet:
         self.bridge, self.columns, self.limit = bridge, columns, limit
         self._control = control
         self._lanes: dict[str, AdoptedLane] = {}
-        self.turns = Turns(Record, control.mapping, self._on_corrupt, control.arrivals)
+        on_lost = functools.partial(say_lost, f"bridge {bridge!r}")
+        self.turns = Turns(Record, control.mapping, self._on_corrupt, control.arrivals, on_lost)
         self.refused: set[str] = set()
         self._gone: Counter[str] = Counter()  # counters of lanes that are no more
         self._counting = threading.Lock()  # a lane is among the lanes, or in there
@@ -173,25 +177,29 @@ class LaneSet:
 
     # -- taking -------------------------------------------------------------------------------------------------------------------
 
-    def take(self) -> Record | None:
+    def take(self, call: Call) -> Record | None:
         """The next record, one lane after the other; None if no lane has one."""
         if self._unlisted:
             self.adopt()
-        record = self.turns.take(anyway=True)
+        record = self.turns.take(True, call)
         if record is None and self._crowded and self._room():
             self.adopt()
-            record = self.turns.take(anyway=True)
+            record = self.turns.take(True, call)
         return record
 
-    def poll(self, most: int) -> list[Record]:
+    def poll(self, most: int, call: Call = Call.POLL) -> list[Record]:
         """Up to `most` records that are there now, one lane after the other."""
         if self._unlisted:
             self.adopt()
-        records = self.turns.poll(most, anyway=True)
+        records = self.turns.poll(most, True, call)
         if not records and most > 0 and self._crowded and self._room():
             self.adopt()
-            records = self.turns.poll(most, anyway=True)
+            records = self.turns.poll(most, True, call)
         return records
+
+    def take_back_dropped(self) -> int:
+        """Has what was dropped after a look handed out again, before all others; how many records that are."""
+        return sum(lane.reader.take_back_dropped() for lane in self if not lane.corrupt)
 
     def _on_corrupt(self, reader: ring.LaneReader, why: str) -> None:
         for lane in self:
@@ -236,7 +244,7 @@ class LaneSet:
         left = self._ranks_before
         for lane in self:
             if lane.dead:
-                left |= bool(lane.waiting or lane.held or not self._bury(lane))
+                left |= bool(lane.waiting or lane.held or lane.dropped or not self._bury(lane))
         return left
 
     def look_for_ranks(self) -> None:
@@ -296,8 +304,13 @@ class LaneSet:
 
     @property
     def held(self) -> int:
-        """Records taken and not yet released, over all lanes."""
+        """Records taken and not yet released, over all lanes; without those that nobody holds any more."""
         return sum(lane.held for lane in self)
+
+    def dropped_words(self) -> str:
+        """What an error says of records that keep their room though nobody holds them; "" if there are none."""
+        count = sum(lane.dropped for lane in self)
+        return f"; {count} records were dropped without release and keep their room: take_back_dropped()" if count else ""
 
     def stuck(self, held_here: int) -> Stuck | None:
         """What is full, if no lane can bring anything more until one of the caller's `held_here` records is released."""
@@ -314,6 +327,7 @@ class LaneSet:
             live=sum(not lane.dead for lane in lanes),
             data_bytes=sum(lane.reader.data_bytes for lane in lanes),
             held=held,
+            dropped=sum(lane.dropped for lane in lanes),
             wanted_bytes=max(lane.reader.wanted_bytes for lane in lanes),
             crowded=self.some_wait,
         )
@@ -324,6 +338,7 @@ class LaneSet:
             total, lanes = Counter(self._gone), list(self)
         for lane in lanes:
             total.update(lane.counters())
+        total["leases_returned_total"], total["leases_dropped_total"] = self.turns.drops.returned, self.turns.drops.dropped
         discarded = sum(value for key, value in total.items() if key.startswith("discarded_total"))
         total["released_total"] = total["records_total"] - total["held"] - discarded
         return total

@@ -28,6 +28,7 @@ _OF_STATS = {
     "batches_total": "bridge/batches_total",
     "dropped_total": "bridge/drops_total",
     "discarded_total": "bridge/discards_total",
+    "leases_dropped_total": "bridge/leases_dropped_total",
     "late_wakes_total": "bridge/late_wakes_total",
     "producer_wait_s": "bridge/wait_producer_s",
     "wait_s": "bridge/wait_consumer_s",

@@ -150,11 +150,12 @@ def _leave_late(fd: int, bridge: str, pid: int) -> None:
 
 @dataclass(slots=True)
 class LaneFate:
-    """What is known of one lane from outside: its header, whether its producer lives, and what it still holds."""
+    """What is known of one lane from outside: its header, whether its producer lives, what it still holds, and what of that a hub dropped."""
 
     name: str
     alive: bool
     held: int
+    dropped: int
     records: int
     info: dict[str, Any] | None
     size: int
@@ -178,12 +179,14 @@ def lane_fate(name: str) -> LaneFate | None:
     if mapping is None:
         return None
     alive = liveness.is_locked(mapping.fd, Byte.PRODUCER)
-    info, held, records = None, 0, 0
+    info, held, dropped, records = None, 0, 0, 0
     with contextlib.suppress(header.LaneCorrupt):
         info = header.read_lane(mapping)
         held = header.undelivered(mapping)
-        records = header.lane_counters(mapping)["tail"] if info else 0
-    return LaneFate(name, alive, held, records, info, mapping.size)
+        if info:
+            words = header.lane_counters(mapping)
+            dropped, records = words["leases_dropped"], words["tail"]
+    return LaneFate(name, alive, held, dropped, records, info, mapping.size)
 
 
 def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False) -> tuple[bool, str, int]:

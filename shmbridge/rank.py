@@ -4,6 +4,7 @@ Knows manifests, and which hub's memory it may still hold; who gets what is the 
 nothing changes under its eyes, also when the hub dies, is in docs/adr/0002-ranks.md.
 """
 
+import functools
 import logging
 import os
 import time
@@ -12,16 +13,18 @@ from typing import TYPE_CHECKING, Self
 
 from shmbridge import liveness, messages, participation, segment
 from shmbridge._ext import header
-from shmbridge._ext.ring import RankReader
+from shmbridge._ext.ring import Drops, RankReader
 from shmbridge.batch import Batch, Layout, unreadable
 from shmbridge.config import check_bridge_name
 from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
 from shmbridge.exits import at_exit
 from shmbridge.groups import Group
+from shmbridge.in_thread import in_another_thread
 from shmbridge.liveness import MOST_RANKS, Byte
 from shmbridge.one_process import OneProcess
 from shmbridge.record import Lane, Record
 from shmbridge.schema import Columns
+from shmbridge.unreleased import Call, say_lost
 
 if TYPE_CHECKING:
     from shmbridge.batching import Hold
@@ -37,7 +40,9 @@ _RETRY_S = 0.02
 class RankShare:
     """What one rank reads of one batch: `groups` of records held in place, and the `manifest` they came by.
 
-    A context manager. The hub is told once all its records are released, or let go, and no view of them is left.
+    A context manager, which releases it unless it is left by an exception. The hub is told once all its records are released and no
+    view of them is left. One that is let go without release comes again from next_share if nobody has read it; else see
+    Rank.take_back_dropped.
     """
 
     def __init__(self, manifest: "Manifest", groups: list[Group]) -> None:
@@ -56,8 +61,9 @@ class RankShare:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.release()
 
 
 class Rank(OneProcess):
@@ -101,6 +107,7 @@ class Rank(OneProcess):
         self._open: list[_Held] = []  # shares that were looked at, and that the hub was not told of
         self._epochs: set[int] = set()  # whose lock is held
         self._lanes: dict[str, RankReader] = {}
+        self._drops, self._drops_heeded = Drops(), 0
         self._totals = dict.fromkeys(("shares", "records", "tokens", "reissued", "outdated", "unreadable_groups"), 0)
         self._wait_s = 0.0
         self._no_exit_call = at_exit(self._leave_unclosed)
@@ -123,7 +130,7 @@ class Rank(OneProcess):
             timeout_s: for each batch; None: for ever, also while there is no hub.
             hold: "step" keeps the share until the next iteration, so that a rank which dies meanwhile gets it again; "caller" until
                 batch.release() only, which needs a hub with prefetch for as many; "gather" is done with it once gathered: at most
-                once, unless the hub dies before it has heard.
+                once, unless the hub dies before it has heard. A `break` releases nothing: leave the loop by `with batch:`.
 
         Raises:
             ConsumerEmpty: no share came in time. NoConsumer: there was no hub. Closed.
@@ -150,7 +157,7 @@ class Rank(OneProcess):
     def gather(self, share: RankShare, layout: Layout = "packed") -> Batch | None:
         """A batch of what can be read of a share, with its manifest; None if that is nothing. Never blocks.
 
-        The share ends with the batch's release, or when both are let go. What cannot be read is released, counted and logged.
+        The share ends with the batch's release. What cannot be read is released, counted and logged.
         """
         batch = self._readable(share, layout)
         if batch is not None:
@@ -163,7 +170,8 @@ class Rank(OneProcess):
         except MemoryError:
             raise
         except Exception:
-            wrong = {id(group): why for group, why in unreadable(share.groups, layout)}
+            found = in_another_thread(functools.partial(unreadable, share.groups, layout))  # where no signal's handler raises
+            wrong = {id(group): why for group, why in found}
             for group in [group for group in share.groups if id(group) in wrong]:
                 log.error("group %s of %s is left out: %s", group.records[0].group_id, group.producer_id, wrong[id(group)])
                 for record in group.records:
@@ -183,6 +191,8 @@ class Rank(OneProcess):
             while True:
                 if self._join():
                     self.report_done()
+                    if (lost := self._lost_share()) is not None:
+                        return lost
                     answer = self._ask(deadline)
                     if isinstance(answer, messages.NoMoreShares):
                         return None
@@ -196,6 +206,55 @@ class Rank(OneProcess):
                     raise self._empty(timeout_s)
         finally:
             self._wait_s += time.monotonic() - began
+
+    def take_back_dropped(self) -> int:
+        """Has next_share hand out again what was read and then dropped without release, its records `redelivered`; how many shares.
+
+        Never blocks; the rank's thread. Without it, such a share goes to this rank's successor.
+        """
+        dropped = 0
+        for _, held in self._open:
+            lost = _lost(held)
+            if True in lost:
+                dropped += 1
+                for reader, look in held:
+                    reader.excuse(look)
+        self._drops_heeded = -1
+        return dropped
+
+    def _lost_share(self) -> RankShare | None:
+        """A share whose leases are all gone, some without release, that nobody had looked at: once more."""
+        drops = self._drops
+        for call, looked_at in drops.take_unsaid():
+            say_lost(f"rank {self.rank} of bridge {self.bridge!r}", call, looked_at)
+        if self._drops_heeded == (now := drops.returned + drops.dropped):
+            return None
+        for number, (manifest, held) in enumerate(self._open):
+            lost = _lost(held)
+            if lost and manifest.epoch == self._epoch and not (None in lost or True in lost):
+                return self._look_again(number, manifest, held)
+        self._drops_heeded = now
+        return None
+
+    def _look_again(self, number: int, manifest: "Manifest", held: list[tuple[RankReader, int]]) -> RankShare:
+        """What is not released of an open share, its leases anew."""
+        groups, kept = [], []
+        looks = iter(held)
+        for places in manifest.groups:
+            group = Group(places.size, time.monotonic())
+            for place in places.records:
+                reader, look = next(looks)
+                if reader.holds(look):
+                    record = reader.look(Record, place.slot, place.sequence, place.generation, True)
+                    record.handed_out_by = Call.RANK
+                    kept.append((reader, record.look))
+                    group.append(record)
+            if group.records:
+                groups.append(group)
+        self._open[number] = (manifest, kept)  # first: what is lost from here on is known to be open
+        for reader, look in held:
+            reader.forget(look)
+        return RankShare(manifest, groups)
 
     def report_done(self) -> None:
         """Tells the hub which shares nobody looks at any more. next_share does so by itself; a rank with a long step may call it before.
@@ -267,8 +326,7 @@ class Rank(OneProcess):
                 group.append(record)
             groups.append(group)
         share = RankShare(manifest, groups)
-        self._open.append((manifest, held))
-        self._after = manifest.number  # only now: whoever fails on the way gets it again
+        self._open, self._after = [*self._open, (manifest, held)], manifest.number  # both or none: whoever fails before gets it again
         header.fault(b"rank.holding")
         self._totals["shares"] += 1
         self._totals["reissued"] += manifest.reissued
@@ -282,6 +340,7 @@ class Rank(OneProcess):
                 self._lanes[name] = self._open_lane(name)
             reader = self._lanes[name]
             record = reader.look(Record, place.slot, place.sequence, place.generation, place.redelivered or reissued)
+            record.handed_out_by = Call.RANK
         except header.LaneCorrupt as wrong:
             said = f"lane {name} is not what the hub said: {wrong}"
             raise LaneQuarantined(said, hint="see the consumer's log; restart this rank") from None
@@ -293,6 +352,7 @@ class Rank(OneProcess):
         if mapping is None or info is None:
             raise header.LaneCorrupt("it is gone")
         reader = RankReader(mapping, self._control.mapping)  # its views keep the locks of this rank
+        reader.drops = self._drops
         lane = Lane(info["producer_id"], info["env_name"], Columns.decode(info["columns"]), name)
         lane.describe_to(reader, info["columns"])
         return reader
@@ -303,15 +363,21 @@ class Rank(OneProcess):
                 f"bridge {self.bridge!r} had no consumer for {timeout_s} s", hint="start the process that calls Consumer.serve_ranks"
             )
         return ConsumerEmpty(
-            f"no share for rank {self.rank} within {timeout_s} s",
+            f"no share for rank {self.rank} within {timeout_s} s"
+            + (f"; {dropped} of its shares were dropped without release: take_back_dropped()" if (dropped := self._dropped) else ""),
             hint=f"are environments running, and the other ranks? has the consumer called serve_ranks? shmbridge inspect {self.bridge}",
         )
+
+    @property
+    def _dropped(self) -> int:
+        return sum(True in _lost(held) for _, held in self._open)
 
     # -- state --------------------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
         """Counters of this rank, flat. Never blocks."""
-        return {**{f"{name}_total": count for name, count in self._totals.items()}, "open_shares": len(self._open), "wait_s": self._wait_s}
+        totals = {f"{name}_total": count for name, count in self._totals.items()}
+        return {**totals, "leases_dropped_total": self._drops.dropped, "open_shares": len(self._open), "wait_s": self._wait_s}
 
     def _leave_unclosed(self) -> None:
         """The process ends: what is still held goes to the successor."""
@@ -347,6 +413,11 @@ class Rank(OneProcess):
 
     def __repr__(self) -> str:
         return f"<Rank {self.rank} of {self.world_size} of {self.bridge!r}, epoch {self._epoch}>"
+
+
+def _lost(held: list[tuple[RankReader, int]]) -> list[bool | None]:
+    """Of each lease that was not released: None while it lives, else whether its record was looked at."""
+    return [reader.lost(look) for reader, look in held if reader.holds(look)]
 
 
 def _any_held(records: list[tuple[RankReader, int]]) -> bool:

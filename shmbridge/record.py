@@ -61,8 +61,9 @@ class Record(OneProcess, LeasedRecord):
     """One record, leased: its memory does not change until release() was called and the last view of it is gone.
 
     `len(record)` counts rows; `record[name]` is a column; `name in record` and `record.columns` say which are present. Use
-    it as a context manager, or call release(), or let it go: the lease ends with the last of the record and its views. One
-    thread at a time; views may go anywhere.
+    it as a context manager, which releases it unless it is left by an exception, or call release(). One that is let go without is
+    not released: it is handed out again if nobody has read its meta or a column, else the next consumer gets it. One thread at a
+    time; views may go anywhere.
     """
 
     __slots__ = ()
@@ -94,8 +95,9 @@ class Record(OneProcess, LeasedRecord):
     def __enter__(self) -> "Record":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.release()
 
     def __repr__(self) -> str:
         meta = self.meta

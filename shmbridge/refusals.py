@@ -17,6 +17,9 @@ def lane_full(producer_id: str, control: header.Control, writer: ring.LaneWriter
     else:
         culprit = f"consumer pid {control.hub_pid} is alive and has not released {writer.outstanding} records"
         hint = "the learner is slow or holds leases: raise lane_bytes, or lower what it holds"
+        if dropped := writer.leases_dropped:
+            culprit += f", {dropped} of them dropped without release"
+            hint = "the consumer's log says which call handed them out: release() each record there, or call take_back_dropped()"
     return LaneFull(
         f"lane of {producer_id} has no room for {format_size(wanted_bytes)} after {waited_s:.1f} s "
         f"({format_size(writer.free_bytes)} of {format_size(writer.data_bytes)} free, "

@@ -16,6 +16,7 @@
 typedef struct {
     uint64_t sequence;
     uint32_t index;
+    uint32_t again; /* this hub has handed it out, and somebody looked at it */
 } lane_entry;
 
 typedef struct {
@@ -29,8 +30,9 @@ typedef struct {
     uint32_t tokens;       /* number of the column that every record has */
     uint64_t next;         /* sequence to take from the ring */
     uint64_t first_head;   /* head as the predecessor left it */
-    lane_entry *backlog;   /* committed and un-released before this hub came, newest first */
-    uint32_t backlog_count;
+    lane_entry *backlog;   /* before the ring goes on: un-released when this hub came, or put back since; newest first */
+    lane_entry *dropped;   /* looked at, un-released, and their leases are gone; oldest loss first */
+    uint32_t backlog_count, dropped_count;
 } lane_reader;
 
 /* A record found, not yet handed out: private copies. */
@@ -38,12 +40,12 @@ typedef struct {
     slot body;
     uint64_t generation;
     uint32_t index;
-    int from_backlog;
+    int from_backlog, again;
 } lane_found;
 
 static inline void lane_reader_close(lane_reader *reader) {
-    free(reader->columns), free(reader->backlog);
-    reader->columns = NULL, reader->backlog = NULL;
+    free(reader->columns), free(reader->backlog), free(reader->dropped);
+    reader->columns = NULL, reader->backlog = reader->dropped = NULL;
 }
 
 /* Reads a lane's shape and columns. 0, or -1 and why; an empty complaint means no memory. */
@@ -78,13 +80,14 @@ static inline int lane_adopt(lane_reader *reader, complaint *why) {
     uint32_t count = reader->shape.slot_count;
     why->text[0] = 0;
     reader->backlog = malloc(count * sizeof(lane_entry));
-    if (!reader->backlog) return -1;
+    reader->dropped = malloc(count * sizeof(lane_entry));
+    if (!reader->backlog || !reader->dropped) return -1;
     fault_hit("hub.adopting");
     for (uint32_t i = 0; i < count; i++) {
         uint64_t generation = load_acquire64(&reader->slots[i].generation), sequence; /* SYNC(slot-body) */
         if (generation == load_relaxed64(&reader->released[i])) continue;
         sequence = reader->slots[i].sequence;
-        if (sequence < tail) reader->backlog[reader->backlog_count++] = (lane_entry){sequence, i};
+        if (sequence < tail) reader->backlog[reader->backlog_count++] = (lane_entry){sequence, i, 0};
         if (sequence > newest) newest = sequence;
     }
     if (newest > load_acquire64(&reader->header->tail)) /* SYNC(commit) */
@@ -96,6 +99,7 @@ static inline int lane_adopt(lane_reader *reader, complaint *why) {
                             reader->backlog[i].sequence);
     reader->next = tail;
     reader->first_head = load_relaxed64(&reader->header->head); /* SYNC(hand-out): ordered by the hub lock that changed hands */
+    store_relaxed64(&reader->header->leases_dropped, 0);        /* of this hub: an earlier one's come again */
     return 0;
 }
 
@@ -122,9 +126,10 @@ static inline int lane_look(const lane_reader *reader, uint32_t index, uint64_t 
 /* The next record, from the backlog or the ring. 1, 0 if there is none, or -1 and why. Moves nothing: see lane_hand_out. */
 static inline int lane_next(const lane_reader *reader, lane_found *found, complaint *why) {
     uint64_t tail, next = reader->next;
-    found->from_backlog = reader->backlog_count > 0;
+    found->from_backlog = reader->backlog_count > 0, found->again = 0;
     if (found->from_backlog) {
         lane_entry oldest = reader->backlog[reader->backlog_count - 1];
+        found->again = oldest.again != 0;
         return lane_look(reader, oldest.index, oldest.sequence, found, why) ? -1 : 1;
     }
     tail = load_acquire64(&reader->header->tail); /* SYNC(commit) */
@@ -134,15 +139,54 @@ static inline int lane_next(const lane_reader *reader, lane_found *found, compla
     return lane_look(reader, reader->ring[next & (reader->shape.slot_count - 1)], next, found, why) ? -1 : 1;
 }
 
-/* A found record is about to leave: stores head first. Whether an earlier hub may have handed it out. */
+/* Takes a record out of the backlog: the oldest, unless an older one was put back since it was found. */
+static inline void lane_leave_backlog(lane_reader *reader, uint64_t sequence) {
+    uint32_t place = reader->backlog_count;
+    while (place > 0 && reader->backlog[place - 1].sequence != sequence) place--;
+    if (!place) return;
+    for (reader->backlog_count--; place <= reader->backlog_count; place++) reader->backlog[place - 1] = reader->backlog[place];
+}
+
+/* A record that was handed out and not released waits again, in the order of commit. */
+static inline void lane_put_back(lane_reader *reader, uint64_t sequence, uint32_t index, int again) {
+    uint32_t place = reader->backlog_count;
+    if (place >= reader->shape.slot_count) return; /* a lane that names a slot twice; the record stays un-released */
+    for (; place > 0 && reader->backlog[place - 1].sequence < sequence; place--) reader->backlog[place] = reader->backlog[place - 1];
+    reader->backlog[place] = (lane_entry){sequence, index, again != 0};
+    reader->backlog_count++;
+}
+
+static inline void lane_note_dropped(lane_reader *reader) {
+    store_relaxed64(&reader->header->leases_dropped, reader->dropped_count); /* H, for messages */
+}
+
+/* A record that was looked at is not released, and nobody holds it any more. */
+static inline void lane_drop(lane_reader *reader, uint64_t sequence, uint32_t index) {
+    if (reader->dropped_count >= reader->shape.slot_count) return; /* as in lane_put_back */
+    reader->dropped[reader->dropped_count++] = (lane_entry){sequence, index, 1};
+    lane_note_dropped(reader);
+}
+
+/* What was dropped waits again; how many records that are. */
+static inline uint32_t lane_readmit(lane_reader *reader) {
+    uint32_t count = reader->dropped_count;
+    while (reader->dropped_count > 0) {
+        lane_entry last = reader->dropped[--reader->dropped_count];
+        lane_put_back(reader, last.sequence, last.index, 1);
+    }
+    lane_note_dropped(reader);
+    return count;
+}
+
+/* A found record is about to leave: stores head first. Whether it may have been handed out, and looked at, before. */
 static inline int lane_hand_out(lane_reader *reader, const lane_found *found) {
     uint64_t sequence = found->body.sequence;
-    if (found->from_backlog) reader->backlog_count--;
+    if (found->from_backlog) lane_leave_backlog(reader, sequence);
     else reader->next = sequence + 1;
     fault_hit("hub.read");
     if (sequence >= load_relaxed64(&reader->header->head)) store_release64(&reader->header->head, sequence + 1); /* SYNC(hand-out) */
     fault_hit("hub.marked");
-    return found->from_backlog && sequence < reader->first_head;
+    return found->again || (found->from_backlog && sequence < reader->first_head);
 }
 
 /* Slot and extent may be used again. Idempotent until they are. */

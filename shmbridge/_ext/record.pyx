@@ -180,6 +180,7 @@ cdef class LeasedRecord(Lease):
     @property
     def meta(self):
         """Who, when, which group, which policy version. Valid also after release()."""
+        self.looked_at = True
         if self._meta is None:
             self._meta = meta_of(self)
         return self._meta
@@ -201,6 +202,7 @@ cdef class LeasedRecord(Lease):
         cdef const directory_entry* entry = self.find(name)
         if entry == NULL:
             raise KeyError(name)
+        self.looked_at = True
         return entry
 
     cdef object values(self, const directory_entry* entry):
@@ -255,6 +257,7 @@ cdef class LeasedRecord(Lease):
             raise self._absent(name)
         if self._released:
             raise self._too_late(name)
+        self.looked_at = True
         if entry.kind == KIND_SCALAR:
             return self.values(entry)
         if entry.kind != KIND_LIST:

@@ -54,6 +54,7 @@ cdef extern from "lane_read.h" nogil:
         uint32_t tokens
         uint64_t next
         uint64_t first_head
+        uint32_t dropped_count
     ctypedef struct lane_found:
         slot body
         uint64_t generation
@@ -64,6 +65,9 @@ cdef extern from "lane_read.h" nogil:
     int lane_look(const lane_reader* reader, uint32_t index, uint64_t sequence, lane_found* found, complaint* why)
     int lane_next(const lane_reader* reader, lane_found* found, complaint* why)
     int lane_hand_out(lane_reader* reader, const lane_found* found)
+    void lane_put_back(lane_reader* reader, uint64_t sequence, uint32_t index, int again)
+    void lane_drop(lane_reader* reader, uint64_t sequence, uint32_t index)
+    uint32_t lane_readmit(lane_reader* reader)
     void lane_release(lane_reader* reader, uint32_t index, uint64_t generation)
     uint64_t lane_waiting(const lane_reader* reader)
 
@@ -80,8 +84,19 @@ cdef class LaneWriter:
     cdef int64_t policy_version(self) noexcept
 
 
+cdef class Drops:
+    cdef readonly uint64_t returned  # leases lost before anybody had looked: their records are handed out again
+    cdef readonly uint64_t dropped   # leases lost after: their records stay un-released
+    cdef bint unsaid                 # somebody is to be told of a first one
+    cdef int _first_returned         # the Call that had handed it out, or NEVER, or TOLD
+    cdef int _first_dropped
+
+    cdef void note(self, uint8_t by, bint looked_at) noexcept
+
+
 cdef class LaneReader:
     cdef readonly Mapping lane
+    cdef public Drops drops          # None: nobody counts what is dropped
     cdef object _keep                # what views hold on to through their lane: the control mapping with the hub lock
     cdef lane_reader _reader
     cdef public bint abandoned       # leases end without release: the next hub gets these records again
@@ -94,6 +109,7 @@ cdef class LaneReader:
     cdef tuple dtypes
 
     cdef int end_lease(self, Lease lease) except -1
+    cdef void lose_lease(self, Lease lease) noexcept
     cdef object next_lease(self, type cls)
     cdef Lease lease(self, type cls, const lane_found* found)
 
@@ -101,6 +117,7 @@ cdef class LaneReader:
 cdef class RankReader(LaneReader):
     cdef set _looks                  # numbers of the leases that live; one record may be looked at twice
     cdef uint64_t _next_look
+    cdef dict _lost                  # number of a look whose lease is gone without release -> whether it was looked at
 
 
 cdef class Lease:
@@ -125,6 +142,8 @@ cdef class Lease:
     cdef uint32_t _group_id_bytes
     cdef const uint8_t* _extent
     cdef uint32_t _exports
+    cdef public bint looked_at       # by whoever it was handed to: lost without release, it is not handed out as if nothing had been
+    cdef public uint8_t handed_out_by  # a Call
     cdef bint _released              # asked for; the lease ends with the last export
     cdef bint _ended
 

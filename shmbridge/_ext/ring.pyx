@@ -152,9 +152,49 @@ cdef class LaneWriter:
         return lane_unreleased(self.alive())
 
     @property
+    def leases_dropped(self) -> int:
+        """Records that the hub has dropped without release; a hint."""
+        return load_relaxed64(&self.alive().header.leases_dropped)
+
+    @property
     def free_bytes(self) -> int:
         """Bytes of the data area that no committed, un-released record has. Only looks: any thread."""
         return lane_free_bytes(self.alive())
+
+
+cdef enum:
+    NEVER = -1
+    TOLD = -2
+
+
+cdef class Drops:
+    """Counts the leases that ended without a word, over all lanes of a hub or a rank, and keeps what is to be said of the first ones.
+
+    Noted while an object is destroyed, so that nothing of Python may run: whoever takes the next record says it.
+    """
+
+    def __cinit__(self):
+        self._first_returned = self._first_dropped = NEVER
+
+    cdef void note(self, uint8_t by, bint looked_at) noexcept:
+        self.returned += not looked_at
+        self.dropped += looked_at
+        if looked_at and self._first_dropped == NEVER:
+            self._first_dropped, self.unsaid = by, True
+        elif not looked_at and self._first_returned == NEVER:
+            self._first_returned, self.unsaid = by, True
+
+    def take_unsaid(self):
+        """What nobody was told yet: a list of (number of the Call that handed the record out, whether it was looked at); it is told now."""
+        self.unsaid = False
+        unsaid = []
+        if self._first_returned >= 0:
+            unsaid.append((self._first_returned, False))
+            self._first_returned = TOLD
+        if self._first_dropped >= 0:
+            unsaid.append((self._first_dropped, True))
+            self._first_dropped = TOLD
+        return unsaid
 
 
 @cython.no_gc_clear  # leases that end while a cycle is collected need the lane
@@ -292,6 +332,29 @@ cdef class LaneReader:
             lane_release(&self._reader, lease.slot, lease.generation)
         return 0
 
+    cdef void lose_lease(self, Lease lease) noexcept:
+        """The lease's object is gone, and nobody has released it. Looked at, the record stays un-released; else it is handed out next."""
+        self.held -= 1
+        if self.abandoned or not self.lane.alive():
+            return
+        if self.drops is not None:
+            self.drops.note(lease.handed_out_by, lease.looked_at)
+        if lease.looked_at:
+            lane_drop(&self._reader, lease.sequence, lease.slot)
+            return
+        lane_put_back(&self._reader, lease.sequence, lease.slot, lease.redelivered)
+        if isinstance(self._keep, Mapping):  # another thread may have lost it, and the hub sleep
+            ring_bell(&(<control_header*>(<Mapping>self._keep).base).doorbell)
+
+    @property
+    def dropped(self) -> int:
+        """Records that were looked at and are un-released, though nobody holds a lease."""
+        return self._reader.dropped_count
+
+    def take_back_dropped(self):
+        """Hands out those records again, before all others and in their order; how many there are."""
+        return lane_readmit(&self._reader)
+
     @property
     def put_off(self) -> int:
         """Releases that wait until no rank of an earlier hub is left."""
@@ -323,11 +386,25 @@ cdef class RankReader(LaneReader):
     """A learner rank's look at one lane: reads what a manifest names, writes nothing. Its leases end in this process only."""
 
     def __init__(self, Mapping lane not None, object keep):
-        self._looks = set()  # nothing is adopted: that is for the hub
+        self._looks, self._lost = set(), {}  # nothing is adopted: that is for the hub
 
     def holds(self, uint64_t look):
-        """Whether the lease of that number, or a view of its record, lives."""
+        """Whether the lease of that number was not released yet, or a view of its record lives."""
         return look in self._looks
+
+    def lost(self, uint64_t look):
+        """None while the lease of that number lives or once it was released; else, whether its record was looked at."""
+        return self._lost.get(look)
+
+    def excuse(self, uint64_t look):
+        """A lost lease counts as if nobody had looked at its record."""
+        if look in self._lost:
+            self._lost[look] = False
+
+    def forget(self, uint64_t look):
+        """Nothing is known of a lost lease any more: its record is looked at anew, or left to others."""
+        self._looks.discard(look)
+        self._lost.pop(look, None)
 
     def look(self, type cls, uint32_t index, uint64_t sequence, uint64_t generation, bint redelivered):
         """The record that the hub said is in slot `index`, as an instance of `cls`. LaneCorrupt if another is there."""
@@ -349,13 +426,22 @@ cdef class RankReader(LaneReader):
         self._looks.discard(lease.look)
         return 0
 
+    cdef void lose_lease(self, Lease lease) noexcept:
+        self.held -= 1
+        if self.drops is not None:
+            self.drops.note(lease.handed_out_by, lease.looked_at)
+        try:
+            self._lost[lease.look] = lease.looked_at
+        except MemoryError:
+            pass  # it stays held, for the successor
+
 
 @cython.no_gc_clear  # the end of a lease needs its reader, also when a reference cycle is collected
 cdef class Lease:
     """One record held in place: its memory does not change until the lease ends.
 
-    It ends with the last of release() (or the loss of the object) and the last view of its buffer; any thread may do either. Ending is one
-    idempotent store. shmbridge.record.Record derives from it.
+    It ends with the last of release() and the last view of its buffer; any thread may do either. Ending is one idempotent store. The loss of
+    the object releases nothing: see LaneReader.lose_lease. shmbridge.record.Record derives from it.
     """
 
     def __cinit__(self):
@@ -392,6 +478,7 @@ cdef class Lease:
         if self._ended or not self.reader.lane.alive():
             raise BufferError("the lease has ended")
         self._exports += 1
+        self.looked_at = True
         return 0
 
     cdef void end_view(self) noexcept:
@@ -411,4 +498,7 @@ cdef class Lease:
         self.end_view()
 
     def __dealloc__(self):
+        if not self._ended and not self._released:
+            self._ended = True
+            self.reader.lose_lease(self)
         self._end()

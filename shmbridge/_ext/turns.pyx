@@ -3,12 +3,12 @@
 Taking is for the hub's thread. The death watch's thread adds and removes lanes meanwhile: between two records at most, since the GIL is held.
 """
 
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint8_t, uint32_t
 
 from shmbridge._ext.atomics cimport load_seq32
 from shmbridge._ext.layout cimport control_header
 from shmbridge._ext.mapping cimport Mapping
-from shmbridge._ext.ring cimport LaneReader
+from shmbridge._ext.ring cimport Drops, LaneReader, Lease
 
 from shmbridge._ext.header import LaneCorrupt
 
@@ -16,23 +16,28 @@ from shmbridge._ext.header import LaneCorrupt
 cdef class Turns:
     """Takes records of type `cls` from many lanes, fairly. Never blocks.
 
-    A lane whose words cannot be true is told to `on_corrupt(reader, why)` at once, and left out from then on.
+    A lane whose words cannot be true is told to `on_corrupt(reader, why)` at once, and left out from then on. Before the next record is
+    taken, `on_lost(call, looked_at)` hears of a first lease that ended without a word; what it raises comes from there.
     """
 
     cdef type _cls
     cdef Mapping _control
     cdef control_header* _words
     cdef object _on_corrupt
+    cdef readonly Drops drops        # of all lanes
+    cdef object _on_lost
     cdef list _readers
     cdef Py_ssize_t _place           # whose turn it is
     cdef public uint32_t arrivals    # of the bridge, before its lanes were listed
 
-    def __init__(self, type cls not None, Mapping control not None, on_corrupt, uint32_t arrivals):
+    def __init__(self, type cls not None, Mapping control not None, on_corrupt, uint32_t arrivals, on_lost=None):
+        self.drops, self._on_lost = Drops(), on_lost
         self._cls, self._control, self._on_corrupt, self.arrivals = cls, control, on_corrupt, arrivals
         self._words, self._readers = <control_header*>control.base, []
 
     def add(self, LaneReader reader not None):
         """A lane to take from."""
+        reader.drops = self.drops
         self._readers.append(reader)
 
     def remove(self, LaneReader reader not None):
@@ -68,7 +73,13 @@ cdef class Turns:
     cdef bint may_take(self, bint anyway):
         return self.is_open() and (anyway or load_seq32(&self._words.arrivals) == self.arrivals)  # SYNC(bell)
 
-    cdef object next(self):
+    def say_lost(self):
+        """Tells `on_lost` what it was not told yet."""
+        for call, looked_at in self.drops.take_unsaid():
+            if self._on_lost is not None:
+                self._on_lost(call, looked_at)
+
+    cdef object next(self, uint8_t by):
         cdef Py_ssize_t empty = 0
         cdef LaneReader reader
         while empty < len(self._readers):
@@ -83,21 +94,26 @@ cdef class Turns:
                 self.remove(reader)
                 continue
             if record is not None:
+                (<Lease>record).handed_out_by = by
                 return record
             empty += 1
         return None
 
-    def take(self, bint anyway=False):
-        """The next record. None if there is none, if this is closed or belongs to the process before fork, or, unless `anyway`, if lanes have arrived."""
-        return self.next() if self.may_take(anyway) else None
+    def take(self, bint anyway=False, uint8_t by=0):
+        """The next record, for the Call `by`. None if there is none, if this is closed or belongs to the process before fork, or, unless `anyway`, if lanes have arrived."""
+        if self.drops.unsaid:
+            self.say_lost()
+        return self.next(by) if self.may_take(anyway) else None
 
-    def poll(self, Py_ssize_t most, bint anyway=False):
+    def poll(self, Py_ssize_t most, bint anyway=False, uint8_t by=1):
         """A list of up to `most` records, by the same rules. Once there are some, no want of memory for more loses them."""
         cdef list records = []
+        if self.drops.unsaid:
+            self.say_lost()
         if self.may_take(anyway):
             while len(records) < most:
                 try:
-                    record = self.next()
+                    record = self.next(by)
                 except MemoryError:
                     if not records:
                         raise

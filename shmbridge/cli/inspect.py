@@ -39,7 +39,7 @@ def _block(info: BridgeInfo) -> str:
     lines = [f"{info.name}  {consumer}  policy version {info.policy_version}  {len(info.lanes)} lanes, {format_size(info.size_bytes)}"]
     for lane in info.lanes:
         state = "live" if lane.alive else "dead"
-        counts = f"{lane.records:>10} records  {lane.held:>6} held"
+        counts = f"{lane.records:>10} records  {lane.held:>6} held{f', {lane.dropped} dropped without release' if lane.dropped else ''}"
         lines.append(f"  {lane.producer_id:<32} {state} pid {lane.pid:<8} {counts}  {format_size(lane.size_bytes)}")
     if (weights := info.weights) is not None:
         version = "no version yet" if weights.version is None else f"version {weights.version}"
