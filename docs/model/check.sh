@@ -28,6 +28,8 @@ ranks | 1 rank, 2 + 1 slots, 2 + 1 records, 2 kills, both locks | -DCOARSE -DM0=
 ranks | 1 rank, 3 + 1 slots, 4 + 1 records, 1 kill      | -DCOARSE -DM0=3 -DN0=4 -DN1=1 -DKILLS=1 | safety | collapsed
 ranks | 2 ranks, sharded, 1 + 2 records, 1 kill         | -DCOARSE -DRANKS=2 -DM0=2 -DN0=1 -DN1=2 -DKILLS=1 | safety | collapsed
 ranks | 2 ranks, broadcast, 1 + 1 records, 1 kill, 1 message again | -DCOARSE -DRANKS=2 -DBROADCAST -DM0=2 -DN0=1 -DN1=1 -DKILLS=1 -DREPEATS=1 | safety | collapsed
+ranks | 2 ranks, sharded, spread, 1 + 1 records, 2 deaths of ranks | -DCOARSE -DRANKS=2 -DSPREAD -DRANKS_ONLY -DM0=1 -DN0=1 -DN1=1 -DKILLS=2 | safety | collapsed
+ranks | 2 ranks, broadcast, spread, 1 record, 2 kills   | -DCOARSE -DRANKS=2 -DBROADCAST -DSPREAD -DM0=1 -DN0=1 -DN1=0 -DKILLS=2 | safety | collapsed
 ranks | sleep and wake, 2 + 1 slots, 1 + 2 records, 2 kills | -DNO_RANKS -DM0=2 -DN0=1 -DN1=2 -DKILLS=2 | safety | collapsed
 ranks | sleep and wake, lanes appear, 1 + 1 records, 1 kill | -DNO_RANKS -DLATE -DM0=2 -DN0=1 -DN1=1 -DKILLS=1 | safety | collapsed
 ranks | sleep and wake, 1 rank, 1 + 1 records, 1 kill   | -DM0=2 -DN0=1 -DN1=1 -DKILLS=1 | safety | collapsed
@@ -43,6 +45,8 @@ lane  | every run ends: 2 slots, 3 records, 1 kill  | -DM=2 -DN=3 -DKILLS=1     
 ranks | sleep and wake, 1 rank, 1 + 2 records, 1 kill   | -DM0=2 -DN0=1 -DN1=2 -DKILLS=1 | safety | collapsed
 ranks | 2 ranks, sharded, 1 + 1 records, 2 kills        | -DCOARSE -DRANKS=2 -DM0=2 -DN0=1 -DN1=1 -DKILLS=2 | safety | collapsed
 ranks | 2 ranks, broadcast, 1 + 1 records, 2 kills      | -DCOARSE -DRANKS=2 -DBROADCAST -DM0=2 -DN0=1 -DN1=1 -DKILLS=2 | safety | collapsed
+ranks | 2 ranks, broadcast, spread, 1 + 1 records, 2 kills | -DCOARSE -DRANKS=2 -DBROADCAST -DSPREAD -DM0=1 -DN0=1 -DN1=1 -DKILLS=2 | safety | collapsed
+ranks | 2 ranks, sharded, spread, 1 + 1 records, 2 kills | -DCOARSE -DRANKS=2 -DSPREAD -DM0=1 -DN0=1 -DN1=1 -DKILLS=2 | safety | collapsed
 ranks | every run ends: 1 rank, 2 + 1 records, 1 kill   | -DCOARSE -DM0=2 -DN0=2 -DN1=1 -DKILLS=1 | cycles | collapsed'
 
 properties='COMMITTED  only committed records leave a consumer
@@ -55,7 +59,7 @@ REST       when nothing can move, everything committed was read and released
 SPACE      when nothing can move, no producer waits for space
 UNLINK     a dead lane goes, and only after everything committed in it was released
 RANK_BYTES nothing is released, hence nothing written, while a rank looks at it
-SHARE      a record is released only after each rank that was to read it, or its successor, did
+SHARE      a record is released only after each rank that was to read it, or its successor, did; with spread, after some rank did
 OPENED     what a rank opens is the record that its manifest names'
 
 # model | planted error | property that must fail, or with a minus must hold in spite of it (- alone: all) | model's constants
@@ -97,6 +101,7 @@ ranks | DONE_WITHOUT_STEP | RANK_BYTES | -DCOARSE -DM0=1 -DN0=2 -DN1=1 -DKILLS=0
 ranks | DONE_BEFORE_LAST_VIEW | RANK_BYTES | -DCOARSE -DM0=1 -DN0=1 -DN1=1 -DKILLS=0
 ranks | FIRST_DONE_RELEASES | RANK_BYTES | -DCOARSE -DRANKS=2 -DBROADCAST -DM0=1 -DN0=1 -DN1=1 -DKILLS=0
 ranks | DONES_COUNTED | RANK_BYTES | -DCOARSE -DRANKS=2 -DBROADCAST -DM0=1 -DN0=1 -DN1=1 -DKILLS=0
+ranks | DEATH_IS_A_WORD | SHARE | -DCOARSE -DRANKS=2 -DBROADCAST -DSPREAD -DRANKS_ONLY -DM0=1 -DN0=1 -DN1=0 -DKILLS=2
 ranks | RELEASES_AT_ONCE | RANK_BYTES | -DCOARSE -DM0=1 -DN0=1 -DN1=1 -DKILLS=1
 ranks | RELEASES_AT_ONCE | -OPENED | -DCOARSE -DM0=1 -DN0=2 -DN1=1 -DKILLS=1
 ranks | GENERATION_NOT_COMPARED | OPENED | -DCOARSE -DM0=1 -DN0=2 -DN1=1 -DKILLS=1 -DBUG_RELEASES_AT_ONCE

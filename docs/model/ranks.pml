@@ -3,6 +3,7 @@
  * lane.pml proves step by step for one lane (writing a record, scanning, taking) is one step here.
  *
  * -DM0= -DM1= slots of the lanes, -DN0= -DN1= records (each at most 4), -DRANKS= 1 or 2, -DBROADCAST, -DKILLS= at most (a producer once),
+ * -DSPREAD (with two ranks) the hub hands over what a dead rank leaves, and one rank may stay dead; -DRANKS_ONLY kills are of ranks,
  * -DREPEATS= asks or dones sent again, at most, -DLATE the lanes appear during the run, -DLOCK_BOTH a rank may move on with views of the old epoch,
  * holding both locks; -DCHECK= the properties to assert (all). -DBUG_... plants one error, which check.sh --mutations expects to be found.
  */
@@ -81,6 +82,9 @@ bit hub_asleep, producer_asleep[2]; /* in futex_wait */
 bit producer_gone[2];               /* killed or exited: its lock is free */
 bit hub_up, unlinked[2];
 bit rank_killed[RANKS];
+#ifdef SPREAD
+byte missing; /* 1 + the rank whose number nobody takes again; 0: none */
+#endif
 byte process[RANKS]; /* how many processes have had the rank's number before: the order of their stamps */
 byte locks[RANKS];   /* bit e: byte 2^32 + e is locked by the process with this number */
 
@@ -101,6 +105,9 @@ byte next[2], todo, leased, old; /* old: adopted with sequence < head */
 byte queued[RANKS], share[RANKS], step[RANKS]; /* to be issued; issued and not done; its step */
 byte heard[RANKS]; /* 1 + the latest process of this number that asked: the one the share was issued to */
 bit reissued[RANKS]; /* the share that is out was issued before, to a process that died */
+#ifdef SPREAD
+byte said, touched, moved; /* sets of leased records: some rank said done; issued to one that died; touched, then given to the other */
+#endif
 bit range_free;    /* was seen: no byte of an earlier epoch is locked */
 byte release_step, release_lane, watch_step;
 
@@ -343,12 +350,37 @@ inline clear_mail(r, x) { mail_step[MAIL(r, x)] = 0; mail_set[MAIL(r, x)] = 0; m
 #endif
 
 inline end_share(r) {
+#ifdef SPREAD
+    said = said | share[r];
+#endif
 #ifdef BUG_FIRST_DONE_RELEASES
     queued[1 - r] = queued[1 - r] & ~share[r];
     share[1 - r] = share[1 - r] & ~share[r];
 #endif
     share[r] = 0;
     reissued[r] = 0
+}
+
+#ifdef SPREAD
+#define was_moved(r) ((share[r] & moved) != 0)
+#else
+#define was_moved(r) 0
+#endif
+
+/* Rank r is dead and the other one lives: what no rank is left to read and none has said done goes to the other. */
+inline hand_over(r) {
+    d_step {
+        hub_epoch && rank_killed[r] && !rank_killed[1 - r] && (queued[r] | share[r]) ->
+        i = (queued[r] | share[r]) & ~(queued[1 - r] | share[1 - r]);
+#ifndef BUG_DEATH_IS_A_WORD
+        i = i & ~said;
+        touched = touched | share[r];
+        moved = moved | (i & touched);
+        queued[1 - r] = queued[1 - r] | i;
+#endif
+        queued[r] = 0; share[r] = 0; reissued[r] = 0;
+        i = 0
+    }
 }
 
 inline hear(r, p) {
@@ -378,7 +410,7 @@ inline hear(r, p) {
                 step[r]++;
                 share[r] = queued[r];
                 queued[r] = 0;
-                reissued[r] = 0;
+                reissued[r] = was_moved(r);
                 send_manifest(r)
             fi;
             asked[BOX(r, p)] = 0
@@ -386,7 +418,9 @@ inline hear(r, p) {
     }
 }
 
-#if RANKS > 1
+#ifdef SPREAD
+#define read_to_the_end(k) ((finished[0] | finished[1]) & bit_of(k))
+#elif RANKS > 1
 #define read_to_the_end(k) ((!reads(0, k) || (finished[0] & bit_of(k))) && (!reads(1, k) || (finished[1] & bit_of(k))))
 #else
 #define read_to_the_end(k) (finished[0] & bit_of(k))
@@ -409,6 +443,11 @@ inline end_lease(k) {
         old = old & ~bit_of(k);
         offered = offered & ~bit_of(k);
         discarded = discarded & ~bit_of(k);
+#ifdef SPREAD
+        said = said & ~bit_of(k);
+        touched = touched & ~bit_of(k);
+        moved = moved & ~bit_of(k);
+#endif
         for (i : 0 .. RANKS - 1) { opened[i] = opened[i] & ~bit_of(k); finished[i] = finished[i] & ~bit_of(k) };
 #ifndef COARSE
         release_lane = lane_of(k);
@@ -467,6 +506,10 @@ end:
     :: hear(1, 2)
 #endif
 #endif
+#endif
+#ifdef SPREAD
+    :: hand_over(0)
+    :: hand_over(1)
 #endif
     :: d_step { (leased & old & ~busy) && !range_free && !(all_locks & earlier_epochs) -> range_free = 1 }
     :: end_lease(0)
@@ -609,7 +652,13 @@ move:
         };
         goto ask
     } unless {
+#ifdef SPREAD
+        d_step { rank_killed[r] -> e = 0; last = 0; set = 0; was = 0; to = 0; again = 0 };
+end_dead:
+        d_step { missing != r + 1 -> rank_killed[r] = 0 };
+#else
         d_step { rank_killed[r] -> rank_killed[r] = 0; e = 0; last = 0; set = 0; was = 0; to = 0; again = 0 };
+#endif
         goto join
     }
 }
@@ -631,9 +680,14 @@ inline kill_rank(r) {
     }
 }
 
+inline lose_rank(r) {
+    d_step { missing == 0 && rank_killed[r] -> missing = r + 1 }
+}
+
 proctype Fate() {
 end:
     do
+#ifndef RANKS_ONLY
     :: d_step {
            kills > 0 && hub_up -> kills--;
            hub_up = 0; hub_asleep = 0; hub_epoch = 0;
@@ -643,16 +697,24 @@ end:
 #if RANKS > 1
            forget_rank(1);
 #endif
+#ifdef SPREAD
+           said = 0; touched = 0; moved = 0;
+#endif
            range_free = 0; release_step = 0; release_lane = 0; watch_step = 0;
            before = offered
        }
     :: d_step { kills > 0 && !producer_gone[0] -> kills--; producer_gone[0] = 1; producer_asleep[0] = 0 }
     :: d_step { kills > 0 && !producer_gone[1] -> kills--; producer_gone[1] = 1; producer_asleep[1] = 0 }
+#endif
 #ifndef NO_RANKS
     :: kill_rank(0)
 #endif
 #if RANKS > 1
     :: kill_rank(1)
+#endif
+#ifdef SPREAD
+    :: lose_rank(0)
+    :: lose_rank(1)
 #endif
     od
 }

@@ -1,0 +1,161 @@
+"""One bridge and the children on it, for the fuzzes whose readers run side by side: who is started, ended, and judged.
+
+Knows processes, logs and the referee of words; what the children do is theirs. Opens no bridge.
+"""
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import shmbridge
+from shmbridge.testing.holders import holders, segments_of
+
+from .crew import Child, Crew
+from .ledger import ConsumerLog, Order, ProducerWords, producer_number
+from .pattern import Pattern
+from .producer_role import produce
+from .reader import take_the_rest
+from .word_referee import LAST, WordReferee
+
+_PATIENCE_S = 40.0
+_TICK_S = 0.004
+
+
+@dataclass
+class Place:
+    """One part that is played by one child after the other. `reader`: as of the referee; None: it reads nothing."""
+
+    name: str
+    start: Callable[["Place"], Callable[[], None]]
+    reader: int | None = None
+    number: int = 0  # of a producer: its slot
+    delays_s: tuple[float, ...] = (0.0,)  # before a successor comes
+    life: int = 0
+    child: Child | None = None
+    log: ConsumerLog | None = None
+    words: memoryview | None = None
+    due_s: float = 0.0
+    kills: int = 0
+    over: bool = False  # nobody follows
+
+
+class Scene:
+    """One run on one bridge of its own."""
+
+    def __init__(self, crew: Crew, bridge: str, words: ProducerWords, incarnations: "itertools.count[int]", pattern: Pattern,
+                 referee: WordReferee) -> None:  # fmt: skip
+        self.crew, self.bridge, self.pattern, self.referee = crew, bridge, pattern, referee
+        self._words, self._incarnations = words, incarnations
+        self.places: list[Place] = []
+        self.ending = False  # whoever ends has no successor
+        self._tasks: list[tuple[float, Callable[[], None]]] = []
+
+    def add_producers(self, count: int, run: Callable[..., None] = produce) -> list[Place]:
+        """Places for producers that put without end."""
+
+        def start(place: Place) -> Callable[[], None]:
+            number, incarnation = producer_number(place.number, place.life), next(self._incarnations)
+            words = place.words = self._words.of(incarnation)
+            self.referee.producer_begins(number, incarnation)
+            return lambda: run(self.bridge, number, words, self.pattern, None)
+
+        made = [Place(f"producer {slot}", start, number=slot, delays_s=(0.0, 0.02)) for slot in range(count)]
+        self.places += made
+        return made
+
+    def add(
+        self, name: str, role: Callable[[Place, ConsumerLog], Callable[[], None]], reader: int | None = None, *, delays_s=(0.0,)
+    ) -> Place:
+        """A place for children that write a log."""
+
+        def start(place: Place) -> Callable[[], None]:
+            log = place.log = ConsumerLog()
+            return role(place, log)
+
+        self.places.append(Place(name, start, reader, delays_s=delays_s))
+        return self.places[-1]
+
+    def begin(self, place: Place) -> None:
+        """The next child of the place."""
+        place.life += 1
+        place.child = self.crew.fork(place.start(place))
+
+    def after(self, delay_s: float, what: Callable[[], None]) -> None:
+        self._tasks.append((time.monotonic() + delay_s, what))
+
+    def pump(self, seconds: float, done: Callable[[], bool] = lambda: False, choose: Callable[[tuple[float, ...]], float] = min) -> bool:
+        """Does what is due until then, or until `done`; whether it is done."""
+        until_s = time.monotonic() + seconds
+        while not done():
+            now = time.monotonic()
+            if now >= until_s:
+                return False
+            for task in [task for task in self._tasks if task[0] <= now]:
+                self._tasks.remove(task)
+                task[1]()
+            for child in self.crew.reap():
+                self._ended(child, choose)
+            for place in self.places:
+                if place.child is None and not (self.ending or place.over) and now >= place.due_s:
+                    self.begin(place)
+            self.crew.wait(_TICK_S)
+        return True
+
+    def wait(self, what: str, done: Callable[[], bool]) -> None:
+        """Until `done`, or it is a violation: somebody is stuck."""
+        if not self.pump(_PATIENCE_S, done):
+            for place in self.places:
+                if place.child is not None:
+                    place.child.say_where()
+            self.crew.wait(0.5)
+            raise TimeoutError(f"not within {_PATIENCE_S:.0f} s: {what}; alive: {[place.name for place in self.places if place.child]}")
+
+    def _ended(self, child: Child, choose: Callable[[tuple[float, ...]], float]) -> None:
+        place = next(each for each in self.places if each.child is child)
+        place.child = None
+        who = f"{place.name}, life {place.life}"
+        if child.code == -9 and child.killed:
+            place.kills += 1
+        elif child.code != 0:
+            self.referee.fault("failed", f"{who} (pid {child.pid}) ended with {child.code} and nobody had killed it")
+        if place.log is not None:
+            if place.reader is not None:
+                self.referee.reader_ended(place.reader, who, place.log.unread())
+            place.log.close()
+            place.log = None
+        place.due_s = time.monotonic() + choose(place.delays_s)
+
+    def end_producers(self, places: list[Place]) -> None:
+        """They close; others go on meanwhile."""
+        for place in places:
+            place.over = True
+            if place.child is not None and place.words is not None:
+                place.child.go_on()
+                place.words[ProducerWords.ORDER] = Order.QUIT
+        self.wait("all producers close", lambda: all(place.child is None for place in places))
+
+    def end(self, may_miss: int = 0) -> None:
+        """A last consumer takes what is left; then everything is judged, and nothing may be left."""
+        self.ending = True
+        self.wait("everybody ends", lambda: all(place.child is None for place in self.places))
+        last = self.add("the last consumer", lambda _, log: lambda: take_the_rest(self.bridge, log, self.pattern), LAST)
+        self.begin(last)
+        self.wait("the last consumer ends", lambda: last.child is None)
+        self.referee.finish(may_miss)
+        for left in [*segments_of(self.bridge), *holders(self.bridge)]:
+            self.referee.fault("leaked", f"{left} is left after everybody has ended")
+
+    def sweep(self) -> None:
+        """Whatever happened: nobody and nothing is left."""
+        self.crew.kill_all()
+        for place in self.places:
+            if place.log is not None:
+                place.log.close()
+                place.log = None
+        shmbridge.clean(self.bridge, dry_run=False)
+
+
+def new_bridge(kind: str, seed: int, round_number: int) -> str:
+    return f"{kind}-{os.getpid()}-{seed}-{round_number}"[:48]
