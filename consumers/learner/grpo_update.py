@@ -141,6 +141,7 @@ class Learner:
             with_reference=goal.kl > 0.0,
             policy_version=policy_version,
             max_token_staleness=goal.max_token_staleness,
+            truncated=goal.truncated,
         )
         counts = Counts.of(rows, world.sum)
         unknown = counts.tokens - counts.with_reference if goal.kl else 0.0

@@ -55,6 +55,7 @@ class Objective:
     tis_cap: float | None = None  # largest weight of truncated importance sampling; None: the ratio itself corrects
     tis_level: Literal["token", "sequence"] = "token"
     max_token_staleness: int | None = None  # versions; older tokens are not trained. None: the ratio corrects for any
+    truncated: Literal["keep", "mask", "drop"] = "keep"  # answers that did not end by themselves, by `finish_reason`
     temperature: float = 1.0  # of rows whose record does not say
     micro_tokens: int = 8192  # of one forward pass, padding included
     layout: Layout = "padded"  # of one forward pass; "packed" for models that keep rows apart: see attention.py
@@ -122,6 +123,7 @@ class Objective:
             tis_cap=options.tis_cap,
             tis_level=options.tis_level,
             max_token_staleness=options.max_token_staleness,
+            truncated=options.truncated,
             temperature=options.temperature,
             micro_tokens=options.micro_tokens,
             precision=getattr(torch, options.precision),
