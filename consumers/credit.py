@@ -61,7 +61,13 @@ class Credit:
 
 
 def credited(
-    batch: Any, trained: Bools, credit: Credit = Credit(), *, answers: Bools | None = None, reduce: Reduce = alone
+    batch: Any,
+    trained: Bools,
+    credit: Credit = Credit(),
+    *,
+    answers: Bools | None = None,
+    unscored: Bools | None = None,
+    reduce: Reduce = alone,
 ) -> tuple[FloatArray, Metrics]:
     """Return the advantage of each token, and what was made of what. Blocks as long as `reduce` does.
 
@@ -72,6 +78,7 @@ def credited(
         trained: bool (N,), the trained tokens; the others get 0.
         credit: what advantages are made of.
         answers: bool (N,), what the policy wrote, for the length of answers; None: what is trained.
+        unscored: bool (B,), rows whose score counts for nobody; None: none.
         reduce: takes a float64 array and returns its sum over all ranks; by default there is one rank.
 
     Returns:
@@ -80,6 +87,8 @@ def credited(
     row_count = len(batch.meta)
     scores = np.zeros(row_count) if batch.scores is None else np.asarray(batch.scores, np.float64)
     scored = batch.has("score") & np.isfinite(scores)
+    if unscored is not None:
+        scored &= ~unscored
     own, odd_mask = _own_tokens(batch, credit.use_own)
     has_own = batch.has("advantages") & credit.use_own
     fallen_back = _fallen_back(batch, trained, own, credit)

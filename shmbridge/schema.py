@@ -46,6 +46,9 @@ DTYPES: tuple[str, ...] = (
 # Python values that Atropos sends as they are; carried as JSON text.
 JSON_COLUMNS = frozenset({"messages", "overrides", "group_overrides", "generation_params", "images", "extra"})
 
+# Index in this tuple = code in the column `finish_reason`. Never reordered.
+FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort", "error")
+
 _PER_RECORD, _TEXT = 1, 2
 _DEFINITION = struct.Struct("<56sBBBBI")
 

@@ -148,6 +148,7 @@ class Learner:
             policy_version=policy_version,
             max_token_staleness=goal.max_token_staleness,
             whole_rows=goal.whole_rows,
+            truncated=goal.truncated,
         )
         counts = Counts.of(rows, world.sum)
         unknown = counts.tokens - counts.with_reference if goal.kl else 0.0

@@ -55,6 +55,7 @@ class Objective:
     tis_cap: float | None = None  # largest weight of truncated importance sampling; None: the ratio itself corrects
     tis_level: Literal["token", "sequence"] = "token"
     max_token_staleness: int | None = None  # versions; older tokens are not trained. None: the ratio corrects for any
+    truncated: Literal["keep", "mask", "drop"] = "keep"  # answers that did not end by themselves, by `finish_reason`
     temperature: float = 1.0  # of rows whose record does not say
     whole_rows: bool = False  # rows with neither a mask nor prompt_length are trained whole, not at all otherwise
     ignore_images: bool = False  # rows with images are trained as text; otherwise they are an error
@@ -124,6 +125,7 @@ class Objective:
             tis_cap=options.tis_cap,
             tis_level=options.tis_level,
             max_token_staleness=options.max_token_staleness,
+            truncated=options.truncated,
             temperature=options.temperature,
             whole_rows=options.train_whole_rows,
             ignore_images=options.ignore_images,

@@ -71,6 +71,12 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
         metavar="VERSIONS",
         help="do not train tokens sampled more policy versions ago [the ratio corrects for any]",
     )
+    group.add_argument(
+        "--truncated",
+        choices=("keep", "mask", "drop"),
+        default="keep",
+        help="answers whose finish_reason is not stop: train them; do not; or do not, and leave their scores out of their groups [keep]",
+    )
     group.add_argument("--kl-coef", type=rate, metavar="X", default=0.0, help="weight of the divergence from the reference [0]")
     group.add_argument(
         "--kl-estimator",

@@ -10,12 +10,13 @@ Letters: B rows (trajectories), N tokens of the whole batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from shmbridge.consumers.credit import Credit, NoAdvantages, credited, require_advantages
+from shmbridge.consumers.learner.finish import truncated_rows
 from shmbridge.consumers.learner.left_out import left_out, without_mask
 from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.row_metrics import row_metrics
@@ -71,6 +72,7 @@ def prepare(
     policy_version: int | None = None,
     max_token_staleness: int | None = None,
     whole_rows: bool = False,
+    truncated: Literal["keep", "mask", "drop"] = "keep",
 ) -> tuple[TrainingRows, Metrics]:
     """Return what the loss needs of a packed batch, and metrics that describe it. Blocks as long as `reduce` does.
 
@@ -83,6 +85,7 @@ def prepare(
         policy_version: the one about to be trained; None: the staleness of no token is known.
         max_token_staleness: tokens sampled more versions ago are not trained; None: all are.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise they train nothing.
+        truncated: answers that did not end by themselves: "mask" does not train them, "drop" also takes no score from them.
 
     Raises:
         NoAdvantages: a group needs the fallback that is not allowed.
@@ -90,9 +93,13 @@ def prepare(
     answers = trained_tokens(batch, whole_rows)
     require_advantages(batch, answers, credit)
     staleness = None if policy_version is None else token_staleness(batch, policy_version)
-    trained = answers if staleness is None or max_token_staleness is None else answers & (staleness <= max_token_staleness)
+    young = answers if staleness is None or max_token_staleness is None else answers & (staleness <= max_token_staleness)
+    cut, unnamed = truncated_rows(batch)
+    trained = young if truncated == "keep" else young & ~np.repeat(cut, batch.lengths)
     heat = temperatures(batch, temperature)
-    advantages, credit_metrics = credited(batch, trained, credit, answers=answers, reduce=reduce)
+    advantages, credit_metrics = credited(
+        batch, trained, credit, answers=answers, unscored=cut if truncated == "drop" else None, reduce=reduce
+    )
     rows = TrainingRows(
         tokens=batch.tokens,
         cu_seqlens=batch.cu_seqlens,
@@ -111,7 +118,10 @@ def prepare(
         **credit_metrics,
         **left_out(batch, credit, heat, whole_rows=whole_rows, with_reference=with_reference),
         "trajectories_odd_temperature": int(np.count_nonzero(heat.odd)),
-        "tokens_masked_stale": int(np.count_nonzero(answers)) - rows.trained_count,
+        "trajectories_truncated": int(np.count_nonzero(cut)),
+        "trajectories_without_finish_reason": int(np.count_nonzero(unnamed)),
+        "tokens_masked_truncated": int(np.count_nonzero(young)) - rows.trained_count,
+        "tokens_masked_stale": int(np.count_nonzero(answers)) - int(np.count_nonzero(young)),
         "tokens_without_logprob": rows.trained_count - known_count(rows.sampled_logprobs, trained),
         "tokens_without_reference": 0 if reference is None else rows.trained_count - known_count(reference, trained),
         "tokens_without_version": rows.trained_count - stale_by.size,

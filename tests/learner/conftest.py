@@ -113,6 +113,7 @@ class HandMadeBatch:
     step_rewards: Any = None  # values and lengths, as shmbridge.Ragged
     step_ends: Any = None
     advantages_mask: Any = None
+    finish_reason: np.ndarray | None = None
     present: dict[str, np.ndarray] = field(default_factory=dict)
     released: int = 0
 
@@ -185,6 +186,7 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
         step_rewards: Sequence[Sequence[float] | None] | None = None,
         step_ends: Sequence[Sequence[int] | None] | None = None,
         advantages_mask: Sequence[Sequence[int] | None] | None = None,
+        finish_reasons: Sequence[int | None] | None = None,
         version: int = 0,
         envs: Sequence[str] | None = None,
         published_ns: Sequence[int] | None = None,
@@ -242,6 +244,7 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
             advantages=ragged("advantages", advantages, np.float32),
             inference_logprobs=ragged("inference_logprobs", logprobs, np.float32),
             temperature=scalar("temperature", temperatures, np.float32),
+            finish_reason=scalar("finish_reason", finish_reasons, np.uint8),
             prompt_length=scalar("prompt_length", prompt_lengths, np.int32),
             overrides=None if overrides is None else list(overrides),
             generation_params=None if generation_params is None else list(generation_params),

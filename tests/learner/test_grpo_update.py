@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from shmbridge.consumers.credit import Credit
 from shmbridge.consumers.learner.forward import trained_logprobs as logprobs_of
-from shmbridge.consumers.learner.grpo_update import Learner, Objective, UnknownTokens
+from shmbridge.consumers.learner.grpo_update import Learner, NothingToLearn, Objective, UnknownTokens
 from shmbridge.consumers.learner.microbatch import micro_batches, plan
 from shmbridge.consumers.learner.schedule import learning_rate_at
 from shmbridge.consumers.learner.training_rows import prepare
@@ -171,6 +172,39 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_says_so(tiny_model, p
 def test_a_token_outside_the_vocabulary_names_the_tokenizer(tiny_model, packed_batch):
     with pytest.raises(UnknownTokens, match=r"28: environment .* uses another tokenizer .* first in group"):
         learner(tiny_model(1)).accumulate(packed_batch([[1, 2], [1, 28]], scores=[1.0, 0.0]))
+
+
+def test_a_token_outside_the_vocabulary_is_named_also_where_it_lies_on_a_device(tiny_model, packed_batch):
+    class OnDevice(torch.Tensor):
+        def __array__(self, *args, **named):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    batch = packed_batch([[1, 2], [1, 28]], scores=[1.0, 0.0])
+    batch.tokens = torch.from_numpy(batch.tokens).as_subclass(OnDevice)
+    with pytest.raises(UnknownTokens, match=r"28: environment .* uses another tokenizer .* first in group"):
+        learner(tiny_model(1)).accumulate(batch)
+
+
+@pytest.mark.parametrize(("normalise", "way"), [("batch", "--sft-normalization none, if"), ("none", "scores that differ")])
+def test_fine_tuning_with_nothing_to_learn_ends_with_words(tiny_model, packed_batch, normalise, way):
+    """Equal advantages are 0 once they are normalised; every batch of a step has to be so."""
+    model = tiny_model(1)
+    own = learner(model, loss="sft", credit=Credit(normalise=normalise))
+    equal = 1.0 if normalise == "batch" else 0.0
+    flat = packed_batch(ROWS, advantages=[[equal] * len(row) for row in ROWS])
+    uneven = packed_batch(ROWS, advantages=[[float(at) for at in range(len(row))] for row in ROWS])
+    before = [each.clone() for each in model.parameters()]
+    own.accumulate(flat)
+    with pytest.raises(NothingToLearn, match=way):
+        own.apply()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert (own.step, own.consistent) == (0, True)
+    own.accumulate(flat)
+    own.accumulate(uneven, first=False)
+    own.apply()
+    own.accumulate(packed_batch([[1, 2]], masks=[[0, 0]]))  # nothing trained is nothing wrong
+    own.apply()
+    assert own.step == 2
 
 
 def test_bfloat16_forward_is_close_and_leaves_float32_parameters(tiny_model, packed_batch):

@@ -1,0 +1,27 @@
+"""Which answers did not end by themselves: the column `finish_reason` of a batch.
+
+Pure numpy. Knows the codes; does not know what is done about it. Called by `training_rows.py`.
+
+Letter: B rows (trajectories).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shmbridge.schema import FINISH_REASONS
+
+STOP = FINISH_REASONS.index("stop")
+
+
+def truncated_rows(batch: Any) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return bool (B,) twice: rows that say another end than "stop", and rows that say none that has a name. Never blocks."""
+    said = getattr(batch, "finish_reason", None)
+    if said is None:
+        nothing = np.zeros(len(batch.meta), bool)
+        return nothing, ~nothing
+    known: npt.NDArray[np.bool_] = batch.has("finish_reason") & (np.asarray(said) < len(FINISH_REASONS))
+    return known & (np.asarray(said) != STOP), ~known
