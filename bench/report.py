@@ -27,6 +27,7 @@ TITLES = {
     "producers": "The ring, by number of producers",
     "small records": "Small records",
     "packing": "Packing Python lists",
+    "checked rows": "Checks of rows, over `put` from arrays without",
     "idle": "A consumer that waits",
     "memory": "The limit, by how far memory goes round, and by the stores of its writer",
     "checksum": "With a check over the bytes, made by the application",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import shmbridge
+from shmbridge.bench.checked_rows import put_ratios
 from shmbridge.bench.groups import MIDDLE, SEED, SOURCES, make
 
 ARRAYS = [make(MIDDLE, "row_arrays", SEED + n) for n in range(SOURCES)]
@@ -82,3 +83,11 @@ def test_put_from_lists(benchmark, spent, quick, case):
 def test_other_ways(benchmark, spent, case):
     took = benchmark.pedantic(lambda: spent(LISTS, 3, OTHERS[case]), rounds=1)
     note(benchmark, case, took)
+
+
+@pytest.mark.benchmark(group="checked rows")
+def test_checks_of_rows(benchmark, quick):
+    """`put` from arrays with checks of one row in N, over that without any."""
+    found = benchmark.pedantic(lambda: put_ratios((1, 8, 16, 32, 64), MIDDLE, rounds=20 if quick else 100), rounds=1)
+    ratios = {f"1 row in {every}": ratio for every, ratio in found.items()}
+    benchmark.extra_info.update({"label": "`put` with checks over without", **ratios})

@@ -323,7 +323,7 @@ cdef class LeasedRecord(Lease):
         cdef uint32_t row
         if self._released:
             raise self._too_late(name)
-        if entry == NULL or entry.checks_at == 0 or tokens == NULL:
+        if entry == NULL or entry.kind != KIND_LIST or entry.checks_at == 0 or tokens == NULL:
             return None
         view = view_of(self)
         said = <const uint64_t*>(self._extent + entry.checks_at * <uint64_t>ALIGNMENT)

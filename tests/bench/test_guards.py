@@ -11,9 +11,11 @@ import pytest
 
 import shmbridge
 from shmbridge.bench.atropos_http import ratio_to_http
+from shmbridge.bench.checked_rows import put_ratios
 from shmbridge.bench.contract import Plan
 from shmbridge.bench.figures import measure
 from shmbridge.bench.groups import DTYPES, MIDDLE, make
+from shmbridge.row_checks import DEFAULT_EVERY
 from shmbridge.testing.fixtures import bridge
 
 __all__ = ["bridge"]
@@ -22,6 +24,7 @@ LOOKS = 4
 ARRAYS_OF_LIMIT = 0.7
 LISTS_OVER_NUMPY = 5
 LISTS_OVER_HTTP = 200
+UNCHECKED_OVER_CHECKED = 1 / 1.03  # `put` from arrays is at most 3 % slower with checks of rows
 
 # What `put` would do besides, if a change had spoilt it; `group` is what it was given.
 PLANTED = """
@@ -83,6 +86,10 @@ def lists_over_numpy(producer, consumer):
     return spent(lambda: producer.put(as_arrays())) / spent(lambda: producer.put(lists))
 
 
+def unchecked_over_checked(every=DEFAULT_EVERY):
+    return 1 / put_ratios((every,), MIDDLE, rounds=60)[every]
+
+
 @pytest.fixture
 def ends(bridge):
     with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, lane_bytes="16M") as producer:
@@ -100,6 +107,14 @@ def test_lists_are_far_ahead_of_the_way_through_numpy(ends) -> None:
 @pytest.mark.timeout(300)
 def test_lists_are_far_ahead_of_the_rollout_server() -> None:
     assert best(lambda: ratio_to_http(3.0), LISTS_OVER_HTTP) >= LISTS_OVER_HTTP
+
+
+def test_checks_of_rows_cost_next_to_nothing() -> None:
+    assert best(unchecked_over_checked, UNCHECKED_OVER_CHECKED) >= UNCHECKED_OVER_CHECKED
+
+
+def test_the_guard_of_checks_notices_that_every_row_has_one() -> None:
+    assert best(lambda: unchecked_over_checked(1), UNCHECKED_OVER_CHECKED) < UNCHECKED_OVER_CHECKED
 
 
 def test_the_guard_of_arrays_notices_a_slow_down(plant) -> None:

@@ -71,6 +71,7 @@ ENTRY = {
     "inner_at": (16, 4),
     "keys_at": (20, 4),
     "validity_at": (24, 4),
+    "checks_at": (28, 4),
     "values_bytes": (32, 8),
     "inner_count": (40, 8),
     "keys_bytes": (48, 8),
@@ -81,6 +82,7 @@ BEHIND = {
     "inner": ("inner_at", 4),
     "keys": ("keys_at", 1),
     "validity": ("validity_at", 1),
+    "checks": ("checks_at", 8),
     "values": ("values_at", 1),
 }
 

@@ -93,6 +93,7 @@ class Scene:
             value = self.ask(f"record[{name!r}]", lambda name=name: record[name])
             self.ask(f"touch {name}", lambda value=value: touch(record, value))
             self.ask(f"valid {name}", lambda name=name: record.valid(name))
+            self.ask(f"checks {name}", lambda name=name: record.row_checks(name))
         for name in ("messages", "group_overrides", "extra"):
             self.ask(f"json {name}", lambda name=name: name in record and record.json(name))
         self.ask("to_arrow", lambda: record.meta.uneven or record.to_arrow().to_pylist())

@@ -51,6 +51,20 @@ MUTATIONS = (
         "taken = present[row] ? tokens : 0;", "taken = row < entries ? lengths[row] : 0;", "tests/hostile/test_fuzz_harness.py",
     ),
     Mutation(
+        "rows-not-compared", 1, "a row that was trained with other values than were put is not noticed", "consumers/learner/row_checks.py",
+        "            elif check_of(column, np.ascontiguousarray(values[column])) != stored:", "            elif False:",
+        "tests/learner/test_row_checks.py",
+    ),
+    Mutation(
+        "row-check-knows-no-column", 1, "values have one check in whatever column they stand", "shmbridge/_ext/row_check.h",
+        "return checksum_of((const uint8_t *)column, strlen(column));", "return strlen(column) != 0;", "tests/unit/test_row_checks.py",
+    ),
+    Mutation(
+        "checks-unbounded", 7, "a record's checks may lie outside of it", INDEX,
+        "        if (entry->checks_at &&\n            index_span(", "        if (0 &&\n            index_span(",
+        "tests/hostile/test_lane_bytes.py -k directory_entries",
+    ),
+    Mutation(
         "extent-forgotten", 1, "an aborted claim's slot is lost", WRITE,
         "    writer->free_slots[writer->free_slot_count++] = (uint32_t)writer->claimed;\n    writer->claimed = -1;",
         "    writer->claimed = -1;", "tests/conformance",
