@@ -96,7 +96,7 @@ class LaneQuarantined(ShmBridgeError, RuntimeError):
 
 
 class LaneRemoved(ShmBridgeError, RuntimeError):
-    """A lane or its control segment was removed by force: no later consumer finds it; nothing was committed by the call that raises this."""
+    """A lane or its control segment was removed by force: no later consumer finds it; the call that raises this has committed nothing."""
 
     code = "SB207"
 

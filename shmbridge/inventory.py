@@ -16,9 +16,8 @@ class LaneInfo:
     """One lane as seen from outside. `held` counts committed, un-released records, `dropped` those of them that its consumer has dropped
     without release; `size_bytes` is the whole segment.
 
-    `released` is what its consumers have counted, `unaccounted` what the lane's slots show as released beyond that: 0, but for one at most
-    between a consumer's death and the next, unless a record was lost. `data_writable` says that a reader maps it so, for a GPU that registers
-    no read-only memory.
+    `released` is what its consumers have counted, `unaccounted` what the lane's slots show as released beyond that: 0, but for one
+    at most between a consumer's death and the next, unless a record was lost. `data_writable`: a reader maps its data so, for a GPU.
     """
 
     name: str

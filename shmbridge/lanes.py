@@ -145,7 +145,7 @@ class LaneSet:
             if time.monotonic() >= until:
                 if name not in self._taken:
                     self._taken.add(name)
-                    self._refuse(name, "another consumer reads it, whose control segment was removed; it is adopted when that one has ended")
+                    self._refuse(name, "another consumer reads it, whose control segment was removed; adopted once that one has ended")
                 return False
             time.sleep(0.002)
         self._taken.discard(name)

@@ -18,7 +18,9 @@ LOOK_S = 0.4  # how often a producer that puts, or waits, looks
 class OwnNames:
     """One producer's two names. Any thread."""
 
-    def __init__(self, producer_id: str, bridge: str, control: header.Control, lane_name: str, lane: Mapping, writer: ring.LaneWriter) -> None:
+    def __init__(
+        self, producer_id: str, bridge: str, control: header.Control, lane_name: str, lane: Mapping, writer: ring.LaneWriter
+    ) -> None:  # fmt: skip
         self._producer_id, self._lane_name, self._lane, self._writer = producer_id, lane_name, lane, writer
         self._control, self._control_name = control, segment.control_name(bridge)
 

@@ -257,7 +257,7 @@ def map_segment(fd: int, size: int, what: str, *, readonly: bool = False) -> Map
 
 
 def map_data_writable(lane: Mapping, name: str) -> None:
-    """Has a reader's mapping of a lane be writable, for a GPU that registers no other memory; said in the log, and to who inspects. Idempotent."""
+    """Has a reader's mapping of a lane be writable, for a GPU that registers no other memory; logged, and shown by inspect. Idempotent."""
     if not lane.data_writable:
         lane.make_writable()
         liveness.lock_shared(lane.fd, Byte.WRITABLE_DATA)

@@ -39,6 +39,7 @@ cdef class LaneWriter:
         cdef lane_shape shape
         self._lane, self._control = lane, control
         self._writer.claimed = -1
+        self.looked(1.0)  # they were made just now
         if shape_read(<lane_header*>lane.base, lane.size, &shape, &why):
             raise LaneCorrupt(why.text.decode())
         if lane_writer_open(&self._writer, lane.base, &shape, <control_header*>control.base):

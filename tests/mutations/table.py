@@ -151,6 +151,14 @@ MUTATIONS = (
         "floor-lowered", 1, "the highest version of weights is forgotten for a lower one", HEADER,
         "        if load_acquire64(&self.words().weights_floor) < <uint64_t>version + 1:", "        if True:", "tests/unit/test_weights_floor.py",
     ),
+    Mutation(
+        "data-mapped-writable", 1, "a consumer can write into committed records", "shmbridge/lanes.py",
+        "        mapping.protect(reader.data_at)\n", "", "tests/unit/test_views_read_only.py",
+    ),
+    Mutation(
+        "lane-read-by-two", 1, "two hubs read one lane once its bridge's name was removed", "shmbridge/lanes.py",
+        "        while not liveness.lock_exclusive(mapping.fd, Byte.READER):", "        while False:", "tests/unit/test_names_removed.py",
+    ),
     # 2: a consumer's death loses nothing
     Mutation(
         "head-not-stored", 2, "a record is handed out before head says so", READ,

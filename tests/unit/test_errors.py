@@ -13,7 +13,8 @@ ALL = [each for each in vars(errors).values() if isinstance(each, type) and issu
 BUILTIN = {
     "BadBridgeName": ValueError, "ShmTooSmall": MemoryError, "ShmPermission": PermissionError, "NotReady": TimeoutError,
     "LayoutMismatch": ValueError, "SchemaMismatch": ValueError, "RecordTooBig": ValueError, "InvalidRecord": ValueError,
-    "RecordUnreadable": ValueError, "ProcessLimit": OSError, "ShmUnavailable": OSError, "LaneQuarantined": RuntimeError, "LaneRemoved": RuntimeError,
+    "RecordUnreadable": ValueError, "ProcessLimit": OSError, "ShmUnavailable": OSError, "LaneQuarantined": RuntimeError,
+    "LaneRemoved": RuntimeError,
     "ClaimOpen": RuntimeError, "RankTaken": RuntimeError, "ServesRanks": RuntimeError,
     "LaneFull": TimeoutError, "NotAdmitted": TimeoutError,
     "ConsumerEmpty": TimeoutError, "LeaseReleased": RuntimeError, "BatchTooBig": ValueError,

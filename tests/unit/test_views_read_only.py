@@ -1,4 +1,4 @@
-"""Views of a lane cannot be written: each export is marked read-only or refused by an error that names to_torch(), and the memory itself is."""
+"""Views of a lane cannot be written: exports are read-only, or refused by an error that names to_torch(); so is the memory itself."""
 
 import ctypes
 import pickle
