@@ -30,7 +30,7 @@ from fuzz.word_referee import WordReferee
 
 _IMPORTED_BEFORE_FORK = ("shmbridge.producer", "shmbridge.consumer", "shmbridge.control", "shmbridge.batch", "concurrent.futures.thread")
 _ROUND_S = 3.0
-_LONGEST_LIFE_S = 25.0
+_LONGEST_LIFE_S = 12.0
 _PRODUCERS = "producers"
 
 
@@ -53,6 +53,7 @@ def play(scene: Scene, way: str, seconds: float, plant: bool) -> Counter[str]:
         """Whether the child had said that it would kill itself."""
         assert place.log is not None
         counts["interrupts"] += place.log.words[RAISED]
+        place.may_fall = place.log.words[RAISED]  # what nobody had looked at comes again once it is destroyed, be it late
         counts["lives"] += 1
         return place.log.words[ConsumerLog.STEP] == ENDED_BY_ITSELF
 

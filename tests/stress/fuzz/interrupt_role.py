@@ -26,7 +26,7 @@ GROUPS = 3
 ENDED_BY_ITSELF = 9  # what STEP says before a child kills itself
 RAISED = ConsumerLog.TIME_SEEN  # the word that counts interrupts
 _LIFE_S = (0.1, 0.6)
-_EVERY_S = (0.00005, 0.003)
+_EVERY_S = (0.00005, 0.0012)
 _TIMEOUT_S = 0.02
 
 
@@ -39,27 +39,27 @@ class Storm:
 
     def __init__(self, choices: random.Random, count: Callable[[], None]) -> None:
         self._choices, self._count = choices, count
-        self._on = False
+        self.raising = False
         self.last: Callable[[], None] | None = None
         signal.signal(signal.SIGALRM, self._handle)
 
     def on(self) -> None:
-        self._on = True
+        self.raising = True
         self._next()
 
     def off(self) -> None:
-        self._on = False
+        self.raising = False
 
     def _next(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, self._choices.uniform(*_EVERY_S) * self._choices.choice((1, 1, 5)))
 
     def _handle(self, *_: object) -> None:
-        if not self._on:
+        if not self.raising:
             return
         self._count()
         if (last := self.last) is not None:
             self.last = None
-            self._on = False
+            self.raising = False
             last()
             return
         self._next()
@@ -68,11 +68,11 @@ class Storm:
     @contextlib.contextmanager
     def calm(self):
         """No interrupts in between."""
-        was, self._on = self._on, False
+        was, self.raising = self.raising, False
         try:
             yield
         finally:
-            self._on = was
+            self.raising = was
             if was:
                 self._next()
 
@@ -127,8 +127,9 @@ class ConsumerRole:
                 "closing handler that raises": self._close_and_raise,
             }[how]  # fmt: skip
             with contextlib.suppress(shmbridge.Closed):
-                while True:
-                    self._take()  # until the handler has come
+                while storm.last is not None:  # until the handler has come
+                    with contextlib.suppress(shmbridge.ConsumerEmpty):
+                        self._take()
 
     def _die(self) -> None:
         self._log.words[ConsumerLog.STEP] = ENDED_BY_ITSELF
@@ -254,14 +255,14 @@ class InterruptedProducer(ProducerRole):
         words[ProducerWords.STATE] = State.RUNNING
         while words[ProducerWords.ORDER] != Order.QUIT:
             try:
-                storm.on()
-                for _ in range(50):
-                    self._random.choice((self._put, self._claim, self._give_claim_up))()
-                storm.off()
+                try:
+                    storm.on()
+                    for _ in range(50):
+                        self._random.choice((self._put, self._claim, self._give_claim_up))()
+                finally:
+                    storm.raising = False  # no call: a handler cannot come in between
             except Interrupt:
-                storm.off()
-            finally:
-                storm.off()
+                pass
             self._look_up()
             self._put()  # whatever was interrupted: this one goes in
         self._producer.close()

@@ -43,6 +43,7 @@ class Place:
     before_end: Callable[["Place"], bool] = lambda _: False  # its log is final; whether the child had said that it would end so
     longest_s: float = float("inf")  # a child that lives longer hangs
     began_s: float = 0.0
+    may_fall: int = 0  # as of WordReferee.reader_ended
 
 
 class Scene:
@@ -140,7 +141,7 @@ class Scene:
                 raise RuntimeError(f"more than {_MOST_FAILED} children failed")
         if place.log is not None:
             if place.reader is not None:
-                self.referee.reader_ended(place.reader, who, place.log.unread())
+                self.referee.reader_ended(place.reader, who, place.log.unread(), place.may_fall)
             place.log.close()
             place.log = None
         place.due_s = time.monotonic() + choose(place.delays_s)
