@@ -24,7 +24,7 @@ from shmbridge.errors import BatchTooBig, ConsumerEmpty
 from shmbridge.groups import Group, GroupAssembler
 from shmbridge.in_thread import in_another_thread
 from shmbridge.lanes import LaneSet
-from shmbridge.prefetch import Prefetcher
+from shmbridge.prefetch import Flag, Prefetcher
 from shmbridge.reasons import Discard
 from shmbridge.scheduler import Policy, Want, scheduler_of
 from shmbridge.staleness import Lags, is_stale
@@ -61,13 +61,22 @@ class BatchAssembly:
         self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()  # under "caller": what may still be held; under the lock
         self._somebody_waits = False  # for a batch: whoever it is releases nothing meanwhile
         self._closed = False
-        self._lock = threading.Lock()  # groups are put back by whoever iterates, while others are gathered ahead
+        self._lock = threading.RLock()  # groups are put back by whoever iterates, while others are gathered ahead
         self._is_cut = False  # nothing in self._complete is stale
         self._not_cut: list[Group] = []  # but for what was put back since
         self._returned = False  # something was put back since the prefetcher began, which may have found the end before
         self._chosen = Chosen()  # under the lock
         self._lags = Lags()
         self._oldest = _NO_VERSION  # what is stamped in self._complete, and cut, has no version before this
+
+    @property
+    def is_amid(self) -> bool:
+        """Whether this thread, which then runs a signal's handler, is amid something that holds the lock."""
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    def end(self) -> None:
+        """Forms nothing more from now on; whoever iterates comes back. Never blocks."""
+        self._closed = True
 
     @property
     def closed(self) -> bool:
@@ -154,7 +163,7 @@ class BatchAssembly:
         self.stop_prefetch()  # of an earlier iteration, which ends with that
         self._begin_anew()
         self._returned = False
-        ahead = self._prefetcher = Prefetcher(prefetch, form) if prefetch else None
+        ahead = self._prefetch(prefetch, form) if prefetch else None
         try:
             while not self._closed:
                 batch = self._next(ahead, want, making, max_staleness, timeout_s)
@@ -162,7 +171,7 @@ class BatchAssembly:
                     if not self._returned or ahead is None or self._prefetcher is not ahead:
                         return
                     self._returned = False
-                    ahead = self._prefetcher = Prefetcher(prefetch, form)
+                    ahead = self._prefetch(prefetch, form)
                     continue
                 if self._has_stale(batch.groups, max_staleness):
                     self._put_back(batch)  # it grew stale while it waited to be taken
@@ -181,7 +190,14 @@ class BatchAssembly:
                 self._consumer.end_step()
         finally:
             if ahead is not None:
-                ahead.end()  # no more: a collection may end an iteration in any thread, also in that one, and under the lock
+                ahead.end()  # no more, and no waiting: a collection may end an iteration in any thread, also in that one, and under the lock
+            if not self.is_amid:
+                self._consumer.close_if_owed()
+
+    def _prefetch(self, depth: int, form: Callable[[Flag], Batch | None]) -> Prefetcher:
+        ahead = self._prefetcher = Prefetcher(depth, form)
+        ahead.start()
+        return ahead
 
     def _next(
         self, ahead: Prefetcher | None, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, timeout_s: float | None
@@ -191,7 +207,7 @@ class BatchAssembly:
             if ahead is not None:
                 return ahead.next(timeout_s)
             deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-            batch = self._form(want, making, max_staleness, threading.Event(), deadline_s)
+            batch = self._form(want, making, max_staleness, Flag(), deadline_s)
             if batch is not None or time.monotonic() < deadline_s or self._closed or self._consumer._drained():
                 return batch
         except queue.Empty:
@@ -205,7 +221,7 @@ class BatchAssembly:
         )
 
     def _form(
-        self, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, stop: threading.Event,
+        self, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, stop: Flag | threading.Event,
         deadline_s: float = float("inf"),
     ) -> Batch | None:  # fmt: skip
         make, layout = making
@@ -240,9 +256,10 @@ class BatchAssembly:
         """The groups of the next batch; None if there is none in time."""
         self.stop_prefetch()
         self._begin_anew()
-        chosen = self.choose(want, self.most_stale(max_staleness), threading.Event(), time.monotonic() + timeout_s)
+        chosen = self.choose(want, self.most_stale(max_staleness), Flag(), time.monotonic() + timeout_s)
         self.begin_step(chosen or [])
         _hand_out(chosen or [], Call.TAKE_GROUPS, looked_at=False)
+        self._consumer.close_if_owed()
         return chosen
 
     def _begin_anew(self) -> None:
@@ -252,7 +269,7 @@ class BatchAssembly:
             self._chosen = Chosen()
 
     def choose(
-        self, want: Want, max_staleness: int | None, stop: threading.Event, deadline_s: float = float("inf")
+        self, want: Want, max_staleness: int | None, stop: Flag | threading.Event, deadline_s: float = float("inf")
     ) -> list[Group] | None:
         """The groups of the next batch, waiting for them; None when stopped, closed, too late, or drained with too few groups left."""
         idle_since = time.monotonic()

@@ -78,7 +78,7 @@ class Consumer(Hub):
         self.columns = columns_of(schema)
         limit = limit_of(max_off_policy_steps, groups_per_step, policy)
         super().__init__(bridge, run, self._enter(check_bridge_name(bridge)), limit)
-        self._closed = False
+        self._closed = self._close_owed = False
         self._final: dict[str, float] = {}
         self._loop_bell: LoopBell | None = None
         self._memory = MemoryUse()
@@ -171,7 +171,9 @@ class Consumer(Hub):
             return records
         self._check_mine()
         self._check_open()
-        return self._lanes.poll(max_records)
+        records = self._lanes.poll(max_records)
+        self.close_if_owed()
+        return records
 
     def __iter__(self) -> Iterator[Record]:
         """Records as they come, until close(), or until drain() and nothing is left. Each step releases what the one before yielded.
@@ -278,9 +280,11 @@ class Consumer(Hub):
         if record is None:
             self._check_open()
             record = self._lanes.take(call)
+            self.close_if_owed()
         return record
 
     def _check_mine(self) -> None:
+        self.close_if_owed()
         if self._ranks is not None:
             raise ServesRanks(f"the consumer of bridge {self.bridge!r} serves ranks", hint="read through a shmbridge.Rank, here too")
 
@@ -368,9 +372,14 @@ class Consumer(Hub):
     def close(self) -> None:
         """Gives the bridge up; releases nothing. Records handed out and not released come to the next consumer again, as do those not
         yet handed out; live views stay valid and keep the hub lock until the last is gone. Idempotent, goes on where an interrupt ended it; blocks while another thread closes; does nothing in a child of
-        fork, nor in a signal's handler amid it.
+        fork, nor in a signal's handler amid it. In a handler amid another call of this consumer that forms a batch or adopts lanes it only
+        says that it is to close: that call, or the next, closes.
         """
         if self._control_words is None or self._control_words.mapping.forked:
+            return
+        if self._batching.is_amid or self._lanes.is_amid:
+            self._close_owed = True
+            self._batching.end()
             return
         with self._one_closer:
             if self._closes or self._control_words is None:
@@ -380,6 +389,12 @@ class Consumer(Hub):
                 self._give_up()
             finally:
                 self._closes = False
+
+    def close_if_owed(self) -> None:
+        """Does what close() has put off; for batching.py."""
+        if self._close_owed:
+            self._close_owed = False
+            self.close()
 
     def _give_up(self) -> None:
         self._stop_forming()

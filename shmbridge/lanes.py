@@ -56,12 +56,17 @@ class LaneSet:
         self.turns = Turns(Record, control.mapping, self._on_corrupt, control.arrivals, on_lost)
         self.refused: set[str] = set()
         self._gone: Counter[str] = Counter()  # counters of lanes that are no more
-        self._counting = threading.Lock()  # a lane is among the lanes, or in there
+        self._counting = threading.RLock()  # a lane is among the lanes, or in there
         self._crowded = False  # there are more lanes than `limit`
         self._hindered = False  # a lane could not be opened: a limit of this process
         self._ranks_before = False
-        self._adopting = threading.Lock()
+        self._adopting = threading.RLock()
         self._watch = DeathWatch(self._on_death, self._look_round)
+
+    @property
+    def is_amid(self) -> bool:
+        """Whether this thread, which then runs a signal's handler, is just adopting lanes."""
+        return self._adopting._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def __iter__(self) -> Iterator[AdoptedLane]:
         """A snapshot: the death watch removes lanes meanwhile."""

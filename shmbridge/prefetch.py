@@ -1,8 +1,12 @@
 """Batches formed ahead of whoever iterates over them, in a thread of their own.
 
 Knows nothing of groups, lanes or leases: it is told how to form one. Called by batching.py.
+
+A signal's handler may raise in any call of these, or call `stop` amid another: so there is no lock of Python's own here, only queues in C and
+flags. A batch that is lost on its way is destroyed, and its records are handed out again.
 """
 
+import _thread
 import contextlib
 import queue
 import threading
@@ -10,22 +14,58 @@ from collections.abc import Callable
 
 from shmbridge.batch import Batch
 
+_LOOK_AGAIN_S = 0.05
+
+
+class Flag:
+    """A threading.Event that nobody waits for: no lock, so that it can be set amid anything."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        """From now on `is_set`."""
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        """Whether somebody has set it."""
+        return self._is_set
+
 
 class Prefetcher:
-    """Forms batches ahead in a daemon thread, at most `depth` of them."""
+    """Forms batches ahead in a daemon thread, at most `depth` of them, once `start` was called."""
 
-    def __init__(self, depth: int, form: Callable[[threading.Event], Batch | None]) -> None:
-        self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue()
-        self._room = threading.Semaphore(depth)
-        self._stop = threading.Event()
+    def __init__(self, depth: int, form: Callable[[Flag], Batch | None]) -> None:
+        self._ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self._room.put(None)
+        self._stop = Flag()
         self._form = form
-        self._thread = threading.Thread(target=self._run, name="shmbridge-prefetch", daemon=True)
-        self._thread.start()
+        self._begun = self._over = False
+
+    def start(self) -> None:
+        """Starts the thread. Whoever is to stop it knows this object by then."""
+        self._begun = True
+        try:
+            _thread.start_new_thread(self._run, ())  # a single call: it has begun or not, whatever interrupts it
+        except RuntimeError:
+            self._begun = False
+            raise
 
     def _run(self) -> None:
+        threading.current_thread().name = "shmbridge-prefetch"
+        try:
+            self._form_ahead()
+        finally:
+            self._over = True
+            self._ended.put(None)
+
+    def _form_ahead(self) -> None:
         batch: Batch | BaseException | None
         while True:
-            self._room.acquire()
+            self._room.get()
             if self._stop.is_set():
                 return
             try:
@@ -35,13 +75,14 @@ class Prefetcher:
             self._ready.put(batch)
             if not isinstance(batch, Batch):
                 return
+            del batch  # it is the taker's: kept here, it could not be lost
 
     def next(self, timeout_s: float | None = None) -> Batch | None:
         """The next batch, waiting for it; None once there are no more. Raises what forming it raised; queue.Empty if it takes too long."""
         batch = self._ready.get(timeout=timeout_s)
         if isinstance(batch, BaseException):
             raise batch
-        self._room.release()
+        self._room.put(None)
         return batch
 
     def end(self) -> None:
@@ -49,10 +90,12 @@ class Prefetcher:
         self._stop.set()
 
     def stop(self) -> list[Batch]:
-        """Ends the thread and returns the batches nobody took, oldest first."""
+        """Ends the thread and returns the batches nobody took, oldest first. May be called again, also amid itself."""
         self.end()
-        self._room.release()
-        self._thread.join()
+        self._room.put(None)
+        while self._begun and not self._over:
+            with contextlib.suppress(queue.Empty):
+                self._ended.get(timeout=_LOOK_AGAIN_S)
         left = []
         with contextlib.suppress(queue.Empty):  # whoever waits in next() may be faster
             while True:

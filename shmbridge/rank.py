@@ -22,6 +22,7 @@ from shmbridge.groups import Group
 from shmbridge.in_thread import in_another_thread
 from shmbridge.liveness import MOST_RANKS, Byte
 from shmbridge.one_process import OneProcess
+from shmbridge.rank_share import Looks, RankShare, any_held, lost_of
 from shmbridge.record import Lane, Record
 from shmbridge.schema import Columns
 from shmbridge.unreleased import Call, say_lost
@@ -32,38 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_Held = tuple["Manifest", list[tuple[RankReader, int]]]  # reader, number of the look
+_Held = tuple["Manifest", Looks]
 _ASK_S = 1.0
 _RETRY_S = 0.02
-
-
-class RankShare:
-    """What one rank reads of one batch: `groups` of records held in place, and the `manifest` they came by.
-
-    A context manager, which releases it unless it is left by an exception. The hub is told once all its records are released and no
-    view of them is left. One that is let go without release comes again from next_share if nobody has read it; else see
-    Rank.take_back_dropped.
-    """
-
-    def __init__(self, manifest: "Manifest", groups: list[Group]) -> None:
-        self.manifest, self.groups = manifest, groups
-
-    @property
-    def records(self) -> list[Record]:
-        """Of all groups, in order."""
-        return [record for group in self.groups for record in group.records]
-
-    def release(self) -> None:
-        """Releases every record. Idempotent."""
-        for record in self.records:
-            record.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.release()
 
 
 class Rank(OneProcess):
@@ -214,7 +186,7 @@ class Rank(OneProcess):
         """
         dropped = 0
         for _, held in self._open:
-            lost = _lost(held)
+            lost = lost_of(held)
             if True in lost:
                 dropped += 1
                 for reader, look in held:
@@ -230,13 +202,13 @@ class Rank(OneProcess):
         if self._drops_heeded == (now := drops.returned + drops.dropped):
             return None
         for number, (manifest, held) in enumerate(self._open):
-            lost = _lost(held)
+            lost = lost_of(held)
             if lost and manifest.epoch == self._epoch and not (None in lost or True in lost):
                 return self._look_again(number, manifest, held)
         self._drops_heeded = now
         return None
 
-    def _look_again(self, number: int, manifest: "Manifest", held: list[tuple[RankReader, int]]) -> RankShare:
+    def _look_again(self, number: int, manifest: "Manifest", held: Looks) -> RankShare:
         """What is not released of an open share, its leases anew."""
         groups, kept = [], []
         looks = iter(held)
@@ -261,7 +233,7 @@ class Rank(OneProcess):
 
         Blocks for an answer, at most a second; what could not be told is told next time.
         """
-        ended = [manifest for manifest, records in self._open if not _any_held(records)]
+        ended = [manifest for manifest, records in self._open if not any_held(records)]
         numbers = [manifest.number for manifest in ended if manifest.epoch == self._epoch]
         if numbers and self._request(messages.SharesDone(self.rank, self._member, self._epoch, numbers), _ASK_S) is None:
             return
@@ -370,7 +342,7 @@ class Rank(OneProcess):
 
     @property
     def _dropped(self) -> int:
-        return sum(True in _lost(held) for _, held in self._open)
+        return sum(True in lost_of(held) for _, held in self._open)
 
     # -- state --------------------------------------------------------------------------------------------------------------------
 
@@ -413,12 +385,3 @@ class Rank(OneProcess):
 
     def __repr__(self) -> str:
         return f"<Rank {self.rank} of {self.world_size} of {self.bridge!r}, epoch {self._epoch}>"
-
-
-def _lost(held: list[tuple[RankReader, int]]) -> list[bool | None]:
-    """Of each lease that was not released: None while it lives, else whether its record was looked at."""
-    return [reader.lost(look) for reader, look in held if reader.holds(look)]
-
-
-def _any_held(records: list[tuple[RankReader, int]]) -> bool:
-    return any(reader.holds(look) for reader, look in records)

@@ -154,7 +154,8 @@ cdef class LaneWriter:
     @property
     def leases_dropped(self) -> int:
         """Records that the hub has dropped without release; a hint."""
-        return load_relaxed64(&self.alive().header.leases_dropped)
+        cdef lane_header* header = self.alive().header
+        return load_relaxed64(&header.leases_dropped)
 
     @property
     def free_bytes(self) -> int:

@@ -153,7 +153,7 @@ MUTATIONS = (
     ),
     Mutation(
         "everything-marked", 2, "what was never handed out is marked redelivered", READ,
-        "    return found->from_backlog && sequence < reader->first_head;", "    return found->from_backlog;", "tests/crash/test_hub_killed.py",
+        "    return found->again || (found->from_backlog && sequence < reader->first_head);", "    return found->from_backlog;", "tests/crash/test_hub_killed.py",
     ),
     Mutation(
         "rank-release-not-put-off", 2, "a new hub gives room away that an old rank looks at", RING,

@@ -103,8 +103,7 @@ def test_a_view_keeps_the_record_until_it_is_dropped(make_producer, make_consume
     assert consumer.stats()["held"] == 0
 
 
-def test_a_batch_that_is_let_go_counts_as_done(make_producer, make_consumer, make_rank, put_groups):
-    """Breaking out of an iteration must not hold the lanes for ever."""
+def test_a_batch_that_is_let_go_is_not_done_until_it_is_taken_back(make_producer, make_consumer, make_rank, put_groups):
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(4))
     consumer.serve_ranks(1, groups=1, prefetch=0)
@@ -112,7 +111,25 @@ def test_a_batch_that_is_let_go_counts_as_done(make_producer, make_consumer, mak
     for batch in rank.batches(timeout_s=10):
         break
     del batch
+    with pytest.raises(errors.ConsumerEmpty, match="1 of its shares were dropped without release"):
+        next(rank.batches(timeout_s=0.3))
+    assert (rank.stats()["leases_dropped_total"], rank.take_back_dropped()) == (1, 1)
+    with next(rank.batches(timeout_s=10)) as batch:
+        assert (numbers_of(batch), batch.meta[0].redelivered) == ([0], True)
     assert numbers_of(next(rank.batches(timeout_s=10))) == [1]
+
+
+def test_a_share_that_nobody_read_comes_again(make_producer, make_consumer, make_rank, put_groups):
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(4))
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    rank = make_rank()
+    for _ in range(3):
+        assert [record.sequence for record in rank.next_share(10).records] == [0]
+    rank.next_share(10).release()
+    with rank.next_share(10) as share:
+        assert [record.sequence for record in share.records] == [1]
+    assert rank.stats()["leases_dropped_total"] == 0
 
 
 def test_backpressure_of_an_open_share(make_producer, make_consumer, make_rank, put_groups):
@@ -334,7 +351,8 @@ def test_a_rank_that_has_not_come_yet_is_not_dead(make_rank, make_consumer, make
     put_groups(producer, range(2))
     consumer.serve_ranks(2, groups=2, dead_rank="spread", prefetch=0)
     first = make_rank(0, 2)
-    assert len(first.next_share(10).groups) == 1
+    share = first.next_share(10)
+    assert len(share.groups) == 1
     with pytest.raises(errors.ConsumerEmpty):
         first.next_share(0.3)
     assert len(make_rank(1, 2).next_share(10).groups) == 1

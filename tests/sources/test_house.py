@@ -13,6 +13,8 @@ MOST_LINES = {".py": 400, ".pyx": 600}
 # One idea that does not come apart: file -> (lines it may have, why).
 EXCEPTIONS = {
     "shmbridge/producer.py": (490, "put, put_async and claim are three doors to one claim-commit sequence"),
+    "shmbridge/consumer.py": (440, "every way to take a record and to give it back, each a few lines over the same lanes"),
+    "shmbridge/batching.py": (480, "a group is formed, handed out and put back under one lock"),
 }
 EXT = ROOT / "shmbridge" / "_ext"
 MODEL = (ROOT / "docs" / "memory-model.md").read_text()

@@ -13,7 +13,7 @@ import shmbridge
 ROOT = Path(__file__).parents[2]
 
 # module of the transport -> what of the transport it may import, besides these that know nothing of it:
-LEAVES = {"errors", "config", "limits", "one_process", "reasons", "exits", "in_thread", "staleness", "steering"}
+LEAVES = {"errors", "config", "limits", "one_process", "reasons", "exits", "in_thread", "staleness", "steering", "unreleased"}
 LAYERS = {
     "segment": {"_ext", "liveness", "placement"},
     "placement": {"_ext"},
@@ -45,7 +45,8 @@ LAYERS = {
     "scheduler": {"groups", "atropos_scheduler", "fair_policy", "oldest_policy", "want"},
     "batch": {"_ext", "record", "groups", "schema"},
     "shares": {"groups"},
-    "rank": {"_ext", "liveness", "messages", "participation", "segment", "batch", "groups", "record", "schema", "control_client"},
+    "rank_share": {"_ext", "groups", "messages", "record"},
+    "rank": {"rank_share", "_ext", "liveness", "messages", "participation", "segment", "batch", "groups", "record", "schema", "control_client"},
     "control_client": {"messages", "segment"},
     "weights_table": {"_ext", "segment"},
     "weights_tensors": {"_ext", "weights_table"},

@@ -339,7 +339,8 @@ def test_a_screen_that_raises_ends_the_batches_and_loses_nothing(producer, make_
         next(consumer.batches(groups=2, prefetch=0))
     assert consumer.stats()["queue_groups"] == 4
     consumer.screen(None)
-    assert firsts(next(consumer.batches(groups=2, prefetch=0))) == [0, 1]
+    with next(consumer.batches(groups=2, prefetch=0)) as batch:
+        assert firsts(batch) == [0, 1]
     consumer.close()
     assert firsts(next(make_consumer().batches(groups=2, prefetch=0))) == [2, 3]
 

@@ -55,7 +55,7 @@ def test_poll_takes_at_most_what_is_asked_and_never_waits(producer, consumer) ->
     assert numbers(consumer.poll()) == [2, 3, 4]
 
 
-@pytest.mark.parametrize("take", [lambda hub: hub.poll(), lambda hub: [hub.get(timeout_s=0)], lambda hub: hub.drain() or list(hub)])
+@pytest.mark.parametrize("take", [lambda hub: hub.poll(), lambda hub: [hub.get(timeout_s=0)], lambda hub: hub.drain() or [record.meta and record for record in hub]])
 def test_a_lane_that_the_death_watch_just_adopts_is_not_overlooked(make_producer, consumer, monkeypatch, take) -> None:
     adopts, go_on, adopt = threading.Event(), threading.Event(), LaneSet._adopt_one
 
@@ -164,7 +164,8 @@ def test_a_successor_gets_what_was_not_released_with_exact_flags(make_producer, 
     del taken
     second = make_consumer()
     records = second.poll()
-    assert [(record.meta.sequence, record.meta.redelivered) for record in records] == [(0, True), (3, True), (4, False), (5, False)]
+    marks = [(record.meta.sequence, record.meta.redelivered) for record in records]
+    assert marks == [(0, True), (2, True), (3, True), (4, False), (5, False)]
     producer.put(numbered(6))
     assert not second.get(timeout_s=5).meta.redelivered
 

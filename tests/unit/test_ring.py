@@ -104,6 +104,7 @@ def test_head_is_stored_before_the_record_is_handed_out(lane) -> None:
         lease = hub.take(Spy)
         heads.append(header.lane_counters(it.mapping)["head"])
         assert lease.sequence == sequence
+        lease.release()
     assert heads == [1, 2, 3]
 
 
@@ -196,16 +197,18 @@ def test_abandon_leaves_the_record_to_the_next_hub(lane) -> None:
     assert it.hub().take(ring.Lease).redelivered
 
 
-def test_a_lease_in_a_collected_cycle_still_ends(lane) -> None:
+def test_a_lease_in_a_collected_cycle_is_handed_out_again(lane) -> None:
     it = lane()
     hub = it.hub()
-    for _ in range(5):
+    for _ in range(2):
         put(it.writer)
+    for _ in range(5):
         holder = SimpleNamespace(lease=hub.take(ring.Lease))
+        assert (holder.lease.sequence, holder.lease.redelivered) == (0, False)
         holder.myself = holder
         del holder
         gc.collect()
-    assert (hub.held, it.writer.outstanding) == (0, 0)
+        assert (hub.held, hub.waiting, it.writer.outstanding) == (0, 2, 2)
 
 
 def test_reader_and_lease_in_one_collected_cycle_end_in_peace(child) -> None:

@@ -200,6 +200,7 @@ def test_the_end_of_gathering_ahead_waits_for_no_batch_that_another_thread_took(
             return empty
 
     ahead = Prefetcher(1, lambda stop: None)
+    ahead.start()
     ahead._ready = Taken()
     ahead._ready.put(None)
     ending = Meanwhile(ahead.stop)
