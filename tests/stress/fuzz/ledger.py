@@ -5,7 +5,6 @@ stored. Knows nothing of bridges; whoever dies, and what the entries prove, is t
 """
 
 import mmap
-import re
 from enum import IntEnum
 
 import numpy as np
@@ -16,7 +15,6 @@ _HEAD_WORDS = 64
 _LOG_BYTES = 512 << 20  # of which only what is written exists
 _FORGET_BYTES = 4 << 20
 _PAGE = 4096
-_NAME = re.compile(r"p(\d+)\.(\d+)")
 
 
 class Order(IntEnum):
@@ -156,6 +154,6 @@ def producer_name(number: int) -> str:
 
 
 def number_of(producer_id: str) -> int:
-    """The number of a producer_id; what stands behind the life is not ours."""
-    slot, life = _NAME.match(producer_id).group(1, 2)
+    """The number of a producer_id, as it was given or as records carry it."""
+    slot, _, life = producer_id[1:].partition("-")[0].partition(".")
     return producer_number(int(slot), int(life))

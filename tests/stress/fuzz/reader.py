@@ -19,6 +19,7 @@ class Reader:
 
     def __init__(self, log: ConsumerLog, pattern: Pattern) -> None:
         self._append, self._pattern = log.append, pattern
+        self._noted = (-1, -1)
 
     def note(self, record: Any) -> None:
         """The record was handed out; its bytes are compared."""
@@ -27,6 +28,14 @@ class Reader:
         self._append(Kind.GOT_AGAIN if meta.redelivered else Kind.GOT, number, meta.sequence)
         if not self._pattern.is_whole(record, number):
             self._append(Kind.TORN, number, meta.sequence)
+
+    def note_meta(self, meta: Any) -> None:
+        """Of a record that was released when its batch was gathered, which is its word."""
+        number = number_of(meta.producer_id)
+        if meta.redelivered or (number, meta.sequence) != self._noted:  # once for all its rows
+            self._append(Kind.GOT_AGAIN if meta.redelivered else Kind.GOT, number, meta.sequence)
+            self._append(Kind.RELEASING, number, meta.sequence)
+        self._noted = (number, meta.sequence)
 
     def compare(self, record: Any) -> None:
         """Once more, before it is given back: nothing may have changed."""

@@ -21,6 +21,7 @@ from .word_referee import LAST, WordReferee
 
 _PATIENCE_S = 40.0
 _TICK_S = 0.004
+_MOST_FAILED = 4
 
 
 @dataclass
@@ -39,6 +40,10 @@ class Place:
     due_s: float = 0.0
     kills: int = 0
     over: bool = False  # nobody follows
+    before_end: Callable[["Place"], bool] = lambda _: False  # its log is final; whether the child had said that it would end so
+    longest_s: float = float("inf")  # a child that lives longer hangs
+    began_s: float = 0.0
+    may_fall: int = 0  # as of WordReferee.reader_ended
 
 
 class Scene:
@@ -80,6 +85,7 @@ class Scene:
     def begin(self, place: Place) -> None:
         """The next child of the place."""
         place.life += 1
+        place.began_s = time.monotonic()
         place.child = self.crew.fork(place.start(place))
 
     def after(self, delay_s: float, what: Callable[[], None]) -> None:
@@ -100,8 +106,18 @@ class Scene:
             for place in self.places:
                 if place.child is None and not (self.ending or place.over) and now >= place.due_s:
                     self.begin(place)
+                elif place.child is not None and now > place.began_s + place.longest_s:
+                    self._end_hanging(place)
             self.crew.wait(_TICK_S)
         return True
+
+    def _end_hanging(self, place: Place) -> None:
+        assert place.child is not None
+        self.referee.fault("failed", f"{place.name}, life {place.life}: it hangs; its stack is on standard error")
+        place.child.say_where()
+        self.crew.wait(0.3)
+        place.child.kill()
+        place.began_s = float("inf")
 
     def wait(self, what: str, done: Callable[[], bool]) -> None:
         """Until `done`, or it is a violation: somebody is stuck."""
@@ -116,13 +132,16 @@ class Scene:
         place = next(each for each in self.places if each.child is child)
         place.child = None
         who = f"{place.name}, life {place.life}"
-        if child.code == -9 and child.killed:
+        as_said = place.log is not None and place.before_end(place)
+        if child.code == -9 and (child.killed or as_said):
             place.kills += 1
         elif child.code != 0:
             self.referee.fault("failed", f"{who} (pid {child.pid}) ended with {child.code} and nobody had killed it")
+            if self.referee.counts["failed"] > _MOST_FAILED:
+                raise RuntimeError(f"more than {_MOST_FAILED} children failed")
         if place.log is not None:
             if place.reader is not None:
-                self.referee.reader_ended(place.reader, who, place.log.unread())
+                self.referee.reader_ended(place.reader, who, place.log.unread(), place.may_fall)
             place.log.close()
             place.log = None
         place.due_s = time.monotonic() + choose(place.delays_s)

@@ -55,8 +55,8 @@ class WordReferee:
     def producer_begins(self, number: int, incarnation: int) -> None:
         self._records[number] = _Records(incarnation)
 
-    def reader_ended(self, reader: int, name: str, entries: np.ndarray) -> None:
-        """Its log is final; `name` is for messages."""
+    def reader_ended(self, reader: int, name: str, entries: np.ndarray, may_fall: int = 0) -> None:
+        """Its log is final; `name` is for messages. So many times a record without a mark may come after a later one of its producer."""
         kinds, numbers, values = kinds_of(entries), numbers_of(entries), entries[:, 1].astype(np.int64)
         got = (kinds == Kind.GOT) | (kinds == Kind.GOT_AGAIN)
         gone = (kinds == Kind.RELEASING) | (kinds == Kind.RELEASING_MANY)
@@ -66,14 +66,16 @@ class WordReferee:
             if records is None:
                 self._fault("phantom", number, values[mine].tolist(), f"{name}: there is no such producer")
                 continue
-            self._got(records, number, reader, name, values[mine & got], kinds[mine & got] == Kind.GOT_AGAIN)
+            self._got(records, number, reader, name, values[mine & got], kinds[mine & got] == Kind.GOT_AGAIN, may_fall)
             given = values[mine & gone]
             records.reach(int(given.max(initial=-1)) + 1)
             records.given_back[given] |= np.uint8(1 << reader)
         for place in np.flatnonzero(kinds == Kind.TORN):
             self._fault("torn", int(numbers[place]), [int(values[place])], f"{name}: its bytes are not what was put")
 
-    def _got(self, records: _Records, number: int, reader: int, name: str, sequences: np.ndarray, marked: np.ndarray) -> None:
+    def _got(
+        self, records: _Records, number: int, reader: int, name: str, sequences: np.ndarray, marked: np.ndarray, may_fall: int
+    ) -> None:
         if not len(sequences):
             return
         end = int(sequences.max()) + 1
@@ -83,7 +85,7 @@ class WordReferee:
             self._fault("phantom", number, [end - 1], f"{name}: its producer has begun only {started} records")
         fresh = sequences[~marked]
         falls = fresh[1:] <= fresh[:-1]
-        if falls.any():
+        if falls.sum() > may_fall:
             self._fault("out_of_order", number, fresh[1:][falls].tolist(), f"{name}: after {fresh[:-1][falls].tolist()[:5]}, no marks")
         twice = records.count_unmarked(reader if self._apart and reader != LAST else 0, fresh)
         if len(twice):
