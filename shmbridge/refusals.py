@@ -33,6 +33,15 @@ def quarantined(producer_id: str, hub_pid: int) -> LaneQuarantined:
     )
 
 
+def ahead(producer_id: str, bridge: str, stamped: int, published: int) -> str:
+    """What is said once of groups stamped with a version that nobody has published."""
+    newest = f"{published} is the newest published" if published >= 0 else "none is published"
+    return (
+        f"{producer_id} puts groups of policy version {stamped}, and {newest} on bridge {bridge!r}: they count as new, however old they "
+        "get -> policy_version= is the version when generation began, as producer.policy_version says it"
+    )
+
+
 def draining(bridge: str) -> BridgeDraining:
     """The run is over."""
     return BridgeDraining(f"the consumer of bridge {bridge!r} is draining it", hint="the run is over: close the producer")

@@ -100,7 +100,6 @@ class Tickets(OneProcess):
     """What of a Producer asks for tickets."""
 
     bridge: str
-    producer_id: str
     lane_name: str
     _lane: Mapping
     _control: header.Control
@@ -217,6 +216,11 @@ class Tickets(OneProcess):
             raise refusals.too_many_tickets(self.producer_id, MOST_TICKETS)
         if self.removed:
             raise refusals.removed(self.producer_id)
+
+    @property
+    def producer_id(self) -> str:
+        """See Producer."""
+        raise NotImplementedError
 
     @property
     def removed(self) -> bool:

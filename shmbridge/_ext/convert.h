@@ -51,13 +51,32 @@ static inline int64_t copy_finite32(float *to, const float *from, int64_t count,
     return -1;
 }
 
-static inline int64_t int64_to_int32(int32_t *to, const int64_t *from, int64_t count) {
+static inline int64_t int64_to_int32(int32_t *to, const int64_t *from, int64_t count, int64_t least) {
+    int64_t sign = least < 0 ? 0 : INT64_MIN;
     for (int64_t at = 0; at < count; at += CHUNK) {
         int64_t end = count - at < CHUNK ? count : at + CHUNK, bad = 0;
-        for (int64_t i = at; i < end; i++) bad |= (to[i] = (int32_t)from[i]) ^ from[i];
+        for (int64_t i = at; i < end; i++) bad |= ((to[i] = (int32_t)from[i]) ^ from[i]) | (from[i] & sign);
         if (!bad) continue;
         for (int64_t i = at; i < end; i++)
-            if (from[i] != (int32_t)from[i]) return i;
+            if (from[i] != (int32_t)from[i] || from[i] < least) return i;
+    }
+    return -1;
+}
+
+static inline int64_t first_negative32(const int32_t *values, int64_t count) {
+    int32_t bad = 0;
+    for (int64_t i = 0; i < count; i++) bad |= values[i];
+    for (int64_t i = 0; bad < 0 && i < count; i++)
+        if (values[i] < 0) return i;
+    return -1;
+}
+
+/* Copies while none is negative. The source is looked at first: what goes past the cache is not to be read again. */
+static inline int64_t copy_from_zero32(int32_t *to, const int32_t *from, int64_t count, int is_cold) {
+    for (int64_t at = 0; at < count; at += CHUNK) {
+        int64_t some = count - at < CHUNK ? count - at : CHUNK, bad = first_negative32(from + at, some);
+        if (bad >= 0) return at + bad;
+        lane_copy(to + at, from + at, some * sizeof *to, is_cold);
     }
     return -1;
 }

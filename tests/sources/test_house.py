@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 MOST_LINES = {".py": 400, ".pyx": 600}
 # One idea that does not come apart: file -> (lines it may have, why).
 EXCEPTIONS = {
-    "shmbridge/producer.py": (490, "put, put_async and claim are three doors to one claim-commit sequence"),
+    "shmbridge/producer.py": (525, "put, put_async and claim are three doors to one claim-commit sequence"),
 }
 EXT = ROOT / "shmbridge" / "_ext"
 MODEL = (ROOT / "docs" / "memory-model.md").read_text()

@@ -154,6 +154,6 @@ def producer_name(number: int) -> str:
 
 
 def number_of(producer_id: str) -> int:
-    """The number of a producer_id."""
-    slot, _, life = producer_id[1:].partition(".")
+    """The number of a producer_id, as it was given or as records carry it."""
+    slot, _, life = producer_id[1:].partition("-")[0].partition(".")
     return producer_number(int(slot), int(life))
