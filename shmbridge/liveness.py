@@ -25,6 +25,7 @@ class Byte(IntEnum):
     FIRST_RANK = 1024
     FIRST_EPOCH = 1 << 32
     PRODUCER = 0
+    READER = 1
     FIRST_TICKET = 1 << 20
     WRITER = 0
     PARTS = 1
