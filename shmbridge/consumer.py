@@ -44,9 +44,9 @@ _DRAIN_GRACE_S = 0.05
 class Consumer(Hub):
     """The one hub of a bridge; a context manager.
 
-    For one thread at a time (SHMBRIDGE_DEBUG=1 checks it), except stats, publish_policy_version, pause, resume and drain. Construction adopts every lane
-    that exists, also those of dead producers, before anything is removed. Left by an exception, a `with` block keeps the
-    records it still holds un-released: the next consumer gets them again.
+    For one thread at a time, which SHMBRIDGE_DEBUG=1 checks, except stats, publish_policy_version, pause, resume and drain.
+    Construction adopts every lane that exists, also those of dead producers, before anything is removed. Left by an exception, a `with`
+    block keeps the records it still holds un-released: the next consumer gets them again.
 
     Args:
         bridge: name of the bridge.
@@ -68,23 +68,22 @@ class Consumer(Hub):
     """
 
     def __init__(
-        self, bridge: str, run: Run | None = None, lanes: int | Literal["auto"] = "auto", resume: Literal["redeliver", "discard"] = "redeliver",
+        self, bridge: str, run: Run | None = None, lanes: int | Literal["auto"] = "auto",
+        resume: Literal["redeliver", "discard"] = "redeliver",
         schema: "pa.Schema | None" = None, group_timeout_s: float = 600.0, policy: Policy = "fair", allocation_wait_s: float = 10.0,
         max_off_policy_steps: int | None = None, groups_per_step: int | None = None,
     ) -> None:  # fmt: skip
         if resume not in ("redeliver", "discard"):
             raise ValueError(f'resume={resume!r} is not "redeliver" or "discard"')
-        check_run(run)
-        most_lanes = check_lanes(lanes)
         self.columns = columns_of(schema)
         limit = limit_of(max_off_policy_steps, groups_per_step, policy)
-        super().__init__(bridge, run, self._enter(check_bridge_name(bridge)), limit)
+        super().__init__(bridge, check_run(run), self._enter(check_bridge_name(bridge)), limit)
         self._closed = False
         self._final: dict[str, float] = {}
         self._loop_bell: LoopBell | None = None
         self._memory = MemoryUse()
         try:
-            self._start(most_lanes, resume, group_timeout_s, policy, allocation_wait_s)
+            self._start(check_lanes(lanes), resume, group_timeout_s, policy, allocation_wait_s)
         except BaseException:
             participation.leave(self._control.mapping.fd, bridge)
             raise

@@ -86,7 +86,7 @@ class GroupAssembler:
         return self._partial.pop(key) if group.complete else None
 
     def late(self, now_s: float, busy: set[str]) -> Iterator[Group]:
-        """Takes out and yields the partial groups older than the timeout, unless more of their producer is there, and contradictory ones."""
+        """Takes out and yields contradictory groups, and partial ones older than the timeout unless more of their producer is there."""
         late = [
             key
             for key, group in self._partial.items()

@@ -65,6 +65,14 @@ def not_admitted(
     )
 
 
+def other_clock(producer_id: str, hub_pid: int, ahead_s: float) -> NotAdmitted:
+    """The consumer's promises are over before they are asked for."""
+    return NotAdmitted(
+        f"{producer_id} reads a clock that is {ahead_s:.0f} s ahead of its consumer's (pid {hub_pid}): another time namespace",
+        hint="run both in one time namespace: no ticket granted there can be believed here",
+    )
+
+
 def too_many_tickets(producer_id: str, most: int) -> NotAdmitted:
     """No lane shows more."""
     return NotAdmitted(f"{producer_id} holds {most} tickets, the most that a lane shows", hint="end those of groups that were put")

@@ -42,9 +42,10 @@ def _block(info: BridgeInfo) -> str:
         counts = f"{lane.records:>10} records  {lane.held:>6} held"
         lines.append(f"  {printable(lane.producer_id):<32} {state} pid {lane.pid:<8} {counts}  {format_size(lane.size_bytes)}")
     if info.waiting:
+        read = len(info.lanes) - len(info.waiting)
         lines.append(
-            f"  {len(info.waiting)} of these wait for a lane: the consumer reads {len(info.lanes) - len(info.waiting)} at once -> start it with a "
-            "higher --lanes (learner; launch: learner.options.lanes; Consumer(lanes=), BridgeDataset(lanes=))"
+            f"  {len(info.waiting)} of these wait for a lane: the consumer reads {read} at once -> start it with a higher --lanes "
+            "(learner; launch: learner.options.lanes; Consumer(lanes=), BridgeDataset(lanes=))"
         )
     if (weights := info.weights) is not None:
         version = "no version yet" if weights.version is None else f"version {weights.version}"

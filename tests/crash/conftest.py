@@ -68,7 +68,8 @@ def lane_words(bridge: str) -> Callable[[], dict[str, LaneWords]]:
             mapping = segment.open_mapping(name, readonly=True)
             info = header.read_lane(mapping)
             words = header.lane_counters(mapping)
-            found[_given(info["producer_id"])] = LaneWords(name, words["tail"], words["head"], header.undelivered(mapping), words["discarded"])
+            held = header.undelivered(mapping)
+            found[_given(info["producer_id"])] = LaneWords(name, words["tail"], words["head"], held, words["discarded"])
         return found
 
     return read

@@ -11,7 +11,8 @@ from shmbridge import errors
 DOCUMENT = Path(__file__).parents[2] / "docs/errors/README.md"
 ALL = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.ShmBridgeError)]
 BUILTIN = {
-    "BadArgument": ValueError, "BadBridgeName": ValueError, "ShmTooSmall": MemoryError, "ShmPermission": PermissionError, "NotReady": TimeoutError,
+    "BadArgument": ValueError,
+    "BadBridgeName": ValueError, "ShmTooSmall": MemoryError, "ShmPermission": PermissionError, "NotReady": TimeoutError,
     "LayoutMismatch": ValueError, "SchemaMismatch": ValueError, "RecordTooBig": ValueError, "InvalidRecord": ValueError,
     "RecordUnreadable": ValueError, "ProcessLimit": OSError, "ShmUnavailable": OSError, "LaneQuarantined": RuntimeError,
     "ClaimOpen": RuntimeError, "RankTaken": RuntimeError, "ServesRanks": RuntimeError,
