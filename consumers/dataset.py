@@ -64,6 +64,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         prefetch: batches gathered ahead in a thread, still held.
         timeout_s: seconds to wait for an item; None: for ever.
         run: the training run to announce; environments wait for one.
+        lanes: environments to take from at once, as in Consumer; "auto": as many as descriptors allow.
         schema: a pyarrow.Schema that extends the standard columns.
         rank: 0 to world_size - 1, as in torch.distributed; None: RANK of the environment under torchrun, else no ranks.
         world_size: as in torch.distributed; None: WORLD_SIZE of the environment under torchrun.
@@ -84,6 +85,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         prefetch: int = 1,
         timeout_s: float | None = None,
         run: shmbridge.Run | None = None,
+        lanes: int | Literal["auto"] = "auto",
         schema: pa.Schema | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -98,7 +100,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         if hold == "checkpoint" and self.world_size is not None:
             raise ValueError('hold="checkpoint" is for one process: with ranks the consumer keeps what is not done, hold="step"')
         self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
-        self._run, self._schema = run, schema
+        self._run, self._lanes, self._schema = run, lanes, schema
         self._position = Position()
         self._pid = 0
         self._consumer: shmbridge.Consumer | None = None
@@ -245,7 +247,7 @@ class BridgeDataset(IterableDataset[Tensors]):
     def _open_consumer(self) -> shmbridge.Consumer:
         self._check_process()
         if self._consumer is None:
-            self._consumer = shmbridge.Consumer(self.bridge, run=self._run, schema=self._schema)
+            self._consumer = shmbridge.Consumer(self.bridge, run=self._run, lanes=self._lanes, schema=self._schema)
         return self._consumer
 
     def _open_rank(self) -> shmbridge.Rank:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shmbridge.batch import Batch as Batch
     from shmbridge.config import Run as Run
     from shmbridge.consumer import Consumer as Consumer
+    from shmbridge.errors import BadArgument as BadArgument
     from shmbridge.errors import BadBridgeName as BadBridgeName
     from shmbridge.errors import BadConfig as BadConfig
     from shmbridge.errors import BatchTooBig as BatchTooBig
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import ShmTooSmall as ShmTooSmall
     from shmbridge.errors import ShmUnavailable as ShmUnavailable
     from shmbridge.errors import UnknownEnvironment as UnknownEnvironment
+    from shmbridge.errors import UsedByTwoThreads as UsedByTwoThreads
     from shmbridge.errors import WeightsBusy as WeightsBusy
     from shmbridge.errors import WeightsMismatch as WeightsMismatch
     from shmbridge.inventory import BridgeInfo as BridgeInfo
@@ -74,11 +76,12 @@ _HOMES = {
     "list_bridges": "inventory",
     **dict.fromkeys(
         [
-            "BadBridgeName", "BadConfig", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
-            "ConsumerTaken", "FillingOver", "InvalidRecord", "LaneFull", "LaneQuarantined", "LaneRemoved", "LaunchFailed",
+            "BadArgument", "BadBridgeName", "BadConfig", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed",
+            "ConsumerEmpty", "ConsumerTaken", "FillingOver", "InvalidRecord", "LaneFull", "LaneQuarantined", "LaneRemoved", "LaunchFailed",
             "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotAdmitted", "NotReady", "NoWeight", "ProcessLimit", "RankTaken",
             "RecordTooBig", "RecordUnreadable", "SchemaMismatch", "ServesRanks", "ShmBridgeError",
-            "ShmPermission", "ShmTooSmall", "ShmUnavailable", "UnknownEnvironment", "WeightsBusy", "WeightsMismatch",
+            "ShmPermission", "ShmTooSmall", "ShmUnavailable", "UnknownEnvironment", "UsedByTwoThreads",
+            "WeightsBusy", "WeightsMismatch",
         ],
         "errors",
     ),

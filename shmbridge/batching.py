@@ -19,7 +19,7 @@ from shmbridge import sizing
 from shmbridge.atropos_scheduler import AtroposScheduler
 from shmbridge.batch import Batch, Layout, MakeBatch, as_batch, forget_spare_memory, unreadable
 from shmbridge.capacity import Chosen, Limit
-from shmbridge.config import format_size
+from shmbridge.config import check_choice, format_size
 from shmbridge.errors import BatchTooBig, ConsumerEmpty
 from shmbridge.groups import Group, GroupAssembler
 from shmbridge.in_thread import in_another_thread
@@ -152,8 +152,8 @@ class BatchAssembly:
         """See Consumer.batches. Checks its arguments at once, not at the first `next`."""
         if min(prefetch, max_staleness or 0, timeout_s or 0) < 0:
             raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}, timeout_s={timeout_s}: at least 0 each")
-        if layout not in ("padded", "packed") or hold not in ("step", "gather", "caller"):
-            raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step", "gather" or "caller"')
+        check_choice("layout", layout, ("padded", "packed"))
+        check_choice("hold", hold, ("step", "gather", "caller"))
         return self._iterate(want, (make or Batch, layout), self.most_stale(max_staleness), prefetch, hold, timeout_s)
 
     def _iterate(

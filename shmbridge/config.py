@@ -1,13 +1,17 @@
 """What a user may set, and how it is written: sizes, bridge names, the announcement of a training run. No I/O."""
 
+import difflib
+import math
+import operator
 import re
 
 import msgspec
 
-from shmbridge.errors import BadBridgeName
+from shmbridge.errors import BadArgument, BadBridgeName
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,48}")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
+_LONGEST_ID = 63
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -33,6 +37,80 @@ def check_bridge_name(bridge: str) -> str:
     if not isinstance(bridge, str) or not _NAME.fullmatch(bridge):
         raise BadBridgeName(f"bridge name {bridge!r} is not 1 to 48 of A-Z a-z 0-9 _ -", hint='choose a name such as "run1"')
     return bridge
+
+
+def check_producer_id(given: str | None) -> str:
+    """The id that a producer is given, "" for none; BadArgument for one that would not arrive whole."""
+    if given is None:
+        return ""
+    if not isinstance(given, str):
+        raise BadArgument(f"producer_id={given!r} is a {type(given).__name__}, no text", hint=f'producer_id="{given}"')
+    if (size := len(given.encode(errors="surrogatepass"))) > _LONGEST_ID:
+        raise BadArgument(
+            f"producer_id {given[:20]!r}... has {size} bytes of UTF-8, allowed are {_LONGEST_ID}",
+            hint="shorten it; each record carries it, and the lane's own number behind it",
+        )
+    if "\0" in given:
+        raise BadArgument(f"producer_id={given!r} has a NUL in it", hint="choose letters and digits")
+    return given
+
+
+def check_choice(name: str, given: object, allowed: tuple[str, ...]) -> None:
+    """BadArgument, with the nearest one, unless it is one of those allowed."""
+    if given in allowed:
+        return
+    near = difflib.get_close_matches(str(given), allowed, n=1, cutoff=0.4)
+    hint = f'did you mean "{near[0]}"?' if near else f'{name}="{allowed[0]}"'
+    raise BadArgument(f"{name}={given!r} is none of {', '.join(map(repr, allowed))}", hint=hint)
+
+
+def check_run(run: Run | None) -> Run | None:
+    """Returns the run, or raises BadArgument."""
+    if run is None or isinstance(run, Run):
+        return run
+    shown = ", ".join(f"{key}={value!r}" for key, value in run.items()) if isinstance(run, dict) else "batch_size=64"
+    raise BadArgument(f"run= is a {type(run).__name__}, not a shmbridge.Run", hint=f"run=shmbridge.Run({shown:.200})")
+
+
+def check_lanes(lanes: int | str) -> int | None:
+    """How many lanes at most, None for "auto"; or raises BadArgument."""
+    if lanes == "auto":
+        return None
+    if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
+        raise BadArgument(f"lanes={lanes!r} is no number of lanes from 1", hint='lanes="auto", or as many as environments write at once')
+    return lanes
+
+
+def check_timeout(timeout_s: float | None) -> float | None:
+    """Seconds, None for ever; or raises BadArgument."""
+    if timeout_s is None or (isinstance(timeout_s, (int, float)) and timeout_s == timeout_s):
+        return timeout_s
+    try:
+        return float(operator.index(timeout_s))  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    try:
+        seconds = float(timeout_s)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise BadArgument(f"timeout_s={timeout_s!r} is no number of seconds", hint="timeout_s=5.0, or None to wait for ever")
+    if isinstance(timeout_s, str):
+        raise BadArgument(f"timeout_s={timeout_s!r} is text", hint=f"timeout_s={timeout_s}, without quotes")
+    return seconds
+
+
+def check_lane_bytes(size: int | str, least: int) -> int:
+    """A lane's bytes, a multiple of 64; BadArgument for what is no size, or less than `least`."""
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        whole = isinstance(size, float) and size >= least and size == int(size)
+        hint = f"lane_bytes={int(size)}" if whole else 'lane_bytes="64M"'
+        raise BadArgument(f"lane_bytes={size!r} is a {type(size).__name__}: bytes as an int, or a text such as \"64M\"", hint=hint)
+    found = parse_size(size)
+    if found < least:
+        meant = f'lane_bytes="{size}M" if mebibytes were meant, or ' if str(size).isdigit() and 0 < int(size) <= 1 << 20 else ""
+        raise BadArgument(f"lane_bytes={size!r} is less than the least, {least} ({format_size(least)})", hint=f'{meant}lane_bytes="64M"')
+    return found & ~63
 
 
 def parse_size(size: int | str) -> int:

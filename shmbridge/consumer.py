@@ -10,12 +10,12 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Literal, Self
 
-from shmbridge import batch, liveness, participation
+from shmbridge import batch, limits, liveness, one_thread, participation
 from shmbridge._ext import header
 from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly, Hold, Screen
 from shmbridge.capacity import limit_of
-from shmbridge.config import Run, check_bridge_name
+from shmbridge.config import Run, check_bridge_name, check_lanes, check_run, check_timeout
 from shmbridge.errors import Closed, ConsumerEmpty, ConsumerTaken, ServesRanks
 from shmbridge.exits import at_exit
 from shmbridge.groups import Group
@@ -45,15 +45,15 @@ _DRAIN_GRACE_S = 0.05
 class Consumer(Hub):
     """The one hub of a bridge; a context manager.
 
-    For one thread at a time, except stats, publish_policy_version, pause, resume and drain. Construction adopts every lane
-    that exists, also those of dead producers, before anything is removed. A record is released by a word only: its release(),
+    For one thread at a time, which SHMBRIDGE_DEBUG=1 checks, except stats, publish_policy_version, pause, resume and drain.
+    Construction adopts every lane that exists, also those of dead producers, before anything is removed. A record is released by a word only: its release(),
     the end of its own `with`, the next step of an iteration. The end of the consumer's `with` releases nothing, nor does
     close(): the next consumer gets again what is held. docs/reference/releases.md has every case.
 
     Args:
         bridge: name of the bridge.
         run: the training run to announce; environments wait for one.
-        lanes: most lanes taken from at once; more wait until others are done with.
+        lanes: most lanes taken from at once; more wait until others are done with. "auto": as many as descriptors allow, 1024 at most.
         resume: "redeliver" hands out what an earlier consumer left un-released; "discard" counts and drops it.
         schema: a pyarrow.Schema whose fields extend the standard columns; producers that disagree on a type are refused.
         group_timeout_s: a group whose fragments do not all come within this many seconds is discarded and counted.
@@ -64,12 +64,14 @@ class Consumer(Hub):
         groups_per_step: groups of a batch, where the limit is to be kept.
 
     Raises:
+        BadArgument: `lanes` is no number from 1, `run` no shmbridge.Run.
         ConsumerTaken: another consumer of this bridge is alive (named by pid; also one of this process).
         BadBridgeName, ShmPermission, NotReady, LayoutMismatch, SchemaMismatch.
     """
 
     def __init__(
-        self, bridge: str, run: Run | None = None, lanes: int = 64, resume: Literal["redeliver", "discard"] = "redeliver",
+        self, bridge: str, run: Run | None = None, lanes: int | Literal["auto"] = "auto",
+        resume: Literal["redeliver", "discard"] = "redeliver",
         schema: "pa.Schema | None" = None, group_timeout_s: float = 600.0, policy: Policy = "fair", allocation_wait_s: float = 10.0,
         max_off_policy_steps: int | None = None, groups_per_step: int | None = None,
     ) -> None:  # fmt: skip
@@ -77,17 +79,18 @@ class Consumer(Hub):
             raise ValueError(f'resume={resume!r} is not "redeliver" or "discard"')
         self.columns = columns_of(schema)
         limit = limit_of(max_off_policy_steps, groups_per_step, policy)
-        super().__init__(bridge, run, self._enter(check_bridge_name(bridge)), limit)
+        super().__init__(bridge, check_run(run), self._enter(check_bridge_name(bridge)), limit)
         self._closed = self._close_owed = False
         self._final: dict[str, float] = {}
         self._loop_bell: LoopBell | None = None
         self._memory = MemoryUse()
         try:
-            self._start(lanes, resume, group_timeout_s, policy, allocation_wait_s)
+            self._start(check_lanes(lanes), resume, group_timeout_s, policy, allocation_wait_s)
         except BaseException:
             participation.leave(self._control.mapping.fd, bridge)
             raise
         self._no_exit_call = at_exit(self._leave_unclosed)
+        one_thread.watch(self, f"the consumer of bridge {bridge!r}", ("get", "poll", "_take", "batches", "take_groups"))
 
     # -- becoming the hub ---------------------------------------------------------------------------------------------------------
 
@@ -107,9 +110,9 @@ class Consumer(Hub):
         header.fault(b"hub.locked")
         return control
 
-    def _start(self, lanes: int, resume: str, group_timeout_s: float, policy: Policy, allocation_wait_s: float) -> None:
+    def _start(self, lanes: int | None, resume: str, group_timeout_s: float, policy: Policy, allocation_wait_s: float) -> None:
         """Everything a hub does before it serves; whoever dies or fails in here leaves the bridge as it was."""
-        self._lanes = LaneSet(self.bridge, self._control, self.columns, lanes)
+        self._lanes = LaneSet(self.bridge, self._control, self.columns, limits.lanes_at_most() if lanes is None else lanes)
         self._turns = self._lanes.turns
         try:
             self._lanes.adopt(strict=True)
@@ -429,4 +432,4 @@ class Consumer(Hub):
 
 
 def _deadline(timeout_s: float | None) -> float:
-    return float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    return float("inf") if (timeout_s := check_timeout(timeout_s)) is None else time.monotonic() + timeout_s

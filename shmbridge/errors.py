@@ -55,6 +55,12 @@ class NotReady(ShmBridgeError, TimeoutError):
     code = "SB105"
 
 
+class BadArgument(ShmBridgeError, ValueError, TypeError):
+    """An argument has the wrong type, or a value that nothing can be done with; nothing was begun."""
+
+    code = "SB106"
+
+
 class LayoutMismatch(ShmBridgeError, ValueError):
     """The peer's segment has another layout version."""
 
@@ -183,6 +189,12 @@ class NoWeight(ShmBridgeError, ValueError):
     """An environment asked for its part of the weight, and no connected environment has any."""
 
     code = "SB411"
+
+
+class UsedByTwoThreads(ShmBridgeError, RuntimeError):
+    """A producer or a consumer was used by two threads at once; only looked for under SHMBRIDGE_DEBUG=1."""
+
+    code = "SB413"
 
 
 class WeightsMismatch(ShmBridgeError, ValueError):

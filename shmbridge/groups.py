@@ -3,15 +3,18 @@
 Knows records' metadata only. Called by the consumer; decides nothing about order or staleness.
 """
 
+import logging
 from collections.abc import Iterator
 
 from shmbridge.record import Record
+
+log = logging.getLogger(__name__)
 
 
 class Group:
     """The records of one group, complete when their rows add up to its size. Holds their leases."""
 
-    __slots__ = ("began_s", "chosen", "number", "records", "rows", "size")
+    __slots__ = ("began_s", "chosen", "number", "records", "rows", "size", "wrong")
 
     def __init__(self, size: int, began_s: float) -> None:
         self.records: list[Record] = []
@@ -19,6 +22,7 @@ class Group:
         self.size = size
         self.began_s = began_s
         self.number = 0  # in the order in which groups became complete; set by who queues it
+        self.wrong = ""  # how its fragments contradict each other: it is never complete then
         self.chosen = False  # for a batch whose step is not over; set by capacity.py
 
     def append(self, record: Record) -> None:
@@ -29,7 +33,7 @@ class Group:
     @property
     def complete(self) -> bool:
         """Whether all rows are here."""
-        return self.rows >= self.size
+        return self.rows >= self.size and not self.wrong
 
     @property
     def producer_id(self) -> str:
@@ -75,6 +79,9 @@ class GroupAssembler:
             return group
         key = (record._lane.producer_id, record.group_id)
         group = self._partial.get(key) or self._partial.setdefault(key, Group(record.group_size, now_s))
+        if not group.wrong and (why := _contradiction(group, record)):
+            group.wrong = why
+            log.error("group %s of %s will be discarded: %s -> one group_size= for all fragments of a group", key[1], key[0], why)
         group.append(record)
         return self._partial.pop(key) if group.complete else None
 
@@ -84,8 +91,12 @@ class GroupAssembler:
             yield self._partial.pop(key)
 
     def late(self, now_s: float, busy: set[str]) -> Iterator[Group]:
-        """Takes out and yields the partial groups older than the timeout, unless more of their producer is there."""
-        late = [key for key, group in self._partial.items() if now_s - group.began_s > self.timeout_s and key[0] not in busy]
+        """Takes out and yields contradictory groups, and partial ones older than the timeout unless more of their producer is there."""
+        late = [
+            key
+            for key, group in self._partial.items()
+            if group.wrong or (now_s - group.began_s > self.timeout_s and key[0] not in busy)
+        ]
         for key in late:
             yield self._partial.pop(key)
 
@@ -93,3 +104,11 @@ class GroupAssembler:
         """Takes out and yields the partial groups of producers that will put nothing more."""
         for key in [key for key in self._partial if key[0] in producer_ids]:
             yield self._partial.pop(key)
+
+
+def _contradiction(group: Group, record: Record) -> str:
+    """Why the record cannot be a fragment of the group it names; "" if it can."""
+    if record.group_size != group.size:
+        return f"one fragment says group_size={group.size}, another {record.group_size}"
+    rows = group.rows + record.rows
+    return f"its fragments have {rows} rows, and group_size={group.size}" if rows > group.size else ""

@@ -14,7 +14,7 @@ from shmbridge._ext import header
 from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly
 from shmbridge.capacity import PROMISE_NS, Limit, Promises
-from shmbridge.config import Run
+from shmbridge.config import Run, check_run
 from shmbridge.errors import Closed
 from shmbridge.lanes import LaneSet
 from shmbridge.one_process import OneProcess
@@ -109,7 +109,7 @@ class Hub(OneProcess):
 
     def announce_run(self, run: Run) -> None:
         """Announces (or replaces) the training run; environments that wait for one go on."""
-        self._announced = run, self._batching.steps(self._batches_formed)
+        self._announced = check_run(run), self._batching.steps(self._batches_formed)
         self._control.next_run()
 
     def publish_policy_version(self, version: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from shmbridge import hints
 from shmbridge._ext.column import Column, row_lengths
 from shmbridge._ext.pack import BadValue
 from shmbridge.errors import InvalidRecord
@@ -53,7 +54,26 @@ def take_in(group: Any, table: Columns, *, foreign: bool = False, fold_masks: bo
     try:
         return _Mapping(columns, table, foreign, fold_masks, is_atropos).take()
     except BadValue as bad:
-        raise as_invalid(bad) from None
+        raise as_invalid(bad, table, written_as(bad.column, columns)) from None
+    except InvalidRecord as wrong:
+        raise _as_written(wrong, columns) from wrong.__cause__
+
+
+def written_as(column: str, group: Any) -> str:
+    """The key under which a group has a column: its name, or an alias of it."""
+    names = group if isinstance(group, Mapping) else getattr(getattr(group, "schema", None), "names", ())
+    if column in names:
+        return column
+    return next((alias for alias, name in ALIASES.items() if name == column and alias in names), column)
+
+
+def _as_written(wrong: InvalidRecord, group: Mapping[str, Any]) -> InvalidRecord:
+    """The error, in the name that the caller used for the column."""
+    written = written_as(wrong.column, group)
+    if written == wrong.column:
+        return wrong
+    message, hint = (text.replace(wrong.column, written) for text in (wrong.message, wrong.hint))
+    return InvalidRecord(message, hint=hint, column=written, row=wrong.row, position=wrong.position)
 
 
 class _Mapping:
@@ -84,6 +104,7 @@ class _Mapping:
             else:
                 self.add(name, value)
         self.add_extra()
+        self.check_empty_rows()
         return Intake(
             columns=self.columns,
             rows=self.rows,
@@ -94,6 +115,8 @@ class _Mapping:
         )
 
     def take_tokens(self) -> None:
+        if "tokens" not in self.group and self.group:
+            raise self.without_tokens()
         tokens = self.group.get("tokens")
         rows: Any = tokens[1] if tokens is not None and is_flat(tokens) else tokens
         if _empty_tag(rows) is not None or (hasattr(rows, "shape") and tuple(rows.shape)[:1] == (0,)):
@@ -104,6 +127,30 @@ class _Mapping:
         if column.valid is not None:
             row = int(column.valid.argmin())
             raise InvalidRecord(f"column 'tokens' row {row} is None", column="tokens", row=row)
+
+    def without_tokens(self) -> InvalidRecord:
+        meant = next((key for key in self.group if isinstance(key, str) and hints.column_meant(key) == "tokens"), None)
+        has = ", ".join(map(repr, list(self.group)[:8]))
+        hint = f"rename {meant!r} to 'tokens'" if meant else 'put({"tokens": [[1, 2], [3]], ...}): each row is a prompt and its response'
+        return InvalidRecord(f"the group has no column 'tokens'; it has {has}", hint=hint, column="tokens")
+
+    def check_empty_rows(self) -> None:
+        """A score of nothing would count in its group's mean. Upstream takes such rows, so a foreign group may have them."""
+        scored = next((column for column in self.columns if column.name == "score" and column.tag == Tag.VALUES), None)
+        if scored is None or self.foreign or scored.entries != self.rows:
+            return
+        empty = self.lengths["tokens"] == 0
+        if scored.valid is not None:
+            empty &= scored.valid
+        if not empty.any():
+            return
+        row = int(empty.argmax())
+        raise InvalidRecord(
+            f"column 'tokens' row {row} has no tokens, and there is a score for it",
+            hint="leave the row out of every column, or the group out if nothing was generated",
+            column="tokens",
+            row=row,
+        )
 
     def env_id(self) -> int:
         value = self.group.get("env_id")
@@ -193,8 +240,11 @@ class _Mapping:
             count = len(value) if hasattr(value, "__len__") else "no"
             raise InvalidRecord(f"column {key!r} has {count} rows, tokens have {self.rows}", column=key)
         else:
-            near = difflib.get_close_matches(str(key), self.table, n=3)
+            meant = hints.column_meant(str(key))
+            near = [meant] if meant else difflib.get_close_matches(str(key), self.table, n=3)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "declare it: Producer(schema=pyarrow.schema([...]))"
+            if meant == "score":
+                hint += " (one number a row; one per token is 'token_rewards')"
             raise InvalidRecord(f"unknown column {key!r}", hint=hint, column=str(key))
 
     def add_extra(self) -> None:

@@ -47,7 +47,7 @@ class WeightsInfo:
 class BridgeInfo:
     """One bridge as seen from outside. `consumer_pid` is None when no consumer is alive; `policy_version` -1 before the first.
 
-    `weights` is None if no version of them was ever begun.
+    `weights` is None if no version of them was ever begun. `waiting` names the lanes that the living consumer has no room for yet.
     """
 
     name: str
@@ -56,6 +56,7 @@ class BridgeInfo:
     policy_version: int
     lanes: list[LaneInfo]
     weights: WeightsInfo | None
+    waiting: list[str] = field(default_factory=list)
 
     @property
     def size_bytes(self) -> int:
@@ -86,7 +87,19 @@ def _bridge(name: str) -> BridgeInfo:
     control = header.Control(mapping)
     alive = liveness.is_locked(mapping.fd, Byte.HUB)
     participants = liveness.is_locked(mapping.fd, Byte.PARTICIPANTS)
-    return BridgeInfo(name, control.hub_pid if alive else None, participants, control.policy_version, lanes, _weights(name))
+    pid, waiting = control.hub_pid if alive else None, _waiting(lanes) if alive else []
+    return BridgeInfo(name, pid, participants, control.policy_version, lanes, _weights(name), waiting)
+
+
+def _waiting(lanes: list[LaneInfo]) -> list[str]:
+    """Lanes with a living producer or with records, which a consumer that reads others does not read."""
+    unread = [lane for lane in lanes if not _is_read(lane.name)]
+    return [lane.name for lane in unread if lane.alive or lane.held] if len(unread) < len(lanes) else []
+
+
+def _is_read(lane: str) -> bool:
+    mapping = segment.open_mapping(lane, readonly=True)
+    return mapping is not None and liveness.is_locked(mapping.fd, Byte.READER)
 
 
 def _weights(bridge: str) -> WeightsInfo | None:

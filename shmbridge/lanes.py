@@ -188,7 +188,11 @@ class LaneSet:
 
     def _say_what_waits(self, crowded: int, hindered: str) -> None:
         if crowded and not self._crowded:
-            log.warning("bridge %r has %d lanes and %d more that wait for their turn: Consumer(lanes=)", self.bridge, self.limit, crowded)
+            log.warning(
+                "%d environments of bridge %r wait for a lane: the consumer takes from %d at once -> raise --lanes (of the learner), "
+                "lanes: (of launch), or Consumer(lanes=); shmbridge inspect %s shows which",
+                crowded, self.bridge, self.limit, self.bridge,
+            )  # fmt: skip
         if hindered and not self._hindered:
             log.error("bridge %r has %d lanes, and at least one more that waits: %s", self.bridge, len(self._lanes), hindered)
         self._crowded, self._hindered = crowded > 0, bool(hindered)

@@ -16,6 +16,8 @@ from shmbridge.errors import ProcessLimit
 
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "none" as the largest page-aligned number
 _ENOUGH_DESCRIPTORS = 1 << 16
+_MOST_LANES = 1024
+_LEFT_FOR_OTHERS = 128  # descriptors: control plane, a model's files, a log
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 
@@ -82,6 +84,19 @@ def raise_descriptors() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def lanes_at_most() -> int:
+    """How many lanes a process can map beside what it has open, at two descriptors each; at most 1,024. Raises the soft limit first."""
+    raise_descriptors()
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MOST_LANES
+    try:
+        taken = len(os.listdir("/proc/self/fd"))
+    except OSError:
+        taken = 64
+    return max(1, min(_MOST_LANES, (soft - taken - _LEFT_FOR_OTHERS) // 2))
 
 
 def check_threads(count: int, what: str) -> None:

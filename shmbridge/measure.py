@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from shmbridge import hints
 from shmbridge._ext.column import Column, row_lengths
 from shmbridge._ext.pack import BadValue
 from shmbridge.errors import InvalidRecord
@@ -46,12 +47,13 @@ def _row(column: ColumnType, number: int, row: Any) -> Any:
     return array
 
 
-def as_invalid(bad: BadValue) -> InvalidRecord:
-    """The public error of a value the packer refused."""
+def as_invalid(bad: BadValue, table: Columns, written: str = "") -> InvalidRecord:
+    """The public error of a value the packer refused; `written` is the key that its column was given under."""
+    column, written = table.get(bad.column), written or bad.column
     return InvalidRecord(
-        f"column {bad.column!r} row {bad.row} position {bad.position}: {bad.value!r:.80} {bad.reason}",
-        hint="mend the value in the environment",
-        column=bad.column,
+        f"column {written!r} row {bad.row} position {bad.position}: {bad.value!r:.80} {bad.reason}",
+        hint=hints.for_value(bad.column, written, "" if column is None else column.type_name, bad.value, bad.reason),
+        column=written,
         row=bad.row,
         position=bad.position,
     )
@@ -169,7 +171,11 @@ _BUILDERS = {Kind.SCALAR: _scalars, Kind.LIST: _lists, Kind.LIST_LIST: _list_lis
 def build(table: Columns, column: ColumnType, value: Any) -> Column:
     """Measures a column's value in any accepted form. Raises InvalidRecord for its shape, BadValue for a value that shows at once."""
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
-        raise InvalidRecord(f"column {column.name!r} takes rows of {column.type_name}, not a {type(value).__name__}", column=column.name)
+        raise InvalidRecord(
+            f"column {column.name!r} takes rows of {column.type_name}, not a {type(value).__name__}",
+            hint=hints.for_whole(column.name, column.type_name, value),
+            column=column.name,
+        )
     try:
         return _BUILDERS[column.kind](table, column, value)
     except BadValue:

@@ -15,10 +15,11 @@ import numpy as np
 from shmbridge import intake, sizing
 from shmbridge._ext import quick
 from shmbridge._ext.column import Column
+from shmbridge._ext.pack import BadValue
 from shmbridge._ext.plan import Plan, RowSampler, Stamp
 from shmbridge.config import format_size
 from shmbridge.errors import InvalidRecord, RecordTooBig
-from shmbridge.measure import checked_lengths
+from shmbridge.measure import as_invalid, checked_lengths
 from shmbridge.put_notices import PutNotices
 from shmbridge.row_checks import new_sampler
 from shmbridge.schema import Columns, Kind
@@ -26,6 +27,7 @@ from shmbridge.schema import Columns, Kind
 Version = int | tuple[int, int] | None
 Split = Literal["train", "eval"]
 _LONGEST_GROUP_ID = 4096
+_MOST_PARTIAL = 1024
 
 
 def checked_stamp(group_id: str | int, group_size: int | None, version: Version, current: int, split: str) -> Stamp:
@@ -35,17 +37,29 @@ def checked_stamp(group_id: str | int, group_size: int | None, version: Version,
     raw_id = str(group_id).encode(errors="replace")
     if len(raw_id) > _LONGEST_GROUP_ID or raw_id.decode() != str(group_id):
         raise InvalidRecord(f"group_id {str(group_id)[:40]!r} is not text of at most {_LONGEST_GROUP_ID} bytes")
-    if group_size is not None and not 1 <= group_size < 1 << 31:
-        raise InvalidRecord(f"group_size={group_size} is not a number of rows")
+    if group_size is not None and not (_is_int(group_size) and 1 <= group_size < 1 << 31):
+        raise InvalidRecord(f"group_size={group_size!r} is not a number of rows", hint="group_size=8: rows of the whole group")
     bounds = version if isinstance(version, tuple) else (version, version)
     try:
         oldest, newest = (current if bound is None else operator.index(bound) for bound in bounds)
     except (TypeError, ValueError):
         oldest, newest = 0, -1
     if not -1 <= oldest <= newest < 1 << 62:
-        raise InvalidRecord(f"policy_version={version} is not a version, or (oldest, newest)")
+        raise InvalidRecord(f"policy_version={version!r} is not a version, or (oldest, newest)", hint=_version_hint(version))
     said = 0 if version is None else 1 if bounds == (version, version) else 2
     return Stamp(raw_id, group_size or 0, oldest, newest, split == "eval", said)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _version_hint(version: object) -> str:
+    if isinstance(version, str) and version.isdigit():
+        return f"policy_version={version}, without quotes"
+    if isinstance(version, tuple) and len(version) == 2 and all(map(_is_int, version)) and version[0] > version[1]:
+        return f"oldest first: policy_version={version[::-1]}"
+    return "policy_version=3: the version when generation began, from 0; leave it out for producer.policy_version"
 
 
 class Loader:
@@ -57,8 +71,9 @@ class Loader:
         self.forms = _by_key(table, self.sampler)
         # Atropos cannot carry NaN or infinity in any column: of a batch with one of them, nothing would arrive.
         self._foreign_table = Columns(replace(column, finite=True) for column in table.order)
-        self._foreign_forms = _by_key(self._foreign_table, self.sampler)
+        self._foreign_forms = _by_key(self._foreign_table, self.sampler, foreign=True)
         self._knows_tensors = False
+        self.fragments = Fragments()
 
     @property
     def most_bytes(self) -> int:
@@ -97,8 +112,17 @@ class Loader:
                     f"column {column.name!r} has lengths {column.lengths.tolist()}, tokens have {tokens.lengths.tolist()}",
                     column=column.name,
                 )
+        if any(column.name == "score" for column in columns) and not tokens.lengths.all():
+            row = int(tokens.lengths.argmin())
+            raise InvalidRecord(
+                f"column 'tokens' row {row} has no tokens, and there is a score for it", hint="leave the row out", column="tokens", row=row
+            )
         self.look(dict.fromkeys(lengths, True))
         return self._fitting(_plan(intake.Intake(columns, rows, tokens.count, False, -1), stamp, None, self.sampler))
+
+    def refusal(self, bad: BadValue, group: Any) -> InvalidRecord:
+        """The public error of a value the packer refused, in the caller's own names; `group` is what was handed to put, None if unknown."""
+        return as_invalid(bad, self.table, intake.written_as(bad.column, group))
 
     def _at_leisure(self, group: Any, stamp: Stamp, foreign: bool, *, fold_masks: bool = True) -> Plan:
         table = self._foreign_table if foreign else self.table
@@ -108,8 +132,9 @@ class Loader:
         return _plan(measured, stamp, (group, foreign), self.sampler)
 
     def _fitting(self, plan: Plan) -> Plan:
-        """The plan, or RecordTooBig."""
+        """The plan, or RecordTooBig, or InvalidRecord for a fragment of another group than it says."""
         size = plan.extent_bytes
+        self.fragments.check(plan)
         if size <= self.most_bytes:
             return plan
         least, eight = (sizing.as_option(sizing.lane_bytes_holding(held, size)) for held in (1, 8))
@@ -120,8 +145,45 @@ class Loader:
         )
 
 
-def _by_key(table: Columns, sampler: RowSampler) -> quick.Forms:
-    return quick.Forms({**table.forms, **{alias: table.forms[name] for alias, name in intake.ALIASES.items()}}, sampler)
+class Fragments:
+    """Groups that this producer has put a part of, so that fragments which contradict each other are refused. For one thread."""
+
+    def __init__(self) -> None:
+        self._partial: dict[bytes, tuple[int, int]] = {}  # id -> group_size, rows committed
+
+    def check(self, plan: Plan) -> None:
+        """Raises InvalidRecord for a fragment that does not fit those of its group that were committed."""
+        stamp = plan.stamp
+        known = self._partial.get(stamp.group_id) if stamp.group_size else None
+        if known is None:
+            return
+        size, rows = known
+        name = stamp.group_id.decode()
+        if stamp.group_size != size:
+            raise InvalidRecord(
+                f"group {name!r} has group_size={stamp.group_size}, and an earlier fragment said {size}",
+                hint="one group_size= for all fragments of a group, and a group_id of its own for each group",
+            )
+        if rows + plan.rows > size:
+            raise InvalidRecord(
+                f"group {name!r} has {rows} rows of group_size={size} already, and {plan.rows} more are put",
+                hint="group_size= is the number of rows of all fragments together",
+            )
+
+    def note(self, plan: Plan) -> None:
+        """The fragment was committed."""
+        stamp = plan.stamp
+        if stamp.group_size <= plan.rows:
+            return
+        rows = self._partial.pop(stamp.group_id, (0, 0))[1] + plan.rows
+        if rows < stamp.group_size:
+            self._partial[stamp.group_id] = stamp.group_size, rows
+            if len(self._partial) > _MOST_PARTIAL:  # the oldest is forgotten: the consumer looks, too
+                del self._partial[next(iter(self._partial))]
+
+
+def _by_key(table: Columns, sampler: RowSampler, *, foreign: bool = False) -> quick.Forms:
+    return quick.Forms({**table.forms, **{alias: table.forms[name] for alias, name in intake.ALIASES.items()}}, sampler, foreign)
 
 
 def _plan(measured: intake.Intake, stamp: Stamp, source: Any, sampler: RowSampler) -> Plan:

@@ -6,7 +6,6 @@ Knows lanes, waiting and policy versions; knows nothing of who reads, or of Zero
 import asyncio
 import logging
 import os
-import secrets
 import threading
 import time
 from collections import deque
@@ -15,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from shmbridge import liveness, participation, placement, refusals, segment, sizing
+from shmbridge import liveness, one_thread, participation, placement, refusals, segment, sizing
 from shmbridge._ext import header, quick, ring
 from shmbridge._ext.pack import BadValue, LossyMasks
 from shmbridge._ext.plan import Plan, Stamp
-from shmbridge.config import check_bridge_name, format_size, parse_size
+from shmbridge._ext.ring import ClaimLost
+from shmbridge.config import check_bridge_name, check_lane_bytes, check_producer_id, check_timeout, format_size
 from shmbridge.errors import (
     ClaimOpen,
     Closed,
@@ -31,7 +31,6 @@ from shmbridge.errors import (
 )
 from shmbridge.exits import at_exit
 from shmbridge.liveness import Byte
-from shmbridge.measure import as_invalid
 from shmbridge.outgoing import Loader, Split, Version, checked_stamp
 from shmbridge.own_names import LOOK_S, OwnNames
 from shmbridge.reasons import Drop, labelled
@@ -49,20 +48,20 @@ _SAY_SO_AFTER_S = 5.0
 
 
 class Producer(Tickets):
-    """One producer's end of a bridge. For one thread at a time; a context manager.
+    """One producer's end of a bridge. For one thread at a time, which SHMBRIDGE_DEBUG=1 checks; a context manager.
 
     Never blocks at construction beyond reserving the lane's memory (0.1 to 0.3 ms per MiB); a consumer need not be there yet.
 
     Args:
         bridge: name of the bridge, 1 to 48 of `A-Z a-z 0-9 _ -`.
         env_name: what the environment is called in metrics.
-        lane_bytes: size of the lane's data area, `"64M"` or bytes. A record may take half of it.
+        lane_bytes: size of the lane's data area, `"64M"` or bytes, 64 KiB at least. A record may take half of it.
         on_full: what `put` does when the lane has no room: "block" waits, "raise" raises LaneFull, "drop" counts and returns None.
         schema: a pyarrow.Schema whose fields extend the standard columns.
-        producer_id: unique name of this incarnation; made up if None.
+        producer_id: what the property of that name begins with, at most 63 bytes of UTF-8; from `env_name` and the pid if None.
 
     Raises:
-        BadBridgeName, ShmTooSmall, ShmPermission, NotReady, LayoutMismatch, SchemaMismatch: nothing was left behind.
+        BadBridgeName, BadArgument, ShmTooSmall, ShmPermission, NotReady, LayoutMismatch, SchemaMismatch: nothing was left behind.
     """
 
     def __init__(
@@ -78,8 +77,8 @@ class Producer(Tickets):
             raise ValueError(f'on_full={on_full!r} is not "block", "raise" or "drop"')
         self.bridge = check_bridge_name(bridge)
         self.env_name, self.on_full = env_name, on_full
-        self.producer_id = (producer_id or f"{env_name[:32] or 'producer'}-{os.getpid()}-{secrets.token_hex(3)}")[:63]
-        self.lane_bytes = max(parse_size(lane_bytes), sizing.SMALLEST_LANE) & ~63
+        self._given_id = check_producer_id(producer_id) or f"{env_name[:32] or 'producer'}-{os.getpid()}"
+        self.lane_bytes = check_lane_bytes(lane_bytes, sizing.SMALLEST_LANE)
         self.columns = columns_of(schema)
         self._loader = Loader(self.columns, self.lane_bytes, env_name)
         self._control = participation.open_control(bridge)
@@ -99,15 +98,17 @@ class Producer(Tickets):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed, self._memory = False, placement.MemoryUse()
         self._no_exit_call = at_exit(self.close)
+        one_thread.watch(self, f"producer {self.producer_id}", ("put", "claim", "begin_group", "_try_put"))
 
     def _open_lane(self) -> None:
-        names = self.producer_id.encode()[:63], self.env_name.encode()[:127]  # what is no text leaves no lane behind
+        given, env_name = self._given_id.encode()[:63], self.env_name.encode()[:127]  # what is no text leaves no lane behind
         slots = sizing.slots_of(self.lane_bytes)
         *_, size = header.lane_geometry(self.lane_bytes, slots)
         self.lane_name, self._lane = segment.create_lane(self.bridge, size)
+        self._producer_id = f"{given.decode(errors='ignore')}-{self.lane_name.rpartition('.')[2]}"
         header.format_lane(
             self._lane, self.lane_bytes, slots, self.columns.encode(), len(self.columns),
-            os.getpid(), liveness.pid_namespace(), *names,
+            os.getpid(), liveness.pid_namespace(), self._producer_id.encode(), env_name,
         )  # fmt: skip
         self._writer = ring.LaneWriter(self._lane, self._control.mapping)
         self._names = OwnNames(self.producer_id, self.bridge, self._control, self.lane_name, self._lane, self._writer)
@@ -192,6 +193,7 @@ class Producer(Tickets):
         Once called, the group is committed or counted as dropped, also if the awaiting task is cancelled; it must not be changed meanwhile.
         Groups are committed in the order of the calls.
         """
+        check_timeout(timeout_s)
         plan = self._measure(group, group_id, group_size, policy_version, split, foreign)
         if not self._waiting and self._try_put(plan):
             return plan.sequence
@@ -264,20 +266,23 @@ class Producer(Tickets):
         """
         self._check_open()
         plan = self._loader.claimed(rows, lengths, self._stamp(group_id, group_size, policy_version, split))
+        slot = Slot(self._writer, plan, self._publish)
 
         def begin() -> bool:
-            if self._held_back() or not self._writer.claim(plan.extent_bytes):
+            if self._held_back() or not slot.begin(plan.extent_bytes):
                 return False
-            plan.begin(self._writer)
+            plan.begin(slot)
             return True
 
-        self._held_back()  # raises, of a claim that is open already, before one of ours can be
         try:
             if not begin() and not self._wait_for(begin, plan, timeout_s):
                 raise self._lane_full(plan, 0.0)
-            return Slot(plan, self._writer.claimed_memory(), lambda memory: self._end_claim(plan, memory))
+            return slot
+        except ClaimLost:  # between two looks another thread's claim was opened, or this producer closed
+            self._held_back()
+            raise
         except BaseException:
-            self._writer.abort()
+            slot.abort()
             raise
 
     def _measure(self, group: Any, group_id: str | int | None, group_size: int | None, version: Version, split: str, foreign: bool) -> Plan:
@@ -291,7 +296,14 @@ class Producer(Tickets):
     def _stamp(self, group_id: str | int | None, group_size: int | None, version: Version, split: str) -> Stamp:
         self._groups_put += 1
         own = f"{self.producer_id}:{self._groups_put - 1}"
-        return checked_stamp(own if group_id is None else group_id, group_size, version, self._control.policy_version, split)
+        published = self._control.policy_version
+        stamp = checked_stamp(own if group_id is None else group_id, group_size, version, published, split)
+        newest = version[1] if isinstance(version, tuple) else version
+        if newest is not None and newest > published:  # counted, not refused: an engine may have it a moment before it is published
+            self._door.ahead += 1
+            if self._door.ahead == 1:
+                log.warning("%s", refusals.ahead(self.producer_id, self.bridge, newest, published))
+        return stamp
 
     def _held_back(self) -> bool:
         """Whether the bridge is paused; raises what hinders a claim and will not pass by itself."""
@@ -312,20 +324,17 @@ class Producer(Tickets):
         """Claims and commits if there is room now."""
         while not self._held_back():
             try:
-                if not self._writer.claim(plan.extent_bytes):
-                    return False
-                plan.place(self._writer)
-                return True
+                placed = plan.put_into(self._writer)
+                if placed:
+                    self._loader.fragments.note(plan)
+                return placed
             except LossyMasks:  # rare masks, neither -100 nor the token: `masks` becomes a column of its own, and there must be room for it
-                self._writer.abort()
                 self._unfold(plan)
             except BadValue as bad:
-                self._writer.abort()
                 self._drop(plan, Drop.INVALID)
-                raise as_invalid(bad) from None
-            except BaseException:
-                self._writer.abort()
-                raise
+                raise self._loader.refusal(bad, plan.source and plan.source[0]) from None
+            except ClaimLost:  # a handler closed this producer meanwhile, or has a claim open: the next look says which
+                continue
         return False
 
     def _unfold(self, plan: Plan) -> None:
@@ -340,7 +349,7 @@ class Producer(Tickets):
         if self.on_full == "drop":
             self._drop(plan, Drop.FULL)
             return False
-        began, said = time.monotonic(), False
+        began, said, timeout_s = time.monotonic(), False, check_timeout(timeout_s)
         while self.on_full == "block" and (left := _left(began, timeout_s)) > 0:
             self._sleep(left)
             if attempt():
@@ -367,26 +376,32 @@ class Producer(Tickets):
     def _lane_full(self, plan: Plan, waited_s: float) -> LaneFull:
         return refusals.lane_full(self.producer_id, self._control, self._writer, plan.extent_bytes, waited_s)
 
-    def _end_claim(self, plan: Plan, memory: memoryview | None) -> int | None:
-        """What the caller wrote into the open claim is checked and published; without `memory` the claim is given up."""
-        if memory is None:
-            self._writer.abort()
-            return None
+    def _publish(self, slot: Slot) -> None:
+        """What the caller wrote into an open claim is checked and published."""
         self._check_open()
         try:
-            plan.finish(self._writer)
-            return plan.sequence
+            slot.plan.finish(slot)
+            self._loader.fragments.note(slot.plan)
         except BadValue as bad:
-            self._drop(plan, Drop.INVALID)
-            raise as_invalid(bad) from None
-        finally:
-            self._writer.abort()  # nothing after a commit
+            self._drop(slot.plan, Drop.INVALID)
+            raise self._loader.refusal(bad, None) from None
+        except ClaimLost:
+            self._check_open()
+            raise ClaimOpen("the claim is over: it was given back before its block ended", hint="write inside the `with` block") from None
 
     def _drop(self, plan: Plan, reason: Drop) -> None:
         plan.done = True
         self._writer.count_drop(reason)
 
     # -- state ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def producer_id(self) -> str:
+        """The id that its records carry: what was given, and 16 hexadecimal digits of this incarnation, which no other ever has.
+
+        `(meta.producer_id, meta.sequence)` names a record for ever. Never blocks; any thread.
+        """
+        return self._producer_id
 
     @property
     def policy_version(self) -> int:
@@ -419,6 +434,7 @@ class Producer(Tickets):
             "lane_bytes": self.lane_bytes,
             **self._memory.of([self._lane]),
             "lane_free_bytes": self._writer.free_bytes if not self._closed else self.lane_bytes,
+            "policy_version_ahead_total": self._door.ahead,
             **labelled("dropped_total", Drop, counters["dropped"]),
         }
 

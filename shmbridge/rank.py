@@ -15,7 +15,7 @@ from shmbridge import liveness, messages, participation, segment
 from shmbridge._ext import header
 from shmbridge._ext.ring import Drops, RankReader
 from shmbridge.batch import Batch, Layout, unreadable
-from shmbridge.config import check_bridge_name
+from shmbridge.config import check_bridge_name, check_choice
 from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
 from shmbridge.exits import at_exit
 from shmbridge.groups import Group
@@ -112,8 +112,8 @@ class Rank(OneProcess):
             RequestRefused: the hub serves another world_size, or forms no more batches; it says why.
             ValueError: layout or hold is none of those; at once.
         """
-        if layout not in ("padded", "packed") or hold not in ("step", "gather", "caller"):
-            raise ValueError(f'layout={layout!r} is "padded" or "packed", hold={hold!r} is "step", "gather" or "caller"')
+        check_choice("layout", layout, ("padded", "packed"))
+        check_choice("hold", hold, ("step", "gather", "caller"))
         return self._iterate(layout, timeout_s, hold, whole_rows)
 
     def _iterate(self, layout: Layout, timeout_s: float | None, hold: "Hold", whole_rows: bool) -> Iterator[Batch]:

@@ -45,6 +45,15 @@ def lane_removed(producer_id: str, lane_name: str, records: int) -> LaneRemoved:
     )
 
 
+def ahead(producer_id: str, bridge: str, stamped: int, published: int) -> str:
+    """What is said once of groups stamped with a version that nobody has published."""
+    newest = f"{published} is the newest published" if published >= 0 else "none is published"
+    return (
+        f"{producer_id} puts groups of policy version {stamped}, and {newest} on bridge {bridge!r}: they count as new, however old they "
+        "get -> policy_version= is the version when generation began, as producer.policy_version says it"
+    )
+
+
 def draining(bridge: str) -> BridgeDraining:
     """The run is over."""
     return BridgeDraining(f"the consumer of bridge {bridge!r} is draining it", hint="the run is over: close the producer")
@@ -65,6 +74,14 @@ def not_admitted(
     return NotAdmitted(
         f"{waited}; the consumer (pid {control.hub_pid}) has no room{under_way}",
         hint="the learner's steps make room: wait longer, or raise Consumer(max_off_policy_steps=)",
+    )
+
+
+def other_clock(producer_id: str, hub_pid: int, ahead_s: float) -> NotAdmitted:
+    """The consumer's promises are over before they are asked for."""
+    return NotAdmitted(
+        f"{producer_id} reads a clock that is {ahead_s:.0f} s ahead of its consumer's (pid {hub_pid}): another time namespace",
+        hint="run both in one time namespace: no ticket granted there can be believed here",
     )
 
 

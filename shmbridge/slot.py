@@ -1,39 +1,41 @@
 """An open claim: the lane's own memory, to be written in place inside a `with` block. Made by Producer.claim."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from shmbridge._ext.plan import Plan
+from shmbridge._ext.ring import Claim, LaneWriter
 from shmbridge.errors import ClaimOpen
 
 
-class Slot:
+class Slot(Claim):
     """`slot[column]` is a writable flat view in the lane, valid until the `with` block ends; `sequence` is set when that has committed.
 
-    Leaving the block by an exception gives the claim back. For the producer's thread.
+    Leaving the block by an exception gives the claim back; leaving it a second time does nothing. For the producer's thread. An array that
+    was taken from it and is kept beyond the block still leads to that memory, which is the consumer's by then: do not write to it.
     """
 
-    def __init__(self, plan: Plan, memory: memoryview, end: Callable[[memoryview | None], int | None]) -> None:
-        self._plan, self._end = plan, end
-        self._memory: memoryview | None = memory
+    def __init__(self, writer: LaneWriter, plan: Plan, publish: Callable[["Slot"], None]) -> None:
+        self.plan, self._publish = plan, publish
         self._columns = {column.name: column for column in plan.columns}
-        self.sequence: int | None = None
+
+    @property
+    def sequence(self) -> int | None:
+        """Of the committed record; None before."""
+        return self.plan.sequence
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        """The column's values: every row's, one after another. KeyError for a column that was not claimed."""
-        if self._memory is None:
+        """The column's values: every row's, one after another. KeyError for a column that was not claimed, ClaimOpen after the block."""
+        if not self.is_open:
             raise ClaimOpen("the claim is over: its memory is the consumer's", hint="write inside the `with` block")
-        return self._plan.view(self._memory, self._columns[name])
+        return self.plan.view(self.memory(), self._columns[name])
 
-    def __del__(self) -> None:
-        if self._memory is not None:  # never entered, or interrupted on the way
-            self.__exit__(GeneratorExit)
+    def publish_whole(self) -> None:
+        """What the block wrote is checked and published; for `__exit__`."""
+        self._publish(self)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        memory, self._memory = self._memory, None
-        self.sequence = self._end(memory if kind is None else None)
+    def __repr__(self) -> str:
+        state = "open" if self.is_open else "over" if self.sequence is None else f"committed as {self.sequence}"
+        return f"<Slot of {self.plan.rows} rows, {self.plan.tokens} tokens: {state}>"

@@ -31,13 +31,16 @@ class Lags:
     def __init__(self) -> None:
         self._counts = dict.fromkeys(LAGS, 0)
         self._largest = 0
+        self._ahead = 0
 
     def count(self, stamped: Iterable[int], current: int) -> None:
         """Counts groups by the version each began under."""
         for version in stamped:
             self._counts[lag_of(version, current)] += 1
+            self._ahead += version > current
             self._largest = max(self._largest, staleness(version, current))
 
     def stats(self) -> dict[str, float]:
-        """`staleness_groups_total{lag}`, and the largest seen."""
-        return {**{f"staleness_groups_total{{{lag}}}": count for lag, count in self._counts.items()}, "staleness_max": self._largest}
+        """`staleness_groups_total{lag}`, the largest seen, and groups stamped with a version that nobody has published."""
+        lags = {f"staleness_groups_total{{{lag}}}": count for lag, count in self._counts.items()}
+        return {**lags, "staleness_max": self._largest, "policy_version_ahead_total": self._ahead}

@@ -100,7 +100,6 @@ class Tickets(OneProcess):
     """What of a Producer asks for tickets."""
 
     bridge: str
-    producer_id: str
     lane_name: str
     _lane: Mapping
     _control: header.Control
@@ -140,10 +139,11 @@ class Tickets(OneProcess):
             self._close_if_over()
 
     def _ask_until(self, client: "ControlClient", deadline: float, timeout_s: float | None) -> Ticket:
+        asked_ns = time.monotonic_ns()
         while True:
             left_s = deadline - time.monotonic()
             answer = _ask(client, self._question(wait=left_s > 0), min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
-            if (ticket := self._taken(answer)) is not None:
+            if (ticket := self._taken(answer, asked_ns)) is not None:
                 return ticket
             self._check_may_ask()
             if left_s <= 0:
@@ -163,12 +163,13 @@ class Tickets(OneProcess):
             if self._asking.locked():
                 raise self._asks_already()
             with self._asking:
+                asked_ns = time.monotonic_ns()
                 while True:
                     self._check_may_ask()
                     left_s = deadline - time.monotonic()
                     question = self._question(wait=left_s > 0)
                     answer = await _ask_async(client, question, min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
-                    if (ticket := self._taken(answer)) is not None:
+                    if (ticket := self._taken(answer, asked_ns)) is not None:
                         return ticket
                     if left_s <= 0:
                         raise self._not_admitted(timeout_s, answer)
@@ -186,7 +187,7 @@ class Tickets(OneProcess):
 
         return messages.BeginGroup(self.lane_name, self._held.count, wait)
 
-    def _taken(self, answer: "Answer | None") -> Ticket | None:
+    def _taken(self, answer: "Answer | None", asked_ns: int) -> Ticket | None:
         """The ticket an answer grants, shown in the lane; None if it grants none, or no longer.
 
         A hub that came since has stored its epoch before it looks at lanes, and this looks at the epoch after the lane shows the ticket:
@@ -196,6 +197,8 @@ class Tickets(OneProcess):
 
         if not isinstance(answer, messages.MayBegin) or self._held.over:
             return None
+        if answer.until_ns < asked_ns:  # a promise that was over before it was asked for: no clock that both read says so
+            raise refusals.other_clock(self.producer_id, self._control.hub_pid, (asked_ns - answer.until_ns) / 1e9)
         ticket = Ticket(answer.policy_version, self._held)  # from here on it is given back, whatever interrupts
         header.fault(b"ticket.granted")
         ticket.show()
@@ -217,6 +220,11 @@ class Tickets(OneProcess):
             raise refusals.too_many_tickets(self.producer_id, MOST_TICKETS)
         if self.removed:
             raise refusals.removed(self.producer_id)
+
+    @property
+    def producer_id(self) -> str:
+        """See Producer."""
+        raise NotImplementedError
 
     @property
     def removed(self) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shmbridge.errors import BadArgument
 from shmbridge.groups import Group
 
 
@@ -14,8 +15,13 @@ class Want:
     rows: int | None
 
     def __post_init__(self) -> None:
-        if (self.groups is None) == (self.rows is None) or self.size < 1:
-            raise ValueError(f"groups={self.groups}, rows={self.rows}: one of them, at least 1")
+        given = [(name, size) for name, size in (("groups", self.groups), ("rows", self.rows)) if size is not None]
+        if len(given) != 1:
+            said = "groups and rows are both given" if given else "neither groups nor rows is given"
+            raise BadArgument(f"how large is a batch? {said}", hint="groups=8, or rows=64")
+        name, size = given[0]
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise BadArgument(f"{name}={size!r} is no number of {name} from 1", hint=f"{name}=8")
 
     def __str__(self) -> str:
         return f"{self.groups} groups" if self.rows is None else f"{self.rows} trajectories"

@@ -117,7 +117,11 @@ def hub(
 ) -> shmbridge.Consumer:
     """Return the hub of the bridge that the options name, which asks `screen` about each group. Raises as Consumer."""
     consumer = shmbridge.Consumer(
-        options.bridge, run=run, allocation_wait_s=options.allocation_wait, **consumer_arguments(options)
+        options.bridge,
+        run=run,
+        lanes=options.lanes or "auto",
+        allocation_wait_s=options.allocation_wait,
+        **consumer_arguments(options),
     )
     consumer.screen(screen)
     return consumer
@@ -138,4 +142,6 @@ def who_is_missing(consumer: shmbridge.Consumer, groups: int) -> str:
         else "no environment has a lane"
     )
     state = ", the bridge is paused" if consumer.paused else ""
+    if stats["lanes_waiting"]:
+        state += ", more environments wait for a lane: raise --lanes"
     return f"{lanes}, {int(stats['queue_groups'])} of {groups} groups are there{state}"

@@ -114,6 +114,12 @@ def _batch(group: argparse._ArgumentGroup) -> None:
         help="trajectories per group, for the registration [8]",
     )
     group.add_argument(
+        "--lanes",
+        type=positive,
+        metavar="N",
+        help="environments to take from at once; more wait for their turn [as many as descriptors allow, 1024 at most]",
+    )
+    group.add_argument(
         "--allocation-wait",
         type=zero_or_above,
         metavar="SECONDS",

@@ -12,6 +12,9 @@ cdef class Form:
     cdef readonly bint finite
     cdef bint says_versions          # token_versions: what of them is oldest is the record's
     cdef uint64_t check_seed         # of its rows' checks; 0: they have none
+    cdef bint is_tokens              # no value is negative
+    cdef bint ends_steps             # step_ends: they rise, within the row's tokens, one for each step reward
+    cdef bint rewards_steps          # step_rewards
     cdef int code                    # dtype.char
     cdef int array_type              # NumPy's number of the dtype
 

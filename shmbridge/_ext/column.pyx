@@ -28,6 +28,9 @@ cdef class Form:
         self.per_token, self.per_record, self.finite = per_token, per_record, finite
         self.says_versions = name == "token_versions" and kind == KIND_LIST and dtype == np.int32
         self.check_seed = row_check_seed(name.encode()) if name in CHECKED_COLUMNS and kind == KIND_LIST else 0
+        self.is_tokens = name == "tokens" and kind == KIND_LIST and dtype == np.int32
+        self.ends_steps = name == "step_ends" and kind == KIND_LIST and dtype == np.int32
+        self.rewards_steps = name == "step_rewards" and kind == KIND_LIST
 
 
 cdef class Column:

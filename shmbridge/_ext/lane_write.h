@@ -50,6 +50,7 @@ typedef struct {
     uint64_t cursor, window; /* extents.h */
     int64_t claimed;        /* slot of the open claim, -1: none */
     uint64_t claim_at, claim_bytes;
+    uint64_t claim_number;  /* of the open claim, or of the last one: from 1, never twice */
     int claim_is_cold;      /* its extent has left the cache since it was last written */
     extent_warmth warmth;
     int64_t spin_ns;        /* how long to look for room before sleeping */
@@ -133,7 +134,7 @@ static inline int lane_claim(lane_writer *writer, uint64_t bytes) {
     }
     if (load_relaxed64(&writer->header->wanted_bytes)) store_relaxed64(&writer->header->wanted_bytes, 0);
     writer->claimed = writer->free_slots[--writer->free_slot_count];
-    writer->claim_at = at, writer->claim_bytes = bytes;
+    writer->claim_at = at, writer->claim_bytes = bytes, writer->claim_number++;
     writer->claim_is_cold = warmth_claim(&writer->warmth, at, bytes);
     fault_hit("producer.claimed");
     return 1;

@@ -20,7 +20,7 @@ cdef extern from "Python.h":
     PyObject* PyErr_Occurred()
 
 cdef extern from "pylist.h":
-    Py_ssize_t pack_int32(object row, Py_ssize_t count, int32_t* to)
+    Py_ssize_t pack_int32(object row, Py_ssize_t count, int32_t* to, int64_t least)
     Py_ssize_t pack_uint8(object row, Py_ssize_t count, uint8_t* to)
     Py_ssize_t pack_float32(object row, Py_ssize_t count, float* to)
     Py_ssize_t pack_float64(object row, Py_ssize_t count, double* to)
@@ -30,7 +30,9 @@ cdef extern from "convert.h" nogil:
     int64_t first_non_finite32(const float* values, int64_t count)
     int64_t first_non_finite64(const double* values, int64_t count)
     int64_t copy_finite32(float* to, const float* source, int64_t count, bint is_cold)
-    int64_t int64_to_int32(int32_t* to, const int64_t* source, int64_t count)
+    int64_t int64_to_int32(int32_t* to, const int64_t* source, int64_t count, int64_t least)
+    int64_t first_negative32(const int32_t* values, int64_t count)
+    int64_t copy_from_zero32(int32_t* to, const int32_t* source, int64_t count, bint is_cold)
     int64_t int64_to_uint8(uint8_t* to, const int64_t* source, int64_t count)
     void float64_to_float32(float* to, const double* source, int64_t count)
 
@@ -38,6 +40,9 @@ cdef extern from "lane_copy.h" nogil:
     void lane_copy(void* to, const void* source, uint64_t bytes, bint is_cold)
 
 cnp.import_array()
+
+
+NEGATIVE = "is negative: a token id is 0 or more"
 
 
 class BadValue(ValueError):
@@ -85,7 +90,7 @@ cdef int write_list(Column column, Py_ssize_t row, source, uint8_t* first, uint8
     cdef int code = column.form.code
     cdef Py_ssize_t bad
     if code == c"i":
-        bad = pack_int32(source, count, <int32_t*>to)
+        bad = pack_int32(source, count, <int32_t*>to, least_of(column))
     elif code == c"f":
         bad = pack_float32(source, count, <float*>to)
     elif code == c"B":
@@ -98,8 +103,13 @@ cdef int write_list(Column column, Py_ssize_t row, source, uint8_t* first, uint8
         if PyErr_Occurred() != NULL:
             return -1
         value = source[bad] if bad < len(source) else None
-        raise_bad(column, row, bad, value, f"does not fit {column.form.dtype}")
+        raise_unfit(column, row, bad, value)
     return check_finite(column, first, to, count)
+
+
+cdef inline int64_t least_of(Column column) noexcept:
+    """The least value of an int32 column."""
+    return 0 if column.form.is_tokens else -(<int64_t>1 << 31)
 
 
 cdef int write_array(Column column, Py_ssize_t row, cnp.ndarray source, uint8_t* first, uint8_t* to, Py_ssize_t count,
@@ -110,6 +120,12 @@ cdef int write_array(Column column, Py_ssize_t row, cnp.ndarray source, uint8_t*
     cdef int64_t bad = -1
     if not cnp.PyArray_ISCARRAY_RO(source):
         copy_array(column, row, source.reshape(-1), temporary_view(column, to, count))
+        check_negative(column, first, to, count)
+    elif have == want and column.form.is_tokens:
+        bad = copy_from_zero32(<int32_t*>to, <const int32_t*>values, count, is_cold)
+        if bad >= 0:
+            raise_unfit(column, row, bad, (<int32_t*>values)[bad])
+        return 0
     elif have == want and want == cnp.NPY_FLOAT32 and column.form.finite:
         bad = copy_finite32(<float*>to, <const float*>values, count, is_cold)
         if bad >= 0:
@@ -118,7 +134,7 @@ cdef int write_array(Column column, Py_ssize_t row, cnp.ndarray source, uint8_t*
     elif have == want:
         lane_copy(to, values, count * column.form.item_bytes, is_cold)
     elif have == cnp.NPY_INT64 and want == cnp.NPY_INT32:
-        bad = int64_to_int32(<int32_t*>to, <const int64_t*>values, count)
+        bad = int64_to_int32(<int32_t*>to, <const int64_t*>values, count, least_of(column))
     elif have == cnp.NPY_INT64 and want == cnp.NPY_UINT8:
         bad = int64_to_uint8(to, <const int64_t*>values, count)
     elif have == cnp.NPY_BOOL and want == cnp.NPY_UINT8:
@@ -127,8 +143,9 @@ cdef int write_array(Column column, Py_ssize_t row, cnp.ndarray source, uint8_t*
         float64_to_float32(<float*>to, <const double*>values, count)
     else:
         copy_array(column, row, source.reshape(-1), temporary_view(column, to, count))
+        check_negative(column, first, to, count)
     if bad >= 0:
-        raise_bad(column, row, bad, (<int64_t*>values)[bad], f"does not fit {column.form.dtype}")
+        raise_unfit(column, row, bad, (<int64_t*>values)[bad])
     return check_finite(column, first, to, count)
 
 
@@ -209,7 +226,17 @@ def copy_array(Column column not None, Py_ssize_t row, source, to):
 
 cdef int check_column(Column column, uint8_t* values) except -1:
     """All values of a column that were written in place. Raises BadValue."""
+    check_negative(column, values, values, column.count)
     return check_finite(column, values, values, column.count)
+
+
+cdef int check_negative(Column column, uint8_t* first, uint8_t* values, Py_ssize_t count) except -1:
+    """`count` values of a column that begins at `first`. Raises BadValue if they are tokens and one is negative."""
+    cdef int64_t bad = first_negative32(<int32_t*>values, count) if column.form.is_tokens else -1
+    if bad >= 0:
+        row, position = row_of(column.lengths, (values - first) // 4 + bad)
+        raise BadValue(column.form.name, row, position, (<int32_t*>values)[bad], NEGATIVE)
+    return 0
 
 
 cdef int check_finite(Column column, uint8_t* first, uint8_t* values, Py_ssize_t count) except -1:
@@ -224,6 +251,12 @@ cdef int check_finite(Column column, uint8_t* first, uint8_t* values, Py_ssize_t
     if bad >= 0:
         raise_non_finite(column, (values - first) // column.form.item_bytes + bad, temporary_view(column, values, count)[bad])
     return 0
+
+
+cdef int raise_unfit(Column column, Py_ssize_t row, Py_ssize_t position, value) except -1:
+    """Of a value that its column's type does not hold, or a negative token."""
+    negative = column.form.is_tokens and isinstance(value, (int, np.integer)) and -(1 << 31) <= value < 0
+    return raise_bad(column, row, position, value, NEGATIVE if negative else f"does not fit {column.form.dtype}")
 
 
 cdef int raise_bad(Column column, Py_ssize_t row, Py_ssize_t position, value, reason) except -1:

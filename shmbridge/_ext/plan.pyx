@@ -10,9 +10,9 @@ from libc.string cimport memcpy, memset
 import numpy as np
 
 from shmbridge._ext.futex cimport monotonic_ns
-from shmbridge._ext.layout cimport ALIGNMENT, SLOT_EVAL, SLOT_UNEVEN, directory_entry
+from shmbridge._ext.layout cimport ALIGNMENT, SLOT_EVAL, SLOT_UNEVEN, TAG_VALUES, directory_entry
 from shmbridge._ext.pack cimport check_column, fold_values, write_values
-from shmbridge._ext.ring cimport LaneWriter
+from shmbridge._ext.ring cimport Claim, LaneWriter
 
 from shmbridge._ext.pack import BadValue
 
@@ -68,6 +68,12 @@ cdef class Plan:
         for column in columns:
             if column.form.says_versions:
                 self._versions = column
+            elif column.form.is_tokens:
+                self._tokens = column
+            elif column.form.ends_steps:
+                self._ends = column
+            elif column.form.rewards_steps:
+                self._rewards = column
             if column.row_lengths is not None:
                 column.lengths_at = at
                 at += lines(PyBytes_GET_SIZE(column.row_lengths))
@@ -106,6 +112,7 @@ cdef class Plan:
         """Lays the record out as `other` is, which was made of the same source."""
         self.columns, self.extent_bytes, self._slot, self._versions = other.columns, other.extent_bytes, other._slot, other._versions
         self._first_row, self._check_every = other._first_row, other._check_every
+        self._tokens, self._ends, self._rewards = other._tokens, other._ends, other._rewards
 
     @property
     def rows(self) -> int:
@@ -124,10 +131,30 @@ cdef class Plan:
 
         Raises BadValue or LossyMasks before anything is published; the caller aborts the claim then.
         """
-        self.write_all(writer)
+        self.write_all(writer, writer._writer.claim_number)
 
-    cdef int write_all(self, LaneWriter writer) except -1:
-        cdef uint8_t* base = writer.claimed()
+    def put_into(self, LaneWriter writer not None):
+        """Claims room, writes everything there and publishes it; False, and nothing has happened, if there is no room now.
+
+        Raises BadValue or LossyMasks before anything is published, ClaimLost if another claim is open or this one was ended meanwhile;
+        this claim, and no other, is given back then. No interrupt comes between the claim and its end.
+        """
+        return bool(self.claim_and_write(writer))
+
+    cdef int claim_and_write(self, LaneWriter writer) except -1:
+        cdef uint64_t number
+        if not writer.begin(self.extent_bytes):
+            return False
+        number = writer._writer.claim_number
+        try:
+            self.write_all(writer, number)
+        except BaseException:
+            writer.give_back(number)
+            raise
+        return True
+
+    cdef int write_all(self, LaneWriter writer, uint64_t number) except -1:
+        cdef uint8_t* base = writer.claimed(number)
         cdef bint is_cold = writer._writer.claim_is_cold
         cdef const int32_t* tokens
         cdef Column column
@@ -140,24 +167,26 @@ cdef class Plan:
                 write_values(column, base + column.values_at * ALIGNMENT, is_cold)
         self.write_checks(base)
         lane_copies_done(is_cold)
+        self.check_steps(base)
         self.stamp_by_tokens(base)
-        self.sequence = writer.publish(&self._slot)
+        self.sequence = writer.publish(number, &self._slot)
         self.done = True
         return 0
 
-    def begin(self, LaneWriter writer not None):
-        """Writes all but the values into the writer's open claim."""
-        self.write_index(writer.claimed())
+    def begin(self, Claim claim not None):
+        """Writes all but the values into the open claim."""
+        self.write_index(claim.memory_here())
 
-    def finish(self, LaneWriter writer not None):
-        """Checks values that were written in place, and publishes. Raises BadValue before."""
-        cdef uint8_t* base = writer.claimed()
+    def finish(self, Claim claim not None):
+        """Checks values that were written in place, and publishes the claim. Raises BadValue before; ClaimLost."""
+        cdef uint8_t* base = claim.memory_here()
         cdef Column column
         for column in self.columns:
             check_column(column, base + column.values_at * ALIGNMENT)
         self.write_checks(base)
+        self.check_steps(base)
         self.stamp_by_tokens(base)
-        self.sequence = writer.publish(&self._slot)
+        self.sequence = claim._writer.publish(claim._number, &self._slot)
         self.done = True
 
     cdef int write_checks(self, uint8_t* base) except -1:
@@ -176,6 +205,34 @@ cdef class Plan:
                     <const uint32_t*>PyBytes_AS_STRING(column.row_lengths), valid, column.entries, column.form.item_bytes,
                     column.form.check_seed, self._first_row, self._check_every,
                 )
+        return 0
+
+    cdef int check_steps(self, const uint8_t* base) except -1:
+        """The ends of each row's steps rise, none is beyond its tokens, and there are as many as rewards, or none. BadValue."""
+        cdef const int32_t* end
+        cdef const uint32_t* counts
+        cdef const uint32_t* tokens
+        cdef const uint32_t* rewards = NULL
+        cdef int32_t last
+        cdef uint32_t row, place
+        if self._ends is None or self._tokens is None or self._ends.tag != TAG_VALUES or self._ends.entries != self._tokens.entries:
+            return 0
+        end = <const int32_t*>(base + self._ends.values_at * ALIGNMENT)
+        counts = <const uint32_t*>PyBytes_AS_STRING(self._ends.row_lengths)
+        tokens = <const uint32_t*>PyBytes_AS_STRING(self._tokens.row_lengths)
+        if self._rewards is not None and self._rewards.tag == TAG_VALUES and self._rewards.entries == self._ends.entries:
+            rewards = <const uint32_t*>PyBytes_AS_STRING(self._rewards.row_lengths)
+        for row in range(self._ends.entries):
+            last = 0
+            if rewards != NULL and counts[row] and rewards[row] != counts[row] and is_there(self._rewards, row):
+                raise BadValue("step_ends", row, min(counts[row], rewards[row]), counts[row], f"ends for {rewards[row]} step_rewards")
+            for place in range(counts[row]):
+                if end[place] <= last:
+                    raise BadValue("step_ends", row, place, end[place], f"is not after {last}: ends of steps rise, from 1")
+                last = end[place]
+            if last > tokens[row]:
+                raise BadValue("step_ends", row, counts[row] - 1, last, f"is beyond the row's {tokens[row]} tokens")
+            end += counts[row]
         return 0
 
     cdef int stamp_by_tokens(self, const uint8_t* base) except -1:
@@ -240,6 +297,10 @@ cdef class Plan:
             entry += 1
         copy_bytes(<uint8_t*>entry, self.stamp.group_id)
         return 0
+
+
+cdef inline bint is_there(Column column, uint32_t row) noexcept:
+    return column.validity is None or PyBytes_AS_STRING(column.validity)[row]
 
 
 cdef inline void copy_bytes(uint8_t* to, bytes source) noexcept:

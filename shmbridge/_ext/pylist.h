@@ -82,12 +82,13 @@ static inline int row_float(PyObject *row, PyObject ***items, Py_ssize_t i, Py_s
     return 0;
 }
 
-static inline Py_ssize_t pack_int32(PyObject *row, Py_ssize_t count, int32_t *to) {
+static inline Py_ssize_t pack_int32(PyObject *row, Py_ssize_t count, int32_t *to, int64_t least) {
     PyObject **items = PySequence_Fast_ITEMS(row);
+    uint64_t span = (uint64_t)INT32_MAX - (uint64_t)least; /* `least` to INT32_MAX, by one comparison */
     int64_t value;
     for (Py_ssize_t i = 0; i < count; i++) {
         prefetch_ahead(items, i, count);
-        if (row_int(row, &items, i, count, &value) != 0 || value != (int32_t)value) return i;
+        if (row_int(row, &items, i, count, &value) != 0 || (uint64_t)value - (uint64_t)least > span) return i;
         to[i] = (int32_t)value;
     }
     return -1;

@@ -17,9 +17,10 @@ from libc.string cimport memcmp, memcpy
 from shmbridge._ext.column cimport Column, Form
 from shmbridge._ext.layout cimport KIND_LIST, KIND_SCALAR, TAG_EMPTY_LIST, TAG_EMPTY_MAP, TAG_NULL, TAG_VALUES
 from shmbridge._ext.plan cimport SAID_NOTHING, SAID_OLDEST, Plan, RowSampler, Stamp
-from shmbridge._ext.ring cimport LaneWriter, lane_claim
+from shmbridge._ext.ring cimport LaneWriter
 
 from shmbridge._ext.pack import BadValue, LossyMasks
+from shmbridge._ext.ring import ClaimLost
 
 cnp.import_array()
 
@@ -40,9 +41,11 @@ cdef class Forms:
     cdef Form _masks
     cdef Form _loss_mask
     cdef RowSampler _sampler
+    cdef Form _score
+    cdef bint _foreign
 
-    def __init__(self, dict by_key not None, RowSampler sampler=None):
-        self._by_key, self._sampler = by_key, sampler
+    def __init__(self, dict by_key not None, RowSampler sampler=None, bint foreign=False):
+        self._by_key, self._sampler, self._foreign, self._score = by_key, sampler, foreign, by_key["score"]
         self._tokens, self._masks, self._loss_mask = by_key["tokens"], by_key["masks"], by_key["loss_mask"]
 
     def plan(self, group, Stamp stamp not None, source):
@@ -79,6 +82,8 @@ cdef class Forms:
                 column = measure(form, value)
             if column is None or form is self._masks and column.tag == TAG_VALUES and column.folds is None or not belongs(column, tokens):
                 return None
+            if form is self._score and not self._foreign and column.tag == TAG_VALUES and has_empty_row(tokens):
+                return None
             columns.append(column)
         made = Plan.__new__(Plan)
         try:
@@ -95,6 +100,7 @@ cdef class Door:
     cdef LaneWriter _writer
     cdef bytes _own_groups           # what ids of groups without one begin with
     cdef uint64_t _most_bytes
+    cdef public uint64_t ahead       # groups stamped with a version that the bridge has not published
 
     def __init__(self, Forms forms not None, LaneWriter writer not None, str producer_id not None, uint64_t most_bytes):
         """`most_bytes` is the largest record the lane takes."""
@@ -114,16 +120,12 @@ cdef class Door:
         if given is None:
             return None
         plan = self._forms.make_plan(group, given, None)
-        if plan is None or plan.extent_bytes > self._most_bytes or not lane_claim(&self._writer._writer, plan.extent_bytes):
+        if plan is None or plan.extent_bytes > self._most_bytes:
             return None
         try:
-            plan.write_all(self._writer)
-        except BaseException as error:
-            self._writer.abort()
-            if isinstance(error, (BadValue, LossyMasks)):
-                return None
-            raise
-        return plan.sequence
+            return plan.sequence if plan.claim_and_write(self._writer) else None
+        except (BadValue, LossyMasks, ClaimLost):
+            return None
 
     def stamp(self, group_id, uint64_t number, version):
         """The stamp of a whole train group in its usual form, or None."""
@@ -146,6 +148,10 @@ cdef class Door:
             began = self._writer.policy_version()
         elif not small_number(version, &began) or began < 0:
             return None
+        elif began > self._writer.policy_version():
+            if self.ahead == 0:  # the first is said in words
+                return None
+            self.ahead += 1
         given = Stamp.__new__(Stamp)
         given.group_id, given.oldest, given.newest = raw, began, began
         given.said = SAID_NOTHING if version is None else SAID_OLDEST
@@ -185,6 +191,16 @@ cdef bint belongs(Column column, Column tokens) noexcept:
         return False
     return not column.form.per_token or column.row_lengths is tokens.row_lengths or memcmp(
         PyBytes_AS_STRING(column.row_lengths), PyBytes_AS_STRING(tokens.row_lengths), 4 * <size_t>tokens.entries) == 0
+
+
+cdef bint has_empty_row(Column column) noexcept:
+    """Whether a row of a list column has no values."""
+    cdef const uint32_t* lengths = <const uint32_t*>PyBytes_AS_STRING(column.row_lengths)
+    cdef uint32_t row
+    for row in range(column.entries):
+        if not lengths[row]:
+            return True
+    return False
 
 
 cdef Column measure(Form form, value):

@@ -31,6 +31,7 @@ cdef extern from "lane_write.h" nogil:
         int64_t claimed
         uint64_t claim_at
         uint64_t claim_bytes
+        uint64_t claim_number
         bint claim_is_cold
     int lane_writer_open(lane_writer* writer, uint8_t* base, const lane_shape* shape, control_header* hub)
     void lane_writer_close(lane_writer* writer)
@@ -79,8 +80,10 @@ cdef class LaneWriter:
     cdef int64_t _look_at_ns
 
     cdef lane_writer* alive(self) except NULL
-    cdef uint8_t* claimed(self) except NULL
-    cdef object publish(self, const slot* stamp)
+    cdef int begin(self, uint64_t size) except -1
+    cdef void give_back(self, uint64_t number) noexcept
+    cdef uint8_t* claimed(self, uint64_t number) except NULL
+    cdef object publish(self, uint64_t number, const slot* stamp)
     cdef bint is_hindered(self) noexcept
     cdef int64_t policy_version(self) noexcept
 
@@ -93,6 +96,14 @@ cdef class Drops:
     cdef int _first_dropped
 
     cdef void note(self, uint8_t by, bint looked_at) noexcept
+
+
+cdef class Claim:
+    cdef LaneWriter _writer
+    cdef uint64_t _number            # 0: none yet
+    cdef bint _left
+
+    cdef uint8_t* memory_here(self) except NULL
 
 
 cdef class LaneReader:

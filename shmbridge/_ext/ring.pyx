@@ -31,6 +31,10 @@ cdef inline int64_t coarse_ns() noexcept nogil:
     return now.tv_sec * <int64_t>1000000000 + now.tv_nsec
 
 
+class ClaimLost(RuntimeError):
+    """The claim that is to be written to is not open any more, or another one is."""
+
+
 cdef class LaneWriter:
     """The producer's side of one lane. One thread at a time; never blocks except in wait_space."""
 
@@ -63,10 +67,14 @@ cdef class LaneWriter:
 
     def claim(self, uint64_t size):
         """Reserves a slot and `size` bytes; False if the lane has no room now. One open claim at a time."""
+        return bool(self.begin(size))
+
+    cdef int begin(self, uint64_t size) except -1:
+        """`claim`, of which `_writer.claim_number` is then the number."""
         cdef lane_writer* writer = self.alive()
         if writer.claimed >= 0:
-            raise RuntimeError("a claim is open already")
-        return bool(lane_claim(writer, size))
+            raise ClaimLost("a claim is open already")
+        return lane_claim(writer, size)
 
     def reclaim(self):
         """Takes back whatever has been released."""
@@ -110,20 +118,25 @@ cdef class LaneWriter:
         """Whether a claim is open."""
         return self._writer.claimed >= 0
 
-    cdef uint8_t* claimed(self) except NULL:
-        if self._writer.claimed < 0 or not self._lane.alive():
-            raise RuntimeError("no open claim")
+    cdef uint8_t* claimed(self, uint64_t number) except NULL:
+        """Memory of the open claim, if it has that number."""
+        if self._writer.claimed < 0 or self._writer.claim_number != number or not self._lane.alive():
+            raise ClaimLost("no open claim")
         return self._writer.data + self._writer.claim_at
+
+    cdef void give_back(self, uint64_t number) noexcept:
+        """Aborts the claim of that number if it is open; no other."""
+        if self._writer.claimed >= 0 and self._writer.claim_number == number and self._lane.alive():
+            lane_abort(&self._writer)
 
     def claimed_memory(self):
         """Writable memory of the open claim, valid until commit or abort."""
-        cdef uint64_t at = self.claimed() - self._lane.base
+        cdef uint64_t at = self.claimed(self._writer.claim_number) - self._lane.base
         return memoryview(self._lane)[at:at + self._writer.claim_bytes]
 
     def abort(self):
-        """Gives the open claim back; no shared word has been touched."""
-        if self._writer.claimed >= 0 and self._lane.alive():
-            lane_abort(&self._writer)
+        """Gives the open claim back, whosever it is; no shared word has been touched."""
+        self.give_back(self._writer.claim_number)
 
     def commit(self, *, uint32_t rows, uint32_t columns, uint32_t index_bytes, uint16_t group_id_bytes, uint16_t flags, uint64_t tokens,
                int64_t min_policy_version, int64_t max_policy_version, int64_t t_created_ns, int32_t group_size, int32_t env_id):
@@ -133,11 +146,11 @@ cdef class LaneWriter:
         stamp.t_created_ns, stamp.tokens, stamp.rows, stamp.columns = t_created_ns, tokens, rows, columns
         stamp.group_size, stamp.env_id = group_size, env_id
         stamp.group_id_bytes, stamp.flags, stamp.index_bytes = group_id_bytes, flags, index_bytes
-        return self.publish(&stamp)
+        return self.publish(self._writer.claim_number, &stamp)
 
-    cdef object publish(self, const slot* stamp):
-        """Publishes the open claim under what `stamp` says of it; its sequence."""
-        self.claimed()
+    cdef object publish(self, uint64_t number, const slot* stamp):
+        """Publishes the open claim, if it has that number, under what `stamp` says of it; its sequence."""
+        self.claimed(number)
         return lane_commit(&self._writer, stamp)
 
     def wait_space(self, int64_t timeout_ns):
@@ -217,6 +230,61 @@ cdef class Drops:
             unsaid.append((self._first_dropped, True))
             self._first_dropped = TOLD
         return unsaid
+
+
+@cython.no_gc_clear  # a claim that ends while a cycle is collected needs the lane
+cdef class Claim:
+    """One claim of a lane, from `begin` to the end of its `with` block; it is published once or given back, whatever interrupts either.
+
+    All in C: no interrupt comes between the entry of `__exit__` and its `try`, and the loss of the object ends its claim, and no other.
+    """
+
+    def __cinit__(self, LaneWriter writer not None, *_):
+        self._writer = writer
+
+    def begin(self, uint64_t size):
+        """Reserves a slot and `size` bytes; False if the lane has no room now. ClaimLost if another claim is open."""
+        if not self._writer.begin(size):
+            return False
+        self._number = self._writer._writer.claim_number
+        return True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has begun, and was neither published nor given back."""
+        return self._number and self._writer._writer.claimed >= 0 and self._writer._writer.claim_number == self._number
+
+    cdef uint8_t* memory_here(self) except NULL:
+        return self._writer.claimed(self._number)
+
+    def memory(self):
+        """Writable memory of the claim. ClaimLost if it is not open."""
+        cdef uint64_t at = self.memory_here() - self._writer._lane.base
+        return memoryview(self._writer._lane)[at:at + self._writer._writer.claim_bytes]
+
+    def abort(self):
+        """Gives it back if it is open."""
+        self._writer.give_back(self._number)
+
+    def publish_whole(self):
+        """Publishes it; for a subclass."""
+        raise NotImplementedError
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if self._left:
+            return
+        self._left = True
+        try:
+            if kind is None:
+                self.publish_whole()
+        finally:
+            self.abort()
+
+    def __dealloc__(self):
+        self._writer.give_back(self._number)
 
 
 @cython.no_gc_clear  # leases that end while a cycle is collected need the lane

@@ -68,10 +68,16 @@ def lane_words(bridge: str) -> Callable[[], dict[str, LaneWords]]:
             mapping = segment.open_mapping(name, readonly=True)
             info = header.read_lane(mapping)
             words = header.lane_counters(mapping)
-            found[info["producer_id"]] = LaneWords(name, words["tail"], words["head"], header.undelivered(mapping), words["discarded"])
+            held = header.undelivered(mapping)
+            found[_given(info["producer_id"])] = LaneWords(name, words["tail"], words["head"], held, words["discarded"])
         return found
 
     return read
+
+
+def _given(producer_id: str) -> str:
+    given: str = _roles().given(producer_id)
+    return given
 
 
 def _roles() -> ModuleType:
@@ -100,7 +106,7 @@ def take(roles: ModuleType) -> Callable[..., dict[str, list[tuple[int, bool]]]]:
         taken: dict[str, list[tuple[int, bool]]] = {producer: [] for producer in wanted}
         while any(len(taken[producer]) < count for producer, count in wanted.items()):
             with consumer.get(timeout_s) as record:
-                taken[record.meta.producer_id].append((roles.check(record), record.meta.redelivered))
+                taken[roles.given(record.meta.producer_id)].append((roles.check(record), record.meta.redelivered))
         late = consumer.poll()
         assert not late, f"nobody has put these: {[(each.meta.producer_id, each.meta.sequence) for each in late]}"
         return taken

@@ -5,6 +5,7 @@ Payloads are a function of (producer, sequence) with a checksum beside them, so 
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,9 +16,14 @@ import numpy as np
 import shmbridge
 
 
+def given(producer_id: str) -> str:
+    """The id that a role gave its producer, of the one that its records carry."""
+    return re.sub("-[0-9a-f]{16}$", "", producer_id)
+
+
 def pattern(producer_id: str, sequence: int, tokens: int = 1200) -> dict:
     """One record: two rows of unequal length, about 17 bytes a token."""
-    seed = zlib.crc32(f"{producer_id}/{sequence}".encode())
+    seed = zlib.crc32(f"{given(producer_id)}/{sequence}".encode())
     values = np.random.default_rng(seed).integers(0, 1 << 30, tokens, dtype=np.int32)
     rows = [values[: tokens // 3], values[tokens // 3 :]]
     return {
@@ -105,11 +111,11 @@ def consume(bridge: str, count: str, release_from: str = "0") -> None:
     held = []
     for _ in range(int(count)):
         record = consumer.get(timeout_s=60)
-        say("got", record.meta.producer_id, check(record), record.meta.redelivered)
+        say("got", given(record.meta.producer_id), check(record), record.meta.redelivered)
         held.append(record)
     while len(held) > int(release_from):
         record = held.pop()
-        name = f"{record.meta.producer_id} {record.meta.sequence}"
+        name = f"{given(record.meta.producer_id)} {record.meta.sequence}"
         say("releasing", name)
         record.release()
         say("released", name)

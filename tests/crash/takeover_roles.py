@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 
 import numpy as np
-from roles import pattern, say
+from roles import given, pattern, say
 
 import shmbridge
 from shmbridge import segment
@@ -37,7 +37,7 @@ def learn(bridge: str, groups: str, hold: str, prefetch: str) -> None:
             meta = batch.meta[first]
             wanted = pattern(meta.producer_id, meta.sequence)["tokens"]
             assert all(np.array_equal(row, want) for row, want in zip(rows[first : first + 2], wanted, strict=True))
-        say("batch", *(f"{meta.producer_id}/{meta.sequence}/{meta.redelivered}" for meta in batch.meta[::2]))
+        say("batch", *(f"{given(meta.producer_id)}/{meta.sequence}/{meta.redelivered}" for meta in batch.meta[::2]))
         if not sys.stdin.readline():
             return
 
@@ -126,7 +126,7 @@ def compete(bridge: str, number: int) -> None:
     say("hub", number, os.getpid(), consumer.hub_epoch)
     while True:
         with consumer.get() as record:
-            say("got", record.meta.producer_id, check_short(record), record.meta.redelivered)
+            say("got", given(record.meta.producer_id), check_short(record), record.meta.redelivered)
 
 
 def deliver(bridge: str, number: int) -> None:
@@ -201,7 +201,7 @@ def take_for_ever(bridge: str, every: int, over: Callable[[], bool]) -> None:
             for _ in range(every):
                 try:
                     with consumer.get(0.2) as record:
-                        say("got", record.meta.producer_id, check_short(record))
+                        say("got", given(record.meta.producer_id), check_short(record))
                 except shmbridge.ConsumerEmpty:
                     if over():
                         break

@@ -150,7 +150,7 @@ def test_memory_is_back_after_the_last_lease(idle, make_consumer, segments):
     records = {}
     while len(records) < TRIES:
         record = consumer.get(10)
-        records[int(record.meta.producer_id.split("-")[1])] = record
+        records[int(record.meta.producer_id.split("-")[-2])] = record
     lanes = sum(".l." in name for name in segments())
     seconds, kernel = [], []
     for left, producer in reversed(list(enumerate(producers))):

@@ -64,7 +64,7 @@ def test_killed_while_a_consumer_reads(label, faulty, make_producer, make_consum
 def take_one(consumer, roles) -> tuple[str, int]:
     with consumer.get(10) as record:
         assert not record.meta.redelivered
-        return record.meta.producer_id, roles.check(record)
+        return roles.given(record.meta.producer_id), roles.check(record)
 
 
 @pytest.mark.parametrize("label", faults.WAITING_FOR_SPACE)

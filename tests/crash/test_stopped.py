@@ -35,7 +35,7 @@ class Taken:
         while len(self.sequences.get(producer, [])) < count:
             with self.consumer.get(10) as record:
                 assert not record.meta.redelivered, record
-                self.sequences.setdefault(record.meta.producer_id, []).append(self.roles.check(record))
+                self.sequences.setdefault(self.roles.given(record.meta.producer_id), []).append(self.roles.check(record))
 
     def no_more(self) -> None:
         late = self.consumer.poll()
@@ -58,7 +58,7 @@ def test_a_producer_is_stopped(label, faulty, make_producer, make_consumer, role
     for sequence in range(3):
         for other in (bystander, newcomer):
             other.put(roles.pattern(other.producer_id, sequence), group_id=sequence)
-            taken.until(other.producer_id, sequence + 1)
+            taken.until(roles.given(other.producer_id), sequence + 1)
     assert consumer.stats()["lanes_dead"] == 0, "a stopped producer is alive"
     before = len(taken.sequences.get("stopped", []))
     assert before < MANY, "it was stopped before its end"

@@ -88,7 +88,7 @@ class Scene:
 
     def read(self, record: Record) -> None:
         """Everything that can be read of a record."""
-        good = record.meta.producer_id == "good"
+        good = record.meta.producer_id.startswith("good-")
         for name in self.ask("columns", lambda: record.columns) or []:
             value = self.ask(f"record[{name!r}]", lambda name=name: record[name])
             self.ask(f"touch {name}", lambda value=value: touch(record, value))
@@ -191,7 +191,7 @@ class Scene:
             starts = batch.cu_seqlens[:-1].tolist()
             flat = batch["tokens"] if form["layout"] == "packed" else batch["tokens"][:, 0]
             for row, meta in enumerate(batch.meta):
-                if meta.producer_id == "good":
+                if meta.producer_id.startswith("good-"):
                     self.good_seen.append(int(flat[starts[row]] if form["layout"] == "packed" else flat[row]))
                 else:
                     self.bad_seen += 1

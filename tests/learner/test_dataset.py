@@ -196,6 +196,19 @@ def test_what_was_consumed_behind_a_state_is_counted_as_gone(bridge, producer):
         assert data.stats()["rows_skipped_total"] == 0
 
 
+def test_an_environment_restarted_under_its_own_id_has_all_its_groups_read(bridge):
+    with shmbridge.Producer(bridge, lane_bytes="4M", producer_id="env1") as first:
+        put(first, 0, 3)
+        with BridgeDataset(bridge, groups=1) as data:
+            assert numbers(take(data, 3)) == [0, 1, 2]
+            state = json.loads(json.dumps(data.state_dict()))
+    with shmbridge.Producer(bridge, lane_bytes="4M", producer_id="env1") as second, BridgeDataset(bridge, groups=1, timeout_s=20.0) as data:
+        data.load_state_dict(state)
+        put(second, 10, 3)
+        assert [number for number in numbers(take(data, 3)) if number >= 10] == [10, 11, 12]
+        assert second.producer_id != first.producer_id
+
+
 def test_a_state_of_something_else_is_refused(bridge):
     with pytest.raises(ValueError, match=r"no state of a BridgeDataset .* it has epoch"):
         BridgeDataset(bridge).load_state_dict({"epoch": 3})

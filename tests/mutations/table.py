@@ -30,6 +30,17 @@ MUTATIONS = (
         "tests/crash/test_producer_killed.py",
     ),
     Mutation(
+        "claims-without-numbers", 1, "whoever gives a claim back gives back whichever is open", RING,
+        "        if self._writer.claimed >= 0 and self._writer.claim_number == number and", "        if self._writer.claimed >= 0 and",
+        "tests/unit/test_claim.py",
+    ),
+    Mutation(
+        "id-without-incarnation", 2, "a restarted environment's records have the keys of its first life", "shmbridge/producer.py",
+        """        self._producer_id = f"{given.decode(errors='ignore')}-{self.lane_name.rpartition('.')[2]}"\n""",
+        """        self._producer_id = given.decode(errors='ignore')\n""",
+        "tests/unit/test_producer.py",
+    ),
+    Mutation(
         "generation-kept", 1, "a slot's generation does not rise when it is used", WRITE,
         "++own->generation", "own->generation", "tests/unit/test_ring.py",
     ),

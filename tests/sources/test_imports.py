@@ -13,7 +13,9 @@ import shmbridge
 ROOT = Path(__file__).parents[2]
 
 # module of the transport -> what of the transport it may import, besides these that know nothing of it:
-LEAVES = {"errors", "config", "limits", "one_process", "reasons", "exits", "in_thread", "staleness", "steering", "unreleased"}
+LEAVES = {
+    "errors", "config", "limits", "one_process", "one_thread", "reasons", "exits", "hints", "in_thread", "staleness", "steering", "unreleased",
+}
 LAYERS = {
     "segment": {"_ext", "liveness", "placement"},
     "placement": {"_ext"},

@@ -1,6 +1,7 @@
 """What must never reach a consumer: each wrong group is a typed error that says where, nothing is committed, and the producer goes on."""
 
 import os
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -55,12 +56,24 @@ def refused(ends, group) -> shmbridge.ShmBridgeError:
         ({"tokens": [[1], [2]], "messages": [[]]}, "messages", -1, ("1 rows", "tokens have 2")),
         ({"tokens": [[1], [2, 2**31]]}, "tokens", 1, ("2147483648",)),
         ({"tokens": [[1], [-(2**31) - 1]]}, "tokens", 1, ("-2147483649",)),
-        ({"tokens": [[1], [2]], "scores": [0.5, NAN]}, "score", 1, ("nan",)),
+        ({"tokens": [[1], [2]], "scores": [0.5, NAN]}, "scores", 1, ("nan",)),
         ({"tokens": [[1], [2]], "score": [0.5, -INF]}, "score", 1, ("inf",)),
         ({"tokens": [[1, 2]], "advantages": [[0.5, INF]]}, "advantages", 0, ("inf", "position 1")),
-        ({"tokens": [[1, 2]], "rewards": [[NAN, 0.5]]}, "token_rewards", 0, ("nan", "position 0")),
+        ({"tokens": [[1, 2]], "rewards": [[NAN, 0.5]]}, "rewards", 0, ("nan", "position 0")),
         ({"tokens": [[1, 2]], "step_rewards": [[NAN]]}, "step_rewards", 0, ("nan",)),
         ({"tokens": [[1], [2]], "score": [1, 10**400]}, "score", 1, ()),
+        ({"tokens": [[1, 2], [3, -1]]}, "tokens", 1, ("position 1", "-1 is negative")),
+        ({"tokens": [np.array([1, -7], np.int32)]}, "tokens", 0, ("position 1", "-7 is negative")),
+        ({"tokens": [[1], np.array([2, -100])]}, "tokens", 1, ("position 1", "-100 is negative")),
+        ({"tokens": (np.array([1, 2, -3], np.int16), [2, 1])}, "tokens", 1, ("position 0", "-3 is negative")),
+        ({"tokens": np.array([[1, 2], [3, -4]])[:, ::-1]}, "tokens", 1, ("position 0", "-4 is negative")),
+        ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0]], "step_ends": [[9]]}, "step_ends", 0, ("9", "3 tokens")),
+        ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0]], "step_ends": [[1, 3]]}, "step_ends", 0, ("2 ends for 1 step_rewards",)),
+        ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0, 2.0]], "step_ends": [[2, 2]]}, "step_ends", 0, ("2 is not after 2",)),
+        ({"tokens": [[1], [1, 2, 3]], "step_ends": [[1], [3, 2]]}, "step_ends", 1, ("2 is not after 3",)),
+        ({"tokens": [[1, 2, 3]], "step_ends": [[0]]}, "step_ends", 0, ("0 is not after 0",)),
+        ({"tokens": [[1], []], "score": [1.0, 0.0]}, "tokens", 1, ("no tokens",)),
+        ({"tokens": [[1], []], "scores": [1.0, 0.0], "masks": [[1], []]}, "tokens", 1, ("no tokens",)),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named_with_column_row_and_numbers(ends, group, column, row, numbers) -> None:
@@ -80,7 +93,7 @@ def test_an_unknown_column_is_named_with_the_nearest_known_one(ends, name, near)
 
 @pytest.mark.parametrize(
     "group",
-    [{}, {"tokens": None}, {"tokens": []}, {"tokens": ()}, {"tokens": np.empty((0, 4), np.int32)}, {"tokens": {}}, {"score": [1.0]},
+    [{}, {"tokens": None}, {"tokens": []}, {"tokens": ()}, {"tokens": np.empty((0, 4), np.int32)}, {"tokens": {}},
      {"tokens": (np.empty(0, np.int32), [])}, {"tokens": (np.empty(0, np.int32), np.empty(0, np.int64))},
      pa.record_batch({"tokens": pa.array([], pa.list_(pa.int32()))})],
     ids=str,
@@ -122,6 +135,159 @@ def test_columns_that_cannot_be_are_refused(ends, column) -> None:
 )
 def test_what_is_no_group_is_refused(ends, group) -> None:
     refused(ends, group)
+
+
+HINTS = {
+    "reward": ({"tokens": [[1]], "reward": [1.0]}, "did you mean 'score'?"),
+    "logprobs": ({"tokens": [[1]], "logprobs": [[0.0]]}, "did you mean 'inference_logprobs'?"),
+    "returns": ({"tokens": [[1]], "returns": [[0.0]]}, "did you mean 'advantages'?"),
+    "input_ids": ({"input_ids": [[1]]}, "rename 'input_ids' to 'tokens'"),
+    "no tokens": ({"score": [1.0]}, 'put({"tokens": [[1, 2], [3]]'),
+    "float tokens": ({"tokens": [np.array([1.0, 2.0])]}, "tokens.astype('int32')"),
+    "floats in lists": ({"tokens": [[1.5]]}, "int(value)"),
+    "flat tokens": ({"tokens": [1, 2, 3]}, "tokens=[[1, ...]]"),
+    "one score": ({"tokens": [[1]], "score": 1.0}, "score=[1.0]"),
+    "one reward a row": ({"tokens": [[1]], "rewards": [1.0]}, "one number a row is score=[1.0]"),
+    "finish reason": ({"tokens": [[1]], "finish_reason": ["stop"]}, "0 stop, 1 length, 2 abort, 3 error"),
+    "large token": ({"tokens": [[2**31]]}, "int32 holds -2147483648 to 2147483647"),
+    "text": ({"tokens": [["7"]]}, "numbers, not text"),
+    "nan": ({"tokens": [[1]], "scores": [NAN]}, "where the environment computes scores"),
+    "padding": ({"tokens": [[1, -100]]}, "without padding"),
+    "ends": ({"tokens": [[1, 2]], "step_ends": [[5]]}, "step_ends are exclusive"),
+}
+
+
+@pytest.mark.parametrize(("group", "hint"), HINTS.values(), ids=HINTS)
+def test_a_hint_fits_the_mistake_in_the_callers_own_words(ends, group, hint) -> None:
+    wrong = refused(ends, group)
+    assert hint in wrong.hint
+    assert "mend the value" not in str(wrong)
+    assert all(name not in str(wrong) for name in ("token_rewards",) if "rewards" in group)
+
+
+def test_wrong_values_written_in_place_abort_the_claim(ends) -> None:
+    producer, consumer = ends
+    ends_of = {"step_ends": [2]}
+    for column, values, lengths in (("tokens", [1, -2], {}), ("step_ends", [2, 1], ends_of), ("step_ends", [1, 3], ends_of)):
+        with pytest.raises(shmbridge.InvalidRecord) as caught, producer.claim(1, {"tokens": [2], **lengths}) as slot:
+            slot["tokens"][:] = 1
+            slot[column][:] = values
+        assert caught.value.column == column
+    with pytest.raises(shmbridge.InvalidRecord, match="no tokens"):
+        producer.claim(2, {"tokens": [2, 0], "score": None})
+    assert consumer.poll() == []
+    assert producer.put({"tokens": [[1]]}) == 0
+
+
+def test_ends_of_steps_may_be_absent_where_rewards_are_given(ends) -> None:
+    producer, consumer = ends
+    producer.put({"tokens": [[1, 2, 3], [4], [5]], "step_rewards": [[1.0, 0.5], [0.1], [2.0]], "step_ends": [[1, 3], [], None]})
+    assert consumer.get(timeout_s=5)["step_ends"][0].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("version", "hint"), [("3", "policy_version=3, without quotes"), ((5, 2), "policy_version=(2, 5)"), (-2, "from 0")], ids=str
+)
+def test_a_version_that_is_none_is_shown_as_it_was_written(ends, version, hint) -> None:
+    producer, consumer = ends
+    with pytest.raises(shmbridge.InvalidRecord, match=re.escape(f"policy_version={version!r}")) as caught:
+        producer.put({"tokens": [[1]]}, policy_version=version)
+    assert hint in caught.value.hint
+    assert consumer.poll() == []
+
+
+def test_a_version_that_nobody_published_is_counted_at_both_ends_and_said_once(make_producer, make_consumer, caplog) -> None:
+    consumer, producer = make_consumer(), make_producer(env_name="early")
+    consumer.publish_policy_version(3)
+    for version in (3, 99, 99, (2, 98)):
+        producer.put({"tokens": [[1]]}, policy_version=version)
+    assert producer.stats()["policy_version_ahead_total"] == 3
+    said = [record.message for record in caplog.records if "policy version" in record.message]
+    assert len(said) == 1
+    assert "99" in said[0]
+    assert "3 is the newest published" in said[0]
+    next(consumer.batches(groups=4, timeout_s=5)).release()
+    assert consumer.stats()["policy_version_ahead_total"] == 2  # (2, 98) began under 2
+
+
+def test_fragments_that_contradict_each_other_are_refused(ends) -> None:
+    producer, consumer = ends
+    producer.put({"tokens": [[1]] * 3}, group_id="g", group_size=4)
+    with pytest.raises(shmbridge.InvalidRecord, match=r"'g' has 3 rows of group_size=4 already, and 3 more"):
+        producer.put({"tokens": [[1]] * 3}, group_id="g", group_size=4)
+    with pytest.raises(shmbridge.InvalidRecord, match=r"'g' has group_size=8, and an earlier fragment said 4"):
+        producer.put({"tokens": [[1]]}, group_id="g", group_size=8)
+    with pytest.raises(shmbridge.InvalidRecord, match="group_size='4' is not a number"):
+        producer.put({"tokens": [[1]]}, group_id="g", group_size="4")
+    assert len(consumer.poll()) == 1
+    producer.put({"tokens": [[1]]}, group_id="g", group_size=4)
+    producer.put({"tokens": [[1]]}, group_id="g", group_size=8)  # the group is whole: the id may name another
+    assert len(consumer.poll()) == 2
+
+
+def test_contradictory_fragments_that_arrive_are_discarded_and_counted(make_producer, make_consumer, caplog) -> None:
+    producer, consumer = make_producer(), make_consumer()
+    producer.put({"tokens": [[1]] * 3}, group_id="g", group_size=4)
+    producer._loader.fragments._partial.clear()  # as of a producer that does not look
+    producer.put({"tokens": [[2]] * 3}, group_id="g", group_size=4)
+    producer.put({"tokens": [[3]]}, group_id="h")
+    batch = next(consumer.batches(groups=1, timeout_s=10, prefetch=0))
+    assert batch["tokens"].tolist() == [3]
+    batch.release()
+    with pytest.raises(shmbridge.ConsumerEmpty):
+        next(consumer.batches(groups=1, timeout_s=0.2, prefetch=0))
+    assert consumer.stats()["discarded_total{partial}"] == 2
+    assert any("6 rows, and group_size=4" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("size", "hint"),
+    [(64, '"64M"'), (-1, '"64M"'), (0, '"64M"'), ("4K", '"64M"'), (True, '"64M"'), (64e6, "lane_bytes=64000000"), (1.5, '"64M"'),
+     (None, '"64M"')],
+    ids=repr,
+)  # fmt: skip
+def test_a_lane_of_no_size_is_refused(bridge, size, hint) -> None:
+    with pytest.raises(shmbridge.BadArgument, match=re.escape(f"lane_bytes={size!r}")) as caught:
+        shmbridge.Producer(bridge, lane_bytes=size)
+    assert hint in caught.value.hint
+    assert isinstance(caught.value, TypeError)
+    assert bridge not in {info.name for info in shmbridge.list_bridges()}
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "hint"),
+    [
+        ({"run": {"batch_size": 64}}, "run= is a dict", "shmbridge.Run(batch_size=64)"),
+        ({"lanes": 0}, "lanes=0", "auto"), ({"lanes": -1}, "lanes=-1", "auto"), ({"lanes": "many"}, "lanes='many'", "auto"),
+        ({"lanes": True}, "lanes=True", "auto"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_consumers_arguments_are_looked_at(bridge, options, said, hint) -> None:
+    with pytest.raises(shmbridge.BadArgument, match=re.escape(said)) as caught:
+        shmbridge.Consumer(bridge, **options)
+    assert hint in caught.value.hint
+    shmbridge.Consumer(bridge).close()
+
+
+@pytest.mark.parametrize(
+    ("call", "said", "hint"),
+    [
+        (lambda consumer: consumer.get("5"), "timeout_s='5'", "without quotes"),
+        (lambda consumer: consumer.get(timeout_s=[1]), "timeout_s=[1]", "5.0"),
+        (lambda consumer: consumer.batches(layout="pack"), "layout='pack'", 'did you mean "packed"?'),
+        (lambda consumer: consumer.batches(hold="steps"), "hold='steps'", 'did you mean "step"?'),
+        (lambda consumer: consumer.batches(groups=0), "groups=0", "groups=8"),
+        (lambda consumer: consumer.batches(rows=-1), "rows=-1", "rows=8"),
+        (lambda consumer: consumer.batches(groups="8"), "groups='8'", "groups=8"),
+        (lambda consumer: consumer.announce_run({"batch_size": 1}), "run= is a dict", "Run(batch_size=1)"),
+    ],
+    ids=["text", "list", "layout", "hold", "groups", "rows", "text of groups", "run"],
+)  # fmt: skip
+def test_a_consumers_calls_say_which_argument_is_wrong(shared_consumer, call, said, hint) -> None:
+    with pytest.raises(shmbridge.BadArgument, match=re.escape(said)) as caught:
+        call(shared_consumer)
+    assert hint in caught.value.hint
 
 
 def test_a_column_of_nulls_in_rows_that_must_have_values_is_marked_not_invented(ends) -> None:

@@ -1,5 +1,9 @@
 """Writing a record in place: committed when the block ends, never seen when it raises."""
 
+import sys
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -92,3 +96,172 @@ def test_a_claim_that_nobody_enters_is_given_back(producer, consumer) -> None:
     slot = producer.claim(rows=1, lengths={"tokens": [3]})
     del slot
     assert producer.put({"tokens": [[1]]}) == 0
+
+
+class Interrupt(KeyboardInterrupt):
+    """As a handler raises it."""
+
+
+def write(producer, kept) -> None:
+    with producer.claim(1, {"tokens": [2]}) as slot:
+        kept.append(slot)
+        slot["tokens"][:] = 7
+
+
+def interrupted_at(number: int, call) -> bool:
+    """Calls it, and raises before the instruction of that number within shmbridge; whether there was one."""
+    left = [number]
+
+    def trace(frame, event, _):
+        if "/shmbridge/" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left[0] -= 1
+            if left[0] == 0:
+                raise Interrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return left[0] <= 0
+
+
+def test_an_interrupt_at_any_instruction_of_a_claim_leaves_none_open(producer, consumer) -> None:
+    number, kept = 0, []  # the slots are kept, as a caller's variable keeps them
+    while interrupted_at(number := number + 1, lambda: write(producer, kept)):
+        assert producer.put({"tokens": [[1]]}) is not None, f"after instruction {number}"
+        for record in consumer.poll():
+            assert record["tokens"].values.tolist() in ([1], [7, 7])
+            record.release()
+    assert number > 50
+    assert all(slot.sequence is not None for slot in kept[-1:])
+
+
+def test_an_interrupt_at_any_instruction_of_a_put_leaves_no_claim_open(producer, consumer) -> None:
+    number, group = 0, {"tokens": [(1, 2)], "score": [1.0]}  # tuples take the careful way
+    while interrupted_at(number := number + 1, lambda: producer.put(group)):
+        with producer.claim(1, {"tokens": [1]}) as slot:
+            slot["tokens"][:] = 1
+        for record in consumer.poll():
+            record.release()
+    assert number > 50
+
+
+def test_a_second_end_of_an_old_claim_leaves_a_new_one_alone(producer, consumer) -> None:
+    with producer.claim(1, {"tokens": [1]}) as old:
+        old["tokens"][:] = 1
+    with producer.claim(1, {"tokens": [1]}) as new:
+        new["tokens"][:] = 2
+        old.__exit__(None)
+        old.__exit__(ValueError, ValueError(), None)
+        old.abort()
+    assert (old.sequence, new.sequence) == (0, 1)
+    assert [record["tokens"].values.tolist() for record in consumer.poll()] == [[1], [2]]
+
+
+def test_a_claim_that_meets_another_threads_leaves_it_alone(producer, consumer, monkeypatch) -> None:
+    others = []
+    look = producer._held_back
+
+    def overtaken() -> bool:
+        held = look()
+        if not others:
+            others.append(None)
+            others[0] = producer.claim(1, {"tokens": [1]})
+        return held
+
+    monkeypatch.setattr(producer, "_held_back", overtaken)
+    with pytest.raises(shmbridge.ClaimOpen):
+        producer.claim(1, {"tokens": [1]})
+    with others[0] as slot:
+        slot["tokens"][:] = 5
+    assert slot.sequence == 0
+    assert consumer.get(timeout_s=5)["tokens"].values.tolist() == [5]
+
+
+def test_threads_that_claim_at_once_never_share_a_record(make_producer, make_consumer) -> None:
+    producer, consumer = make_producer(lane_bytes="1M"), make_consumer()
+    told: dict[int, int] = {}
+    switch = sys.getswitchinterval()
+
+    def claim_many(who: int) -> None:
+        for turn in range(60):
+            try:
+                with producer.claim(1, {"tokens": [3]}, timeout_s=20) as slot:
+                    slot["tokens"][:] = 1000 * who + turn
+                told[slot.sequence] = 1000 * who + turn
+            except shmbridge.ClaimOpen:
+                time.sleep(0.0005)
+
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=claim_many, args=(who,)) for who in range(1, 5)]
+        for thread in threads:
+            thread.start()
+        seen = {}
+        while any(thread.is_alive() for thread in threads) or len(seen) < len(told):
+            for record in consumer.poll():
+                seen[record.sequence] = record["tokens"].values.tolist()
+                record.release()
+    finally:
+        sys.setswitchinterval(switch)
+    assert told
+    assert seen == {sequence: [value] * 3 for sequence, value in told.items()}
+    assert consumer.stats()["lanes_quarantined"] == 0
+
+
+def test_a_producer_that_closes_amid_a_put_says_closed(producer) -> None:
+    class Closing:
+        def __index__(self) -> int:
+            producer.close()
+            return 7
+
+    with pytest.raises(shmbridge.Closed):
+        producer.put({"tokens": [[1, Closing(), 3]]})
+
+
+def test_a_claim_whose_producer_closes_says_closed(producer) -> None:
+    with pytest.raises(shmbridge.Closed), producer.claim(1, {"tokens": [1]}) as slot:
+        slot["tokens"][:] = 1
+        producer.close()
+    with pytest.raises(shmbridge.ClaimOpen):
+        slot["tokens"]
+
+
+def test_two_threads_in_one_end_are_named_where_that_is_asked_for(make_producer, make_consumer, monkeypatch) -> None:
+    monkeypatch.setenv("SHMBRIDGE_DEBUG", "1")
+    producer, consumer = make_producer(), make_consumer()
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def __index__(self) -> int:
+            inside.set()
+            assert go_on.wait(20)
+            return 7
+
+    first = threading.Thread(target=lambda: producer.put({"tokens": [[Slow()]]}), name="first")
+    first.start()
+    assert inside.wait(20)
+    try:
+        with pytest.raises(shmbridge.UsedByTwoThreads, match=r"producer .*'first' is in put\(\), and thread 'MainThread' calls claim\(\)"):
+            producer.claim(1, {"tokens": [1]})
+    finally:
+        go_on.set()
+        first.join()
+    assert consumer.get(timeout_s=5)["tokens"].values.tolist() == [7]
+    waits = threading.Thread(target=lambda: consumer.get(timeout_s=3), name="waits", daemon=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(consumer, "_wait", lambda _left: (inside.set(), time.sleep(0.01)))
+        inside.clear()
+        waits.start()
+        assert inside.wait(20)
+        with pytest.raises(shmbridge.UsedByTwoThreads, match=r"the consumer of bridge .*'waits' is in get\(\)"):
+            consumer.poll()
+        producer.put({"tokens": [[1]]})
+        waits.join()

@@ -1,5 +1,6 @@
 """The hub: order, fairness, one at a time, what a successor gets, and that the counts add up."""
 
+import contextlib
 import os
 import random
 import signal
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge import segment
+from shmbridge import limits, segment
 from shmbridge._ext import header
 from shmbridge.lanes import LaneSet
 from shmbridge.reasons import Discard
@@ -236,6 +237,30 @@ def test_no_more_lanes_than_allowed_and_the_rest_in_turn(make_producer, make_con
     assert numbers(consumer.poll()) == [0, 1]
     producers[0].close()
     assert numbers([consumer.get(timeout_s=5)]) == [2]
+
+
+def test_seventy_environments_are_all_taken_from_by_default(bridge, make_consumer) -> None:
+    consumer = make_consumer()
+    with contextlib.ExitStack() as stack:
+        producers = [stack.enter_context(shmbridge.Producer(bridge, lane_bytes="64K")) for _ in range(70)]
+        for place, producer in enumerate(producers):
+            producer.put(numbered(place))
+        seen = set()
+        while len(seen) < 70:
+            with consumer.get(timeout_s=10) as record:
+                seen.update(numbers([record]))
+        assert consumer.stats()["lanes_waiting"] == 0
+
+
+def test_as_many_lanes_as_descriptors_allow(monkeypatch) -> None:
+    def limited_to(count: int) -> int:
+        monkeypatch.setattr(limits, "raise_descriptors", lambda: None)
+        monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (count, count))
+        return limits.lanes_at_most()
+
+    assert limited_to(1 << 20) == limited_to(limits.resource.RLIM_INFINITY) == 1024
+    assert 300 < limited_to(1024) < 448
+    assert limited_to(64) == 1
 
 
 def test_stats_know_a_lane_before_anything_was_taken(make_producer, consumer, until) -> None:

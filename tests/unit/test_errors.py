@@ -11,6 +11,7 @@ from shmbridge import errors
 DOCUMENT = Path(__file__).parents[2] / "docs/errors/README.md"
 ALL = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.ShmBridgeError)]
 BUILTIN = {
+    "BadArgument": ValueError,
     "BadBridgeName": ValueError, "ShmTooSmall": MemoryError, "ShmPermission": PermissionError, "NotReady": TimeoutError,
     "LayoutMismatch": ValueError, "SchemaMismatch": ValueError, "RecordTooBig": ValueError, "InvalidRecord": ValueError,
     "RecordUnreadable": ValueError, "ProcessLimit": OSError, "ShmUnavailable": OSError, "LaneQuarantined": RuntimeError,
@@ -19,7 +20,7 @@ BUILTIN = {
     "LaneFull": TimeoutError, "NotAdmitted": TimeoutError,
     "ConsumerEmpty": TimeoutError, "LeaseReleased": RuntimeError, "BatchTooBig": ValueError,
     "ConsumerTaken": RuntimeError, "NoConsumer": TimeoutError, "BridgeDraining": RuntimeError,
-    "UnknownEnvironment": ValueError, "NoWeight": ValueError,
+    "UnknownEnvironment": ValueError, "NoWeight": ValueError, "UsedByTwoThreads": RuntimeError,
     "Closed": RuntimeError, "WeightsMismatch": ValueError, "WeightsBusy": TimeoutError, "FillingOver": RuntimeError,
     "BadConfig": ValueError, "LaunchFailed": RuntimeError,
 }  # fmt: skip

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge import segment
+from shmbridge import liveness, segment
 from shmbridge.cli import main
 from shmbridge.weights import WeightsReader, WeightsWriter
 
@@ -48,6 +48,30 @@ def test_what_is_alive_is_listed(bridge, make_producer, make_consumer) -> None:
     assert (lane.producer_id, lane.env_name, lane.pid, lane.alive) == (producer.producer_id, "gsm8k", os.getpid(), True)
     assert (lane.held, lane.records, lane.name) == (1, 1, producer.lane_name)
     assert it.size_bytes == lane.size_bytes > 64 << 10
+
+
+def test_lanes_that_wait_are_listed_and_said(bridge, make_producer, make_consumer, capsys) -> None:
+    consumer, producers = make_consumer(lanes=2), [make_producer() for _ in range(3)]
+    for producer in producers:
+        producer.put({"tokens": [[1]]})
+    taken = consumer.poll()
+    for lane in consumer._lanes:
+        liveness.lock_exclusive(lane.reader.lane.fd, liveness.Byte.READER)  # as its reader does
+    assert info(bridge).waiting == [producers[2].lane_name]
+    assert main(["inspect", bridge]) == 0
+    said = capsys.readouterr().out
+    (line,) = [line for line in said.splitlines() if producers[2].producer_id in line]
+    assert "live, waits for a lane," in line
+    assert "1 of these wait for a lane: the consumer reads 2 at once -> start it with a higher --lanes" in said
+    assert len(taken) == 2
+
+
+def test_what_a_terminal_would_act_on_is_written_out(bridge, make_producer, capsys) -> None:
+    make_producer(producer_id="é\x1b[31mred\n")
+    assert main(["inspect", bridge]) == 0
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "é\\x1b[31mred\\n-" in said
 
 
 def test_weights_are_listed(bridge, capsys) -> None:

@@ -1,5 +1,7 @@
 """The producer's end: what put returns, how it waits, what it counts, and how it leaves."""
 
+import os
+import re
 import threading
 import time
 
@@ -56,6 +58,32 @@ def test_group_identity_and_split_are_carried(producer, consumer) -> None:
     assert (second.group_size, second.split) == (2, "train")
     assert second.group_id != third.group_id
     assert first.producer_id == producer.producer_id
+
+
+def test_a_producers_id_is_what_was_given_and_its_incarnation(make_producer, consumer) -> None:
+    first, second = make_producer(producer_id="env1"), make_producer(producer_id="env1")
+    for each in (first, second):
+        each.put(GROUP)
+    keys = {(record.meta.producer_id, record.meta.sequence) for record in consumer.poll()}
+    assert keys == {(first.producer_id, 0), (second.producer_id, 0)}
+    assert len(keys) == 2
+    assert first.producer_id == f"env1-{first.lane_name[-16:]}"
+    assert re.fullmatch(rf"gsm8k-{os.getpid()}-[0-9a-f]{{16}}", make_producer(env_name="gsm8k").producer_id)
+
+
+@pytest.mark.parametrize("given", ["x" * 64, "é" * 32, "a\0b", 5, b"env"], ids=repr)
+def test_an_id_that_would_not_arrive_whole_is_refused(bridge, given) -> None:
+    with pytest.raises(ValueError, match=r"producer_id") as caught:
+        shmbridge.Producer(bridge, lane_bytes="64K", producer_id=given)
+    if given == "é" * 32:
+        assert "64 bytes" in str(caught.value)
+    assert shmbridge.list_bridges() == [] or bridge not in {info.name for info in shmbridge.list_bridges()}
+
+
+def test_the_longest_id_arrives_whole(make_producer, consumer) -> None:
+    producer = make_producer(producer_id="é" * 31 + "x", lane_bytes="64K")
+    producer.put(GROUP)
+    assert consumer.get(timeout_s=5).meta.producer_id == producer.producer_id == "é" * 31 + "x-" + producer.lane_name[-16:]
 
 
 def test_the_current_policy_version_is_stamped_unless_another_is_given(producer, consumer) -> None:

@@ -45,7 +45,7 @@ def placed(bridge):
     writers.clear()  # the lane ends with it
 
 
-LENGTHS = [3, 1, 0, 70]
+LENGTHS = [3, 1, 2, 70]
 TOKENS = [list(range(100, 100 + length)) for length in LENGTHS]
 MASKS = [[-100] * (len(row) // 2) + row[len(row) // 2 :] for row in TOKENS]
 FLOATS = [[value / 7 for value in row] for row in TOKENS]
@@ -58,8 +58,9 @@ QUICK = {
     "other dtypes": {"tokens": [np.array(row, np.int64) for row in TOKENS], "advantages": [np.array(row) for row in FLOATS],
                      "loss_mask": [np.array(row, np.int64) > 101 for row in TOKENS]},
     "uint16": {"tokens": [np.array(row, np.uint16) for row in TOKENS]},
+    "empty rows": {"tokens": [[1, 2], [], [3]], "advantages": [[1.0, 2.0], [], [3.0]]},
     "flat": {"tokens": TOKENS, "advantages": (FLAT, np.array(LENGTHS)), "token_rewards": (FLAT, LENGTHS), "score": np.arange(4)},
-    "flat of int32 lengths": {"tokens": (np.arange(74), np.array(LENGTHS, np.int32)), "advantages": (FLAT, np.array(LENGTHS, np.uint32))},
+    "flat of int32 lengths": {"tokens": (np.arange(76), np.array(LENGTHS, np.int32)), "advantages": (FLAT, np.array(LENGTHS, np.uint32))},
     "matrix": {"tokens": np.arange(12).reshape(3, 4), "advantages": np.ones((3, 4))},
     "tensors": {"tokens": torch.arange(12).reshape(3, 4), "advantages": [torch.ones(4)] * 3,
                 "loss_mask": torch.ones(3, 4, dtype=torch.uint8)},
@@ -90,6 +91,7 @@ def test_common_forms_are_quick_and_give_the_same_bytes(placed, group) -> None:
         {"tokens": [[1, 2]], "advantages": [[1.0]]},
         {"tokens": [[1, 2]], "score": [1.0, 2.0]},
         {"tokens": [[1, 2]], "score": [None]},
+        {"tokens": [[1, 2], []], "score": [1.0, 0.0]},
         {"tokens": [[1, 2]], "scores": [1.0], "score": [1.0]},
         {"tokens": [[1, 2]], "unknown": [1]},
         {"tokens": [[1, 2]], 7: [1]},
@@ -155,7 +157,10 @@ def test_unusual_stamps_are_left_to_the_careful_way(door, group_id, version) -> 
 
 def test_usual_stamps(door, producer) -> None:
     assert door.stamp(None, 4, None).group_id == f"{producer.producer_id}:4".encode()
+    assert door.stamp("gruppe-ä", 4, 0) is None  # nobody has published it: that is said first
+    door.ahead = 1
     assert door.stamp("gruppe-ä", 4, 0).group_id == "gruppe-ä".encode()
+    assert door.ahead == 2
 
 
 @pytest.mark.parametrize(

@@ -320,3 +320,14 @@ def test_ranks_are_refused_batches_of_another_size_at_once(limited) -> None:
     with pytest.raises(ValueError, match="groups_per_step=4"):
         consumer.serve_ranks(2, groups=8)
     consumer.serve_ranks(2, groups=4)
+
+
+def test_a_clock_ahead_of_the_consumers_is_named_as_the_reason(limited, make_producer, monkeypatch) -> None:
+    limited()
+    producer = make_producer()
+    with monkeypatch.context() as patch:
+        patch.setattr("shmbridge.hub.PROMISE_NS", -1_000_000 * 10**9)  # as in a time namespace that is behind
+        with pytest.raises(shmbridge.NotAdmitted, match=r"clock that is (1000000|999999) s ahead of its consumer's .*time namespace"):
+            producer.begin_group(timeout_s=20)
+    with producer.begin_group(timeout_s=20):
+        pass
