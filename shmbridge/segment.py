@@ -30,7 +30,7 @@ _STEP_BYTES = 16 << 20
 _LEFT_ALONE_BYTES = 8 << 20
 _TURN_TIMEOUT_S = 10.0
 _LESS_WEIGHTS = "publish smaller types"
-_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|g|l\.[0-9a-f]{16})")
+_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|g|[le]\.[0-9a-f]{16})")
 
 
 def control_name(bridge: str) -> str:
@@ -53,6 +53,11 @@ def gateway_directory(bridge: str) -> Path:
     return MOUNT / f"{_PREFIX}{check_bridge_name(bridge)}.g"
 
 
+def engine_folder_prefix(bridge: str) -> str:
+    """What names of folders with weights for engines begin with, on the same mount."""
+    return f"{_PREFIX}{check_bridge_name(bridge)}.e."
+
+
 def lane_names(bridge: str) -> list[str]:
     """Names of all lanes of the bridge that exist now, sorted."""
     prefix = f"{_PREFIX}{check_bridge_name(bridge)}.l."
@@ -62,7 +67,8 @@ def lane_names(bridge: str) -> list[str]:
 def bridges() -> list[str]:
     """Names of all bridges of which this user has anything on the mount, sorted."""
     found = ((_SEGMENT_NAME.fullmatch(entry.name), entry) for entry in _mount())
-    ours = {match[1] for match, entry in found if match and entry.is_dir(follow_symlinks=False) == (match[2] in "sg") and _is_ours(entry)}
+    fit = ((match, entry) for match, entry in found if match and entry.is_dir(follow_symlinks=False) == (match[2][0] in "sge"))
+    ours = {match[1] for match, entry in fit if _is_ours(entry)}
     return sorted(ours)
 
 
