@@ -28,6 +28,7 @@ MOUNT = Path("/dev/shm")
 _PREFIX = "shmbridge."
 _STEP_BYTES = 16 << 20
 _LEFT_ALONE_BYTES = 8 << 20
+_TURN_PREFIX = ".shmbridge-turn."
 _TURN_TIMEOUT_S = 10.0
 _LESS_WEIGHTS = "publish smaller types"
 _SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|g|[le]\.[0-9a-f]{16})")
@@ -191,23 +192,24 @@ def reserve(fd: int, size: int, what: str, *, less: str = "lower lane_bytes") ->
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Holds a lock on the mount's directory, which ends with its holder. Somebody stopped in here is waited for 10 s, not for ever."""
+    """Holds a lock on this user's own file, which ends with its holder. Somebody stopped in here is waited for 10 s, not for ever."""
+    how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        directory = os.open(MOUNT, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # it may be written to and not read
+        turn = os.open(MOUNT / f"{_TURN_PREFIX}{os.geteuid()}", how, 0o600)
+    except OSError:  # no file more fits, or somebody else has put something there
         yield
         return
-    mapping_module.watch(directory)
+    mapping_module.watch(turn)
     deadline = time.monotonic() + _TURN_TIMEOUT_S
     try:
-        while time.monotonic() < deadline:
+        while os.fstat(turn).st_uid == os.geteuid() and time.monotonic() < deadline:  # another user's could be held by him for ever
             with contextlib.suppress(BlockingIOError):
-                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             time.sleep(0.002)
         yield
     finally:
-        close_segment(directory)
+        close_segment(turn)
 
 
 def _reserve(fd: int, size: int, what: str, less: str) -> bool:
