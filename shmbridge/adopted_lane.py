@@ -71,7 +71,8 @@ class AdoptedLane:
 
     def quarantine(self) -> None:
         """Takes nothing from the lane any more; what it held is counted, and its counters stand still."""
-        waiting, unreleased = self.reader.waiting, header.undelivered(self.reader.lane) - self.held - self.dropped  # one of them may be nonsense
+        waiting = self.reader.waiting  # this, or what follows, may be nonsense
+        unreleased = header.undelivered(self.reader.lane) - self.held - self.dropped
         self.reader.quarantine()
         lost = max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1)
         self.reader.count_discard(Discard.CORRUPT, lost)

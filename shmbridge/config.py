@@ -12,6 +12,7 @@ from shmbridge.errors import BadArgument, BadBridgeName
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,48}")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
 _LONGEST_ID = 63
+_LAST_PORT = 65535
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -121,6 +122,15 @@ def parse_size(size: int | str) -> int:
     if match is None:
         raise ValueError(f"{size!r} is not a size: write bytes, or a number with K, M, G or T, such as 64M")
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_port(text: str) -> int:
+    """A TCP port of a command line, 0 for one that is free. For argparse's `type`: raises its ArgumentTypeError."""
+    if text.strip().isascii() and text.strip().isdigit() and int(text) <= _LAST_PORT:
+        return int(text)
+    from argparse import ArgumentTypeError
+
+    raise ArgumentTypeError(f"{text!r} is not a port: 0 to {_LAST_PORT}, 0 for one that is free")
 
 
 def format_size(size: float) -> str:

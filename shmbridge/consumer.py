@@ -46,9 +46,9 @@ class Consumer(Hub):
     """The one hub of a bridge; a context manager.
 
     For one thread at a time, which SHMBRIDGE_DEBUG=1 checks, except stats, publish_policy_version, pause, resume and drain.
-    Construction adopts every lane that exists, also those of dead producers, before anything is removed. A record is released by a word only: its release(),
-    the end of its own `with`, the next step of an iteration. The end of the consumer's `with` releases nothing, nor does
-    close(): the next consumer gets again what is held. docs/reference/releases.md has every case.
+    Construction adopts every lane that exists, also those of dead producers, before anything is removed. A record is released by a word
+    only: its release(), the end of its own `with`, the next step of an iteration. The end of the consumer's `with` releases nothing, nor
+    does close(): the next consumer gets again what is held. docs/reference/releases.md has every case.
 
     Args:
         bridge: name of the bridge.

@@ -9,6 +9,7 @@ Knows nothing of sockets, nor of the bytes of messages. Called by the control se
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -35,6 +36,9 @@ from shmbridge.steering import EnvShare, Queued, steer
 # Each hub of a bridge numbers new environments from a block of its own: those of an earlier hub come back
 # with the number they have, and must find it free.
 ENV_IDS_PER_HUB = 1000
+# One without a living lane is known by its questions alone; it asks ten times a second, and registers again when it is unknown.
+SILENCE_S = 120.0
+MOST_WITHOUT_LANE = 1000
 
 
 class HubView(Protocol):
@@ -126,6 +130,7 @@ class Environment:
     weight: float
     min_batch_allocation: float | None
     seen_live: bool = False
+    heard_s: float = 0.0  # by time.monotonic()
 
     @property
     def asks(self) -> EnvShare:
@@ -166,6 +171,7 @@ class Environments:
             group_size=wish.group_size,
             weight=wish.weight,
             min_batch_allocation=wish.min_batch_allocation,
+            heard_s=time.monotonic(),
         )
         self._publish()
         return Registered(
@@ -185,6 +191,7 @@ class Environments:
     def status(self, env_id: int) -> Status:
         """Return what one environment steers by. Never blocks. Raises KeyError for an unknown number."""
         me = self._table[env_id]
+        me.heard_s = time.monotonic()
         self._bury_the_dead(but=me)
         told = steer(me.asks, [env.asks for env in self._table.values()], self._queued(me), run.batch_size if (run := self._hub.run) else 0)
         if told.group_size != me.group_size:
@@ -232,12 +239,16 @@ class Environments:
         return f"{desired}_{index}"
 
     def _bury_the_dead(self, but: Environment | None = None) -> None:
-        known = len(self._table)
+        known, late, silent = len(self._table), time.monotonic() - SILENCE_S, []
         for env in list(self._table.values()):
             live = self._hub.producer_live(env.producer_id)
-            if env.seen_live and not live and env is not but:
+            if (env.seen_live or env.heard_s < late) and not live and env is not but:
                 del self._table[env.env_id]
+            elif not live and env is not but:
+                silent.append(env)
             env.seen_live = env.seen_live or live
+        for env in sorted(silent, key=lambda env: env.heard_s)[: max(0, len(silent) + 1 - MOST_WITHOUT_LANE)]:
+            del self._table[env.env_id]
         if len(self._table) != known:
             self._publish()
 

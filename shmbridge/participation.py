@@ -14,7 +14,7 @@ from typing import Any
 
 import posix_ipc
 
-from shmbridge import limits, liveness
+from shmbridge import engine_folders, limits, liveness
 from shmbridge._ext import header
 from shmbridge._ext.mapping import Mapping
 from shmbridge.errors import LayoutMismatch, NotReady, ShmPermission
@@ -244,6 +244,9 @@ def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> 
         if held:
             report.undelivered[name] = held
     _sweep_control(bridge, report, dry_run)
+    dead, alive = engine_folders.remove_dead(bridge, dry_run=dry_run)
+    report.removed += dead
+    report.kept.update(dict.fromkeys(alive, "its writer is alive"))
     return report
 
 

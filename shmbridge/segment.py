@@ -31,9 +31,10 @@ MOUNT = Path("/dev/shm")
 _PREFIX = "shmbridge."
 _STEP_BYTES = 16 << 20
 _LEFT_ALONE_BYTES = 8 << 20
+_TURN_PREFIX = ".shmbridge-turn."
 _TURN_TIMEOUT_S = 10.0
 _LESS_WEIGHTS = "publish smaller types"
-_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|g|l\.[0-9a-f]{16})")
+_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|g|[le]\.[0-9a-f]{16})")
 
 
 def control_name(bridge: str) -> str:
@@ -56,6 +57,11 @@ def gateway_directory(bridge: str) -> Path:
     return MOUNT / f"{_PREFIX}{check_bridge_name(bridge)}.g"
 
 
+def engine_folder_prefix(bridge: str) -> str:
+    """What names of folders with weights for engines begin with, on the same mount."""
+    return f"{_PREFIX}{check_bridge_name(bridge)}.e."
+
+
 def lane_names(bridge: str) -> list[str]:
     """Names of all lanes of the bridge that exist now, sorted."""
     prefix = f"{_PREFIX}{check_bridge_name(bridge)}.l."
@@ -65,7 +71,8 @@ def lane_names(bridge: str) -> list[str]:
 def bridges() -> list[str]:
     """Names of all bridges of which this user has anything on the mount, sorted."""
     found = ((_SEGMENT_NAME.fullmatch(entry.name), entry) for entry in _mount())
-    ours = {match[1] for match, entry in found if match and entry.is_dir(follow_symlinks=False) == (match[2] in "sg") and _is_ours(entry)}
+    fit = ((match, entry) for match, entry in found if match and entry.is_dir(follow_symlinks=False) == (match[2][0] in "sge"))
+    ours = {match[1] for match, entry in fit if _is_ours(entry)}
     return sorted(ours)
 
 
@@ -188,23 +195,24 @@ def reserve(fd: int, size: int, what: str, *, less: str = "lower lane_bytes") ->
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Holds a lock on the mount's directory, which ends with its holder. Somebody stopped in here is waited for 10 s, not for ever."""
+    """Holds a lock on this user's own file, which ends with its holder. Somebody stopped in here is waited for 10 s, not for ever."""
+    how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        directory = os.open(MOUNT, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # it may be written to and not read
+        turn = os.open(MOUNT / f"{_TURN_PREFIX}{os.geteuid()}", how, 0o600)
+    except OSError:  # no file more fits, or somebody else has put something there
         yield
         return
-    mapping_module.watch(directory)
+    mapping_module.watch(turn)
     deadline = time.monotonic() + _TURN_TIMEOUT_S
     try:
-        while time.monotonic() < deadline:
+        while os.fstat(turn).st_uid == os.geteuid() and time.monotonic() < deadline:  # another user's could be held by him for ever
             with contextlib.suppress(BlockingIOError):
-                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             time.sleep(0.002)
         yield
     finally:
-        close_segment(directory)
+        close_segment(turn)
 
 
 def _reserve(fd: int, size: int, what: str, less: str) -> bool:

@@ -6,16 +6,14 @@ Knows the file format and the weights segment; knows nothing of engines. No tens
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shmbridge.engine_folders import EngineFolder, remove_dead
 from shmbridge.weights import WeightsReader
 
-_MOUNT = Path("/dev/shm")
 _WORDS = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32", "uint64": "U64",
     "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3",
@@ -28,15 +26,14 @@ class SafetensorsFolder:
     """The newest version written, and nothing of earlier ones. One thread.
 
     Args:
-        bridge: whose weights.
-        name: in the folder's name, letters and digits; one pusher at a time has it, and removes what a killed one left.
+        bridge: whose weights, and in the folder's name: any start of the bridge removes what a killed process left.
     """
 
-    def __init__(self, bridge: str, name: str) -> None:
+    def __init__(self, bridge: str) -> None:
         self._bridge = bridge
-        self._prefix = f"weights-{bridge}.{name}."
         self._reader: WeightsReader | None = None
-        self._sweep()
+        self._folder: EngineFolder | None = None
+        remove_dead(bridge)
 
     def write(self, version: int) -> Path:
         """Return a folder with `model.safetensors` of the segment's newest version, which has to be this one. Blocks for the copy.
@@ -44,8 +41,9 @@ class SafetensorsFolder:
         Raises:
             OSError: no room in memory. ValueError: the segment's newest version is another one.
         """
-        self._sweep()
-        folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=_MOUNT))
+        self._remove()
+        self._folder = EngineFolder(self._bridge)
+        folder = self._folder.path
         self._reader = self._reader or WeightsReader(self._bridge)
         with self._reader.lease() as weights:
             if weights.version != version:
@@ -63,11 +61,12 @@ class SafetensorsFolder:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-        self._sweep()
+        self._remove()
 
-    def _sweep(self) -> None:
-        for folder in _MOUNT.glob(f"{self._prefix}*"):
-            shutil.rmtree(folder, ignore_errors=True)
+    def _remove(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.remove()
 
 
 def _head(tensors: Any, dtypes: Any) -> bytes:

@@ -9,7 +9,6 @@ of its weights says so meanwhile: that stays with the server, whoever pushes nex
 
 from __future__ import annotations
 
-import hashlib
 import re
 import time
 from contextlib import suppress
@@ -126,8 +125,7 @@ class SglangHttp(Engine):
 
     def _written(self, update: Update) -> str:
         if update.bridge not in self._folders:
-            name = "sglang-" + hashlib.sha256(self.address.encode()).hexdigest()[:8]
-            self._folders[update.bridge] = SafetensorsFolder(update.bridge, name)
+            self._folders[update.bridge] = SafetensorsFolder(update.bridge)
         try:
             return str(self._folders[update.bridge].write(update.version))
         except (OSError, ValueError) as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
@@ -48,8 +49,16 @@ def serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], 
     Raises:
         ConsumerTaken: in strict mode, which must be the hub, another consumer is alive.
     """
+    if not options.token and not _local(listener):
+        address = listener.getsockname()[0]
+        log.warning("whoever reaches %s may post, poll and reset: there is no token -> set SHMBRIDGE_GATEWAY_TOKEN", address)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(options, listener, ready))
+
+
+def _local(listener: socket.socket) -> bool:
+    """Whether only this machine reaches it."""
+    return listener.family not in (socket.AF_INET, socket.AF_INET6) or ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 async def _serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], None]) -> None:

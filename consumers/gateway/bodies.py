@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 # What the Atropos server knows and hands out, in its order.
 KEYS = (
@@ -43,6 +46,9 @@ _WHOLE = frozenset({"tokens", "masks", "distill_token_ids", "env_id"})  # 1.0 an
 _DECODERS = {name: msgspec.json.Decoder(kind, strict=name not in _WHOLE) for name, kind in (_TYPES | _STEPS).items()}
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_FIRST_STEP, _LAST_STEP = 256, 1 << 16  # bytes given to a member at a time: what it leaves is copied
+_PADDING = re.compile(rb"\0*")  # may follow a member
+_REFUSED_THERE = ("header", "method", "incorrect")  # zlib's words for what Python's gzip calls no gzip file
 
 
 class Refused(Exception):
@@ -61,23 +67,41 @@ class Posted:
     digest: bytes
 
 
-def gunzip(raw: bytes, most: int) -> bytes:
-    """The body, decompressed; never more than `most` bytes are made of it. Raises Refused (400, 413)."""
-    parts: list[bytes] = []
-    size = 0
+class BrokenOff(Refused):
+    """A gzip body that ends too early, or whose data are none: the original fails there, where a wrong head or checksum is refused."""
+
+
+def outcome(work: Callable[..., T], *arguments: Any) -> T | Refused:
+    """What it returns, or its refusal without the frames that have the body, which a future would keep until a collection."""
     try:
-        while raw:
-            member = zlib.decompressobj(31)
-            parts.append(member.decompress(raw, most - size + 1))
-            size += len(parts[-1])
-            if size > most:
-                raise Refused(413, f"the body is more than {most} bytes once gunzipped", "too large")
-            if not member.eof:
-                raise Refused(400, "Invalid gzip payload: it ends too early", "gzip")
-            raw = member.unused_data
+        return work(*arguments)
+    except Refused as wrong:
+        return type(wrong)(wrong.status, wrong.detail, wrong.kind)
+
+
+def gunzip(raw: bytes, most: int) -> bytearray | None:
+    """The body, decompressed; None if that is more than `most` bytes, of which one more is made at most. Raises Refused (400).
+
+    The time it takes grows with the bytes in and out, however many members they are in.
+    """
+    made, at, view = bytearray(), 0, memoryview(raw)
+    try:
+        while at < len(raw):
+            member, step = zlib.decompressobj(31), _FIRST_STEP
+            while not member.eof:
+                given = view[at : at + step]
+                if not given:
+                    raise BrokenOff(400, "Invalid gzip payload: it ends too early", "gzip")
+                made += member.decompress(given, most - len(made) + 1)
+                if len(made) > most:
+                    return None
+                at += len(given) - len(member.unused_data)
+                step = min(2 * step, _LAST_STEP)
+            at = _PADDING.match(raw, at).end()  # type: ignore[union-attr]
     except zlib.error as wrong:
-        raise Refused(400, f"Invalid gzip payload: {wrong}", "gzip") from None
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        kind = Refused if any(word in str(wrong) for word in _REFUSED_THERE) else BrokenOff
+        raise kind(400, f"Invalid gzip payload: {wrong}", "gzip") from None
+    return made
 
 
 def read_post(body: bytes, *, many: bool, extras: bool) -> Posted:

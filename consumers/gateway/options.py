@@ -21,6 +21,7 @@ class GatewayOptions:
         lane_bytes: of each remote environment's lane, reserved when it registers.
         lanes: most lanes taken from at once.
         token: what a request must bear; empty: nothing.
+        host_names: names with a dot that it is reached by, besides the machine's own; asked for where there is no token.
         max_body_bytes: of one request, after gunzip.
         held_bytes: memory of all posts that wait in here for room at one time; more wait unread, on their connections.
         body_pause_s: how long a body that has begun may bring nothing: a poster that was stopped holds no room that others wait for.
@@ -34,6 +35,7 @@ class GatewayOptions:
     lane_bytes: int | str = "64M"
     lanes: int = 256
     token: str = ""
+    host_names: tuple[str, ...] = ()
     max_body_bytes: int = 256 << 20
     held_bytes: int = 512 << 20
     body_pause_s: float = 30.0

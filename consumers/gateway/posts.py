@@ -212,31 +212,75 @@ GZIPPED = 4  # bytes of such JSON for a byte of it gzipped, rather more than it 
 
 
 class HeldBytes:
-    """How much memory posts may have at one time; who wants more waits before it reads. First come, first served."""
+    """How much memory bodies may have at one time; who wants more waits.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    Args:
+        most: bytes.
+        in_line: first come, first served; else whoever finds room takes it.
+    """
+
+    def __init__(self, most: int, *, in_line: bool = True) -> None:
+        self._most, self._in_line = most, in_line
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self.held = 0
+        self.whole = 0  # bodies that have all they asked for
 
     async def acquire(self, size: int, timeout_s: float) -> bool:
-        """Waits until there is room for so many bytes, or nothing else is held; False after the timeout."""
+        """Waits until there is room for so many bytes, or nobody else has what he asked for; False after the timeout."""
+        if not self._in_line and self.held + size <= self._most:
+            return self._take(size)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._turn:
-                while self.held and self.held + size > self._most:
+                while self.whole and self.held + size > self._most:
                     self._freed.clear()
                     await self._freed.wait()
-                self.held += size
-                return True
+                return self._take(size)
         return False
 
-    def grow(self, more: int) -> None:
-        """What was acquired turns out larger, or smaller."""
-        self.held += more
-        if more < 0:
-            self._freed.set()
+    def _take(self, size: int) -> bool:
+        self.held += size
+        self.whole += 1
+        return True
 
-    def release(self, size: int) -> None:
-        """These bytes are held no more."""
-        self.grow(-size)
+    def give_back(self, size: int, *, whole: bool) -> None:
+        """So many bytes less are held."""
+        self.held -= size
+        self.whole -= whole
+        self._freed.set()
+
+
+class Booking:
+    """What one body has of the memory for bodies.
+
+    Whoever waits for more has given back what it had, but for the body as it was sent: so no two wait for each other.
+    """
+
+    def __init__(self, memory: HeldBytes) -> None:
+        self._memory, self._whole = memory, False
+        self.size = 0
+
+    async def take(self, size: int, sent: int, deadline: float) -> bool:
+        """Waits until it has `size` bytes, of which it keeps `sent` while it waits; False after the deadline, by time.monotonic()."""
+        self._shrink(min(sent, self.size), whole=False)
+        if not await self._memory.acquire(size - self.size, max(0.0, deadline - time.monotonic())):
+            return False
+        self.size, self._whole = size, True
+        return True
+
+    @property
+    def taken(self) -> int:
+        """What all bodies have."""
+        return self._memory.held
+
+    def settle(self, size: int) -> None:
+        """It needs no more than this."""
+        self._shrink(min(size, self.size), whole=self._whole)
+
+    def release(self) -> None:
+        """It is done. Idempotent."""
+        self._shrink(0, whole=False)
+
+    def _shrink(self, size: int, *, whole: bool) -> None:
+        self._memory.give_back(self.size - size, whole=self._whole and not whole)
+        self.size, self._whole = size, whole

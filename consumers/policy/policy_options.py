@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 
+from shmbridge.config import parse_port
+
 _EXAMPLES = """\
 examples:
   # serve a local folder, follow the learner of bridge "demo"
@@ -32,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--model", required=True, metavar="DIR_OR_ID", help="model folder or Hugging Face id")
     root.add_argument("--model-version", type=int, default=0, help="version of the weights in --model [0]")
     root.add_argument("--host", default="127.0.0.1", help="address to bind [127.0.0.1]")
-    root.add_argument("--port", type=int, default=9004, help="port to bind; 0 takes a free one [9004]")
+    root.add_argument("--port", type=parse_port, default=9004, help="port to bind; 0 takes a free one [9004]")
     root.add_argument(
         "--window-ms", type=float, default=10.0, help="how long a request waits for others [10]"
     )

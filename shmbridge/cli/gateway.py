@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from shmbridge.config import check_bridge_name, parse_size
+from shmbridge.config import check_bridge_name, parse_port, parse_size
 
 HELP = "serve the Atropos HTTP API over a bridge: remote environments post into it, trainers poll /batch from it"
 EXAMPLES = """examples:
@@ -21,10 +21,11 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `gateway`."""
     parser.add_argument("--bridge", required=True, help="name of the bridge")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind to (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0: one that is free (default: %(default)s)")
+    parser.add_argument("--port", type=parse_port, default=8000, help="0: one that is free (default: %(default)s)")
     parser.add_argument("--compat", choices=("default", "strict"), default="default", help="strict: the Atropos server's numbers and order")
     parser.add_argument("--policy", choices=("fair", "atropos"), default="fair", help="how batches are formed in default mode")
     parser.add_argument("--token", default="", help="bearer token that requests must have; better SHMBRIDGE_GATEWAY_TOKEN")
+    parser.add_argument("--host-name", action="append", default=[], metavar="NAME", help="name with a dot that clients use; repeatable")
     parser.add_argument("--lane-bytes", default="64M", help="memory of each remote environment's lane (default: %(default)s)")
     parser.add_argument("--lanes", type=int, default=256, help="most lanes that are taken from at once (default: %(default)s)")
     parser.add_argument("--max-body", default="256M", help="largest body, gunzipped (default: %(default)s)")
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             lane_bytes=parse_size(arguments.lane_bytes),
             lanes=arguments.lanes,
             token=(arguments.token or os.environ.get("SHMBRIDGE_GATEWAY_TOKEN", "")).strip(),
+            host_names=(arguments.host, *arguments.host_name),
             max_body_bytes=parse_size(arguments.max_body),
             held_bytes=parse_size(arguments.held_bytes),
             post_deadline_s=arguments.post_deadline,

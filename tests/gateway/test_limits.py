@@ -280,6 +280,8 @@ def test_what_it_cannot_do_it_says(gateway: GatewayProcess, bridge: str, make_co
         (["--bridge", bridge, "--port", str(gateway.address[1])], 2, "Address already in use"),
         (["--bridge", "no name!"], 2, "SB100"),
         (["--bridge", bridge, "--max-body", "much"], 2, "not a size"),
+        (["--bridge", bridge, "--port", "99999"], 2, "'99999' is not a port: 0 to 65535"),
+        (["--bridge", bridge, "--port", "-1"], 2, "'-1' is not a port"),
         (["--bridge", bridge, "--port", "0", "--compat", "strict"], 1, f"pid {os.getpid()}"),
     ):
         done = subprocess.run(
@@ -287,3 +289,34 @@ def test_what_it_cannot_do_it_says(gateway: GatewayProcess, bridge: str, make_co
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+
+
+def test_a_name_that_was_led_here_is_refused(start_gateway: Callable[..., GatewayProcess]):
+    """A page can have its name lead to this machine; it cannot have another name, nor hide where it comes from."""
+    gateway = start_gateway("--host-name", "gate.example.com")
+    gateway.start()
+    gateway.put(0)
+    port = gateway.address[1]
+    for host, status in (
+        ("evil.example", 403), (f"evil.example:{port}", 403), ("127.0.0.1.evil.example", 403), ("[::1", 403),
+        (f"127.0.0.1:{port}", 200), (f"localhost:{port}", 200), ("a.localhost", 200), (f"[::1]:{port}", 200), ("10.1.2.3", 200),
+        ("gate.example.com.evil", 403), ("trainer", 200), (f"GATE.example.com:{port}", 200), ("evil.localhost.example", 403),
+    ):  # fmt: skip
+        for site in ({}, {"sec-fetch-site": "same-origin"}):
+            assert gateway.get("/info", headers={"host": host} | site).status_code == status, host
+    refused = gateway.get("/reset_data", headers={"host": "evil.example"})
+    assert "--host-name evil.example" in refused.json()["detail"]
+    for origin, status in (("http://evil.example", 403), ("null", 403), ("http://localhost:1", 403), (gateway.url, 200)):
+        assert gateway.get("/status", headers={"origin": origin}).status_code == status, origin
+    assert gateway.get("/reset_data", headers={"origin": "http://evil.example"}).status_code == 403
+    assert gateway.get("/status").json()["queue_size"] == 1
+    assert gateway.stats()["refused_total{host}"] > 0
+
+
+def test_open_to_all_is_said(start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch):
+    """Bound to more than this machine and without a token: a line in the log."""
+    assert "no token" not in start_gateway(own_socket=True).output
+    monkeypatch.setenv("SHMBRIDGE_GATEWAY_TOKEN", "secret")
+    assert "no token" not in start_gateway("--host", "0.0.0.0").output
+    monkeypatch.delenv("SHMBRIDGE_GATEWAY_TOKEN")
+    assert "0.0.0.0 may post, poll and reset: there is no token" in start_gateway("--host", "0.0.0.0").output

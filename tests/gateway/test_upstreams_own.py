@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import random
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import requests
 from gateway_clients import ROOT, GatewayProcess, UpstreamProcess, group
 
 import shmbridge
@@ -82,3 +84,35 @@ def test_whole_numbers_are_tokens_however_they_are_written(upstream: UpstreamPro
             assert here.status_code == there.status_code, (key, value, here.text)
             assert strict.batch() == upstream.batch(), (key, value)
     assert strict.post("/scored_data", group(1, 1) | {"tokens": [[3000000000.0]]}).status_code == 422
+
+
+def test_a_browser_that_asks_whether_it_may_ask(upstream: UpstreamProcess, start_gateway: Callable[..., GatewayProcess]):
+    """The same answer as there; the request itself needs the token, without which pages of other sites stay out."""
+    page = {"origin": "http://page.example"}
+    ask = page | {"access-control-request-method": "POST", "access-control-request-headers": "content-type,authorization"}
+    gateway = start_gateway("--compat", "strict", "--token", "secret")
+    for path in ("/register", "/scored_data", "/nowhere"):
+        there, here = (requests.options(api.url + path, headers=ask, timeout=30) for api in (upstream, gateway))
+        assert (here.status_code, here.text) == (there.status_code, there.text) == (200, "OK")
+        assert {key: value for key, value in here.headers.items() if key not in ("date", "server")} == {
+            key: value for key, value in there.headers.items() if key not in ("date", "server")
+        }
+    answer = gateway.get("/info", headers=page | {"authorization": "Bearer secret", "sec-fetch-site": "cross-site"})
+    there = upstream.get("/info", headers=page)
+    for name in ("access-control-allow-origin", "access-control-allow-credentials"):
+        assert answer.headers[name] == there.headers[name]
+    assert gateway.get("/info", headers=page).status_code == 401
+    assert start_gateway().get("/info", headers=page).status_code == 403
+
+
+def test_gzip_that_is_none(upstream: UpstreamProcess, strict: GatewayProcess):
+    """A wrong head, rest or checksum is 400 in its words; what breaks off fails, as there. What is padded is taken."""
+    whole = gzip.compress(b'{"env_id": 0}')
+    bodies = [b"no gzip", whole + b"rest", whole[:-8] + bytes(4) + whole[-4:], whole[:-4] + bytes(4), whole[:-3], whole[:12],
+              whole[:10] + b"\xff" * 20, whole + bytes(100), b""]  # fmt: skip
+    for body in bodies:
+        headers = {"content-encoding": "gzip", "content-type": "application/json"}
+        there, here = (api.post("/disconnect-env", data=body, headers=headers) for api in (upstream, strict))
+        assert here.status_code == there.status_code, body
+        if here.status_code != 422:
+            assert (here.text, here.headers["content-type"]) == (there.text, there.headers["content-type"]), body

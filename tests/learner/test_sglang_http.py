@@ -116,7 +116,7 @@ def sglang():
 
 
 def copies(bridge):
-    return list(Path("/dev/shm").glob(f"weights-{bridge}.*"))
+    return list(Path("/dev/shm").glob(f"shmbridge.{bridge}.e.*"))
 
 
 PUSHED = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]

@@ -19,7 +19,8 @@ LEAVES = {
 LAYERS = {
     "segment": {"_ext", "liveness", "placement"},
     "placement": {"_ext"},
-    "participation": {"_ext", "liveness", "segment"},
+    "engine_folders": {"_ext", "segment"},
+    "participation": {"_ext", "engine_folders", "liveness", "segment"},
     "measure": {"_ext", "schema"},
     "intake": {"_ext", "schema", "measure"},
     "slot": {"_ext"},

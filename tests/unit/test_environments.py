@@ -1,5 +1,8 @@
 """Who is admitted under which number and name, and what the dead leave behind."""
 
+import pytest
+
+from shmbridge import environments
 from shmbridge.environments import Environments
 from shmbridge.messages import Register
 from shmbridge.steering import Queued
@@ -34,6 +37,29 @@ def test_an_environment_that_was_never_seen_alive_is_not_buried() -> None:
     a = table.admit(env("gsm8k", "a")).env_id
     table.admit(env("code", "b", min_batch_allocation=0.5))
     assert table.status(a).unallocated_fraction == 0.5
+
+
+def test_one_without_a_lane_goes_when_it_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that asks stays, and so does one with a living lane; who comes back is admitted under the number it had."""
+    now = [1000.0]
+    monkeypatch.setattr(environments.time, "monotonic", lambda: now[0])
+    table = Environments(FakeHub(live={"a"}))
+    table.admit(env("gsm8k", "a"))
+    asking, silent = (table.admit(env(name, "")).env_id for name in ("asks", "silent"))
+    for _ in range(3):
+        now[0] += environments.SILENCE_S / 2
+        table.status(asking)
+    assert (asking in table, silent in table, len(table)) == (True, False, 2)
+    assert table.admit(env("silent", "", env_id=silent)).env_id == silent
+
+
+def test_those_without_a_lane_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many register and never come back: the one that has been silent for longest goes."""
+    monkeypatch.setattr(environments, "MOST_WITHOUT_LANE", 10)
+    table = Environments(FakeHub(live={"a"}))
+    table.admit(env("gsm8k", "a"))
+    last = [table.admit(env("stranger", "")).env_id for _ in range(50)][-1]
+    assert (len(table), last in table, 0 in table) == (11, True, True)
 
 
 def test_groups_of_producers_that_never_registered_count_as_queued() -> None:
