@@ -300,7 +300,7 @@ class Consumer(Hub):
     def _empty(self, timeout_s: float | None) -> ConsumerEmpty:
         return ConsumerEmpty(
             f"no record within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living producer",
-            hint="are environments running on this bridge? shmbridge inspect " + self.bridge,
+            hint=self.hint_when_empty(),
         )
 
     def serve_ranks(
