@@ -26,9 +26,10 @@ def batch_tensors(batch: Batch) -> Tensors:
     """Return a batch's numbers as tensors over the batch's own arrays, without a copy. Never blocks.
 
     Always there: `tokens`, `loss_mask` (0 in rows without one), `lengths`, `cu_seqlens`, `position_ids`, `group_index`,
-    `policy_version` (int64 (B,), when generation began, -1 where nobody said) and `redelivered` (bool (B,)). Beside them every column of numbers that some
-    row has, under its own name; of lists that are not one value per token the values of all rows, and `NAME_lengths`
-    (B,); of lists of lists also `NAME_inner_lengths`. Where only some rows have a column there is `has_NAME`, bool (B,).
+    `policy_version` (int64 (B,), when generation began, -1 where nobody said) and `redelivered` (bool (B,)). Beside them
+    every column of numbers that some row has, under its own name; of lists that are not one value per token the values of
+    all rows, and `NAME_lengths` (B,); of lists of lists also `NAME_inner_lengths`. Where only some rows have a column there
+    is `has_NAME`, bool (B,).
     Text, bytes and maps are no tensors and are left out.
     """
     found: dict[str, npt.NDArray[Any]] = {
