@@ -25,10 +25,11 @@ Tensors = dict[str, Tensor]
 def batch_tensors(batch: Batch) -> Tensors:
     """Return a batch's numbers as tensors over the batch's own arrays, without a copy. Never blocks.
 
-    Always there: `tokens`, `lengths`, `cu_seqlens`, `position_ids`, `group_index`, `policy_version` (int64 (B,), when
-    generation began, -1 where nobody said) and `redelivered` (bool (B,)). Beside them every column of numbers that some
-    row has, under its own name; of lists that are not one value per token the values of all rows, and `NAME_lengths`
-    (B,); of lists of lists also `NAME_inner_lengths`. Where only some rows have a column there is `has_NAME`, bool (B,).
+    Always there: `tokens`, `loss_mask` (0 in rows without one), `lengths`, `cu_seqlens`, `position_ids`, `group_index`,
+    `policy_version` (int64 (B,), when generation began, -1 where nobody said) and `redelivered` (bool (B,)). Beside them
+    every column of numbers that some row has, under its own name; of lists that are not one value per token the values of
+    all rows, and `NAME_lengths` (B,); of lists of lists also `NAME_inner_lengths`. Where only some rows have a column there
+    is `has_NAME`, bool (B,).
     Text, bytes and maps are no tensors and are left out.
     """
     found: dict[str, npt.NDArray[Any]] = {
@@ -39,7 +40,7 @@ def batch_tensors(batch: Batch) -> Tensors:
         "policy_version": np.array([meta.min_policy_version for meta in batch.meta], np.int64),
         "redelivered": np.array([meta.redelivered for meta in batch.meta], np.bool_),
     }
-    for name in batch.columns:
+    for name in _names(batch):
         column = batch[name]
         if isinstance(column, RaggedLists):
             found |= {name: column.values, f"{name}_lengths": column.lengths, f"{name}_inner_lengths": column.inner_lengths}
@@ -57,12 +58,12 @@ def batch_tensors(batch: Batch) -> Tensors:
 def row_tensors(batch: Batch) -> Iterator[Tensors]:
     """Yield the rows of a packed batch, each as tensors over the batch's own arrays, without a copy. Never blocks.
 
-    A row has `tokens` and the other columns with one value per token as (L,), lists as they are, scalars without
-    dimensions, and `policy_version` and `redelivered`. A column that the row lacks is not in its dictionary.
+    A row has `tokens`, `loss_mask` (0 where the row has none) and the other columns with one value per token as (L,), lists
+    as they are, scalars without dimensions, and `policy_version` and `redelivered`. A column that the row lacks is not in its dictionary.
     """
     starts = batch.cu_seqlens.tolist()
-    columns = {name: batch[name] for name in batch.columns}
-    has = {name: batch.has(name) for name in columns}
+    columns = {name: batch[name] for name in _names(batch)}
+    has = {name: batch.has(name) | (name == "loss_mask") for name in columns}
     for row, meta in enumerate(batch.meta):
         tensors = {
             "policy_version": torch.tensor(meta.min_policy_version),
@@ -82,3 +83,8 @@ def row_tensors(batch: Batch) -> Iterator[Tensors]:
                 at = slice(starts[row], starts[row + 1]) if per_token else row
                 tensors[name] = torch.from_numpy(np.asarray(column[at]))
         yield tensors
+
+
+def _names(batch: Batch) -> list[str]:
+    """Columns that are handed out: `loss_mask` also where nobody has one."""
+    return batch.columns if "loss_mask" in batch else [*batch.columns, "loss_mask"]

@@ -63,11 +63,13 @@ class BridgeDataset(IterableDataset[Tensors]):
         max_staleness: groups more policy versions older than the current one are discarded and counted; None: none is.
         prefetch: batches gathered ahead in a thread, still held.
         timeout_s: seconds to wait for an item; None: for ever.
-        run: the training run to announce; environments wait for one.
+        run: the training run to announce, for which Atropos environments wait; None: one without an end and a longest row, whose
+            `batch_size` is 8 rows for each group of `groups`, and at least 64.
         lanes: environments to take from at once, as in Consumer; "auto": as many as descriptors allow.
         schema: a pyarrow.Schema that extends the standard columns.
         rank: 0 to world_size - 1, as in torch.distributed; None: RANK of the environment under torchrun, else no ranks.
         world_size: as in torch.distributed; None: WORLD_SIZE of the environment under torchrun.
+        whole_rows: `loss_mask` is 1 in the rows that have neither a mask nor `prompt_length`, and not 0.
 
     Raises:
         ValueError: an argument is none of those; rank without world_size.
@@ -89,6 +91,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         schema: pa.Schema | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        whole_rows: bool = False,
     ) -> None:
         super().__init__()
         if items not in ("batches", "rows") or hold not in ("step", "checkpoint"):
@@ -100,7 +103,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         if hold == "checkpoint" and self.world_size is not None:
             raise ValueError('hold="checkpoint" is for one process: with ranks the consumer keeps what is not done, hold="step"')
         self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
-        self._run, self._lanes, self._schema = run, lanes, schema
+        self._run, self._lanes, self._schema, self._whole_rows = run or _endless_run(groups), lanes, schema, whole_rows
         self._position = Position()
         self._pid = 0
         self._consumer: shmbridge.Consumer | None = None
@@ -202,12 +205,12 @@ class BridgeDataset(IterableDataset[Tensors]):
             patience = _LOOK_FOR_PARENT_S if patience is None else min(patience, _LOOK_FOR_PARENT_S)
         return self._open_consumer().batches(
             groups=self.groups, layout=self.layout, max_staleness=self._max_staleness, prefetch=self._prefetch, timeout_s=patience,
-            hold="caller",
+            hold="caller", whole_rows=self._whole_rows,
         )  # fmt: skip
 
     def _shares(self) -> Iterator[Batch]:
         member = self._open_rank()
-        yield from member.batches(layout=self.layout, timeout_s=self._timeout_s)
+        yield from member.batches(layout=self.layout, timeout_s=self._timeout_s, whole_rows=self._whole_rows)
         if self._server is not None:
             self._server.wait(self._timeout_s)  # the others read through this process until they are done
 
@@ -330,6 +333,11 @@ class BridgeDataset(IterableDataset[Tensors]):
     def __repr__(self) -> str:
         ranks = "" if self.world_size is None else f", rank {self.rank} of {self.world_size}"
         return f"<BridgeDataset of {self.bridge!r}: {self.items}, {self._position.counts['items']} handed out{ranks}>"
+
+
+def _endless_run(groups: int) -> shmbridge.Run:
+    """What environments are told where nobody said: they size their queues by it, and none is to end or to leave out a long row."""
+    return shmbridge.Run(batch_size=max(64, 8 * groups), max_token_len=0, num_steps=(1 << 31) - 1)
 
 
 def _place(record: Record) -> Place:

@@ -217,7 +217,7 @@ class BatchAssembly:
         raise ConsumerEmpty(
             f"no batch of {want} within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living producer, "
             f"{self._consumer.queue_groups()} groups are queued",
-            hint="are environments running on this bridge? shmbridge inspect " + self._consumer.bridge,
+            hint=self._consumer.hint_when_empty(),
         )
 
     def _form(

@@ -325,7 +325,7 @@ class Consumer(Hub):
         return ConsumerEmpty(
             f"no record within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living producer"
             + self._lanes.dropped_words(),
-            hint="are environments running on this bridge? shmbridge inspect " + self.bridge,
+            hint=self.hint_when_empty(),
         )
 
     def serve_ranks(

@@ -164,6 +164,15 @@ class Hub(OneProcess):
         """The bridge is drained and every learner rank is done: they hear of it also when this hub is gone. For ranks.py."""
         self._control.finish()
 
+    def hint_when_empty(self) -> str:
+        """What to do where nothing comes; for ConsumerEmpty."""
+        if self.run is None and self._lanes.live:
+            return (
+                "this consumer has announced no run, and Atropos environments wait for one: Consumer(run=shmbridge.Run(batch_size=...)); "
+                f"else see shmbridge inspect {self.bridge}"
+            )
+        return f"are environments running on this bridge? shmbridge inspect {self.bridge}"
+
     def look_again(self) -> None:
         """There may be an answer for who waits for one; for ranks.py."""
         if self._server is not None:

@@ -122,14 +122,14 @@ def _filled(batch: Any, name: str) -> Bools:
     """Return bool (B,): rows in which a column says something; text that says "nothing" does not."""
     has: Bools = batch.has(name)
     values = getattr(batch, name, None) if has.any() else None
-    if not isinstance(values, list):
-        return has
-    return has & np.array([value not in _NOTHING if isinstance(value, str) else bool(value) for value in values], bool)
+    if isinstance(values, list):
+        has = has & np.array([value not in _NOTHING if isinstance(value, str) else bool(value) for value in values], bool)
+    return has
 
 
 def _binary_masks(batch: Any) -> Bools:
     """Return bool (B,): rows whose Atropos masks are 0 and 1. They are kept beside the mask only where they are not -100 and tokens."""
-    rows = batch.has("masks")
+    rows: Bools = batch.has("masks")
     if not rows.any():
         return rows
     odd = (batch.masks < 0) | (batch.masks > 1)

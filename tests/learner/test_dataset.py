@@ -277,3 +277,44 @@ def test_torchrun_says_who_is_who(bridge, monkeypatch):
     assert (data.rank, data.world_size) == (1, 4)
     data.publish_policy_version(3)  # rank 0's word counts: nothing is opened here
     assert bridge not in [info.name for info in shmbridge.list_bridges()]
+
+
+def test_rows_without_a_mask_train_nothing_unless_that_is_asked_for(bridge, producer):
+    put(producer, 0, 2)
+    with BridgeDataset(bridge, groups=1) as data:
+        batch = next(iter(data))
+        assert batch["loss_mask"].tolist() == [0] * 12
+        assert batch["has_loss_mask"].tolist() == [False] * 3
+    with BridgeDataset(bridge, groups=1, whole_rows=True) as data:
+        assert next(iter(data))["loss_mask"].tolist() == [1] * 12
+    with BridgeDataset(bridge, groups=1, items="rows", whole_rows=True) as data:
+        assert next(iter(data))["loss_mask"].tolist() == [1] * 3
+    with BridgeDataset(bridge, groups=1, layout="padded", whole_rows=True) as data:
+        assert next(iter(data))["loss_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1] * 5]
+
+
+def test_environments_that_wait_for_a_run_are_told_of_one(bridge):
+    """The snippet of the docs names no run, and an Atropos environment puts nothing before it has heard of one."""
+    from shmbridge.control_client import ControlClient
+    from shmbridge.messages import Register, Registered
+
+    with BridgeDataset(bridge, groups=16, timeout_s=0.1) as data, shmbridge.Producer(bridge, env_name="env", lane_bytes="1M") as producer:
+        with pytest.raises(shmbridge.ConsumerEmpty):
+            next(iter(data))  # opens the bridge
+        client = ControlClient(bridge, role="env", name="env")
+        try:
+            answer = client.request(Register("env", 1024, 16, 1.0, None, producer.producer_id), 10.0)
+        finally:
+            client.close()
+        assert isinstance(answer, Registered)
+        assert (answer.run.batch_size, answer.run.max_token_len) == (128, 0)
+        assert answer.run.num_steps > 10**9
+
+
+def test_a_consumer_without_a_run_says_that_environments_wait_for_one(bridge, producer):
+    with shmbridge.Consumer(bridge) as consumer:
+        for empty in (lambda: consumer.get(timeout_s=0.05), lambda: next(consumer.batches(groups=1, prefetch=0, timeout_s=0.05))):
+            with pytest.raises(shmbridge.ConsumerEmpty, match=r"announced no run.*Consumer\(run=shmbridge.Run\("):
+                empty()
+    with shmbridge.Consumer(bridge, run=shmbridge.Run()) as consumer, pytest.raises(shmbridge.ConsumerEmpty, match="are environments"):
+        consumer.get(timeout_s=0.05)

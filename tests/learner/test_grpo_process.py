@@ -195,6 +195,38 @@ def test_without_the_fallback_a_group_without_advantages_ends_the_learner(bridge
     assert metrics(tmp_path) == []
 
 
+def test_what_is_left_out_is_counted_by_environment_and_said_once(bridge, start_learner, tmp_path):
+    with shmbridge.Producer(bridge, env_name="countdown", lane_bytes="4M") as producer:
+        for first in range(GROUPS * 2):
+            group = a_group(first) | {"inference_logprobs": [[-1.0]] * 4, "reward_components": [{"a": 1.0}] * 4}
+            producer.put(group, policy_version=0, timeout_s=10.0, foreign=True)
+        learner = start_learner("--steps", "2")
+        out, err = learner.communicate(timeout=90)
+    assert learner.returncode == 0, err
+    for line in metrics(tmp_path):
+        assert line["trajectories_uneven{inference_logprobs}"] == line["trajectories"]
+        assert line["atropos/countdown/trajectories_uneven{inference_logprobs}"] == line["trajectories"]
+        assert line["atropos/countdown/columns_ignored/reward_components"] == line["trajectories"]
+        assert line["tokens_without_logprob"] == line["trained_tokens"] > 0
+        assert line["ratio_mean"] == 1.0
+    assert out.count("another number of values of inference_logprobs than tokens") == 1
+    assert out.count("environment countdown: ") == 2
+
+
+def test_images_end_the_learner_with_their_environments_name(bridge, start_learner, tmp_path):
+    with shmbridge.Producer(bridge, env_name="vision", lane_bytes="4M") as producer:
+        for first in range(GROUPS):
+            producer.put(a_group(first) | {"images": [["data:"]] * 4}, policy_version=0, timeout_s=10.0)
+        learner = start_learner("--steps", "1")
+        _, err = learner.communicate(timeout=90)
+        assert learner.returncode == 1
+        assert re.search(r"images, first in group \S+ of environment 'vision'.*--ignore-images", err)
+        assert "Traceback" not in err
+        learner = start_learner("--steps", "1", "--ignore-images")
+        _, err = learner.communicate(timeout=90)
+    assert learner.returncode == 0, err
+
+
 def on_the_page(heading):
     """Return the names in the first column of a table of docs/reference/metrics.md."""
     page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
