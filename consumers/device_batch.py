@@ -15,6 +15,7 @@ Knows batches and torch; knows nothing of losses. Called by the learner's batch 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -49,22 +50,29 @@ class DeviceCopies:
         self.columns = tuple(columns)
         self.lanes = lanes or PinnedLanes(_driver() if self.device.type == "cuda" else None)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._one_at_a_time = threading.Lock()  # a batch may be formed ahead, in another thread, while somebody closes this
+        self._closed = False
 
     def batch(self, groups: list[Group], layout: Layout = "packed") -> DeviceBatch:
         """Return a batch of leased groups, its copies under way: what `Consumer.batches(make=)` takes.
 
         Raises:
-            ValueError: a column that has no value per token, or another layout than "packed".
+            ValueError: a column that has no value per token, another layout than "packed", or this is closed.
         """
         if layout != "packed":
             raise ValueError(f"layout {layout!r}: what goes to a device is packed")
-        return DeviceBatch(groups, self)
+        with self._one_at_a_time:
+            if self._closed:
+                raise ValueError("the way to the device is closed: its groups stay in their lanes")
+            return DeviceBatch(groups, self)
 
     def close(self) -> None:
-        """End all copies and let the lanes go. Blocks for the copies under way. Idempotent."""
-        if self.stream is not None:
-            self.stream.synchronize()
-        self.lanes.close()
+        """End all copies and let the lanes go; no batch is formed after it. Blocks for one that is, and for its copies. Idempotent."""
+        with self._one_at_a_time:
+            self._closed = True
+            if self.stream is not None:
+                self.stream.synchronize()
+            self.lanes.close()
 
     def __enter__(self) -> Self:
         return self

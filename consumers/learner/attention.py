@@ -9,6 +9,7 @@ No release and no model is trusted: `keeps_rows_apart` looks. Knows nothing of b
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
@@ -22,6 +23,7 @@ from shmbridge.consumers.learner.forward import borders
 from shmbridge.consumers.learner.microbatch import Layout
 
 ROWS = "shmbridge_rows"
+VARLEN = "shmbridge_varlen"
 _VARLEN = ("flash_attention", "flex_attention")  # what begins like this knows of packs, or skips what is masked
 _BEYOND = ("softcap", "s_aux")  # what some layers have in their attention, and `rows_attention` would leave out
 _FRONT, _OTHER, _BACK = (5, 3, 2, 6, 4), (1, 7, 0, 2, 9), (3, 1, 4, 1, 5, 2, 6)
@@ -53,9 +55,10 @@ def settle(
     knows_packs = before.startswith(_VARLEN)
     if not knows_packs and not _in_pieces(model):
         own = _row_logits(model, precision)
-        if _takes(model, varlen_attention(next(model.parameters()).device, precision)):
-            if keeps_rows_apart(model, precision) and _same(_row_logits(model, precision), own, precision):
+        for implementation in attentions_for_packs(next(model.parameters()).device, precision):
+            if _takes(model, implementation) and keeps_rows_apart(model, precision) and _gives(model, own, precision):
                 return "packed"
+        if str(model.config._attn_implementation) != before:
             use(model, before)
     if (knows_packs or wanted == "packed") and keeps_rows_apart(model, precision):
         return "packed"
@@ -66,16 +69,54 @@ def settle(
     return "padded"
 
 
-def varlen_attention(device: torch.device, precision: torch.dtype) -> str:
-    """Return the attention for packs: flash attention's where it is installed and fits, else `ROWS`."""
+def settle_for(
+    device: torch.device,
+    model: Any,
+    wanted: Literal["padded", "packed", "auto"],
+    precision: torch.dtype,
+    say: Callable[[str], None],
+) -> Layout:
+    """As `settle`, for a model that comes to its device in parts: what is looked at there are a few layers of its kind. Raises as that."""
+    few = _few_layers(model, device)
+    if few is None:
+        return settle(model, wanted, precision, say)
+    layout = settle(few, wanted, precision, say)
+    found = str(few.config._attn_implementation)
+    if found != str(model.config._attn_implementation):
+        use(model, found)
+    return layout
+
+
+def _few_layers(model: Any, device: torch.device) -> Any:
+    """A model of the same kind with random weights: as many layers as it takes to have one of each sort, or None if that cannot be made."""
+    try:
+        config = copy.deepcopy(model.config)
+        text = config.get_text_config()
+        sorts = list(getattr(text, "layer_types", None) or ())
+        count, all_of_them = max([2, *(sorts.index(each) + 1 for each in sorts)]), text.num_hidden_layers
+        for name, value in list(vars(text).items()):
+            if isinstance(value, list) and len(value) == all_of_them:
+                setattr(text, name, value[:count])
+        text.num_hidden_layers = min(count, all_of_them)
+        few = type(model)(config).to(device, next(model.parameters()).dtype).eval()
+        if str(few.config._attn_implementation) != str(model.config._attn_implementation):
+            use(few, str(model.config._attn_implementation))
+    except Exception:  # a library's: of a kind that is made in another way
+        return None
+    return few
+
+
+def attentions_for_packs(device: torch.device, precision: torch.dtype) -> list[str]:
+    """Return what to try, the fastest first: flash attention where it is installed, torch's own for packs, `ROWS`, which is everywhere."""
     half = precision in (torch.float16, torch.bfloat16)
-    flash = device.type == "cuda" and half and importlib.util.find_spec("flash_attn") is not None
-    return "flash_attention_2" if flash else ROWS
+    flash = ["flash_attention_2"] if importlib.util.find_spec("flash_attn") is not None else []
+    varlen = [VARLEN] if importlib.util.find_spec("torch.nn.attention.varlen") is not None else []
+    return [*flash, *varlen, ROWS] if device.type == "cuda" and half else [ROWS]
 
 
 def use(model: Any, implementation: str) -> None:
     """Have a model compute its attention like this from now on. Does nothing for a model that has it fixed."""
-    if implementation == ROWS:
+    if implementation in (ROWS, VARLEN):
         _register()
     model.set_attn_implementation(implementation)
 
@@ -97,6 +138,14 @@ def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool
         return False
     scale = max(float(alone.abs().max()), 1e-3)
     return _same(first, alone, precision) and float((first - second).abs().max()) <= 1e-5 * scale
+
+
+def _gives(model: Any, logits: Tensor, precision: torch.dtype) -> bool:
+    """Whether a model gives these logits of a row alone."""
+    try:
+        return _same(_row_logits(model, precision), logits, precision)
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _same(logits: Tensor, others: Tensor, precision: torch.dtype) -> bool:
@@ -157,6 +206,45 @@ def rows_attention(
     return torch.cat(done, dim=1), None
 
 
+def varlen_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    sliding_window: int | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """As `rows_attention`, all rows in one call of torch's kernel for sequences of any length: on CUDA, in half precision.
+
+    Args:
+        cu_seq_lens_q: (rows + 1,) int32, where each row begins, then N.
+        max_length_q: tokens of the longest row.
+    """
+    if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None or dropout:
+        return rows_attention(
+            module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **rest
+        )
+    if beyond := [name for name in _BEYOND if rest.get(name) is not None]:
+        raise ValueError(f"{type(module).__name__} has {', '.join(beyond)} in its attention, which torch's kernel does not know")
+    from torch.nn.attention.varlen import varlen_attn
+
+    kind = query.device.type
+    half = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    q, k, v = (each[0].transpose(0, 1).to(half) for each in (query, key, value))
+    out = varlen_attn(
+        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out[None], None
+
+
 def _squares(values: Tensor, count: int, length: int) -> Tensor:
     """(1, H, count * length, d) -> (count, H, length, d)"""
     heads, width = values.shape[1], values.shape[3]
@@ -176,8 +264,9 @@ def _register() -> None:
         """None for a pack, whose rows the attention keeps apart; for everything else what sdpa takes."""
         return None if about.get("attention_mask") is None else sdpa_mask(**about)
 
-    AttentionInterface.register(ROWS, rows_attention)
-    AttentionMaskInterface.register(ROWS, mask)
+    for name, attention in ((ROWS, rows_attention), (VARLEN, varlen_attention)):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, mask)
 
 
 def _logits(model: Any, rows: Sequence[Sequence[int]], precision: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from shmbridge.consumers.learner.optimizer import MasterAdamW
-from shmbridge.consumers.learner.sharding import shared_like, whole, whole_state
+from shmbridge.consumers.learner.sharding import gathered, shared_like, whole_state
 
 _NAME = re.compile(r"step-(\d{8,})")
 _WRITING = ".writing-"
@@ -76,8 +76,8 @@ def save(
         write: False only takes part in what a sharded model needs of every rank, and leaves the disk to another one.
     """
     final = folder / f"step-{progress.step:08d}"
-    state = whole_state(model)
-    moments = _optimizer_tensors(model, optimizer)
+    state = whole_state(model, write)
+    moments = _optimizer_tensors(model, optimizer, write)
     if not write:
         return final
     folder.mkdir(parents=True, exist_ok=True)
@@ -159,12 +159,13 @@ def load_optimizer(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> 
         optimizer.state[parameter][kind] = value if kind == "step" else shared_like(value, parameter)
 
 
-def _optimizer_tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    return {
-        f"{kind}.{name}": whole(value).contiguous()
+def _optimizer_tensors(model: Any, optimizer: torch.optim.Optimizer, write: bool) -> dict[str, torch.Tensor]:
+    tensors = {
+        f"{kind}.{name}": gathered(value, write)
         for name, parameter in model.named_parameters()
         for kind, value in optimizer.state.get(parameter, {}).items()
     }
+    return {name: value.contiguous() for name, value in tensors.items() if value is not None}
 
 
 def _tensors(path: Path, name: str) -> dict[str, torch.Tensor]:

@@ -100,7 +100,7 @@ class Learner:
         self._counts = Counts(0.0, 0.0, 0.0, 0.0)  # of what is in the gradient
         self._shares = np.zeros(len(SHARES))
         self._mismatch = Mismatch()
-        self._push = 0.0  # the largest advantage in the gradient, without its sign
+        self._push = 0.0  # above 0 if an advantage in the gradient is not 0; under sft
         self._updating = False
         self._row_checks = RowChecks()
 
@@ -159,7 +159,9 @@ class Learner:
             )
         reference = self._reference if unknown else None
         self._make_room(counts, first)
-        self._push = max(self._push, float(world.most(np.array([np.abs(rows.advantages[rows.trained]).max(initial=0.0)], np.float64))[0]))
+        if goal.loss == "sft":
+            own_push = np.abs(rows.advantages[rows.trained]).max(initial=0.0)
+            self._push = max(self._push, float(world.sum(np.array([own_push], np.float64))[0]))
         device = next(self.model.parameters()).device
         totals = torch.zeros(len(SHARES), device=device)
         watch = self._row_checks.watch(batch, rows, goal.credit)
@@ -172,7 +174,7 @@ class Learner:
                 totals += self._backward(micro, self._counts, reference)
         with self.times.of("sync"):
             self._shares += world.sum(totals.double().cpu().numpy())
-            mismatch = self._mismatch.metrics(world)
+            mismatch = self._mismatch.metrics(world.sum)
         shares = dict(zip(SHARES, self._shares.tolist(), strict=True))
         return {**shares, **mismatch, **metrics, **self._row_checks.metrics(watch)}
 

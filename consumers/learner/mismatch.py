@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shmbridge.consumers import losses
 from shmbridge.consumers.learner.metrics_log import Metrics
-from shmbridge.consumers.learner.world import World
+from shmbridge.consumers.whole_batch import Reduce, alone
 
 _OF = ("mismatch_kl", "logprob_diff_mean", "logprob_diff_max")
 MISMATCH = (*_OF, *(f"{name}_fresh" for name in _OF), "tokens_fresh")
@@ -50,12 +50,15 @@ class Mismatch:
             rows.append(torch.stack([counted.sum().double(), torch.where(counted, divergence, 0.0).sum(), distance.sum(), largest]))
         self._own.append(torch.stack(rows))
 
-    def metrics(self, world: World) -> Metrics:
-        """Return the numbers of all batches so far, over all ranks; NaN where no token counts. Blocks for the other ranks."""
+    def metrics(self, reduce: Reduce = alone) -> Metrics:
+        """Return the numbers of all batches so far, NaN where no token counts: means over all ranks, the largest of this rank.
+
+        Blocks as long as `reduce` does, which every rank calls once: it adds an array up over all ranks.
+        """
         own = torch.stack(self._own).cpu().numpy() if self._own else np.zeros((1, 2, 4))
         self._own = []
-        self._sums += world.sum(own[..., :3].sum(axis=0))
-        self._largest = np.maximum(self._largest, world.most(own[..., 3].max(axis=0)))
+        self._sums += reduce(own[..., :3].sum(axis=0))
+        self._largest = np.maximum(self._largest, own[..., 3].max(axis=0))
         found: Metrics = {}
         for (count, divergence, distance), largest, suffix in zip(self._sums.tolist(), self._largest.tolist(), ("", "_fresh"), strict=True):
             values = (divergence / count, distance / count, largest) if count else (float("nan"),) * 3

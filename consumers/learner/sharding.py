@@ -216,14 +216,41 @@ def shared_like(value: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
-def whole_state(model: Any) -> dict[str, Tensor]:
+def gathered(tensor: Tensor, write: bool) -> Tensor | None:
+    """Return all of a tensor where it is written, which is rank 0, and None on the others; blocks for them if it is a sharded one.
+
+    A sharded one comes to the CPU; the device of rank 0 has this one whole meanwhile, those of the others no more than their part.
+    """
+    if not hasattr(tensor, "full_tensor"):
+        return tensor.cpu() if write else None
+    from torch import distributed
+    from torch.distributed.tensor import DTensor, Shard
+
+    assert isinstance(tensor, DTensor)
+    ways, mesh = tensor.placements, tensor.device_mesh
+    if len(ways) != 1 or type(ways[0]) is not Shard:  # split in a way that FSDP2 does not
+        full = whole(tensor)
+        return full.cpu() if write else None
+    dimension, count = ways[0].dim, tensor.shape[ways[0].dim]
+    local = tensor.to_local().movedim(dimension, 0)
+    part = local.new_zeros((-(-count // mesh.size()), *local.shape[1:]))  # as torch.chunk: the last ones are shorter, or empty
+    part[: len(local)] = local
+    parts = [torch.empty_like(part) for _ in range(mesh.size())] if write else None
+    distributed.gather(part, parts, dst=0, group=mesh.get_group())
+    if parts is None:
+        return None
+    return torch.cat([each.cpu() for each in parts])[:count].movedim(0, dimension).contiguous()
+
+
+def whole_state(model: Any, write: bool = True) -> dict[str, Tensor]:
     """Return the whole tensors of a sharded model's state by name, on the CPU; tied ones are one tensor. Empty if nothing is sharded.
 
-    Blocks for the other ranks: every rank calls it.
+    Blocks for the other ranks: every rank calls it, and gets an empty one unless it is the one that writes, rank 0.
     """
     if not is_sharded(model):
         return {}
     state = model.state_dict(keep_vars=True)
     one_of = {id(tensor): tensor for tensor in state.values()}
-    wholes = {key: whole(tensor.detach()).cpu() for key, tensor in one_of.items()}
-    return {name: wholes[id(tensor)] for name, tensor in state.items()}
+    wholes = {key: gathered(tensor.detach(), write) for key, tensor in one_of.items()}
+    found = {name: wholes[id(tensor)] for name, tensor in state.items()}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}

@@ -109,7 +109,11 @@ def load_learner(
         if sharded and options.lora_rank:
             raise Refused("adapters and --parallel fsdp2 do not go together -> --parallel ddp")
         model = load_model(source or options.model, options, torch.device("cpu") if sharded else device)
-        layout = attention.settle(model, options.batch_layout, getattr(torch, options.precision), say)
+        precision = getattr(torch, options.precision)
+        if sharded:
+            layout = attention.settle_for(device, model, options.batch_layout, precision, say)
+        else:
+            layout = attention.settle(model, options.batch_layout, precision, say)
         tokenizer = load_tokenizer(source or options.model)
         reference = _reference(model, source, options, device, layout)
     parallel = parallel_of(model, options.parallel, world, device)

@@ -227,3 +227,61 @@ def test_a_checkpoint_names_no_attention_of_ours(tmp_path):
     own = model(attention.ROWS)
     own.save_pretrained(tmp_path)
     assert attention.ROWS not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+
+
+def a_qwen2(**options):
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=28, hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4,
+                    num_key_value_heads=2, initializer_range=0.2, **options)
+    )  # fmt: skip
+
+
+def test_an_attention_that_is_there_but_does_not_run_is_no_reason_to_pad(monkeypatch):
+    """As flash attention on a GPU that is too old for it: the next one is tried."""
+
+    def broken(*args, **named):
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+
+    tried = ["does_not_run", "not_installed", attention.ROWS]
+    AttentionInterface.register("does_not_run", broken)
+    monkeypatch.setattr(attention, "attentions_for_packs", lambda device, precision: tried)
+    model, said = a_qwen2(), []
+    assert attention.settle(model, "auto", torch.float32, said.append) == "packed"
+    assert (model.config._attn_implementation, said) == (attention.ROWS, [])
+    monkeypatch.setattr(attention, "attentions_for_packs", lambda device, precision: tried[:2])
+    model = a_qwen2()
+    before = model.config._attn_implementation
+    assert attention.settle(model, "auto", torch.float32, said.append) == "padded"
+    assert (model.config._attn_implementation, len(said)) == (before, 1)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_what_is_tried_depends_on_the_device_and_the_precision(monkeypatch, precision):
+    there = {"flash_attn", "torch.nn.attention.varlen"}
+    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name if name in there else None)
+    assert attention.attentions_for_packs(CPU, precision) == [attention.ROWS]
+    on_gpu = attention.attentions_for_packs(torch.device("cuda"), precision)
+    assert on_gpu[-1] == attention.ROWS
+    assert on_gpu[:-1] == ([] if precision == torch.float32 else ["flash_attention_2", attention.VARLEN])
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_model_that_comes_in_parts_is_settled_by_a_few_layers_on_its_device(monkeypatch, windows):
+    """What is asked of which device a model's passes run on is that of the few, and the model takes what they took."""
+    options = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 3} if windows else {}
+    model = a_qwen2(**options)
+    seen = []
+    settle = attention.settle
+    monkeypatch.setattr(attention, "settle", lambda few, *rest: seen.append(few) or settle(few, *rest))
+    assert attention.settle_for(CPU, model, "auto", torch.float32, print) == "packed"
+    assert model.config._attn_implementation == attention.ROWS
+    assert seen[0] is not model
+    assert len(seen[0].model.layers) == (4 if windows else 2)
+    assert len(model.model.layers) == model.config.num_hidden_layers == 5
+
+
+def test_a_model_of_which_no_few_layers_can_be_made_is_looked_at_itself(monkeypatch):
+    model = a_qwen2()
+    monkeypatch.setattr(type(model.config), "get_text_config", lambda self, **named: (_ for _ in ()).throw(KeyError("layers")))
+    assert attention._few_layers(model, CPU) is None

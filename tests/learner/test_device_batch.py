@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -199,6 +201,36 @@ def test_what_is_refused_is_said_once_and_copied_all_the_same(batches, caplog):
         found.release()
     assert driver.registered == {}
     assert len([each for each in caplog.records if "slower" in each.message]) == 1
+
+
+def test_a_lane_is_not_let_go_while_a_batch_is_formed_from_it(producer, consumer):
+    """Closing waits for the thread that forms batches ahead, and none is formed after it: what it had taken stays in the lane."""
+    inside, go_on = threading.Event(), threading.Event()
+    driver = Recorder()
+
+    class Slow(PinnedLanes):
+        def cut(self, record, values):
+            inside.set()
+            assert go_on.wait(30.0)
+            assert driver.registered, "the lane was let go under the copy"
+            return super().cut(record, values)
+
+    copies = DeviceCopies("cpu", COLUMNS, Slow(driver))
+    for number in range(3):
+        producer.put(GROUPS[0], group_id=f"g{number}")
+    formed = []
+    with ThreadPoolExecutor(2) as pool:
+        iterating = pool.submit(lambda: formed.append(next(consumer.batches(groups=1, prefetch=1, hold="caller", make=copies.batch))))
+        assert inside.wait(30.0)
+        closing = pool.submit(copies.close)
+        assert not closing.done()
+        go_on.set()
+        closing.result(30.0)
+        iterating.result(30.0)
+    assert driver.registered == {}
+    with pytest.raises(ValueError, match="closed"):
+        copies.batch([])
+    formed[0].release()
 
 
 def test_a_dead_lane_is_let_go_when_another_comes(make_producer, make_consumer, until):

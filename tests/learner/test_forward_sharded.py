@@ -41,3 +41,9 @@ def test_values_and_gradients_are_those_of_the_model_alone():
 def test_experts_that_a_rank_sends_nothing_to_get_the_gradient_of_the_others(how):
     said = on_two_ranks("sharded_experts.py", how)
     assert all(each.count("equal: ") == 1 for each in said), "\n".join(said)
+
+
+@pytest.mark.parametrize("tied", [pytest.param([], id="untied", marks=pytest.mark.long), pytest.param(["tied"], id="tied")])
+def test_a_rank_that_writes_no_checkpoint_gathers_nothing_for_it(tmp_path, tied):
+    said = on_two_ranks("sharded_save.py", str(tmp_path), *tied)
+    assert all(each.count("equal: ") == 1 for each in said), "\n".join(said)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from shmbridge.consumers.learner.mismatch import MISMATCH, Mismatch, MismatchAlarm
 from shmbridge.consumers.learner.rank_metrics import merged
-from shmbridge.consumers.learner.world import ALONE
 
 POLICY = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5])
 SAMPLER = torch.tensor([-1.1, -1.7, 1.0, -3.0, float("-inf")])  # two of which nobody knows
@@ -26,7 +23,7 @@ def expected(at):
 def test_the_numbers_are_those_of_tokens_whose_sampler_is_known():
     found = Mismatch()
     found.add(POLICY, SAMPLER, FRESH)
-    said = found.metrics(ALONE)
+    said = found.metrics()
     assert set(said) == set(MISMATCH)
     assert [said[name] for name in MISMATCH] == pytest.approx([*expected([0, 1, 3]), *expected([0, 3]), 2.0], abs=1e-7)
 
@@ -35,19 +32,19 @@ def test_the_numbers_are_those_of_tokens_whose_sampler_is_known():
 def test_micro_batches_and_batches_add_up_to_one(cuts):
     whole, parts = Mismatch(), Mismatch()
     whole.add(POLICY, SAMPLER, FRESH)
-    wanted = whole.metrics(ALONE)
+    wanted = whole.metrics()
     for begin, end in cuts:
         parts.add(POLICY[begin:end], SAMPLER[begin:end], FRESH[begin:end])
-        said = parts.metrics(ALONE)  # of all batches so far
+        said = parts.metrics()  # of all batches so far
     assert said == pytest.approx(wanted)
 
 
 def test_without_a_known_token_there_is_no_number():
     nothing = Mismatch()
-    assert all(math.isnan(nothing.metrics(ALONE)[name]) for name in MISMATCH[:-1])
+    assert all(math.isnan(nothing.metrics()[name]) for name in MISMATCH[:-1])
     nothing.add(POLICY[:0], SAMPLER[:0], FRESH[:0])
     nothing.add(POLICY, SAMPLER, None)  # nothing says how old they are
-    said = nothing.metrics(ALONE)
+    said = nothing.metrics()
     assert said["logprob_diff_mean"] == pytest.approx(expected([0, 1, 3])[1])
     assert (math.isnan(said["logprob_diff_mean_fresh"]), said["tokens_fresh"]) == (True, 0.0)
 
@@ -55,22 +52,16 @@ def test_without_a_known_token_there_is_no_number():
 def test_ranks_together_say_what_one_says(on_ranks):
     alone = Mismatch()
     alone.add(POLICY, SAMPLER, FRESH)
-    wanted = alone.metrics(ALONE)
+    wanted = alone.metrics()
     shares = (slice(0, 0), slice(0, 3), slice(3, 5))
 
     def of_rank(rank, reduce):
-        def most(values):
-            placed = np.zeros((3, values.size))
-            placed[rank] = values
-            return reduce(placed).max(axis=0)
-
         own = Mismatch()
         if rank:
             own.add(POLICY[shares[rank]], SAMPLER[shares[rank]], FRESH[shares[rank]])
-        return own.metrics(SimpleNamespace(sum=reduce, most=most))
+        return own.metrics(reduce)
 
     said = on_ranks(3, of_rank)
-    assert said == [pytest.approx(wanted)] * 3
     step = merged([each | {"trajectories": rows} for each, rows in zip(said, (0, 1, 5), strict=True)], [{}, {}, {}])
     assert {name: step[name] for name in MISMATCH} == pytest.approx(wanted)
 
