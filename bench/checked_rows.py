@@ -11,7 +11,9 @@ from shmbridge.row_checks import VARIABLE
 _PUTS = 64
 
 
-def put_ratios(everys: tuple[int, ...], shape: Shape, form: Form = "row_arrays", rounds: int = 40) -> dict[int, float]:
+def put_ratios(
+    everys: tuple[int, ...], shape: Shape, form: Form = "row_arrays", rounds: int = 40
+) -> dict[int, float]:
     """CPU time of `put` with checks of one row in N over that without any, by N: medians over rounds that take all N in turn."""
     groups = [make(shape, form, SEED + number) for number in range(SOURCES)]
     bridge, before = f"bench-checked-{os.getpid()}", os.environ.get(VARIABLE)

@@ -1,4 +1,4 @@
-"""Checks of rows: what a producer stores beside a row's values, so that whoever trains with them can tell that they are those.
+"""Checks of rows: stored beside a row's values, so that whoever trains with them can tell that they are those.
 
 Knows names and bytes; knows nothing of lanes and batches. `Record.row_checks(name)` gives the stored ones.
 """
@@ -15,12 +15,17 @@ DEFAULT_EVERY = 32
 
 
 def checked_every() -> int:
-    """One row in how many carries checks, by SHMBRIDGE_CHECK_ROWS: 1 for every row, 0 for none. Never blocks; ValueError for anything else."""
+    """One row in how many carries checks: 1 for every row, 0 for none.
+
+    SHMBRIDGE_CHECK_ROWS says it. Never blocks; ValueError if that is no such number.
+    """
     said = os.environ.get(VARIABLE, "").strip()
     if not said:
         return DEFAULT_EVERY
     if not said.isascii() or not said.isdigit() or int(said) >= 1 << 32:
-        raise ValueError(f"{VARIABLE}={said!r} is not a number of rows -> 1 checks every row, {DEFAULT_EVERY} one in {DEFAULT_EVERY}, 0 none")
+        raise ValueError(
+            f"{VARIABLE}={said!r} is not a number of rows -> 1 checks every row, {DEFAULT_EVERY} one in {DEFAULT_EVERY}, 0 none"
+        )
     return int(said)
 
 

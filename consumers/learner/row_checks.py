@@ -1,8 +1,9 @@
-"""Whether a learner trains with the values that were put: each checked row's values are taken back out of the micro-batches, and compared.
+"""Whether a learner trains with the values that were put: a checked row is taken back out of the micro-batches, and compared.
 
-A producer stores a check beside the tokens, mask, log-probabilities and advantages of one row in so many (`shmbridge.row_checks`). Here it is
-computed again behind everything that handles these values: the gathering, `prepare` and the cut into micro-batches. What the learner's own
-masks leave out of the training is taken from what these were applied to. A row that is trained twice, or not at all, differs, too.
+A producer stores a check beside the tokens, mask, log-probabilities and advantages of one row in so many
+(`shmbridge.row_checks`). Here it is computed again behind everything that handles these values: the gathering,
+`prepare` and the cut into micro-batches. What the learner's own masks leave out of the training is taken from what
+they were applied to. A row that is trained twice, or not at all, differs, too.
 
 Knows batches, their records and the arrays of `training_rows.py`; knows nothing of models. Called by `grpo_update.py`.
 
@@ -81,7 +82,9 @@ class Watch:
         self._stored = {name: self._checks(name) for name in CHECKED_COLUMNS}
         self.checked: npt.NDArray[np.bool_] = self._stored["tokens"] != 0
         self.metas = [record.meta for record in self._records for _ in range(len(record))]
-        self._seen: list[tuple[list[int], list[int], dict[str, Tensor]]] = []  # rows, their lengths, flat values
+        self._seen: list[
+            tuple[list[int], list[int], dict[str, Tensor]]
+        ] = []  # rows, their lengths, flat values
 
     def _checks(self, column: str) -> npt.NDArray[np.uint64]:
         """Return uint64, one per row of the records; 0 where there is none."""
@@ -96,14 +99,16 @@ class Watch:
 
     def saw(self, micro: MicroBatch) -> None:
         """Take what is checked out of a micro-batch, on its device. Never blocks."""
-        chosen = [place for place, row in enumerate(micro.row_numbers) if row < self.checked.size and self.checked[row]]
+        chosen = [
+            place
+            for place, row in enumerate(micro.row_numbers)
+            if row < self.checked.size and self.checked[row]
+        ]
         if not chosen:
             return
         lengths = np.asarray(micro.row_lengths)
-        if micro.position_ids is None:  # padded
-            starts = np.arange(lengths.size) * micro.tokens.shape[1]
-        else:
-            starts = np.cumsum(lengths) - lengths
+        padded = micro.position_ids is None
+        starts = np.arange(lengths.size) * micro.tokens.shape[1] if padded else np.cumsum(lengths) - lengths
         places = np.concatenate([np.arange(starts[each], starts[each] + lengths[each]) for each in chosen])
         index = torch.from_numpy(places).to(micro.tokens.device)
         columns = {name: getattr(micro, name) for name in _TAKEN}
@@ -116,7 +121,11 @@ class Watch:
             return {}
         times: Counter[int] = Counter()
         found: dict[int, str] = {}
-        silenced = silenced_rows(self._batch) if self._stored["advantages"].any() else np.zeros(self.checked.size, bool)
+        silenced = (
+            silenced_rows(self._batch)
+            if self._stored["advantages"].any()
+            else np.zeros(self.checked.size, bool)
+        )
         for row, micro in self._taken():
             times[row] += 1
             wrong = self._compare(row, micro, bool(silenced[row]))
@@ -150,7 +159,7 @@ class Watch:
         return part.cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
 
     def _compare(self, row: int, micro: dict[str, Array] | None, silenced: bool) -> str:
-        """Return what is wrong with a row's values, "" if nothing. Without `micro` it trains nothing, and `prepare` has the last word."""
+        """Return what is wrong with a row's values, "" if nothing; without `micro` it trains nothing, and `prepare`'s count."""
         batch, rows = self._batch, self._rows
         trained = self._of(row, rows.trained)
         cut = micro["trained"] if micro is not None else trained
@@ -158,7 +167,8 @@ class Watch:
         if not np.array_equal(cut, trained) or (trained & ~answers).any():
             at = np.flatnonzero(cut != trained) if cut.size == trained.size else np.zeros(0, np.intp)
             at = at if at.size else np.flatnonzero(trained & ~answers)
-            return self._said(row, f"column 'loss_mask' {_position(at)}: a token is trained that the mask does not say, or the other way")
+            what = "a token is trained that the mask leaves out, or left out on the way"
+            return self._said(row, f"column 'loss_mask' {_position(at)}: {what}")
         values: dict[str, Array] = {
             "tokens": (micro["tokens"] if micro is not None else self._of(row, rows.tokens)).astype(np.int32),
         }
@@ -175,7 +185,10 @@ class Watch:
                 values[column] = sampled
         if self._has("advantages", row):
             own = self._of(row, batch.advantages)
-            values["advantages"] = np.where(trained, micro["advantages"], own) if micro is not None and self._as_put(silenced) else own
+            as_put = micro is not None and self._as_put(silenced)
+            values["advantages"] = (
+                np.where(trained, micro["advantages"], own) if micro is not None and as_put else own
+            )
         for column in CHECKED_COLUMNS:
             stored = int(self._stored[column][row])
             if column == "ref_logprobs" and rows.reference_logprobs is None:
@@ -196,7 +209,13 @@ class Watch:
         """Whether the advantage of each trained token of a row with its own is to be what was put."""
         credit = self._credit
         partly = getattr(self._batch, "advantages_mask", None) is not None
-        return credit.use_own and credit.normalise == "none" and credit.clip is None and not partly and not silenced
+        return (
+            credit.use_own
+            and credit.normalise == "none"
+            and credit.clip is None
+            and not partly
+            and not silenced
+        )
 
     def _where(self, row: int, column: str, values: Array, stored: int) -> str:
         """Say where a column differs, by what still lies in the lane."""
@@ -209,7 +228,9 @@ class Watch:
             return f"column {column!r}: at an unknown position, the lane's own values have changed since they were put"
         if put.size != values.size:
             return f"column {column!r}: {values.size} values, {put.size} were put"
-        at = np.flatnonzero(put.view(np.uint8).reshape(put.size, -1) != values.view(np.uint8).reshape(put.size, -1))
+        at = np.flatnonzero(
+            put.view(np.uint8).reshape(put.size, -1) != values.view(np.uint8).reshape(put.size, -1)
+        )
         first = int(at[0]) // put.itemsize if at.size else 0
         return f"column {column!r} position {first}: trained with {values[first]!s}, put was {put[first]!s}"
 

@@ -136,7 +136,9 @@ def put_group(producer, number):
 
 
 def metrics(folder):
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert not any(value for line in lines for name, value in line.items() if name.startswith("rows_differ"))
+    return lines
 
 
 def saved(folder):
@@ -179,7 +181,7 @@ def run_of(start, bridge, tmp_path, size, *flags, steps=3):
     return parameters(tmp_path / f"of-{size}", steps), metrics(tmp_path / f"of-{size}")
 
 
-ADDS_UP = ("tokens", "trained_tokens", "trajectories", "groups", "groups_flat", "atropos/total_sequences")
+ADDS_UP = ("tokens", "trained_tokens", "trajectories", "groups", "groups_flat", "atropos/total_sequences", "rows_compared{test}")
 ALIKE = (
     *("loss", "entropy", "mismatch_kl", "logprob_diff_mean", "logprob_diff_max", "grad_norm", "reward_mean", "reward_std"),
     *("advantage_mean", "advantage_std", "atropos/test/std_score"),
@@ -206,6 +208,7 @@ def test_two_ranks_learn_what_one_learns(start, bridge, tmp_path, alone, paralle
     assert_close(both, expected)
     for one, two in zip(lines, merged, strict=True):
         assert one.keys() == two.keys()
+        assert one["rows_compared{test}"] == one["trajectories"] > 0
         assert {name: two[name] for name in ADDS_UP} == {name: one[name] for name in ADDS_UP}
         for name in ALIKE:
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name

@@ -26,16 +26,20 @@ def groups(seed: int = SEED) -> list[dict]:
     for number in range(GROUPS):
         lengths = rng.integers(4, 20, ROWS)
         tokens = [rng.integers(0, 28, length).tolist() for length in lengths]
-        masks = [[0, 0] + rng.integers(0, 2, length - 3).tolist() + [1] for length in lengths]
+        masks = [[0, 0, *rng.integers(0, 2, length - 3).tolist(), 1] for length in lengths]
         group = {"tokens": tokens, "scores": rng.normal(size=ROWS).tolist()}
         if number == 2:
             pairs = zip(tokens, masks, strict=True)
-            group["masks"] = [[token if on else -100 for token, on in zip(*pair, strict=True)] for pair in pairs]
+            group["masks"] = [
+                [token if on else -100 for token, on in zip(*pair, strict=True)] for pair in pairs
+            ]
         else:
             group["loss_mask"] = masks
             group["advantages"] = [rng.normal(size=length).astype(np.float32) for length in lengths]
         if number != 1:
-            group["inference_logprobs"] = [-rng.exponential(size=length).astype(np.float32) for length in lengths]
+            group["inference_logprobs"] = [
+                -rng.exponential(size=length).astype(np.float32) for length in lengths
+            ]
         if number == 0:
             group["ref_logprobs"] = [-rng.exponential(size=length).astype(np.float32) for length in lengths]
         made.append(group)
@@ -45,7 +49,10 @@ def groups(seed: int = SEED) -> list[dict]:
 @pytest.fixture
 def batch(bridge):
     """A batch of all groups, whose leases are held."""
-    with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, env_name="maze", producer_id="maze-1") as producer:
+    with (
+        shmbridge.Consumer(bridge) as consumer,
+        shmbridge.Producer(bridge, env_name="maze", producer_id="maze-1") as producer,
+    ):
         for group in groups():
             producer.put(group)
         with next(consumer.batches(groups=GROUPS, timeout_s=10, hold="caller")) as made:
@@ -57,14 +64,18 @@ def metrics(tiny_model, batch):
     """Call it for the metrics of one batch."""
 
     def make(learner=None, **objective):
-        learner = learner or Learner(tiny_model(1), Objective(micro_tokens=50, **objective), lambda step: 1e-3)
+        learner = learner or Learner(
+            tiny_model(1), Objective(micro_tokens=50, **objective), lambda step: 1e-3
+        )
         return learner.accumulate(batch, 0)
 
     return make
 
 
 def of_checks(metrics):
-    return {name: value for name, value in metrics.items() if name.startswith(("rows_compared{", "rows_differ{"))}
+    return {
+        name: value for name, value in metrics.items() if name.startswith(("rows_compared{", "rows_differ{"))
+    }
 
 
 @pytest.mark.parametrize(
@@ -81,7 +92,9 @@ def of_checks(metrics):
     ids=str,
 )
 def test_every_row_is_compared_and_none_differs(tiny_model, batch, objective) -> None:
-    learner = Learner(tiny_model(1), Objective(**({"micro_tokens": 50} | objective)), lambda step: 1e-3, reference=None)
+    learner = Learner(
+        tiny_model(1), Objective(**({"micro_tokens": 50} | objective)), lambda step: 1e-3, reference=None
+    )
     found = of_checks(learner.accumulate(batch, 0))
     assert found == {"rows_compared{maze}": GROUPS * ROWS, "rows_differ{maze}": 0}
 
@@ -101,7 +114,9 @@ def shifted(name):
 
 def mask_shifted(monkeypatch, batch):
     wanted = training_rows.trained_tokens
-    monkeypatch.setattr(training_rows, "trained_tokens", lambda *given: np.roll(wanted(*given), 1) & (batch.position_ids > 0))
+    monkeypatch.setattr(
+        training_rows, "trained_tokens", lambda *given: np.roll(wanted(*given), 1) & (batch.position_ids > 0)
+    )
 
 
 def trained_besides(monkeypatch, batch):
@@ -155,18 +170,33 @@ def column_lost(column):
 
 PLANTED = {
     "tokens shifted in prepare": (shifted("tokens"), "column 'tokens' position 0: trained with"),
-    "log-probabilities shifted in prepare": (shifted("sampled_logprobs"), "column 'inference_logprobs' position 0: trained with"),
+    "log-probabilities shifted in prepare": (
+        shifted("sampled_logprobs"),
+        "column 'inference_logprobs' position 0: trained with",
+    ),
     "mask shifted on its way to what is trained": (mask_shifted, "column 'loss_mask' position"),
     "a token trained that the mask leaves out": (trained_besides, "column 'loss_mask' position"),
     "advantages shifted in prepare": (shifted("advantages"), "column 'advantages' position"),
     "tokens shifted in gather": (shifted_in_gather("tokens"), "column 'tokens' position 0: trained with"),
-    "log-probabilities shifted in gather": (shifted_in_gather("inference_logprobs"), "column 'inference_logprobs' position"),
+    "log-probabilities shifted in gather": (
+        shifted_in_gather("inference_logprobs"),
+        "column 'inference_logprobs' position",
+    ),
     "advantages shifted in gather": (shifted_in_gather("advantages"), "column 'advantages' position"),
-    "a mask flipped in gather": (flipped_in_gather("loss_mask", 2, 1), "row 2 of environment 'maze': column 'loss_mask' position 1:"),
-    "a token flipped in gather": (flipped_in_gather("tokens", 9, 3), "record 2 row 1 of environment 'maze': column 'tokens' position 3:"),
+    "a mask flipped in gather": (
+        flipped_in_gather("loss_mask", 2, 1),
+        "row 2 of environment 'maze': column 'loss_mask' position 1:",
+    ),
+    "a token flipped in gather": (
+        flipped_in_gather("tokens", 9, 3),
+        "record 2 row 1 of environment 'maze': column 'tokens' position 3:",
+    ),
     "a row dropped": (of_micro_batches(lambda micros: micros[1:]), "is in no micro-batch"),
     "a row doubled": (of_micro_batches(lambda micros: [*micros, micros[0]]), "is trained 2 times"),
-    "a column dropped": (column_lost("inference_logprobs"), "column 'inference_logprobs' is missing, and was put"),
+    "a column dropped": (
+        column_lost("inference_logprobs"),
+        "column 'inference_logprobs' is missing, and was put",
+    ),
     "advantages dropped": (column_lost("advantages"), "column 'advantages' is missing, and was put"),
 }
 
@@ -205,7 +235,12 @@ def test_values_that_were_not_put_are_found(batch, metrics) -> None:
 def test_a_row_of_another_length_is_absent_or_differs(bridge, tiny_model) -> None:
     """What an environment sends of the answer alone belongs to no token that can be told."""
     tokens = [[1, 2, 3, 4], [5, 6, 7, 8]]
-    group = {"tokens": tokens, "masks": tokens, "scores": [1.0, 0.0], "inference_logprobs": [[-0.5, -0.5], [-1.0] * 4]}
+    group = {
+        "tokens": tokens,
+        "masks": tokens,
+        "scores": [1.0, 0.0],
+        "inference_logprobs": [[-0.5, -0.5], [-1.0] * 4],
+    }
     learner = Learner(tiny_model(1), Objective(), lambda step: 1e-3)
     with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, env_name="maze") as producer:
         producer.put(group, foreign=True)
@@ -236,8 +271,19 @@ def test_a_batch_that_let_go_of_its_records_is_not_compared(bridge, tiny_model) 
 
 def test_the_report_shows_what_was_compared_and_the_first_difference(tmp_path) -> None:
     steps = [
-        {"step": 1, "rows_compared{maze}": 4, "rows_differ{maze}": 0, "rows_compared{a{b}": 1, "rows_differ{a{b}": 0},
-        {"step": 2, "rows_compared{maze}": 4, "rows_differ{maze}": 2, "row_difference": "producer maze-1 record 7 row 0: wrong"},
+        {
+            "step": 1,
+            "rows_compared{maze}": 4,
+            "rows_differ{maze}": 0,
+            "rows_compared{a{b}": 1,
+            "rows_differ{a{b}": 0,
+        },
+        {
+            "step": 2,
+            "rows_compared{maze}": 4,
+            "rows_differ{maze}": 2,
+            "row_difference": "producer maze-1 record 7 row 0: wrong",
+        },
         {"step": 3, "rows_compared{maze}": 4, "rows_differ{maze}": 1, "row_difference": "of another rank"},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in steps))

@@ -25,12 +25,20 @@ LISTS = {"tokens": TOKENS, "loss_mask": MASK, "inference_logprobs": LOGPROBS, "a
 
 
 def flat(group):
-    return {name: (np.concatenate([np.asarray(row) for row in rows]), LENGTHS) for name, rows in group.items()}
+    return {
+        name: (np.concatenate([np.asarray(row) for row in rows]), LENGTHS) for name, rows in group.items()
+    }
 
 
 def masks(group):
-    trained = [[token if on else -100 for token, on in zip(*pair, strict=True)] for pair in zip(TOKENS, MASK, strict=True)]
-    return {name: rows for name, rows in group.items() if name != "loss_mask"} | {"masks": trained, "scores": [1.0, 0.0]}
+    trained = [
+        [token if on else -100 for token, on in zip(*pair, strict=True)]
+        for pair in zip(TOKENS, MASK, strict=True)
+    ]
+    return {name: rows for name, rows in group.items() if name != "loss_mask"} | {
+        "masks": trained,
+        "scores": [1.0, 0.0],
+    }
 
 
 FORMS = {
@@ -39,10 +47,15 @@ FORMS = {
     "arrays of other types": {name: [np.array(row) for row in rows] for name, rows in LISTS.items()},
     "tensors": {name: [torch.from_numpy(row) for row in rows] for name, rows in PUT.items()},
     "flat arrays and lengths": flat(PUT),
-    "tuples, which are taken at leisure": {name: tuple(tuple(row) for row in rows) for name, rows in LISTS.items()},
+    "tuples, which are taken at leisure": {
+        name: tuple(tuple(row) for row in rows) for name, rows in LISTS.items()
+    },
     "masks of Atropos, folded": masks(LISTS),
     "arrow": pa.RecordBatch.from_pydict(
-        {name: pa.array(rows, pa.list_(pa.from_numpy_dtype(PUT[name][0].dtype))) for name, rows in LISTS.items()}
+        {
+            name: pa.array(rows, pa.list_(pa.from_numpy_dtype(PUT[name][0].dtype)))
+            for name, rows in LISTS.items()
+        }
     ),
 }
 
@@ -74,7 +87,7 @@ def test_each_form_of_put_has_the_same_checks(producer, consumer, form) -> None:
 def test_foreign_groups_and_put_async_and_a_claim(producer, consumer) -> None:
     producer.put(masks(LISTS), foreign=True)
     asyncio.run(producer.put_async(PUT))
-    with producer.claim(2, {name: LENGTHS for name in PUT}) as slot:
+    with producer.claim(2, dict.fromkeys(PUT, LENGTHS)) as slot:
         for name, rows in PUT.items():
             slot[name][:] = np.concatenate(rows)
     for _ in range(3):
@@ -87,7 +100,9 @@ def test_rare_masks_are_checked_as_the_loss_mask_beside_them(producer, consumer)
     producer.put({"tokens": TOKENS, "masks": [[-100, 1, 1], [-100, 9]], "scores": [1.0, 0.0]})
     with consumer.get(timeout_s=10) as record:
         assert record["masks"][0].tolist() == [-100, 1, 1]
-        assert record.row_checks("loss_mask").tolist() == [check_of("loss_mask", row) for row in PUT["loss_mask"]]
+        assert record.row_checks("loss_mask").tolist() == [
+            check_of("loss_mask", row) for row in PUT["loss_mask"]
+        ]
         assert record.row_checks("masks") is None
 
 
@@ -160,9 +175,14 @@ def test_the_variable_is_a_number(bridge, monkeypatch) -> None:
 def test_a_check_knows_its_column_place_and_length() -> None:
     values = np.arange(1, 100, dtype=np.float32)
     seen = {check_of(name, values) for name in CHECKED_COLUMNS}
-    seen |= {check_of("advantages", changed) for changed in (np.roll(values, 1), values[1:], values[:-1], np.append(values, 0)[:-1] * 2)}
+    seen |= {
+        check_of("advantages", changed)
+        for changed in (np.roll(values, 1), values[1:], values[:-1], np.append(values, 0)[:-1] * 2)
+    }
     for place in range(values.size):
         seen.add(check_of("advantages", np.where(np.arange(values.size) == place, -values, values)))
     assert len(seen) == len(CHECKED_COLUMNS) + 4 + values.size
     assert 0 not in seen
-    assert check_of("tokens", np.arange(4, dtype="<i4")) == 15263788030397751712  # of all machines and releases
+    assert (
+        check_of("tokens", np.arange(4, dtype="<i4")) == 15263788030397751712
+    )  # of all machines and releases
