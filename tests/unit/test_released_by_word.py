@@ -338,6 +338,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 assert consumer.stats()["held"] == 4
+print("ready", flush=True)
 raise SystemExit(0)
 """)
     assert process.wait(30) == 0
@@ -498,4 +499,4 @@ def many(way: Way) -> Callable[[shmbridge.Consumer], Iterator[Any]]:
     if way.name.startswith("batches"):
         _, hold, prefetch = way.name.split()
         return lambda hub: hub.batches(groups=100, timeout_s=5, hold=hold, prefetch=int(prefetch))
-    return way.items
+    return (lambda hub: (record for _ in iter(int, 1) for record in hub.poll())) if way.name == "poll" else way.items
