@@ -189,6 +189,15 @@ MUTATIONS = (
         "    return found->again || (found->from_backlog && sequence < reader->first_head);", "    return found->from_backlog;", "tests/crash/test_hub_killed.py",
     ),
     Mutation(
+        "dropped-is-released", 2, "a lease that the garbage collector ends is released", RING,
+        "        if not self._ended and not self._released:", "        if False:", "tests/unit/test_released_by_word.py",
+    ),
+    Mutation(
+        "dropped-is-lost", 2, "a record that nobody looked at does not come again", RING,
+        "        lane_put_back(&self._reader, lease.sequence, lease.slot, lease.redelivered)", "        pass",
+        "tests/unit/test_released_by_word.py",
+    ),
+    Mutation(
         "rank-release-not-put-off", 2, "a new hub gives room away that an old rank looks at", RING,
         "        if self.ranks_before and lease.redelivered:", "        if False:", "tests/crash/test_rank_killed.py",
     ),
