@@ -308,3 +308,16 @@ def test_the_learners_option_takes_tokens_straight_from_the_ring(producer, consu
             assert batch.tokens.tolist() == [1, 2]
             batch.release()
             found.close()
+
+
+def test_a_lane_is_mapped_writable_for_a_gpu_that_registers_no_other_memory(producer, consumer):
+    producer.put(GROUPS[0])
+    record = consumer.get(1)
+    for read_only in (True, False):
+        driver = Recorder()
+        driver.read_only = read_only
+        lanes = PinnedLanes(driver)
+        lanes.pin(record)
+        assert driver.registered
+        assert record.reader.lane.data_writable is not read_only
+        lanes.close()
