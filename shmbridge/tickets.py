@@ -187,7 +187,7 @@ class Tickets(OneProcess):
 
         return messages.BeginGroup(self.lane_name, self._held.count, wait)
 
-    def _taken(self, answer: "Answer | None", asked_ns: int) -> Ticket | None:
+    def _taken(self, answer: "Answer | None", asked_ns: int = 0) -> Ticket | None:
         """The ticket an answer grants, shown in the lane; None if it grants none, or no longer.
 
         A hub that came since has stored its epoch before it looks at lanes, and this looks at the epoch after the lane shows the ticket:

@@ -142,6 +142,6 @@ def who_is_missing(consumer: shmbridge.Consumer, groups: int) -> str:
         else "no environment has a lane"
     )
     state = ", the bridge is paused" if consumer.paused else ""
-    if stats["lanes_waiting"]:
+    if stats.get("lanes_waiting"):
         state += ", more environments wait for a lane: raise --lanes"
     return f"{lanes}, {int(stats['queue_groups'])} of {groups} groups are there{state}"

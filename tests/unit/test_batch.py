@@ -22,7 +22,7 @@ ROWS = [
 def batch(producer, consumer):
     def make(groups=ROWS, **options):
         for number, group in enumerate(groups):
-            producer.put(group, group_id=f"g{number}", policy_version=number)
+            producer.put(group, group_id=f"g{number}", policy_version=number, foreign=True)  # which may have scored rows without tokens
         return next(consumer.batches(groups=len(groups), **{"prefetch": 0, **options}))
 
     return make
@@ -281,7 +281,7 @@ def test_any_records_become_the_batch_they_say(make_producer, consumer, layout, 
 
     for _ in range(40):
         rows = int(draw.integers(1, 5))
-        tokens = [draw.integers(1, 99, draw.integers(0, 30)).tolist() for _ in range(rows)]
+        tokens = [draw.integers(1, 99, draw.integers(0 if foreign else 1, 30)).tolist() for _ in range(rows)]
         optional = {
             "advantages": rows_of(lists(30), rows) if foreign else [draw.normal(size=len(row)).astype(np.float32) for row in tokens],
             "token_versions": rows_of(lists(30), rows) if foreign else [[1] * len(row) for row in tokens],
@@ -314,7 +314,7 @@ def test_random_groups_equal_their_records(producer, consumer) -> None:
     for layout in ("packed", "padded"):
         groups = []
         for _ in range(12):
-            lengths = draw.integers(0, 40, draw.integers(1, 5))
+            lengths = draw.integers(1, 40, draw.integers(1, 5))
             group = {"tokens": [draw.integers(0, 1000, n) for n in lengths], "score": draw.normal(size=len(lengths))}
             if draw.random() < 0.5:
                 group["inference_logprobs"] = [draw.normal(size=n).astype(np.float32) for n in lengths]

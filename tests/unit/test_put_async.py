@@ -19,7 +19,7 @@ def full(make_producer):
     """A blocking producer whose lane is full, and how many records that took."""
     producer = make_producer()
     while producer.stats()["lane_free_bytes"] > 13_000:
-        producer.put(big(-1))
+        producer.put(big(99))
     return producer, producer.stats()["records_total"]
 
 
@@ -192,7 +192,7 @@ def test_a_loop_that_ends_while_a_put_waits_counts_it(full) -> None:
 async def test_a_group_whose_turn_comes_while_a_claim_is_open_waits_for_its_end(make_producer, consumer) -> None:
     producer = make_producer()
     while producer.stats()["lane_free_bytes"] > 13_000:
-        producer.put(big(-1))
+        producer.put(big(99))
     held = consumer.poll()
     waiting = asyncio.create_task(producer.put_async(big(1)))
     await asyncio.sleep(0.02)

@@ -88,8 +88,3 @@ def test_foreign_groups_keep_unknown_keys_and_unequal_rows(trip) -> None:
 def test_strings_in_json_columns_keep_their_quotes(trip) -> None:
     group = {**BASE, "messages": ["plain", '{"a": 1}'], "group_overrides": "text"}
     assert trip(group)[1] == group
-
-
-def test_a_token_of_minus_one_hundred_is_not_lost(trip) -> None:
-    group = {"tokens": [[-100, 5]], "masks": [[-100, 5]], "scores": [0.0]}
-    assert trip(group)[1] == group
