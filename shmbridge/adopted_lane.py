@@ -71,7 +71,7 @@ class AdoptedLane:
 
     def quarantine(self) -> None:
         """Takes nothing from the lane any more; what it held is counted, and its counters stand still."""
-        waiting, unreleased = self.reader.waiting, header.undelivered(self.reader.lane) - self.held - self.dropped  # one of them may be nonsense
+        waiting, unreleased = self.reader.waiting, header.undelivered(self.reader.lane) - self.held - self.dropped
         self.reader.quarantine()
         self.reader.count_discard(Discard.CORRUPT, max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1))
         self.corrupt = True

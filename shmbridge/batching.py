@@ -190,7 +190,7 @@ class BatchAssembly:
                 self._consumer.end_step()
         finally:
             if ahead is not None:
-                ahead.end()  # no more, and no waiting: a collection may end an iteration in any thread, also in that one, and under the lock
+                ahead.end()  # no waiting: a collection may end an iteration in any thread, also in that one, and under the lock
             if not self.is_amid:
                 self._consumer.close_if_owed()
 

@@ -2,8 +2,8 @@
 
 Knows nothing of groups, lanes or leases: it is told how to form one. Called by batching.py.
 
-A signal's handler may raise in any call of these, or call `stop` amid another: so there is no lock of Python's own here, only queues in C and
-flags. A batch that is lost on its way is destroyed, and its records are handed out again.
+A signal's handler may raise in any call of these, or call `stop` amid another: so there is no lock of Python's own here, only queues in C
+and flags. A batch that is lost on its way is destroyed, and its records are handed out again.
 """
 
 import _thread
