@@ -320,7 +320,7 @@ def test_an_iteration_collected_by_the_thread_that_gathers_ahead_loses_nothing(p
     again.close()
 
 
-@pytest.mark.parametrize("thread", ["shmbridge-control", "shmbridge-deathwatch"])
+@pytest.mark.parametrize("thread", ["shmbridge-prefetch", "shmbridge-control", "shmbridge-deathwatch"])
 def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, monkeypatch, thread) -> None:
     """Else the bridge is taken until this process ends."""
     consumer, join = make_consumer(), threading.Thread.join
