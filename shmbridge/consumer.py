@@ -376,9 +376,11 @@ class Consumer(Hub):
 
     def close(self) -> None:
         """Gives the bridge up; releases nothing. Records handed out and not released come to the next consumer again, as do those not
-        yet handed out; live views stay valid and keep the hub lock until the last is gone. Idempotent, goes on where an interrupt ended it; blocks while another thread closes; does nothing in a child of
-        fork, nor in a signal's handler amid it. In a handler amid another call of this consumer that forms a batch or adopts lanes it only
-        says that it is to close: that call, or the next, closes.
+        yet handed out; live views stay valid and keep the hub lock until the last is gone.
+
+        Idempotent, goes on where an interrupt ended it; blocks while another thread closes; does nothing in a child of fork, nor in a
+        signal's handler amid it. In a handler amid a call of this thread that forms a batch or adopts lanes it only notes that it is to
+        close: that call, or the next, closes.
         """
         if self._control_words is None or self._control_words.mapping.forked:
             return

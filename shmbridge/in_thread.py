@@ -1,4 +1,4 @@
-"""A call that another thread makes: for an event loop that goes on meanwhile, or for who must not be interrupted in it. Knows nothing else."""
+"""A call that another thread makes: for an event loop that goes on meanwhile, or for who must not be interrupted in it."""
 
 import asyncio
 import functools

@@ -34,7 +34,7 @@ _THREADS = 5  # death watch, control plane and the two of its socket library, pr
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """Lanes that are full of what one reader holds, or has dropped, so that nothing more can come; `live` of them have a living producer."""
+    """Lanes full of what one reader holds, or has dropped, so that nothing more can come; `live` of them have a living producer."""
 
     lanes: int
     live: int

@@ -150,7 +150,7 @@ def _leave_late(fd: int, bridge: str, pid: int) -> None:
 
 @dataclass(slots=True)
 class LaneFate:
-    """What is known of one lane from outside: its header, whether its producer lives, what it still holds, and what of that a hub dropped."""
+    """What is known of one lane from outside: its header, whether its producer lives, what it holds, what of that a hub dropped."""
 
     name: str
     alive: bool

@@ -2,11 +2,10 @@
 
 Knows nothing of groups, lanes or leases: it is told how to form one. Called by batching.py.
 
-A signal's handler may raise in any call of these, or call `stop` amid another: so there is no lock of Python's own here, only queues in C and
-flags. A batch that is lost on its way is destroyed, and its records are handed out again.
+A signal's handler may raise in any call of these, or call `stop` amid another: so there is no lock of Python's own here, only queues in C
+and flags. A batch that is lost on its way is destroyed, and its records are handed out again.
 """
 
-import _thread
 import contextlib
 import queue
 import threading
@@ -38,31 +37,17 @@ class Prefetcher:
     def __init__(self, depth: int, form: Callable[[Flag], Batch | None]) -> None:
         self._ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(depth):
             self._room.put(None)
         self._stop = Flag()
         self._form = form
-        self._begun = self._over = False
+        self._thread = threading.Thread(target=self._run, name="shmbridge-prefetch", daemon=True)
 
     def start(self) -> None:
         """Starts the thread. Whoever is to stop it knows this object by then."""
-        self._begun = True
-        try:
-            _thread.start_new_thread(self._run, ())  # a single call: it has begun or not, whatever interrupts it
-        except RuntimeError:
-            self._begun = False
-            raise
+        self._thread.start()
 
     def _run(self) -> None:
-        threading.current_thread().name = "shmbridge-prefetch"
-        try:
-            self._form_ahead()
-        finally:
-            self._over = True
-            self._ended.put(None)
-
-    def _form_ahead(self) -> None:
         batch: Batch | BaseException | None
         while True:
             self._room.get()
@@ -93,9 +78,8 @@ class Prefetcher:
         """Ends the thread and returns the batches nobody took, oldest first. May be called again, also amid itself."""
         self.end()
         self._room.put(None)
-        while self._begun and not self._over:
-            with contextlib.suppress(queue.Empty):
-                self._ended.get(timeout=_LOOK_AGAIN_S)
+        while self._thread.is_alive():  # one whose start was interrupted finds that it is to stop
+            self._thread.join(_LOOK_AGAIN_S)
         left = []
         with contextlib.suppress(queue.Empty):  # whoever waits in next() may be faster
             while True:

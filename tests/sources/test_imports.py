@@ -52,7 +52,10 @@ LAYERS = {
     "batch": {"_ext", "record", "groups", "schema"},
     "shares": {"groups"},
     "rank_share": {"_ext", "groups", "messages", "record"},
-    "rank": {"rank_share", "_ext", "liveness", "messages", "participation", "segment", "batch", "groups", "record", "schema", "control_client"},
+    "rank": {
+        "rank_share", "_ext", "liveness", "messages", "participation", "segment", "batch", "groups", "record", "schema",
+        "control_client",
+    },
     "control_client": {"messages", "segment"},
     "weights_table": {"_ext", "segment"},
     "weights_tensors": {"_ext", "weights_table"},

@@ -395,7 +395,6 @@ def test_what_an_interrupt_loses_comes_again(way, make_producer, make_consumer) 
     interrupted(take, 25, random.Random(7))
     gc.collect()
     hub.close()
-    del hub
     gc.collect()
     again = [record.sequence for record in make_consumer().poll(total)]
     assert again == sorted(again)
