@@ -2,8 +2,8 @@
 
     python tests/stress/interrupt_fuzz.py --seconds 600 --seed 1
 
-A record must be seen by the body of the reader's loop and released by its word, or come again: to the same consumer, to the next, or to the one
-that takes the rest. Under hold="gather" each interrupt may cost one batch: so would SIGKILL. The consumers end by close(), by exceptions, by
+A record must be seen by the body of the reader's loop and released by its word, or come again: to the same consumer, to the
+next, or to the one that takes the rest. Under hold="gather" each interrupt may cost one batch: so would SIGKILL. The consumers end by close(), by exceptions, by
 SIGKILL, and by handlers that close them. Prints one JSON object; exit status 1 if anything was lost, doubled without a mark or out of order.
 """
 

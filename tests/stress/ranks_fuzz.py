@@ -2,8 +2,8 @@
 
     python tests/stress/ranks_fuzz.py --seconds 600 --seed 1
 
-A record must have been given back by a rank that had seen it (in broadcast with "wait": by both), or come to the consumer that takes the rest.
-Prints one JSON object; exit status 1 if anything was lost, torn, doubled without a mark or out of order. The schedule of who is killed
+A record must have been given back by a rank that had seen it (in broadcast with "wait": by both), or come to the consumer
+that takes the rest. Prints one JSON object; exit status 1 if anything was lost, torn, doubled without a mark or out of order. The schedule of who is killed
 comes from the seed; where the victim is by then does not.
 """
 
