@@ -89,7 +89,7 @@ class LoopBell:
 
 
 def _end(future: "asyncio.Future[None]") -> None:
-    if not future.done():
+    if not future.done() and not future.get_loop().is_closed():  # nobody waits in a loop that an interrupt has ended
         future.set_result(None)
 
 

@@ -2,9 +2,11 @@
 
     python tests/stress/interrupt_fuzz.py --seconds 600 --seed 1
 
-A record must be seen by the body of the reader's loop and released by its word, or come again: to the same consumer, to the next, or to the one
-that takes the rest. Under hold="gather" each interrupt may cost one batch: so would SIGKILL. The consumers end by close(), by exceptions, by
-SIGKILL, and by handlers that close them. Prints one JSON object; exit status 1 if anything was lost, doubled without a mark or out of order.
+A record must be seen by the body of the reader's loop and released by its word, or come again: to the same consumer, to the
+next, or to the one that takes the rest. Under hold="gather" each interrupt may cost one batch: so would SIGKILL. The
+consumers end by close(), by exceptions, by
+SIGKILL, and by handlers that close them. Prints one JSON object; exit status 1 if anything was lost, doubled without a
+mark or out of order.
 """
 
 import argparse
@@ -28,7 +30,8 @@ from fuzz.pattern import Pattern
 from fuzz.scene import Place, Scene, new_bridge
 from fuzz.word_referee import WordReferee
 
-_IMPORTED_BEFORE_FORK = ("shmbridge.producer", "shmbridge.consumer", "shmbridge.control", "shmbridge.batch", "concurrent.futures.thread")
+_IMPORTED_BEFORE_FORK = ("shmbridge.producer", "shmbridge.consumer", "shmbridge.control", "shmbridge.batch",
+"concurrent.futures.thread")
 _ROUND_S = 3.0
 _LONGEST_LIFE_S = 12.0
 _PRODUCERS = "producers"

@@ -2,8 +2,9 @@
 
     python tests/stress/ranks_fuzz.py --seconds 600 --seed 1
 
-A record must have been given back by a rank that had seen it (in broadcast with "wait": by both), or come to the consumer that takes the rest.
-Prints one JSON object; exit status 1 if anything was lost, torn, doubled without a mark or out of order. The schedule of who is killed
+A record must have been given back by a rank that had seen it (in broadcast with "wait": by both), or come to the consumer
+that takes the rest. Prints one JSON object; exit status 1 if anything was lost, torn, doubled without a mark or out of
+order. The schedule of who is killed
 comes from the seed; where the victim is by then does not.
 """
 
@@ -28,7 +29,8 @@ from fuzz.rank_role import PAIRS, WORLD, Modes, read, serve
 from fuzz.scene import Place, Scene, new_bridge
 from fuzz.word_referee import WordReferee
 
-_IMPORTED_BEFORE_FORK = ("shmbridge.producer", "shmbridge.rank", "shmbridge.ranks", "shmbridge.control_client", "shmbridge.batch")
+_IMPORTED_BEFORE_FORK = ("shmbridge.producer", "shmbridge.rank", "shmbridge.ranks", "shmbridge.control_client",
+"shmbridge.batch")
 _ROUND_S = 5.0
 _HZ = {"rank": 2.5, "producer": 1.0, "hub": 0.4, "stop": 1.5}
 

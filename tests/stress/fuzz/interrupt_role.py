@@ -99,10 +99,8 @@ class ConsumerRole:
         with contextlib.suppress(Interrupt, SystemExit, shmbridge.ShmBridgeError), self._consumer as consumer:
             self._storm.on()
             while time.monotonic() < until_s and not self._log.full:
-                try:
+                with contextlib.suppress(Interrupt, shmbridge.ConsumerEmpty):
                     self._take()
-                except (Interrupt, shmbridge.ConsumerEmpty):
-                    pass
                 if self._random.random() < 0.2:
                     with contextlib.suppress(Interrupt), self._storm.calm():
                         consumer.take_back_dropped()

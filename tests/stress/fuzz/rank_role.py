@@ -1,4 +1,4 @@
-"""A hub that serves ranks, and a rank, of the fuzz. Know the public Consumer and Rank; know nothing of who kills them. Run in forked children."""
+"""A hub that serves ranks, and a rank, of the fuzz. They know nothing of who kills them, and run in forked children."""
 
 import random
 import time

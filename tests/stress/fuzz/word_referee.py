@@ -1,7 +1,7 @@
 """Judges readers by their words: what is released must have been given back by somebody who had seen it.
 
-Knows entries and numbers only, as referee.py does, and less: it takes the final log of one reader after the other, in any order, and asks at the end
-whether each record that its producer was told of was given back by some reader. It needs no order between readers, so they may run side by side.
+Knows entries and numbers only. It takes the final logs of readers in any order, and asks at the end whether each record that its
+producer was told of was given back by some reader. It needs no order between readers, so they may run side by side.
 """
 
 from collections import Counter
@@ -56,7 +56,7 @@ class WordReferee:
         self._records[number] = _Records(incarnation)
 
     def reader_ended(self, reader: int, name: str, entries: np.ndarray, may_fall: int = 0) -> None:
-        """Its log is final; `name` is for messages. So many times a record without a mark may come after a later one of its producer."""
+        """Its log is final; `name` is for messages. `may_fall`: times that a record without a mark may come after a later one."""
         kinds, numbers, values = kinds_of(entries), numbers_of(entries), entries[:, 1].astype(np.int64)
         got = (kinds == Kind.GOT) | (kinds == Kind.GOT_AGAIN)
         gone = (kinds == Kind.RELEASING) | (kinds == Kind.RELEASING_MANY)

@@ -1,0 +1,48 @@
+"""Short runs of ranks_fuzz.py and interrupt_fuzz.py; a planted lost record is found."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fuzz.interrupt_role import WAYS
+
+import shmbridge
+
+HERE = Path(__file__).parent
+PACKAGE = Path(shmbridge.__file__).parents[1]
+
+
+def run(script: str, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *arguments], env={**os.environ, "PYTHONPATH": str(PACKAGE)}, cwd="/",
+        capture_output=True, text=True, check=False, timeout=170,
+    )  # fmt: skip
+    said = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.returncode, json.loads(done.stdout.splitlines()[-1]), said
+
+
+@pytest.mark.timeout(180)
+def test_ranks_of_all_modes():
+    code, tally, said = run("ranks_fuzz.py", "--seconds", "14", "--seed", "1")
+    assert (code, tally["violations"]) == (0, 0), said
+    for pair, counts in tally["pairs"].items():
+        assert counts["rank_kills"] >= 1, f"{pair}: this was no fuzz: {said}"
+        assert counts["records"] > 50, f"{pair}: this was no fuzz: {said}"
+
+
+@pytest.mark.timeout(180)
+def test_interrupts_in_every_way_of_reading():
+    code, tally, said = run("interrupt_fuzz.py", "--seconds", "16", "--seed", "1", "--ways", *WAYS)
+    assert (code, tally["violations"]) == (0, 0), said
+    assert tally["counts"]["interrupts"] > 500, "this was no fuzz: " + said
+
+
+@pytest.mark.timeout(180)
+def test_a_planted_lost_record_is_found():
+    code, tally, said = run("interrupt_fuzz.py", "--seconds", "2", "--seed", "1", "--ways", "poll", "--plant")
+    assert code == 1, said
+    assert tally["counts"]["lost"] >= 1, said
