@@ -32,7 +32,8 @@ class EngineFolder:
 
 def remove_dead(bridge: str, *, dry_run: bool = False) -> tuple[list[str], list[str]]:
     """Removes the folders whose writers are dead, or only looks; the names of those, and of those that live. Never blocks."""
-    dead, alive = [], []
+    dead: list[str] = []
+    alive: list[str] = []
     for folder in _folders(bridge):
         fd = _lock(folder)
         (alive if fd < 0 and folder.exists() else dead).append(f"/{folder.name}")
