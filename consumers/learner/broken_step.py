@@ -39,7 +39,7 @@ def broken_step(error: Exception, options: argparse.Namespace, learner: Learner,
     details = "" if lacks_memory(error) else "".join(traceback.format_exception(error))
     _free_activations(error)
     learner.drop_gradient()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
     saved = rescue()
     if lacks_memory(error):

@@ -239,10 +239,11 @@ def micro_loss(
         values = values + goal.kl * kl
     if goal.entropy and entropy is not None:
         values = values - goal.entropy * entropy
-    far, far_answers = (
-        losses.outside(logprobs, sampled_logprobs, mask, cuts, *bounds, level) if bounds else torch.zeros_like(mask)
-        for bounds, level in ((goal.mask_ratio, "token"), (goal.mask_ratio_sequence, "sequence"))
-    )
+    far = far_answers = torch.zeros_like(mask)
+    if goal.mask_ratio is not None:
+        far = losses.outside(logprobs, sampled_logprobs, mask, cuts, *goal.mask_ratio, "token")
+    if goal.mask_ratio_sequence is not None:
+        far_answers = losses.outside(logprobs, sampled_logprobs, mask, cuts, *goal.mask_ratio_sequence, "sequence")
     left_out = far | far_answers  # of the loss, not of what it is divided by
     policy, values = (torch.where(left_out, 0.0, each) for each in (policy, values))
     share = whole(values)
