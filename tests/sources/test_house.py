@@ -15,7 +15,6 @@ EXCEPTIONS = {
     "shmbridge/producer.py": (560, "put, put_async and claim are three doors to one claim-commit sequence"),
     "shmbridge/consumer.py": (460, "which of its calls releases what is told in one place"),
     "shmbridge/batching.py": (480, "one lock and one closing state; what forms batches, and what ends that"),
-    "shmbridge/rank.py": (450, "joining, reading and being done are one protocol"),
 }
 EXT = ROOT / "shmbridge" / "_ext"
 MODEL = (ROOT / "docs" / "memory-model.md").read_text()
