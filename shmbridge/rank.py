@@ -22,7 +22,8 @@ from shmbridge.groups import Group
 from shmbridge.in_thread import in_another_thread
 from shmbridge.liveness import MOST_RANKS, Byte
 from shmbridge.one_process import OneProcess
-from shmbridge.rank_share import Looks, RankShare, any_held, lost_of
+from shmbridge.rank_share import Looks, any_held, lost_of
+from shmbridge.rank_share import RankShare as RankShare
 from shmbridge.record import Lane, Record
 from shmbridge.schema import Columns
 from shmbridge.unreleased import Call, say_lost

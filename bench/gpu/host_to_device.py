@@ -143,7 +143,8 @@ def _batch_rows(
 
 def _hidden(copy: Callable[[], None]) -> float:
     """The share of the copies' time that is hidden behind compute on another stream: 1 if both take no longer than the compute alone."""
-    clock, side = Clock("cuda"), torch.cuda.Stream()
+    make: Any = torch.cuda.Stream
+    clock, side = Clock("cuda"), make()
     work = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
 
     def compute() -> None:

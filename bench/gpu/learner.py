@@ -14,7 +14,7 @@ from typing import Any
 
 import shmbridge
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "smallest": {
         "vocab_size": 512,
         "hidden_size": 64,
@@ -45,11 +45,11 @@ def make_model(folder: Path, size: str, seed: int = 0) -> Path:
     config = Qwen2Config(
         max_position_embeddings=4096, tie_word_embeddings=True, initializer_range=0.05, **SHAPES[size]
     )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model: Any = Qwen2ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     words = models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0")
-    PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(words), unk_token="w0", eos_token="w1"
-    ).save_pretrained(folder)
+    make: Any = PreTrainedTokenizerFast
+    make(tokenizer_object=Tokenizer(words), unk_token="w0", eos_token="w1").save_pretrained(folder)
     return folder
 
 

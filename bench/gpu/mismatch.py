@@ -48,8 +48,10 @@ def _sample(model: Path, options: Any, temperature: float) -> list[dict[str, Any
 
     from shmbridge.consumers.policy.generation import PolicyModel, Row, Sampling
 
-    loaded = AutoModelForCausalLM.from_pretrained(model).to(torch.bfloat16).to(options.device)
-    sampler = PolicyModel(loaded, AutoTokenizer.from_pretrained(model), seed=7)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model)
+    sampler = PolicyModel(
+        loaded.to(torch.bfloat16).to(options.device), AutoTokenizer.from_pretrained(model), seed=7
+    )
     random = np.random.default_rng(7)
     sampling = Sampling(max_tokens=ANSWER[options.size], temperature=temperature, ignore_eos=True)
     groups, count = [], ROWS[options.size]

@@ -120,7 +120,12 @@ def _register(memory: memoryview | None, what: str, figures: Figures) -> Callabl
     refused = driver.register(address, memory.nbytes)
     said = f"{what}: " + (f"registration refused ({refused})" if refused else "registered")
     figures.add(said, seconds=time.perf_counter() - begun)
-    return (lambda: None) if refused else (lambda: driver.unregister(address) and None)
+
+    def undo() -> None:
+        if not refused:
+            driver.unregister(address)
+
+    return undo
 
 
 def _as_tensor(values: np.ndarray[Any, Any]) -> torch.Tensor:
