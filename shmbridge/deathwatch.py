@@ -35,8 +35,9 @@ class DeathWatch:
         self._thread.start()
 
     def watch(self, name: str, lane: Mapping, pid: int, namespace: int) -> None:
-        """Begins to watch a lane. The mapping is kept until the producer's death has been told."""
-        self._lanes[name] = (lane, liveness.open_pidfd(pid, namespace))
+        """Begins to watch a lane. Idempotent. The mapping is kept until the producer's death has been told."""
+        if name not in self._lanes:
+            self._lanes[name] = (lane, liveness.open_pidfd(pid, namespace))
         os.eventfd_write(self._wake, 1)
 
     def nudge(self) -> None:

@@ -55,6 +55,7 @@ class LaneSet:
         self.bridge, self.columns, self.limit = bridge, columns, limit
         self._control = control
         self._lanes: dict[str, AdoptedLane] = {}
+        self._unsettled: dict[str, tuple[AdoptedLane, int, int]] = {}  # just opened: with pid and its namespace
         on_lost = functools.partial(say_lost, f"bridge {bridge!r}")
         self.turns = Turns(Record, control.mapping, self._on_corrupt, control.arrivals, on_lost)
         self.refused: set[str] = set()
@@ -92,6 +93,7 @@ class LaneSet:
                 raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
             arrivals = self._control.arrivals  # before the names are listed: what comes later is looked for again
             self.turns.arrivals = (arrivals - 1) & 0xFFFFFFFF  # until all are adopted, who takes looks here, and waits for this thread
+            self._settle()
             self._adopt(strict)
             self.turns.arrivals = arrivals
 
@@ -176,11 +178,19 @@ class LaneSet:
             return
         mapping.protect(reader.data_at)
         reader.ranks_before = self._ranks_before
-        self._lanes[name] = adopted = AdoptedLane(reader, lane, mapping.size)
-        if not adopted.corrupt:
-            self.turns.add(reader)
-        reader.ring()  # a predecessor may have died between release and wake
-        self._watch.watch(name, mapping, info["pid"], info["pid_namespace"])
+        self._unsettled[name] = (AdoptedLane(reader, lane, mapping.size), info["pid"], info["pid_namespace"])
+        self._settle()
+
+    def _settle(self) -> None:
+        """Takes from lanes just opened and watches their producers. Idempotent: the next adoption repeats it."""
+        for name, (adopted, pid, namespace) in list(self._unsettled.items()):
+            self._lanes[name] = adopted
+            if not adopted.corrupt:
+                self.turns.remove(adopted.reader)
+                self.turns.add(adopted.reader)
+            adopted.reader.ring()  # a predecessor may have died between release and wake
+            self._watch.watch(name, adopted.reader.lane, pid, namespace)
+            del self._unsettled[name]
 
     def _refuse(self, name: str, why: str) -> None:
         self.refused.add(name)
@@ -391,5 +401,6 @@ class LaneSet:
                 if not lane.reader.held and not lane.reader.lane.forked:
                     liveness.unlock(lane.reader.lane.fd, Byte.READER)  # whoever still knows the lane reads nothing in it
             self._lanes.clear()
+            self._unsettled.clear()
             vars(self).pop("_control", None)  # views, through their reader, are to be the last that keep it
         return held

@@ -29,7 +29,9 @@ def test_an_exception_aborts_and_the_next_put_has_the_same_sequence(producer, co
         raise ZeroDivisionError
     assert consumer.poll() == []
     assert producer.put({"tokens": [[1]]}) == 0
-    assert consumer.get(timeout_s=5)["tokens"].values.tolist() == [1]
+    with consumer.get(timeout_s=5) as record:
+        assert record["tokens"].values.tolist() == [1]
+    del record
     assert producer.stats()["lane_free_bytes"] == producer.lane_bytes
 
 

@@ -54,7 +54,7 @@ async def test_async_iteration_ends_when_drained(producer, consumer) -> None:
     for number in range(3):
         producer.put({"tokens": [[number]]})
     consumer.drain()
-    assert numbers([record async for record in consumer]) == [0, 1, 2]
+    assert [int(record["tokens"].values[0]) async for record in consumer] == [0, 1, 2]
 
 
 async def test_async_iteration_ends_on_close(producer, consumer) -> None:

@@ -23,13 +23,24 @@ def through():
         shmbridge.Producer(name, lane_bytes="64K", on_full="raise", schema=OWN) as producer,
     ):
 
+        handed_out: list[shmbridge.Record] = []
+
         def go(group, **options) -> shmbridge.Record:
             producer.put(group, **options)
-            return consumer.get(timeout_s=5)
+            handed_out.append(consumer.get(timeout_s=5))
+            return handed_out[-1]
 
         go.refuses = lambda group: _refuses(producer, consumer, group)
+        go.end_test = lambda: [handed_out.pop().release() for _ in list(handed_out)]
         yield go
     shmbridge.clean(name, dry_run=False)
+
+
+@pytest.fixture(autouse=True)
+def _released(through):
+    """Each test's records are released when it ends, however it ends."""
+    yield
+    through.end_test()
 
 
 def _refuses(producer, consumer, group) -> shmbridge.InvalidRecord:

@@ -126,7 +126,9 @@ def test_drop_counts_and_returns_none(make_producer, consumer) -> None:
     records = consumer.poll()
     assert len(records) == count
     assert consumer.stats()["dropped_total"] == 3
-    del records
+    for record in records:
+        record.release()
+    del record, records
     assert producer.put(BIG) == count
 
 
@@ -284,18 +286,23 @@ def test_stats_may_be_asked_from_another_thread_while_putting(make_producer, con
             for record in consumer.poll():
                 values = record["tokens"].values
                 assert (values == values[0]).all()
+                record.release()
 
     threads = [threading.Thread(target=each) for each in (ask, eat)]
     for thread in threads:
         thread.start()
     end, number = time.monotonic() + 1.0, 0
-    while time.monotonic() < end:
-        producer.put({"tokens": [np.full(number % 700 + 1, number, np.int32)]}, timeout_s=5)
-        number += 1
-    stop.set()
-    for thread in threads:
-        thread.join()
-    consumer.poll()
+    try:
+        while time.monotonic() < end:
+            producer.put({"tokens": [np.full(number % 700 + 1, number, np.int32)]}, timeout_s=5)
+            number += 1
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    for record in consumer.poll():
+        record.release()
+        del record
     assert producer.stats()["lane_free_bytes"] == producer.lane_bytes
 
 

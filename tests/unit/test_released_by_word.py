@@ -473,9 +473,13 @@ def test_a_handler_that_closes_at_any_time_never_hangs(prefetch, make_producer, 
 # -- a run that says its words ------------------------------------------------------------------------------------------------------
 
 RECORDS = 10_000
+REPEATS = {"async for", "batches step 0", "batches gather 2", "batches caller 0"}  # of a way that runs always
 
 
-@ways
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, id=way.name, marks=[pytest.mark.long] if way.name in REPEATS else []) for way in WAYS],
+)
 def test_ten_thousand_records_and_none_dropped(way, make_producer, make_consumer) -> None:
     producer, hub = make_producer(lane_bytes="4M"), make_consumer()
     seen = 0

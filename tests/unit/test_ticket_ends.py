@@ -180,7 +180,7 @@ def test_a_number_of_tickets_that_no_lane_holds_is_refused(bridge, make_producer
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 0), (liveness.Byte.FIRST_TICKET + 5, 0), (1, 1 << 40)])
-def test_locks_that_no_producer_takes_are_counted_within_what_a_lane_can_hold(producer, consumer, start, length) -> None:
+def test_locks_that_no_producer_takes_are_counted_within_what_a_lane_can_hold(producer, start, length) -> None:
     fd = os.open(f"/dev/shm{producer.lane_name}", os.O_RDWR)
     producer.close()
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
