@@ -349,7 +349,7 @@ async def test_a_group_that_cannot_be_carried_is_said_once_and_counted(
     for item in (10, 20, 30):
         await env.handle_send_to_api(good_group(script, item, **fault))
     await env.handle_send_to_api(good_group(script, 40))
-    errors = [record.getMessage() for record in caplog.records if record.name.startswith("shmbridge")]
+    errors = [record.getMessage() for record in caplog.records if record.name.startswith("shmbridge.") and record.levelname == "ERROR"]
     assert len(errors) == 1
     assert named in errors[0]
     with consumer.get(5) as record:

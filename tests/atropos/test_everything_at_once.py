@@ -21,7 +21,8 @@ import pytest
 
 import shmbridge
 
-pytestmark = pytest.mark.timeout(400)
+# Its parts have tests in every run: kills in tests/crash, the gateway's restart in tests/gateway, the kinds in test_four_kinds.py.
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 pytest.importorskip("atroposlib")
 pytest.importorskip("uvicorn")

@@ -133,6 +133,7 @@ def test_the_guard_of_lists_notices_a_slow_down(ends) -> None:
     assert best(lambda: lists_over_numpy(Slow(), consumer), LISTS_OVER_NUMPY) < LISTS_OVER_NUMPY
 
 
+@pytest.mark.long  # the guards of arrays and of lists are shown to notice in every run
 @pytest.mark.timeout(300)
 def test_the_guard_of_the_rollout_server_notices_a_slow_down(plant) -> None:
     plant(THROUGH_JSON)

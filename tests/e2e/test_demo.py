@@ -108,7 +108,7 @@ def test_it_trains_on_over_a_killed_learner_and_tells_the_truth_at_the_end(tmp_p
         assert not run.segments()
 
 
-@pytest.mark.parametrize("moment", ["at once", "while it learns"])
+@pytest.mark.parametrize("moment", [pytest.param("at once", marks=pytest.mark.long), "while it learns"])
 def test_ctrl_c_leaves_no_process_and_no_segment(tmp_path, moment):
     with demo(tmp_path) as run:
         ready = {"at once": lambda: "Ctrl-C ends it" in run.output, "while it learns": lambda: run.steps}

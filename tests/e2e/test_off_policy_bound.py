@@ -56,7 +56,7 @@ def learn(consumer: shmbridge.Consumer, steps: int) -> list[int]:
     raise AssertionError("the batches ended")
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("steps", [0, 1, pytest.param(3, marks=pytest.mark.long)])
 def test_with_the_rule_what_is_trained_is_within_its_steps(generators, make_consumer, steps) -> None:
     """And hardly anything is generated in vain: the rule keeps it at the source, the cut takes stragglers only."""
     consumer = make_consumer(policy="oldest", max_off_policy_steps=steps, groups_per_step=GROUPS)

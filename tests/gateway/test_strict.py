@@ -68,7 +68,7 @@ def test_scripted_arrivals(upstream: UpstreamProcess, strict: GatewayProcess):
         assert strict.stats()["bridge_held"] == 0
 
 
-@pytest.mark.parametrize("seed", [100, 101])
+@pytest.mark.parametrize("seed", [100, pytest.param(101, marks=pytest.mark.long)])
 def test_scripted_arrivals_over_a_restart(upstream: UpstreamProcess, strict: GatewayProcess, seed: int):
     """Killed in the middle: the original, which is not killed, cannot be told from it. What it had formed ahead it forms again."""
     steps = [step for step in script(seed) if step[1] != "/latest_example"]
@@ -87,7 +87,7 @@ def upstream_has_none_ready(upstream: Api, strict: Api) -> bool:
     return there is None
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_odd_orders_of_registration(upstream: UpstreamProcess, strict: GatewayProcess, seed: int):
     """Posts before a registration, polls after a reset, resets of nothing, environments before the trainer: odd there, and so here."""
     rng = random.Random(seed)

@@ -16,7 +16,7 @@ from shmbridge.launch.plan import Check, Plan, Service
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PATIENCE_S = 40.0
+PATIENCE_S = 100.0
 
 
 def processes() -> dict[int, tuple[str, int]]:

@@ -70,6 +70,7 @@ def test_from_a_file_to_a_trained_model(launch, config, bridge):
     assert not shmbridge.clean(bridge, dry_run=False).kept
 
 
+@pytest.mark.long  # tests/launch/test_orphans.py kills a launcher in every run
 def test_killed_while_environments_collect_it_leaves_no_process(launch, config, bridge):
     launch.command(sys.executable, "-m", "shmbridge.cli", "launch", str(config))
 
