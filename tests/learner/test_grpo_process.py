@@ -117,7 +117,7 @@ def test_killed_and_resumed_it_goes_on_and_no_version_comes_back(bridge, start_l
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("limit", "every"), [(1, 1), (1, 2), (3, 3)])
+@pytest.mark.parametrize(("limit", "every"), [(1, 1), pytest.param(1, 2, marks=pytest.mark.long), (3, 3)])
 def test_with_a_limit_of_steps_generation_waits_for_training(bridge, start_learner, tmp_path, limit, every):
     """The environment is never further ahead, however fast it is; nothing of it is thrown away, also where not every step is published."""
     steps, begun, version = 8, 0, {}
