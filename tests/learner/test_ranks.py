@@ -218,7 +218,9 @@ NEEDS_ALL = {  # objectives that divide by, or normalise over, what all ranks ha
 }
 
 
-@pytest.mark.parametrize(("parallel", "loss"), [("ddp", "grpo"), pytest.param("fsdp2", "dr_grpo", marks=pytest.mark.long), ("fsdp2", "sft")])
+@pytest.mark.parametrize(
+    ("parallel", "loss"), [("ddp", "grpo"), pytest.param("fsdp2", "dr_grpo", marks=pytest.mark.long), ("fsdp2", "sft")]
+)
 def test_two_ranks_have_one_objective(start, bridge, tmp_path, parallel, loss):
     flags = ["--micro-tokens", "12", *NEEDS_ALL[loss].split()]
     expected, lines = run_of(start, bridge, tmp_path, 1, *flags, steps=2)
