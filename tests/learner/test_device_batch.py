@@ -24,7 +24,7 @@ COLUMNS = ("tokens", "inference_logprobs", "advantages", "loss_mask", "token_rew
 GROUPS = [
     {"tokens": [[1, 2, 3], [4]], "advantages": [[0.5, 1, 1.5], [2]], "score": [1.0, 0.0], "inference_logprobs": [[-1, -2, -3], [-4]]},
     {"tokens": [[5, 6]], "score": [0.5], "inference_logprobs": [[-5, -6]]},
-    {"tokens": [[7], [8, 9], []], "loss_mask": [[1], [0, 1], []], "scores": [1, 2, 3]},
+    {"tokens": [[7], [8, 9], []], "loss_mask": [[1], [0, 1], []]},
 ]
 
 
@@ -163,7 +163,7 @@ def test_a_lane_is_registered_once_in_pieces_and_let_go(make_producer, make_cons
     with DeviceCopies("cpu", ("tokens",), PinnedLanes(driver, piece_bytes=1 << 14)) as copies:
         tokens = [np.arange(6000, dtype=np.int32)]  # more than two pieces
         for _ in range(2):
-            producer.put({"tokens": tokens})
+            producer.put({"tokens": tokens, "prompt_length": [1]})
             batch = next(consumer.batches(groups=1, prefetch=0, make=copies.batch))
             np.testing.assert_array_equal(batch.tokens.numpy(), tokens[0])
             lane = batch.records[0].lane_memory
@@ -256,7 +256,8 @@ def test_the_learner_gets_the_same_gradient_either_way(batches, tiny_model):
         metrics = own.accumulate(batch)
         return metrics["policy_loss"], [each.grad for each in own.model.parameters()]
 
-    groups = [{"tokens": [[3, 4, 5], [6, 7]], "score": [1.0, 0.0], "inference_logprobs": [[1.0, -2, -3], [1.0, -2]]}] * 2
+    group = {"tokens": [[3, 4, 5], [6, 7]], "score": [1.0, 0.0], "inference_logprobs": [[1.0, -2, -3], [1.0, -2]]}
+    groups = [group | {"prompt_length": [1, 1]}] * 2
     plain = next(batches(None, groups))
     with DeviceCopies("cpu") as copies:
         found = next(batches(copies, groups))

@@ -299,7 +299,7 @@ async def address(process: subprocess.Popen, log: Path) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)])
 async def test_the_program_serves_without_a_segment_and_ends_quietly_on_signals(
     folder, tmp_path, bridge, signum, status
 ):

@@ -18,7 +18,9 @@ from shmbridge.consumers.learner.world import ALONE
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 
-@pytest.mark.parametrize(("how", "dtype"), [("fsdp2", "float32"), ("fsdp2", "bfloat16"), ("ddp", "bfloat16")])
+@pytest.mark.parametrize(
+    ("how", "dtype"), [("fsdp2", "float32"), pytest.param("fsdp2", "bfloat16", marks=pytest.mark.long), ("ddp", "bfloat16")]
+)
 def test_two_ranks_write_what_would_have_been_gathered(bridge, how, dtype):
     """Tensors of odd sizes, of one row, of one number, and two names for one: the second rank has nothing of some."""
     with socket.socket() as free:

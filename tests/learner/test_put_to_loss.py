@@ -196,6 +196,7 @@ class Maker:
     def _scalars(draw: np.random.Generator, group: dict[str, Any], rows: list[Row], drawn: dict[str, Any]) -> bool:
         mode, refused = drawn["score"], False
         if mode != "absent":
+            refused = _has_scored_nothing(drawn)
             scores = draw.integers(-3, 4, len(rows)).astype(np.float64)
             if mode == "odd":
                 scores[draw.integers(len(rows))], refused = np.nan, True
@@ -217,6 +218,11 @@ class Maker:
                 if row.temperature is None:
                     row.faults.append("trajectories_greedy" if np.isfinite(value) else "trajectories_odd_temperature")
         return refused
+
+
+def _has_scored_nothing(drawn: dict[str, Any]) -> bool:
+    """Whether there is a score for a row without tokens, which only Atropos may say."""
+    return 0 in drawn["lengths"] and drawn["score"] != "absent" and not drawn["foreign"]
 
 
 def _values(draw: np.random.Generator, name: str, length: int) -> np.ndarray:
@@ -278,9 +284,11 @@ class Path:
                 with pytest.raises(InvalidRecord):
                     producer.put(group, **options)
                 assert producer.stats()["dropped_total{invalid}"] == before + 1
-                sound = dict.fromkeys((*PER_TOKEN, "score", "temperature"), "sound")
-                group, made, refused = self._make.record({**drawn, **sound}, group_id, ENVIRONMENTS[env])
-                assert not refused
+                sound = dict.fromkeys((*PER_TOKEN, "temperature"), "sound")
+                score = "absent" if 0 in drawn["lengths"] and not drawn["foreign"] else "sound"
+                group, made, refused = self._make.record({**drawn, **sound, "score": score}, group_id, ENVIRONMENTS[env])
+                if refused:  # no AssertionError, which would be taken for a fault that was found
+                    raise RuntimeError(f"a record is not sound: {drawn}")
             producer.put(group, **options)
             rows += made
         return rows

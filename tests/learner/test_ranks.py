@@ -218,7 +218,9 @@ NEEDS_ALL = {  # objectives that divide by, or normalise over, what all ranks ha
 }
 
 
-@pytest.mark.parametrize(("parallel", "loss"), [("ddp", "grpo"), ("fsdp2", "dr_grpo"), ("fsdp2", "sft")])
+@pytest.mark.parametrize(
+    ("parallel", "loss"), [("ddp", "grpo"), pytest.param("fsdp2", "dr_grpo", marks=pytest.mark.long), ("fsdp2", "sft")]
+)
 def test_two_ranks_have_one_objective(start, bridge, tmp_path, parallel, loss):
     flags = ["--micro-tokens", "12", *NEEDS_ALL[loss].split()]
     expected, lines = run_of(start, bridge, tmp_path, 1, *flags, steps=2)
@@ -267,7 +269,7 @@ def test_a_rank_whose_share_trains_nothing_takes_part(start, bridge, tmp_path, p
         np.testing.assert_array_equal(after[name], tensor, err_msg=name)
 
 
-@pytest.mark.parametrize(("parallel", "then"), [("fsdp2", 1), ("ddp", 1), ("fsdp2", 3)])
+@pytest.mark.parametrize(("parallel", "then"), [("fsdp2", 1), pytest.param("ddp", 1, marks=pytest.mark.long), ("fsdp2", 3)])
 def test_a_run_goes_on_with_another_number_of_ranks(start, bridge, tmp_path, alone, parallel, then):
     """Two steps by two ranks and one by others are what three by one rank are: parameters, moments and step are whole in the files."""
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
@@ -329,7 +331,7 @@ def test_a_silent_rank_is_waited_for_no_longer_than_the_limit(start, bridge, tmp
     assert "silent for 3 s" in job.said(0, "err")
 
 
-@pytest.mark.parametrize("whom", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("whom", [(0,), pytest.param((1,), marks=pytest.mark.long), (0, 1)])
 def test_a_stop_of_any_rank_is_a_stop_of_all_with_one_checkpoint(start, bridge, tmp_path, whom):
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         put_groups(producer, GROUPS * 3 + 1)

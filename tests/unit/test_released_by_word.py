@@ -497,6 +497,28 @@ def test_ten_thousand_records_and_none_dropped(way, make_producer, make_consumer
     assert (seen, stats["leases_dropped_total"], stats["leases_returned_total"], stats["held"]) == (RECORDS, 0, 0, 0)
 
 
+@pytest.mark.parametrize("hold", RANK_HOLDS)
+def test_ten_thousand_records_through_a_rank_and_none_dropped(hold, make_producer, make_consumer, make_rank) -> None:
+    producer, hub = make_producer(lane_bytes="4M"), make_consumer()
+    hub.serve_ranks(1, groups=100, prefetch=1)
+    seen = 0
+    with make_rank() as rank:
+        batches = rank.batches(timeout_s=10, hold=hold)
+        for first in range(0, RECORDS, 100):
+            for _ in range(100):
+                producer.put({"tokens": [[1]]}, timeout_s=10)
+            batch = next(batches)
+            assert [meta.sequence for meta in batch.meta] == list(range(first, first + 100))
+            seen += len(batch)
+            if hold == "caller":
+                batch.release()
+        batch.release()
+        batches.close()
+    hub.close()
+    stats = hub.stats()
+    assert (seen, stats["leases_dropped_total"], stats["leases_returned_total"]) == (RECORDS, 0, 0)
+
+
 def many(way: Way) -> Callable[[shmbridge.Consumer], Iterator[Any]]:
     """The same way, in batches of a hundred where it forms any."""
     if way.name.startswith("batches"):
