@@ -100,10 +100,11 @@ class AdoptedLane:
             released = last["released_total"] + last["held"] - held
             return Counter({**last, "held": held, "put_off": self.reader.put_off, "released_total": released})
         words = header.lane_counters(self.reader.lane)
+        discarded = [done + later for done, later in zip(words["discarded"], self.reader.discards_put_off, strict=True)]
         return Counter(
             {
                 "records_total": words["tail"],
-                "released_total": words["released"] - sum(words["discarded"]),
+                "released_total": words["released"] + self.reader.put_off - sum(discarded),
                 "held": self.waiting + self.reader.held + self.dropped,
                 "put_off": self.reader.put_off,
                 "tokens_total": words["tokens"],
@@ -112,6 +113,6 @@ class AdoptedLane:
                 "late_wakes_total": words["late_wakes"],
                 "lane_bytes": self.size,
                 **labelled("dropped_total", Drop, words["dropped"]),
-                **labelled("discarded_total", Discard, words["discarded"]),
+                **labelled("discarded_total", Discard, discarded),
             }
         )

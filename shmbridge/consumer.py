@@ -295,8 +295,7 @@ class Consumer(Hub):
 
     def discard(self, record: Record, reason: Discard) -> None:
         """Releases a record unread and counts it."""
-        record.reader.count_discard(reason)
-        record.release()
+        record.discard(reason)
 
     def _wait(self, left_s: float) -> None:
         """Sleeps until there may be something to take, at most a second."""

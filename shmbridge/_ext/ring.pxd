@@ -113,7 +113,7 @@ cdef class LaneReader:
     cdef lane_reader _reader
     cdef public bint abandoned       # leases end without release: the next hub gets these records again
     cdef public bint ranks_before    # a rank of an earlier hub may still read what is redelivered: its release is put off
-    cdef list _put_off               # (slot, generation)
+    cdef list _put_off               # (slot, generation, _discard_of of the lease)
     cdef readonly uint64_t held
     cdef readonly object about       # what all records of the lane share
     cdef dict numbers                # of its columns, by name
@@ -121,6 +121,8 @@ cdef class LaneReader:
     cdef tuple dtypes
 
     cdef int end_lease(self, Lease lease) except -1
+    cdef void end_use(self, uint32_t index, uint64_t generation, uint32_t discard_of) noexcept
+    cdef void count_in_lane(self, uint32_t reason, uint64_t count) noexcept
     cdef void lose_lease(self, Lease lease) noexcept
     cdef object next_lease(self, type cls)
     cdef Lease lease(self, type cls, const lane_found* found)
@@ -157,6 +159,7 @@ cdef class Lease:
     cdef public bint looked_at       # by whoever it was handed to: lost without release, it is not handed out as if nothing had been
     cdef public uint8_t handed_out_by  # a Call
     cdef bint _released              # asked for; the lease ends with the last export
+    cdef uint32_t _discard_of        # 1 + the reason for which it is discarded, 0: it is not
     cdef bint _ended
 
     cdef int begin_view(self) except -1

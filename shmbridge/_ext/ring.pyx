@@ -420,12 +420,18 @@ cdef class LaneReader:
         if self.abandoned or not self.lane.alive():
             return 0
         if self.ranks_before and lease.redelivered:
-            self._put_off.append((lease.slot, lease.generation))
+            self._put_off.append((lease.slot, lease.generation, lease._discard_of))
             if not self.ranks_before:  # another thread has just done all that was put off
                 self.release_put_off()
         else:
-            lane_release(&self._reader, lease.slot, lease.generation)
+            self.end_use(lease.slot, lease.generation, lease._discard_of)
         return 0
+
+    cdef void end_use(self, uint32_t index, uint64_t generation, uint32_t discard_of) noexcept:
+        """Releases, then counts the discard: a hub that is killed before its release has discarded nothing."""
+        lane_release(&self._reader, index, generation)
+        if discard_of:
+            self.count_in_lane(discard_of - 1, 1)
 
     cdef void lose_lease(self, Lease lease) noexcept:
         """The lease's object is gone, and nobody has released it. Looked at, the record stays un-released; else it is handed out next."""
@@ -455,19 +461,32 @@ cdef class LaneReader:
         """Releases that wait until no rank of an earlier hub is left."""
         return len(self._put_off)
 
+    @property
+    def discards_put_off(self) -> list:
+        """How many of those are discards, by reason; the lane's words count them once they are done."""
+        counts = [0] * DISCARD_REASONS
+        for _, _, discard_of in tuple(self._put_off):
+            if discard_of:
+                counts[discard_of - 1] += 1
+        return counts
+
     def release_put_off(self):
         """No rank of an earlier hub is left: does what was put off."""
         self.ranks_before = False
         while self._put_off:
-            index, generation = self._put_off.pop()
+            index, generation, discard_of = self._put_off.pop()
             if not self.abandoned and self.lane.alive():
-                lane_release(&self._reader, index, generation)
+                self.end_use(index, generation, discard_of)
 
     def ring(self):
         """Wakes a producer that waits for space."""
         ring_bell(&self._reader.header.space_bell)
 
     def count_discard(self, uint32_t reason, uint64_t count=1):
+        """Counts records that are never released; Lease.discard counts its own."""
+        self.count_in_lane(reason, count)
+
+    cdef void count_in_lane(self, uint32_t reason, uint64_t count) noexcept:
         cdef shm_u64* words = self._reader.header.discarded_total
         if reason < DISCARD_REASONS:
             store_relaxed64(&words[reason], load_relaxed64(&words[reason]) + count)
@@ -556,6 +575,14 @@ cdef class Lease:
         self._released = True
         if self._exports == 0:
             self._end()
+
+    def discard(self, uint32_t reason):
+        """release() of a record that nobody is to train with: counted under `reason` when the lease ends. Not twice."""
+        if reason >= DISCARD_REASONS:
+            raise ValueError(f"discard reason {reason}, there are {DISCARD_REASONS}")
+        if not self._released:
+            self._discard_of = reason + 1
+        self.release()
 
     cdef void _end(self) noexcept:
         if not self._ended:

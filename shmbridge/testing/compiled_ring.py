@@ -89,9 +89,7 @@ class CompiledRing(RingUnderTest):
         self._leases.pop((lane, sequence)).abandon()
 
     def discard(self, lane: int, sequence: int) -> None:
-        lease = self._leases.pop((lane, sequence))
-        lease.reader.count_discard(Discard.STALE)
-        lease.release()
+        self._leases.pop((lane, sequence)).discard(Discard.STALE)
 
     def release_under_view(self, lane: int, sequence: int) -> None:
         lease = self._leases.pop((lane, sequence))

@@ -211,8 +211,12 @@ def test_discards_that_are_put_off_add_up(filled, faulty, make_consumer, make_ra
     rank = make_rank()
     share = rank.next_share(20)
     hub.kill()
-    stats = make_consumer(resume="discard").stats()
+    consumer = make_consumer(resume="discard")
+    stats = consumer.stats()
     assert (stats["discarded_total{resume}"], stats["released_total"], stats["held"], stats["put_off"]) == (GROUPS, 0, 0, 1)
+    consumer.close()  # the one that was put off comes again, so it was not discarded
+    stats = make_consumer().stats()
+    assert (stats["discarded_total{resume}"], stats["released_total"], stats["held"], stats["put_off"]) == (GROUPS - 1, 0, 1, 0)
     del share
 
 

@@ -26,6 +26,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="default: a random one, which is printed")
     parser.add_argument("--producers", type=int, default=16, help="1 to 64, default 16")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the line")
+    parser.add_argument("--plant", action="store_true", help="release two records without a count: that must be found")
     return parser.parse_args()
 
 
@@ -38,7 +39,7 @@ def main() -> int:
     print(f"kill fuzz: {about}", file=sys.stderr, flush=True)
     bridge = f"kill-fuzz-{os.getpid()}-{seed}"[:48]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without cleaning up
-    director = Director(bridge, seed, wanted.seconds, wanted.producers)
+    director = Director(bridge, seed, wanted.seconds, wanted.producers, plant=wanted.plant)
     try:
         tally = director.run()
     except (TimeoutError, RuntimeError) as stuck:

@@ -101,7 +101,7 @@ class Round:
         )  # fmt: skip
 
 
-def run(seed: int, seconds: float, producers: int) -> dict[str, object]:
+def run(seed: int, seconds: float, producers: int, plant: bool) -> dict[str, object]:
     words, incarnations, crew = ProducerWords(), itertools.count(), Crew()
     totals: Counter[str] = Counter()
     by_pair: dict[str, Counter[str]] = {str(modes): Counter() for modes in PAIRS}
@@ -114,6 +114,7 @@ def run(seed: int, seconds: float, producers: int) -> dict[str, object]:
         everybody = frozenset(range(WORLD)) if modes == Modes("broadcast", "wait") else frozenset()
         referee = WordReferee(words, everybody, apart=modes.mode == "broadcast")
         scene = Scene(crew, new_bridge("rank-fuzz", seed, number), words, incarnations, Pattern(seed + number), referee)
+        scene.plant_lost = plant
         one = Round(scene, modes, choices, producers)
         try:
             one.play(max(seconds / rounds - 1.5, 1.0))
@@ -139,6 +140,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long (default 60)")
     parser.add_argument("--seed", type=int, default=None, help="default: a random one, which is printed")
     parser.add_argument("--producers", type=int, default=3)
+    parser.add_argument("--plant", action="store_true", help="release two records without a count: that must be found")
     wanted = parser.parse_args()
     seed = int.from_bytes(os.urandom(3)) if wanted.seed is None else wanted.seed
     logging.basicConfig(level=logging.ERROR, format="%(process)d %(name)s: %(message)s")
@@ -146,7 +148,7 @@ def main() -> int:
     for name in _IMPORTED_BEFORE_FORK:
         importlib.import_module(name)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    tally = run(seed, wanted.seconds, wanted.producers)
+    tally = run(seed, wanted.seconds, wanted.producers, wanted.plant)
     print(json.dumps(tally), flush=True)
     return 1 if tally["violations"] else 0
 

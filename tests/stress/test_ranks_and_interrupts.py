@@ -42,7 +42,23 @@ def test_interrupts_in_every_way_of_reading():
 
 
 @pytest.mark.timeout(180)
-def test_a_planted_lost_record_is_found():
-    code, tally, said = run("interrupt_fuzz.py", "--seconds", "2", "--seed", "1", "--ways", "poll", "--plant")
+def test_a_record_that_is_released_without_a_word_is_found():
+    code, tally, said = run("interrupt_fuzz.py", "--seconds", "2", "--seed", "1", "--ways", "poll", "--plant", "silent")
     assert code == 1, said
     assert tally["counts"]["lost"] >= 1, said
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("interrupt_fuzz.py", "--seconds", "1", "--ways", "poll", "--plant", "lost"),
+        ("ranks_fuzz.py", "--seconds", "5", "--plant"),
+        ("kill_fuzz.py", "--seconds", "1", "--producers", "2", "--json", "--plant"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_records_released_without_a_count_are_found(command):
+    code, tally, said = run(*command, "--seed", "1")
+    assert code == 1, said
+    assert tally["counts"]["miscounted"] >= 1, said

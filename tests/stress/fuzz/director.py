@@ -17,6 +17,7 @@ from shmbridge.testing.holders import holders, segments_of
 
 from .consumer_role import consume
 from .crew import Child, Crew
+from .lane_words import lose_two, unaccounted
 from .ledger import ConsumerLog, Order, ProducerWords, State, producer_name, producer_number
 from .pattern import Pattern
 from .producer_role import produce, produce_one
@@ -49,7 +50,8 @@ class _Place:
 class Director:
     """One run on one bridge."""
 
-    def __init__(self, bridge: str, seed: int, seconds: float, producers: int) -> None:
+    def __init__(self, bridge: str, seed: int, seconds: float, producers: int, *, plant: bool = False) -> None:
+        self._plant = plant  # two records are released without a count: that must be found
         self._bridge, self._seconds, self._producers = bridge, seconds, producers
         self._pattern = Pattern(seed)
         self._schedule = Schedule(seed, seconds, producers)
@@ -254,6 +256,8 @@ class Director:
 
     def _count_all(self) -> None:
         """Everybody halts; everything is delivered and released; what the consumer counts is compared with what was seen."""
+        if self._plant:
+            self._wait("a lane has releases to lose", lambda: lose_two(self._bridge))
         self._held_back = True
         self._harm.clear()
         places = self._slots[: self._producers]
@@ -314,6 +318,8 @@ class Director:
         fault = self._referee.fault
         if now["records_total"] != now["released_total"] or now["held"] or now["discarded_total"]:
             fault("miscounted", f"miscounted: nothing is held or discarded, the consumer counts {now}")
+        for name, apart in unaccounted(self._bridge).items():
+            fault("miscounted", f"miscounted: the slots of {name} show {apart} more releases than were counted")
         told, seen = now["records_total"] - first["records_total"], self._records_counted[-1] - self._records_counted[0]
         if told != seen:
             fault("miscounted", f"miscounted: {told} records since the first count by the consumer's counters, {seen} were handed out")
