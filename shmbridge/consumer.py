@@ -366,6 +366,7 @@ class Consumer(Hub):
         """The process ends: what is still leased stays un-released, for the next consumer."""
         self._stop_forming()
         self._lanes.abandon()
+        self._lanes.unlock()
         participation.leave(self._control.mapping.fd, self.bridge)
 
     def _stop_forming(self) -> None:

@@ -388,6 +388,12 @@ class LaneSet:
         for lane in self:
             lane.reader.abandoned = True
 
+    def unlock(self) -> None:
+        """Gives every lane to the next consumer, though views of this one may live: nothing is released through them any more."""
+        for lane in self:
+            if not lane.reader.lane.forked:
+                liveness.unlock(lane.reader.lane.fd, Byte.READER)
+
     def close(self) -> int:
         """Ends the death watch and lets go of all lanes; how many records are still leased. Views keep their lane.
 

@@ -19,7 +19,8 @@ class LoopBell:
 
     def __init__(self, wait: HubWait, bridge: str) -> None:
         self._wait: HubWait | None = wait
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal's handler may close in any call of these
+        self._listens = False  # in `wait`, which then closes what a handler must leave to it
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: set[asyncio.Future[None]] = set()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -32,7 +33,15 @@ class LoopBell:
         with self._closing:
             if (bell := self._wait) is None:
                 return
-            loop = self._listen()
+            self._listens = True
+            try:
+                loop = self._listen()
+            finally:
+                self._listens = False
+                if self._wait is None:
+                    self._close()
+            if self._wait is None:
+                return
         there, tick, future = bell.arm(readers, arrivals), None, loop.create_future()
         self._waiting.add(future)
         try:
@@ -71,10 +80,13 @@ class LoopBell:
         """Ends the relay, and every wait that is under way. Blocks until the thread has ended."""
         with self._closing:  # the loop that begins to listen now is one to be told
             wait, loop, self._wait = self._wait, self._loop, None
+            listens = self._listens
         if wait is None:
             return
         wait.stop_relay()
         self._relay.join()
+        if listens:  # this is a handler amid that call: it closes the rest
+            return
         if loop is not None and loop.is_running() and not _is_running_here(loop):
             with contextlib.suppress(RuntimeError):  # it has closed meanwhile
                 loop.call_soon_threadsafe(self._close)

@@ -119,7 +119,7 @@ def test_nothing_is_lost_while_the_learner_trains(
     learner = start(
         "learner", sys.executable, "-m", "shmbridge.consumers.grpo", "--bridge", bridge, "--model", str(large_vocabulary), "--run-dir",
         str(tmp_path / "run"), "--steps", "100000", "--groups", str(GROUPS), "--group-size", "4", "--max-token-len", "512",
-        "--device", "cpu", "--threads", "1", "--no-weights", "--save-every", "100000",
+        "--device", "cpu", "--threads", "1", "--no-weights", "--save-every", "100000", "--ignore-images",
     )  # fmt: skip
     with socket.create_server(("127.0.0.1", 0), backlog=100) as listener:  # as systemd's: who comes while the gateway is away waits
 

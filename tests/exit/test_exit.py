@@ -16,8 +16,8 @@ import asyncio, atexit, os, sys, threading
 import numpy as np
 import shmbridge
 bridge = sys.argv[1]
-group = {"tokens": [[1, 2, 3], [4, 5]], "scores": [1.0, 0.5]}
-big = {"tokens": [list(range(6000))]}
+group = {"tokens": [[1, 2, 3], [4, 5]], "scores": [1.0, 0.5], "prompt_length": [0, 0]}
+big = {"tokens": [list(range(6000))], "prompt_length": [0]}
 """
 
 
@@ -41,7 +41,10 @@ def next_consumer(make_consumer, segments):
 
     def take() -> list[tuple[int, bool]]:
         consumer = make_consumer()
-        taken = [(record.meta.sequence, record.meta.redelivered) for record in consumer.poll()]
+        taken = []
+        for record in consumer.poll():
+            with record:
+                taken.append((record.meta.sequence, record.meta.redelivered))
         consumer.close()
         assert segments() == []
         return taken
@@ -198,7 +201,7 @@ UNCLOSED = {
         views = [record["tokens"].values]
         producer.close(); consumer.close()
         """,
-        [],  # closed, and the record dropped: that is its release
+        [(0, True)],  # dropped without a word: it comes again
     ),
     "a batch in hand": (
         """
@@ -213,7 +216,7 @@ UNCLOSED = {
         """
         producer = shmbridge.Producer(bridge, lane_bytes='64K')
         producer.put(group)
-        slot = producer.claim(1, {"tokens": [4]}); slot.__enter__()["tokens"][:] = 7
+        slot = producer.claim(1, {"tokens": [4], "loss_mask": [4]}); slot.__enter__()["tokens"][:] = 7
         """,
         [(0, False)],
     ),

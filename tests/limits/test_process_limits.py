@@ -72,7 +72,7 @@ def test_few_descriptors(start, runs) -> None:
         named = limits_named(said, f"RLIMIT_NOFILE is {limit}")
         assert len(named) == sum(error is not None for error in found.values()), said
         if 16 <= limit < 64:
-            assert any("64 lanes" in message for message in named), named
+            assert any("it needs 32 descriptors" in message for message in named), named
         assert end(said) == []
 
 

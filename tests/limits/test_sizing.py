@@ -31,7 +31,7 @@ GROUPS = {
         {"tokens": 100, "rows": 16, "columns": [*sizing.DENSE_CORE, "score", "finish_reason", "is_last"]},
     ),
     "step rewards": (
-        lambda: {"tokens": [[1] * 50] * 4, "step_rewards": [[0.5] * 7] * 4, "step_ends": [[9] * 7] * 4},
+        lambda: {"tokens": [[1] * 50] * 4, "step_rewards": [[0.5] * 7] * 4, "step_ends": [list(range(7, 50, 7))[:7]] * 4},
         {"tokens": 50, "rows": 4, "columns": {"tokens": None, "step_rewards": 7, "step_ends": 7}},
     ),
     "a teacher's top 8": (
