@@ -92,7 +92,7 @@ import shmbridge, shmbridge.producers, shmbridge.consumers
 from shmbridge._ext import ring, header
 assert not header.faults_compiled if hasattr(header, "faults_compiled") else not ring.faults_compiled
 with shmbridge.Consumer({bridge!r}) as consumer, shmbridge.Producer({bridge!r}, lane_bytes="64K") as producer:
-    producer.put({{"tokens": [[1, 2, 3], [4, 5]], "scores": [1.0, 0.5]}})
+    producer.put({{"tokens": [[1, 2, 3], [4, 5]], "scores": [1.0, 0.5], "prompt_length": [1, 1]}})
     with consumer.get(5) as record:
         print(record["tokens"].values.tolist(), shmbridge.__file__)
 """, tmp_path)  # fmt: skip
