@@ -262,7 +262,7 @@ MUTATIONS = (
     ),
     Mutation(
         "uneven-row-shifted", 5, "values of a row with another length than its tokens are taken for those of its first tokens", "shmbridge/_ext/gather.h",
-        "        present[row] &= !uneven[row];\n", "", "tests/unit/test_batch.py",
+        "        present[row] &= !is_uneven;\n", "", "tests/unit/test_batch.py",
     ),
     # 6: backpressure is real
     Mutation(
