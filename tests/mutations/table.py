@@ -307,6 +307,10 @@ MUTATIONS = (
         "                self.remove(reader)\n                continue", "                self.remove(reader)\n                return None",
         "tests/unit/test_turns.py tests/unit/test_consumer.py",
     ),
+    Mutation(
+        "header-believed-at-quarantine", 7, "what a quarantined lane loses is counted where its overwritten header says", "shmbridge/adopted_lane.py",
+        "self.reader.undelivered - self.held", "header.undelivered(self.reader.lane) - self.held", "tests/hostile/test_lane_bytes.py",
+    ),
     # 8: owner-only
     Mutation(
         "mode-open", 8, "segments can be read by others", "shmbridge/segment.py", "mode=0o600", "mode=0o666", "tests/limits/test_owner.py",
