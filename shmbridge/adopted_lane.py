@@ -72,7 +72,7 @@ class AdoptedLane:
     def quarantine(self) -> None:
         """Takes nothing from the lane any more; what it held is counted, and its counters stand still."""
         waiting = self.reader.waiting  # this, or what follows, may be nonsense
-        unreleased = header.undelivered(self.reader.lane) - self.held - self.dropped
+        unreleased = self.reader.undelivered - self.held - self.dropped
         self.reader.quarantine()
         lost = max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1)
         self.reader.count_discard(Discard.CORRUPT, lost)
@@ -80,7 +80,7 @@ class AdoptedLane:
 
     def _count_what_is_lost(self) -> None:
         """An earlier hub has quarantined the lane. What it still held then, and what was committed since, is lost as well."""
-        unreleased = header.undelivered(self.reader.lane)
+        unreleased = self.reader.undelivered
         lost = unreleased - header.lane_counters(self.reader.lane)["discarded"][Discard.CORRUPT]
         if lost > 0:
             self.reader.count_discard(Discard.CORRUPT, lost)

@@ -25,7 +25,7 @@ typedef struct {
     uint8_t kind, per_record, per_token;
     uint64_t width;           /* per_token: values of a row, padded; 0: packed */
     uint8_t *present;         /* [rows] */
-    uint8_t *uneven;          /* [rows] that the column does not fit */
+    uint8_t *uneven;          /* [rows] that the column does not fit; NULL: not wanted */
     uint8_t *values;          /* NULL: only `present` is wanted */
     uint32_t *lengths, *inner; /* [rows] of lists, [lists] of lists of lists */
 } gather_column;
@@ -95,21 +95,27 @@ static inline void gather_zero(uint8_t **to, uint64_t size) {
     *to += size;
 }
 
+static inline int gather_is_uneven(const gather_record *record, const directory_entry *entry, int per_record) {
+    return entry && !per_record && entry->entries != record->rows;
+}
+
 /* Rows that carry the column: it reaches them, and they are not null there. `uneven`: of a column with more rows or fewer than the record. */
 static inline void gather_present(const gather_record *record, const directory_entry *entry, int per_record, uint8_t *to, uint8_t *uneven) {
     uint64_t rows = !entry ? 0 : per_record ? record->rows : gather_rows(record, entry);
     const uint8_t *valid = entry && entry->validity_at ? record->extent + entry->validity_at * (uint64_t)ALIGNMENT : NULL;
     for (uint64_t row = 0; row < rows; row++) to[row] = !valid || valid[per_record ? 0 : row];
-    memset(to + rows, 0, record->rows - rows);
-    memset(uneven, entry && !per_record && entry->entries != record->rows, record->rows);
+    if (record->rows > rows) memset(to + rows, 0, record->rows - rows);
+    if (uneven && record->rows) memset(uneven, gather_is_uneven(record, entry, per_record), record->rows);
 }
 
 /* One value per token, or none at all: a row of another length than its tokens is absent, since nobody knows which value is whose. */
-static inline void gather_fit(const gather_record *record, const directory_entry *entry, uint8_t *present, uint8_t *uneven) {
+static inline void gather_fit(const gather_record *record, const directory_entry *entry, int per_record, uint8_t *present, uint8_t *uneven) {
+    int all_uneven = gather_is_uneven(record, entry, per_record);
     const uint32_t *lengths = entry ? gather_lengths(record, entry->lengths_at) : NULL;
     for (uint64_t row = 0; entry && row < record->rows; row++) {
-        uneven[row] |= present[row] && lengths[row] != record->lengths[row];
-        present[row] &= !uneven[row];
+        int is_uneven = all_uneven || (present[row] && lengths[row] != record->lengths[row]);
+        if (uneven) uneven[row] = (uint8_t)is_uneven;
+        present[row] &= !is_uneven;
     }
 }
 
@@ -152,11 +158,11 @@ static inline void gather_copy(const gather_record *records, uint64_t count, con
         const gather_record *record = &records[i];
         const directory_entry *entry = gather_find(record, column->numbers[record->table]);
         gather_present(record, entry, column->per_record, present, uneven);
-        if (column->per_token) gather_fit(record, entry, present, uneven);
+        if (column->per_token) gather_fit(record, entry, column->per_record, present, uneven);
         if (column->per_token) gather_per_token(record, entry, column, present, &values);
         else if (column->values) gather_joined(record, entry, column, &values, &lengths, &inner);
         present += record->rows;
-        uneven += record->rows;
+        if (uneven) uneven += record->rows;
     }
 }
 

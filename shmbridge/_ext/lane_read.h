@@ -224,4 +224,15 @@ static inline uint64_t lane_waiting(const lane_reader *reader) {
     return reader->backlog_count + load_acquire64(&reader->header->tail) - reader->next; /* SYNC(commit) */
 }
 
+/* Committed, un-released records, where they were when the lane was opened: the header may say anything by now. At most slot_count. */
+static inline uint32_t lane_undelivered(const lane_reader *reader) {
+    uint64_t tail = load_acquire64(&reader->header->tail); /* SYNC(commit) */
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < reader->shape.slot_count; i++) {
+        uint64_t generation = load_acquire64(&reader->slots[i].generation); /* SYNC(slot-body) */
+        if (generation != load_acquire64(&reader->released[i]) && reader->slots[i].sequence < tail) count++; /* SYNC(release) */
+    }
+    return count;
+}
+
 #endif

@@ -71,6 +71,7 @@ cdef extern from "lane_read.h" nogil:
     uint32_t lane_readmit(lane_reader* reader)
     void lane_release(lane_reader* reader, uint32_t index, uint64_t generation)
     uint64_t lane_waiting(const lane_reader* reader)
+    uint32_t lane_undelivered(const lane_reader* reader)
 
 
 cdef class LaneWriter:

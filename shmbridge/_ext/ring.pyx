@@ -338,6 +338,11 @@ cdef class LaneReader:
         return lane_waiting(&self._reader)
 
     @property
+    def undelivered(self) -> int:
+        """Committed, un-released records, at most slot_count, whatever the lane's header says by now."""
+        return lane_undelivered(&self._reader)
+
+    @property
     def space_waiting(self) -> bool:
         """Whether the producer sleeps for want of room; a hint."""
         return load_seq32(&self._reader.header.space_waiting) != 0  # SYNC(space-wake)

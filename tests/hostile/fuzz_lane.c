@@ -15,7 +15,7 @@
 #include "gather.h"
 #include "lane_read.h"
 
-#define MOST_SLOTS 16u
+#define MOST_FUZZED_SLOTS 16u
 #define MOST_COLUMNS 64u
 #define MOST_DATA_LINES 1024u
 #define MOST_PATCHES 8u
@@ -165,15 +165,17 @@ static void gather_one(const gather_record *records, gather_column *column, uint
     if (rows > 1 << 20 || lists > 1 << 20 || count > 1 << 22) return; /* Python finds no memory for more */
     column->width = width;
     column->present = malloc(rows);
+    column->uneven = width ? NULL : malloc(rows); /* once wanted, once not */
     column->values = column->kind <= KIND_LIST_LIST ? malloc(count * item + !count) : NULL;
     column->lengths = column->kind != KIND_SCALAR && !column->per_token && column->values ? malloc(rows * sizeof(uint32_t)) : NULL;
     column->inner = column->kind == KIND_LIST_LIST ? malloc(lists * sizeof(uint32_t) + !lists) : NULL;
     gather_copy(records, 2, column);
     touch(column->present, rows);
+    if (column->uneven) touch(column->uneven, rows);
     if (column->values) touch(column->values, count * item);
     if (column->lengths) must(index_sum(column->lengths, rows) == (column->inner ? lists : count), "as many as the gathered lengths say");
     if (column->inner) must(index_sum(column->inner, lists) == count, "as many values as the gathered inner lengths say");
-    free(column->present), free(column->values), free(column->lengths), free(column->inner);
+    free(column->present), free(column->uneven), free(column->values), free(column->lengths), free(column->inner);
 }
 
 /* Gathers every column of the lane, in each form that its kind has, as gather.pyx does. */
@@ -223,7 +225,7 @@ static int take_index(lane *lane, const lane_reader *reader, const lane_found *f
 
 static void read_lane(lane *lane, const recipe *wish) {
     lane_reader reader;
-    lane_found found, held[2 * MOST_SLOTS];
+    lane_found found, held[2 * MOST_FUZZED_SLOTS];
     complaint why;
     uint32_t count = 0;
     at_moment(lane, BEFORE_OPEN);
@@ -238,7 +240,7 @@ static void read_lane(lane *lane, const recipe *wish) {
         return;
     }
     at_moment(lane, ADOPTED);
-    for (; count < 2 * MOST_SLOTS && lane_next(&reader, &found, &why) > 0; count++, lane->round++) {
+    for (; count < 2 * MOST_FUZZED_SLOTS && lane_next(&reader, &found, &why) > 0; count++, lane->round++) {
         at_moment(lane, FOUND);
         if (!take_index(lane, &reader, &found)) break;
         sink += (uint64_t)lane_hand_out(&reader, &found) + lane_waiting(&reader);

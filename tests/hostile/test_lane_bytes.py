@@ -52,6 +52,13 @@ def test_two_columns_of_one_name(survive: Survive) -> None:
     assert report["refused"] == 1, report
 
 
+@pytest.mark.parametrize("field", ["magic", "slot_count", "slots_at", "released_at", "data_at", "segment_bytes"])
+def test_a_header_that_lies_when_its_lane_is_quarantined(survive: Survive, field: str) -> None:
+    """What is lost is counted where the lane had it when it was adopted."""
+    report = survive(moment="adopted", how="poll", changes=[(f"header.{field}", "set", 0), ("slot.0.columns", "set", 0)])
+    assert (report["bad"], report["quarantined"], report["discarded"]) == (0, 1, 5), report
+
+
 @pytest.mark.parametrize("field", SLOT)
 @pytest.mark.parametrize("how", ["poll", "batches"])
 def test_slot_fields(survive: Survive, field: str, how: str) -> None:
@@ -150,7 +157,9 @@ with shmbridge.Producer(bridge, lane_bytes="64K", producer_id="good") as good:
         assert cli.main(["inspect", bridge]) == 0 and shmbridge.clean(bridge) is not None
         good.put({"tokens": [[size]]})
         with shmbridge.Consumer(bridge) as consumer:
-            assert [record["tokens"].values.tolist() for record in consumer.poll()] == [[size]]
+            (record,) = consumer.poll()
+            assert record["tokens"].values.tolist() == [size]
+            record.release()
 print("survived")
 """
 

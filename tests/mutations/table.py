@@ -262,7 +262,7 @@ MUTATIONS = (
     ),
     Mutation(
         "uneven-row-shifted", 5, "values of a row with another length than its tokens are taken for those of its first tokens", "shmbridge/_ext/gather.h",
-        "        present[row] &= !uneven[row];\n", "", "tests/unit/test_batch.py",
+        "        present[row] &= !is_uneven;\n", "", "tests/unit/test_batch.py",
     ),
     # 6: backpressure is real
     Mutation(
@@ -306,6 +306,10 @@ MUTATIONS = (
         "garbage-ends-the-look", 7, "one lane of garbage keeps the others from being read", "shmbridge/_ext/turns.pyx",
         "                self.remove(reader)\n                continue", "                self.remove(reader)\n                return None",
         "tests/unit/test_turns.py tests/unit/test_consumer.py",
+    ),
+    Mutation(
+        "header-believed-at-quarantine", 7, "what a quarantined lane loses is counted where its overwritten header says", "shmbridge/adopted_lane.py",
+        "self.reader.undelivered - self.held", "header.undelivered(self.reader.lane) - self.held", "tests/hostile/test_lane_bytes.py",
     ),
     # 8: owner-only
     Mutation(
