@@ -4,9 +4,15 @@ Knows nothing of groups, lanes or leases: it is told how to form one. Called by 
 
 A signal's handler may raise in any call of these, or call `stop` amid another: so there is no lock of Python's own here, only queues in C
 and flags. A batch that is lost on its way is destroyed, and its records are handed out again.
+
+Nor does the thread that handlers run in call Thread.start or Thread.join. An interrupt amid the first may keep the lock that the new
+thread needs to begin. A handler that joins amid the second waits for a lock that the interrupted call has, and one that raises there
+marks a thread as ended that runs.
 """
 
+import _thread
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -41,15 +47,32 @@ class Prefetcher:
             self._room.put(None)
         self._stop = Flag()
         self._form = form
+        self._runs_in = 0  # process; in a child of fork the thread does not run
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="shmbridge-prefetch", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. Whoever is to stop it knows this object by then."""
-        self._thread.start()
+        """Has the thread started; waits for nothing. Whoever is to stop it knows this object by then."""
+        _thread.start_new_thread(self._start_apart, ())
+
+    def _start_apart(self) -> None:
+        """In a thread where no handler runs."""
+        try:
+            self._thread.start()
+        except Exception as error:  # no thread can be had: whoever waits in next() is to hear it
+            self._ready.put(error)
 
     def _run(self) -> None:
+        self._runs_in = os.getpid()  # before it looks whether it is to stop: `stop` does both the other way round
+        try:
+            self._form_ahead()
+        finally:
+            self._runs_in = 0
+            self._ended.put(None)
+
+    def _form_ahead(self) -> None:
         batch: Batch | BaseException | None
-        while True:
+        while not self._stop.is_set():
             self._room.get()
             if self._stop.is_set():
                 return
@@ -78,8 +101,9 @@ class Prefetcher:
         """Ends the thread and returns the batches nobody took, oldest first. May be called again, also amid itself."""
         self.end()
         self._room.put(None)
-        while self._thread.is_alive():  # one whose start was interrupted finds that it is to stop
-            self._thread.join(_LOOK_AGAIN_S)
+        while self._runs_in == os.getpid():  # one that begins later finds that it is to stop, and forms nothing
+            with contextlib.suppress(queue.Empty):  # the interrupted call may have taken it
+                self._ended.get(timeout=_LOOK_AGAIN_S)
         left = []
         with contextlib.suppress(queue.Empty):  # whoever waits in next() may be faster
             while True:

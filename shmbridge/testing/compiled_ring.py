@@ -80,13 +80,13 @@ class CompiledRing(RingUnderTest):
         return bytes(memoryview(self._leases[lane, sequence]) if view is None else view)
 
     def release(self, lane: int, sequence: int) -> None:
-        """In turns by release() and by the loss of the object: either ends a lease."""
-        lease = self._leases.pop((lane, sequence))
-        if sequence % 2:
-            lease.release()
+        self._leases.pop((lane, sequence)).release()
 
     def abandon(self, lane: int, sequence: int) -> None:
-        self._leases.pop((lane, sequence)).abandon()
+        """In turns by abandon() and by the loss of the object: take() has looked at it, so either leaves it to the next hub."""
+        lease = self._leases.pop((lane, sequence))
+        if sequence % 2:
+            lease.abandon()
 
     def discard(self, lane: int, sequence: int) -> None:
         self._leases.pop((lane, sequence)).discard(Discard.STALE)

@@ -1,5 +1,6 @@
 """Two threads of one process at the same moment: each test holds one of them at the place in question while the other goes on."""
 
+import contextlib
 import gc
 import os
 import queue
@@ -320,8 +321,26 @@ def test_an_iteration_collected_by_the_thread_that_gathers_ahead_loses_nothing(p
     again.close()
 
 
+def test_an_interrupt_amid_the_start_of_a_thread_leaves_none_that_cannot_begin(producer, make_consumer, monkeypatch, until) -> None:
+    """It may come while Thread.start holds the lock of the Event that the new thread sets first."""
+    consumer, wait = make_consumer(), threading.Event.wait
+    producer.put(group())
+
+    def interrupted(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            return wait(event, timeout)
+        event._cond.acquire()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        patched.setattr(threading.Event, "wait", interrupted)
+        next(consumer.batches(groups=1, prefetch=1, timeout_s=5))
+    consumer.close()
+    until(lambda: not [each for each in threading.enumerate() if each.name == "shmbridge-prefetch"])
+
+
 @pytest.mark.parametrize("thread", ["shmbridge-prefetch", "shmbridge-control", "shmbridge-deathwatch"])
-def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, monkeypatch, thread) -> None:
+def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, monkeypatch, until, thread) -> None:
     """Else the bridge is taken until this process ends."""
     consumer, join = make_consumer(), threading.Thread.join
     producer.put(group())
@@ -334,9 +353,18 @@ def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, mo
             raise KeyboardInterrupt
         join(joined, timeout)
 
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    class Interrupted(queue.SimpleQueue):
+        def get(self, **_):
+            ahead._ended = ended
+            raise KeyboardInterrupt
+
+    if thread == "shmbridge-prefetch":
+        ahead = consumer._batching._prefetcher
+        ended, ahead._ended = ahead._ended, Interrupted()
+    else:
+        monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
         consumer.close()
     consumer.close()
-    assert not [each for each in threading.enumerate() if each.name.startswith("shmbridge-")]
+    until(lambda: not [each for each in threading.enumerate() if each.name.startswith("shmbridge-")])
     assert make_consumer().get(timeout_s=5).meta.sequence == 0
