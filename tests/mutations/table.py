@@ -46,7 +46,7 @@ MUTATIONS = (
     ),
     Mutation(
         "released-under-a-view", 1, "release() ends the lease although a view of it lives", RING,
-        "        self._released = True\n        if self._exports == 0:\n            self._end()\n\n    cdef", "        self._released = True\n        self._end()\n\n    cdef",
+        "        self._released = True\n        if self._exports == 0:\n            self._end()\n\n    def discard", "        self._released = True\n        self._end()\n\n    def discard",
         "tests/conformance",
     ),
     Mutation(
