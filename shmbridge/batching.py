@@ -71,11 +71,11 @@ class BatchAssembly:
 
     @property
     def is_amid(self) -> bool:
-        """Whether this thread, which then runs a signal's handler, is amid something that holds the lock."""
+        """Whether this thread holds the lock; asked in a signal handler: whether it interrupted a locked section."""
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def end(self) -> None:
-        """Forms nothing more from now on; whoever iterates comes back. Never blocks."""
+        """Forms nothing more from now on; a running iteration returns. Never blocks."""
         self._closed = True
 
     @property
@@ -263,7 +263,7 @@ class BatchAssembly:
         return chosen
 
     def _begin_anew(self) -> None:
-        """What was handed out last is over, and no batch is being formed: one that an exception has lost on its way counts no more."""
+        """Ends the last step. No batch is being formed, so groups of one that an exception lost are no longer counted."""
         self._consumer.end_step()
         with self._lock:
             self._chosen = Chosen()
@@ -315,7 +315,7 @@ class BatchAssembly:
         """Moves what the lanes have now into groups; whether there was anything."""
         self._consumer._check_open()
         now = time.monotonic()
-        if self._taking:  # an exception came amid this: a group may be complete among the partial ones
+        if self._taking:  # an exception ended the last call half-way: a partial group may be complete
             self._whole.extend(self._partial.completed())
         self._taking = True
         records = self._lanes.poll(most, Call.BATCHES)

@@ -1,4 +1,4 @@
-"""A call that another thread makes: for an event loop that goes on meanwhile, or for who must not be interrupted in it."""
+"""A call made in another thread: so that an event loop goes on meanwhile, or no signal handler interrupts it."""
 
 import asyncio
 import functools

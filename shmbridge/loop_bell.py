@@ -19,8 +19,8 @@ class LoopBell:
 
     def __init__(self, wait: HubWait, bridge: str) -> None:
         self._wait: HubWait | None = wait
-        self._closing = threading.RLock()  # a signal's handler may close in any call of these
-        self._listens = False  # in `wait`, which then closes what a handler must leave to it
+        self._closing = threading.RLock()  # a signal handler may call close() while a method of this thread holds it
+        self._listens = False  # `wait` is in _listen(); if a handler calls close() then, `wait` does the rest
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: set[asyncio.Future[None]] = set()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -85,7 +85,7 @@ class LoopBell:
             return
         wait.stop_relay()
         self._relay.join()
-        if listens:  # this is a handler amid that call: it closes the rest
+        if listens:  # called by a handler that interrupted _listen(): `wait` does the rest
             return
         if loop is not None and loop.is_running() and not _is_running_here(loop):
             with contextlib.suppress(RuntimeError):  # it has closed meanwhile

@@ -67,7 +67,7 @@ class Loader:
 
     def __init__(self, table: Columns, lane_bytes: int, env_name: str | None = None) -> None:
         self.table, self.lane_bytes, self.sampler = table, lane_bytes, new_sampler()
-        self.notices = None if env_name is None else PutNotices(env_name)  # of who only measures, nothing is said
+        self.notices = None if env_name is None else PutNotices(env_name)  # None: a caller that only measures says nothing
         self.forms = _by_key(table, self.sampler)
         # Atropos cannot carry NaN or infinity in any column: of a batch with one of them, nothing would arrive.
         self._foreign_table = Columns(replace(column, finite=True) for column in table.order)

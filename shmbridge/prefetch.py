@@ -2,12 +2,12 @@
 
 Knows nothing of groups, lanes or leases: it is told how to form one. Called by batching.py.
 
-A signal's handler may raise in any call of these, or call `stop` amid another: so there is no lock of Python's own here, only queues in C
-and flags. A batch that is lost on its way is destroyed, and its records are handed out again.
+A signal handler may raise in any method, or call `stop` while another method runs. So there is no Python lock here, only queues in C and
+flags. A batch that is lost on its way is destroyed, and its records are handed out again.
 
-Nor does the thread that handlers run in call Thread.start or Thread.join. An interrupt amid the first may keep the lock that the new
-thread needs to begin. A handler that joins amid the second waits for a lock that the interrupted call has, and one that raises there
-marks a thread as ended that runs.
+Nor does the thread that handlers run in call Thread.start or Thread.join. An interrupt of `start` may keep the lock that the new
+thread needs to begin. A handler that joins while `join` is interrupted waits for a lock of the interrupted call; one that raises there
+marks a running thread as ended.
 """
 
 import _thread
@@ -23,7 +23,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 class Flag:
-    """A threading.Event that nobody waits for: no lock, so that it can be set amid anything."""
+    """A threading.Event that nobody waits for: no lock, so that any handler can set it."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -98,7 +98,7 @@ class Prefetcher:
         self._stop.set()
 
     def stop(self) -> list[Batch]:
-        """Ends the thread and returns the batches nobody took, oldest first. May be called again, also amid itself."""
+        """Ends the thread and returns the batches nobody took, oldest first. May be called again, also by a handler that interrupts it."""
         self.end()
         self._room.put(None)
         while self._runs_in == os.getpid():  # one that begins later finds that it is to stop, and forms nothing

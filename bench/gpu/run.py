@@ -2,8 +2,8 @@
 
     python3 -m bench.gpu.run [--device cpu --size smallest] [--wheels DIR] [--into bench/results]
 
-Standard library only, since nothing is built when it begins. After each part the results are written anew, so that a run which is cut
-off keeps what it found.
+Standard library only, since nothing is built when it begins. After each part the results are
+written again, so that a run which is cut off keeps what it found.
 """
 
 from __future__ import annotations

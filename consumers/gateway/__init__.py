@@ -51,7 +51,7 @@ def serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], 
     """
     if not options.token and not _local(listener):
         address = listener.getsockname()[0]
-        log.warning("whoever reaches %s may post, poll and reset: there is no token -> set SHMBRIDGE_GATEWAY_TOKEN", address)
+        log.warning("anyone who can reach %s may post, poll and reset: there is no token -> set SHMBRIDGE_GATEWAY_TOKEN", address)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(options, listener, ready))
 
