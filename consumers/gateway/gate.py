@@ -64,7 +64,7 @@ class Refusals:
 
 
 class Gate:
-    """ASGI middleware. A new request on a connection proves that the last answer was read. Refuses requests without a right to post, or too large.
+    """ASGI middleware: a new request proves that the last answer was read. Refuses what is not allowed, or too large.
 
     A body is whole and gunzipped when a route sees it. It is read only when there is room for it, and where nothing takes it, not at all.
 
