@@ -1,10 +1,12 @@
 """A call made in another thread: so that an event loop goes on meanwhile, or no signal handler interrupts it."""
 
+import _thread
 import asyncio
 import functools
+import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 Result = TypeVar("Result")
 
@@ -27,19 +29,35 @@ async def to_its_end(call: Callable[..., Result], *args: Any, **named: Any) -> R
 
 
 def in_another_thread(call: Callable[[], Result]) -> Result:
-    """Returns what a call returns, or raises what it raises; a thread makes it, in which no signal's handler can raise. Blocks."""
-    outcome: list[Result] = []
-    wrong: list[BaseException] = []
+    """Returns what a call returns, or raises what it raises; a thread makes it, in which no signal's handler can raise. Blocks.
+
+    An exception that a handler raises here leaves the call running to its end.
+    """
+    outcome: queue.SimpleQueue[tuple[Result, None] | tuple[None, BaseException]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            outcome.append(call())
+            outcome.put((call(), None))
         except BaseException as error:
-            wrong.append(error)
+            outcome.put((None, error))
 
-    thread = threading.Thread(target=run, name="shmbridge-apart", daemon=True)
-    thread.start()
-    thread.join()
-    if wrong:
-        raise wrong[0]
-    return outcome[0]
+    start_apart(threading.Thread(target=run, name="shmbridge-apart", daemon=True), lambda error: outcome.put((None, error)))
+    result, error = outcome.get()
+    if error is not None:
+        raise error
+    return cast(Result, result)
+
+
+def start_apart(thread: threading.Thread, failed: Callable[[Exception], None]) -> None:
+    """Has a thread started, in one where no handler runs: an interrupt of Thread.start may keep the lock the new thread needs to begin.
+
+    Waits for nothing. `failed` is called, there, with the error of a thread that cannot be had.
+    """
+
+    def start() -> None:
+        try:
+            thread.start()
+        except Exception as error:
+            failed(error)
+
+    _thread.start_new_thread(start, ())

@@ -5,12 +5,10 @@ Knows nothing of groups, lanes or leases: it is told how to form one. Called by 
 A signal handler may raise in any method, or call `stop` while another method runs. So there is no Python lock here, only queues in C and
 flags. A batch that is lost on its way is destroyed, and its records are handed out again.
 
-Nor does the thread that handlers run in call Thread.start or Thread.join. An interrupt of `start` may keep the lock that the new
-thread needs to begin. A handler that joins while `join` is interrupted waits for a lock of the interrupted call; one that raises there
-marks a running thread as ended.
+Nor does the thread that handlers run in call Thread.start (see in_thread.py) or Thread.join. A handler that joins while `join` is
+interrupted waits for a lock of the interrupted call; one that raises there marks a running thread as ended.
 """
 
-import _thread
 import contextlib
 import os
 import queue
@@ -18,6 +16,7 @@ import threading
 from collections.abc import Callable
 
 from shmbridge.batch import Batch
+from shmbridge.in_thread import start_apart
 
 _LOOK_AGAIN_S = 0.05
 
@@ -53,14 +52,7 @@ class Prefetcher:
 
     def start(self) -> None:
         """Has the thread started; waits for nothing. Whoever is to stop it knows this object by then."""
-        _thread.start_new_thread(self._start_apart, ())
-
-    def _start_apart(self) -> None:
-        """In a thread where no handler runs."""
-        try:
-            self._thread.start()
-        except Exception as error:  # no thread can be had: whoever waits in next() is to hear it
-            self._ready.put(error)
+        start_apart(self._thread, self._ready.put)  # no thread can be had: whoever waits in next() is to hear it
 
     def _run(self) -> None:
         self._runs_in = os.getpid()  # before it looks whether it is to stop: `stop` does both the other way round

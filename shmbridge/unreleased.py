@@ -3,9 +3,12 @@
 Knows words; knows nothing of lanes or leases, which count (`_ext.ring.Drops`).
 """
 
+import functools
 import logging
 import warnings
 from enum import IntEnum
+
+from shmbridge.in_thread import in_another_thread
 
 log = logging.getLogger(__name__)
 
@@ -46,5 +49,7 @@ def say_lost(where: str, number: int, looked_at: bool) -> None:
     else:
         what = "nobody had looked at it: it is handed out again"
     said = f"a record that {call} handed out was dropped without release ({where}); {what} -> {instead}"
-    log.warning("%s", said)
+    # Before Python 3.13 an interrupt of Handler.handle may keep the handler's lock, and every other thread that logs would hang. Interrupts
+    # are what leaves records un-released, so this log line is the likeliest to meet the next one.
+    in_another_thread(functools.partial(log.warning, "%s", said))
     warnings.warn(said, ResourceWarning, stacklevel=3)

@@ -347,6 +347,21 @@ raise SystemExit(0)
 
 # -- interrupts -------------------------------------------------------------------------------------------------------------------
 
+takes_the_alarm = pytest.mark.timeout(120, method="thread")  # the other method is this signal
+
+
+def test_the_log_line_of_a_loss_is_written_where_no_signal_handler_raises(make_producer, make_consumer, monkeypatch) -> None:
+    """Before Python 3.13 an interrupt may keep a log handler's lock: the thread that forms batches ahead would wait for it for ever."""
+    logged_in = []
+    monkeypatch.setattr(logging.getLogger("shmbridge.unreleased"), "warning", lambda *_: logged_in.append(threading.current_thread()))
+    make_producer().put({"tokens": [[1]]})
+    hub = make_consumer()
+    hub.get(5)
+    with pytest.warns(ResourceWarning, match=r"get\(\) handed out was dropped"):
+        hub.get(5).release()
+    (thread,) = logged_in
+    assert thread is not threading.main_thread()
+
 
 def interrupted(take: Callable[[], None], times: int, rng: random.Random) -> None:
     """Runs `take` with a raising signal after a random time, again and again."""
@@ -374,6 +389,7 @@ def interrupted(take: Callable[[], None], times: int, rng: random.Random) -> Non
         signal.signal(signal.SIGALRM, before)
 
 
+@takes_the_alarm
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("way", [way for way in WAYS if "gather" not in way.name and "async" not in way.name], ids=lambda way: way.name)
 def test_what_an_interrupt_loses_comes_again(way, make_producer, make_consumer) -> None:
@@ -445,6 +461,7 @@ def test_a_handler_closes_amid_adopting(bridge, make_producer, make_consumer, mo
     make_consumer()
 
 
+@takes_the_alarm
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_a_handler_that_closes_at_any_time_never_hangs(prefetch, make_producer, make_consumer) -> None:
     producer, rng = make_producer(lane_bytes="4M"), random.Random(11)

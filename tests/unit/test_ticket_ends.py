@@ -48,6 +48,7 @@ def test_an_interrupt_while_a_ticket_is_shown_leaves_none(producer, limited, mon
     producer.begin_group(timeout_s=5).end()
 
 
+@pytest.mark.timeout(120, method="thread")  # the other method is the signal that this test takes
 def test_interrupts_at_any_moment_leave_nothing_behind(producer, limited) -> None:
     """No byte locked, no producer that says it is asking already, no half message that the next one is taken for."""
     limited(0, 1)
