@@ -118,7 +118,7 @@ class DeviceBatch(shmbridge.Batch):
         return self._usable(super().__getitem__(name))
 
     def __del__(self) -> None:
-        if self.__dict__.get("_under_way"):  # the memory may be written anew as soon as the leases are gone
+        if self.__dict__.get("_under_way"):  # the memory may be written again as soon as the leases are gone
             self._end_copies()
 
     def _end_copies(self) -> None:

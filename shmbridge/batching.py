@@ -70,7 +70,7 @@ class BatchAssembly:
         self._oldest = _NO_VERSION  # what is stamped in self._complete, and cut, has no version before this
 
     @property
-    def is_amid(self) -> bool:
+    def lock_is_mine(self) -> bool:
         """Whether this thread holds the lock; asked in a signal handler: whether it interrupted a locked section."""
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
@@ -191,7 +191,7 @@ class BatchAssembly:
         finally:
             if ahead is not None:
                 ahead.end()  # no waiting: a collection may end an iteration in any thread, also in that one, and under the lock
-            if not self.is_amid:
+            if not self.lock_is_mine:
                 self._consumer.close_if_owed()
 
     def _prefetch(self, depth: int, form: Callable[[Flag], Batch | None]) -> Prefetcher:

@@ -50,7 +50,7 @@ class Promises:
         self._by_lane[lane] = tickets, now_ns + PROMISE_NS
 
     def void(self, lane: str) -> None:
-        """The lane's producer asks anew: it has no answer, and will not use one that is still on its way."""
+        """The lane's producer asks again: it has no answer, and will not use one that is still on its way."""
         self._by_lane.pop(lane, None)
 
     def running(self, held: Mapping[str, int], now_ns: int) -> int:

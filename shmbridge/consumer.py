@@ -379,12 +379,12 @@ class Consumer(Hub):
         yet handed out; live views stay valid and keep the hub lock until the last is gone.
 
         Idempotent, goes on where an interrupt ended it; blocks while another thread closes; does nothing in a child of fork, nor in a
-        signal's handler amid it. In a handler amid a call of this thread that forms a batch or adopts lanes it only notes that it is to
-        close: that call, or the next, closes.
+        signal handler that interrupts it. In a handler that interrupts a call of this thread which forms a batch or adopts lanes, it only
+        notes that it is to close: that call, or the next, closes.
         """
         if self._control_words is None or self._control_words.mapping.forked:
             return
-        if self._batching.is_amid or self._lanes.is_amid:
+        if self._batching.lock_is_mine or self._lanes.lock_is_mine:
             self._close_owed = True
             self._batching.end()
             return

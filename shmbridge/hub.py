@@ -45,13 +45,13 @@ class Hub(OneProcess):
         self._announced: tuple[Run | None, int] = run, 0  # and the steps of runs before it
         self._batches_formed = 0
         self._publishing = threading.Lock()
-        self._one_closer, self._closes = threading.RLock(), False  # held by who closes; a signal's handler amid that finds that it does
-        self._closing = threading.RLock()  # close() comes before or after what needs all of this, not amid it
+        self._one_closer, self._closes = threading.RLock(), False  # held by the closer; a signal handler in between sees that it does
+        self._closing = threading.RLock()  # close() comes before or after what needs all of this, never between
         self._control_words: header.Control | None = control
         self._ranks: RankServer | None = None
         self._limit, self._promises, self._begun = limit, Promises(), 0
         self._training_version = -1
-        self._steps_ended, self._full = 0, (0, -1)  # until when nothing is counted anew, unless more steps than so many have ended
+        self._steps_ended, self._full = 0, (0, -1)  # until when nothing is counted again, unless more steps than so many have ended
 
     @property
     def _control(self) -> header.Control:

@@ -69,7 +69,7 @@ class LaneSet:
         self._watch = DeathWatch(self._on_death, self._look_round)
 
     @property
-    def is_amid(self) -> bool:
+    def lock_is_mine(self) -> bool:
         """Whether this thread, which then runs a signal's handler, is just adopting lanes."""
         return self._adopting._is_owned()  # type: ignore[attr-defined, no-any-return]
 

@@ -1,7 +1,7 @@
 """What participants of a bridge say to its hub over the control socket, and the bytes of it.
 
 A request and its answer are two frames each: a header (protocol number, request id) and a msgpack body, told
-apart by its `kind`. The header is readable across protocol numbers: a peer of another version is told so
+apart by its `kind`. The header is readable across protocol numbers: a peer of another version hears of it
 instead of guessing at a body. Every request may be repeated: a second copy of it changes nothing.
 
 Knows nothing of sockets, threads or shared memory. Called by `shmbridge.control`; the structs are public.

@@ -96,7 +96,7 @@ class Loader:
             self.notices.look(group, nulls=nulls)
 
     def with_masks_as_they_are(self, plan: Plan) -> Plan:
-        """The same group planned anew, its Atropos masks not folded."""
+        """The same group planned again, its Atropos masks not folded."""
         group, foreign = plan.source
         return self._fitting(self._at_leisure(group, plan.stamp, foreign, fold_masks=False))
 

@@ -289,7 +289,7 @@ def _unused_control(fd: int, name: str) -> str:
         return "is being initialised"
     if not liveness.lock_exclusive(fd, Byte.PARTICIPANTS):
         return "has living participants"
-    return "" if still_named(fd, name) else "was made anew just now"
+    return "" if still_named(fd, name) else "was made again just now"
 
 
 def _remove_control(fd: int, name: str, bridge: str, *, keep_others: bool) -> None:

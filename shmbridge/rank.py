@@ -215,7 +215,7 @@ class Rank(OneProcess):
         return None
 
     def _look_again(self, number: int, manifest: "Manifest", held: Looks) -> RankShare:
-        """What is not released of an open share, its leases anew."""
+        """What is not released of an open share, its leases again."""
         groups, kept = [], []
         looks = iter(held)
         for places in manifest.groups:

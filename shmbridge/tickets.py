@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shmbridge.control_client import AsyncControlClient, ControlClient
     from shmbridge.messages import Answer, BeginGroup
 
-_ASK_S = 0.5  # then it is asked anew: the bridge may be draining by now. No longer than a client repeats after: that voids the promise
+_ASK_S = 0.5  # then it is asked again: the bridge may be draining by now. No longer than a client repeats after: that voids the promise
 _LAST_S = 0.5  # for the answer to the last question, which says why not
 
 

@@ -56,7 +56,7 @@ class WeightsLease:
             if known and tensor_bytes.checksum(self._mapping, self._base + spec.offset, spec.size_bytes) != known:
                 raise WeightsMismatch(
                     f"tensor {spec.name!r} of weights version {self.version} is not what was published",
-                    hint="something overwrote shared memory: publish it anew",
+                    hint="something overwrote shared memory: publish it again",
                 )
         return sum(1 for known in wanted if known)
 
@@ -87,7 +87,7 @@ class WeightsReader(WeightsEnd):
         return None if latest is None else int(latest[0])
 
     def _current(self) -> Versions | None:
-        """The mapped segment, mapped anew if another took its name."""
+        """The mapped segment, mapped again if another took its name."""
         self._require_open()
         name = segment.weights_name(self.bridge)
         if self._versions is not None and segment.still_named(self._versions.mapping.fd, name):

@@ -24,7 +24,7 @@ _CARRIERS = {
 _PLAIN = frozenset(np.dtype(code).name for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"])
 _LARGEST = 1 << 48
 _ALIGNMENT = 64
-_OVERWRITTEN = "something overwrote shared memory, or another build wrote it: publish them anew"
+_OVERWRITTEN = "something overwrote shared memory, or another build wrote it: publish them again"
 
 Spec = tuple[str, str, Sequence[int]]  # name, dtype word, shape
 Array = np.ndarray[Any, Any]

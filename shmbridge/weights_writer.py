@@ -61,7 +61,7 @@ class WeightsWriter(WeightsEnd):
         if not liveness.lock_exclusive(mapping.fd, Byte.WRITER):
             raise self._taken(mapping)
         if not segment.still_named(mapping.fd, segment.weights_name(self.bridge)):
-            return  # another writer removed it just before; what this one publishes makes it anew
+            return  # another writer removed it just before; what this one publishes makes it again
         found = Versions(mapping)
         try:
             if found.ready:
@@ -69,7 +69,7 @@ class WeightsWriter(WeightsEnd):
                 found.enter(os.getpid())
                 return
         except WeightsMismatch as remains:
-            log.warning("%s: they are made anew", remains.message)
+            log.warning("%s: they are made again", remains.message)
         weights_floor.keep(self._control, found, self.bridge)
 
     def _taken(self, living: Mapping | None) -> ConsumerTaken:

@@ -43,7 +43,7 @@ class VllmCalls(Protocol):
 def bring_to(calls: VllmCalls, address: str, update: Update) -> None:
     """Have a vLLM at a version; it samples again whatever happens. Blocks.
 
-    Requests that are kept are computed anew from their tokens: what they sample from here on is what the new weights alone would
+    Requests that are kept are computed again from their tokens: what they sample from here on is what the new weights alone would
     sample there, and no cached prefix is of older ones.
 
     Raises:

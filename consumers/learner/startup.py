@@ -125,7 +125,7 @@ def load_learner(
         learner.step = progress.step
     seed_all(options.seed + learner.step)
     if source is not None and world.is_main and (states := checkpoint.load_rng(source)) is not None:
-        set_rng_state(states)  # of rank 0; the others begin anew
+        set_rng_state(states)  # of rank 0; the others begin again
     return learner, tokenizer, progress
 
 

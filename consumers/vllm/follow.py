@@ -231,7 +231,7 @@ class Follower:
         return self._readable(lambda: self._versions.version)
 
     def _wait(self) -> int | None:
-        """The newest version, once it is another one than the last that was tried: also a lower one, of a segment made anew."""
+        """The newest version, once it is another one than the last that was tried: also a lower one, of a segment made again."""
 
         def wait() -> int | None:
             try:

@@ -21,7 +21,7 @@ class FollowSettings(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
         bridge: whose weights segment is followed.
         pause: what becomes of requests in flight while new weights are loaded: "keep" holds them and lets them go on, "wait" lets them end
             first, "abort" ends them with what they have.
-        recompute: kept requests go on over a KV cache computed anew with the new weights. False: over the old one; and the prefix cache,
+        recompute: kept requests go on over a KV cache computed again with the new weights. False: over the old one; and the prefix cache,
             which vLLM empties only while no request holds a part of it, may then serve entries of earlier versions.
     """
 

@@ -45,7 +45,7 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
         Args:
             init_info: the bridge, and this process's rank.
             client: how vLLM is called, for example vLLM's HTTPVLLMWeightSyncClient.
-            source: a vLLM WeightSource of (name, tensor), iterated anew for each version on every rank.
+            source: a vLLM WeightSource of (name, tensor), iterated again for each version on every rank.
 
         Raises:
             ValueError: there is no source.

@@ -158,7 +158,7 @@ class EnvLink:
 
     @property
     def env_id(self) -> int:
-        """The environment's number, -1 before it has one; another one where the bridge was made anew and the old one was taken."""
+        """The environment's number, -1 before it has one; another one where the bridge was made again and the old one was taken."""
         return self._env_id
 
     # --- asking -------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Knows answers and rows of tokens; knows nothing of HTTP and of lanes. A row says nothing of where it is from but its tokens, so they are
 what is looked up: first a row's beginning, prompt and output together, in one pass for all answers; then, for trained tokens that leaves
-open, answers that begin where a run of them begins (an end token cut off or added, a prompt that was tokenised anew). Where answers of
+open, answers that begin where a run of them begins (an end token cut off or added, a prompt that was tokenised again). Where answers of
 different versions fit equally, none is taken. Called by `shmbridge.producers.atropos.link`, in the worker's context.
 """
 

@@ -2,7 +2,7 @@
  * not fit; a Python error is set then only if it is none of the value's own.
  *
  * `row` is a list or tuple of at least `count` items. Exact ints and floats are read as CPython keeps them, behind a version guard, and run no
- * Python code; everything else goes the checked way round, after which the row is looked at anew: that code may have changed it.
+ * Python code; everything else goes the checked way round, after which the row is looked at again: that code may have changed it.
  */
 #ifndef SHMBRIDGE_PYLIST_H
 #define SHMBRIDGE_PYLIST_H
@@ -59,7 +59,7 @@ static int float_value(PyObject *item, double *value) {
     return 0;
 }
 
-/* Item `i` of the row as an int64; -1 if it is none. `items` is looked up anew if Python code ran. */
+/* Item `i` of the row as an int64; -1 if it is none. `items` is looked up again if Python code ran. */
 static inline int row_int(PyObject *row, PyObject ***items, Py_ssize_t i, Py_ssize_t count, int64_t *value) {
     PyObject *item = (*items)[i];
     if (__builtin_expect(PyLong_CheckExact(item) && is_compact(item), 1)) {

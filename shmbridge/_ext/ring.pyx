@@ -368,7 +368,7 @@ cdef class LaneReader:
             generation = load_acquire64(&self._reader.slots[i].generation)  # SYNC(slot-body)
             if generation != load_relaxed64(&self._reader.released[i]):
                 start, taken = self._reader.slots[i].extent_at, self._reader.slots[i].extent_bytes
-                if start > data or taken > data - start:  # it is being written anew, or was scribbled over
+                if start > data or taken > data - start:  # it is being written again, or was scribbled over
                     return False
                 extents.append((start, taken))
         for start, taken in sorted(extents):
@@ -521,7 +521,7 @@ cdef class RankReader(LaneReader):
             self._lost[look] = False
 
     def forget(self, uint64_t look):
-        """Nothing is known of a lost lease any more: its record is looked at anew, or left to others."""
+        """Nothing is known of a lost lease any more: its record is looked at again, or left to others."""
         self._looks.discard(look)
         self._lost.pop(look, None)
 

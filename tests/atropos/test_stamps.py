@@ -111,7 +111,7 @@ def test_what_is_not_found_is_as_old_as_what_began_it() -> None:
 
 
 def test_a_row_may_be_an_answer_that_was_not_found() -> None:
-    """Tokenised anew, it has other tokens; it is as old as what the worker was answered."""
+    """Tokenised again, it has other tokens; it is as old as what the worker was answered."""
     body = {"choices": [{}, {}], "weight_version": 61, "oldest_weight_version": 60}
     stamped = stamp(group((PROMPT, [5]), (PROMPT, [6])), ledger_of(body), BEGAN, NOW)
     assert (bounds(stamped), stamped.column) == ((60, 61), None)

@@ -65,7 +65,7 @@ def test_texts_of_one_version_or_with_other_thoughts_are_no_trouble() -> None:
 @pytest.mark.parametrize("prompt", [PROMPT, None])
 @pytest.mark.parametrize("answer", [[1, 2, 3, 4], [1, 2, 3, 4, 77]])
 def test_a_short_answer_is_not_the_beginning_of_a_longer_one(answer: list[int], prompt: list[int] | None) -> None:
-    """The longer one is of another version, and its end was tokenised anew."""
+    """The longer one is of another version, and its end was tokenised again."""
     heard = ledger_of(under(prompt, answer, 9), under(prompt, [*range(1, 12), 99, 99], 3))
     stamped = stamp(group((PROMPT, list(range(1, 13)))), heard, BEGAN, NOW)
     assert (stamped.column, bounds(stamped)) == (None, (3, 9))
@@ -118,7 +118,7 @@ def test_what_is_no_mask_is_none(masks: Any, prompt: list[int] | None) -> None:
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_rows_made_of_texts_cut_and_ended_by_the_environment(data: st.DataObject) -> None:
-    """Few words of several spellings; servers that say tokens or not; answers that the environment drops, ends or spells anew."""
+    """Few words of several spellings; servers that say tokens or not; answers that the environment drops, ends or spells again."""
     spellings = {5: [5], 6: [6], 56: [5, 6], 7: [7]}
     words = st.lists(st.sampled_from(sorted(spellings)), min_size=1, max_size=3)
     heard, rows, truth, version = [], [], [], 0

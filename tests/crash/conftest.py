@@ -21,7 +21,7 @@ ROLES = Path(__file__).with_name("roles.py")
 
 @pytest.fixture(scope="session")
 def fault_build() -> Path:
-    """Folder of a build with fail-points, made anew if a source is newer. It shares nothing with the in-place extensions."""
+    """Folder of a build with fail-points, made again if a source is newer. It shares nothing with the in-place extensions."""
     return build_with_faults(ROOT, ROOT / "build" / "faults")
 
 

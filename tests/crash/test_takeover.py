@@ -1,4 +1,4 @@
-"""A learner dies over its batches: many producers wait, what it had not released comes again in order, and nobody is started anew."""
+"""A learner dies over its batches: many producers wait, what it had not released comes again in order, and nobody is started again."""
 
 import pytest
 

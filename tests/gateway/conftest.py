@@ -57,5 +57,5 @@ def upstream_process() -> Iterator[UpstreamProcess]:
 @pytest.fixture
 def upstream(upstream_process: UpstreamProcess) -> UpstreamProcess:
     """The original, with nothing registered."""
-    assert upstream_process.get("/as-if-started-anew").status_code == 200
+    assert upstream_process.get("/as-if-started-again").status_code == 200
     return upstream_process

@@ -25,7 +25,7 @@ UPSTREAM = """
 import socket, sys, uvicorn
 from atroposlib.api.server import app
 
-@app.get("/as-if-started-anew")
+@app.get("/as-if-started-again")
 async def as_if_started_anew():
     app.state._state.clear()
 

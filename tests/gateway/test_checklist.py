@@ -119,7 +119,7 @@ def posts_before_the_trainer_registers(api: Any) -> Any:
 
 @item(original=(-1, None), here=(8, [0, 1]))
 def posts_between_reset_and_register(api: Any) -> Any:
-    """A trainer that starts anew while environments run gets nothing, ever."""
+    """A trainer that starts again while environments run gets nothing, ever."""
     api.start()
     api.get("/reset_data")
     api.put(0)

@@ -118,7 +118,7 @@ def test_a_token(start_gateway: Callable[..., GatewayProcess], monkeypatch: pyte
 
 
 def test_pages_of_other_sites_are_kept_out(gateway: GatewayProcess):
-    """A browser says whence a request comes; a page must not be able to reset a run that happens to be on this machine."""
+    """A browser says where a request comes from; a page must not be able to reset a run that happens to be on this machine."""
     gateway.start()
     gateway.put(0)
     for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):

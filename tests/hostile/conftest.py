@@ -22,7 +22,7 @@ Report = dict[str, Any]
 
 
 class Victim:
-    """`ask(plan)` plays one plan in a child and returns its report; the child is started anew after a death."""
+    """`ask(plan)` plays one plan in a child and returns its report; the child is started again after a death."""
 
     _numbers = itertools.count()
 

@@ -1,4 +1,4 @@
-"""A weights segment is scribbled over: a reader gets a typed error or nothing, or weights that are whole; a new writer begins anew."""
+"""A weights segment is scribbled over: a reader gets a typed error or nothing, or weights that are whole; a new writer begins again."""
 
 import contextlib
 import mmap
@@ -158,7 +158,7 @@ def test_words_of_a_tensor(weights, word, value) -> None:
 
 @pytest.mark.parametrize("word", [*WORDS, "written", "stamp_0", "checksum_0", "stamp_1", "checksum_1"])
 def test_a_writer_goes_on_over_garbage_words_or_says_why(bridge, word) -> None:
-    """Its successor publishes whole versions, whatever a dead writer's words were, or begins anew; readers see them."""
+    """Its successor publishes whole versions, whatever a dead writer's words were, or begins again; readers see them."""
     for value in (0, 1, 7, 2**32, 2**63, 2**64 - 1):
         with WeightsReader(bridge) as reader:
             with WeightsWriter(bridge) as writer:

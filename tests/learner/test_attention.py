@@ -83,7 +83,7 @@ def test_a_row_of_a_pack_gives_what_it_gives_alone(packed_batch, implementation,
         others[2] = ROWS[2]
         after = logprobs(own, packed_batch(others), "packed")[tuple(ROWS[2])]
     torch.testing.assert_close(after, packed[tuple(ROWS[2])], rtol=0, atol=1e-6)
-    if implementation != "flex_attention":  # which is compiled anew for each length
+    if implementation != "flex_attention":  # which is compiled again for each length
         assert attention.keeps_rows_apart(own)
 
 

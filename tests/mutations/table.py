@@ -93,7 +93,7 @@ MUTATIONS = (
         "        self._hold(Byte.PARTS, timeout_s,", "        found = (Byte.PARTS, timeout_s,", "tests/crash/test_weights_killed.py",
     ),
     Mutation(
-        "copy-not-looked-at-again", 1, "weights are copied while their slot is filled anew, and handed out", "shmbridge/weights_reader.py",
+        "copy-not-looked-at-again", 1, "weights are copied while their slot is filled again, and handed out", "shmbridge/weights_reader.py",
         "            if found.held_throughout(latest[1], latest[0]):\n", "            if found is not None:\n", "tests/unit/test_weights.py",
     ),
     Mutation(

@@ -173,7 +173,7 @@ def copy(bridge: str, counters: Counters) -> None:
 
 
 class Director:
-    """Starts all roles as forks of itself, kills and stops them by turns of a die, and starts them anew."""
+    """Starts all roles as forks of itself, kills and stops them by turns of a die, and starts them again."""
 
     def __init__(self, bridge: str, seed: int) -> None:
         self._rng = random.Random(seed)

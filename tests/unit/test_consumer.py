@@ -330,7 +330,7 @@ def test_garbage_in_one_lane_quarantines_that_lane_only(make_producer, make_cons
     assert numbers(consumer.poll()) == [9]
 
 
-def test_garbage_amid_a_poll_is_said_once_and_the_records_before_it_come(make_producer, make_consumer, caplog) -> None:
+def test_garbage_among_lanes_is_said_once_and_the_records_before_it_come(make_producer, make_consumer, caplog) -> None:
     first, bad, last = (make_producer() for _ in range(3))
     consumer = make_consumer()
     for number in range(3):

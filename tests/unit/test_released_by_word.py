@@ -418,16 +418,16 @@ def test_what_an_interrupt_loses_comes_again(way, make_producer, make_consumer) 
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_handler_closes_amid_the_forming_of_a_batch(bridge, make_producer, make_consumer, monkeypatch, prefetch) -> None:
+def test_a_handler_closes_while_a_batch_is_formed(bridge, make_producer, make_consumer, monkeypatch, prefetch) -> None:
     """The lock is held by the thread that the handler interrupts: it closes once it is through, and never waits for itself."""
     producer, hub = make_producer(), make_consumer()
     for number in range(4):
         producer.put({"tokens": [[number]]})
     before = signal.signal(signal.SIGUSR1, lambda *_: hub.close())
-    amid, real = [], hub._batching._chosen.begin_step
+    held, real = [], hub._batching._chosen.begin_step
 
     def begin_step(groups) -> None:
-        amid.append(hub._batching.is_amid)
+        held.append(hub._batching.lock_is_mine)
         signal.raise_signal(signal.SIGUSR1)
 
     try:
@@ -436,11 +436,11 @@ def test_a_handler_closes_amid_the_forming_of_a_batch(bridge, make_producer, mak
         seen = [batch.release() for batch in batches]
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert (amid, len(seen), real is not None) == ([True], 1, True)
+    assert (held, len(seen), real is not None) == ([True], 1, True)
     assert [record.sequence for record in make_consumer().poll()] == [1, 2, 3]
 
 
-def test_a_handler_closes_amid_adopting(bridge, make_producer, make_consumer, monkeypatch) -> None:
+def test_a_handler_closes_while_lanes_are_adopted(bridge, make_producer, make_consumer, monkeypatch) -> None:
     hub, real = make_consumer(), LaneSet._adopt
     before = signal.signal(signal.SIGUSR1, lambda *_: hub.close())
 

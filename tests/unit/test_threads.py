@@ -300,7 +300,7 @@ def test_a_hub_that_is_just_starting_takes_a_policy_version(bridge, limited, mon
 
 
 def test_an_iteration_collected_by_the_thread_that_gathers_ahead_loses_nothing(producer, consumer) -> None:
-    """A collection runs wherever memory is asked for: here amid the forming of the next batch, whose lock is held."""
+    """A collection runs wherever memory is asked for: here while the next batch is formed, whose lock is held."""
     batches = [consumer.batches(groups=1, prefetch=1, timeout_s=10)]
     batches.append(batches)
     producer.put(group(1))

@@ -103,6 +103,6 @@ def test_staleness_is_cut_by_the_oldest_token(producer, consumer) -> None:
 
 
 def test_atropos_masks_and_versions_in_one_group(producer, consumer) -> None:
-    """Rare masks are planned anew, and the versions with them."""
+    """Rare masks are planned again, and the versions with them."""
     producer.put({"tokens": TOKENS, "masks": [[-100, 2, 99], [-100, 5]], "scores": [1.0, 0.0], "token_versions": VERSIONS})
     assert span(consumer.get(1)) == (6, 8)

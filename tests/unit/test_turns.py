@@ -107,7 +107,7 @@ def test_the_last_lane_goes_while_it_is_its_turn(on) -> None:
     assert turns.poll(9) == []
 
 
-def test_garbage_amid_a_poll_costs_nobody_else_anything(on) -> None:
+def test_garbage_among_lanes_costs_nobody_else_anything(on) -> None:
     turns = on.turns(3)
     on.put(*[0, 1, 2] * 2)
     assert lanes_of(turns.poll(3)) == [0, 1, 2]

@@ -161,7 +161,7 @@ def test_of_a_version_that_says_what_changed_only_whole_layers_of_that_are_loade
     llm.init_weight_transfer_engine({"init_info": {"bridge": bridge}})
     push.writer.publish(4, [("model.norm.weight", model.model.norm.weight)], changed_only=True)
     tell(llm, bridge, 4)
-    assert staged[3] == everything  # who initialises anew says that the model is not what was loaded last
+    assert staged[3] == everything  # who initialises again says that the model is not what was loaded last
     assert vllm_greedy(llm) == greedy(model)
 
 
