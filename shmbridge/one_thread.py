@@ -17,7 +17,7 @@ def wanted() -> bool:
 def watch(owner: object, what: str, methods: tuple[str, ...]) -> None:
     """From now on two threads in any of these methods of `owner` are UsedByTwoThreads for the second, if the environment asks for that.
 
-    The methods become attributes of the object. A signal handler in the same thread, which calls one while another runs, is no second thread.
+    The methods become attributes of the object. A signal handler that calls one during another, in the same thread, is no second thread.
     """
     if not wanted():
         return
