@@ -125,7 +125,7 @@ def test_tokens_that_are_no_rows_are_refused(ends, tokens) -> None:
      {"reward_components": [{"a": None}]}, {"instance_id": "a"}, {"instance_id": [5]}, {"instance_id": ["\ud800"]},
      {"messages": ["\ud800"]}, {"instance_id": [b"\xff"]}, {"messages": [b"\xff"]}, {"messages": ["{nope"]}, {"messages": ["[" * 100_000]},
      {"extra": "{nope"}, {"extra": b'"\xff"'}, {"messages": [ENDLESS]},
-     {"messages": [object()]}, {"env_id": "abc"}, {"env_id": 2**40}, {"env_id": 1.5}, {"distill_token_ids": [1]},
+     {"messages": [print]}, {"env_id": "abc"}, {"env_id": 2**40}, {"env_id": 1.5}, {"distill_token_ids": [1]},
      {"distill_token_ids": [[None]]}, {"distill_token_ids": [[1]]}, {5: [1]}, {"score": [1.0], "scores": [2.0]},
      {"rewards": [[1.0]], "token_rewards": [[2.0]]}],
     ids=str,
