@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -67,10 +66,7 @@ def running(bridge: str, model: Path, run_dir: Path, *flags: str) -> Iterator[su
         "--run-dir",
         str(run_dir),
     ]
-    environment = {**os.environ, "SHMBRIDGE_CHECK_ROWS": "1"}
-    process = subprocess.Popen(
-        [*command, "--save-every", "100000", *flags], stdout=sys.stderr, env=environment
-    )
+    process = subprocess.Popen([*command, "--save-every", "100000", *flags], stdout=sys.stderr)
     try:
         yield process
     finally:

@@ -106,6 +106,7 @@ def _environment() -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "SHMBRIDGE_CHECK_ROWS": "1",  # producers put a checksum on every row, and the learner compares it
     }
 
 

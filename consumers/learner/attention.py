@@ -10,7 +10,9 @@ No release and no model is trusted: `keeps_rows_apart` looks. Knows nothing of b
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
 from typing import Any, Literal
@@ -56,8 +58,12 @@ def settle(
     if not knows_packs and not _in_pieces(model):
         own = _row_logits(model, precision)
         for implementation in attentions_for_packs(next(model.parameters()).device, precision):
-            if _takes(model, implementation) and keeps_rows_apart(model, precision) and _gives(model, own, precision):
+            if not _takes(model, implementation):
+                continue
+            if keeps_rows_apart(model, precision) and _gives(model, own, precision):
                 return "packed"
+            if implementation != ROWS:
+                say(f"{implementation} is there and is not used: {type(model).__name__} does not keep the rows of one pack apart with it")
         if str(model.config._attn_implementation) != before:
             use(model, before)
     if (knows_packs or wanted == "packed") and keeps_rows_apart(model, precision):
@@ -237,12 +243,23 @@ def varlen_attention(
     kind = query.device.type
     half = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     q, k, v = (each[0].transpose(0, 1).to(half) for each in (query, key, value))
-    out = varlen_attn(
-        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0), enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    options: dict[str, Any] = {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
+    if (queries_each := q.shape[1] // k.shape[1]) > 1:
+        if _kernel_takes("enable_gqa"):
+            options["enable_gqa"] = True
+        else:  # torch before 2.12
+            k, v = (each.repeat_interleave(queries_each, dim=1) for each in (k, v))
+    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, **options)
     assert isinstance(out, Tensor)
     return out[None], None
+
+
+@functools.cache
+def _kernel_takes(option: str) -> bool:
+    """Whether this release of torch has an option of its attention for packs."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return option in inspect.signature(varlen_attn).parameters
 
 
 def _squares(values: Tensor, count: int, length: int) -> Tensor:

@@ -331,9 +331,10 @@ cdef class LeasedRecord(Lease):
         wanted = <const uint32_t*>(PyBytes_AS_STRING(self.index) + tokens.lengths_at * <uint64_t>ALIGNMENT)
         copy = cnp.PyArray_ZEROS(1, &shape, cnp.NPY_UINT64, 0)
         to = <uint64_t*>cnp.PyArray_DATA(<cnp.ndarray>copy)
-        for row in range(min(self.rows, entry.entries)):
-            if lengths[row] == wanted[row]:
-                to[row] = said[row]
+        if entry.entries == self.rows:  # else no row has the column: nobody knows which of its rows belongs to which trajectory
+            for row in range(self.rows):
+                if lengths[row] == wanted[row]:
+                    to[row] = said[row]
         return copy
 
     def _tag(self, name):

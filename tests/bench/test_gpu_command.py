@@ -1,6 +1,7 @@
 """`make gpu` runs whole where there is no GPU, the processor taken for it, so that it works on the first GPU machine it meets."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(400)
 def test_it_runs_whole_on_the_processor(tmp_path):
     command = [sys.executable, "-m", "bench.gpu.run", "--device", "cpu", "--size", "smallest", "--into", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=380)
+    environment = {name: value for name, value in os.environ.items() if name != "SHMBRIDGE_CHECK_ROWS"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=380)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     (written,) = tmp_path.glob("*.json")
     parts = json.loads(written.read_text())["parts"]
@@ -30,7 +32,7 @@ def test_it_runs_whole_on_the_processor(tmp_path):
     assert same is True
     for steps in parts["training"]["rows"]:
         assert steps["step_s"] > 0
-        assert steps["rows_compared"] > 0
+        assert steps["rows_compared"] >= 10 * 4  # every row of ten steps
         assert steps["rows_differ"] == 0
     assert all(row["logprob_diff_mean"] < 0.5 for row in parts["mismatch"]["rows"])
     assert "no figure here is of a GPU" in written.with_suffix(".md").read_text()

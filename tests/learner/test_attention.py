@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -248,12 +249,46 @@ def test_an_attention_that_is_there_but_does_not_run_is_no_reason_to_pad(monkeyp
     monkeypatch.setattr(attention, "attentions_for_packs", lambda device, precision: tried)
     model, said = a_qwen2(), []
     assert attention.settle(model, "auto", torch.float32, said.append) == "packed"
-    assert (model.config._attn_implementation, said) == (attention.ROWS, [])
+    assert model.config._attn_implementation == attention.ROWS
+    (line,) = said
+    assert "does_not_run is there and is not used" in line
+    said.clear()
     monkeypatch.setattr(attention, "attentions_for_packs", lambda device, precision: tried[:2])
     model = a_qwen2()
     before = model.config._attn_implementation
     assert attention.settle(model, "auto", torch.float32, said.append) == "padded"
-    assert (model.config._attn_implementation, len(said)) == (before, 1)
+    assert (model.config._attn_implementation, len(said)) == (before, 2)
+
+
+def old_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    """Torch's attention for packs as releases before 2.12 have it: it runs on GPUs only, this stands for it on a CPU."""
+    assert query.shape[1] == key.shape[1], "as many heads of keys as of queries"
+    assert window_size == (-1, 0)
+    rows = []
+    for begin, end in pairwise(cu_seq_q.tolist()):
+        q, k, v = (each[begin:end].transpose(0, 1) for each in (query, key, value))
+        rows.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1))
+    return torch.cat(rows)
+
+
+def new_kernel(query, key, value, *rest, enable_gqa=False, **named):
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    return old_kernel(query, key, value, *rest, **named)
+
+
+@pytest.mark.parametrize("kernel", [old_kernel, new_kernel])
+def test_grouped_heads_pass_through_old_and_new_kernels_for_packs(monkeypatch, kernel):
+    pytest.importorskip("torch.nn.attention.varlen")
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    attention._kernel_takes.cache_clear()
+    monkeypatch.setattr(attention, "attentions_for_packs", lambda device, precision: [attention.VARLEN])
+    model, said = a_qwen2(), []
+    try:
+        assert attention.settle(model, "auto", torch.float32, said.append) == "packed"
+    finally:
+        attention._kernel_takes.cache_clear()
+    assert (model.config._attn_implementation, said) == (attention.VARLEN, [])
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])

@@ -301,3 +301,31 @@ def test_the_report_of_a_run_without_checks_says_nothing_of_them(tmp_path) -> No
     found = summary(read_run(tmp_path))
     assert found["rows_compared"] == {}
     assert "compared" not in as_text(found)
+
+
+FITS = [[1, 2, 3, 4], [5, 6, 7], [8, 9, 10, 11]]
+LOGPROBS = [[1.0, *[-0.5] * (len(row) - 1)] for row in FITS]
+
+
+@pytest.mark.parametrize(
+    "misfit",
+    [
+        {"inference_logprobs": LOGPROBS[:2]},
+        {"inference_logprobs": [*LOGPROBS, [1.0, -0.5]]},
+        {"inference_logprobs": [LOGPROBS[0], LOGPROBS[1][1:], LOGPROBS[2]]},
+        {"advantages": [[0.1] * len(row) for row in FITS[:2]]},
+    ],
+    ids=["a row too few", "a row too many", "a row of another length", "advantages of a row too few"],
+)
+def test_a_column_that_does_not_fit_the_rows_is_no_difference(bridge, tiny_model, misfit) -> None:
+    """Atropos takes such groups; batches leave the column out, and count that."""
+    group = {"tokens": FITS, "masks": [[-100, *row[1:]] for row in FITS], "scores": [0.0, 1.0, 2.0], **misfit}
+    with (
+        shmbridge.Consumer(bridge) as consumer,
+        shmbridge.Producer(bridge, env_name="maze") as producer,
+    ):
+        producer.put(group, foreign=True)
+        with next(consumer.batches(groups=1, timeout_s=10, hold="caller")) as batch:
+            learner = Learner(tiny_model(1), Objective(micro_tokens=50), lambda step: 1e-3)
+            found = of_checks(learner.accumulate(batch, 0))
+    assert found == {"rows_compared{maze}": 3, "rows_differ{maze}": 0}
