@@ -15,6 +15,10 @@ ifneq ($(origin SECONDS),command line)
 SECONDS :=
 endif
 
+# Most tests wait more than they compute, so two files run at a time. Those that measure time, fill the machine or kill by the hundred run alone.
+TWO   := -n 2 --dist loadfile
+ALONE := tests/bench tests/crash tests/limits tests/packaging tests/sanitize tests/stress
+
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
 
 .PHONY: help install demo demo-curves prm-example test test-learner test-vllm test-long soak-vllm bench-vllm lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick gpu clean
@@ -49,13 +53,14 @@ prm-example: $(VENV)/.built ## rewards of steps against rewards of the outcome, 
 # The build with fail-points is made before the tests, so that none of them has to wait for it.
 test: $(VENV)/.built lint types ## everything but the learner, Atropos end to end included
 	$(RUN) -c "from shmbridge.testing.fault_build import fault_build; fault_build('.', 'build/faults')"
-	$(BIN)/pytest -m 'not long' --ignore=tests/learner --ignore=tests/vllm
+	$(BIN)/pytest -m 'not long' $(TWO) $(addprefix --ignore=,$(ALONE) tests/learner tests/vllm)
+	$(BIN)/pytest -m 'not long' $(ALONE)
 
 test-long: $(VENV)/.built build/peers/.installed ## the tests marked `long`: more random examples, more seeds, whole demos
 	$(BIN)/pytest -m long --ignore=tests/vllm --ignore-glob='*agree*'
 
 test-learner: $(VENV)/.built build/peers/.installed ## the learner, its ranks over gloo included, and its numbers beside those of TRL and verl
-	$(BIN)/pytest -m 'not long' tests/learner --ignore-glob='*agree*'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not long' $(TWO) tests/learner --ignore-glob='*agree*'
 	PYTHONPATH=build/peers $(BIN)/pytest tests/learner/test_*agree*.py -s
 
 build/peers/.installed: $(VENV)/.installed tests/learner/peers.txt tests/learner/peers-need.txt
