@@ -29,7 +29,7 @@ class Slot(Claim):
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
         """The column's values: every row's, one after another. KeyError for a column that was not claimed, ClaimOpen after the block."""
         if not self.is_open:
-            raise ClaimOpen("the claim is over: its memory is the consumer's", hint="write inside the `with` block")
+            raise ClaimOpen("the claim is over, committed or given up", hint="write inside the block, before the producer closes")
         return self.plan.view(self.memory(), self._columns[name])
 
     def publish_whole(self) -> None:
