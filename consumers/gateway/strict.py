@@ -15,7 +15,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmbridge import Consumer, Run
-from shmbridge.consumers.gateway.groups import served
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.state import SavedEnv, StateFile
 from shmbridge.consumers.gateway.taker import Batch, NotRegistered, Taker
@@ -66,7 +65,7 @@ class StrictTaker(Taker):
         self._outcomes: dict[tuple[str, int], int | None] = {}
         self._own: set[str] = set()  # lanes whose posts ask for their outcome
         self._waiting: Counter[str] = Counter()
-        self._shown: Group | None = None
+        self._shown_last: Group | None = None
 
     # -- who trains ---------------------------------------------------------------------------------------------------------------
 
@@ -133,6 +132,11 @@ class StrictTaker(Taker):
         self._waiting.subtract(group.producer_id for group in groups or ())
         return groups
 
+    def _put_back(self, groups: list[Group]) -> None:
+        self.upstream.put_back([(group, group.rows, group.env_id) for group in groups])
+        self._waiting.update(group.producer_id for group in groups)
+        self._become_hub().count_batch(-1)
+
     def next_batch(self, gzip: bool, gone: Callable[[], bool] = lambda: False) -> Batch | None:
         """See Taker. Raises NoSuchThing where the original fails."""
         if self.upstream.started is None:
@@ -171,8 +175,8 @@ class StrictTaker(Taker):
     def latest(self) -> dict[str, Any] | None:
         """The group that was queued last; it survives its release and a reset."""
         group = self.upstream.latest
-        if group is not None and group is not self._shown:
-            self._latest, self._shown = served(group, extras=False), group
+        if group is not None and group is not self._shown_last:
+            self._latest, self._shown_last = self._shown(group), group
         return self._latest
 
     def _release(self, groups: list[Group]) -> None:
