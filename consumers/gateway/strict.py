@@ -166,11 +166,11 @@ class StrictTaker(Taker):
         """Posts into this lane will ask what became of them. Any thread."""
         self._own.add(lane)
 
-    def posted(self, producer_id: str, sequences: list[int]) -> list[int | None]:
-        """What the original answers for these groups: None for queued, else how many sequences are buffered."""
+    def posted(self, places: list[tuple[str, int]]) -> list[int | None]:
+        """What the original answers for these groups, (producer, sequence): None for queued, else how many sequences are buffered."""
         self.upstream.registered = True  # a post makes the queue, there too
         self.take_all()
-        return [self._outcomes.pop((producer_id, sequence), None) for sequence in sequences]
+        return [self._outcomes.pop(place, None) for place in places]
 
     def latest(self) -> dict[str, Any] | None:
         """The group that was queued last; it survives its release and a reset."""
