@@ -60,10 +60,10 @@ class ControlServer:
     Only the holder of the bridge's hub lock may construct one: it removes the socket of a dead predecessor.
     """
 
-    def __init__(self, bridge: str, hub: HubView, queue: QueueView | None = None) -> None:
+    def __init__(self, bridge: str, hub: HubView, queue: QueueView | None = None, *, first_env_id: int = 0) -> None:
         self._bridge = bridge
         self._hub = hub
-        self._environments = Environments(hub, queue)
+        self._environments = Environments(hub, queue, first_env_id)
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._pid = os.getpid()
         self._closed = False

@@ -141,10 +141,13 @@ class Environment:
 
 
 class Environments:
-    """The table. For one thread; `shares`, by producer id, is replaced and never changed, so that any thread may read it."""
+    """The table. For one thread; `shares`, by producer id, is replaced and never changed, so that any thread may read it.
 
-    def __init__(self, hub: HubView, queue: QueueView | None = None) -> None:
-        self._hub, self._queue = hub, queue
+    Numbers below `first_env_id` are another table's: whoever comes with one gets another.
+    """
+
+    def __init__(self, hub: HubView, queue: QueueView | None = None, first_env_id: int = 0) -> None:
+        self._hub, self._queue, self._first = hub, queue, first_env_id
         self._table: dict[int, Environment] = {}
         self.shares: Mapping[str, EnvShare] = MappingProxyType({})
 
@@ -213,7 +216,7 @@ class Environments:
     # --- admission ----------------------------------------------------------------------------------------
 
     def _number_for(self, wish: Register) -> int:
-        if wish.env_id is not None:
+        if wish.env_id is not None and wish.env_id >= self._first:
             holder = self._table.get(wish.env_id)
             if holder is None or holder.producer_id == wish.producer_id:
                 return wish.env_id
@@ -221,7 +224,7 @@ class Environments:
             for env in self._table.values():
                 if env.producer_id == wish.producer_id:
                     return env.env_id
-        number = max(0, self._hub.hub_epoch - 1) * ENV_IDS_PER_HUB
+        number = self._first + max(0, self._hub.hub_epoch - 1) * ENV_IDS_PER_HUB
         while number in self._table:
             number += 1
         return number

@@ -183,9 +183,9 @@ class Hub(OneProcess):
         """Descriptor whose locks say who is who; for ranks.py."""
         return int(self._control.mapping.fd)
 
-    def count_batch(self) -> None:
-        """A batch was formed; for batching.py."""
-        self._batches_formed += 1
+    def count_batch(self, batches: int = 1) -> None:
+        """A batch was formed, or, with -1, undone before anybody read it; for batching.py and the gateway."""
+        self._batches_formed += batches
 
     def stats(self) -> dict[str, float]:
         """Counters of the bridge, flat: produced = released + held + discarded, from the lanes' own words. Never blocks; any thread."""

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from shmbridge import ShmBridgeError
 from shmbridge.consumers.gateway.bodies import Refused
 from shmbridge.consumers.gateway.options import GatewayOptions
@@ -28,6 +30,7 @@ _ASK_S = 1.5
 _MISSING_S = 0.5  # after nobody answered, nobody is asked for so long
 
 _SHARED = 1  # the lane of those who are not known
+_FORGOTTEN_AFTER = 60  # times as long as it takes to count as silent
 
 _WAIT = {"status": "wait for trainer to start"}
 
@@ -64,7 +67,7 @@ class RemoteEnvs:
         self.shared = RemoteLane(options, "gateway", lane_opened)
         for saved in state.saved.envs:
             if saved.connected:
-                self._table[saved.env_id] = RemoteEnv(saved, RemoteLane(options, saved.desired_name, lane_opened))
+                self._table[saved.env_id] = RemoteEnv(saved, RemoteLane(options, saved.desired_name, lane_opened), silent=saved.silent)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -104,8 +107,8 @@ class RemoteEnvs:
         info = await self.run_info()
         if info is None or info.run is None:
             return _WAIT
-        have, most = sum(env.own_lane for env in self._table.values()), self._options.lanes
-        if have + _SHARED >= most:
+        if self._lanes_are_taken():
+            have, most = self._options.lanes - _SHARED, self._options.lanes
             raise Refused(503, f"{have} environments have lanes, {most} lanes are taken from at once: raise --lanes", "lanes")
         lane = RemoteLane(self._options, name, self._lane_opened)
         try:
@@ -136,12 +139,15 @@ class RemoteEnvs:
             "num_steps": answer.run.num_steps,
         }
 
+    def _lanes_are_taken(self) -> bool:
+        return sum(env.own_lane and not env.silent for env in self._table.values()) + _SHARED >= self._options.lanes
+
     def _free_number(self) -> int | None:
         """A number nobody here has, if an earlier gateway gave some; else the hub chooses."""
         return self._state.saved.next_env_id or None
 
     def _save(self) -> None:
-        rows = [env.about for env in self._table.values() if env.own_lane]
+        rows = [replace(env.about, silent=env.silent) for env in self._table.values() if env.own_lane]
         most = max((row.env_id + 1 for row in rows), default=0)
         self._state.update(envs=rows, next_env_id=max(self._state.saved.next_env_id, most))
 
@@ -169,13 +175,20 @@ class RemoteEnvs:
         env = None if number is None else self._table.get(number)
         if env is None:
             return self.shared
-        env.heard_s, env.silent = time.monotonic(), False
+        self._hear(env)
         return env.lane
+
+    def _hear(self, env: RemoteEnv) -> None:
+        """It speaks. One that was silent has a lane again: the shared one, if others have all lanes by now."""
+        if env.silent and env.own_lane and self._lanes_are_taken():
+            log.warning("environment %s speaks again and shares a lane: others have all lanes, raise --lanes", env.about.wandb_name)
+            env.lane, env.own_lane = self.shared, False
+        env.heard_s, env.silent = time.monotonic(), False
 
     async def status(self, number: int) -> dict[str, Any]:
         """The answer to /status-env; the last one while there is no hub. An unknown environment is admitted, with what is known of it."""
         env = self._table.get(number) or self._stranger(number)
-        env.heard_s, env.silent = time.monotonic(), False
+        self._hear(env)
         try:
             await self._admit_all()
             answer = await self._ask_status(env)
@@ -254,13 +267,19 @@ class RemoteEnvs:
     # -- the end ------------------------------------------------------------------------------------------------------------------
 
     async def let_the_silent_go(self) -> None:
-        """Environments that have said nothing for long lose weight and lane until they speak again."""
-        late = time.monotonic() - self._options.env_timeout_s
-        for env in list(self._table.values()):
-            if not env.silent and env.heard_s < late and not env.lane.posting:
-                env.silent = True
-                log.warning("environment %s has been silent for %.0f s", env.about.wandb_name, self._options.env_timeout_s)
+        """Environments that have said nothing for long lose weight and lane until they speak again; much later they are forgotten."""
+        timeout_s, changed = self._options.env_timeout_s, False
+        for number, env in list(self._table.items()):
+            quiet_s = time.monotonic() - env.heard_s
+            if env.silent and quiet_s > _FORGOTTEN_AFTER * timeout_s and self._table.get(number) is env:
+                del self._table[number]
+                changed = True
+            elif not env.silent and quiet_s > timeout_s and not env.lane.posting:
+                env.silent = changed = True
+                log.warning("environment %s has been silent for %.0f s", env.about.wandb_name, timeout_s)
                 await self._leave(env)
+        if changed:
+            self._save()
 
     def forget(self) -> None:
         """After a reset nobody is registered, and there is no hub to say goodbye to."""

@@ -18,7 +18,7 @@ from shmbridge import Run
 from shmbridge.consumers.gateway.bodies import Posted
 from shmbridge.consumers.gateway.envs import RemoteEnvs
 from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.posts import PostLedger, RemoteLane
+from shmbridge.consumers.gateway.posts import Outcomes, Places, PostLedger, RemoteLane
 from shmbridge.consumers.gateway.proof import Carrier
 from shmbridge.consumers.gateway.state import StateFile
 from shmbridge.consumers.gateway.strict import StrictTaker
@@ -27,7 +27,7 @@ from shmbridge.consumers.gateway.taker import Batch, Taker
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_REAP_EVERY_S = 1.0
+_LOOK_EVERY_S = 1.0
 _SHARED = 1  # the lane of those who are not known, or have none
 
 
@@ -55,7 +55,7 @@ class Mode(ABC):
     def __init__(self, options: GatewayOptions) -> None:
         self.options = options
         self.state = StateFile(options.bridge)
-        self.ledger = PostLedger(options.post_deadline_s)
+        self.ledger = PostLedger(options.post_deadline_s, self._outcomes)
         self._thread = ThreadPoolExecutor(1, "shmbridge-gateway-hub")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -65,6 +65,16 @@ class Mode(ABC):
         if self.state.saved.compat != self.options.compat:
             self.state.update(compat=self.options.compat, envs=[], started=False)
         await self.hub(self.taker.restore)
+        self._tasks.add(asyncio.get_running_loop().create_task(self._look_after()))
+
+    async def _look_after(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            try:
+                self.ledger.forget_old()
+                await self.let_the_silent_go()
+            except Exception:
+                log.exception("what is over could not be let go")
 
     async def hub(self, work: Callable[..., T], *arguments: Any) -> T:
         """Does work in the hub's thread."""
@@ -93,11 +103,19 @@ class Mode(ABC):
         await self.hub(self.taker.register, run)
 
     @abstractmethod
-    async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> list[int | None]:
+    async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> Outcomes:
         """Puts a body's groups; it has waited for so long already.
 
         Per group: None for queued, or how many sequences of its environment are buffered. Raises Refused.
         """
+
+    async def _outcomes(self, places: Places) -> Outcomes:
+        """What became of groups that are in the lanes."""
+        return [None] * len(places)
+
+    async def let_the_silent_go(self) -> None:
+        """Environments that have said nothing for long hold up nobody. The original waits for ever."""
+        return
 
     @abstractmethod
     async def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:
@@ -165,27 +183,23 @@ class DefaultMode(Mode):
         """See Mode."""
         await super().open()
         self._envs = RemoteEnvs(self.options, self.state, lambda lane: self.tell(self.taker.look))
-        self._tasks.add(asyncio.get_running_loop().create_task(self._reap()))
 
-    async def _reap(self) -> None:
-        while True:
-            await asyncio.sleep(_REAP_EVERY_S)
-            try:
-                await self.envs.let_the_silent_go()
-            except Exception:
-                log.exception("environments that are silent could not be let go")
+    async def let_the_silent_go(self) -> None:
+        """See Mode."""
+        if self._envs is not None:
+            await self._envs.let_the_silent_go()
 
     async def register(self, run: Run) -> None:
         """See Mode."""
         await super().register(run)
         self.envs.hub_came()
 
-    async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> list[int | None]:
+    async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> Outcomes:
         """See Mode."""
-        count, last = len(posted.groups), posted.groups[-1] if posted.groups else None
-        await self.ledger.take(posted, self._lane_of, carrier, waited_s)
+        last = posted.groups[-1] if posted.groups else None
+        outcomes = await self.ledger.take(posted, self._lane_of, carrier, waited_s)
         self._latest = last or self._latest
-        return [None] * count
+        return outcomes
 
     def _lane_of(self, group: dict[str, Any]) -> RemoteLane:
         return self.envs.lane_of(group.get("env_id"))
@@ -254,14 +268,12 @@ class StrictMode(Mode):
         self.taker = StrictTaker(options, self.state)
         self._lanes: dict[int | None, RemoteLane] = {}
 
-    async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> list[int | None]:
+    async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> Outcomes:
         """See Mode."""
-        count = len(posted.groups)
-        places = await self.ledger.take(posted, self._lane_of, carrier, waited_s)
-        outcomes: list[int | None] = []
-        for producer_id, sequence in places[-count:] if count else []:
-            outcomes += await self.hub(self.taker.posted, producer_id, [sequence])
-        return outcomes
+        return await self.ledger.take(posted, self._lane_of, carrier, waited_s)
+
+    async def _outcomes(self, places: Places) -> Outcomes:
+        return await self.hub(self.taker.posted, places)
 
     def _lane_of(self, group: dict[str, Any]) -> RemoteLane:
         number = group.get("env_id")

@@ -27,6 +27,7 @@ class GatewayOptions:
         body_pause_s: how long a body that has begun may bring nothing: a poster that was stopped holds no room that others wait for.
         post_deadline_s: how long a post waits for room before it is answered with 503. Atropos' environments wait 300 s.
         env_timeout_s: silence after which a remote environment loses its weight and its lane; it gets them back when it speaks.
+            After sixty times as long it is forgotten.
     """
 
     bridge: str

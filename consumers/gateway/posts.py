@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from shmbridge import InvalidRecord, LaneFull, Producer, RecordTooBig, SchemaMis
 from shmbridge.consumers.gateway.bodies import Posted, Refused
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.proof import Carrier
+from shmbridge.errors import Closed, LaneQuarantined, LaneRemoved
 from shmbridge.outgoing import Loader, checked_stamp
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,10 @@ log = logging.getLogger(__name__)
 _MEMORY_AGAIN_S = 0.25
 _REMEMBERED_S = 600.0
 _MOST_REMEMBERED = 20_000
+_GROUPS_A_TURN = 16  # of one body, before others in the event loop have theirs
+
+Places = list[tuple[str, int]]  # (producer, sequence) of groups
+Outcomes = list[int | None]  # of each group: None for queued, or how many sequences of its environment are buffered
 
 
 class RemoteLane:
@@ -36,6 +41,7 @@ class RemoteLane:
         self._options, self._env_name, self._opened = options, env_name, opened
         self._opening = asyncio.Lock()
         self._loader: Loader | None = None
+        self._left = ""
         self.producer: Producer | None = None
         self.posting = 0  # groups that are here and not yet in the lane
 
@@ -49,7 +55,20 @@ class RemoteLane:
                 self._opened(self.producer.lane_name)
             return self.producer
 
-    def check(self, groups: list[dict[str, Any]]) -> None:
+    def leave(self, producer: Producer) -> bool:
+        """Nobody reads it any more: the next open() makes another. Whether that was said of it the first time."""
+        if self.producer is not producer:
+            return False
+        self._left = producer.producer_id
+        log.error("the lane of %s on bridge %s is lost: %s goes on in another", producer.producer_id, self._options.bridge, self._env_name)
+        self.close()
+        return True
+
+    def was_left(self, producer: Producer) -> bool:
+        """Whether it was closed by leave(), so that another is to be had."""
+        return producer.producer_id == self._left
+
+    def check(self, groups: Sequence[dict[str, Any]]) -> None:
         """Measures groups as `put` will, so that either all of them can be put or none is. Raises InvalidRecord, RecordTooBig."""
         assert self._loader is not None
         for group in groups:
@@ -68,8 +87,15 @@ class Post:
 
     ledger: PostLedger
     posted: Posted
-    done: list[tuple[str, int]] = field(default_factory=list)  # (producer, sequence) of each group that is committed
-    work: asyncio.Task[list[tuple[str, int]]] | None = None
+    done: Places = field(default_factory=list)  # of the groups that are committed
+    outcomes: Outcomes = field(default_factory=list)  # once all are
+    work: asyncio.Task[Refused | None] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last try to put it has ended, with some of it missing."""
+        work = self.work
+        return work is None or (work.done() and (work.cancelled() or work.exception() is not None or work.result() is not None))
 
     def read(self) -> None:
         """The answer was read: it will not be sent again."""
@@ -80,21 +106,26 @@ class Post:
 
 
 class PostLedger:
-    """Puts posts into lanes, each once."""
+    """Puts posts into lanes, each once.
 
-    def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
+    Args:
+        deadline_s: how long a post waits for room.
+        outcomes: says what became of groups; asked once for each post. None: all are queued.
+    """
+
+    def __init__(self, deadline_s: float, outcomes: Callable[[Places], Awaitable[Outcomes]] | None = None) -> None:
+        self._deadline_s, self._outcomes = deadline_s, outcomes
         self._lost: dict[bytes, tuple[float, Post]] = {}
         self._under_way: set[asyncio.Task[Any]] = set()
         self.counts: Counter[str] = Counter(
-            dict.fromkeys(("posts_total", "groups_total", "posts_repeated_total", "posts_timed_out_total", "posts_refused_total"), 0)
+            posts_total=0, groups_total=0, posts_repeated_total=0, posts_timed_out_total=0, posts_refused_total=0, lanes_replaced_total=0
         )
         self.waiting = 0  # posts that wait for room
 
     async def take(
         self, posted: Posted, lane_of: Callable[[dict[str, Any]], RemoteLane], carrier: Carrier, waited_s: float
-    ) -> list[tuple[str, int]]:
-        """Puts all groups of a body; (producer, sequence) of each. Waits for room until the deadline, of which some may be gone already.
+    ) -> Outcomes:
+        """Puts all groups of a body; what became of each. Waits for room until the deadline, of which some may be gone already.
 
         If whoever asks is gone, the groups are put all the same, or counted as dropped; the same body again gets the same answer.
 
@@ -105,26 +136,23 @@ class PostLedger:
         post = self._recall(posted.digest)
         if post is None:
             post = Post(self, posted)
-            post.work = self._begin(post, lane_of, waited_s)
         else:
             self.counts["posts_repeated_total"] += 1
-            if post.work is None or (post.work.done() and post.work.exception() is not None):
-                post.posted = posted
-                post.work = self._begin(post, lane_of, waited_s)
+        if post.failed:
+            post.posted = posted
+            post.work = self._begin(post, lane_of, waited_s)
         carrier.carry(post)
         assert post.work is not None
-        try:
-            return await asyncio.shield(post.work)
-        except Refused as refused:
-            if refused.status == 503 and post.done:
-                self.remember(post)
-            raise
+        refused = await asyncio.shield(post.work)
+        if refused is None:
+            return post.outcomes
+        if refused.status == 503 and post.done:
+            self.remember(post)
+        raise Refused(refused.status, refused.detail, refused.kind)  # a new one: the post keeps no frames that have the body
 
-    def _begin(
-        self, post: Post, lane_of: Callable[[dict[str, Any]], RemoteLane], waited_s: float
-    ) -> asyncio.Task[list[tuple[str, int]]]:
+    def _begin(self, post: Post, lane_of: Callable[[dict[str, Any]], RemoteLane], waited_s: float) -> asyncio.Task[Refused | None]:
         deadline = time.monotonic() + self._deadline_s - waited_s
-        work = asyncio.get_running_loop().create_task(self._put(post, post.posted.groups[len(post.done) :], lane_of, deadline))
+        work = asyncio.get_running_loop().create_task(self._put(post, deque(post.posted.groups[len(post.done) :]), lane_of, deadline))
         self._under_way.add(work)
         work.add_done_callback(self._ended)
         return work
@@ -135,46 +163,71 @@ class PostLedger:
             work.exception()  # whoever asked may be gone
 
     async def _put(
-        self, post: Post, todo: list[dict[str, Any]], lane_of: Callable[[dict[str, Any]], RemoteLane], deadline: float
-    ) -> list[tuple[str, int]]:
-        lanes = [lane_of(group) for group in todo]
+        self, post: Post, todo: deque[dict[str, Any]], lane_of: Callable[[dict[str, Any]], RemoteLane], deadline: float
+    ) -> Refused | None:
+        """Puts what is left of a post. A refusal is returned: raised, it would keep this frame, and with it the body."""
+        lanes = deque(lane_of(group) for group in todo)
         for lane in lanes:
             lane.posting += 1
         self.waiting += 1
         try:
             if len(todo) > 1:
-                for lane in dict.fromkeys(lanes):
-                    await _opened(lane, deadline)
-                    lane.check([group for group, its in zip(todo, lanes, strict=True) if its is lane])
-            while lanes:
-                producer = await _opened(lanes[0], deadline)
-                left = max(0.0, deadline - time.monotonic())
-                sequence = await producer.put_async(todo[0], foreign=True, timeout_s=left)
-                post.done.append((producer.producer_id, sequence if sequence is not None else -1))
-                lanes.pop(0).posting -= 1
-                todo.pop(0)
+                await _check(todo, lanes, deadline)
+            while todo:
+                post.done.append(await self._put_one(todo[0], lanes[0], deadline))
+                lanes.popleft().posting -= 1
+                todo.popleft()
                 self.counts["groups_total"] += 1
-            return post.done
+                if len(todo) % _GROUPS_A_TURN == 0:
+                    await asyncio.sleep(0)
+            queued: Outcomes = [None] * len(post.done)
+            post.outcomes = await self._outcomes(post.done) if self._outcomes is not None and post.done else queued
+            return None
         except (InvalidRecord, RecordTooBig, SchemaMismatch) as wrong:
             self.counts["posts_refused_total"] += 1
-            raise Refused(422, str(wrong), type(wrong).__name__) from None
+            return _refusal(422, wrong, type(wrong).__name__)
         except LaneFull as full:
             self.counts["posts_timed_out_total"] += 1
-            raise Refused(503, str(full), "lane full") from None
+            return _refusal(503, full, "lane full")
         except ShmBridgeError as closed:  # draining, closed, no memory for a lane
-            raise Refused(503, str(closed), type(closed).__name__) from None
+            return _refusal(503, closed, type(closed).__name__)
         finally:
             self.waiting -= 1
             for lane in lanes:
                 lane.posting -= 1
 
+    async def _put_one(self, group: dict[str, Any], lane: RemoteLane, deadline: float) -> tuple[str, int]:
+        """Puts one group; into a new lane, once, if nobody reads the present one any more: then nothing of the group is there."""
+        first = True
+        while True:
+            producer = await _opened(lane, deadline)
+            try:
+                sequence = await producer.put_async(group, foreign=True, timeout_s=max(0.0, deadline - time.monotonic()))
+            except (LaneRemoved, LaneQuarantined):
+                if not first:
+                    raise
+                self.counts["lanes_replaced_total"] += lane.leave(producer)
+            except Closed:
+                if not (first and lane.was_left(producer)):
+                    raise
+            else:
+                return producer.producer_id, sequence if sequence is not None else -1
+            first = False
+
     # -- repeated posts -----------------------------------------------------------------------------------------------------------
 
     def remember(self, post: Post) -> None:
         """Its answer was lost, or it was put in part: the same body is this post."""
-        now = time.monotonic()
         post.posted.groups = []  # who puts them has them; only the digest is wanted from now on
-        self._lost[post.posted.digest] = now, post
+        if post.failed:
+            post.work = None
+        self._lost.pop(post.posted.digest, None)
+        self._lost[post.posted.digest] = time.monotonic(), post
+        self.forget_old()
+
+    def forget_old(self) -> None:
+        """What was lost long ago is a new post if it comes again. To be called now and then."""
+        now = time.monotonic()
         while self._lost:
             digest, (when, _) = next(iter(self._lost.items()))
             if when > now - _REMEMBERED_S and len(self._lost) <= _MOST_REMEMBERED:
@@ -194,6 +247,24 @@ class PostLedger:
         if self._under_way:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait(self._under_way, timeout=timeout_s)
+
+
+def _refusal(status: int, error: Exception, kind: str) -> Refused:
+    """What is answered to it. The error's frames have the body: they go now, and not when cycles are collected."""
+    error.__traceback__ = None
+    return Refused(status, str(error), kind)
+
+
+async def _check(groups: Sequence[dict[str, Any]], lanes: Sequence[RemoteLane], deadline: float) -> None:
+    """Raises for a group that its lane cannot have, before any of them is put."""
+    of_lane: dict[RemoteLane, list[dict[str, Any]]] = {}
+    for group, lane in zip(groups, lanes, strict=True):
+        of_lane.setdefault(lane, []).append(group)
+    for lane, its in of_lane.items():
+        await _opened(lane, deadline)
+        for first in range(0, len(its), _GROUPS_A_TURN):
+            lane.check(its[first : first + _GROUPS_A_TURN])
+            await asyncio.sleep(0)
 
 
 async def _opened(lane: RemoteLane, deadline: float) -> Producer:

@@ -33,6 +33,7 @@ class SavedEnv(msgspec.Struct, frozen=True):
     weight: float
     min_batch_allocation: float | None = None
     connected: bool = True
+    silent: bool = False  # in default mode: it has no lane until it speaks again
 
 
 class Saved(msgspec.Struct, frozen=True):

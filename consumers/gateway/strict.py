@@ -6,6 +6,7 @@ was read. Knows records and the original's state; knows nothing of HTTP. For one
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,14 +15,18 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmbridge import Consumer, Run
-from shmbridge.consumers.gateway.groups import served
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.state import SavedEnv, StateFile
 from shmbridge.consumers.gateway.taker import Batch, NotRegistered, Taker
 from shmbridge.consumers.gateway.upstream import EnvRow, Upstream
+from shmbridge.control import ControlServer
 from shmbridge.groups import Group, GroupAssembler
+from shmbridge.reasons import Discard
+
+log = logging.getLogger(__name__)
 
 _FRAGMENTS_WAIT_S = 600.0
+_FIRST_ATTACHED = 1 << 30  # environments that post are numbered from 0 on, one after the other
 
 
 class _EagerConsumer(Consumer):
@@ -34,6 +39,18 @@ class _EagerConsumer(Consumer):
     def queue_groups(self, producer_id: str | None = None) -> int:
         """As Hub's, those the gateway holds included."""
         return super().queue_groups(producer_id) + (self._waiting.total() if producer_id is None else self._waiting[producer_id])
+
+    def _open_control_plane(self) -> ControlServer:
+        return ControlServer(self.bridge, self, self._batching.queue_view, first_env_id=_FIRST_ATTACHED)
+
+    def discard_partial(self, fragments: GroupAssembler) -> None:
+        """Discards groups that will not become whole, counted; call it when everything there is was taken."""
+        late = fragments.late(time.monotonic(), self._lanes.busy_producers())
+        for group in [*late, *fragments.orphans(self._lanes.finished_producers())]:
+            first = group.records[0]
+            log.warning("group %s of %s has %d of %d rows: discarded", first.group_id, group.producer_id, group.rows, group.size)
+            for record in group.records:
+                self.discard(record, Discard.PARTIAL)
 
 
 class StrictTaker(Taker):
@@ -48,7 +65,7 @@ class StrictTaker(Taker):
         self._outcomes: dict[tuple[str, int], int | None] = {}
         self._own: set[str] = set()  # lanes whose posts ask for their outcome
         self._waiting: Counter[str] = Counter()
-        self._shown: Group | None = None
+        self._shown_last: Group | None = None
 
     # -- who trains ---------------------------------------------------------------------------------------------------------------
 
@@ -56,7 +73,7 @@ class StrictTaker(Taker):
         """Becomes the hub, with what an earlier gateway knew. Raises ConsumerTaken."""
         saved, upstream = self._state.saved, self.upstream
         if saved.run is not None:
-            self.run, self._inherited = saved.run, True
+            self.run, self._inherited = replace(saved.run, starting_step=saved.step), True
             upstream.register(saved.run)
             upstream.queue.step, upstream.started = saved.step, saved.started
             for env in saved.envs:
@@ -67,22 +84,29 @@ class StrictTaker(Taker):
         self._become_hub()
         self.take_all()
 
+    def _become_hub(self) -> _EagerConsumer:
+        consumer = super()._become_hub()
+        assert isinstance(consumer, _EagerConsumer)
+        return consumer
+
     def _open(self, run: Run | None, resume: Any) -> Consumer:
         return _EagerConsumer(self._options.bridge, run, lanes=self._options.lanes, resume=resume, waiting=self._waiting)
 
     def register(self, run: Run) -> None:
-        """As the original: the first one holds; one that an earlier gateway knew gives way to another."""
+        """As the original: the first one holds; one that an earlier gateway knew gives way to another.
+
+        What came over lanes before, which the original cannot know, stays queued.
+        """
         self.take_all()
-        upstream = self.upstream
+        upstream, groups, latest = self.upstream, list(self.upstream.queue), self.upstream.latest
         if self._inherited and self._state.saved.run != run:
-            groups = list(upstream.queue)
             upstream.registered = False
-            upstream.register(run)
-            for group in groups:
-                upstream.post(group, group.rows, group.records[0].meta.env_id)
-        elif not upstream.register(run):
+        if not upstream.register(run):
             self._inherited = False
             return
+        for group in groups:
+            upstream.post(group, group.rows, group.env_id)
+        upstream.latest = latest
         self.run, self._inherited = run, False
         self._become_hub().announce_run(run)
         self._state.update(run=run, step=run.starting_step, started=False, envs=[])
@@ -108,6 +132,11 @@ class StrictTaker(Taker):
         self._waiting.subtract(group.producer_id for group in groups or ())
         return groups
 
+    def _put_back(self, groups: list[Group]) -> None:
+        self.upstream.put_back([(group, group.rows, group.env_id) for group in groups])
+        self._waiting.update(group.producer_id for group in groups)
+        self._become_hub().count_batch(-1)
+
     def next_batch(self, gzip: bool, gone: Callable[[], bool] = lambda: False) -> Batch | None:
         """See Taker. Raises NoSuchThing where the original fails."""
         if self.upstream.started is None:
@@ -121,8 +150,6 @@ class StrictTaker(Taker):
         records = []
         while some := consumer.poll(1024):
             records += some
-        if not records:
-            return
         records.sort(key=lambda record: record.meta.t_publish_ns)
         for record in records:
             group = self._fragments.add(record, time.monotonic())
@@ -132,22 +159,24 @@ class StrictTaker(Taker):
                 outcome = self.upstream.post(group, group.rows, meta.env_id)
                 if record.lane_name in self._own:
                     self._outcomes[meta.producer_id, meta.sequence] = outcome
+        if len(self._fragments):
+            consumer.discard_partial(self._fragments)
 
     def own(self, lane: str) -> None:
         """Posts into this lane will ask what became of them. Any thread."""
         self._own.add(lane)
 
-    def posted(self, producer_id: str, sequences: list[int]) -> list[int | None]:
-        """What the original answers for these groups: None for queued, else how many sequences are buffered."""
+    def posted(self, places: list[tuple[str, int]]) -> list[int | None]:
+        """What the original answers for these groups, (producer, sequence): None for queued, else how many sequences are buffered."""
         self.upstream.registered = True  # a post makes the queue, there too
         self.take_all()
-        return [self._outcomes.pop((producer_id, sequence), None) for sequence in sequences]
+        return [self._outcomes.pop(place, None) for place in places]
 
     def latest(self) -> dict[str, Any] | None:
         """The group that was queued last; it survives its release and a reset."""
         group = self.upstream.latest
-        if group is not None and group is not self._shown:
-            self._latest, self._shown = served(group, extras=False), group
+        if group is not None and group is not self._shown_last:
+            self._latest, self._shown_last = self._shown(group), group
         return self._latest
 
     def _release(self, groups: list[Group]) -> None:

@@ -126,25 +126,70 @@ class Taker:
         self._become_hub()
         if gone():
             return None
-        if self._again:
-            number = heapq.heappop(self._again)
-            self.counts["batches_redelivered_total"] += 1
-        else:
-            groups = self._form()
-            if groups is None:
-                return None
-            number = next(self._numbers)
-            self._out[number] = groups
-            self.counts["batches_total"] += 1
-            self._remember_step()
-        body = b""
-        try:
-            body = encoded_batch(self._out[number], extras=self.extras, gzip=gzip)
-        finally:
-            if not body or gone():
+        while (found := self._next()) is not None:
+            number, counter = found
+            try:
+                body = encoded_batch(self._out[number], extras=self.extras, gzip=gzip)
+            except Exception:
+                if self._undo_unreadable(number):
+                    continue
                 self.lost(number)
-                body = b""
-        return Batch(number, body) if body else None
+                raise
+            self.counts[counter] += 1
+            if gone():
+                self.lost(number)
+                return None
+            return Batch(number, body)
+        return None
+
+    def _next(self) -> tuple[int, str] | None:
+        """The number of the batch that comes next, out from now on, and how it is counted; None if there is none."""
+        if self._again:
+            return heapq.heappop(self._again), "batches_redelivered_total"
+        groups = self._form()
+        if groups is None:
+            return None
+        number = next(self._numbers)
+        self._out[number] = groups
+        self._remember_step()
+        return number, "batches_total"
+
+    def _undo_unreadable(self, number: int) -> bool:
+        """Whether groups of this batch cannot be read: they are discarded, the others wait again, and the batch never was."""
+        groups = self._out[number]
+        wrong = {place: why for place, group in enumerate(groups) if (why := self._fault(group))}
+        if not wrong:
+            return False
+        del self._out[number]
+        for place, why in wrong.items():
+            group = groups[place]
+            log.error("group %s of %s is discarded: %s", group.records[0].group_id, group.producer_id, why)
+            self._discard(group, Discard.CORRUPT)
+        self.counts["groups_discarded_total"] += len(wrong)
+        self._put_back([group for place, group in enumerate(groups) if place not in wrong])
+        self._remember_step()
+        return True
+
+    def _fault(self, group: Group) -> str:
+        """Why a group cannot be served; "" if it can."""
+        try:
+            encoded_batch([group], extras=self.extras, gzip=False)
+        except MemoryError:
+            return ""
+        except Exception as wrong:
+            return str(wrong) or repr(wrong)
+        return ""
+
+    def _discard(self, group: Group, reason: Discard) -> None:
+        consumer = self._become_hub()
+        for record in group.records:
+            consumer.discard(record, reason)
+
+    def _put_back(self, groups: list[Group]) -> None:
+        """What is left of a batch that is undone waits again, before all others."""
+        consumer = self._become_hub()
+        consumer.put_back(groups)
+        consumer.count_batch(-1)
 
     def _form(self) -> list[Group] | None:
         consumer, rows = self._become_hub(), max(1, self.run.batch_size if self.run is not None else 1)
@@ -194,8 +239,16 @@ class Taker:
     def latest(self) -> dict[str, Any] | None:
         """A group of those that are out, the last one; None if none is."""
         if self._out:
-            self._latest = served(self._out[max(self._out)][-1], extras=self.extras)
+            self._latest = self._shown(self._out[max(self._out)][-1])
         return self._latest
+
+    def _shown(self, group: Group) -> dict[str, Any] | None:
+        """The group as an example, or the last one if it cannot be read."""
+        try:
+            return served(group, extras=self.extras)
+        except Exception as wrong:
+            log.error("group %s of %s cannot be shown: %s", group.records[0].group_id, group.producer_id, wrong)
+            return self._latest
 
     # -- the end ------------------------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,11 @@ class Upstream(Generic[T]):
         self.formed += formed - (batch is not None)
         return batch, formed
 
+    def put_back(self, batch: list[tuple[T, int, int | None]]) -> None:
+        """What is left, with sizes and environments, of a batch that was handed out and is undone: it stands before all others."""
+        self.queue.put_back(batch)
+        self.queue.step -= 1
+
     def status(self) -> dict[str, int]:
         """The answer to /status."""
         if self.started is None or not self.registered:

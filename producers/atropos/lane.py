@@ -150,9 +150,11 @@ class EnvLane:
             try:
                 sequence = await producer.put_async(took.group, policy_version=versions, foreign=True)
             except (LaneQuarantined, LaneRemoved) as gone:
-                why = "the bridge was removed" if isinstance(gone, LaneRemoved) else f"the consumer reads it no more: {gone.message}"
-                if self._closing or producer is not self._producer or not self._replace(why):
+                if self._closing:
                     raise
+                why = "the bridge was removed" if isinstance(gone, LaneRemoved) else f"the consumer reads it no more: {gone.message}"
+                if producer is self._producer and self.is_there:  # else another that waited was faster: this one goes where that goes
+                    self._replace(why)
             except Closed:
                 if self._closing or (producer is self._producer and self.is_there):
                     raise

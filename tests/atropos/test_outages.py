@@ -24,7 +24,8 @@ pytest.importorskip("atroposlib")
 
 from shmbridge.producers import atropos
 from shmbridge.producers.atropos import link
-from shmbridge.producers.atropos.lane import GroupsRefused
+from shmbridge.producers.atropos.lane import EnvLane, GroupsRefused, LinkOptions
+from shmbridge.producers.atropos.stamps import Stamp
 
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000)
 ENVS = Path(__file__).parent / "envs"
@@ -134,6 +135,50 @@ async def test_a_bridge_removed_by_force_is_made_anew_and_what_it_held_is_counte
 
 def held(bridge: str) -> int:
     return sum(lane.held for info in shmbridge.list_bridges() if info.name == bridge for lane in info.lanes)
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["at once", "after a while without memory"])
+async def test_all_that_wait_for_room_in_a_removed_lane_go_into_the_next(bridge: str, monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
+    """Each finds out by itself; the first one opens the next lane, or, if that cannot be, whoever asks for status later."""
+    with shmbridge.Consumer(bridge) as consumer:
+        lane = EnvLane(LinkOptions(bridge, lane_bytes="64K"), "env")
+        groups = [{"tokens": [[number] * 2000], "masks": [[number] * 2000], "scores": [1.0]} for number in range(12)]
+        sends = [asyncio.create_task(lane.send([group], [Stamp(-1, -1)])) for group in groups]
+        await until(lambda: lane.records_total > 2)
+        steady = time.monotonic()
+        await until(lambda: time.monotonic() - steady > 0.2)
+        lost = lane.records_total
+        assert 2 < lost < len(groups) - 2, "the lane is full, and some wait"
+        if not again:
+            monkeypatch.setattr(lane, "_open", no_memory)
+        [name] = segment.lane_names(bridge)
+        (segment.MOUNT / name[1:]).unlink()
+        if not again:
+            await until(lambda: not lane.is_there)
+            monkeypatch.undo()
+            await until_true(lane.stay)
+        got: list[int] = []
+        while len(got) < len(groups) - lost:
+            for record in consumer.poll():
+                with record:
+                    got.append(int(record["tokens"][0][0]))
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*sends)
+        assert sorted(got) == list(range(lost, len(groups)))
+        assert +lane.not_delivered == {"in a lane that was removed": lost}
+        assert (lane.records_total, lane.unsent) == (len(groups) - lost, 0)
+        await lane.close()
+
+
+def no_memory() -> shmbridge.Producer:
+    raise shmbridge.ShmTooSmall("no room on the mount")
+
+
+async def until_true(asked: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not await asked():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
 
 
 async def test_a_lane_that_the_consumer_quarantined_is_replaced(

@@ -224,6 +224,20 @@ def test_a_post_whose_answer_was_lost_is_taken_once(api: GatewayProcess, how: st
     assert how == "close" or api.stats()["posts_repeated_total"] == 2  # who goes at once may not have been heard at all
 
 
+@pytest.mark.parametrize("mode", ["strict"])
+def test_a_repeated_post_is_answered_as_the_first_was(api: GatewayProcess):
+    """A group of a size of its own is buffered, whoever hears of it."""
+    env_id = api.register_env(group_size=4)["env_id"]
+    posted = group(0, 3, env_id=env_id)
+    lossy_post(api, "/scored_data", posted, "reset")
+    assert api.post("/scored_data", posted).json() == {"status": "buffered", "buffer_size": 3}
+    both = [group(1, env_id=env_id), group(2, 2, env_id=env_id)]
+    lossy_post(api, "/scored_data_list", both, "reset")
+    buffered = {"status": "received", "groups_processed": 2, "buffered": 1, "last_buffer_size": 5}
+    assert api.post("/scored_data_list", both).json() == buffered
+    assert api.stats()["posts_repeated_total"] == 2
+
+
 @MODES
 def test_equal_posts_that_were_answered_are_two(api: GatewayProcess):
     """Also over one connection, and over two that stay open."""
