@@ -84,7 +84,8 @@ def prepare(
         with_reference: whether the reference's log-probabilities are wanted, where records have them.
         policy_version: the one about to be trained; None: the staleness of no token is known.
         max_token_staleness: tokens sampled more versions ago are not trained; None: all are.
-        whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise they train nothing.
+        whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise they train nothing. A mask that does not fit
+            its tokens trains nothing either way.
         truncated: answers that did not end by themselves: "mask" does not train them, "drop" also takes no score from them.
 
     Raises:
@@ -133,12 +134,11 @@ def prepare(
 def trained_tokens(batch: Any, whole_rows: bool = False) -> npt.NDArray[np.bool_]:
     """Return bool (N,): the loss mask; in rows without one, everything after the prompt, and nothing unless they say where that ends.
 
-    With `whole_rows` those that do not say are trained whole. Never blocks.
+    With `whole_rows` those that do not say are trained whole. Rows whose mask does not fit their tokens train nothing. Never blocks.
     """
     prompt = np.zeros(len(batch.meta), np.int32) if batch.prompt_length is None else batch.prompt_length
     trained: npt.NDArray[np.bool_] = batch.position_ids >= np.repeat(prompt, batch.lengths)
-    if not whole_rows:
-        trained &= ~np.repeat(without_mask(batch), batch.lengths)
+    trained &= ~np.repeat(without_mask(batch, whole_rows), batch.lengths)
     masked = batch.has("loss_mask")
     if masked.any():
         trained = np.where(np.repeat(masked, batch.lengths), batch.loss_mask != 0, trained)
