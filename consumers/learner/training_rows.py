@@ -20,7 +20,7 @@ from shmbridge.consumers.learner.finish import truncated_rows
 from shmbridge.consumers.learner.left_out import left_out, without_mask
 from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.row_metrics import row_metrics
-from shmbridge.consumers.learner.token_staleness import UNKNOWN, token_staleness
+from shmbridge.consumers.learner.token_staleness import UNKNOWN, says_version, token_staleness
 from shmbridge.consumers.row_settings import temperatures
 from shmbridge.consumers.whole_batch import Reduce, alone
 
@@ -47,7 +47,7 @@ class TrainingRows:
     sampled_logprobs: npt.NDArray[np.float32]  # (N,) nats; NO_LOGPROB where none was recorded
     temperature: npt.NDArray[np.float32]  # (B,) > 0
     reference_logprobs: npt.NDArray[np.float32] | None = None  # (N,) as sampled_logprobs; None if nobody asked for them
-    fresh: npt.NDArray[np.bool_] | None = None  # (N,) sampled by the policy version about to be trained; None if nothing says it
+    fresh: npt.NDArray[np.bool_] | None = None  # (N,) whose own version is the one about to be trained; None if that is not known
     answers: npt.NDArray[np.bool_] | None = None  # (N,) `trained` before any masking of the learner's own; None: not kept
 
     @property
@@ -109,7 +109,7 @@ def prepare(
         sampled_logprobs=_logprobs(batch, "inference_logprobs"),
         temperature=heat.values,
         reference_logprobs=_logprobs(batch, "ref_logprobs") if with_reference else None,
-        fresh=None if staleness is None else staleness == 0,
+        fresh=None if policy_version is None else says_version(batch, policy_version),
         answers=answers,
     )
     stale_by = np.zeros(0, np.int32) if staleness is None else staleness[trained & (staleness != UNKNOWN)]
