@@ -51,7 +51,8 @@ def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -
 
 
 def _rollouts(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
-    """What dashboards know trajectories by; the advantages are those that are trained with."""
+    """What dashboards know trajectories by; the advantages are those that are trained with, the lengths those of whole answers."""
+    answers = rows.trained if rows.answers is None else rows.answers
     row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
     at = np.flatnonzero(rows.trained)
     counts = np.bincount(row_of_token[at], minlength=len(batch.meta))
@@ -61,5 +62,5 @@ def _rollouts(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -
         batch.group_index,
         scores,
         advantages=np.where(counts > 0, sums / np.maximum(counts, 1), np.nan),
-        response_lengths=answer_lengths(batch.cu_seqlens, rows.trained),
+        response_lengths=answer_lengths(batch.cu_seqlens, answers),
     )
