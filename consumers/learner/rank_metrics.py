@@ -16,7 +16,7 @@ from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.world import World
 
 _HIGHEST = re.compile(r"_max$|_max_fresh$|_max_s$|_max_abs$|_p\d+$|_p\d+_ms$")
-_COUNTED = re.compile(r"^atropos/(batch_groups|total_sequences|empty_response_count)$|^api_perf/(\w+_per_sec|slow_requests)$")
+_COUNTED = re.compile(r"^atropos/(batch_groups|total_sequences|empty_response_count)$|^host_cpu_s$|^api_perf/(\w+_per_sec|slow_requests)$")
 _OF_TOKENS = re.compile(r"^advantage_|^token_")
 _DEVIATION = re.compile(r"^(\w+_)std()$|^(atropos/.+/)std(_\w+)$")
 _OF_SCORES = re.compile(r"^reward_(mean|std)$|^atropos/mean_score$")

@@ -75,6 +75,13 @@ def test_what_is_known_nowhere_stays_unknown():
     assert math.isnan(found["reward_mean"])
 
 
+def test_the_host_pays_for_all_ranks():
+    shares = [{"host_cpu_s": 0.5, "tokens": 100, "trajectories": 2}, {"host_cpu_s": 0.25, "tokens": 0, "trajectories": 0}]
+    found = merged(shares, [{}, {}])
+    assert found["host_cpu_s"] == 0.75
+    assert found["tokens"] == 100
+
+
 def test_what_every_rank_says_of_the_whole_batch_is_not_added_up():
     assert merged([{"loss": 0.1}] * 2, [{}, {}]) == {"loss": 0.1}
 
