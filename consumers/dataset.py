@@ -143,7 +143,7 @@ class BridgeDataset(IterableDataset[Tensors]):
             place = _place(record)
             had = min(self._position.rows_had(place), record.rows)
             if had:
-                self._position.skip(place, had)
+                self._position.skip(had)
                 self._position.took(place, had)
             for row, (tensors, tokens) in zip(range(record.rows), rows, strict=False):
                 if row >= had:
@@ -169,7 +169,7 @@ class BridgeDataset(IterableDataset[Tensors]):
             return False
         for group in had:
             for record in group.records:
-                self._position.skip(_place(record), record.rows)
+                self._position.skip(record.rows)
                 record.release()
         batch.records = []
         self._open_consumer().put_back([group for group in batch.groups if group not in had])

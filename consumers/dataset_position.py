@@ -2,7 +2,8 @@
 
 Knows producers, sequences and counts; knows nothing of torch and of bridges. Called by `dataset.py`.
 
-A record whose lease has ended never comes again, so a state names only those that were handed out and are still held.
+A state names the records that were handed out and may come again: those whose lease has not ended in this process, and those
+of the loaded state. A record that is skipped stays named, since its lease ends after that, and never surely before a next state.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Position:
         self.skipped = 0  # rows that came again, and that the loaded state had already
         self._held: dict[Place, int] = {}  # rows handed out of each record whose lease has not ended
         self._newest: dict[str, int] = {}  # highest sequence handed out, by producer
-        self._had: dict[Place, int] = {}  # what the loaded state held
+        self._had: dict[Place, int] = {}  # rows handed out of each record of the loaded state, whether it has come again or not
         self._loaded_newest: dict[str, int] = {}
         self._first_after: dict[str, int] = {}  # lowest sequence behind the loaded one, by producer
 
@@ -38,16 +39,17 @@ class Position:
 
     def ended(self) -> None:
         """The leases of all records handed out so far have ended."""
+        for place in self._held:
+            self._had.pop(place, None)
         self._held.clear()
 
     def rows_had(self, place: Place) -> int:
         """Return how many rows of a record the loaded state had been given; they are not to be handed out again."""
         return self._had.get(place, 0)
 
-    def skip(self, place: Place, rows: int) -> None:
-        """Count rows of a record as skipped: the loaded state had them."""
+    def skip(self, rows: int) -> None:
+        """Count rows as skipped: the loaded state had them."""
         self.skipped += rows
-        self._had.pop(place, None)
 
     @property
     def gone(self) -> int:
@@ -56,7 +58,7 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as lists, numbers and words. Never blocks."""
-        held = [[producer, sequence, rows] for (producer, sequence), rows in self._held.items()]
+        held = [[producer, sequence, rows] for (producer, sequence), rows in (self._had | self._held).items()]
         return {"format": _FORMAT, **self.counts, "held": held, "newest": dict(self._newest)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -118,11 +118,15 @@ class Batch:
     def train_whole_rows(self) -> None:
         """Sets `loss_mask` to 1 in rows with neither a mask nor `prompt_length`; `has` stays. Never blocks, idempotent.
 
+        A row whose mask does not fit its tokens keeps 0: nobody knows which of them it leaves out.
+
         Raises ValueError where the mask stays in place.
         """
         if "loss_mask" in self._in_place:
             raise ValueError("loss_mask stays in place, where nothing can be written -> leave it out of `in_place`")
         whole, mask = ~(self.has("loss_mask") | self.has("prompt_length")), self._mask()
+        for name in ("loss_mask", "masks"):
+            whole &= ~self.uneven.get(name, np.zeros(len(self), bool))
         if self.layout == "padded":
             mask[(np.arange(mask.shape[1]) < self.lengths[:, None]) & whole[:, None]] = 1
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -38,9 +39,9 @@ def broken_step(error: Exception, options: argparse.Namespace, learner: Learner,
     what, step = (str(error).splitlines() or [""])[0], learner.step + 1
     details = "" if lacks_memory(error) else "".join(traceback.format_exception(error))
     _free_activations(error)
-    learner.drop_gradient()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    for free in (learner.drop_gradient, torch.cuda.empty_cache):
+        with suppress(RuntimeError):  # a device that is broken says so again at each call; what went wrong first is to be said
+            free()
     saved = rescue()
     if lacks_memory(error):
         place = "the update" if not learner.consistent else "forward or backward"

@@ -16,8 +16,9 @@ MOST_PRODUCERS = 1024  # whose last sequence is known; those that were heard of 
 
 
 class Consumed:
-    """Counts what each step takes. Its size is that of the records held and of `MOST_PRODUCERS` names, however long the run.
+    """Counts what each step takes.
 
+    Its size is that of the records held, of what the loaded checkpoint held, and of `MOST_PRODUCERS` names, however many steps it makes.
     One thread, but for `contains`.
 
     Args:
@@ -55,7 +56,12 @@ class Consumed:
         self._held.clear()
 
     def progress(self, step: int, policy_version: int) -> Progress:
-        """Return what a checkpoint of this moment says."""
+        """Return what a checkpoint of this moment says.
+
+        It goes on holding what the loaded checkpoint held. Such a record may not have come yet. One that has come is released after
+        `contains`, and while a rank of an earlier learner lives that release is put off: no moment of this process is certain.
+        """
+        producers = dict.fromkeys([*self._in_checkpoint, *self._held])
         return Progress(
             step=step,
             policy_version=policy_version,
@@ -64,5 +70,5 @@ class Consumed:
             tokens=self._tokens,
             wall_s=round(time.monotonic() - self._begun_s, 3),
             last_sequences=dict(self._last),
-            held={producer: sorted(numbers) for producer, numbers in self._held.items()},
+            held={who: sorted(self._in_checkpoint.get(who, frozenset()) | self._held.get(who, set())) for who in producers},
         )

@@ -1,4 +1,5 @@
-"""Flags that do nothing without another one, which is not there: refused, since whoever gives one wants what it says.
+"""Flags that do nothing without another one, which is not there, or beside one that is: refused, since whoever gives one wants what
+it says.
 
 Knows the command line's names; nothing of torch. Called by `grpo.py`.
 """
@@ -31,19 +32,32 @@ _NEEDS: Mapping[str, tuple[str, tuple[object, ...]]] = {
 }
 
 
+# flag -> the flag beside which it does nothing, and why
+_BESIDE: Mapping[str, tuple[str, str]] = {
+    "--clip-dual": ("--tis-cap", "one update per batch leaves the ratio at 1, which no bound holds"),
+    "--no-fallback-to-grpo": ("--no-use-advantages", "all advantages are made of the scores then, which is the fallback"),
+}
+
+
 class IdleOption(Exception):
-    """A flag would do nothing; the message says which one, and what it needs."""
+    """A flag would do nothing; the message says which one, and why."""
 
 
 def refuse_idle(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Look at a parsed command line. Never blocks. Raises IdleOption; a flag that says its own default is not seen."""
     for flag, (needs, without) in _NEEDS.items():
-        name = _name(flag)
-        if getattr(options, name) != parser.get_default(name) and getattr(options, _name(needs.split()[0])) in without:
+        if _given(flag, options, parser) and getattr(options, _name(needs.split()[0])) in without:
             raise IdleOption(f"{flag} does nothing without {needs} -> give that too, or leave {flag} out")
+    for flag, (other, why) in _BESIDE.items():
+        if _given(flag, options, parser) and _given(other, options, parser):
+            raise IdleOption(f"{flag} does nothing beside {other}: {why} -> leave one of them out")
     if options.engine and options.no_weights:
         raise IdleOption("--engine takes weights, and --no-weights writes none -> leave one of them out")
 
 
+def _given(flag: str, options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    return bool(getattr(options, _name(flag)) != parser.get_default(_name(flag)))
+
+
 def _name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
+    return flag.removeprefix("--").removeprefix("no-").replace("-", "_")

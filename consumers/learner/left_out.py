@@ -35,8 +35,8 @@ _NOTHING = frozenset({None, "", "null", "[]", "{}", '""'})
 _SAID = {
     "trajectories_uneven": "{count} trajectories have another number of values of {column} than tokens; these are left out "
     "-> write one value for each token, prompt included",
-    "trajectories_without_mask": "{count} trajectories have neither a mask nor prompt_length, and train nothing "
-    "-> write loss_mask, or --train-whole-rows",
+    "trajectories_without_mask": "{count} trajectories have neither a mask nor prompt_length, or a mask that does not fit their tokens, "
+    "and train nothing -> write loss_mask, one value for each token; --train-whole-rows is for rows without any",
     "trajectories_binary_mask": "{count} trajectories have masks of 0 and 1; Atropos masks are -100 where nothing is trained, so all "
     "their tokens are -> write -100 and token ids, or loss_mask",
     "trajectories_greedy": "{count} trajectories were sampled at a temperature below 1e-5, whose log-probabilities say nothing; "
@@ -70,11 +70,11 @@ def left_out(batch: Any, credit: Credit, heat: Heat, *, whole_rows: bool, with_r
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
         credit: which columns advantages are made of.
         heat: the batch's temperatures.
-        whole_rows: rows without a mask are trained whole.
+        whole_rows: rows with neither a mask nor `prompt_length` are trained whole.
         with_reference: the reference's log-probabilities are read.
     """
     rows = {
-        "trajectories_without_mask": without_mask(batch) & (not whole_rows),
+        "trajectories_without_mask": without_mask(batch, whole_rows),
         "trajectories_binary_mask": _binary_masks(batch),
         "trajectories_greedy": heat.greedy,
         "trajectories_cut_sampling": cut_sampling(batch),
@@ -91,13 +91,20 @@ def left_out(batch: Any, credit: Credit, heat: Heat, *, whole_rows: bool, with_r
     return found
 
 
-def without_mask(batch: Any) -> Bools:
-    """Return bool (B,): rows that do not say which of their tokens to train. Never blocks."""
-    prompted = batch.has("prompt_length")
+def without_mask(batch: Any, whole_rows: bool = False) -> Bools:
+    """Return bool (B,): rows that train nothing, since they do not say which of their tokens to train. Never blocks.
+
+    A mask that does not fit its tokens says that some are not to be trained, and not which: neither `prompt_length` nor
+    `whole_rows` stands in for it.
+    """
+    masked, uneven = batch.has("loss_mask"), getattr(batch, "uneven", {})
+    without = np.full(len(masked), not whole_rows)
     if batch.prompt_length is not None:
-        prompted = prompted & (batch.prompt_length >= 0)
-    without: Bools = ~(batch.has("loss_mask") | prompted)
-    return without
+        without &= ~(batch.has("prompt_length") & (batch.prompt_length >= 0))
+    for name in ("loss_mask", "masks"):
+        without |= uneven.get(name, False)
+    rows: Bools = without & ~masked
+    return rows
 
 
 class SaidOnce:

@@ -1,8 +1,8 @@
 """Whether the policy that samples is the one that is trained: how far apart their log-probabilities of the same tokens are.
 
-Over tokens of staleness 0 both are the same weights, so that what is left is a fault: raw log-probabilities, another
-temperature, an engine that did not load the weights. Knows log-probabilities; knows nothing of losses and batches. Called by
-`grpo_update.py` and `training_step.py`.
+Over tokens of the very version that is trained both are the same weights, so that what is left is a fault: raw log-probabilities,
+another temperature, an engine that did not load the weights. These tokens are called fresh. Knows log-probabilities; knows nothing of
+losses and batches. Called by `grpo_update.py` and `training_step.py`.
 
 Letter: n trained tokens of a micro-batch.
 """
@@ -27,7 +27,7 @@ class Mismatch:
     """Adds up, over the micro-batches of a step, what the two say of trained tokens whose sampler's log-probability is known."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros((2, 3))  # over all ranks; all tokens, then those of staleness 0: how many, divergence, distance
+        self._sums = np.zeros((2, 3))  # over all ranks; all tokens, then the fresh ones: how many, divergence, distance
         self._largest = np.zeros(2)
         self._own: list[Tensor] = []  # of this rank and batch, (2, 4) on the device: the sums, and the largest distance
 
@@ -37,7 +37,7 @@ class Mismatch:
         Args:
             logprobs: (n,) nats, under the policy about to be updated, without gradient.
             sampled_logprobs: (n,) nats, recorded when the token was sampled; positive or not finite where unknown.
-            fresh: (n,) bool, sampled by this very policy version; None: unknown of all.
+            fresh: (n,) bool, says itself that this very policy version sampled it; None: unknown of all.
         """
         known = losses.known(sampled_logprobs)
         apart = torch.where(known, (logprobs - sampled_logprobs).abs(), 0.0).double()
@@ -67,7 +67,7 @@ class Mismatch:
 
 
 class MismatchAlarm:
-    """Warns where sampler and policy are further apart at staleness 0 than rounding explains.
+    """Warns where sampler and policy are further apart over fresh tokens than rounding explains.
 
     Args:
         limit: of the mean distance, nats; 0: no warning.
@@ -86,10 +86,10 @@ class MismatchAlarm:
         self._total += above
         if above and not self._above:
             self._say(
-                f"the sampler is not the policy: over {measured['tokens_fresh']:.0f} tokens of staleness 0 their log-probabilities are "
-                f"{mean:.3g} nats apart in the mean, {measured['logprob_diff_max_fresh']:.3g} at most (--mismatch-warn {self._limit:g}) "
-                "-> does the engine report processed log-probabilities, of the temperature that the record says, without top_p and "
-                "top_k, and does it have the newest weights?"
+                f"the sampler is not the policy: over {measured['tokens_fresh']:.0f} tokens of this very version their "
+                f"log-probabilities are {mean:.3g} nats apart in the mean, {measured['logprob_diff_max_fresh']:.3g} at most "
+                f"(--mismatch-warn {self._limit:g}) -> does the engine report processed log-probabilities, of the temperature "
+                "that the record says, without top_p and top_k, and does it have the newest weights?"
             )
         self._above = above
         return {"mismatch_alarms_total": self._total}

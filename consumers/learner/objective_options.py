@@ -51,7 +51,8 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
         type=zero_or_above,
         metavar="NATS",
         default=0.05,
-        help="warn when log-probabilities of sampler and policy are further apart, in the mean over tokens of staleness 0; 0: never [0.05]",
+        help="warn when log-probabilities of sampler and policy are further apart, in the mean over tokens whose "
+        "token_versions is the version being trained; 0: never [0.05]",
     )
     group.add_argument(
         "--max-answer-tokens", type=positive, metavar="N", help="what dr_grpo divides by [--max-token-len]"

@@ -16,11 +16,13 @@ from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.world import World
 
 _HIGHEST = re.compile(r"_max$|_max_fresh$|_max_s$|_max_abs$|_p\d+$|_p\d+_ms$")
-_COUNTED = re.compile(r"^atropos/(batch_groups|total_sequences|empty_response_count)$|^api_perf/(\w+_per_sec|slow_requests)$")
+_COUNTED = re.compile(r"^atropos/(batch_groups|total_sequences|empty_response_count)$|^host_cpu_s$|^api_perf/(\w+_per_sec|slow_requests)$")
 _OF_TOKENS = re.compile(r"^advantage_|^token_")
 _DEVIATION = re.compile(r"^(\w+_)std()$|^(atropos/.+/)std(_\w+)$")
-_OF_GROUPS = re.compile(r"^atropos/identical_score_rate$|^bridge/group_wait_s$")
-_ENVIRONMENT = re.compile(r"^atropos/(.+)/(mean|std)_(\w+)$")
+_OF_SCORES = re.compile(r"^reward_(mean|std)$|^atropos/mean_score$")
+_OF_ENVIRONMENT = re.compile(r"^(atropos/.+/)(?:mean|std)_(score|advantage)$")
+_COUNTS = {"score": "trajectories_scored", "advantage": "trajectories_trained"}  # what has a score, or an advantage
+_OF_GROUPS = {"atropos/identical_score_rate": "groups_scored", "bridge/group_wait_s": "groups"}
 
 
 def of_all_ranks(world: World, share: Metrics, rows: dict[str, int]) -> Metrics:
@@ -39,14 +41,14 @@ def merged(shares: Sequence[Metrics], rows: Sequence[dict[str, int]]) -> Metrics
     if len(shares) == 1:
         return dict(shares[0])
     names = dict.fromkeys(name for share in shares for name in share)
-    means = {name: _merged(name, shares, rows) for name in names}
-    found = {name: _spread(name, shares, rows, means) if _mean_of(name) else value for name, value in means.items()}
+    means = {name: _merged(name, shares) for name in names}
+    found = {name: _spread(name, shares, means) if _mean_of(name) else value for name, value in means.items()}
     if "atropos/num_environments" in found:
         found["atropos/num_environments"] = float(len({env for each in rows for env in each}))
     return found
 
 
-def _merged(name: str, shares: Sequence[Metrics], rows: Sequence[dict[str, int]]) -> Any:
+def _merged(name: str, shares: Sequence[Metrics]) -> Any:
     values = [share[name] for share in shares if name in share]
     if _HIGHEST.search(name):
         return max(values)
@@ -56,13 +58,13 @@ def _merged(name: str, shares: Sequence[Metrics], rows: Sequence[dict[str, int]]
         return any(values)
     if isinstance(values[0], int) or _COUNTED.search(name):
         return sum(values)
-    return _weighted([(weight, share[name]) for weight, share in _weighed(name, shares, rows)])
+    return _weighted([(_weight(name, share), share[name]) for share in shares if name in share])
 
 
-def _spread(name: str, shares: Sequence[Metrics], rows: Sequence[dict[str, int]], means: Metrics) -> float:
+def _spread(name: str, shares: Sequence[Metrics], means: Metrics) -> float:
     """The standard deviation of all together: that within the shares, and that of their means."""
     mean = _mean_of(name)
-    squares = [(weight, share[name] ** 2 + share[mean] ** 2) for weight, share in _weighed(name, shares, rows)]
+    squares = [(_weight(name, share), share[name] ** 2 + share[mean] ** 2) for share in shares if name in share]
     return math.sqrt(max(0.0, _weighted(squares) - means[mean] ** 2))
 
 
@@ -72,16 +74,17 @@ def _mean_of(name: str) -> str:
     return "mean".join(part for part in found.groups() if part is not None) if found else ""
 
 
-def _weighed(name: str, shares: Sequence[Metrics], rows: Sequence[dict[str, int]]) -> list[tuple[float, Metrics]]:
-    """Each share that knows the name, and how many of what it is a mean of it has."""
-    of = _ENVIRONMENT.search(name)
-    known = [(each, share) for each, share in zip(rows, shares, strict=True) if name in share]
-    if of is not None:
-        return [(each.get(of[1], 0), share) for each, share in known]
-    if name == "token_staleness_mean":
-        return [(share.get("trained_tokens", 0) - share.get("tokens_without_version", 0), share) for _, share in known]
-    count = "trained_tokens" if _OF_TOKENS.search(name) else "groups" if _OF_GROUPS.search(name) else "trajectories"
-    return [(share.get(count, 0), share) for _, share in known]
+def _weight(name: str, share: Metrics) -> float:
+    """How many values a share's mean is of."""
+    if (of := _OF_ENVIRONMENT.search(name)) is not None:
+        count = of[1] + _COUNTS[of[2]]
+    elif name == "token_staleness_mean":
+        return float(share.get("trained_tokens", 0) - share.get("tokens_without_version", 0))
+    elif _OF_SCORES.search(name):
+        count = "trajectories_scored"
+    else:
+        count = _OF_GROUPS.get(name, "trained_tokens" if _OF_TOKENS.search(name) else "trajectories")
+    return float(share.get(count, 0))
 
 
 def _weighted(values: Sequence[tuple[float, float]]) -> float:

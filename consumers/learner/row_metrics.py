@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.overlong import answer_lengths
-from shmbridge.metrics import rollout_metrics
+from shmbridge.metrics import rollout_metrics, rows_by_environment
 
 if TYPE_CHECKING:
     from shmbridge.consumers.learner.training_rows import TrainingRows
@@ -44,6 +44,7 @@ def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -
         "tokens": len(rows.tokens),
         "trained_tokens": rows.trained_count,
         "trajectories": len(batch.meta),
+        "trajectories_scored": int(scores.size),
         "trajectories_redelivered": sum(bool(meta.redelivered) for meta in batch.meta),
         "groups": int(groups),
         "groups_flat": int(groups - pushing),
@@ -51,15 +52,21 @@ def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -
 
 
 def _rollouts(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
-    """What dashboards know trajectories by; the advantages are those that are trained with."""
+    """What dashboards know trajectories by; the advantages are those that are trained with, the lengths those of whole answers."""
+    answers = rows.trained if rows.answers is None else rows.answers
     row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
     at = np.flatnonzero(rows.trained)
     counts = np.bincount(row_of_token[at], minlength=len(batch.meta))
+    scored, env_names = np.isfinite(scores), [meta.env_name for meta in batch.meta]
+    found: Metrics = {"groups_scored": int(np.unique(batch.group_index[scored]).size)}
+    for env_name, of_it in rows_by_environment(env_names).items():  # what the means of an environment are means of
+        found[f"atropos/{env_name}/trajectories_scored"] = int(np.count_nonzero(scored[of_it]))
+        found[f"atropos/{env_name}/trajectories_trained"] = int(np.count_nonzero(counts[of_it]))
     sums = np.bincount(row_of_token[at], weights=rows.advantages[at], minlength=len(batch.meta))
-    return rollout_metrics(
-        [meta.env_name for meta in batch.meta],
+    return found | rollout_metrics(
+        env_names,
         batch.group_index,
         scores,
         advantages=np.where(counts > 0, sums / np.maximum(counts, 1), np.nan),
-        response_lengths=answer_lengths(batch.cu_seqlens, rows.trained),
+        response_lengths=answer_lengths(batch.cu_seqlens, answers),
     )

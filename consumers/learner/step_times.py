@@ -76,18 +76,24 @@ class StepCost:
     def __init__(self) -> None:
         self._ended, self._cpu = time.monotonic(), time.process_time()
 
-    def step(self, waited_s: float, tokens: int) -> dict[str, float]:
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of this process since the last call."""
+        cpu = time.process_time()
+        spent, self._cpu = cpu - self._cpu, cpu
+        return spent
+
+    def step(self, waited_s: float, cpu_s: float, tokens: int) -> dict[str, float]:
         """Return the numbers of a step that is over now.
 
         Args:
             waited_s: of it, waiting for batches.
-            tokens: it took in.
+            cpu_s: CPU seconds of all ranks.
+            tokens: that all ranks took in.
         """
-        ended, cpu = time.monotonic(), time.process_time()
-        took, spent = ended - self._ended, cpu - self._cpu
-        self._ended, self._cpu = ended, cpu
+        ended = time.monotonic()
+        took, self._ended = ended - self._ended, ended
         return {
             "step_s": took,
             "idle_frac": waited_s / took if took > 0.0 else 0.0,
-            "host_cpu_s_per_mtoken": spent / tokens * 1e6 if tokens else float("nan"),
+            "host_cpu_s_per_mtoken": cpu_s / tokens * 1e6 if tokens else float("nan"),
         }

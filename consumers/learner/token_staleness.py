@@ -1,4 +1,4 @@
-"""How many policy versions ago each token of a batch was sampled.
+"""How many policy versions ago each token of a batch was sampled, and which tokens say that the trained version sampled them.
 
 Pure numpy. Knows the column `token_versions` and the versions stamped on records; does not know what is done about it.
 Called by `training_rows.py`.
@@ -33,6 +33,23 @@ def token_staleness(batch: Any, policy_version: int) -> npt.NDArray[np.int32]:
         return staleness
     said = np.repeat(batch.has("token_versions"), batch.lengths) & (own >= 0)
     return np.where(said, _behind(own, policy_version), staleness)
+
+
+def says_version(batch: Any, policy_version: int) -> npt.NDArray[np.bool_]:
+    """Return bool (N,): tokens that `token_versions` says this very version sampled. Never blocks.
+
+    The version stamped on a record does not count. It is the one that was published when generation began, and an engine that is
+    brought to it after that still samples with the one before.
+
+    Args:
+        batch: a packed `shmbridge.Batch`, or anything with its attributes.
+        policy_version: the version.
+    """
+    own = getattr(batch, "token_versions", None)
+    if own is None:
+        return np.zeros(len(batch.tokens), bool)
+    said: npt.NDArray[np.bool_] = np.repeat(batch.has("token_versions"), batch.lengths) & (own >= 0) & (own == policy_version)
+    return said
 
 
 def _behind(versions: npt.NDArray[Any], policy_version: int) -> npt.NDArray[np.int32]:

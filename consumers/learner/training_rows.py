@@ -20,7 +20,7 @@ from shmbridge.consumers.learner.finish import truncated_rows
 from shmbridge.consumers.learner.left_out import left_out, without_mask
 from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.row_metrics import row_metrics
-from shmbridge.consumers.learner.token_staleness import UNKNOWN, token_staleness
+from shmbridge.consumers.learner.token_staleness import UNKNOWN, says_version, token_staleness
 from shmbridge.consumers.row_settings import temperatures
 from shmbridge.consumers.whole_batch import Reduce, alone
 
@@ -47,7 +47,7 @@ class TrainingRows:
     sampled_logprobs: npt.NDArray[np.float32]  # (N,) nats; NO_LOGPROB where none was recorded
     temperature: npt.NDArray[np.float32]  # (B,) > 0
     reference_logprobs: npt.NDArray[np.float32] | None = None  # (N,) as sampled_logprobs; None if nobody asked for them
-    fresh: npt.NDArray[np.bool_] | None = None  # (N,) sampled by the policy version about to be trained; None if nothing says it
+    fresh: npt.NDArray[np.bool_] | None = None  # (N,) whose own version is the one about to be trained; None if that is not known
     answers: npt.NDArray[np.bool_] | None = None  # (N,) `trained` before any masking of the learner's own; None: not kept
 
     @property
@@ -84,7 +84,8 @@ def prepare(
         with_reference: whether the reference's log-probabilities are wanted, where records have them.
         policy_version: the one about to be trained; None: the staleness of no token is known.
         max_token_staleness: tokens sampled more versions ago are not trained; None: all are.
-        whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise they train nothing.
+        whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise they train nothing. A mask that does not fit
+            its tokens trains nothing either way.
         truncated: answers that did not end by themselves: "mask" does not train them, "drop" also takes no score from them.
 
     Raises:
@@ -108,7 +109,7 @@ def prepare(
         sampled_logprobs=_logprobs(batch, "inference_logprobs"),
         temperature=heat.values,
         reference_logprobs=_logprobs(batch, "ref_logprobs") if with_reference else None,
-        fresh=None if staleness is None else staleness == 0,
+        fresh=None if policy_version is None else says_version(batch, policy_version),
         answers=answers,
     )
     stale_by = np.zeros(0, np.int32) if staleness is None else staleness[trained & (staleness != UNKNOWN)]
@@ -133,12 +134,11 @@ def prepare(
 def trained_tokens(batch: Any, whole_rows: bool = False) -> npt.NDArray[np.bool_]:
     """Return bool (N,): the loss mask; in rows without one, everything after the prompt, and nothing unless they say where that ends.
 
-    With `whole_rows` those that do not say are trained whole. Never blocks.
+    With `whole_rows` those that do not say are trained whole. Rows whose mask does not fit their tokens train nothing. Never blocks.
     """
     prompt = np.zeros(len(batch.meta), np.int32) if batch.prompt_length is None else batch.prompt_length
     trained: npt.NDArray[np.bool_] = batch.position_ids >= np.repeat(prompt, batch.lengths)
-    if not whole_rows:
-        trained &= ~np.repeat(without_mask(batch), batch.lengths)
+    trained &= ~np.repeat(without_mask(batch, whole_rows), batch.lengths)
     masked = batch.has("loss_mask")
     if masked.any():
         trained = np.where(np.repeat(masked, batch.lengths), batch.loss_mask != 0, trained)

@@ -165,7 +165,7 @@ class TrainingStep:
             **learner.times.taken(),
             **self._around.metrics(learner),
             **self._around.engines.metrics(),
-            **self._cost.step(self._waited_s, measured["tokens"]),
+            **self._cost.step(self._waited_s, measured["host_cpu_s"], measured["tokens"]),
             **self._alarm.looked(measured),
             "time": time.time(),
         }
@@ -208,6 +208,7 @@ class TrainingStep:
         own = merged(self._parts, rows)
         last = self._parts[-1]  # what is of all batches so far, or of more than this step
         own |= {name: value for name, value in last.items() if name in SHARES or name in MISMATCH or name.startswith("api_perf/")}
+        own["host_cpu_s"] = self._cost.cpu_s()
         return of_all_ranks(self._learner.world, own, _summed(rows))
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import shmbridge
 from shmbridge.consumers.learner import consumed
 from shmbridge.consumers.learner.checkpoint import Progress
 from shmbridge.consumers.learner.consumed import Consumed
+from shmbridge.consumers.learner.evaluation import TrainingScreen
 
 START = Progress(step=0, policy_version=-1)
+GROUP = {"tokens": [[1, 2, 3]], "scores": [1.0]}
 
 
 def meta(producer, sequence, redelivered=False):
@@ -56,3 +59,50 @@ def test_memory_does_not_grow_with_producers_that_come_and_go(monkeypatch):
     found = ledger.progress(1, 1)
     assert found.last_sequences == {"p8": 8, "p9": 9, "steady": 9}
     assert found.held == {}
+
+
+def test_what_the_loaded_checkpoint_held_stays_in_each_next_one():
+    loaded = Progress(step=1, policy_version=1, held={"a": [0], "b": [0, 1, 2]})
+    second = Consumed(loaded)
+    assert second.contains(meta("b", 0, redelivered=True))  # its release comes after this, or never
+    took(second, meta("a", 1), meta("c", 5))
+    assert second.progress(2, 2).held == {"a": [0, 1], "b": [0, 1, 2], "c": [5]}
+    second.released()
+    assert second.progress(2, 2).held == loaded.held
+
+    third = Consumed(second.progress(2, 2))
+    assert third.contains(meta("b", 2, redelivered=True))
+
+
+def test_two_resumes_over_uneven_lanes_train_each_record_once(bridge):
+    """Each learner but the last ends after a save and before the release. The second takes few groups, so few records come to it."""
+    trained: list[tuple[str, int]] = []
+
+    def learner(progress: Progress, *, groups: int, steps: int, last: bool = False) -> Progress:
+        ledger = Consumed(progress)
+        with shmbridge.Consumer(bridge) as consumer:
+            consumer.screen(TrainingScreen(ledger))
+            batches = consumer.batches(groups=groups, hold="caller", timeout_s=10.0)
+            for step in range(steps):
+                batch = next(batches)
+                trained.extend((meta.producer_id, meta.sequence) for meta in batch.meta)
+                took(ledger, *batch.meta)
+                progress = ledger.progress(progress.step + 1, progress.step + 1)
+                if last or step < steps - 1:
+                    batch.release()
+                    ledger.released()
+                else:
+                    for record in batch.records:
+                        record.abandon()
+            batches.close()
+        return progress
+
+    with shmbridge.Producer(bridge, env_name="a") as few, shmbridge.Producer(bridge, env_name="b") as many:
+        for producer, count in ((few, 1), (many, 9)):
+            producer.put_many([GROUP] * count)
+        progress = learner(START, groups=10, steps=1)
+        for producer in (few, many):
+            producer.put_many([GROUP] * 8)
+        progress = learner(progress, groups=2, steps=1)
+        learner(progress, groups=2, steps=7, last=True)
+    assert len(trained) == 10 + 16 == len(set(trained))

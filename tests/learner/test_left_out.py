@@ -46,7 +46,9 @@ def test_log_probabilities_of_the_answer_alone_are_not_put_on_the_prompt(batch_o
     assert metrics["trajectories_own_advantages"] == 0
     assert metrics["trajectories_uneven{inference_logprobs}"] == metrics["atropos/bad/trajectories_uneven{inference_logprobs}"] == 2
     assert metrics["atropos/bad/trajectories_uneven{advantages}"] == 2
-    assert not [name for name in metrics if name.startswith("atropos/good/trajectories_")]
+    assert {name for name in metrics if name.startswith("atropos/good/trajectories_")} == {
+        "atropos/good/trajectories_scored", "atropos/good/trajectories_trained"
+    }  # fmt: skip
     assert np.abs(rows.advantages[rows.trained]).min() > 0  # of the scores, instead
 
 
@@ -55,6 +57,21 @@ def test_masks_of_another_length_are_no_masks(batch_of):
     assert rows.trained.tolist() == [False] * 6 + [True] * 2
     assert metrics["atropos/env/trajectories_uneven{loss_mask}"] == 1
     assert metrics["atropos/env/trajectories_without_mask"] == 1
+
+
+@pytest.mark.parametrize("masks", [[[3, 4], [-100, -100, 3, 4]], [[-100, -100, 3, 4]] * 3], ids=["a row is short", "a row too many"])
+@pytest.mark.parametrize("said", [{"prompt_length": [1, 1]}, {}], ids=["prompt_length", "no prompt_length"])
+@pytest.mark.parametrize("column", ["masks", "loss_mask"])
+def test_what_a_mask_of_another_length_leaves_out_is_not_trained(batch_of, column, masks, said):
+    mask = masks if column == "masks" else [[int(each > 0) for each in row] for row in masks]
+    batch = batch_of(("env", [{"tokens": ATROPOS["tokens"], "scores": [1.0, 0.0], column: mask, **said}]))
+    fitting = [False, len(masks) == 2]
+    for whole_rows in (False, True):
+        rows, metrics = prepare(batch, 1.0, whole_rows=whole_rows)
+        assert rows.trained.tolist() == [False] * 4 + [False, False, fitting[1], fitting[1]]
+        assert metrics["trajectories_without_mask"] == metrics["trajectories_uneven{loss_mask}"] == fitting.count(False)
+    batch.train_whole_rows()
+    assert batch.loss_mask.tolist() == rows.trained.astype(int).tolist()
 
 
 def test_neither_mask_nor_prompt_trains_nothing(batch_of):

@@ -74,7 +74,7 @@ def test_the_warning_is_said_when_it_begins_and_counted_at_each_step():
         counted.append(alarm.looked({"logprob_diff_mean_fresh": mean, "logprob_diff_max_fresh": 4.0, "tokens_fresh": 12.0}))
     assert [each["mismatch_alarms_total"] for each in counted] == [0, 1, 2, 2, 2, 3]
     assert len(said) == 2
-    assert "over 12 tokens of staleness 0" in said[0]
+    assert "over 12 tokens of this very version" in said[0]
     assert "0.2 nats" in said[0]
     assert "--mismatch-warn 0.05" in said[0]
     silent = MismatchAlarm(0.0, said.append)

@@ -52,6 +52,7 @@ class Row:
     tokens: np.ndarray
     columns: dict[str, np.ndarray | None] = field(default_factory=dict)
     mask: np.ndarray | None = None
+    mask_fits: bool = True
     prompt_length: int | None = None
     score: float | None = None
     temperature: float | None = None
@@ -62,7 +63,9 @@ class Row:
         places = np.arange(len(self.tokens))
         if self.mask is not None:
             return (self.mask != 0) & (places > 0)
-        return (places > 0) & (places >= self.prompt_length) if self.prompt_length is not None else np.zeros(len(self.tokens), bool)
+        if self.prompt_length is None or not self.mask_fits:
+            return np.zeros(len(self.tokens), bool)
+        return (places > 0) & (places >= self.prompt_length)
 
     def values(self, name: str, otherwise: float) -> np.ndarray:
         value = self.columns.get(name)
@@ -116,7 +119,7 @@ class Maker:
                 row.prompt_length = length
         refused |= self._scalars(draw, group, rows, drawn)
         for row in rows:
-            if row.mask is None and row.prompt_length is None:
+            if row.mask is None and (row.prompt_length is None or not row.mask_fits):
                 row.faults.append("trajectories_without_mask")
         if drawn["foreign"] or not drawn["arrays"]:
             group = {name: _as_lists(value) for name, value in group.items()}
@@ -190,6 +193,7 @@ class Maker:
         for row, mask, told in zip(rows, masks, said, strict=False):
             row.mask = mask
             if mask is None and told is not None:
+                row.mask_fits = False
                 row.faults += ["trajectories_uneven{masks}", "trajectories_uneven{loss_mask}"]
 
     @staticmethod
@@ -472,7 +476,7 @@ def _dropped_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _whole_rows_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the learner did before: rows without a mask are trained whole, and nobody says so."""
-    monkeypatch.setattr(training_rows, "without_mask", lambda batch: np.zeros(len(batch.meta), bool))
+    monkeypatch.setattr(training_rows, "without_mask", lambda batch, whole_rows: np.zeros(len(batch.meta), bool))
 
 
 FAULTS = (

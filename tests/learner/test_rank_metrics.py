@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from shmbridge.consumers.learner.learner_metrics import LearnerMetrics, rows_of_environments
@@ -36,12 +37,27 @@ def test_two_shares_say_what_the_whole_batch_says(packed_batch, cut):
     shares = [described(packed_batch, range(cut)), described(packed_batch, range(cut, 8))]
     found = merged([each[0] for each in shares], [each[1] for each in shares])
     assert found.keys() == whole.keys()
-    near = {"reward_mean", "reward_std", "atropos/mean_score", "atropos/b/mean_score", "atropos/b/std_score"}
     for name, value in whole.items():
         if not any(part in name for part in EXACT_BUT):
-            # One row has no score, and a mean of scores is weighted by rows.
-            assert found[name] == pytest.approx(value, rel=1e-6, abs=0.05 if name in near else 1e-7, nan_ok=True), name
+            assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-7, nan_ok=True), name
             assert type(found[name]) is type(value), name
+
+
+def test_means_are_of_those_rows_that_have_a_value(packed_batch):
+    """In the first share one row has a score, and one other is trained; in the second all are scored, and one is trained."""
+    one = packed_batch([[1, 2]] * 8, scores=[1.0, *[None] * 7], masks=[*[[0, 0]] * 7, [0, 1]], advantages=[*[None] * 7, [0.0, 3.0]])
+    all_of_them = packed_batch([[1, 2]] * 8, scores=[0.0] * 8, masks=[*[[0, 0]] * 6, *[[0, 1]] * 2], groups=[0, 0, 1, 1, 2, 2, 3, 3])
+    shares = [prepare(batch, 1.0)[1] for batch in (one, all_of_them)]
+    found = merged(shares, [{"test": 8}] * 2)
+    scores = [1.0] + [0.0] * 8
+    for mean, deviation in (("reward_mean", "reward_std"), ("atropos/test/mean_score", "atropos/test/std_score")):
+        assert found[mean] == pytest.approx(np.mean(scores))
+        assert found[deviation] == pytest.approx(np.std(scores))
+    assert found["atropos/mean_score"] == pytest.approx(np.mean(scores))
+    assert found["atropos/test/mean_advantage"] == pytest.approx(1.0)
+    assert found["atropos/test/std_advantage"] == pytest.approx(np.std([3.0, 0.0, 0.0]))
+    assert (found["trajectories_scored"], found["atropos/test/trajectories_scored"]) == (9, 9)
+    assert found["atropos/test/trajectories_trained"] == 3
 
 
 def test_a_rank_without_rows_changes_nothing(packed_batch):
@@ -57,6 +73,13 @@ def test_a_rank_without_rows_changes_nothing(packed_batch):
 def test_what_is_known_nowhere_stays_unknown():
     found = merged([{"reward_mean": math.nan, "trajectories": 2}, {"reward_mean": math.nan, "trajectories": 0}], [{}, {}])
     assert math.isnan(found["reward_mean"])
+
+
+def test_the_host_pays_for_all_ranks():
+    shares = [{"host_cpu_s": 0.5, "tokens": 100, "trajectories": 2}, {"host_cpu_s": 0.25, "tokens": 0, "trajectories": 0}]
+    found = merged(shares, [{}, {}])
+    assert found["host_cpu_s"] == 0.75
+    assert found["tokens"] == 100
 
 
 def test_what_every_rank_says_of_the_whole_batch_is_not_added_up():

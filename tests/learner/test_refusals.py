@@ -103,6 +103,14 @@ def test_a_flag_that_does_nothing_alone(refused, flags, needs):
 
 
 @pytest.mark.parametrize(
+    ("flags", "beside"),
+    [("--clip-dual 5 --tis-cap 2", "--tis-cap"), ("--no-fallback-to-grpo --no-use-advantages", "--no-use-advantages")],
+)
+def test_a_flag_that_does_nothing_beside_another(refused, flags, beside):
+    assert f"{flags.split()[0]} does nothing beside {beside}: " in refused(*flags.split())
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         *("--lr nan", "--lr inf", "--lr -1", "--weight-decay -1", "--entropy nan", "--kl-coef inf"),

@@ -189,3 +189,19 @@ def test_a_real_batch_of_an_atropos_group_and_a_plain_one(bridge):
     np.testing.assert_allclose(rows.temperature, [0.9, 0.5, 0.9])
     assert metrics["trajectories_own_advantages"] == 1
     assert metrics["reward_mean"] == 0.5
+
+
+def test_fresh_are_tokens_that_name_the_trained_version_themselves(packed_batch):
+    """A stamp is the version that was published when generation began; an engine may still have had the one before."""
+    batch = packed_batch(ROWS, masks=[[0, 1, 1]] * 3, token_versions=[[-1, 5, 4], None, [-1, -1, 6]], version=5)
+    rows, metrics = prepare(batch, 1.0, policy_version=5)
+    assert rows.fresh is not None
+    assert np.flatnonzero(rows.fresh).tolist() == [1]
+    assert (metrics["token_staleness_max"], metrics["tokens_without_version"]) == (1, 0)
+    stamped, _ = prepare(packed_batch(ROWS, version=5), 1.0, policy_version=5)
+    assert stamped.fresh is not None
+    assert not stamped.fresh.any()
+    unknown, _ = prepare(packed_batch(ROWS, token_versions=[[-1, -1, -1]] * 3), 1.0, policy_version=-1)
+    assert unknown.fresh is not None
+    assert not unknown.fresh.any()
+    assert prepare(batch, 1.0)[0].fresh is None

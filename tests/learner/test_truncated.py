@@ -47,6 +47,17 @@ def test_stale_and_truncated_tokens_are_counted_once(packed_batch):
     assert (metrics["tokens_masked_stale"], metrics["tokens_masked_truncated"], metrics["trained_tokens"]) == (1, 3, 6)
 
 
+@pytest.mark.parametrize("options", [{"truncated": "mask"}, {"truncated": "drop"}, {"policy_version": 9, "max_token_staleness": 1}])
+def test_what_the_learner_masks_has_its_length_all_the_same(packed_batch, options):
+    rows, masks = [[1] * 10, [2] * 4], [[0] + [1] * 9, [0] + [1] * 3]
+    versions = [[9] + [0] * 9, [9] * 4]
+    batch = packed_batch(rows, masks=masks, scores=[0.0, 1.0], finish_reasons=[LENGTH, STOP], token_versions=versions, version=9)
+    made, metrics = prepare(batch, 1.0, **options)
+    assert metrics["trained_tokens"] == made.trained_count == 3
+    assert metrics["atropos/avg_response_length"] == 6.0
+    assert metrics["atropos/empty_response_count"] == 0
+
+
 def test_the_column_travels_from_put_to_the_learner(bridge):
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="1M") as producer, shmbridge.Consumer(bridge) as consumer:
         producer.put({"tokens": ROWS, "loss_mask": [[0, 1, 1]] * 5, "score": SCORES, "finish_reason": [STOP, LENGTH, STOP, ABORT, STOP]})

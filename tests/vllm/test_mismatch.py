@@ -54,6 +54,7 @@ class Sampled:
                 "tokens": [prompt + answer for answer in answers],
                 "loss_mask": [[0] * len(prompt) + [1] * len(answer) for answer in answers],
                 "inference_logprobs": [[1.0] * len(prompt) + change(row) for row in logprobs],
+                "token_versions": [[-1] * len(prompt) + [self.version] * len(answer) for answer in answers],
                 "temperature": [temperature] * ANSWERS,
                 "score": [float(sum(token > 14 for token in answer)) for answer in answers],
             }
@@ -92,7 +93,7 @@ def sampled(engine: Any, bridge: str, make_model: Callable[..., Any], request: p
     llm.shutdown_weight_transfer_engine()
 
 
-def test_at_staleness_0_the_sampler_is_the_policy(sampled, record_property, capsys):
+def test_over_fresh_tokens_the_sampler_is_the_policy(sampled, record_property, capsys):
     """The number that proves the whole way: engine, record, gathering, forward pass."""
     for seed in (1, 2):
         metrics = sampled.step(seed=seed)
@@ -102,7 +103,7 @@ def test_at_staleness_0_the_sampler_is_the_policy(sampled, record_property, caps
         said = {name: metrics[name] for name in ("logprob_diff_mean_fresh", "logprob_diff_max_fresh", "mismatch_kl_fresh")}
         record_property("mismatch", said)
         with capsys.disabled():
-            print(f"\nstaleness 0, T = {TEMPERATURE}, float32, {metrics['tokens_fresh']:.0f} tokens: {said}")
+            print(f"\nfresh tokens, T = {TEMPERATURE}, float32, {metrics['tokens_fresh']:.0f} tokens: {said}")
         sampled.learner.apply()
         sampled.publish()
     assert sampled.warnings == []

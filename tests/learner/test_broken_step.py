@@ -1,0 +1,29 @@
+"""What is said when a step breaks off, also where the device does nothing any more."""
+
+from __future__ import annotations
+
+import torch
+
+from shmbridge.consumers.learner.broken_step import broken_step
+from shmbridge.consumers.learner.grpo_options import parser
+from shmbridge.consumers.learner.grpo_update import Learner
+from shmbridge.consumers.learner.objective import Objective
+
+
+def test_a_device_that_fails_again_while_memory_is_freed_hides_nothing(tiny_model, monkeypatch):
+    freed = []
+
+    def fails(name):
+        def free(*_args, **_more):
+            freed.append(name)
+            raise RuntimeError(f"CUDA error: {name}")
+
+        return free
+
+    learner = Learner(tiny_model(0), Objective(), lambda step: 1e-3)
+    monkeypatch.setattr(learner, "drop_gradient", fails("gradient"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", fails("cache"))
+    options = parser().parse_args(["--bridge", "b", "--model", "m", "--steps", "3"])
+    said = str(broken_step(RuntimeError("CUDA error: device-side assert triggered"), options, learner, lambda: "step 0 is saved"))
+    assert said.startswith("step 1 broke off: RuntimeError: CUDA error: device-side assert triggered; step 0 is saved")
+    assert freed == ["gradient", "cache"]
