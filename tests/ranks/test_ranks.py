@@ -382,6 +382,29 @@ def test_a_rank_that_came_back_reads_what_the_other_leaves(bridge, make_consumer
         assert consumer.stats()["released_total"] == 10
 
 
+def test_a_rank_that_dies_before_the_hub_looked_leaves_its_share_to_the_living(
+    bridge, make_rank, make_consumer, make_producer, put_groups, monkeypatch
+):
+    """It came, got a share and died between two looks at who lives."""
+    consumer, producer, first = make_consumer(), make_producer(), make_rank(0, 2)
+    put_groups(producer, range(2))
+    consumer.serve_ranks(2, groups=2, dead_rank="spread", prefetch=0)
+    found = [record.sequence for record in first.next_share(10).records]  # the hub looks: rank 0 lives
+    monkeypatch.setattr("shmbridge.ranks._LOOK_EVERY_S", 1e9)
+    second = shmbridge.Rank(bridge, 1, 2)
+    assert len(second.next_share(10).groups) == 1
+    second.close()
+    monkeypatch.setattr("shmbridge.ranks._LOOK_EVERY_S", 0.0)
+    with first.next_share(10) as share:  # its own, which it had let go
+        assert [record.sequence for record in share.records] == found
+    with first.next_share(10) as share:
+        assert (share.manifest.reissued, share.manifest.step) == (True, 0)
+        found += [record.sequence for record in share.records]
+    first.report_done()
+    assert sorted(found) == [0, 1]
+    assert consumer.stats()["released_total"] == 2
+
+
 def test_an_idle_rank_and_its_hub_cost_nothing(make_rank, make_consumer):
     """Also before serve_ranks was called: less than 1 % of a core for both together."""
     make_consumer()
