@@ -10,7 +10,7 @@ Knows nothing of sockets, nor of the bytes of messages. Called by the control se
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -88,11 +88,11 @@ class HubView(Protocol):
     def drain(self) -> None:
         """Set `draining`."""
 
-    def queue_groups(self, producer_id: str | None = None) -> int:
-        """Groups committed and not yet taken into a batch, of one producer (unknown: 0) or of all."""
+    def queue_groups(self) -> int:
+        """Groups committed and not yet taken into a batch, of all producers."""
 
-    def producer_live(self, producer_id: str) -> bool:
-        """A lane of this producer is attached and its process holds it; False for an unknown one."""
+    def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
+        """Of each: whether a lane of it is attached and its process holds it, and its part of queue_groups. Unknown: False, 0."""
 
     def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
         """A learner rank's next share; None while there is none."""
@@ -162,7 +162,7 @@ class Environments:
         run = self._hub.run
         if run is None:
             return WaitForRun(hub_epoch=self._hub.hub_epoch)
-        self._bury_the_dead()
+        self._bury_the_dead(self._look())
         env_id = self._number_for(wish)
         name = wish.wandb_name or self._known_name(env_id) or self._free_name(wish.desired_name)
         self._table[env_id] = Environment(
@@ -195,8 +195,10 @@ class Environments:
         """Return what one environment steers by. Never blocks. Raises KeyError for an unknown number."""
         me = self._table[env_id]
         me.heard_s = time.monotonic()
-        self._bury_the_dead(but=me)
-        told = steer(me.asks, [env.asks for env in self._table.values()], self._queued(me), run.batch_size if (run := self._hub.run) else 0)
+        seen = self._look()
+        self._bury_the_dead(seen, but=me)
+        queued = self._queued(me, {producer_id: groups for producer_id, (_, groups) in seen.items()})
+        told = steer(me.asks, [env.asks for env in self._table.values()], queued, run.batch_size if (run := self._hub.run) else 0)
         if told.group_size != me.group_size:
             me.group_size = told.group_size
             self._publish()
@@ -241,10 +243,14 @@ class Environments:
             index += 1
         return f"{desired}_{index}"
 
-    def _bury_the_dead(self, but: Environment | None = None) -> None:
+    def _look(self) -> dict[str, tuple[bool, int]]:
+        """Of every producer here: whether it lives, and its groups; once a question, since the hub walks all its lanes for it."""
+        return self._hub.look_at_producers({env.producer_id for env in self._table.values()})
+
+    def _bury_the_dead(self, seen: Mapping[str, tuple[bool, int]], but: Environment | None = None) -> None:
         known, late, silent = len(self._table), time.monotonic() - SILENCE_S, []
         for env in list(self._table.values()):
-            live = self._hub.producer_live(env.producer_id)
+            live, _ = seen[env.producer_id]
             if (env.seen_live or env.heard_s < late) and not live and env is not but:
                 del self._table[env.env_id]
             elif not live and env is not but:
@@ -257,22 +263,22 @@ class Environments:
 
     # --- what is queued -----------------------------------------------------------------------------------
 
-    def _queued(self, me: Environment) -> dict[int | None, Queued]:
+    def _queued(self, me: Environment, waiting: Mapping[str, int]) -> dict[int | None, Queued]:
         """By environment. Groups nobody has looked at yet are taken to be of the size their environment has registered."""
         seen = self._queue.by_env() if self._queue is not None else {}
-        unseen = {env.env_id: self._unseen(env.producer_id) for env in self._table.values()}
+        unseen = {env.env_id: self._unseen(env.producer_id, waiting[env.producer_id]) for env in self._table.values()}
         queued: dict[int | None, Queued] = {
             env_id: _with(seen.get(env_id, Queued()), groups, self._table[env_id].group_size) for env_id, groups in unseen.items()
         }
         # Of producers that never registered; their group size is not known here, taken to be the asker's.
-        strangers = max(0, self._unseen(None) - sum(unseen.values()))
+        strangers = max(0, self._unseen(None, self._hub.queue_groups()) - sum(unseen.values()))
         others = {env_id: each for env_id, each in seen.items() if env_id not in self._table}
         queued |= others
         queued[None] = _with(others.get(None, Queued()), strangers, me.group_size)
         return queued
 
-    def _unseen(self, producer_id: str | None) -> int:
-        groups = self._hub.queue_groups(producer_id)
+    def _unseen(self, producer_id: str | None, groups: int) -> int:
+        """Of so many groups of one producer, or of all, those that the queue does not know."""
         if self._queue is not None:
             groups -= len(self._queue) if producer_id is None else self._queue.queued(producer_id)
         return max(0, groups)

@@ -6,7 +6,8 @@ All of it is a few shared words, safe from any thread. Knows nothing of taking r
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from shmbridge import liveness, messages
@@ -214,7 +215,7 @@ class Hub(OneProcess):
             "lanes_refused": len(self._lanes.refused),
             "lanes_waiting": int(self._lanes.some_wait),
             "queue_groups": self.queue_groups(),
-            **{f"queue_groups{{{env.name}}}": self.queue_groups(producer_id) for producer_id, env in self.env_shares().items()},
+            **self._queue_groups_by_env(),
             "batches_total": self._batches_formed,
             **self._batching.stats(),
             "policy_version": self.policy_version,
@@ -226,6 +227,19 @@ class Hub(OneProcess):
         """Groups committed and not yet in a batch, of one producer or all; a fragment not yet read counts as one."""
         waiting = sum(lane.waiting for lane in self._lanes if producer_id in (None, lane.producer_id))
         return waiting + self._batching.queued(producer_id)
+
+    def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
+        """Of each: what producer_live and queue_groups say, by one walk of the lanes for all of them."""
+        waiting, live = Counter[str](), set()
+        for lane in self._lanes:
+            waiting[lane.producer_id] += lane.waiting
+            if not lane.dead:
+                live.add(lane.producer_id)
+        return {each: (each in live, waiting[each] + self._batching.queued(each)) for each in producer_ids}
+
+    def _queue_groups_by_env(self) -> dict[str, float]:
+        shares = self.env_shares()
+        return {f"queue_groups{{{shares[each].name}}}": groups for each, (_, groups) in self.look_at_producers(shares).items()}
 
     def env_shares(self) -> Mapping[str, EnvShare]:
         """What the registered environments ask for, by producer id; an immutable snapshot."""

@@ -150,8 +150,8 @@ def _forget_gateway(bridge: str, report: CleanReport) -> None:
     folder = segment.gateway_directory(bridge)
     if segment.stands_there(f"/{folder.name}") != "other":
         return
-    if control := report.kept.get(segment.control_name(bridge)):
-        report.kept[f"/{folder.name}"] = control
+    if kept := segment.foreign_owner(f"/{folder.name}") or report.kept.get(segment.control_name(bridge)):
+        report.kept[f"/{folder.name}"] = kept
         return
     report.removed.append(f"/{folder.name}")
     if not report.dry_run:

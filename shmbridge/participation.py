@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from shmbridge.liveness import Byte
 from shmbridge.segment import (
     close_segment,
     control_name,
+    foreign_owner,
     lane_names,
     map_segment,
     open_mapping,
@@ -244,9 +246,9 @@ def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> 
         if held:
             report.undelivered[name] = held
     _sweep_control(bridge, report, dry_run)
-    dead, alive = engine_folders.remove_dead(bridge, dry_run=dry_run)
+    dead, kept = engine_folders.remove_dead(bridge, dry_run=dry_run)
     report.removed += dead
-    report.kept.update(dict.fromkeys(alive, "its writer is alive"))
+    report.kept.update(kept)
     return report
 
 
@@ -256,12 +258,12 @@ def _has_consumer(bridge: str) -> bool:
 
 
 def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
-    """Control, weights and socket directory go together, when nobody takes part and no lane is left."""
-    name = control_name(bridge)
-    names = (name, weights_name(bridge))
-    odd = {each: "is no segment" for each in names if stands_there(each) == "other"}
-    present = [each for each in names if stands_there(each) == "segment"]
-    if name in odd or not (present or socket_directory(bridge).exists()):
+    """Control, weights and socket directory go together, when nobody takes part and no lane is left; not what is another user's."""
+    name, weights, directory = control_name(bridge), weights_name(bridge), f"/{socket_directory(bridge).name}"
+    odd = {each: foreign for each in (weights, directory) if (foreign := foreign_owner(each))}
+    odd.update((each, "is no segment") for each in (name, weights) if stands_there(each) == "other")
+    present = [each for each in (name, weights) if stands_there(each) == "segment" and each not in odd]
+    if name in odd or not (present or (socket_directory(bridge).exists() and directory not in odd)):
         report.kept.update(odd)
         return
     if report.kept if dry_run else lane_names(bridge):
@@ -272,7 +274,7 @@ def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
         try:
             reason = _unused_control(fd, name) or ("" if dry_run or not lane_names(bridge) else "lanes of the bridge are left")
             if not reason and not (dry_run and name in present):
-                _remove_control(fd, name, bridge, keep_others=dry_run)
+                _remove_control(fd, bridge, {weights, directory} if dry_run else odd)
         finally:
             close_segment(fd)
     if reason:
@@ -292,9 +294,10 @@ def _unused_control(fd: int, name: str) -> str:
     return "" if still_named(fd, name) else "was made again just now"
 
 
-def _remove_control(fd: int, name: str, bridge: str, *, keep_others: bool) -> None:
-    if not keep_others:
+def _remove_control(fd: int, bridge: str, kept: Collection[str]) -> None:
+    if weights_name(bridge) not in kept:
         with contextlib.suppress(posix_ipc.ExistentialError, IsADirectoryError):
             posix_ipc.unlink_shared_memory(weights_name(bridge))
+    if f"/{socket_directory(bridge).name}" not in kept:
         shutil.rmtree(socket_directory(bridge), ignore_errors=True)
-    unlink(fd, name)
+    unlink(fd, control_name(bridge))

@@ -22,7 +22,7 @@ from shmbridge.groups import Group
 from shmbridge.in_thread import in_another_thread
 from shmbridge.liveness import MOST_RANKS, Byte
 from shmbridge.one_process import OneProcess
-from shmbridge.rank_share import Looks, any_held, lost_of
+from shmbridge.rank_share import Looks, is_open, lost_of, own_look
 from shmbridge.rank_share import RankShare as RankShare
 from shmbridge.record import Lane, Record
 from shmbridge.schema import Columns
@@ -83,7 +83,7 @@ class Rank(OneProcess):
         self._drops, self._drops_heeded = Drops(), 0
         self._totals = dict.fromkeys(("shares", "records", "tokens", "reissued", "outdated", "unreadable_groups"), 0)
         self._wait_s = 0.0
-        self._no_exit_call = at_exit(self._leave_unclosed)
+        self._no_exit_call = at_exit(self.close)
 
     @property
     def _control(self) -> header.Control:
@@ -119,7 +119,7 @@ class Rank(OneProcess):
 
     def _iterate(self, layout: Layout, timeout_s: float | None, hold: "Hold", whole_rows: bool) -> Iterator[Batch]:
         while (share := self.next_share(timeout_s)) is not None:
-            batch = self.gather(share, layout)
+            batch = self._gather(share, layout)
             if batch is None:
                 continue
             if whole_rows:
@@ -127,6 +127,7 @@ class Rank(OneProcess):
             if hold == "gather":
                 share.release()
                 self.report_done()
+            share.hand_out()  # not before: lost before that, it is gathered again
             yield batch
             if hold != "caller":
                 batch.release()
@@ -137,6 +138,11 @@ class Rank(OneProcess):
 
         The share ends with the batch's release. What cannot be read is released, counted and logged.
         """
+        batch = self._gather(share, layout)
+        share.hand_out()
+        return batch
+
+    def _gather(self, share: RankShare, layout: Layout) -> Batch | None:
         batch = self._readable(share, layout)
         if batch is not None:
             batch.manifest = share.manifest
@@ -144,11 +150,12 @@ class Rank(OneProcess):
 
     def _readable(self, share: RankShare, layout: Layout) -> Batch | None:
         try:
-            return Batch(share.groups, layout)
+            return own_look(Batch, share.groups, layout)
         except MemoryError:
             raise
         except Exception:
-            found = in_another_thread(functools.partial(unreadable, share.groups, layout))  # where no signal's handler raises
+            search = functools.partial(own_look, unreadable, share.groups, layout)
+            found = in_another_thread(search)  # where no signal's handler raises
             wrong = {id(group): why for group, why in found}
             for group in [group for group in share.groups if id(group) in wrong]:
                 log.error("group %s of %s is left out: %s", group.records[0].group_id, group.producer_id, wrong[id(group)])
@@ -156,7 +163,7 @@ class Rank(OneProcess):
                     record.release()
             self._totals["unreadable_groups"] += len(wrong)
             share.groups = [group for group in share.groups if id(group) not in wrong]
-            return Batch(share.groups, layout) if share.groups else None
+            return own_look(Batch, share.groups, layout) if share.groups else None
 
     def next_share(self, timeout_s: float | None = None) -> RankShare | None:
         """The next share, its records held in place; None once the bridge is drained. Blocks, tells the hub what is done with first.
@@ -207,11 +214,16 @@ class Rank(OneProcess):
             say_lost(f"rank {self.rank} of bridge {self.bridge!r}", call, looked_at)
         if self._drops_heeded == (now := drops.returned + drops.dropped):
             return None
+        in_part = False  # the rest of it goes without a drop that could be counted
         for number, (manifest, held) in enumerate(self._open):
             lost = lost_of(held)
-            if lost and manifest.epoch == self._epoch and not (None in lost or True in lost):
+            if False not in lost or True in lost or manifest.epoch != self._epoch:
+                continue
+            if None not in lost:
                 return self._look_again(number, manifest, held)
-        self._drops_heeded = now
+            in_part = True
+        if not in_part:
+            self._drops_heeded = now
         return None
 
     def _look_again(self, number: int, manifest: "Manifest", held: Looks) -> RankShare:
@@ -239,12 +251,14 @@ class Rank(OneProcess):
 
         Blocks for an answer, at most a second; what could not be told is told next time.
         """
-        ended = [manifest for manifest, records in self._open if not any_held(records)]
-        numbers = [manifest.number for manifest in ended if manifest.epoch == self._epoch]
+        ended = [(manifest, held) for manifest, held in self._open if not is_open(held, of_this_hub=manifest.epoch == self._epoch)]
+        numbers = [manifest.number for manifest, _ in ended if manifest.epoch == self._epoch]
         if numbers and self._request(messages.SharesDone(self.rank, self._member, self._epoch, numbers), _ASK_S) is None:
             return
         header.fault(b"rank.told_done")
-        self._open = [(manifest, records) for manifest, records in self._open if manifest not in ended]
+        self._open = [each for each in self._open if each not in ended]
+        for reader, look in [lease for _, held in ended for lease in held]:
+            reader.forget(look)
         self._let_go()
 
     def _let_go(self) -> None:
@@ -357,11 +371,6 @@ class Rank(OneProcess):
         totals = {f"{name}_total": count for name, count in self._totals.items()}
         return {**totals, "leases_dropped_total": self._drops.dropped, "open_shares": len(self._open), "wait_s": self._wait_s}
 
-    def _leave_unclosed(self) -> None:
-        """The process ends: what is still held goes to the successor."""
-        self._open.clear()
-        self.close()
-
     def close(self) -> None:
         """Leaves; blocks for the hub's answer, at most a second. What it had not finished goes to its successor; live views stay
         valid, and keep its number, until the last is gone.
@@ -384,9 +393,7 @@ class Rank(OneProcess):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._open.clear()
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

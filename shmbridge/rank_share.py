@@ -3,15 +3,18 @@
 Knows groups and looks; knows nothing of the hub. Made by rank.py.
 """
 
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from shmbridge._ext.ring import RankReader
+from shmbridge.batch import Layout
 from shmbridge.groups import Group
 from shmbridge.record import Record
 
 if TYPE_CHECKING:
     from shmbridge.messages import Manifest
 
+Made = TypeVar("Made")
 Looks = list[tuple[RankReader, int]]  # reader, number of the look
 
 
@@ -31,6 +34,11 @@ class RankShare:
         """Of all groups, in order."""
         return [record for group in self.groups for record in group.records]
 
+    def hand_out(self) -> None:
+        """From now on every record counts as looked at."""
+        for record in self.records:
+            record.looked_at = True
+
     def release(self) -> None:
         """Releases every record. Idempotent."""
         for record in self.records:
@@ -49,6 +57,19 @@ def lost_of(held: Looks) -> list[bool | None]:
     return [reader.lost(look) for reader, look in held if reader.holds(look)]
 
 
-def any_held(records: Looks) -> bool:
-    """Whether a lease was not released yet, or a view of its record lives."""
-    return any(reader.holds(look) for reader, look in records)
+def is_open(held: Looks, *, of_this_hub: bool) -> bool:
+    """Whether a lease was not released yet, or a view of its record lives. What was dropped of an earlier hub's is over: the present one
+    hands it out again.
+    """
+    return any(reader.holds(look) and (of_this_hub or reader.lost(look) is None) for reader, look in held)
+
+
+def own_look(gather: Callable[[list[Group], Layout], Made], groups: list[Group], layout: Layout) -> Made:
+    """What `gather` makes of the groups. Its look at their records is not the user's, also when it is interrupted."""
+    records = [record for group in groups for record in group.records]
+    before = [record.looked_at for record in records]
+    try:
+        return gather(groups, layout)
+    finally:
+        for record, looked_at in zip(records, before, strict=True):
+            record.looked_at = looked_at

@@ -71,7 +71,7 @@ class RankServer:
         self._groups, self._max_staleness, self._dead_rank = groups, batching.most_stale(max_staleness), dead_rank
         self._steps_ahead = 1 + prefetch
         self._book = ShareBook(world_size, mode)
-        self._known: set[int] = set()  # ranks that were alive when last looked at
+        self._known: set[int] = set()  # ranks that were alive when last looked at, or have asked since
         self._dead: set[int] = set()  # ranks that were alive once and are not now
         self._done = 0
         self._looked_s = 0.0
@@ -156,6 +156,8 @@ class RankServer:
         if self._failed:
             return Refused(NO_MORE_BATCHES, f"no more batches are formed: {self._failed}", "see the consumer's log")
         with self._change:
+            if request.rank not in self._dead:  # a dead one's question may still wait here
+                self._known.add(request.rank)  # it may die before anybody looks
             self._look_for_deaths()
             self._withdraw_stale()
             known = self._book.issued_steps

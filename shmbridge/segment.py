@@ -160,6 +160,15 @@ def stands_there(name: str) -> str:
     return "segment" if stat.S_ISREG(mode) else "other"
 
 
+def foreign_owner(name: str) -> str:
+    """Whose the name is, in words, if another user's; "" if it is ours, or nothing stands there. Root could remove it all the same."""
+    try:
+        owner = os.lstat(MOUNT / name[1:]).st_uid
+    except FileNotFoundError:
+        return ""
+    return "" if owner == os.geteuid() else f"belongs to uid {owner}"
+
+
 close_segment = mapping_module.close_watched
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from msgspec.structs import replace
@@ -39,6 +39,11 @@ class _EagerConsumer(Consumer):
     def queue_groups(self, producer_id: str | None = None) -> int:
         """As Hub's, those the gateway holds included."""
         return super().queue_groups(producer_id) + (self._waiting.total() if producer_id is None else self._waiting[producer_id])
+
+    def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
+        """As Hub's, likewise."""
+        seen = super().look_at_producers(producer_ids)
+        return {each: (live, groups + self._waiting[each]) for each, (live, groups) in seen.items()}
 
     def _open_control_plane(self) -> ControlServer:
         return ControlServer(self.bridge, self, self._batching.queue_view, first_env_id=_FIRST_ATTACHED)

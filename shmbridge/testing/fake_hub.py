@@ -5,6 +5,7 @@ Knows the `HubView` protocol, and nothing else. Called by tests of the control p
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shmbridge.config import Run
@@ -52,9 +53,9 @@ class FakeHub:
         """Groups waiting, of one producer or of all."""
         return sum(self.queued.values()) if producer_id is None else self.queued.get(producer_id, 0)
 
-    def producer_live(self, producer_id: str) -> bool:
-        """Whether it is in `live`."""
-        return producer_id in self.live
+    def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
+        """Whether each is in `live`, and its groups."""
+        return {each: (each in self.live, self.queue_groups(each)) for each in producer_ids}
 
     def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
         """There are no ranks here."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Collection
 from types import SimpleNamespace
 
 import pytest
@@ -24,11 +25,11 @@ class QueueOf:
         self.current_step = step
         self.queued = queued
 
-    def queue_groups(self, producer_id: str | None = None) -> int:
-        return sum(self.queued.values()) if producer_id is None else self.queued.get(producer_id, 0)
+    def queue_groups(self) -> int:
+        return sum(self.queued.values())
 
-    def producer_live(self, producer_id: str) -> bool:
-        return True
+    def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
+        return {each: (True, self.queued.get(each, 0)) for each in producer_ids}
 
 
 @pytest.fixture

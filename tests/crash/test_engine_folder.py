@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import shmbridge
+from shmbridge import engine_folders
+from shmbridge._ext import mapping
+from shmbridge.engine_folders import EngineFolder
 
 WRITER = """
 import sys, numpy as np
@@ -32,6 +38,54 @@ def left(bridge: str) -> tuple[subprocess.Popen[str], Path]:
     yield writer, Path(writer.stdout.readline().strip())
     writer.kill()
     writer.wait()
+
+
+@pytest.fixture
+def no_descriptor_left() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """While it lasts, this process can open nothing more."""
+
+    @contextlib.contextmanager
+    def lowered() -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.open("/dev/null", os.O_RDONLY)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    return lowered
+
+
+def test_without_a_descriptor_there_is_an_error_and_no_folder(
+    bridge: str, no_descriptor_left: Callable[[], contextlib.AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+):
+    made = []
+
+    def mkdir(path: Path, mode: int) -> None:
+        assert len(made) < 100, "the constructor does not end"
+        made.append(path)
+        os.mkdir(path, mode)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with no_descriptor_left(), pytest.raises(OSError, match="Too many open files"):
+        EngineFolder(bridge)
+    assert [path.exists() for path in made] == [False]
+
+
+def test_what_cannot_be_opened_is_kept(bridge: str, no_descriptor_left: Callable[[], contextlib.AbstractContextManager[None]]):
+    """Whether its writer lives is not known then."""
+    folder = EngineFolder(bridge)
+    mapping.close_watched(folder._fd)  # as by the death of its process
+    folder._fd = -1
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine_folders, "_folders", lambda _: iter([folder.path]))
+        with no_descriptor_left():
+            dead, kept = engine_folders.remove_dead(bridge)
+    assert (dead, list(kept)) == ([], [f"/{folder.path.name}"])
+    assert "Too many open files" in kept[f"/{folder.path.name}"]
+    assert engine_folders.remove_dead(bridge) == ([f"/{folder.path.name}"], {})
 
 
 def killed(writer: subprocess.Popen[str]) -> None:

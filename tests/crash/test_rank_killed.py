@@ -205,6 +205,26 @@ def test_a_rank_goes_on_with_the_next_hub(filled, faulty, make_consumer, make_ra
     until(lambda: consumer.stats()["put_off"] == 0)
 
 
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_what_was_dropped_of_an_earlier_hub_keeps_no_room(looked_at, filled, faulty, make_consumer, make_rank, roles, read, until):
+    """The next hub hands it out again, so the rank's old share is over, released or not."""
+    hub = faulty("serve_ranks", 1, 1)
+    hub.until("ready")
+    rank = make_rank()
+    share = rank.next_share(20)
+    if looked_at:
+        roles.check(share.records[0])
+    del share
+    committed = fill(filled, roles)
+    hub.kill()
+    consumer = make_consumer()
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    assert read(rank, committed) == [(0, True), *((sequence, False) for sequence in range(1, committed))]
+    until(lambda: consumer.stats()["put_off"] == 0)
+    assert rank.stats()["open_shares"] == 0
+    assert fill(filled, roles) == 2 * committed
+
+
 def test_discards_that_are_put_off_add_up(filled, faulty, make_consumer, make_rank):
     hub = faulty("serve_ranks", 1, 1)
     hub.until("ready")

@@ -1,6 +1,7 @@
 """Another user's bridge: refused on both sides with both users named, listed to nobody, and in nobody's way."""
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -115,6 +116,40 @@ def test_a_foreign_socket_directory(not_root, bridge) -> None:
     finally:
         if directory.exists():
             directory.rmdir()
+
+
+@pytest.mark.parametrize("ours", ["nothing", "a lane"])
+def test_clean_leaves_another_users_directories(ours, not_root, bridge, make_producer) -> None:
+    """Root may remove everything: what another user's gateway and hub have there is kept and named."""
+    folders = [segment.socket_directory(bridge), segment.gateway_directory(bridge)]
+    if ours == "a lane":
+        make_producer().close()
+    for folder in folders:
+        folder.mkdir()
+        folder.joinpath("state").write_text("")
+        os.chown(folder, NOBODY, NOBODY)
+    try:
+        for dry_run in (True, False):
+            report = shmbridge.clean(bridge, dry_run=dry_run)
+            assert {f"/{folder.name}": f"belongs to uid {NOBODY}" for folder in folders}.items() <= report.kept.items()
+            assert not {f"/{folder.name}" for folder in folders} & set(report.removed)
+            assert all(folder.joinpath("state").exists() for folder in folders)
+        assert not segment.MOUNT.joinpath(segment.control_name(bridge)[1:]).exists()
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_clean_leaves_another_users_weights(not_root, bridge, make_producer) -> None:
+    make_producer().close()
+    weights = segment.MOUNT / segment.weights_name(bridge)[1:]
+    weights.write_bytes(b"\0" * 4096)
+    os.chown(weights, NOBODY, NOBODY)
+    try:
+        assert shmbridge.clean(bridge, dry_run=False).kept[f"/{weights.name}"] == f"belongs to uid {NOBODY}"
+        assert weights.exists()
+    finally:
+        weights.unlink(missing_ok=True)
 
 
 def test_segments_and_sockets_are_the_owners_alone(bridge, producer, consumer) -> None:

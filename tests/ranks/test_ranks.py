@@ -1,6 +1,8 @@
 """Learner ranks beside a hub: every group once, in place, until all its readers are done."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -9,7 +11,16 @@ import pytest
 
 import shmbridge
 from shmbridge import errors
+from shmbridge.batch import Batch
 from shmbridge.control_client import RequestRefused
+
+LEAVES = """
+import sys, shmbridge
+
+rank = shmbridge.Rank(sys.argv[1], 0, 1)
+done, held = rank.next_share(20), rank.next_share(20)
+done.release()
+"""
 
 
 def numbers_of(batch) -> list[int]:
@@ -132,6 +143,71 @@ def test_a_share_that_nobody_read_comes_again(make_producer, make_consumer, make
     assert rank.stats()["leases_dropped_total"] == 0
 
 
+def test_a_share_of_which_a_part_was_held_for_longer_comes_again(make_producer, make_consumer, make_rank, put_groups):
+    """One record was let go unread and the other released later: the first is no less un-released for it."""
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(3))
+    consumer.serve_ranks(1, groups=2, prefetch=0)
+    rank = make_rank()
+    kept = rank.next_share(10).records[1]
+    with pytest.raises(errors.ConsumerEmpty):
+        rank.next_share(0.2)
+    kept.release()
+    with rank.next_share(10) as share:
+        assert [record.sequence for record in share.records] == [0]
+    rank.report_done()
+    assert consumer.stats()["released_total"] == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("hold", ["step", "gather", "caller"])
+def test_a_gather_that_is_interrupted_is_made_again(error, hold, make_producer, make_consumer, make_rank, put_groups, monkeypatch):
+    """Its look at the records is not the user's."""
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(2))
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    rank = make_rank()
+
+    def interrupted(groups, layout):
+        Batch(groups, layout)
+        raise error
+
+    with monkeypatch.context() as late:
+        late.setattr("shmbridge.rank.Batch", interrupted)
+        with pytest.raises(error):
+            next(rank.batches(timeout_s=10, hold=hold))
+    with next(rank.batches(timeout_s=10, hold=hold)) as batch:
+        assert numbers_of(batch) == [0]
+    assert rank.stats()["leases_dropped_total"] == 0
+
+
+def test_what_the_user_read_before_the_gather_stays_read(make_producer, make_consumer, make_rank, put_groups, monkeypatch):
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(2))
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    rank = make_rank()
+    share = rank.next_share(10)
+    assert share.records[0].meta.sequence == 0
+    monkeypatch.setattr("shmbridge.rank.Batch", lambda *_: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        rank.gather(share)
+    del share
+    with pytest.raises(errors.ConsumerEmpty, match="1 of its shares were dropped"):
+        rank.next_share(0.3)
+
+
+def test_a_batch_that_was_handed_out_counts_as_looked_at(make_producer, make_consumer, make_rank, put_groups):
+    """Although nobody looked at its records but the gathering."""
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(2))
+    consumer.serve_ranks(1, groups=1, prefetch=0)
+    rank = make_rank()
+    next(rank.batches(timeout_s=10))
+    with pytest.raises(errors.ConsumerEmpty, match="1 of its shares were dropped"):
+        rank.next_share(0.3)
+    assert (rank.stats()["leases_dropped_total"], rank.take_back_dropped()) == (1, 1)
+
+
 def test_backpressure_of_an_open_share(make_producer, make_consumer, make_rank, put_groups):
     """With prefetch=0 no second batch is formed while the first is read."""
     consumer, producer = make_consumer(), make_producer()
@@ -234,6 +310,31 @@ def test_an_exception_leaves_the_share_to_the_successor(bridge, make_consumer, m
         batch = next(successor.batches(timeout_s=10))
         assert batch.manifest.reissued
         assert all(meta.redelivered for meta in batch.meta)
+
+
+def test_an_exception_tells_what_was_released(bridge, make_consumer, make_producer, put_groups):
+    """The end of the `with` is a close: what was released is done, what was not goes to the successor."""
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(3))
+    consumer.serve_ranks(1, groups=1, prefetch=1)
+    with pytest.raises(ZeroDivisionError), shmbridge.Rank(bridge, 0, 1) as rank:
+        done, held = rank.next_share(10), rank.next_share(10)
+        done.release()
+        raise ZeroDivisionError
+    assert consumer.stats()["released_total"] == 1
+    del done, held, rank
+    with shmbridge.Rank(bridge, 0, 1) as successor, successor.next_share(10) as share:
+        assert ([record.sequence for record in share.records], share.manifest.reissued) == ([1], True)
+
+
+def test_the_end_of_the_process_tells_what_was_released(bridge, make_consumer, make_producer, put_groups):
+    consumer, producer = make_consumer(), make_producer()
+    put_groups(producer, range(3))
+    consumer.serve_ranks(1, groups=1, prefetch=1)
+    subprocess.run([sys.executable, "-c", LEAVES, bridge], check=True, timeout=60)
+    assert consumer.stats()["released_total"] == 1
+    with shmbridge.Rank(bridge, 0, 1) as successor, successor.next_share(10) as share:
+        assert ([record.sequence for record in share.records], share.manifest.reissued) == ([1], True)
 
 
 def test_a_child_of_fork_is_told(make_rank):
@@ -380,6 +481,29 @@ def test_a_rank_that_came_back_reads_what_the_other_leaves(bridge, make_consumer
         found = [read(again) for _ in range(3)]
         assert sorted(found) == [[4, 5], [6, 7], [8, 9]]
         assert consumer.stats()["released_total"] == 10
+
+
+def test_a_rank_that_dies_before_the_hub_looked_leaves_its_share_to_the_living(
+    bridge, make_rank, make_consumer, make_producer, put_groups, monkeypatch
+):
+    """It came, got a share and died between two looks at who lives."""
+    consumer, producer, first = make_consumer(), make_producer(), make_rank(0, 2)
+    put_groups(producer, range(2))
+    consumer.serve_ranks(2, groups=2, dead_rank="spread", prefetch=0)
+    found = [record.sequence for record in first.next_share(10).records]  # the hub looks: rank 0 lives
+    monkeypatch.setattr("shmbridge.ranks._LOOK_EVERY_S", 1e9)
+    second = shmbridge.Rank(bridge, 1, 2)
+    assert len(second.next_share(10).groups) == 1
+    second.close()
+    monkeypatch.setattr("shmbridge.ranks._LOOK_EVERY_S", 0.0)
+    with first.next_share(10) as share:  # its own, which it had let go
+        assert [record.sequence for record in share.records] == found
+    with first.next_share(10) as share:
+        assert (share.manifest.reissued, share.manifest.step) == (True, 0)
+        found += [record.sequence for record in share.records]
+    first.report_done()
+    assert sorted(found) == [0, 1]
+    assert consumer.stats()["released_total"] == 2
 
 
 def test_an_idle_rank_and_its_hub_cost_nothing(make_rank, make_consumer):

@@ -52,7 +52,7 @@ LAYERS = {
     "scheduler": {"groups", "atropos_scheduler", "fair_policy", "oldest_policy", "want"},
     "batch": {"_ext", "record", "groups", "schema"},
     "shares": {"groups"},
-    "rank_share": {"_ext", "groups", "messages", "record"},
+    "rank_share": {"_ext", "batch", "groups", "messages", "record"},
     "rank": {
         "rank_share", "_ext", "liveness", "messages", "participation", "segment", "batch", "groups", "record", "schema",
         "control_client",

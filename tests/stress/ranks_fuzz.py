@@ -4,8 +4,7 @@
 
 A record must have been given back by a rank that had seen it (in broadcast with "wait": by both), or come to the consumer
 that takes the rest. Prints one JSON object; exit status 1 if anything was lost, torn, doubled without a mark or out of
-order. The schedule of who is killed
-comes from the seed; where the victim is by then does not.
+order (but for what moved from a dead rank). The schedule of who is killed comes from the seed; where the victim is by then does not.
 """
 
 import argparse
@@ -25,7 +24,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one thread, or it could no
 from fuzz.crew import Crew
 from fuzz.ledger import Order, ProducerWords
 from fuzz.pattern import Pattern
-from fuzz.rank_role import PAIRS, WORLD, Modes, read, serve
+from fuzz.rank_role import MOVED, PAIRS, WORLD, Modes, read, serve
 from fuzz.scene import Place, Scene, new_bridge
 from fuzz.word_referee import WordReferee
 
@@ -33,6 +32,13 @@ _IMPORTED_BEFORE_FORK = ("shmbridge.producer", "shmbridge.rank", "shmbridge.rank
 "shmbridge.batch")
 _ROUND_S = 5.0
 _HZ = {"rank": 2.5, "producer": 1.0, "hub": 0.4, "stop": 1.5}
+
+
+def note_moved(place: Place) -> bool:
+    """What a dead rank was not issued comes unmarked, after later shares of its heir; whether the child had said that it would end: no."""
+    assert place.log is not None
+    place.may_fall = place.log.words[MOVED]
+    return False
 
 
 class Round:
@@ -50,6 +56,9 @@ class Round:
             scene.add(f"rank {rank}", self._reader(rank), rank, delays_s=(0.0, 0.05, 0.3, 0.6, 0.9))
             for rank in range(WORLD)
         ]  # fmt: skip
+        if modes.dead_rank == "spread":
+            for place in self.ranks:
+                place.before_end = note_moved
 
     def _reader(self, rank: int):
         def role(place: Place, log):

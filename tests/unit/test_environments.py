@@ -1,9 +1,13 @@
 """Who is admitted under which number and name, and what the dead leave behind."""
 
+from collections.abc import Callable
+
 import pytest
 
+import shmbridge
 from shmbridge import environments
 from shmbridge.environments import Environments
+from shmbridge.lanes import LaneSet
 from shmbridge.messages import Register
 from shmbridge.steering import Queued
 from shmbridge.testing.fake_hub import FakeHub
@@ -93,6 +97,24 @@ def test_what_environments_ask_for_is_published_and_never_changed() -> None:
     first = snapshots[1]["a"]
     assert (first.env_id, first.name, first.weight, first.min_allocation, first.group_size) == (a, "gsm8k_0", 2.0, 0.25, 4)
     assert snapshots[2]["b"].env_id == b
+
+
+def test_a_question_walks_the_lanes_a_few_times_however_many_environments_there_are(
+    make_consumer: Callable[..., shmbridge.Consumer], make_producer: Callable[..., shmbridge.Producer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = make_consumer(run=shmbridge.Run(batch_size=8))
+    table, walks = Environments(consumer), []
+    producers = [make_producer() for _ in range(12)]
+    producers[3].put({"tokens": [[1], [2]]})
+    assert consumer.poll(0) == []  # the lanes are adopted
+    ids = [table.admit(env("gsm8k", producer.producer_id)).env_id for producer in producers]
+    known = [producer.producer_id for producer in producers]
+    assert consumer.look_at_producers(known) == {each: (consumer.producer_live(each), consumer.queue_groups(each)) for each in known}
+    walk = LaneSet.__iter__
+    monkeypatch.setattr(LaneSet, "__iter__", lambda lanes: walks.append(lanes) or walk(lanes))
+    told = [table.status(env_id) for env_id in ids]
+    assert [each.self_queue_groups for each in told] == [int(number == 3) for number in range(12)]
+    assert len(walks) <= 3 * len(ids)
 
 
 class Queue:

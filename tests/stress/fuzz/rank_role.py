@@ -11,6 +11,7 @@ from .pattern import Pattern
 from .reader import Reader
 
 WORLD = 2
+MOVED = ConsumerLog.TIME_SEEN  # the word that counts shares that came after later ones: a dead rank's
 _MOST_HELD = 2
 _NO_SHARE_S = 0.05
 
@@ -52,6 +53,7 @@ class RankRole:
         self._log, self._reader = log, Reader(log, pattern)
         self._rank = shmbridge.Rank(bridge, rank, WORLD)
         self._held: list[Any] = []
+        self._last = 0, -1  # epoch and step of the share before
 
     def read(self) -> None:
         with self._rank:
@@ -64,6 +66,9 @@ class RankRole:
                     continue
                 if share is None:
                     break
+                this = share.manifest.epoch, share.manifest.step
+                self._log.words[MOVED] += this[0] == self._last[0] and this[1] <= self._last[1]
+                self._last = this
                 for record in share.records:
                     self._reader.note(record)
                     del record
