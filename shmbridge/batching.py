@@ -5,6 +5,7 @@ and ranks.py.
 """
 
 import functools
+import itertools
 import logging
 import queue
 import threading
@@ -57,11 +58,12 @@ class BatchAssembly:
         self.screen: Screen | None = None
         self._whole: deque[Group] = deque()  # whole, and not yet shown to the screen
         self._screened = 0
-        self._taking = False  # records become groups; still set afterwards if an exception came in between
+        self._changing = False  # what is queued; still set afterwards if an exception came in between
         self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()  # under "caller": what may still be held; under the lock
         self._somebody_waits = False  # for a batch: whoever it is releases nothing meanwhile
         self._closed = False
         self._lock = threading.RLock()  # groups are put back by whoever iterates, while others are gathered ahead
+        self._back: deque[list[Group]] = deque()  # put back, and not yet queued: put_back never comes in the middle of a change
         self._is_cut = False  # nothing in self._complete is stale
         self._not_cut: list[Group] = []  # but for what was put back since
         self._returned = False  # something was put back since the prefetcher began, which may have found the end before
@@ -85,9 +87,10 @@ class BatchAssembly:
 
     def queued(self, producer_id: str | None) -> int:
         """Groups that were taken from lanes and are in no batch yet; any thread."""
+        back = [group for groups in list(self._back) for group in groups]
         if producer_id is not None:
-            return self._complete.queued(producer_id)
-        return len(self._complete) + len(self._partial) + len(self._whole)
+            return self._complete.queued(producer_id) + sum(group.producer_id == producer_id for group in back)
+        return len(self._complete) + len(self._partial) + len(self._whole) + len(back)
 
     @property
     def queue_view(self) -> "QueueView | None":
@@ -277,8 +280,10 @@ class BatchAssembly:
             with self._lock:
                 if self._closed or stop.is_set():
                     return None
+                self._begin_change()
                 self._cut_stale(max_staleness)
                 chosen, took = self._try(want, max_staleness)
+                self._changing = False
             if chosen is not None:
                 return chosen
             now = time.monotonic()
@@ -289,12 +294,27 @@ class BatchAssembly:
                 return None
             if self._consumer._drained():
                 with self._lock:
+                    self._begin_change()
                     self._cut_stale(max_staleness)  # what was put back meanwhile: formed again, it would only be withdrawn again
-                    return self._take(want, now, last=True)
+                    chosen = self._take(want, now, last=True)
+                    self._changing = False
+                    return chosen
             until_s = min(deadline_s, self._complete.waits_until_s, now + _LOOK_EVERY_S)
             if now - idle_since > _STUCK_AFTER_S and self._complete.waits_until_s == float("inf"):
                 self._check_stuck(want)
             self._consumer._wait(max(until_s - now, 0.0))
+
+    def _begin_change(self) -> None:
+        """Under the lock, before what is queued changes; what an exception left of the last change is put right."""
+        if self._changing:
+            self._complete.recount()
+            self._whole.extend(self._partial.completed())
+        self._changing = True
+        while self._back:  # a group is in one place only: lost on its way between two, its records come again
+            groups = self._back.popleft()
+            if self._is_cut:
+                self._not_cut += groups
+            self._complete.put_back(groups)
 
     def _try(self, want: Want, max_staleness: int | None) -> tuple[list[Group] | None, bool]:
         """The groups of a batch, if there is one, and whether any record was taken for it from the lanes."""
@@ -306,7 +326,7 @@ class BatchAssembly:
         return chosen, took
 
     def _take(self, want: Want, now_s: float, *, last: bool) -> list[Group] | None:
-        chosen = self._complete.take(want, now_s, last=last)
+        chosen = self._complete.take(want, now_s, last=last) or None
         if self._limit is not None:
             self._chosen.add(chosen or ())
         return chosen
@@ -315,16 +335,14 @@ class BatchAssembly:
         """Moves what the lanes have now into groups; whether there was anything."""
         self._consumer._check_open()
         now = time.monotonic()
-        if self._taking:  # an exception ended the last call half-way: a partial group may be complete
-            self._whole.extend(self._partial.completed())
-        self._taking = True
         records = self._lanes.poll(most, Call.BATCHES)
         if self._policy == "atropos":
             records.sort(key=attrgetter("t_publish_ns"))  # upstream's order is that of arrival, whoever sends
         for record in records:
             if (group := self._partial.add(record, now)) is not None:
                 self._whole.append(group)
-        while self._whole:  # a group is in one place only: lost on its way between two, its records come again
+        moved = bool(records or self._whole)
+        while self._whole:
             self._queue(self._whole.popleft(), max_staleness)
         for group in self._partial.late(now, self._lanes.busy_producers()) if len(self._partial) else ():
             log.warning("group %s of %s has %d of %d rows after %.0f s: discarded", group.records[0].group_id, group.producer_id,
@@ -333,8 +351,7 @@ class BatchAssembly:
         if not records and len(self._partial):
             for group in self._partial.orphans(self._lanes.finished_producers()):
                 self._discard(group, Discard.PARTIAL)
-        self._taking = False
-        return bool(records)
+        return moved
 
     def _queue(self, group: Group, max_staleness: int | None) -> None:
         """Takes a whole group over for a batch, unless it is screened out or stale."""
@@ -345,9 +362,9 @@ class BatchAssembly:
         elif max_staleness is not None and self._has_stale([group], max_staleness):
             self._discard(group, Discard.STALE)
         else:
-            self._complete.add(group)
             if max_staleness is not None:
                 self._oldest = _oldest([group], self._oldest)
+            self._complete.add(group)
 
     def _passes(self, screen: Screen, group: Group) -> bool:
         """What the screen says of a group; one that it raises for stays, and is shown again."""
@@ -365,8 +382,8 @@ class BatchAssembly:
             self._is_cut, self._not_cut = False, []
             return
         current = self._consumer.training_version
-        doubtful, self._not_cut = self._not_cut, []
-        self._oldest = _oldest(doubtful, self._oldest)
+        self._oldest = _oldest(self._not_cut, self._oldest)
+        self._not_cut = []
         if not self._is_cut or is_stale(self._oldest, current, max_staleness):
             for group in self._complete.remove(lambda group: is_stale(group.oldest_version, current, max_staleness)):
                 self._discard(group, Discard.STALE)
@@ -392,15 +409,13 @@ class BatchAssembly:
         _hand_out(groups, Call.BATCHES, looked_at=False)
         with self._lock:
             self._chosen.remove(groups)
-            self._complete.put_back(groups)
+            self._back.append(list(groups))
             self._returned = True
-            if self._is_cut:
-                self._not_cut += groups
 
     def _check_stuck(self, want: Want) -> None:
         """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else holds anything."""
         with self._lock:
-            all_here = [*self._complete, *self._partial]
+            all_here = [*self._complete, *self._partial, *itertools.chain(*self._back)]
             sizes = [record.extent_bytes for group in all_here for record in group.records]
             fragments = max((-(-len(group.records) * group.size // group.rows) for group in all_here), default=1)
             elsewhere = sum(len(handed.records) for handed in self._handed) if self._somebody_waits else 0
@@ -437,6 +452,7 @@ class BatchAssembly:
     def forget(self) -> None:
         """Lets go of every lease that was not handed out, un-released: the next consumer gets those records."""
         with self._lock:  # whoever iterates is through with what came, or finds that this is closed
+            self._begin_change()
             for group in [*self._whole, *self._complete, *self._partial]:
                 for record in group.records:
                     record.abandon()
