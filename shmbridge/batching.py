@@ -25,6 +25,7 @@ from shmbridge.errors import BatchTooBig, ConsumerEmpty
 from shmbridge.groups import Group, GroupAssembler
 from shmbridge.in_thread import in_another_thread
 from shmbridge.lanes import LaneSet
+from shmbridge.late_returns import LateReturns, abandon
 from shmbridge.prefetch import Flag, Prefetcher
 from shmbridge.reasons import Discard
 from shmbridge.scheduler import Policy, Want, scheduler_of
@@ -62,6 +63,7 @@ class BatchAssembly:
         self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()  # under "caller": what may still be held; under the lock
         self._somebody_waits = False  # for a batch: whoever it is releases nothing meanwhile
         self._closed = False
+        self._late: LateReturns | None = None  # what is put back goes there once nothing is formed here any more
         self._lock = threading.RLock()  # groups are put back by whoever iterates, while others are gathered ahead
         self._back: deque[list[Group]] = deque()  # put back, and not yet queued: put_back never comes in the middle of a change
         self._is_cut = False  # nothing in self._complete is stale
@@ -163,39 +165,51 @@ class BatchAssembly:
         self, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None
     ) -> Iterator[Batch]:
         form = functools.partial(self._form, want, making, max_staleness)
-        self.stop_prefetch()  # of an earlier iteration, which ends with that
-        self._begin_anew()
-        self._returned = False
-        ahead = self._prefetch(prefetch, form) if prefetch else None
+        self._check_process()
+        ahead: Prefetcher | None = None
         try:
-            while not self._closed:
-                batch = self._next(ahead, want, making, max_staleness, timeout_s)
-                if batch is None:
-                    if not self._returned or ahead is None or self._prefetcher is not ahead:
-                        return
-                    self._returned = False
-                    ahead = self._prefetch(prefetch, form)
-                    continue
-                if self._has_stale(batch.groups, max_staleness):
-                    self._put_back(batch)  # it grew stale while it waited to be taken
-                    continue
-                _hand_out(batch.groups, Call.BATCHES, looked_at=True)
-                if hold == "gather":
-                    batch.release()
-                self._consumer.count_batch()
-                if hold == "caller":
-                    with self._lock:
-                        self._handed.add(batch)
-                self.begin_step(batch.groups)
-                yield batch
-                if hold != "caller":
-                    batch.release()
-                self._consumer.end_step()
+            with self._consumer._until_closed():
+                self.stop_prefetch()  # of an earlier iteration, which ends with that
+                self._begin_anew()
+                self._returned = False
+                ahead = self._prefetch(prefetch, form) if prefetch else None
+                while not self._closed:
+                    batch = self._next(ahead, want, making, max_staleness, timeout_s)
+                    if batch is None:
+                        if not self._returned or ahead is None or self._prefetcher is not ahead:
+                            return
+                        self._returned = False
+                        ahead = self._prefetch(prefetch, form)
+                        continue
+                    if self._has_stale(batch.groups, max_staleness):
+                        self._put_back(batch)  # it grew stale while it waited to be taken
+                        continue
+                    self._begin_batch(batch, hold)  # Closed: nothing of it is handed out any more
+                    if hold == "gather":
+                        batch.release()  # the last thing before it is handed out: what raises later loses it
+                    yield batch
+                    self._check_process()
+                    if hold != "caller":
+                        batch.release()
+                    self._consumer.end_step()
         finally:
             if ahead is not None:
                 ahead.end()  # no waiting: a collection may end an iteration in any thread, also in that one, and under the lock
-            if not self.lock_is_mine:
+            if not self.lock_is_mine and threading.get_ident() == threading.main_thread().ident:  # whose handler owes it
                 self._consumer.close_if_owed()
+
+    def _check_process(self) -> None:
+        """Raises Closed in a child of fork, where a thread that is not there may hold the lock for ever."""
+        self._consumer._words_here()
+
+    def _begin_batch(self, batch: Batch, hold: Hold) -> None:
+        """A batch is about to be handed out."""
+        self.begin_step(batch.groups)
+        _hand_out(batch.groups, Call.BATCHES, looked_at=True)
+        self._consumer.count_batch()
+        if hold == "caller":
+            with self._lock:
+                self._handed.add(batch)
 
     def _prefetch(self, depth: int, form: Callable[[Flag], Batch | None]) -> Prefetcher:
         ahead = self._prefetcher = Prefetcher(depth, form)
@@ -257,6 +271,7 @@ class BatchAssembly:
 
     def choose_within(self, want: Want, max_staleness: int | None, timeout_s: float) -> list[Group] | None:
         """The groups of the next batch; None if there is none in time."""
+        self._check_process()
         self.stop_prefetch()
         self._begin_anew()
         chosen = self.choose(want, self.most_stale(max_staleness), Flag(), time.monotonic() + timeout_s)
@@ -405,10 +420,17 @@ class BatchAssembly:
         self.put_back(batch.groups)
 
     def put_back(self, groups: list[Group]) -> None:
-        """Groups of a batch that was not handed out, or not read, wait again, before all others; any thread."""
+        """Groups of a batch that was not handed out, or not read, wait again, before all others; any thread.
+
+        Once this is closed nothing waits here: the next consumer gets them.
+        """
+        self._check_process()
         _hand_out(groups, Call.BATCHES, looked_at=False)
         with self._lock:
             self._chosen.remove(groups)
+            if self._late is not None:
+                self._late.take(groups, closed=self._consumer._control_words is None)
+                return
             self._back.append(list(groups))
             self._returned = True
 
@@ -453,12 +475,12 @@ class BatchAssembly:
         """Lets go of every lease that was not handed out, un-released: the next consumer gets those records."""
         with self._lock:  # whoever iterates is through with what came, or finds that this is closed
             self._begin_change()
-            for group in [*self._whole, *self._complete, *self._partial]:
-                for record in group.records:
-                    record.abandon()
+            abandon([*self._whole, *self._complete, *self._partial])
             self._whole.clear()
             self._complete.remove(lambda group: True)
             self._partial, self._not_cut = GroupAssembler(0.0), []
+            if self._late is None:
+                self._late = LateReturns([lane.reader for lane in self._lanes], self._consumer._control.mapping, self._consumer.bridge)
 
 
 def _hand_out(groups: Iterable[Group], call: Call, *, looked_at: bool) -> None:
