@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
@@ -22,7 +22,7 @@ from shmbridge.batch import Batch, Layout, MakeBatch, as_batch, forget_spare_mem
 from shmbridge.capacity import Chosen, Limit
 from shmbridge.config import check_choice, format_size
 from shmbridge.errors import BatchTooBig, ConsumerEmpty
-from shmbridge.groups import Group, GroupAssembler
+from shmbridge.groups import NO_VERSION, Group, GroupAssembler, hand_out, oldest_version
 from shmbridge.in_thread import in_another_thread
 from shmbridge.lanes import LaneSet
 from shmbridge.late_returns import LateReturns, abandon
@@ -43,7 +43,6 @@ Screen = Callable[[Group], bool]
 _STUCK_AFTER_S = 1.0
 _LOOK_EVERY_S = 0.25
 _EVERYTHING = 1 << 31
-_NO_VERSION = 1 << 62
 
 
 class BatchAssembly:
@@ -71,7 +70,7 @@ class BatchAssembly:
         self._returned = False  # something was put back since the prefetcher began, which may have found the end before
         self._chosen = Chosen()  # under the lock
         self._lags = Lags()
-        self._oldest = _NO_VERSION  # what is stamped in self._complete, and cut, has no version before this
+        self._oldest = NO_VERSION  # what is stamped in self._complete, and cut, has no version before this
 
     @property
     def lock_is_mine(self) -> bool:
@@ -205,7 +204,7 @@ class BatchAssembly:
     def _begin_batch(self, batch: Batch, hold: Hold) -> None:
         """A batch is about to be handed out."""
         self.begin_step(batch.groups)
-        _hand_out(batch.groups, Call.BATCHES, looked_at=True)
+        hand_out(batch.groups, Call.BATCHES, looked_at=True)
         self._consumer.count_batch()
         if hold == "caller":
             with self._lock:
@@ -245,7 +244,7 @@ class BatchAssembly:
         while (chosen := self.choose(want, max_staleness, stop, deadline_s)) is not None:
             try:
                 batch = as_batch(make(chosen, layout))
-                _hand_out(chosen, Call.BATCHES, looked_at=False)  # not yet: lost before that, it is formed again
+                hand_out(chosen, Call.BATCHES, looked_at=False)  # not yet: lost before that, it is formed again
                 return batch
             except BaseException as error:
                 wrong = self._at_fault(error, chosen, layout)
@@ -261,7 +260,7 @@ class BatchAssembly:
 
     def _at_fault(self, error: BaseException, chosen: list[Group], layout: Layout) -> list[tuple[Group, Exception]]:
         """The groups that cannot be read, if it is that; puts all back if the search is interrupted."""
-        if not _may_be_one_groups_fault(error):
+        if not isinstance(error, Exception) or isinstance(error, (MemoryError, BatchTooBig)):
             return []
         try:
             return in_another_thread(functools.partial(unreadable, chosen, layout))  # where no signal's handler raises
@@ -276,7 +275,7 @@ class BatchAssembly:
         self._begin_anew()
         chosen = self.choose(want, self.most_stale(max_staleness), Flag(), time.monotonic() + timeout_s)
         self.begin_step(chosen or [])
-        _hand_out(chosen or [], Call.TAKE_GROUPS, looked_at=False)
+        hand_out(chosen or [], Call.TAKE_GROUPS, looked_at=False)
         self._consumer.close_if_owed()
         return chosen
 
@@ -378,7 +377,7 @@ class BatchAssembly:
             self._discard(group, Discard.STALE)
         else:
             if max_staleness is not None:
-                self._oldest = _oldest([group], self._oldest)
+                self._oldest = oldest_version([group], self._oldest)
             self._complete.add(group)
 
     def _passes(self, screen: Screen, group: Group) -> bool:
@@ -389,7 +388,7 @@ class BatchAssembly:
             self._whole.appendleft(group)
             raise
         finally:
-            _hand_out([group], Call.BATCHES, looked_at=False)  # a screen's look is not the user's
+            hand_out([group], Call.BATCHES, looked_at=False)  # a screen's look is not the user's
 
     def _cut_stale(self, max_staleness: int | None) -> None:
         """Looks at every group only when the oldest may have grown stale: what comes later is looked at when it comes."""
@@ -397,12 +396,12 @@ class BatchAssembly:
             self._is_cut, self._not_cut = False, []
             return
         current = self._consumer.training_version
-        self._oldest = _oldest(self._not_cut, self._oldest)
+        self._oldest = oldest_version(self._not_cut, self._oldest)
         self._not_cut = []
         if not self._is_cut or is_stale(self._oldest, current, max_staleness):
             for group in self._complete.remove(lambda group: is_stale(group.oldest_version, current, max_staleness)):
                 self._discard(group, Discard.STALE)
-            self._oldest = _oldest(self._complete)
+            self._oldest = oldest_version(self._complete)
             self._is_cut = True
 
     def _has_stale(self, groups: list[Group], max_staleness: int | None) -> bool:
@@ -420,12 +419,9 @@ class BatchAssembly:
         self.put_back(batch.groups)
 
     def put_back(self, groups: list[Group]) -> None:
-        """Groups of a batch that was not handed out, or not read, wait again, before all others; any thread.
-
-        Once this is closed nothing waits here: the next consumer gets them.
-        """
+        """Groups of a batch that was not handed out, or not read, wait again, before all others, or for the next consumer; any thread."""
         self._check_process()
-        _hand_out(groups, Call.BATCHES, looked_at=False)
+        hand_out(groups, Call.BATCHES, looked_at=False)
         with self._lock:
             self._chosen.remove(groups)
             if self._late is not None:
@@ -481,19 +477,3 @@ class BatchAssembly:
             self._partial, self._not_cut = GroupAssembler(0.0), []
             if self._late is None:
                 self._late = LateReturns([lane.reader for lane in self._lanes], self._consumer._control.mapping, self._consumer.bridge)
-
-
-def _hand_out(groups: Iterable[Group], call: Call, *, looked_at: bool) -> None:
-    """Notes whose words are to release the groups' records, and whether they count as read by whoever has them."""
-    for group in groups:
-        for record in group.records:
-            record.handed_out_by, record.looked_at = call, looked_at
-
-
-def _oldest(groups: Iterable[Group], known: int = _NO_VERSION) -> int:
-    """The oldest version any is stamped with, or `known` if that is older."""
-    return min([known, *(version for group in groups if (version := group.oldest_version) >= 0)])
-
-
-def _may_be_one_groups_fault(error: BaseException) -> bool:
-    return isinstance(error, Exception) and not isinstance(error, (MemoryError, BatchTooBig))
