@@ -171,8 +171,8 @@ class AtroposQueue(Generic[T]):
         left: list[T] = []
         if not self._formed and self._changed:
             while (batch := self._form()) is not None:
+                self.step += 1  # first: no batch is handed out uncounted
                 self._formed.append(batch)
-                self.step += 1
                 left += [entry.item for entry in batch]
             self._changed = False
         return left
@@ -284,6 +284,15 @@ class AtroposQueue(Generic[T]):
     def queued(self) -> Iterator[T]:
         """What is in the queue, in its order."""
         return (entry.item for entry in self._in_order())
+
+    def recount(self) -> None:
+        """Makes its counts those of the items it holds: an exception ended a call half-way."""
+        self._sizes, self._by_env, self._queued, self._changed = Counter(), {}, 0, True
+        for entry in self._in_order():
+            self._count(entry, 1)
+        for buffer in self._buffers.values():
+            buffer.keep(buffer.sized())
+        self.buffered = sum(map(len, self._buffers.values()))
 
     def by_env(self) -> dict[int | None, Queued]:
         """What is queued of each environment; O(environments), whatever is queued."""

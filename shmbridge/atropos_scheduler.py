@@ -37,6 +37,13 @@ class AtroposScheduler:
     def __iter__(self) -> Iterator[Group]:
         return iter(self._queue)
 
+    def recount(self) -> None:
+        """See Scheduler."""
+        self._queue.recount()
+        self._seen = None  # what was asked for is heeded again
+        self._recount()
+        self._by_env = self._queue.by_env()
+
     def queued(self, producer_id: str) -> int:
         """See Scheduler."""
         return self._by_producer[producer_id]

@@ -5,13 +5,14 @@ and ranks.py.
 """
 
 import functools
+import itertools
 import logging
 import queue
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
@@ -21,9 +22,10 @@ from shmbridge.batch import Batch, Layout, MakeBatch, as_batch, forget_spare_mem
 from shmbridge.capacity import Chosen, Limit
 from shmbridge.config import check_choice, format_size
 from shmbridge.errors import BatchTooBig, ConsumerEmpty
-from shmbridge.groups import Group, GroupAssembler
+from shmbridge.groups import NO_VERSION, Group, GroupAssembler, hand_out, oldest_version
 from shmbridge.in_thread import in_another_thread
 from shmbridge.lanes import LaneSet
+from shmbridge.late_returns import LateReturns, abandon
 from shmbridge.prefetch import Flag, Prefetcher
 from shmbridge.reasons import Discard
 from shmbridge.scheduler import Policy, Want, scheduler_of
@@ -41,7 +43,6 @@ Screen = Callable[[Group], bool]
 _STUCK_AFTER_S = 1.0
 _LOOK_EVERY_S = 0.25
 _EVERYTHING = 1 << 31
-_NO_VERSION = 1 << 62
 
 
 class BatchAssembly:
@@ -57,17 +58,19 @@ class BatchAssembly:
         self.screen: Screen | None = None
         self._whole: deque[Group] = deque()  # whole, and not yet shown to the screen
         self._screened = 0
-        self._taking = False  # records become groups; still set afterwards if an exception came in between
+        self._changing = False  # what is queued; still set afterwards if an exception came in between
         self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()  # under "caller": what may still be held; under the lock
         self._somebody_waits = False  # for a batch: whoever it is releases nothing meanwhile
         self._closed = False
+        self._late: LateReturns | None = None  # what is put back goes there once nothing is formed here any more
         self._lock = threading.RLock()  # groups are put back by whoever iterates, while others are gathered ahead
+        self._back: deque[list[Group]] = deque()  # put back, and not yet queued: put_back never comes in the middle of a change
         self._is_cut = False  # nothing in self._complete is stale
         self._not_cut: list[Group] = []  # but for what was put back since
         self._returned = False  # something was put back since the prefetcher began, which may have found the end before
         self._chosen = Chosen()  # under the lock
         self._lags = Lags()
-        self._oldest = _NO_VERSION  # what is stamped in self._complete, and cut, has no version before this
+        self._oldest = NO_VERSION  # what is stamped in self._complete, and cut, has no version before this
 
     @property
     def lock_is_mine(self) -> bool:
@@ -85,9 +88,10 @@ class BatchAssembly:
 
     def queued(self, producer_id: str | None) -> int:
         """Groups that were taken from lanes and are in no batch yet; any thread."""
+        back = [group for groups in list(self._back) for group in groups]
         if producer_id is not None:
-            return self._complete.queued(producer_id)
-        return len(self._complete) + len(self._partial) + len(self._whole)
+            return self._complete.queued(producer_id) + sum(group.producer_id == producer_id for group in back)
+        return len(self._complete) + len(self._partial) + len(self._whole) + len(back)
 
     @property
     def queue_view(self) -> "QueueView | None":
@@ -160,39 +164,51 @@ class BatchAssembly:
         self, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None
     ) -> Iterator[Batch]:
         form = functools.partial(self._form, want, making, max_staleness)
-        self.stop_prefetch()  # of an earlier iteration, which ends with that
-        self._begin_anew()
-        self._returned = False
-        ahead = self._prefetch(prefetch, form) if prefetch else None
+        self._check_process()
+        ahead: Prefetcher | None = None
         try:
-            while not self._closed:
-                batch = self._next(ahead, want, making, max_staleness, timeout_s)
-                if batch is None:
-                    if not self._returned or ahead is None or self._prefetcher is not ahead:
-                        return
-                    self._returned = False
-                    ahead = self._prefetch(prefetch, form)
-                    continue
-                if self._has_stale(batch.groups, max_staleness):
-                    self._put_back(batch)  # it grew stale while it waited to be taken
-                    continue
-                _hand_out(batch.groups, Call.BATCHES, looked_at=True)
-                if hold == "gather":
-                    batch.release()
-                self._consumer.count_batch()
-                if hold == "caller":
-                    with self._lock:
-                        self._handed.add(batch)
-                self.begin_step(batch.groups)
-                yield batch
-                if hold != "caller":
-                    batch.release()
-                self._consumer.end_step()
+            with self._consumer._until_closed():
+                self.stop_prefetch()  # of an earlier iteration, which ends with that
+                self._begin_anew()
+                self._returned = False
+                ahead = self._prefetch(prefetch, form) if prefetch else None
+                while not self._closed:
+                    batch = self._next(ahead, want, making, max_staleness, timeout_s)
+                    if batch is None:
+                        if not self._returned or ahead is None or self._prefetcher is not ahead:
+                            return
+                        self._returned = False
+                        ahead = self._prefetch(prefetch, form)
+                        continue
+                    if self._has_stale(batch.groups, max_staleness):
+                        self._put_back(batch)  # it grew stale while it waited to be taken
+                        continue
+                    self._begin_batch(batch, hold)  # Closed: nothing of it is handed out any more
+                    if hold == "gather":
+                        batch.release()  # the last thing before it is handed out: what raises later loses it
+                    yield batch
+                    self._check_process()
+                    if hold != "caller":
+                        batch.release()
+                    self._consumer.end_step()
         finally:
             if ahead is not None:
                 ahead.end()  # no waiting: a collection may end an iteration in any thread, also in that one, and under the lock
-            if not self.lock_is_mine:
+            if not self.lock_is_mine and threading.get_ident() == threading.main_thread().ident:  # whose handler owes it
                 self._consumer.close_if_owed()
+
+    def _check_process(self) -> None:
+        """Raises Closed in a child of fork, where a thread that is not there may hold the lock for ever."""
+        self._consumer._words_here()
+
+    def _begin_batch(self, batch: Batch, hold: Hold) -> None:
+        """A batch is about to be handed out."""
+        self.begin_step(batch.groups)
+        hand_out(batch.groups, Call.BATCHES, looked_at=True)
+        self._consumer.count_batch()
+        if hold == "caller":
+            with self._lock:
+                self._handed.add(batch)
 
     def _prefetch(self, depth: int, form: Callable[[Flag], Batch | None]) -> Prefetcher:
         ahead = self._prefetcher = Prefetcher(depth, form)
@@ -228,7 +244,7 @@ class BatchAssembly:
         while (chosen := self.choose(want, max_staleness, stop, deadline_s)) is not None:
             try:
                 batch = as_batch(make(chosen, layout))
-                _hand_out(chosen, Call.BATCHES, looked_at=False)  # not yet: lost before that, it is formed again
+                hand_out(chosen, Call.BATCHES, looked_at=False)  # not yet: lost before that, it is formed again
                 return batch
             except BaseException as error:
                 wrong = self._at_fault(error, chosen, layout)
@@ -244,7 +260,7 @@ class BatchAssembly:
 
     def _at_fault(self, error: BaseException, chosen: list[Group], layout: Layout) -> list[tuple[Group, Exception]]:
         """The groups that cannot be read, if it is that; puts all back if the search is interrupted."""
-        if not _may_be_one_groups_fault(error):
+        if not isinstance(error, Exception) or isinstance(error, (MemoryError, BatchTooBig)):
             return []
         try:
             return in_another_thread(functools.partial(unreadable, chosen, layout))  # where no signal's handler raises
@@ -254,11 +270,12 @@ class BatchAssembly:
 
     def choose_within(self, want: Want, max_staleness: int | None, timeout_s: float) -> list[Group] | None:
         """The groups of the next batch; None if there is none in time."""
+        self._check_process()
         self.stop_prefetch()
         self._begin_anew()
         chosen = self.choose(want, self.most_stale(max_staleness), Flag(), time.monotonic() + timeout_s)
         self.begin_step(chosen or [])
-        _hand_out(chosen or [], Call.TAKE_GROUPS, looked_at=False)
+        hand_out(chosen or [], Call.TAKE_GROUPS, looked_at=False)
         self._consumer.close_if_owed()
         return chosen
 
@@ -277,8 +294,10 @@ class BatchAssembly:
             with self._lock:
                 if self._closed or stop.is_set():
                     return None
+                self._begin_change()
                 self._cut_stale(max_staleness)
                 chosen, took = self._try(want, max_staleness)
+                self._changing = False
             if chosen is not None:
                 return chosen
             now = time.monotonic()
@@ -289,12 +308,27 @@ class BatchAssembly:
                 return None
             if self._consumer._drained():
                 with self._lock:
+                    self._begin_change()
                     self._cut_stale(max_staleness)  # what was put back meanwhile: formed again, it would only be withdrawn again
-                    return self._take(want, now, last=True)
+                    chosen = self._take(want, now, last=True)
+                    self._changing = False
+                    return chosen
             until_s = min(deadline_s, self._complete.waits_until_s, now + _LOOK_EVERY_S)
             if now - idle_since > _STUCK_AFTER_S and self._complete.waits_until_s == float("inf"):
                 self._check_stuck(want)
             self._consumer._wait(max(until_s - now, 0.0))
+
+    def _begin_change(self) -> None:
+        """Under the lock, before what is queued changes; what an exception left of the last change is put right."""
+        if self._changing:
+            self._complete.recount()
+            self._whole.extend(self._partial.completed())
+        self._changing = True
+        while self._back:  # a group is in one place only: lost on its way between two, its records come again
+            groups = self._back.popleft()
+            if self._is_cut:
+                self._not_cut += groups
+            self._complete.put_back(groups)
 
     def _try(self, want: Want, max_staleness: int | None) -> tuple[list[Group] | None, bool]:
         """The groups of a batch, if there is one, and whether any record was taken for it from the lanes."""
@@ -306,7 +340,7 @@ class BatchAssembly:
         return chosen, took
 
     def _take(self, want: Want, now_s: float, *, last: bool) -> list[Group] | None:
-        chosen = self._complete.take(want, now_s, last=last)
+        chosen = self._complete.take(want, now_s, last=last) or None
         if self._limit is not None:
             self._chosen.add(chosen or ())
         return chosen
@@ -315,16 +349,14 @@ class BatchAssembly:
         """Moves what the lanes have now into groups; whether there was anything."""
         self._consumer._check_open()
         now = time.monotonic()
-        if self._taking:  # an exception ended the last call half-way: a partial group may be complete
-            self._whole.extend(self._partial.completed())
-        self._taking = True
         records = self._lanes.poll(most, Call.BATCHES)
         if self._policy == "atropos":
             records.sort(key=attrgetter("t_publish_ns"))  # upstream's order is that of arrival, whoever sends
         for record in records:
             if (group := self._partial.add(record, now)) is not None:
                 self._whole.append(group)
-        while self._whole:  # a group is in one place only: lost on its way between two, its records come again
+        moved = bool(records or self._whole)
+        while self._whole:
             self._queue(self._whole.popleft(), max_staleness)
         for group in self._partial.late(now, self._lanes.busy_producers()) if len(self._partial) else ():
             log.warning("group %s of %s has %d of %d rows after %.0f s: discarded", group.records[0].group_id, group.producer_id,
@@ -333,8 +365,7 @@ class BatchAssembly:
         if not records and len(self._partial):
             for group in self._partial.orphans(self._lanes.finished_producers()):
                 self._discard(group, Discard.PARTIAL)
-        self._taking = False
-        return bool(records)
+        return moved
 
     def _queue(self, group: Group, max_staleness: int | None) -> None:
         """Takes a whole group over for a batch, unless it is screened out or stale."""
@@ -345,9 +376,9 @@ class BatchAssembly:
         elif max_staleness is not None and self._has_stale([group], max_staleness):
             self._discard(group, Discard.STALE)
         else:
-            self._complete.add(group)
             if max_staleness is not None:
-                self._oldest = _oldest([group], self._oldest)
+                self._oldest = oldest_version([group], self._oldest)
+            self._complete.add(group)
 
     def _passes(self, screen: Screen, group: Group) -> bool:
         """What the screen says of a group; one that it raises for stays, and is shown again."""
@@ -357,7 +388,7 @@ class BatchAssembly:
             self._whole.appendleft(group)
             raise
         finally:
-            _hand_out([group], Call.BATCHES, looked_at=False)  # a screen's look is not the user's
+            hand_out([group], Call.BATCHES, looked_at=False)  # a screen's look is not the user's
 
     def _cut_stale(self, max_staleness: int | None) -> None:
         """Looks at every group only when the oldest may have grown stale: what comes later is looked at when it comes."""
@@ -365,12 +396,12 @@ class BatchAssembly:
             self._is_cut, self._not_cut = False, []
             return
         current = self._consumer.training_version
-        doubtful, self._not_cut = self._not_cut, []
-        self._oldest = _oldest(doubtful, self._oldest)
+        self._oldest = oldest_version(self._not_cut, self._oldest)
+        self._not_cut = []
         if not self._is_cut or is_stale(self._oldest, current, max_staleness):
             for group in self._complete.remove(lambda group: is_stale(group.oldest_version, current, max_staleness)):
                 self._discard(group, Discard.STALE)
-            self._oldest = _oldest(self._complete)
+            self._oldest = oldest_version(self._complete)
             self._is_cut = True
 
     def _has_stale(self, groups: list[Group], max_staleness: int | None) -> bool:
@@ -388,19 +419,21 @@ class BatchAssembly:
         self.put_back(batch.groups)
 
     def put_back(self, groups: list[Group]) -> None:
-        """Groups of a batch that was not handed out, or not read, wait again, before all others; any thread."""
-        _hand_out(groups, Call.BATCHES, looked_at=False)
+        """Groups of a batch that was not handed out, or not read, wait again, before all others, or for the next consumer; any thread."""
+        self._check_process()
+        hand_out(groups, Call.BATCHES, looked_at=False)
         with self._lock:
             self._chosen.remove(groups)
-            self._complete.put_back(groups)
+            if self._late is not None:
+                self._late.take(groups, closed=self._consumer._control_words is None)
+                return
+            self._back.append(list(groups))
             self._returned = True
-            if self._is_cut:
-                self._not_cut += groups
 
     def _check_stuck(self, want: Want) -> None:
         """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else holds anything."""
         with self._lock:
-            all_here = [*self._complete, *self._partial]
+            all_here = [*self._complete, *self._partial, *itertools.chain(*self._back)]
             sizes = [record.extent_bytes for group in all_here for record in group.records]
             fragments = max((-(-len(group.records) * group.size // group.rows) for group in all_here), default=1)
             elsewhere = sum(len(handed.records) for handed in self._handed) if self._somebody_waits else 0
@@ -437,25 +470,10 @@ class BatchAssembly:
     def forget(self) -> None:
         """Lets go of every lease that was not handed out, un-released: the next consumer gets those records."""
         with self._lock:  # whoever iterates is through with what came, or finds that this is closed
-            for group in [*self._whole, *self._complete, *self._partial]:
-                for record in group.records:
-                    record.abandon()
+            self._begin_change()
+            abandon([*self._whole, *self._complete, *self._partial])
             self._whole.clear()
             self._complete.remove(lambda group: True)
             self._partial, self._not_cut = GroupAssembler(0.0), []
-
-
-def _hand_out(groups: Iterable[Group], call: Call, *, looked_at: bool) -> None:
-    """Notes whose words are to release the groups' records, and whether they count as read by whoever has them."""
-    for group in groups:
-        for record in group.records:
-            record.handed_out_by, record.looked_at = call, looked_at
-
-
-def _oldest(groups: Iterable[Group], known: int = _NO_VERSION) -> int:
-    """The oldest version any is stamped with, or `known` if that is older."""
-    return min([known, *(version for group in groups if (version := group.oldest_version) >= 0)])
-
-
-def _may_be_one_groups_fault(error: BaseException) -> bool:
-    return isinstance(error, Exception) and not isinstance(error, (MemoryError, BatchTooBig))
+            if self._late is None:
+                self._late = LateReturns([lane.reader for lane in self._lanes], self._consumer._control.mapping, self._consumer.bridge)

@@ -95,6 +95,18 @@ class FairScheduler:
             self._round_robin.heaviest = max(self._round_robin.heaviest, 1.0)
         return flow
 
+    def recount(self) -> None:
+        """See Scheduler."""
+        self._heeded = None  # what was asked for is heeded again
+        self._round_robin.line_up(self._flows.values())
+        self._count = self._rows = 0
+        for flow in self._flows.values():
+            flow.count = flow.rows = 0
+            for group in flow.queue:
+                self._count_in(flow, group)
+        for group in self._returned:
+            self._count_in(self._flow(group.producer_id), group)
+
     def remove(self, unfit: Callable[[Group], bool]) -> list[Group]:
         """See Scheduler."""
         removed = [group for group in self if unfit(group)]

@@ -4,11 +4,14 @@ Knows records' metadata only. Called by the consumer; decides nothing about orde
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shmbridge.record import Record
+from shmbridge.unreleased import Call
 
 log = logging.getLogger(__name__)
+
+NO_VERSION = 1 << 62  # later than all
 
 
 class Group:
@@ -104,6 +107,18 @@ class GroupAssembler:
         """Takes out and yields the partial groups of producers that will put nothing more."""
         for key in [key for key in self._partial if key[0] in producer_ids]:
             yield self._partial.pop(key)
+
+
+def hand_out(groups: Iterable[Group], call: Call, *, looked_at: bool) -> None:
+    """Notes whose words are to release the groups' records, and whether they count as read by whoever has them."""
+    for group in groups:
+        for record in group.records:
+            record.handed_out_by, record.looked_at = call, looked_at
+
+
+def oldest_version(groups: Iterable[Group], known: int = NO_VERSION) -> int:
+    """The oldest version any is stamped with, or `known` if that is older."""
+    return min([known, *(version for group in groups if (version := group.oldest_version) >= 0)])
 
 
 def _contradiction(group: Group, record: Record) -> str:

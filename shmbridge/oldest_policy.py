@@ -31,6 +31,11 @@ class OldestScheduler:
     def __iter__(self) -> Iterator[Group]:
         return (group for _, _, group in self._heap)
 
+    def recount(self) -> None:
+        """See Scheduler."""
+        heapq.heapify(self._heap)
+        self._by_producer = Counter(group.producer_id for group in self)
+
     def queued(self, producer_id: str) -> int:
         """See Scheduler."""
         return self._by_producer[producer_id]

@@ -6,6 +6,7 @@ queue may spend, and it is served while that lasts. Knows queues of groups and w
 
 import math
 from collections import deque
+from collections.abc import Iterable
 
 from shmbridge.groups import Group
 
@@ -150,6 +151,13 @@ class RoundRobin:
         self._aside.clear()
         for flow in self._waiting:
             flow.deficit = max(flow.deficit, -self._earned(flow))
+
+    def line_up(self, flows: Iterable[Flow]) -> None:
+        """An exception ended a call half-way: those of `flows` that have groups wait, once each, in their order as far as it is known."""
+        for flow in (known := dict.fromkeys([*self.flows, *flows])):
+            flow.replace(flow.queue)
+        self._waiting = deque(flow for flow in known if flow.queue)
+        self._aside = []
 
     def keep(self, flow: Flow, groups: deque[Group]) -> None:
         """A flow holds these of its groups and no others."""

@@ -19,7 +19,11 @@ Shares = Callable[[], Mapping[str, EnvShare]]  # what the registered environment
 
 
 class Scheduler(Protocol):
-    """Holds complete groups and chooses. Not thread-safe, but for `queued`, `len`, `formed` and `stats`."""
+    """Holds complete groups and chooses. Not thread-safe, but for `queued`, `len`, `formed` and `stats`.
+
+    An exception, of a signal handler say, may end a call anywhere: then `recount` comes before the next call. Until then a group is in one
+    place or in none, never in two.
+    """
 
     @property
     def waits_until_s(self) -> float:
@@ -43,6 +47,9 @@ class Scheduler(Protocol):
 
     def remove(self, unfit: Callable[[Group], bool]) -> list[Group]:
         """Takes out and returns what is unfit. Looks at every group."""
+
+    def recount(self) -> None:
+        """Makes its counts those of the groups it holds: an exception ended a call half-way. A group that was on its way is not here."""
 
     def queued(self, producer_id: str) -> int:
         """Groups of one producer that wait here."""

@@ -335,34 +335,34 @@ cdef class LaneReader:
     @property
     def waiting(self) -> int:
         """Records that can be taken now."""
-        return lane_waiting(&self._reader)
+        return lane_waiting(&self._reader) if self.lane.alive() else 0
 
     @property
     def undelivered(self) -> int:
         """Committed, un-released records, at most slot_count, whatever the lane's header says by now."""
-        return lane_undelivered(&self._reader)
+        return lane_undelivered(&self._reader) if self.lane.alive() else 0
 
     @property
     def space_waiting(self) -> bool:
         """Whether the producer sleeps for want of room; a hint."""
-        return load_seq32(&self._reader.header.space_waiting) != 0  # SYNC(space-wake)
+        return self.lane.alive() and load_seq32(&self._reader.header.space_waiting) != 0  # SYNC(space-wake)
 
     @property
     def wanted_bytes(self) -> int:
         """What the producer's last claim asked for in vain; 0 if it succeeded. A hint."""
-        return load_relaxed64(&self._reader.header.wanted_bytes)
+        return load_relaxed64(&self._reader.header.wanted_bytes) if self.lane.alive() else 0
 
     @property
     def quarantined(self) -> bool:
         """Whether this hub or an earlier one has quarantined the lane."""
-        return load_relaxed64(&self._reader.header.quarantined) != 0
+        return self.lane.alive() and load_relaxed64(&self._reader.header.quarantined) != 0
 
     def has_room_for(self, uint64_t size):
         """Whether a record of `size` bytes fits beside the committed, un-released ones: a free slot, and a gap in the data area."""
         cdef uint64_t at = 0, generation, start, taken, data = self._reader.shape.data_bytes
         cdef uint32_t i
         extents = []
-        if size > data:
+        if size > data or not self.lane.alive():
             return False
         for i in range(self._reader.shape.slot_count):
             generation = load_acquire64(&self._reader.slots[i].generation)  # SYNC(slot-body)
@@ -485,11 +485,13 @@ cdef class LaneReader:
 
     def ring(self):
         """Wakes a producer that waits for space."""
-        ring_bell(&self._reader.header.space_bell)
+        if self.lane.alive():
+            ring_bell(&self._reader.header.space_bell)
 
     def count_discard(self, uint32_t reason, uint64_t count=1):
         """Counts records that are never released; Lease.discard counts its own."""
-        self.count_in_lane(reason, count)
+        if self.lane.alive():
+            self.count_in_lane(reason, count)
 
     cdef void count_in_lane(self, uint32_t reason, uint64_t count) noexcept:
         cdef shm_u64* words = self._reader.header.discarded_total
@@ -497,7 +499,8 @@ cdef class LaneReader:
             store_relaxed64(&words[reason], load_relaxed64(&words[reason]) + count)
 
     def quarantine(self):
-        store_relaxed64(&self._reader.header.quarantined, 1)
+        if self.lane.alive():
+            store_relaxed64(&self._reader.header.quarantined, 1)
 
 
 @cython.no_gc_clear

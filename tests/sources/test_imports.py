@@ -44,6 +44,7 @@ LAYERS = {
     },
     "groups": {"record"},
     "want": {"groups"},
+    "late_returns": {"_ext", "liveness", "participation", "groups"},
     "round_robin": {"groups"},
     "fair_policy": {"groups", "round_robin", "want"},
     "atropos_buffer": set(),

@@ -96,6 +96,16 @@ class ConsumerRole:
         """Until its time is over, then ends in some way."""
         end = self._random.choice(("close", "close", "storm", "raise", "exit", "kill", "closing handler", "closing handler that raises"))
         until_s = time.monotonic() + self._random.uniform(*_LIFE_S)
+        try:
+            try:
+                self._read_until(until_s, end)
+            finally:
+                self._storm.raising = False  # no call: a handler cannot come in between
+        except Interrupt:
+            pass
+        self._consumer.close()
+
+    def _read_until(self, until_s: float, end: str) -> None:
         with contextlib.suppress(Interrupt, SystemExit, shmbridge.ShmBridgeError), self._consumer as consumer:
             self._storm.on()
             while time.monotonic() < until_s and not self._log.full:
@@ -105,9 +115,6 @@ class ConsumerRole:
                     with contextlib.suppress(Interrupt), self._storm.calm():
                         consumer.take_back_dropped()
             self._end(end)
-        with self._storm.calm():
-            self._consumer.close()
-        self._storm.off()
 
     def _end(self, how: str) -> None:
         consumer, storm = self._consumer, self._storm
@@ -206,6 +213,7 @@ class ConsumerRole:
         layout = self._random.choice(("packed", "padded"))
         left = 12
         for batch in self._consumer.batches(groups=GROUPS, layout=layout, hold=hold, prefetch=int(prefetch), timeout_s=0.1):
+            assert len(batch.groups) == GROUPS
             if hold == "gather":
                 for meta in batch.meta:
                     self._reader.note_meta(meta)
@@ -221,7 +229,10 @@ class ConsumerRole:
                 break
 
     def _take_groups(self) -> None:
-        groups = self._consumer.take_groups(groups=GROUPS, timeout_s=0.1) or []
+        groups = self._consumer.take_groups(groups=GROUPS, timeout_s=0.1)
+        if groups is None:
+            return
+        assert len(groups) == GROUPS
         if self._random.random() < 0.2:
             self._consumer.put_back(groups)
             return
