@@ -119,13 +119,12 @@ class Producer(Tickets):
         hub_columns = Columns.decode(self._control.columns)
         self.columns.check_agrees(hub_columns, "in this producer", "in the consumer")
         for name in segment.lane_names(self.bridge):
-            fate = participation.lane_fate(name)
-            if fate is not None and fate.info is not None:
+            if (info := participation.lane_header(name)) is not None:
                 try:
-                    peer = Columns.decode(fate.info["columns"])
+                    peer = Columns.decode(info["columns"])
                 except SchemaMismatch:  # a lane this build cannot read is the consumer's to refuse
                     continue
-                self.columns.check_agrees(peer, "in this producer", f"in producer {fate.info['producer_id']}")
+                self.columns.check_agrees(peer, "in this producer", f"in producer {info['producer_id']}")
 
     # -- putting ----------------------------------------------------------------------------------------------------------------
 
