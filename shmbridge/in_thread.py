@@ -31,9 +31,9 @@ async def to_its_end(call: Callable[..., Result], *args: Any, **named: Any) -> R
 def in_another_thread(call: Callable[[], Result]) -> Result:
     """Returns what a call returns, or raises what it raises; a thread makes it, in which no signal's handler can raise. Blocks.
 
-    An exception that a handler raises here leaves the call running to its end.
+    An exception that a handler raises here leaves the call running to its end. If no thread can be had, the call is made here.
     """
-    outcome: queue.SimpleQueue[tuple[Result, None] | tuple[None, BaseException]] = queue.SimpleQueue()
+    outcome: queue.SimpleQueue[tuple[Result, None] | tuple[None, BaseException] | None] = queue.SimpleQueue()
 
     def run() -> None:
         try:
@@ -41,8 +41,14 @@ def in_another_thread(call: Callable[[], Result]) -> Result:
         except BaseException as error:
             outcome.put((None, error))
 
-    start_apart(threading.Thread(target=run, name="shmbridge-apart", daemon=True), lambda error: outcome.put((None, error)))
-    result, error = outcome.get()
+    try:
+        start_apart(threading.Thread(target=run, name="shmbridge-apart", daemon=True), lambda _: outcome.put(None))
+        ended = outcome.get()
+    except RuntimeError:  # not even the one that starts it
+        ended = None
+    if ended is None:
+        return call()
+    result, error = ended
     if error is not None:
         raise error
     return cast(Result, result)
@@ -51,7 +57,7 @@ def in_another_thread(call: Callable[[], Result]) -> Result:
 def start_apart(thread: threading.Thread, failed: Callable[[Exception], None]) -> None:
     """Has a thread started, in one where no handler runs: an interrupt of Thread.start may keep the lock the new thread needs to begin.
 
-    Waits for nothing. `failed` is called, there, with the error of a thread that cannot be had.
+    Waits for nothing. `failed` is called, there, with the error of a thread that cannot be had; RuntimeError if neither can be.
     """
 
     def start() -> None:
