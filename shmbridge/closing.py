@@ -1,9 +1,9 @@
 """close() in a signal's handler, which runs in the midst of whatever the main thread does.
 
 The rule: a handler that interrupts a section locked by its own thread waits for nothing that this section may keep from ending. There
-close() only notes that it is owed, and the interrupted call pays at its end. So every lock that close(), or a thread that it joins, may wait
-for is an RLock that close() asks for its owner; a test walks a consumer's parts for them. Knows locks and threads; knows nothing of what is
-closed.
+close() only notes that it is owed, and the interrupted call pays at its end. So every lock that close(), or a thread that it joins, may
+wait for is an RLock that close() asks for its owner; a test walks a consumer's parts for them. Knows locks and threads; knows nothing of
+what is closed.
 """
 
 import functools

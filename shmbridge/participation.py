@@ -174,7 +174,7 @@ class SweepReport:
 
 
 def lane_header(name: str) -> dict[str, Any] | None:
-    """What a lane's header says; None if it is gone, another user's, or says nothing that could be true. Cheap, however busy the lane is."""
+    """What a lane's header says; None if it is gone, another user's, or says nothing that could be true. Quick, also of a busy lane."""
     with contextlib.suppress(ShmPermission, header.LaneCorrupt):
         mapping = open_mapping(name, readonly=True)
         return None if mapping is None else header.read_lane(mapping)

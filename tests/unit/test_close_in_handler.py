@@ -1,9 +1,11 @@
 """close() in a signal's handler, at every line of every call that takes a lock: it never waits for what it interrupts."""
 
+import asyncio
 import contextlib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,15 +66,21 @@ CALLS: dict[str, Callable[[shmbridge.Consumer], object]] = {
 
 
 class AtLine:
-    """Raises the signal when the line of that number comes for the first time, of those that run in shmbridge or threading meanwhile."""
+    """Raises the signal when the line of that number comes for the first time, of those that run in shmbridge or threading meanwhile.
 
-    def __init__(self, number: int) -> None:
-        self._number, self._lines, self.came = number, set[object](), False
+    Only those are counted that come after a function of the name `after` is entered, if one is named.
+    """
+
+    def __init__(self, number: int, after: str = "") -> None:
+        self._number, self._after, self._lines, self.came = number, after, set[object](), False
 
     def __call__(self, frame: Any, event: str, _: Any) -> "AtLine | None":
         name = frame.f_globals.get("__name__", "")
-        if not (name.startswith("shmbridge.") or name in ("threading", "contextlib", __name__)):
+        if not (name.startswith("shmbridge.") or name in ("threading", "contextlib", "concurrent.futures.thread", __name__)):
             return None
+        if self._after and self._after != frame.f_code.co_name:
+            return self
+        self._after = ""
         if event == "line" and not self.came:
             self._lines.add((frame.f_code, frame.f_lineno))
             if len(self._lines) > self._number:
@@ -99,17 +107,17 @@ def test_a_handler_may_close_at_any_line_of_a_call(name, bridge, make_producer, 
             closed_in_handler = []
             signal.signal(SIGNAL, lambda *_, hub=consumer, noted=closed_in_handler: noted.append(hub.close()))
             at = AtLine(line)
-            answer = None
+            in_hand: list[object] = []
             sys.settrace(at)
             try:
-                answer = call(consumer)
+                in_hand.append(call(consumer))
             except (errors.Closed, errors.ConsumerEmpty, StopIteration):
                 pass
             finally:
                 sys.settrace(None)
             if at.came and consumer._control_words is not None:  # an iteration that was interrupted as it handed out
                 assert name in ("batches", "for"), line
-                answer = None
+                in_hand.clear()
                 consumer.close()
             assert at.came == (closed_in_handler == [None])
             if not at.came:
@@ -118,7 +126,8 @@ def test_a_handler_may_close_at_any_line_of_a_call(name, bridge, make_producer, 
             assert consumer._control_words is None, line
             assert not [each.name for each in threading.enumerate() if each.name.startswith("shmbridge-ranks")], line
             signal.signal(SIGNAL, signal.SIG_DFL)
-            answer = consumer = None  # a record in hand keeps the bridge
+            in_hand.clear()  # a record in hand keeps the bridge
+            del consumer
             line += 1
     finally:
         sys.settrace(None)
@@ -214,3 +223,38 @@ async def test_close_asks_for_the_owner_of_every_lock(limited, producer) -> None
             with lock:
                 assert consumer._lock_is_mine, place
         assert not consumer._lock_is_mine, place
+
+
+@pytest.mark.timeout(120, method="thread")
+def test_a_handler_may_close_a_producer_at_any_line_of_a_put_that_waits(make_producer) -> None:
+    line, came, before = 0, True, signal.getsignal(SIGNAL)
+    try:
+        while came:
+            producer, at = make_producer(), AtLine(line, after="_put_later")
+            while producer.stats()["lane_free_bytes"] > 13_000:
+                producer.put({"tokens": [range(3000)]})
+            signal.signal(SIGNAL, lambda *_, closing=producer: closing.close())
+
+            async def put(producer: shmbridge.Producer = producer, at: AtLine = at) -> object:
+                task = asyncio.create_task(producer.put_async({"tokens": [range(3000)]}))
+                until_s = time.monotonic() + 0.05
+                while not at.came and time.monotonic() < until_s:
+                    await asyncio.sleep(0.001)
+                sys.settrace(None)
+                producer.close()
+                (outcome,) = await asyncio.gather(task, return_exceptions=True)
+                return outcome
+
+            sys.settrace(at)
+            try:
+                outcome = asyncio.run(put())
+            finally:
+                sys.settrace(None)
+            came = at.came
+            assert isinstance(outcome, errors.Closed), (line, outcome)
+            assert producer.stats()["dropped_total{cancelled}"] == 1, line
+            line += 1
+    finally:
+        sys.settrace(None)
+        signal.signal(SIGNAL, before)
+    assert line > 10

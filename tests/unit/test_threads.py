@@ -1,5 +1,6 @@
 """Two threads of one process at the same moment: each test holds one of them at the place in question while the other goes on."""
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -8,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -258,8 +258,7 @@ def test_a_producer_that_is_about_to_sleep_does_not_hold_up_close(make_producer,
             release = lock.release
 
         producer._one_sleeper = Held()
-        producer._sleeper = ThreadPoolExecutor(1)
-        producer._sleeper.submit(producer._sleep, 5.0).result(10)
+        asyncio.run(asyncio.wait_for(producer._sleeper.call(lambda: producer._sleep(5.0)), 10))
         assert closing.ends()
 
     assert quickest(close) < 0.8
