@@ -96,7 +96,15 @@ class ConsumerRole:
         """Until its time is over, then ends in some way."""
         end = self._random.choice(("close", "close", "storm", "raise", "exit", "kill", "closing handler", "closing handler that raises"))
         until_s = time.monotonic() + self._random.uniform(*_LIFE_S)
-        with contextlib.suppress(Interrupt, SystemExit, shmbridge.ShmBridgeError), self._consumer as consumer:
+        with contextlib.suppress(Interrupt, SystemExit, shmbridge.ShmBridgeError):
+            try:
+                self._read(until_s, end)
+            finally:
+                self._storm.raising = False  # no call: a handler cannot come in between
+        self._consumer.close()
+
+    def _read(self, until_s: float, end: str) -> None:
+        with self._consumer as consumer:
             self._storm.on()
             while time.monotonic() < until_s and not self._log.full:
                 with contextlib.suppress(Interrupt, shmbridge.ConsumerEmpty):
@@ -105,9 +113,6 @@ class ConsumerRole:
                     with contextlib.suppress(Interrupt), self._storm.calm():
                         consumer.take_back_dropped()
             self._end(end)
-        with self._storm.calm():
-            self._consumer.close()
-        self._storm.off()
 
     def _end(self, how: str) -> None:
         consumer, storm = self._consumer, self._storm
