@@ -5,12 +5,15 @@ Knows one lane's reader; which lanes there are is lanes.py's.
 
 import logging
 from collections import Counter
+from typing import Any
 
 from shmbridge._ext import header, ring
 from shmbridge.reasons import Discard, Drop, labelled
 from shmbridge.record import Lane, Record
 
 log = logging.getLogger(__name__)
+
+_LOOKS = 8
 
 
 class AdoptedLane:
@@ -85,19 +88,27 @@ class AdoptedLane:
         self.reader.quarantine(Discard.CORRUPT, lost, counted)
         self._last_counters = self.counters()
 
+    def _look(self) -> tuple[dict[str, Any], int]:
+        """The lane's words, and how many records can be taken; of one moment, unless its producer commits between each two looks."""
+        for _ in range(_LOOKS):
+            words, waiting = header.lane_counters(self.reader.lane), self.waiting
+            if header.lane_counters(self.reader.lane)["tail"] == words["tail"]:
+                break
+        return words, waiting
+
     def counters(self) -> Counter[str]:
         """From the lane's own words."""
         if self._last_counters is not None:
             last, held = self._last_counters, self.reader.held + self.dropped
             released = last["released_total"] + last["held"] - held
             return Counter({**last, "held": held, "put_off": self.reader.put_off, "released_total": released})
-        words = header.lane_counters(self.reader.lane)
+        words, waiting = self._look()
         discarded = [done + later for done, later in zip(words["discarded"], self.reader.discards_put_off, strict=True)]
         return Counter(
             {
                 "records_total": words["tail"],
                 "released_total": words["released"] + self.reader.put_off - sum(discarded) + self.reader.given_up,
-                "held": self.waiting + self.reader.held + self.dropped,
+                "held": waiting + self.reader.held + self.dropped,
                 "put_off": self.reader.put_off,
                 "tokens_total": words["tokens"],
                 "bytes_total": words["bytes"],

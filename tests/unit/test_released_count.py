@@ -114,3 +114,20 @@ def test_a_new_producer_counts_nothing_in_the_lanes_of_others(make_producer, mon
     make_producer()
     monkeypatch.setattr(header, "releases", None)
     make_producer()
+
+
+def test_what_is_committed_while_the_counters_are_read_is_in_all_of_them_or_none(producer, consumer, monkeypatch) -> None:
+    producer.put(GROUP)
+    consumer.get(5).release()
+    real, left = header.lane_counters, [None] * 2
+
+    def put_meanwhile(lane) -> dict:
+        words = real(lane)
+        if left:
+            left.pop()
+            producer.put(GROUP)
+        return words
+
+    monkeypatch.setattr(header, "lane_counters", put_meanwhile)
+    stats = consumer.stats()
+    assert stats["records_total"] == stats["released_total"] + stats["held"] == 3
