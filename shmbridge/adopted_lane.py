@@ -5,6 +5,7 @@ Knows one lane's reader; which lanes there are is lanes.py's.
 
 import logging
 from collections import Counter
+from typing import Any
 
 from shmbridge._ext import header, ring
 from shmbridge.reasons import Discard, Drop, labelled
@@ -12,18 +13,25 @@ from shmbridge.record import Lane, Record
 
 log = logging.getLogger(__name__)
 
+_LOOKS = 8
+
 
 class AdoptedLane:
     """One lane: its reader, what it says of all its records, and whether its producer is dead or its words cannot be true."""
 
-    __slots__ = ("_last_counters", "corrupt", "dead", "lane", "name", "reader", "size")
+    __slots__ = ("_last_counters", "dead", "lane", "name", "reader", "size")
 
     def __init__(self, reader: ring.LaneReader, lane: Lane, size: int) -> None:
         self.name, self.reader, self.lane, self.size = lane.name, reader, lane, size
-        self.dead, self.corrupt = False, reader.quarantined
+        self.dead = False
         self._last_counters: Counter[str] | None = None
-        if self.corrupt:
-            self._count_what_is_lost()
+        if counted := reader.quarantined:  # an earlier hub did that: what was held then, or was committed since, is lost as well
+            self._give_up(reader.undelivered, counted)
+
+    @property
+    def corrupt(self) -> bool:
+        """Whether nothing is taken from it any more, because its words cannot be true."""
+        return self.reader.untrusted
 
     @property
     def producer_id(self) -> str:
@@ -65,7 +73,7 @@ class AdoptedLane:
 
     def distrust(self, why: str) -> None:
         """Quarantines the lane and says why, once."""
-        if not self.corrupt:
+        if self._last_counters is None:
             self.quarantine()
             log.error("lane of producer %s is quarantined: %s", self.producer_id, why)
 
@@ -73,25 +81,20 @@ class AdoptedLane:
         """Takes nothing from the lane any more; what it held is counted, and its counters stand still."""
         waiting = self.reader.waiting  # this, or what follows, may be nonsense
         unreleased = self.reader.undelivered - self.held - self.dropped
-        self.reader.quarantine()
-        lost = max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1)
-        self.reader.count_discard(Discard.CORRUPT, lost)
-        self._keep_counters(lost)
+        self._give_up(max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1))
 
-    def _count_what_is_lost(self) -> None:
-        """An earlier hub has quarantined the lane. What it still held then, and what was committed since, is lost as well."""
-        unreleased = self.reader.undelivered
-        lost = unreleased - header.lane_counters(self.reader.lane)["discarded"][Discard.CORRUPT]
-        if lost > 0:
-            self.reader.count_discard(Discard.CORRUPT, lost)
-        self._keep_counters(unreleased)
+    def _give_up(self, lost: int, counted: int = 0) -> None:
+        """So many records are lost with the lane, `counted` of them known to be. Its words change no counter from here on."""
+        self.reader.quarantine(Discard.CORRUPT, lost, counted)
+        self._last_counters = self.counters()
 
-    def _keep_counters(self, never_released: int) -> None:
-        """The lane's words change no counter from here on; so many of its discarded records keep their memory."""
-        self.corrupt = True
-        last = self.counters()
-        last["released_total"] += never_released
-        self._last_counters = last
+    def _look(self) -> tuple[dict[str, Any], int]:
+        """The lane's words, and how many records can be taken; of one moment, unless its producer commits between each two looks."""
+        for _ in range(_LOOKS):
+            words, waiting = header.lane_counters(self.reader.lane), self.waiting
+            if header.lane_counters(self.reader.lane)["tail"] == words["tail"]:
+                break
+        return words, waiting
 
     def counters(self) -> Counter[str]:
         """From the lane's own words."""
@@ -99,13 +102,13 @@ class AdoptedLane:
             last, held = self._last_counters, self.reader.held + self.dropped
             released = last["released_total"] + last["held"] - held
             return Counter({**last, "held": held, "put_off": self.reader.put_off, "released_total": released})
-        words = header.lane_counters(self.reader.lane)
+        words, waiting = self._look()
         discarded = [done + later for done, later in zip(words["discarded"], self.reader.discards_put_off, strict=True)]
         return Counter(
             {
                 "records_total": words["tail"],
-                "released_total": words["released"] + self.reader.put_off - sum(discarded),
-                "held": self.waiting + self.reader.held + self.dropped,
+                "released_total": words["released"] + self.reader.put_off - sum(discarded) + self.reader.given_up,
+                "held": waiting + self.reader.held + self.dropped,
                 "put_off": self.reader.put_off,
                 "tokens_total": words["tokens"],
                 "bytes_total": words["bytes"],

@@ -15,6 +15,7 @@ from shmbridge._ext import header
 from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly, Hold, Screen
 from shmbridge.capacity import limit_of
+from shmbridge.closing import is_mine, is_own_thread, then_close
 from shmbridge.config import Run, check_bridge_name, check_lanes, check_run, check_timeout
 from shmbridge.errors import Closed, ConsumerEmpty, ConsumerTaken, ServesRanks
 from shmbridge.exits import at_exit
@@ -174,9 +175,10 @@ class Consumer(Hub):
             return records
         self._check_mine()
         self._check_open()
-        records = self._lanes.poll(max_records)
-        self.close_if_owed()
-        return records
+        try:
+            return self._lanes.poll(max_records)
+        finally:
+            self.close_if_owed()
 
     def __iter__(self) -> Iterator[Record]:
         """Records as they come, until close(), or until drain() and nothing is left. Each step releases what the one before yielded.
@@ -240,6 +242,7 @@ class Consumer(Hub):
             want, layout=layout, max_staleness=max_staleness, prefetch=prefetch, hold=hold, timeout_s=timeout_s, make=make
         )  # fmt: skip
 
+    @then_close
     def take_groups(
         self, *, groups: int | None = None, rows: int | None = None, max_staleness: int | None = None, timeout_s: float = 0.0
     ) -> list[Group] | None:
@@ -260,8 +263,12 @@ class Consumer(Hub):
             self.count_batch()
         return chosen
 
+    @then_close
     def put_back(self, groups: list[Group]) -> None:
-        """Returns groups of take_groups that nobody has read: they come again before all others. Never blocks; any thread."""
+        """Returns groups of take_groups that nobody has read: they come again before all others. Any thread.
+
+        Waits for no record, only while another thread moves records into groups.
+        """
         self._batching.put_back(groups)
 
     def screen(self, keep: Screen | None) -> None:
@@ -283,9 +290,12 @@ class Consumer(Hub):
     def _take(self, call: Call) -> Record | None:
         record = self._turns.take(False, call)
         if record is None:
-            self._check_open()
-            record = self._lanes.take(call)
             self.close_if_owed()
+            self._check_open()
+            try:
+                record = self._lanes.take(call)
+            finally:
+                self.close_if_owed()
         return record
 
     def _check_mine(self) -> None:
@@ -305,13 +315,17 @@ class Consumer(Hub):
 
     async def _wait_async(self, left_s: float) -> None:
         """`_wait` for an event loop."""
-        if self._loop_bell is None:
-            with self._closing:
-                if self._sleep is None:
-                    return
+        if (bell := self._loop_bell or self._hang_loop_bell()) is not None:
+            arrivals = self._turns.arrivals  # as in _wait
+            await bell.wait(self._lanes.readers(), arrivals, left_s)
+
+    @then_close
+    def _hang_loop_bell(self) -> LoopBell | None:
+        """The bell that an event loop listens to; None once this is closed."""
+        with self._closing:
+            if self._loop_bell is None and self._sleep is not None:
                 self._loop_bell = LoopBell(self._sleep, self.bridge)
-        arrivals = self._turns.arrivals  # as in _wait
-        await self._loop_bell.wait(self._lanes.readers(), arrivals, left_s)
+            return self._loop_bell
 
     def _drained(self) -> bool:
         """Whether the bridge is draining and nothing is left; gives a put that is under way the time to commit."""
@@ -327,6 +341,7 @@ class Consumer(Hub):
             hint=self.hint_when_empty(),
         )
 
+    @then_close
     def serve_ranks(
         self, world_size: int, groups: int = 8, mode: "Mode" = "sharded", max_staleness: int | None = None, prefetch: int = 1,
         dead_rank: "DeadRank" = "wait",
@@ -349,12 +364,14 @@ class Consumer(Hub):
         if self._ranks is not None:
             raise ValueError("this consumer serves ranks already")
         self._batching.stop_prefetch()
-        self._ranks = RankServer(
-            self, self._batching, world_size=world_size, groups=groups, mode=mode, max_staleness=max_staleness, prefetch=prefetch,
-            dead_rank=dead_rank,
-        )  # fmt: skip
+        with self._closing:  # whoever closes stops its thread
+            self._check_open()
+            server = self._ranks = RankServer(
+                self, self._batching, world_size=world_size, groups=groups, mode=mode, max_staleness=max_staleness, prefetch=prefetch,
+                dead_rank=dead_rank,
+            )  # fmt: skip
         self.look_again()
-        return self._ranks
+        return server
 
     # -- the end ------------------------------------------------------------------------------------------------------------------
 
@@ -379,28 +396,23 @@ class Consumer(Hub):
         yet handed out; live views stay valid and keep the hub lock until the last is gone.
 
         Idempotent, goes on where an interrupt ended it; blocks while another thread closes; does nothing in a child of fork, nor in a
-        signal handler that interrupts it. In a handler that interrupts a call of this thread which forms a batch or adopts lanes, it only
-        notes that it is to close: that call, or the next, closes.
+        signal handler that interrupts it. In a handler that interrupts a call of this thread which holds a lock, it only notes that it is
+        to close: that call, or the next step of an iteration, closes. Nothing more is handed out meanwhile.
         """
-        if self._control_words is None or self._control_words.mapping.forked:
+        if self._control_words is None or self._control_words.mapping.forked or is_mine(self._one_closer):
             return
-        if self._batching.lock_is_mine or self._lanes.lock_is_mine:
+        if self._lock_is_mine:
             self._close_owed = True
             self._batching.end()
+            self._turns.ending = True
             return
         with self._one_closer:
-            if self._closes or self._control_words is None:
-                return
-            try:
-                self._closes = True
+            if self._control_words is not None:
                 self._give_up()
-            finally:
-                self._closes = False
 
     def close_if_owed(self) -> None:
-        """Does what close() has put off; for batching.py."""
-        if self._close_owed:
-            self._close_owed = False
+        """Does what close() has put off: at the end of every call that takes a lock. See closing.py."""
+        if self._close_owed and not is_own_thread():
             self.close()
 
     def _give_up(self) -> None:
@@ -413,13 +425,14 @@ class Consumer(Hub):
         self._control.ring()  # to who waits for a record
         self._batching.forget()
         if self._ranks is not None:
+            self._ranks.stop()  # one that was just being made above
             self._ranks.forget()
         self._no_exit_call()
         if self._loop_bell is not None:
             self._loop_bell.close()
         if self._lanes.close() == 0:
             participation.leave(self._control.mapping.fd, self.bridge)
-        self._control_words = None
+        self._control_words, self._close_owed = None, False
 
     def __enter__(self) -> Self:
         return self

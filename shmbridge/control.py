@@ -24,6 +24,7 @@ from typing import Any
 import zmq
 
 from shmbridge import messages
+from shmbridge.closing import is_mine
 from shmbridge.config import Run
 from shmbridge.control_client import CUT_OFF_BYTES, AsyncControlClient, ControlClient, RequestRefused, control_address
 from shmbridge.environments import Environments, HubView, QueueView
@@ -68,7 +69,7 @@ class ControlServer:
         self._pid = os.getpid()
         self._closed = False
         self._closing = threading.Lock()
-        self._bell = threading.Lock()  # who rings does so before close() closes the descriptor, or not at all
+        self._bell = threading.RLock()  # who rings does so before close() closes the descriptor, or not at all
         _make_private(socket_directory(bridge))
         self._context = zmq.Context()
         self._socket = self._bind()
@@ -87,6 +88,11 @@ class ControlServer:
     def shares(self) -> Mapping[str, EnvShare]:
         """Return what the registered environments ask for, by producer id: an immutable snapshot. Never blocks; any thread."""
         return self._environments.shares
+
+    @property
+    def lock_is_mine(self) -> bool:
+        """Return whether this thread is just ringing: a handler that closes then would wait for itself."""
+        return is_mine(self._bell)
 
     def look_again(self) -> None:
         """Try again to answer those who wait, because something has changed. Never blocks; any thread."""

@@ -15,6 +15,7 @@ from shmbridge._ext import header
 from shmbridge._ext.wait import HubWait
 from shmbridge.batching import BatchAssembly
 from shmbridge.capacity import PROMISE_NS, Limit, Promises
+from shmbridge.closing import is_mine, then_close
 from shmbridge.config import Run, check_run
 from shmbridge.errors import Closed
 from shmbridge.lanes import LaneSet
@@ -45,8 +46,8 @@ class Hub(OneProcess):
         self.bridge = bridge
         self._announced: tuple[Run | None, int] = run, 0  # and the steps of runs before it
         self._batches_formed = 0
-        self._publishing = threading.Lock()
-        self._one_closer, self._closes = threading.RLock(), False  # held by the closer; a signal handler in between sees that it does
+        self._publishing = threading.RLock()
+        self._one_closer = threading.RLock()  # held by the closer; a signal handler in between sees that it does
         self._closing = threading.RLock()  # close() comes before or after what needs all of this, never between
         self._control_words: header.Control | None = control
         self._ranks: RankServer | None = None
@@ -67,6 +68,16 @@ class Hub(OneProcess):
         if words is not None and words.mapping.forked:
             raise Closed(f"the consumer of bridge {self.bridge!r} belongs to the process before fork")
         return words
+
+    @property
+    def _lock_is_mine(self) -> bool:
+        """Whether this thread holds a lock that close() may wait for; asked in a signal handler."""
+        parts = (self._batching, self._lanes, self._server, self._ranks)
+        return is_mine(self._publishing) or is_mine(self._closing) or any(part is not None and part.lock_is_mine for part in parts)
+
+    def close_if_owed(self) -> None:
+        """Does what a close() in a signal handler has put off."""
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
@@ -113,6 +124,7 @@ class Hub(OneProcess):
         self._announced = check_run(run), self._batching.steps(self._batches_formed)
         self._control.next_run()
 
+    @then_close
     def publish_policy_version(self, version: int) -> None:
         """Tells every producer, by one store, which policy version is current. Never goes backwards: ValueError."""
         if not 0 <= version < 1 << 62:
@@ -139,6 +151,7 @@ class Hub(OneProcess):
             )
         self._training_version = version
 
+    @then_close
     def end_step(self) -> None:
         """What was handed out is trained with: there may be room for groups that wait to begin."""
         if self._limit is not None and not self._closed:
@@ -188,6 +201,7 @@ class Hub(OneProcess):
         """A batch was formed, or, with -1, undone before anybody read it; for batching.py and the gateway."""
         self._batches_formed += batches
 
+    @then_close
     def stats(self) -> dict[str, float]:
         """Counters of the bridge, flat: produced = released + held + discarded, from the lanes' own words. Never blocks; any thread."""
         self._words_here()  # in a child of fork a thread that is not there may hold the lock for ever

@@ -17,7 +17,8 @@ class LaneInfo:
     without release; `size_bytes` is the whole segment.
 
     `released` is what its consumers have counted, `unaccounted` what the lane's slots show as released beyond that: 0, but for one
-    at most between a consumer's death and the next, unless a record was lost. `data_writable`: a reader maps its data so, for a GPU.
+    at most between a consumer's death and the next, unless a record was lost; None if the lane was too busy to tell. `data_writable`: a
+    reader maps its data so, for a GPU.
     """
 
     name: str
@@ -30,7 +31,7 @@ class LaneInfo:
     size_bytes: int
     dropped: int = 0
     released: int = 0
-    unaccounted: int = 0
+    unaccounted: int | None = 0
     data_writable: bool = False
 
 

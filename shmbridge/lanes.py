@@ -18,6 +18,7 @@ from shmbridge._ext import header, ring
 from shmbridge._ext.mapping import Mapping
 from shmbridge._ext.turns import Turns
 from shmbridge.adopted_lane import AdoptedLane
+from shmbridge.closing import is_mine
 from shmbridge.deathwatch import DeathWatch
 from shmbridge.errors import Closed, ProcessLimit, SchemaMismatch, ShmPermission
 from shmbridge.liveness import Byte
@@ -70,8 +71,8 @@ class LaneSet:
 
     @property
     def lock_is_mine(self) -> bool:
-        """Whether this thread, which then runs a signal's handler, is just adopting lanes."""
-        return self._adopting._is_owned()  # type: ignore[attr-defined, no-any-return]
+        """Whether this thread, which then runs a signal's handler, is just adopting or counting lanes."""
+        return is_mine(self._adopting) or is_mine(self._counting)
 
     def __iter__(self) -> Iterator[AdoptedLane]:
         """A snapshot: the death watch removes lanes meanwhile."""

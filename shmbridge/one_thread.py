@@ -30,7 +30,7 @@ class _Inside:
     """Which thread is in the object, and in which of its methods."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._lock = what, threading.Lock()
+        self._what, self._lock = what, threading.RLock()  # a handler may come while it is held
         self._thread, self._method, self._depth = 0, "", 0
 
     def of(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:

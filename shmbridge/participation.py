@@ -162,7 +162,7 @@ class LaneFate:
     info: dict[str, Any] | None
     size: int
     released: int  # as its hub counted them
-    unaccounted: int  # what its slots show as released beyond that
+    unaccounted: int | None  # what its slots show as released beyond that; None: it was too busy to tell
     data_writable: bool  # by a reader, for its GPU
 
 
@@ -175,6 +175,14 @@ class SweepReport:
     undelivered: dict[str, int] = field(default_factory=dict)
 
 
+def lane_header(name: str) -> dict[str, Any] | None:
+    """What a lane's header says; None if it is gone, another user's, or says nothing that could be true. Quick, also of a busy lane."""
+    with contextlib.suppress(ShmPermission, header.LaneCorrupt):
+        mapping = open_mapping(name, readonly=True)
+        return None if mapping is None else header.read_lane(mapping)
+    return None
+
+
 def lane_fate(name: str) -> LaneFate | None:
     """Looks at a lane without touching it; None if it is gone, or another user's."""
     try:
@@ -185,7 +193,8 @@ def lane_fate(name: str) -> LaneFate | None:
         return None
     alive = liveness.is_locked(mapping.fd, Byte.PRODUCER)
     writable = liveness.is_locked(mapping.fd, Byte.WRITABLE_DATA)
-    info, held, dropped, records, released, shown = None, 0, 0, 0, 0, 0
+    info, held, dropped, records, released = None, 0, 0, 0, 0
+    shown: int | None = 0
     with contextlib.suppress(header.LaneCorrupt):
         info = header.read_lane(mapping)
         held = header.undelivered(mapping)
@@ -193,7 +202,8 @@ def lane_fate(name: str) -> LaneFate | None:
             words = header.lane_counters(mapping)
             dropped, records = words["leases_dropped"], words["tail"]
         released, shown = header.releases(mapping)
-    return LaneFate(name, alive, held, dropped, records, info, mapping.size, released, shown - released, writable)
+    unaccounted = None if shown is None else shown - released
+    return LaneFate(name, alive, held, dropped, records, info, mapping.size, released, unaccounted, writable)
 
 
 def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False) -> tuple[bool, str, int]:

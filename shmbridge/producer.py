@@ -4,13 +4,14 @@ Knows lanes, waiting and policy versions; knows nothing of who reads, or of Zero
 """
 
 import asyncio
+import functools
 import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -30,6 +31,7 @@ from shmbridge.errors import (
     ShmBridgeError,
 )
 from shmbridge.exits import at_exit
+from shmbridge.in_thread import Apart
 from shmbridge.liveness import Byte
 from shmbridge.outgoing import Loader, Split, Version, checked_stamp
 from shmbridge.own_names import LOOK_S, OwnNames
@@ -94,7 +96,8 @@ class Producer(Tickets):
         self._waiting: deque[Plan] = deque()  # handed over by put_async, not yet committed
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         self._one_sleeper = threading.Lock()
-        self._sleeper: ThreadPoolExecutor | None = None
+        self._sleeper = Apart(f"shmbridge-{bridge}")
+        weakref.finalize(self, self._sleeper.end).atexit = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed, self._memory = False, placement.MemoryUse()
         self._no_exit_call = at_exit(self.close)
@@ -119,13 +122,12 @@ class Producer(Tickets):
         hub_columns = Columns.decode(self._control.columns)
         self.columns.check_agrees(hub_columns, "in this producer", "in the consumer")
         for name in segment.lane_names(self.bridge):
-            fate = participation.lane_fate(name)
-            if fate is not None and fate.info is not None:
+            if (info := participation.lane_header(name)) is not None:
                 try:
-                    peer = Columns.decode(fate.info["columns"])
+                    peer = Columns.decode(info["columns"])
                 except SchemaMismatch:  # a lane this build cannot read is the consumer's to refuse
                     continue
-                self.columns.check_agrees(peer, "in this producer", f"in producer {fate.info['producer_id']}")
+                self.columns.check_agrees(peer, "in this producer", f"in producer {info['producer_id']}")
 
     # -- putting ----------------------------------------------------------------------------------------------------------------
 
@@ -218,8 +220,6 @@ class Producer(Tickets):
         loop = asyncio.get_running_loop()
         if self._turn is None or self._turn[0] is not loop:
             self._turn = loop, asyncio.Lock()
-        if self._sleeper is None:
-            self._sleeper = ThreadPoolExecutor(1, f"shmbridge-{self.bridge}")
         began, reason, turn = time.monotonic(), Drop.CANCELLED, self._turn[1]
         try:
             async with asyncio.timeout(timeout_s):
@@ -229,7 +229,7 @@ class Producer(Tickets):
                     left = _left(began, timeout_s)
                     if left <= 0:
                         raise TimeoutError
-                    await loop.run_in_executor(self._sleeper, self._sleep, left)
+                    await self._sleeper.call(functools.partial(self._sleep, left))
             finally:
                 turn.release()
         except TimeoutError:
@@ -390,8 +390,9 @@ class Producer(Tickets):
             raise ClaimOpen("the claim is over: it was given back before its block ended", hint="write inside the `with` block") from None
 
     def _drop(self, plan: Plan, reason: Drop) -> None:
-        plan.done = True
-        self._writer.count_drop(reason)
+        done, plan.done = plan.done, True  # at once: a handler that closes drops what waits, too
+        if not done:
+            self._writer.count_drop(reason)
 
     # -- state ------------------------------------------------------------------------------------------------------------------
 
@@ -486,9 +487,9 @@ class Producer(Tickets):
     def _leave(self) -> None:
         self._names.say_what_is_left()
         self._closed = True
-        if self._sleeper is not None:
-            self._writer.ring()  # whoever closes may be an event loop
-            self._sleeper.shutdown(wait=True)
+        self._sleeper.end()
+        self._writer.ring()  # whoever closes may be an event loop
+        self._sleeper.stop()
         self._no_exit_call()
         liveness.unlock(self._lane.fd, Byte.PRODUCER)
         self._control.announce_lane()

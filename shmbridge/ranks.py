@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shmbridge import liveness
 from shmbridge._ext import header
+from shmbridge.closing import is_mine, then_close
 from shmbridge.errors import BatchTooBig
 from shmbridge.groups import Group
 from shmbridge.liveness import MOST_RANKS, Byte
@@ -198,7 +199,7 @@ class RankServer:
         self._change.notify_all()
 
     def _say_if_finished(self) -> None:
-        if self.idle:
+        if self._is_idle():
             self._consumer.say_finished()
 
     def _look_for_deaths(self) -> None:
@@ -243,11 +244,25 @@ class RankServer:
     # -- state --------------------------------------------------------------------------------------------------------------------
 
     @property
+    @then_close
     def idle(self) -> bool:
         """Whether the bridge is drained and every share is done."""
         with self._change:
-            return self._drained and self._book.open_steps == 0
+            return self._is_idle()
 
+    def _is_idle(self) -> bool:
+        return self._drained and self._book.open_steps == 0
+
+    @property
+    def lock_is_mine(self) -> bool:
+        """Whether this thread, which then runs a signal's handler, is just looking at shares."""
+        return is_mine(self._change)
+
+    def close_if_owed(self) -> None:
+        """A handler that interrupted a call of this server may have put the consumer's close() off."""
+        self._consumer.close_if_owed()
+
+    @then_close
     def stats(self) -> dict[str, float]:
         """Counters, flat. Any thread."""
         with self._change:
@@ -258,13 +273,19 @@ class RankServer:
                 "ranks_reissued_total": self._book.reissues,
             }
 
+    @then_close
     def wait(self, timeout_s: float | None = None) -> bool:
         """Blocks until the bridge is drained and every share is done: True. False if the time is over first, or no more can come:
         the consumer was closed, or a batch could not be formed (its log says why). Any thread.
         """
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         with self._change:
-            self._change.wait_for(lambda: self.idle or bool(self._failed) or self._stop.is_set(), timeout_s)
-            return self.idle
+            while not (self._is_idle() or self._failed or self._stop.is_set() or self._batching.closed):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._change.wait(min(left, _LOOK_EVERY_S))  # a handler of this thread cannot tell it that it has closed
+            return self._is_idle()
 
     def stop(self) -> None:
         """Ends the thread; what is dealt out is still held. For Consumer.close."""

@@ -29,6 +29,7 @@ cdef extern from "shape.h" nogil:
     int shape_read(const lane_header* header, uint64_t size, lane_shape* shape, complaint* why)
 
 cdef uint64_t FINISHED = 2
+cdef int LOOKS = 8
 
 faults_compiled = bool(FAULTS_COMPILED)
 layout_version = LAYOUT_VERSION
@@ -139,19 +140,21 @@ def undelivered(Mapping lane not None):
 def releases(Mapping lane not None):
     """Released records of a lane: (as its hub counted them, as its slots' own words show them); (0, 0) before it is ready.
 
+    What its slots show is None if in none of eight looks at all of them the lane stood still: it is busy, and the next call may tell.
     The two are equal whenever nobody commits or releases; after a hub's death the count may be one behind until the next hub adopts the lane.
     Anything else is a record that was lost, or released past the count. LaneCorrupt if the header cannot be true. Anyone, at any time.
     """
     cdef lane_header* header = <lane_header*>lane.base
-    cdef uint64_t tail, counted
+    cdef uint64_t tail, counted = 0
     unreleased = undelivered(lane)
     if unreleased == 0 and read_lane(lane) is None:
         return 0, 0
-    while True:  # what moves meanwhile is looked at again
+    for _ in range(LOOKS):  # what moves meanwhile is looked at again
         tail, counted = load_acquire64(&header.tail), load_relaxed64(&header.released_total)  # SYNC(commit)
         unreleased = undelivered(lane)
         if counted == load_relaxed64(&header.released_total) and tail == load_acquire64(&header.tail):  # SYNC(commit)
             return counted, tail - unreleased
+    return counted, None
 
 
 cdef class Control:

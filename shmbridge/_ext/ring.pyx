@@ -353,9 +353,9 @@ cdef class LaneReader:
         return load_relaxed64(&self._reader.header.wanted_bytes) if self.lane.alive() else 0
 
     @property
-    def quarantined(self) -> bool:
-        """Whether this hub or an earlier one has quarantined the lane."""
-        return self.lane.alive() and load_relaxed64(&self._reader.header.quarantined) != 0
+    def quarantined(self) -> int:
+        """0 unless this hub or an earlier one has quarantined the lane; else how many records were given up with it, 1 at least."""
+        return load_relaxed64(&self._reader.header.quarantined) if self.lane.alive() else 0
 
     def has_room_for(self, uint64_t size):
         """Whether a record of `size` bytes fits beside the committed, un-released ones: a free slot, and a gap in the data area."""
@@ -439,13 +439,16 @@ cdef class LaneReader:
             self.count_in_lane(discard_of - 1, 1)
 
     cdef void lose_lease(self, Lease lease) noexcept:
-        """The lease's object is gone, and nobody has released it. Looked at, the record stays un-released; else it is handed out next."""
+        """The lease's object is gone, and nobody has released it. Looked at, the record stays un-released; else it is handed out next,
+        unless its lane has been quarantined meanwhile.
+        """
+        cdef bint stays = lease.looked_at or self.untrusted
         self.held -= 1
         if self.abandoned or not self.lane.alive():
             return
         if self.drops is not None:
-            self.drops.note(lease.handed_out_by, lease.looked_at)
-        if lease.looked_at:
+            self.drops.note(lease.handed_out_by, stays)
+        if stays:
             lane_drop(&self._reader, lease.sequence, lease.slot)
             return
         lane_put_back(&self._reader, lease.sequence, lease.slot, lease.redelivered)
@@ -488,19 +491,22 @@ cdef class LaneReader:
         if self.lane.alive():
             ring_bell(&self._reader.header.space_bell)
 
-    def count_discard(self, uint32_t reason, uint64_t count=1):
-        """Counts records that are never released; Lease.discard counts its own."""
-        if self.lane.alive():
-            self.count_in_lane(reason, count)
-
     cdef void count_in_lane(self, uint32_t reason, uint64_t count) noexcept:
         cdef shm_u64* words = self._reader.header.discarded_total
         if reason < DISCARD_REASONS:
             store_relaxed64(&words[reason], load_relaxed64(&words[reason]) + count)
 
-    def quarantine(self):
-        if self.lane.alive():
-            store_relaxed64(&self._reader.header.quarantined, 1)
+    def quarantine(self, uint32_t reason, uint64_t count, uint64_t counted=0):
+        """Nothing of the lane is believed any more, and `count` records of it are never released: counted as discards but for `counted`.
+
+        All in one step that neither another thread nor a signal handler sees the half of; done once.
+        """
+        if self.untrusted or not self.lane.alive():
+            return
+        self.untrusted, self.given_up = True, count
+        if count > counted:
+            self.count_in_lane(reason, count - counted)
+        store_relaxed64(&self._reader.header.quarantined, max(count, counted, 1))
 
 
 @cython.no_gc_clear

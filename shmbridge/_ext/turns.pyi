@@ -9,6 +9,7 @@ _L = TypeVar("_L", bound=Lease)
 class Turns(Generic[_L]):
     arrivals: int
     drops: Drops
+    ending: bool
     @property
     def closed(self) -> bool: ...
     @property

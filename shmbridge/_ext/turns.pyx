@@ -29,6 +29,7 @@ cdef class Turns:
     cdef list _readers
     cdef Py_ssize_t _place           # whose turn it is
     cdef public uint32_t arrivals    # of the bridge, before its lanes were listed
+    cdef public bint ending          # nothing is taken any more: close() is owed
 
     def __init__(self, type cls not None, Mapping control not None, on_corrupt, uint32_t arrivals, on_lost=None):
         self.drops, self._on_lost = Drops(), on_lost
@@ -71,7 +72,7 @@ cdef class Turns:
         return self._control is not None and self._control.alive()
 
     cdef bint may_take(self, bint anyway):
-        return self.is_open() and (anyway or load_seq32(&self._words.arrivals) == self.arrivals)  # SYNC(bell)
+        return not self.ending and self.is_open() and (anyway or load_seq32(&self._words.arrivals) == self.arrivals)  # SYNC(bell)
 
     def say_lost(self):
         """Tells `on_lost` what it was not told yet."""

@@ -140,8 +140,7 @@ class _Lane:
         try:
             return self.reader.take(ring.Lease)
         except header.LaneCorrupt:
-            self.reader.count_discard(Discard.CORRUPT, self.reader.waiting)
-            self.reader.quarantine()
+            self.reader.quarantine(Discard.CORRUPT, self.reader.waiting)
             return None
 
     def words(self) -> Words:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 # module of the transport -> what of the transport it may import, besides these that know nothing of it:
 LEAVES = {
     "errors", "config", "limits", "one_process", "one_thread", "reasons", "exits", "hints", "in_thread", "staleness", "steering",
-    "unreleased",
+    "unreleased", "closing",
 }
 LAYERS = {
     "segment": {"_ext", "liveness", "placement"},

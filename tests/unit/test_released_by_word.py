@@ -1,5 +1,6 @@
 """A record is released by a word only: every way to take one, every way to leave it (docs/reference/releases.md)."""
 
+import _thread
 import asyncio
 import gc
 import logging
@@ -361,6 +362,24 @@ def test_the_log_line_of_a_loss_is_written_where_no_signal_handler_raises(make_p
         hub.get(5).release()
     (thread,) = logged_in
     assert thread is not threading.main_thread()
+
+
+@pytest.mark.parametrize("of", ["the thread", "the one that starts it"])
+def test_a_loss_is_said_also_where_no_thread_can_be_had(make_producer, make_consumer, monkeypatch, caplog, of) -> None:
+    """Else get() would raise a bare RuntimeError for the sake of a log line."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    make_producer().put({"tokens": [[1]]})
+    hub = make_consumer()
+    hub.get(5)
+    monkeypatch.setattr(*((threading.Thread, "start") if of == "the thread" else (_thread, "start_new_thread")), refuse)
+    with pytest.warns(ResourceWarning, match=r"get\(\) handed out was dropped"):
+        record = hub.get(5)
+    monkeypatch.undo()
+    record.release()
+    assert "get() handed out was dropped" in caplog.text
 
 
 def interrupted(take: Callable[[], None], times: int, rng: random.Random) -> None:

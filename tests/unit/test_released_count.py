@@ -18,6 +18,21 @@ def counted(producer: shmbridge.Producer) -> tuple[int, int]:
     return header.releases(segment.open_mapping(producer.lane_name, readonly=True))
 
 
+def scribbled(released: str) -> str:
+    """Code of a child that adds to a lane's count of releases for ever."""
+    return f"""
+import numpy as np
+from shmbridge import segment
+from shmbridge._ext import header
+lane = segment.open_mapping({released!r})
+words = np.frombuffer(memoryview(lane), "<u8")
+at = 0x300 // 8 + len(header.lane_counters(lane)["discarded"]) + 2
+print("ready", flush=True)
+while True:
+    words[at] += 1
+"""
+
+
 def lose(producer: shmbridge.Producer, sequence: int) -> None:
     """Gives a record's memory back as no consumer does: without a count."""
     lane = segment.open_mapping(producer.lane_name)
@@ -85,3 +100,34 @@ def test_a_planted_lost_record_is_found(bridge, producer, make_consumer, success
     assert stats["released_total"] == 1
     (lane,) = next(info for info in shmbridge.list_bridges() if info.name == bridge).lanes
     assert (lane.released, lane.unaccounted) == (1, 1)
+
+
+def test_a_lane_that_never_stands_still_is_looked_at_a_few_times_only(bridge, make_producer, child, until) -> None:
+    producer = make_producer(lane_bytes="64M")  # with slots enough that a look at all of them takes its time
+    child(scribbled(producer.lane_name))
+    until(lambda: counted(producer)[1] is None)
+    until(lambda: [lane.unaccounted for info in shmbridge.list_bridges() if info.name == bridge for lane in info.lanes] == [None])
+
+
+def test_a_new_producer_counts_nothing_in_the_lanes_of_others(make_producer, monkeypatch) -> None:
+    """A busy lane would hold it up: it wants to know their columns only."""
+    make_producer()
+    monkeypatch.setattr(header, "releases", None)
+    make_producer()
+
+
+def test_what_is_committed_while_the_counters_are_read_is_in_all_of_them_or_none(producer, consumer, monkeypatch) -> None:
+    producer.put(GROUP)
+    consumer.get(5).release()
+    real, left = header.lane_counters, [None] * 2
+
+    def put_meanwhile(lane) -> dict:
+        words = real(lane)
+        if left:
+            left.pop()
+            producer.put(GROUP)
+        return words
+
+    monkeypatch.setattr(header, "lane_counters", put_meanwhile)
+    stats = consumer.stats()
+    assert stats["records_total"] == stats["released_total"] + stats["held"] == 3

@@ -1,5 +1,6 @@
 """Two threads of one process at the same moment: each test holds one of them at the place in question while the other goes on."""
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -8,12 +9,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 import shmbridge
-from shmbridge import messages
+from shmbridge import messages, one_thread
 from shmbridge.adopted_lane import AdoptedLane
 from shmbridge.batching import BatchAssembly
 from shmbridge.control import ControlClient, ControlServer
@@ -257,8 +258,7 @@ def test_a_producer_that_is_about_to_sleep_does_not_hold_up_close(make_producer,
             release = lock.release
 
         producer._one_sleeper = Held()
-        producer._sleeper = ThreadPoolExecutor(1)
-        producer._sleeper.submit(producer._sleep, 5.0).result(10)
+        asyncio.run(asyncio.wait_for(producer._sleeper.call(lambda: producer._sleep(5.0)), 10))
         assert closing.ends()
 
     assert quickest(close) < 0.8
@@ -368,3 +368,26 @@ def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, mo
     consumer.close()
     until(lambda: not [each for each in threading.enumerate() if each.name.startswith("shmbridge-")])
     assert make_consumer().get(timeout_s=5).meta.sequence == 0
+
+
+def test_a_handler_during_the_check_for_two_threads_does_not_wait_for_itself(monkeypatch) -> None:
+    """It calls the object whose check it interrupts, in the same thread."""
+    calls: list[str] = []
+
+    class Owner:
+        def get(self) -> None:
+            calls.append("get")
+
+    def interrupted() -> int:
+        monkeypatch.setattr(one_thread, "threading", threading)
+        owner.get()
+        return threading.get_ident()
+
+    monkeypatch.setenv("SHMBRIDGE_DEBUG", "1")
+    owner = Owner()
+    one_thread.watch(owner, "the owner", ("get",))
+    monkeypatch.setattr(one_thread, "threading", SimpleNamespace(get_ident=interrupted))
+    calling = threading.Thread(target=owner.get, daemon=True)
+    calling.start()
+    calling.join(10)
+    assert calls == ["get", "get"]

@@ -21,15 +21,15 @@ def unaccounted(bridge: str, patience_s: float = _PATIENCE_S) -> dict[str, int]:
     A release under way, or one that a killed hub had not counted, makes a lane differ until it is over or the next hub has come. Whoever
     looks in between sees the difference larger and never smaller, so one look without a difference shows that there is none.
     """
-    left = dict.fromkeys(segment.lane_names(bridge), 0)
+    left: dict[str, int | None] = dict.fromkeys(segment.lane_names(bridge), 0)
     until_s = time.monotonic() + patience_s
     while left:
         fates = {name: participation.lane_fate(name) for name in left}
-        left = {name: fate.unaccounted for name, fate in fates.items() if fate is not None and fate.unaccounted}
+        left = {name: fate.unaccounted for name, fate in fates.items() if fate is not None and fate.unaccounted != 0}
         if time.monotonic() >= until_s:
             break
         time.sleep(_TICK_S if left else 0)
-    return left
+    return {name: count for name, count in left.items() if count is not None}  # None: it was too busy to tell
 
 
 def lose_two(bridge: str) -> bool:
@@ -41,6 +41,6 @@ def lose_two(bridge: str) -> bool:
         words = np.frombuffer(memoryview(lane), "<u8")
         words[_HEAD + len(counters["discarded"]) + 2] -= 2
         counted, shown = header.releases(lane)
-        if shown - counted >= 2:  # else the hub has just written its count over it
+        if shown is not None and shown - counted >= 2:  # else the hub has just written its count over it
             return True
     return False
