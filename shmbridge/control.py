@@ -29,6 +29,7 @@ from shmbridge.config import Run
 from shmbridge.control_client import CUT_OFF_BYTES, AsyncControlClient, ControlClient, RequestRefused, control_address
 from shmbridge.environments import Environments, HubView, QueueView
 from shmbridge.errors import ShmPermission
+from shmbridge.in_thread import in_another_thread
 from shmbridge.messages import Answer, BadMessage, Refused, Register, Request
 from shmbridge.segment import socket_directory
 from shmbridge.steering import EnvShare
@@ -115,10 +116,13 @@ class ControlServer:
                 self._closed = True
             os.eventfd_write(self._stop, 1)
             self._thread.join()
-            self._context.destroy(linger=100)
-            shutil.rmtree(socket_directory(self._bridge), ignore_errors=True)
-            os.close(self._stop)
-            os.close(self._again)
+            in_another_thread(self._take_down)  # an interrupted rmtree closes a descriptor twice
+
+    def _take_down(self) -> None:
+        self._context.destroy(linger=100)
+        shutil.rmtree(socket_directory(self._bridge), ignore_errors=True)
+        os.close(self._stop)
+        os.close(self._again)
 
     def _bind(self) -> zmq.Socket[bytes]:
         address = control_address(self._bridge)
