@@ -116,13 +116,14 @@ class ControlServer:
                 self._closed = True
             os.eventfd_write(self._stop, 1)
             self._thread.join()
-            in_another_thread(self._take_down)  # an interrupted rmtree closes a descriptor twice
+            self._context.destroy(linger=100)
+            in_another_thread(self._remove_directory)
+            os.close(self._stop)
+            os.close(self._again)
 
-    def _take_down(self) -> None:
-        self._context.destroy(linger=100)
+    def _remove_directory(self) -> None:
+        """Where no signal handler raises: an interrupt makes rmtree close a descriptor twice."""
         shutil.rmtree(socket_directory(self._bridge), ignore_errors=True)
-        os.close(self._stop)
-        os.close(self._again)
 
     def _bind(self) -> zmq.Socket[bytes]:
         address = control_address(self._bridge)
