@@ -13,7 +13,6 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import stat
 import threading
 import time
@@ -29,7 +28,6 @@ from shmbridge.config import Run
 from shmbridge.control_client import CUT_OFF_BYTES, AsyncControlClient, ControlClient, RequestRefused, control_address
 from shmbridge.environments import Environments, HubView, QueueView
 from shmbridge.errors import ShmPermission
-from shmbridge.in_thread import in_another_thread
 from shmbridge.messages import Answer, BadMessage, Refused, Register, Request
 from shmbridge.segment import socket_directory
 from shmbridge.steering import EnvShare
@@ -117,13 +115,17 @@ class ControlServer:
             os.eventfd_write(self._stop, 1)
             self._thread.join()
             self._context.destroy(linger=100)
-            in_another_thread(self._remove_directory)
+            self._remove_directory()
             os.close(self._stop)
             os.close(self._again)
 
     def _remove_directory(self) -> None:
-        """Where no signal handler raises: an interrupt makes rmtree close a descriptor twice."""
-        shutil.rmtree(socket_directory(self._bridge), ignore_errors=True)
+        """Not by shutil.rmtree: interrupted by a signal handler that raises, it closes a descriptor twice."""
+        directory = socket_directory(self._bridge)
+        with contextlib.suppress(OSError):
+            for name in os.listdir(directory):
+                os.unlink(os.path.join(directory, name))
+            os.rmdir(directory)
 
     def _bind(self) -> zmq.Socket[bytes]:
         address = control_address(self._bridge)
