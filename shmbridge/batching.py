@@ -20,6 +20,7 @@ from shmbridge import sizing
 from shmbridge.atropos_scheduler import AtroposScheduler
 from shmbridge.batch import Batch, Layout, MakeBatch, as_batch, forget_spare_memory, unreadable
 from shmbridge.capacity import Chosen, Limit
+from shmbridge.closing import is_mine
 from shmbridge.config import check_choice, format_size
 from shmbridge.errors import BatchTooBig, ConsumerEmpty
 from shmbridge.groups import NO_VERSION, Group, GroupAssembler, hand_out, oldest_version
@@ -75,7 +76,7 @@ class BatchAssembly:
     @property
     def lock_is_mine(self) -> bool:
         """Whether this thread holds the lock; asked in a signal handler: whether it interrupted a locked section."""
-        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+        return is_mine(self._lock)
 
     def end(self) -> None:
         """Forms nothing more from now on; a running iteration returns. Never blocks."""

@@ -1,4 +1,4 @@
-"""close() in a signal's handler, which runs in the midst of whatever the main thread does.
+"""close() in a signal handler, which may interrupt the main thread anywhere.
 
 The rule: a handler that interrupts a section locked by its own thread waits for nothing that this section may keep from ending. There
 close() only notes that it is owed, and the interrupted call pays at its end. So every lock that close(), or a thread that it joins, may

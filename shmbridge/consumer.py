@@ -364,7 +364,7 @@ class Consumer(Hub):
         if self._ranks is not None:
             raise ValueError("this consumer serves ranks already")
         self._batching.stop_prefetch()
-        with self._closing:  # whoever closes stops its thread
+        with self._closing:  # close() stops its thread
             self._check_open()
             server = self._ranks = RankServer(
                 self, self._batching, world_size=world_size, groups=groups, mode=mode, max_staleness=max_staleness, prefetch=prefetch,

@@ -143,7 +143,7 @@ class Environment:
 class Environments:
     """The table. For one thread; `shares`, by producer id, is replaced and never changed, so that any thread may read it.
 
-    Numbers below `first_env_id` are another table's: whoever comes with one gets another.
+    Numbers below `first_env_id` belong to another table: an environment that brings such a number gets a new one.
     """
 
     def __init__(self, hub: HubView, queue: QueueView | None = None, first_env_id: int = 0) -> None:

@@ -110,7 +110,7 @@ class GroupAssembler:
 
 
 def hand_out(groups: Iterable[Group], call: Call, *, looked_at: bool) -> None:
-    """Notes whose words are to release the groups' records, and whether they count as read by whoever has them."""
+    """Notes which call handed the groups' records out, and whether the records count as looked at."""
     for group in groups:
         for record in group.records:
             record.handed_out_by, record.looked_at = call, looked_at

@@ -1,4 +1,4 @@
-"""Groups that are returned to a consumer which is closed by then: the next consumer gets them, and the bridge is free once nothing is held.
+"""Groups returned to a consumer that has closed: the next consumer gets them, and the bridge is free once nothing is held.
 
 Knows leases, and which lanes some were held in; knows nothing of batches. Called by batching.py.
 """
@@ -28,7 +28,7 @@ class LateReturns:
         self._control, self._bridge = weakref.ref(control), bridge
 
     def take(self, groups: list[Group], *, closed: bool) -> None:
-        """Lets go of the groups, un-released. `closed`: close() is over, so that whoever ends the last lease gives the bridge up."""
+        """Lets go of the groups, un-released. `closed`: close() is over, so the end of the last lease gives the bridge up."""
         readers = {record.reader for group in groups for record in group.records}
         abandon(groups)
         for group in groups:

@@ -70,5 +70,5 @@ class Consumed:
             tokens=self._tokens,
             wall_s=round(time.monotonic() - self._begun_s, 3),
             last_sequences=dict(self._last),
-            held={who: sorted(self._in_checkpoint.get(who, frozenset()) | self._held.get(who, set())) for who in producers},
+            held={each: sorted(self._in_checkpoint.get(each, frozenset()) | self._held.get(each, set())) for each in producers},
         )

@@ -1,5 +1,4 @@
-"""Flags that do nothing without another one, which is not there, or beside one that is: refused, since whoever gives one wants what
-it says.
+"""Refuses flags that do nothing: those that need a flag which is not given, and those that have no effect beside one that is.
 
 Knows the command line's names; nothing of torch. Called by `grpo.py`.
 """

@@ -175,14 +175,19 @@ async def test_posts_go_on_in_a_new_lane_when_theirs_is_removed(
     assert ledger.counts["lanes_replaced_total"] == 1
 
 
-async def test_posts_that_wait_for_room_in_a_lane_that_is_removed_all_go_on(lane: RemoteLane):
-    ledger = PostLedger(60.0)
+async def more_posts_than_fit(ledger: PostLedger, lane: RemoteLane) -> tuple[list[asyncio.Task[int]], int]:
+    """Ten posts under way, and how many of them are in the lane; the others wait for room."""
     waiting = [
         asyncio.create_task(post(ledger, lane, {"tokens": [[mark] * 2000], "masks": [[mark] * 2000], "scores": [1.0]}))
         for mark in range(10)
     ]
     await until(lambda: 0 < ledger.counts["groups_total"] == 10 - ledger.waiting)
-    fit = ledger.counts["groups_total"]
+    return waiting, ledger.counts["groups_total"]
+
+
+async def test_posts_that_wait_for_room_in_a_lane_that_is_removed_all_go_on(lane: RemoteLane):
+    ledger = PostLedger(60.0)
+    waiting, fit = await more_posts_than_fit(ledger, lane)
     assert 2 < 10 - fit <= fit, "some are in, fewer wait"
     remove(lane)
     assert await asyncio.gather(*waiting) == [200] * 10
@@ -192,12 +197,7 @@ async def test_posts_that_wait_for_room_in_a_lane_that_is_removed_all_go_on(lane
 async def test_a_lane_that_is_closed_meanwhile_refuses_who_waits(lane: RemoteLane):
     """The gateway ends, or the environment has left: nothing opens another."""
     ledger = PostLedger(60.0)
-    waiting = [
-        asyncio.create_task(post(ledger, lane, {"tokens": [[mark] * 2000], "masks": [[mark] * 2000], "scores": [1.0]}))
-        for mark in range(10)
-    ]
-    await until(lambda: 0 < ledger.counts["groups_total"] == 10 - ledger.waiting)
-    fit = ledger.counts["groups_total"]
+    waiting, fit = await more_posts_than_fit(ledger, lane)
     lane.close()
     assert await asyncio.gather(*waiting) == [200] * fit + [503] * (10 - fit)
     assert lane.producer is None
