@@ -25,8 +25,8 @@ class AdoptedLane:
         self.name, self.reader, self.lane, self.size = lane.name, reader, lane, size
         self.dead = False
         self._last_counters: Counter[str] | None = None
-        if counted := reader.quarantined:  # an earlier hub did that: what was held then, or was committed since, is lost as well
-            self._give_up(reader.undelivered, counted)
+        if reader.quarantined:  # an earlier hub did that: what was held then, or was committed since, is lost as well
+            self._give_up(reader.undelivered)
 
     @property
     def corrupt(self) -> bool:
@@ -83,9 +83,9 @@ class AdoptedLane:
         unreleased = self.reader.undelivered - self.held - self.dropped
         self._give_up(max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1))
 
-    def _give_up(self, lost: int, counted: int = 0) -> None:
-        """So many records are lost with the lane, `counted` of them known to be. Its words change no counter from here on."""
-        self.reader.quarantine(Discard.CORRUPT, lost, counted)
+    def _give_up(self, lost: int) -> None:
+        """So many records are lost with the lane. Its words change no counter from here on."""
+        self.reader.quarantine(lost)
         self._last_counters = self.counters()
 
     def _look(self) -> tuple[dict[str, Any], int]:
@@ -104,10 +104,12 @@ class AdoptedLane:
             return Counter({**last, "held": held, "put_off": self.reader.put_off, "released_total": released})
         words, waiting = self._look()
         discarded = [done + later for done, later in zip(words["discarded"], self.reader.discards_put_off, strict=True)]
+        released = words["released"] + self.reader.put_off - sum(discarded)
+        discarded[Discard.CORRUPT] += words["quarantined"]  # those are never released
         return Counter(
             {
                 "records_total": words["tail"],
-                "released_total": words["released"] + self.reader.put_off - sum(discarded) + self.reader.given_up,
+                "released_total": released,
                 "held": waiting + self.reader.held + self.dropped,
                 "put_off": self.reader.put_off,
                 "tokens_total": words["tokens"],

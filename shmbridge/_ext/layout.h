@@ -118,7 +118,7 @@ typedef struct {
     uint8_t pad3[0x80 - 8 - 40 - 8 * DROP_REASONS];
     shm_u64 head; /* H: records that may have been handed out */
     shm_u64 discarded_total[DISCARD_REASONS];
-    shm_u64 quarantined; /* H: 0, or how many records were given up with the lane, 1 at least */
+    shm_u64 quarantined; /* H: 0, or how many records were given up with the lane, 1 at least; not among discarded_total */
     shm_u64 released_total; /* H: releases, of discarded records too; one behind at most after a hub's death, until the next hub adopts */
     shm_u64 leases_dropped; /* H: leases that ended without a word, whose records stay un-released; of this hub */
     shm_u64 releasing_generation; /* H: of the release under way, or the last one */

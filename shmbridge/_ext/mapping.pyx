@@ -1,11 +1,14 @@
 """One mapped segment and its descriptor, and in what pages it lies. Knows neither names nor what the bytes mean; shmbridge.segment makes them.
 
-The descriptor carries the segment's locks, so it lives exactly as long as this object; whoever must keep a lock keeps the Mapping.
+The descriptor carries the segment's locks, so it lives exactly as long as this object; whoever must keep a lock keeps the Mapping. The memory
+is mapped through another one: whoever looks at a dying process (ps, top, /proc/<pid>/maps) keeps its memory a moment longer, and would keep
+the locks with it.
 """
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.errno cimport EMFILE, errno
 from libc.stdint cimport int64_t, uint8_t
+from libc.stdio cimport snprintf
 from posix.mman cimport (
     MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, mlock, mmap, munmap,
 )
@@ -26,6 +29,9 @@ cdef extern from "<sys/mman.h>" nogil:
     int mprotect(void* addr, size_t length, int protection)
 
 cdef extern from "<fcntl.h>" nogil:
+    enum: O_RDWR
+    enum: O_CLOEXEC
+    int open(const char* path, int flags, ...)
     int posix_fallocate(int fd, off_t offset, off_t length)
 
 cdef extern from "placement.h" nogil:
@@ -54,6 +60,19 @@ def close_watched(int fd):
     """Closes a watched descriptor."""
     fork_unwatch(fd)
     close(fd)
+
+
+cdef void* map_apart(int fd, size_t size, int protection, off_t at) noexcept nogil:
+    """Maps a segment through another open file description than `fd`'s, which carries the locks; through that one if /proc cannot be read."""
+    cdef char path[32]
+    cdef void* base
+    cdef int other
+    snprintf(path, sizeof(path), "/proc/self/fd/%d", fd)
+    other = open(path, O_RDWR | O_CLOEXEC)
+    base = map_aligned(fd if other < 0 else other, size, protection, at)
+    if other >= 0:
+        close(other)
+    return base
 
 
 cdef void* map_aligned(int fd, size_t size, int protection, off_t at) noexcept nogil:
@@ -90,7 +109,7 @@ def fill_with_huge_pages(int fd, size_t at, size_t size, int64_t most_ns):
     if whole == 0:
         return 0
     with nogil:
-        base = <uint8_t*>map_aligned(fd, whole, PROT_READ | PROT_WRITE, at)
+        base = <uint8_t*>map_apart(fd, whole, PROT_READ | PROT_WRITE, at)
         if base != MAP_FAILED:
             madvise(base, whole, MADV_DONTFORK)
             while done < whole:
@@ -137,7 +156,7 @@ cdef class Mapping:
         self.base = NULL
         self._fd = -1
         self._born = fork_generation()
-        base = map_aligned(fd, size, PROT_READ if readonly else PROT_READ | PROT_WRITE, 0)
+        base = map_apart(fd, size, PROT_READ if readonly else PROT_READ | PROT_WRITE, 0)
         if base == MAP_FAILED:
             raise OSError(errno, f"mmap of {size} bytes failed")
         self.base = <uint8_t*>base

@@ -117,7 +117,6 @@ cdef class LaneReader:
     cdef list _put_off               # (slot, generation, _discard_of of the lease)
     cdef readonly uint64_t held
     cdef readonly bint untrusted     # the lane is quarantined: nothing more is taken from it
-    cdef readonly uint64_t given_up  # records that are never released because of that
     cdef readonly object about       # what all records of the lane share
     cdef dict numbers                # of its columns, by name
     cdef tuple names                 # of its columns, by number

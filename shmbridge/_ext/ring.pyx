@@ -14,6 +14,7 @@ from libc.string cimport memcmp
 from posix.time cimport clock_gettime, timespec
 
 from shmbridge._ext.atomics cimport load_acquire64, load_relaxed64, load_seq32, shm_u64, store_relaxed64
+from shmbridge._ext.faults cimport fault_hit
 from shmbridge._ext.futex cimport monotonic_ns, ring_bell
 from shmbridge._ext.layout cimport DISCARD_REASONS, DROP_REASONS, column_def, control_header, directory_entry, lane_header, slot
 from shmbridge._ext.mapping cimport Mapping
@@ -496,17 +497,17 @@ cdef class LaneReader:
         if reason < DISCARD_REASONS:
             store_relaxed64(&words[reason], load_relaxed64(&words[reason]) + count)
 
-    def quarantine(self, uint32_t reason, uint64_t count, uint64_t counted=0):
-        """Nothing of the lane is believed any more, and `count` records of it are never released: counted as discards but for `counted`.
+    def quarantine(self, uint64_t count):
+        """Nothing of the lane is believed any more, and `count` records of it are never released; done once. An earlier hub may have counted more.
 
-        All in one step that neither another thread nor a signal handler sees the half of; done once.
+        One word says both, so that no thread, no signal handler and no later hub sees the half of it.
         """
         if self.untrusted or not self.lane.alive():
             return
-        self.untrusted, self.given_up = True, count
-        if count > counted:
-            self.count_in_lane(reason, count - counted)
-        store_relaxed64(&self._reader.header.quarantined, max(count, counted, 1))
+        self.untrusted = True
+        fault_hit("hub.quarantining")
+        store_relaxed64(&self._reader.header.quarantined, max(count, self.quarantined, 1))
+        fault_hit("hub.quarantined")
 
 
 @cython.no_gc_clear

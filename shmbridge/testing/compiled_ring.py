@@ -140,7 +140,7 @@ class _Lane:
         try:
             return self.reader.take(ring.Lease)
         except header.LaneCorrupt:
-            self.reader.quarantine(Discard.CORRUPT, self.reader.waiting)
+            self.reader.quarantine(self.reader.waiting)
             return None
 
     def words(self) -> Words:
@@ -148,9 +148,8 @@ class _Lane:
         quarantined = bool(counted["quarantined"])
         waiting = 0 if self.reader is None or quarantined else self.reader.waiting
         held = 0 if self.reader is None else self.reader.held
-        return Words(
-            counted["tail"], counted["head"], header.undelivered(self.mapping), sum(counted["discarded"]), quarantined, waiting, held
-        )
+        discarded = sum(counted["discarded"]) + counted["quarantined"]
+        return Words(counted["tail"], counted["head"], header.undelivered(self.mapping), discarded, quarantined, waiting, held)
 
     def damage(self) -> None:
         """An extent that is not on a line, in the oldest slot that is not released and not leased out."""

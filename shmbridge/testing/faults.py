@@ -30,6 +30,7 @@ GRANTING_TICKETS = ("hub.ticket_promised",)
 ENTERING_HUB = ("hub.locked", "hub.adopting")
 TAKING = ("hub.read", "hub.marked")
 RELEASING = ("hub.releasing", "hub.released")
+QUARANTINING = ("hub.quarantining", "hub.quarantined")
 HUB_SLEEPING = ("hub.before_sleep",)
 SERVING_RANKS = ("hub.share_issued", "hub.share_done")
 RANK_JOINING = ("rank.locked", "rank.epoch_loaded", "rank.epoch_locked", "rank.joined")
@@ -49,7 +50,7 @@ WEIGHTS_READING = ("weights.leased",)
 LABELS: Mapping[str, tuple[str, ...]] = {
     "anyone": CREATING_CONTROL + SWEEPING,
     "producer": CREATING_LANE + BEFORE_COMMIT + AFTER_COMMIT + WAITING_FOR_SPACE + ASKING_FOR_TICKETS,
-    "hub": ENTERING_HUB + TAKING + RELEASING + HUB_SLEEPING + SERVING_RANKS + GRANTING_TICKETS,
+    "hub": ENTERING_HUB + TAKING + RELEASING + QUARANTINING + HUB_SLEEPING + SERVING_RANKS + GRANTING_TICKETS,
     "rank": RANK_JOINING + RANK_READING,
     "weights writer": WEIGHTS_REPLACING + WEIGHTS + WEIGHTS_TENSORS + WEIGHTS_FILLING,
     "weights part": WEIGHTS_PARTS,

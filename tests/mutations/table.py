@@ -229,6 +229,10 @@ MUTATIONS = (
         "follower-not-woken", 3, "a new version of the weights does not wake who waits for it", WEIGHTS,
         "        ring_bell(&self._header.bell)\n", "", "tests/unit/test_weights.py",
     ),
+    Mutation(
+        "locks-held-by-a-mapping", 3, "who reads the memory maps of a process that dies keeps its locks", "shmbridge/_ext/mapping.pyx",
+        "map_aligned(fd if other < 0 else other,", "map_aligned(fd,", "tests/crash/test_watched.py",
+    ),
     # 4: nothing leaks, nothing live is touched
     Mutation(
         "live-lane-swept", 4, "a lane is removed without its lock", "shmbridge/participation.py",
@@ -310,6 +314,10 @@ MUTATIONS = (
     Mutation(
         "header-believed-at-quarantine", 7, "what a quarantined lane loses is counted where its overwritten header says", "shmbridge/adopted_lane.py",
         "self.reader.undelivered - self.held", "header.undelivered(self.reader.lane) - self.held", "tests/hostile/test_lane_bytes.py",
+    ),
+    Mutation(
+        "quarantine-counted-twice", 7, "a hub that adopts a quarantined lane counts again what the one before counted", "shmbridge/_ext/ring.pyx",
+        "max(count, self.quarantined, 1)", "count + self.quarantined", "tests/crash/test_quarantine.py tests/unit/test_quarantine.py",
     ),
     # 8: owner-only
     Mutation(

@@ -1,0 +1,79 @@
+"""Who reads a process' /proc/<pid>/smaps keeps its memory meanwhile, also if it is killed just then. Not its locks."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shmbridge
+from shmbridge import participation, segment
+from shmbridge.weights import WeightsReader, WeightsWriter
+
+ROUNDS = 8
+VICTIM = """
+import sys
+import numpy as np, shmbridge
+from shmbridge.weights import WeightsWriter
+role, bridge = sys.argv[1:]
+much = np.ones(1 << 26, np.uint8)  # a look at all of it takes its time
+if role == "hub":
+    kept = shmbridge.Consumer(bridge)
+elif role == "producer":
+    kept = shmbridge.Producer(bridge, lane_bytes="64K")
+else:
+    kept = WeightsWriter(bridge)
+    kept.publish((kept.last_version or 0) + 1, [("w", np.ones(9, np.float32))])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def monitored(pid: int) -> Iterator[None]:
+    """Two threads look at a process' memory all the time; each has done so once before."""
+    over, begun = threading.Event(), threading.Barrier(3)
+
+    def look() -> None:
+        with contextlib.suppress(OSError):  # it is gone
+            Path(f"/proc/{pid}/smaps").read_bytes()
+            begun.wait(20)
+            while not over.is_set():
+                Path(f"/proc/{pid}/smaps").read_bytes()
+
+    threads = [threading.Thread(target=look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    begun.wait(20)
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("role", ["hub", "producer", "weights writer"])
+def test_a_process_killed_under_a_monitor_is_dead_at_once(role, bridge):
+    with WeightsReader(bridge):  # as long as it is there, the dead one's segments are
+        for _ in range(ROUNDS):
+            with subprocess.Popen([sys.executable, "-c", VICTIM, role, bridge], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as victim:
+                assert victim.stdout.readline() == b"ready\n"
+                with monitored(victim.pid):
+                    victim.kill()
+                    victim.wait()
+                    succeed(role, bridge)
+
+
+def succeed(role: str, bridge: str) -> None:
+    """What nobody can do while the one that was killed counts as alive."""
+    if role == "hub":
+        shmbridge.Consumer(bridge).close()
+    elif role == "producer":
+        (lane,) = segment.lane_names(bridge)
+        assert participation.remove_lane(lane) == (True, "", 0)
+    else:
+        WeightsWriter(bridge).close()
