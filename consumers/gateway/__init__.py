@@ -30,7 +30,11 @@ def listen(host: str, port: int) -> socket.socket:
     One that systemd hands over (sd_listen_fds) is taken as it is: whoever holds it keeps clients waiting while a gateway is started again.
     """
     if os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1":
-        return socket.socket(fileno=_FIRST_HANDED_OVER)
+        try:
+            return socket.socket(fileno=_FIRST_HANDED_OVER)
+        except OSError as wrong:
+            problem = f"LISTEN_FDS says that descriptor {_FIRST_HANDED_OVER} is a listening socket: {os.strerror(wrong.errno or 0)}"
+            raise OSError(f"{problem} -> unset LISTEN_FDS, or hand over the socket") from wrong
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.socket(family, kind, protocol)
     try:

@@ -244,3 +244,12 @@ def test_a_state_that_is_half_written_takes_no_place(bridge: str):
         [sys.executable, "-c", HALF_WRITTEN, bridge], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("third", "why"), [("3<&-", "Bad file descriptor"), ("3</dev/null", "non-socket")])
+def test_listen_fds_without_a_socket_is_an_error_of_one_line(third, why, bridge):
+    command = [sys.executable, "-m", "shmbridge.cli", "gateway", "--bridge", bridge, "--port", "0"]
+    shell = ["bash", "-c", f'exec {third}; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"', "-", *command]
+    ended = subprocess.run(shell, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert why in ended.stderr and "LISTEN_FDS" in ended.stderr

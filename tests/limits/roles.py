@@ -239,6 +239,17 @@ def produce(bridge: str, number: str, count: str = "1") -> None:
         say("put")
 
 
+def read_share(bridge: str) -> None:
+    """Is rank 0 of one: says the tokens of one record, or why it may not."""
+    try:
+        with shmbridge.Rank(bridge, 0, 1) as rank, rank.next_share(timeout_s=20) as share:
+            (record,) = share.records
+            say("read", error=None, tokens=record["tokens"].values.tolist())
+            del record
+    except shmbridge.ShmBridgeError as wrong:
+        say("read", error=type(wrong).__name__, message=wrong.message, hint=wrong.hint)
+
+
 def storm(bridge: str, count: str, lane_bytes: str = "64K") -> int:
     """Producers one after the other, by fork: each puts one record and dies by SIGKILL, until all have or there is no room."""
     statuses = []

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import stat
 from pathlib import Path
 
@@ -60,6 +61,17 @@ def test_another_users_bridge_is_refused(what, bridge, producer, consumer, as_no
     assert f"belongs to uid 0, this process is uid {NOBODY}" in said
     assert "same user" in said
     assert consumer.get(5)["tokens"].values.tolist() == [1, 2]
+
+
+def test_another_user_cannot_reach_the_control_socket(bridge, consumer, as_nobody) -> None:
+    (path,) = [path for path in segment.socket_directory(bridge).iterdir() if path.is_socket()]
+
+    def dial() -> None:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+
+    assert as_nobody(dial).startswith("PermissionError"), "the folder is the owner's"
+    dial()
 
 
 def test_another_users_bridges_are_in_nobodys_way(bridge, producer, as_nobody) -> None:
