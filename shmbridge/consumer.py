@@ -99,7 +99,7 @@ class Consumer(Hub):
     def _enter(bridge: str) -> header.Control:
         """Takes the hub lock, or raises ConsumerTaken."""
         control = participation.open_control(bridge)
-        if not liveness.lock_exclusive(control.mapping.fd, Byte.HUB):
+        if not liveness.lock_after(lambda: control.hub_pid, control.mapping.fd, Byte.HUB):
             pid = control.hub_pid
             participation.leave(control.mapping.fd, bridge)
             me = " (this very process)" if pid == os.getpid() else ""

@@ -23,13 +23,14 @@ from typing import Any
 import zmq
 
 from shmbridge import messages
+from shmbridge._ext.mapping import Descriptor
 from shmbridge.closing import is_mine
 from shmbridge.config import Run
 from shmbridge.control_client import CUT_OFF_BYTES, AsyncControlClient, ControlClient, RequestRefused, control_address
 from shmbridge.environments import Environments, HubView, QueueView
 from shmbridge.errors import ShmPermission
 from shmbridge.messages import Answer, BadMessage, Refused, Register, Request
-from shmbridge.segment import socket_directory
+from shmbridge.segment import remove_folder, socket_directory
 from shmbridge.steering import EnvShare
 
 __all__ = [
@@ -72,8 +73,7 @@ class ControlServer:
         _make_private(socket_directory(bridge))
         self._context = zmq.Context()
         self._socket = self._bind()
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
-        self._again = os.eventfd(0, os.EFD_CLOEXEC)
+        self._stop, self._again = (Descriptor(os.eventfd(0, os.EFD_CLOEXEC), kept_from_children=False) for _ in range(2))
         self._waiting: dict[bytes, tuple[list[bytes], float]] = {}  # peer -> a request that has no answer yet, and when it came
         self._look_again_s: float | None = None  # when, by time.monotonic()
         self._thread = threading.Thread(target=self._serve, name=f"shmbridge-control-{bridge}", daemon=True)
@@ -97,7 +97,7 @@ class ControlServer:
         """Try again to answer those who wait, because something has changed. Never blocks; any thread."""
         with self._bell:
             if not self._closed:
-                os.eventfd_write(self._again, 1)
+                os.eventfd_write(self._again.fd, 1)
 
     def close(self) -> None:
         """Stop answering and remove the socket and its directory.
@@ -112,20 +112,12 @@ class ControlServer:
                 return
             with self._bell:
                 self._closed = True
-            os.eventfd_write(self._stop, 1)
+            os.eventfd_write(self._stop.fd, 1)
             self._thread.join()
             self._context.destroy(linger=100)
-            self._remove_directory()
-            os.close(self._stop)
-            os.close(self._again)
-
-    def _remove_directory(self) -> None:
-        """Not by shutil.rmtree: interrupted by a signal handler that raises, it closes a descriptor twice."""
-        directory = socket_directory(self._bridge)
-        with contextlib.suppress(OSError):
-            for name in os.listdir(directory):
-                os.unlink(os.path.join(directory, name))
-            os.rmdir(directory)
+            remove_folder(socket_directory(self._bridge))
+            self._stop.close()
+            self._again.close()
 
     def _bind(self) -> zmq.Socket[bytes]:
         address = control_address(self._bridge)
@@ -138,7 +130,7 @@ class ControlServer:
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for each in (self._socket, self._stop, self._again):
+        for each in (self._socket, self._stop.fd, self._again.fd):
             poller.register(each, zmq.POLLIN)
         while not self._closed:
             try:
@@ -148,9 +140,9 @@ class ControlServer:
                 time.sleep(_AFTER_STUMBLE_S)
 
     def _serve_once(self, ready: dict[Any, int]) -> None:
-        if self._again in ready:
-            os.eventfd_read(self._again)
-        if self._again in ready or self._until_look_ms() == 0:
+        if self._again.fd in ready:
+            os.eventfd_read(self._again.fd)
+        if self._again.fd in ready or self._until_look_ms() == 0:
             self._look_again_s = None
             now_s = time.monotonic()
             for peer, (frames, came_s) in list(self._waiting.items()):

@@ -51,10 +51,10 @@ class DeathWatch:
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
-        for _, pidfd in self._lanes.values():
+        while self._lanes:  # each is forgotten before it is closed: an interrupted stop() may be called again
+            _, (_, pidfd) = self._lanes.popitem()
             if pidfd >= 0:
                 os.close(pidfd)
-        self._lanes.clear()
         wake, self._wake = self._wake, -1
         os.close(wake)
 

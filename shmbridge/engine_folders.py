@@ -3,12 +3,11 @@
 import contextlib
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from shmbridge._ext import mapping as mapping_module
-from shmbridge.segment import MOUNT, engine_folder_prefix
+from shmbridge._ext.mapping import Descriptor
+from shmbridge.segment import MOUNT, engine_folder_prefix, remove_folder
 
 
 class EngineFolder:
@@ -16,12 +15,12 @@ class EngineFolder:
 
     def __init__(self, bridge: str) -> None:
         """Blocks for nothing. Raises OSError: no room on the mount, or no descriptor left; there is no folder then."""
-        self._fd = -1
-        while self._fd < 0:
+        self._file: Descriptor | None = None
+        while self._file is None:
             self.path = MOUNT / f"{engine_folder_prefix(bridge)}{os.urandom(8).hex()}"
             self.path.mkdir(mode=0o700)
             try:
-                self._fd = _lock(self.path)  # -1: somebody took it for a dead one's, and removes it
+                self._file = _lock(self.path)  # None: somebody took it for a dead one's, and removes it
             except BaseException:
                 with contextlib.suppress(OSError):
                     self.path.rmdir()
@@ -29,10 +28,10 @@ class EngineFolder:
 
     def remove(self) -> None:
         """Remove it with what is in it. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            mapping_module.close_watched(fd)
+        file, self._file = self._file, None
+        if file is not None:
+            remove_folder(self.path)
+            file.close()
 
 
 def remove_dead(bridge: str, *, dry_run: bool = False) -> tuple[list[str], dict[str, str]]:
@@ -42,18 +41,18 @@ def remove_dead(bridge: str, *, dry_run: bool = False) -> tuple[list[str], dict[
     for folder in _folders(bridge):
         name = f"/{folder.name}"
         try:
-            fd = _lock(folder)
+            file = _lock(folder)
         except OSError as wrong:
             kept[name] = f"cannot be opened: {wrong.strerror}"
             continue
-        if fd < 0 and folder.exists():
+        if file is None and folder.exists():
             kept[name] = "its writer is alive"
             continue
         dead.append(name)
-        if fd >= 0:
+        if file is not None:
             if not dry_run:
-                shutil.rmtree(folder, ignore_errors=True)
-            mapping_module.close_watched(fd)
+                remove_folder(folder)
+            file.close()
     return dead, kept
 
 
@@ -64,20 +63,11 @@ def _folders(bridge: str) -> Iterator[Path]:
                 yield folder
 
 
-def _lock(folder: Path) -> int:
-    """A descriptor with the folder's lock; -1 if somebody has it, or the folder is gone. Raises OSError: no descriptor left, say."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return -1
-    locked = False
-    try:
-        mapping_module.watch(fd)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = os.path.samestat(os.fstat(fd), folder.lstat())
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    finally:
-        if not locked:
-            mapping_module.close_watched(fd)
-    return fd if locked else -1
+def _lock(folder: Path) -> Descriptor | None:
+    """The folder, open, with its lock; None if somebody has that, or the folder is gone. Raises OSError: no descriptor left, say."""
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        file = Descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file.fd), folder.lstat()):
+            return file
+    return None

@@ -1,6 +1,5 @@
 """What stands on the shared-memory mount: list_bridges() and clean(). Looks from outside; never touches what is alive."""
 
-import shutil
 from dataclasses import dataclass, field
 
 from shmbridge import liveness, participation, segment
@@ -156,4 +155,4 @@ def _forget_gateway(bridge: str, report: CleanReport) -> None:
         return
     report.removed.append(f"/{folder.name}")
     if not report.dry_run:
-        shutil.rmtree(folder, ignore_errors=True)
+        segment.remove_folder(folder)

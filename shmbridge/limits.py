@@ -73,8 +73,8 @@ def check_descriptors(count: int, what: str) -> None:
             raise
         raise limit from wrong
     finally:
-        for fd in taken:
-            os.close(fd)
+        while taken:
+            os.close(taken.pop())
 
 
 def raise_descriptors() -> None:

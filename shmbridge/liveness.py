@@ -4,14 +4,19 @@ Knows descriptors, byte offsets and pids; knows nothing of what a segment holds.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
+import select
 import struct
+import time
+from collections.abc import Callable
 from enum import IntEnum
 
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
 
-
+_LETTING_GO_S = 1.0
+_LOOK_AGAIN_S = 0.0005
 MOST_RANKS = 1024
 MOST_TICKETS = 1 << 16
 
@@ -44,6 +49,33 @@ def _lock(fd: int, kind: int, byte: int, count: int = 1) -> bool:
 def lock_exclusive(fd: int, byte: int) -> bool:
     """Takes the byte alone; False if anybody else holds it, also this process through another descriptor. Never blocks."""
     return _lock(fd, fcntl.F_WRLCK, byte)
+
+
+def lock_after(holder: Callable[[], int], fd: int, byte: int) -> bool:
+    """As lock_exclusive, but for at most a second while the process that is named as the holder has ended. Blocks for that.
+
+    Whoever reads the maps of a process' memory (ps, top, a monitor) keeps its mappings meanwhile, and these keep its locks though it is dead.
+    """
+    deadline = time.monotonic() + _LETTING_GO_S
+    while not lock_exclusive(fd, byte):
+        if not _has_ended(holder()) or time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_AGAIN_S)
+    return True
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether no such process runs; 0 is nobody."""
+    if pid <= 0:
+        return True
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError as wrong:
+        return wrong.errno == errno.ESRCH
+    try:
+        return bool(select.select([fd], [], [], 0)[0])
+    finally:
+        os.close(fd)
 
 
 def lock_shared(fd: int, byte: int) -> bool:

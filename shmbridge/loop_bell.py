@@ -8,6 +8,7 @@ import contextlib
 import os
 import threading
 
+from shmbridge._ext.mapping import Descriptor
 from shmbridge._ext.ring import LaneReader
 from shmbridge._ext.wait import HubWait
 
@@ -23,9 +24,9 @@ class LoopBell:
         self._listens = False  # `wait` is in _listen(); if a handler calls close() then, `wait` does the rest
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: set[asyncio.Future[None]] = set()
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        wait.start_relay(self._event)
-        self._relay = threading.Thread(target=wait.relay, args=(self._event,), name=f"shmbridge-{bridge}", daemon=True)
+        self._event = Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), kept_from_children=False)
+        wait.start_relay(self._event.fd)
+        self._relay = threading.Thread(target=wait.relay, args=(self._event.fd,), name=f"shmbridge-{bridge}", daemon=True)
         self._relay.start()
 
     async def wait(self, readers: list[LaneReader], arrivals: int, left_s: float) -> None:
@@ -61,19 +62,19 @@ class LoopBell:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._leave_loop()
-            loop.add_reader(self._event, self._ring)
+            loop.add_reader(self._event.fd, self._ring)
             self._loop = loop
         return loop
 
     def _ring(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._event)
+            os.eventfd_read(self._event.fd)
         for future in self._waiting:
             _end(future)
 
     def _leave_loop(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._event)
+            self._loop.remove_reader(self._event.fd)
         self._loop = None
 
     def close(self) -> None:
@@ -97,7 +98,7 @@ class LoopBell:
         self._leave_loop()
         for future in self._waiting:
             _end(future)
-        os.close(self._event)
+        self._event.close()
 
 
 def _end(future: "asyncio.Future[None]") -> None:

@@ -6,7 +6,6 @@ name", is what both do.
 
 import contextlib
 import os
-import shutil
 import time
 import weakref
 from collections.abc import Collection
@@ -17,17 +16,17 @@ import posix_ipc
 
 from shmbridge import engine_folders, limits, liveness
 from shmbridge._ext import header
-from shmbridge._ext.mapping import Mapping
+from shmbridge._ext.mapping import Descriptor, Mapping
 from shmbridge.errors import LayoutMismatch, NotReady, ShmPermission
 from shmbridge.liveness import Byte
 from shmbridge.segment import (
-    close_segment,
     control_name,
     foreign_owner,
     lane_names,
     map_segment,
     open_mapping,
     open_segment,
+    remove_folder,
     reserve,
     socket_directory,
     stands_there,
@@ -51,29 +50,29 @@ def open_control(bridge: str) -> header.Control:
     deadline = time.monotonic() + _READY_TIMEOUT_S
     limits.check_descriptors(_DESCRIPTORS, f"taking part in bridge {bridge!r}")
     while True:
-        fd = open_segment(name, posix_ipc.O_CREAT)
-        if not liveness.lock_exclusive(fd, Byte.INITIALISING):
-            close_segment(fd)
+        file = open_segment(name, posix_ipc.O_CREAT)
+        if not liveness.lock_exclusive(file.fd, Byte.INITIALISING):
+            file.close()
             if time.monotonic() > deadline:
                 raise NotReady(
                     f"{name} has been in initialisation by a living process for {_READY_TIMEOUT_S:.0f} s",
                     hint="look for a stopped process of this bridge: ps -eo pid,stat,cmd",
                 )
             time.sleep(0.002)
-        elif still_named(fd, name) and liveness.lock_shared(fd, Byte.PARTICIPANTS):
-            return _enter_control(fd, name, bridge)
+        elif still_named(file.fd, name) and liveness.lock_shared(file.fd, Byte.PARTICIPANTS):
+            return _enter_control(file, name, bridge)
         else:  # swept between open and lock
-            close_segment(fd)
+            file.close()
 
 
-def _enter_control(fd: int, name: str, bridge: str) -> header.Control:
+def _enter_control(file: Descriptor, name: str, bridge: str) -> header.Control:
     """Makes the segment whole if nobody did, and gives the initialisation lock back; whoever dies here leaves no magic."""
     try:
-        if os.fstat(fd).st_size < header.control_bytes:
-            reserve(fd, header.control_bytes, f"the control segment of bridge {bridge!r}")
-        mapping = map_segment(fd, header.control_bytes, f"the control segment of bridge {bridge!r}")
+        if os.fstat(file.fd).st_size < header.control_bytes:
+            reserve(file.fd, header.control_bytes, f"the control segment of bridge {bridge!r}")
+        mapping = map_segment(file, header.control_bytes, f"the control segment of bridge {bridge!r}")
     except BaseException:
-        close_segment(fd)
+        file.close()
         with contextlib.suppress(OSError):  # made just now, in vain
             _sweep_control(bridge, SweepReport(), dry_run=False)
         raise
@@ -83,14 +82,14 @@ def _enter_control(fd: int, name: str, bridge: str) -> header.Control:
         if not control.ready:
             control.format(os.getpid())
     except header.LaneCorrupt as wrong:
-        liveness.unlock_all(fd)  # the error's frames keep the descriptor
+        file.close()  # the error's frames keep it
         raise LayoutMismatch(f"{name}: {wrong}", hint=_OVERWRITTEN) from None
-    liveness.unlock(fd, Byte.INITIALISING)
+    liveness.unlock(file.fd, Byte.INITIALISING)
     weakref.finalize(mapping, _leave_late, mapping.fd, bridge, os.getpid()).atexit = False
     try:
         _check_layout(control, name)
     except LayoutMismatch:
-        liveness.unlock_all(fd)
+        liveness.unlock_all(file.fd)
         raise
     return control
 
@@ -209,16 +208,15 @@ def lane_fate(name: str) -> LaneFate | None:
 def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False) -> tuple[bool, str, int]:
     """Removes a lane if it is dead: (removed, reason it was kept or "", records it held). Never touches a live one."""
     try:
-        fd = open_segment(name)
+        file = open_segment(name)
     except FileNotFoundError:
         return False, "gone already", 0
     except ShmPermission as foreign:
         return False, foreign.message, 0
-    mapping = None
     try:
-        if size := os.fstat(fd).st_size:
-            mapping = map_segment(fd, size, f"segment {name}", readonly=True)  # owns the descriptor from here on
-        if not liveness.lock_exclusive(fd, Byte.PRODUCER):
+        size = os.fstat(file.fd).st_size
+        mapping = map_segment(file, size, f"segment {name}", readonly=True) if size else None
+        if not liveness.lock_exclusive(file.fd, Byte.PRODUCER):
             return False, "its producer is alive", 0
         held = 0 if mapping is None else _undelivered(mapping)
         if held is None and not with_records:
@@ -226,10 +224,9 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
         if held and not with_records:
             return False, f"holds {held} undelivered records", held
         header.fault(b"segment.unlinking")
-        return dry_run or unlink(fd, name), "", held or 0
+        return dry_run or unlink(file.fd, name), "", held or 0
     finally:
-        if mapping is None:
-            close_segment(fd)
+        file.close()
 
 
 def _undelivered(lane: Mapping) -> int | None:
@@ -280,13 +277,13 @@ def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
         reason = "lanes of the bridge are left"
     else:
         # A lost control segment is made again for its lock: nobody may join while the rest goes.
-        fd = open_segment(name, posix_ipc.O_CREAT)
+        file = open_segment(name, posix_ipc.O_CREAT)
         try:
-            reason = _unused_control(fd, name) or ("" if dry_run or not lane_names(bridge) else "lanes of the bridge are left")
+            reason = _unused_control(file.fd, name) or ("" if dry_run or not lane_names(bridge) else "lanes of the bridge are left")
             if not reason and not (dry_run and name in present):
-                _remove_control(fd, bridge, {weights, directory} if dry_run else odd)
+                _remove_control(file.fd, bridge, {weights, directory} if dry_run else odd)
         finally:
-            close_segment(fd)
+            file.close()
     if reason:
         report.kept.update(dict.fromkeys(present, reason))
     else:
@@ -309,5 +306,5 @@ def _remove_control(fd: int, bridge: str, kept: Collection[str]) -> None:
         with contextlib.suppress(posix_ipc.ExistentialError, IsADirectoryError):
             posix_ipc.unlink_shared_memory(weights_name(bridge))
     if f"/{socket_directory(bridge).name}" not in kept:
-        shutil.rmtree(socket_directory(bridge), ignore_errors=True)
+        remove_folder(socket_directory(bridge))
     unlink(fd, control_name(bridge))

@@ -62,7 +62,7 @@ class Rank(OneProcess):
             raise ValueError(f"rank={rank} is not within 0 and world_size={world_size} - 1, or world_size is above {MOST_RANKS}")
         self.bridge, self.rank, self.world_size = check_bridge_name(bridge), rank, world_size
         self._control_words: header.Control | None = participation.open_control(bridge)
-        if not liveness.lock_exclusive(self._control.mapping.fd, Byte.FIRST_RANK + rank):
+        if not liveness.lock_after(lambda: 0, self._control.mapping.fd, Byte.FIRST_RANK + rank):  # no word names its holder
             participation.leave(self._control.mapping.fd, bridge)
             raise RankTaken(
                 f"rank {rank} of bridge {bridge!r} is taken by a living process",

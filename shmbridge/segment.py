@@ -20,7 +20,7 @@ import posix_ipc
 from shmbridge import limits, liveness, placement
 from shmbridge._ext import header
 from shmbridge._ext import mapping as mapping_module
-from shmbridge._ext.mapping import Mapping
+from shmbridge._ext.mapping import Descriptor, Mapping
 from shmbridge.config import check_bridge_name, format_size
 from shmbridge.errors import LayoutMismatch, ShmPermission, ShmTooSmall, ShmUnavailable
 from shmbridge.liveness import Byte
@@ -89,23 +89,22 @@ def _mount() -> list["os.DirEntry[str]"]:
     return []
 
 
-def open_segment(name: str, flags: int = 0) -> int:
-    """Descriptor of a named segment, not inherited by exec nor by fork. FileNotFoundError, FileExistsError, ShmPermission."""
+def open_segment(name: str, flags: int = 0) -> Descriptor:
+    """A named segment, open; not inherited by exec nor by fork. FileNotFoundError, FileExistsError, ShmPermission."""
     while True:
         forks = mapping_module.forks()
-        fd = _open_once(name, flags)
-        mapping_module.watch(fd)
+        file = _open_once(name, flags)
         if mapping_module.forks() == forks:
-            return fd
+            return file
         # A child forked in between may hold this open file, and with it any lock we take on it: not this one, then.
         if flags & posix_ipc.O_EXCL:
-            unlink(fd, name)
-        close_segment(fd)
+            unlink(file.fd, name)
+        file.close()
 
 
-def _open_once(name: str, flags: int) -> int:
+def _open_once(name: str, flags: int) -> Descriptor:
     try:
-        fd = int(posix_ipc.SharedMemory(name, flags, mode=0o600, size=0).fd)
+        file = Descriptor(posix_ipc.SharedMemory(name, flags, mode=0o600, size=0).fd)
     except posix_ipc.ExistentialError as missing:
         if flags & posix_ipc.O_EXCL:
             raise FileExistsError(name) from missing
@@ -117,10 +116,10 @@ def _open_once(name: str, flags: int) -> int:
         raise _denied(name) from denied
     except (ValueError, OSError) as wrong:
         raise _cannot_open(name, wrong) from wrong
-    owner = os.fstat(fd).st_uid
+    owner = os.fstat(file.fd).st_uid
     if owner == os.geteuid():
-        return fd
-    os.close(fd)  # root may open everything, and would lock the owner out with what it creates
+        return file
+    file.close()  # root may open everything, and would lock the owner out with what it creates
     raise _foreign(name, owner)
 
 
@@ -169,9 +168,6 @@ def foreign_owner(name: str) -> str:
     return "" if owner == os.geteuid() else f"belongs to uid {owner}"
 
 
-close_segment = mapping_module.close_watched
-
-
 def still_named(fd: int, name: str) -> bool:
     """Whether the name still leads to this open segment."""
     try:
@@ -192,6 +188,23 @@ def unlink(fd: int, name: str) -> bool:
     return False
 
 
+def remove_folder(path: Path) -> None:
+    """Removes a folder and what is in it, as far as that can be; follows no link.
+
+    Not by shutil.rmtree: interrupted by a signal handler that raises, that closes a descriptor twice.
+    """
+    with contextlib.suppress(OSError):
+        if path.is_symlink():
+            return
+        for each in map(path.joinpath, os.listdir(path)):
+            if each.is_dir() and not each.is_symlink():
+                remove_folder(each)
+            else:
+                with contextlib.suppress(OSError):
+                    each.unlink()
+        path.rmdir()
+
+
 def reserve(fd: int, size: int, what: str, *, less: str = "lower lane_bytes") -> bool:
     """Reserves every page of a segment now, so that too little memory is an error here and never a SIGBUS later; whether in huge pages.
 
@@ -207,21 +220,20 @@ def _one_at_a_time() -> Iterator[None]:
     """Holds a lock on this user's own file, which ends with its holder. Somebody stopped in here is waited for 10 s, not for ever."""
     how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        turn = os.open(MOUNT / f"{_TURN_PREFIX}{os.geteuid()}", how, 0o600)
+        turn = Descriptor(os.open(MOUNT / f"{_TURN_PREFIX}{os.geteuid()}", how, 0o600))
     except OSError:  # no file more fits, or somebody else has put something there
         yield
         return
-    mapping_module.watch(turn)
     deadline = time.monotonic() + _TURN_TIMEOUT_S
     try:
-        while os.fstat(turn).st_uid == os.geteuid() and time.monotonic() < deadline:  # another user's could be held by him for ever
+        while os.fstat(turn.fd).st_uid == os.geteuid() and time.monotonic() < deadline:  # another user's could be held by him for ever
             with contextlib.suppress(BlockingIOError):
-                fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(turn.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             time.sleep(0.002)
         yield
     finally:
-        close_segment(turn)
+        turn.close()
 
 
 def _reserve(fd: int, size: int, what: str, less: str) -> bool:
@@ -262,10 +274,10 @@ def _mount_too_small(size: int, what: str, less: str = "lower lane_bytes") -> Sh
     )
 
 
-def map_segment(fd: int, size: int, what: str, *, readonly: bool = False) -> Mapping:
-    """Maps a segment whole; `fd` is the mapping's from then on, the caller's still if this raises (ProcessLimit)."""
+def map_segment(file: Descriptor, size: int, what: str, *, readonly: bool = False) -> Mapping:
+    """Maps a segment whole; the mapping keeps `file` open. Raises ProcessLimit."""
     try:
-        return Mapping(fd, size, readonly)
+        return Mapping(file, size, readonly)
     except OSError as wrong:
         limit = limits.as_process_limit(wrong, f"{what} ({format_size(size)})")
         if limit is None:
@@ -286,24 +298,24 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
     while True:
         name = f"/{_PREFIX}{check_bridge_name(bridge)}.l.{secrets.token_hex(8)}"
         try:
-            fd = open_segment(name, posix_ipc.O_CREX)
+            file = open_segment(name, posix_ipc.O_CREX)
         except FileExistsError:
             continue
         header.fault(b"segment.created")
         try:
             # A sweeper may take an unlocked, empty segment for the remains of a dead creator; then it is not ours any more.
-            if not (liveness.lock_exclusive(fd, Byte.PRODUCER) and still_named(fd, name)):
-                close_segment(fd)
+            if not (liveness.lock_exclusive(file.fd, Byte.PRODUCER) and still_named(file.fd, name)):
+                file.close()
                 continue
             header.fault(b"segment.locked")
-            huge = reserve(fd, size, f"a lane of bridge {bridge!r}")
+            huge = reserve(file.fd, size, f"a lane of bridge {bridge!r}")
             header.fault(b"segment.reserved")
-            mapping = map_segment(fd, size, f"a lane of bridge {bridge!r}")
+            mapping = map_segment(file, size, f"a lane of bridge {bridge!r}")
             placement.settle(mapping, huge)
             return name, mapping
         except BaseException:
-            unlink(fd, name)
-            close_segment(fd)
+            unlink(file.fd, name)
+            file.close()
             raise
 
 
@@ -316,36 +328,35 @@ def create_weights(bridge: str, size: int) -> Mapping | None:
     """A new, writer-locked, reserved, empty weights segment; None if the name is taken."""
     name = weights_name(bridge)
     try:
-        fd = open_segment(name, posix_ipc.O_CREX)
+        file = open_segment(name, posix_ipc.O_CREX)
     except FileExistsError:
         return None
     header.fault(b"weights.created")
     try:
-        if not (liveness.lock_exclusive(fd, Byte.WRITER) and still_named(fd, name)):
-            close_segment(fd)
+        if not (liveness.lock_exclusive(file.fd, Byte.WRITER) and still_named(file.fd, name)):
+            file.close()
             return None
-        huge = reserve(fd, size, f"the weights segment of bridge {bridge!r}", less=_LESS_WEIGHTS)
-        mapping = map_segment(fd, size, f"the weights segment of bridge {bridge!r}")
+        huge = reserve(file.fd, size, f"the weights segment of bridge {bridge!r}", less=_LESS_WEIGHTS)
+        mapping = map_segment(file, size, f"the weights segment of bridge {bridge!r}")
         placement.settle(mapping, huge)
         return mapping
     except BaseException:
-        unlink(fd, name)
-        close_segment(fd)
+        unlink(file.fd, name)
+        file.close()
         raise
 
 
 def open_mapping(name: str, *, readonly: bool = False, minimum: int = 1) -> Mapping | None:
     """Maps an existing segment whole; None if it is gone, no segment, or not yet as large as `minimum`."""
     try:
-        fd = open_segment(name)
+        file = open_segment(name)
     except (FileNotFoundError, LayoutMismatch):
         return None
-    size = os.fstat(fd).st_size
-    if size < minimum:
-        close_segment(fd)
-        return None
     try:
-        return map_segment(fd, size, f"segment {name}", readonly=readonly)
+        size = os.fstat(file.fd).st_size
+        if size >= minimum:
+            return map_segment(file, size, f"segment {name}", readonly=readonly)
     except BaseException:
-        close_segment(fd)
+        file.close()  # the error's frames keep it
         raise
+    return None

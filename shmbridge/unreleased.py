@@ -3,14 +3,17 @@
 Knows words; knows nothing of lanes or leases, which count (`_ext.ring.Drops`).
 """
 
-import functools
 import logging
+import queue
+import threading
 import warnings
 from enum import IntEnum
 
-from shmbridge.in_thread import in_another_thread
+from shmbridge.in_thread import start_apart
 
 log = logging.getLogger(__name__)
+
+_LOG_S = 1.0
 
 
 class Call(IntEnum):
@@ -49,7 +52,28 @@ def say_lost(where: str, number: int, looked_at: bool) -> None:
     else:
         what = "nobody had looked at it: it is handed out again"
     said = f"a record that {call} handed out was dropped without release ({where}); {what} -> {instead}"
-    # Before Python 3.13 an interrupt of Handler.handle may keep the handler's lock, and every other thread that logs would hang. Interrupts
-    # are what leaves records un-released, so this log line is the likeliest to meet the next one.
-    in_another_thread(functools.partial(log.warning, "%s", said))
+    _log_apart(said)
     warnings.warn(said, ResourceWarning, stacklevel=3)
+
+
+def _log_apart(said: str) -> None:
+    """Logs a warning in another thread, and waits a moment for it.
+
+    Interrupts are what leaves records un-released, and before Python 3.13 an interrupt of logging may keep its locks for good. Made in this
+    thread, the call could do that to every other thread; and if the program's own logging has done it, this thread is not to hang.
+    """
+    done: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def run() -> None:
+        log.warning("%s", said)
+        done.put(True)
+
+    try:
+        start_apart(threading.Thread(target=run, name="shmbridge-log", daemon=True), lambda _: done.put(False))
+        logged = done.get(timeout=_LOG_S)
+    except queue.Empty:
+        return
+    except RuntimeError:  # not even the thread that starts it
+        logged = False
+    if not logged:
+        log.warning("%s", said)

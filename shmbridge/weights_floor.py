@@ -50,19 +50,17 @@ def remove_segment(control: Control, bridge: str, version: int, size: int) -> No
     """
     name = segment.weights_name(bridge)
     with contextlib.suppress(FileNotFoundError):
-        fd, mapping = segment.open_segment(name), None
+        file, mapping = segment.open_segment(name), None
         try:
-            if os.fstat(fd).st_size >= versions.header_bytes:
-                mapping = segment.map_segment(fd, versions.header_bytes, f"segment {name}", readonly=True)  # owns the descriptor from here
-            if not (liveness.lock_exclusive(fd, Byte.WRITER) and segment.still_named(fd, name)):
+            if os.fstat(file.fd).st_size >= versions.header_bytes:
+                mapping = segment.map_segment(file, versions.header_bytes, f"segment {name}", readonly=True)
+            if not (liveness.lock_exclusive(file.fd, Byte.WRITER) and segment.still_named(file.fd, name)):
                 return
             if mapping is not None:
                 keep(control, Versions(mapping), bridge)
             require_above(version, floor(control, bridge))
-            segment.require_room_for_weights(bridge, size, freed=os.fstat(fd).st_size)
-            segment.unlink(fd, name)
+            segment.require_room_for_weights(bridge, size, freed=os.fstat(file.fd).st_size)
+            segment.unlink(file.fd, name)
             header.fault(b"weights.removed")
         finally:
-            liveness.unlock(fd, Byte.WRITER)  # the error's frames keep the descriptor
-            if mapping is None:
-                segment.close_segment(fd)
+            file.close()  # the error's frames keep it

@@ -58,7 +58,7 @@ class WeightsWriter(WeightsEnd):
         mapping = segment.open_mapping(segment.weights_name(self.bridge), minimum=versions.header_bytes)
         if mapping is None:
             return
-        if not liveness.lock_exclusive(mapping.fd, Byte.WRITER):
+        if not liveness.lock_after(lambda: Versions(mapping).writer_pid, mapping.fd, Byte.WRITER):
             raise self._taken(mapping)
         if not segment.still_named(mapping.fd, segment.weights_name(self.bridge)):
             return  # another writer removed it just before; what this one publishes makes it again

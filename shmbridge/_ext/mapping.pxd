@@ -1,10 +1,17 @@
 from libc.stdint cimport uint8_t
 
+cdef class Descriptor:
+    cdef int _fd
+    cdef unsigned _born
+    cdef bint _kept
+    cdef void end(self) noexcept
+
+
 cdef class Mapping:
     cdef object __weakref__
     cdef uint8_t* base
     cdef readonly size_t size
-    cdef int _fd
+    cdef Descriptor _file
     cdef unsigned _born
     cdef bint _readonly
     cdef bint _protected

@@ -1,14 +1,13 @@
 """One mapped segment and its descriptor, and in what pages it lies. Knows neither names nor what the bytes mean; shmbridge.segment makes them.
 
-The descriptor carries the segment's locks, so it lives exactly as long as this object; whoever must keep a lock keeps the Mapping. The memory
-is mapped through another one: whoever looks at a dying process (ps, top, /proc/<pid>/maps) keeps its memory a moment longer, and would keep
-the locks with it.
+The descriptor carries the segment's locks, so whoever must keep a lock keeps the Mapping, and whoever gives up says close(). The kernel counts
+a mapping as a descriptor: a process whose descriptors were all closed by its program (daemons do that) keeps its locks.
 """
 
+cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.errno cimport EMFILE, errno
 from libc.stdint cimport int64_t, uint8_t
-from libc.stdio cimport snprintf
 from posix.mman cimport (
     MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, mlock, mmap, munmap,
 )
@@ -29,9 +28,6 @@ cdef extern from "<sys/mman.h>" nogil:
     int mprotect(void* addr, size_t length, int protection)
 
 cdef extern from "<fcntl.h>" nogil:
-    enum: O_RDWR
-    enum: O_CLOEXEC
-    int open(const char* path, int flags, ...)
     int posix_fallocate(int fd, off_t offset, off_t length)
 
 cdef extern from "placement.h" nogil:
@@ -46,33 +42,44 @@ cdef extern from "placement.h" nogil:
 
 
 def forks():
-    """Forks of this process so far; see open_watched in shmbridge.segment."""
+    """Forks of this process so far; see open_segment in shmbridge.segment."""
     return fork_count()
 
 
-def watch(int fd):
-    """Has every child of fork close the descriptor before it runs any Python. OSError when 4096 are watched."""
-    if fork_watch(fd) != 0:
-        raise OSError(EMFILE, "too many segments are open in this process (4096)")
+cdef class Descriptor:
+    """An open file that is closed once: by the first close(), or with the last reference.
 
+    A second close of a plain number may hit what another thread has opened meanwhile, and an interrupt makes clean-ups run twice. Owns `fd`
+    also if it raises. `kept_from_children`: every child of fork closes it before it runs any Python, so that no child keeps its locks;
+    OSError when 4096 are.
+    """
 
-def close_watched(int fd):
-    """Closes a watched descriptor."""
-    fork_unwatch(fd)
-    close(fd)
+    def __cinit__(self, int fd, bint kept_from_children=True):
+        self._fd, self._born = fd, fork_generation()
+        if kept_from_children:
+            if fork_watch(fd) != 0:
+                raise OSError(EMFILE, "too many segments are open in this process (4096)")
+            self._kept = True
 
+    @property
+    def fd(self) -> int:
+        """Its number; -1 once it is closed, also by fork."""
+        return -1 if self._kept and self._born != fork_generation() else self._fd
 
-cdef void* map_apart(int fd, size_t size, int protection, off_t at) noexcept nogil:
-    """Maps a segment through another open file description than `fd`'s, which carries the locks; through that one if /proc cannot be read."""
-    cdef char path[32]
-    cdef void* base
-    cdef int other
-    snprintf(path, sizeof(path), "/proc/self/fd/%d", fd)
-    other = open(path, O_RDWR | O_CLOEXEC)
-    base = map_aligned(fd if other < 0 else other, size, protection, at)
-    if other >= 0:
-        close(other)
-    return base
+    def close(self):
+        """Closes it, if nobody has."""
+        self.end()
+
+    cdef void end(self) noexcept:
+        cdef int fd = self.fd
+        self._fd = -1
+        if fd >= 0:
+            if self._kept:
+                fork_unwatch(fd)
+            close(fd)
+
+    def __dealloc__(self):
+        self.end()
 
 
 cdef void* map_aligned(int fd, size_t size, int protection, off_t at) noexcept nogil:
@@ -109,7 +116,7 @@ def fill_with_huge_pages(int fd, size_t at, size_t size, int64_t most_ns):
     if whole == 0:
         return 0
     with nogil:
-        base = <uint8_t*>map_apart(fd, whole, PROT_READ | PROT_WRITE, at)
+        base = <uint8_t*>map_aligned(fd, whole, PROT_READ | PROT_WRITE, at)
         if base != MAP_FAILED:
             madvise(base, whole, MADV_DONTFORK)
             while done < whole:
@@ -145,18 +152,18 @@ cdef class NodePreference:
             node_policy_restore(&self._kept)
 
 
+@cython.no_gc  # a descriptor refers to nothing
 cdef class Mapping:
     """A shared mapping of a whole segment, closed with the last reference.
 
-    Never blocks. Owns `fd` from here on. In a child of fork the mapping is gone and `alive()` is false: nothing may be touched.
+    Never blocks. Keeps `file` open. In a child of fork the mapping is gone and `alive()` is false: nothing may be touched.
     """
 
-    def __cinit__(self, int fd, size_t size, bint readonly=False):
+    def __cinit__(self, Descriptor file not None, size_t size, bint readonly=False):
         cdef void* base
         self.base = NULL
-        self._fd = -1
         self._born = fork_generation()
-        base = map_apart(fd, size, PROT_READ if readonly else PROT_READ | PROT_WRITE, 0)
+        base = map_aligned(file.fd, size, PROT_READ if readonly else PROT_READ | PROT_WRITE, 0)
         if base == MAP_FAILED:
             raise OSError(errno, f"mmap of {size} bytes failed")
         self.base = <uint8_t*>base
@@ -166,15 +173,14 @@ cdef class Mapping:
         madvise(base, size, MADV_DONTDUMP)
         if size >= HUGE_PAGE:
             madvise(base, size, MADV_HUGEPAGE)
-        watch(fd)
-        self._fd = fd
+        self._file = file
 
     cdef bint alive(self) noexcept nogil:
         return self.base != NULL and self._born == fork_generation()
 
     @property
     def fd(self) -> int:
-        return self._fd if self.alive() else -1
+        return self._file.fd if self.alive() else -1
 
     @property
     def address(self) -> int:
@@ -232,6 +238,3 @@ cdef class Mapping:
         if not self.alive():
             return
         munmap(self.base, self.size)
-        if self._fd >= 0:  # not close_watched: at the end of the interpreter the module's names may be gone
-            fork_unwatch(self._fd)
-            close(self._fd)

@@ -15,7 +15,6 @@ import pytest
 
 import shmbridge
 from shmbridge import engine_folders
-from shmbridge._ext import mapping
 from shmbridge.engine_folders import EngineFolder
 
 WRITER = """
@@ -25,7 +24,8 @@ from shmbridge.weights import WeightsWriter
 
 with WeightsWriter(sys.argv[1]) as writer:
     writer.publish(0, [("a", np.zeros(1000, np.float32))])
-    print(SafetensorsFolder(sys.argv[1]).write(0), flush=True)
+    folder = SafetensorsFolder(sys.argv[1])
+    print(folder.write(0), flush=True)
     sys.stdin.read()
 """
 
@@ -77,8 +77,7 @@ def test_without_a_descriptor_there_is_an_error_and_no_folder(
 def test_what_cannot_be_opened_is_kept(bridge: str, no_descriptor_left: Callable[[], contextlib.AbstractContextManager[None]]):
     """Whether its writer lives is not known then."""
     folder = EngineFolder(bridge)
-    mapping.close_watched(folder._fd)  # as by the death of its process
-    folder._fd = -1
+    folder._file.close()  # as by the death of its process
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(engine_folders, "_folders", lambda _: iter([folder.path]))
         with no_descriptor_left():

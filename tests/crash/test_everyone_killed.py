@@ -141,11 +141,11 @@ def test_a_bridge_swept_between_open_and_lock_is_entered_anew(end, bridge, make_
     swept = []
 
     def open_and_lose(name: str, flags: int = 0) -> int:
-        fd = opened(name, flags)
+        file = opened(name, flags)
         if name == segment.control_name(bridge) and not swept:
             swept.append(name)
             (segment.MOUNT / name[1:]).unlink()
-        return fd
+        return file
 
     monkeypatch.setattr(participation, "open_segment", open_and_lose)
     first = (make_producer if end == "producer" else make_consumer)()

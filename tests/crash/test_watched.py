@@ -1,4 +1,4 @@
-"""Who reads a process' /proc/<pid>/smaps keeps its memory meanwhile, also if it is killed just then. Not its locks."""
+"""Who reads a process' /proc/<pid>/smaps keeps its memory meanwhile, and with it its locks: its successor waits for that."""
 
 import contextlib
 import subprocess
@@ -57,7 +57,7 @@ def monitored(pid: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("role", ["hub", "producer", "weights writer"])
-def test_a_process_killed_under_a_monitor_is_dead_at_once(role, bridge):
+def test_the_successor_of_one_killed_under_a_monitor_is_not_refused(role, bridge, until):
     with WeightsReader(bridge):  # as long as it is there, the dead one's segments are
         for _ in range(ROUNDS):
             with subprocess.Popen([sys.executable, "-c", VICTIM, role, bridge], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as victim:
@@ -65,15 +65,15 @@ def test_a_process_killed_under_a_monitor_is_dead_at_once(role, bridge):
                 with monitored(victim.pid):
                     victim.kill()
                     victim.wait()
-                    succeed(role, bridge)
+                    succeed(role, bridge, until)
 
 
-def succeed(role: str, bridge: str) -> None:
+def succeed(role: str, bridge: str, until) -> None:
     """What nobody can do while the one that was killed counts as alive."""
     if role == "hub":
         shmbridge.Consumer(bridge).close()
     elif role == "producer":
         (lane,) = segment.lane_names(bridge)
-        assert participation.remove_lane(lane) == (True, "", 0)
+        until(lambda: participation.remove_lane(lane)[0])
     else:
         WeightsWriter(bridge).close()

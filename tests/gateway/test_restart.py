@@ -252,4 +252,5 @@ def test_listen_fds_without_a_socket_is_an_error_of_one_line(third, why, bridge)
     shell = ["bash", "-c", f'exec {third}; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"', "-", *command]
     ended = subprocess.run(shell, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert why in ended.stderr and "LISTEN_FDS" in ended.stderr
+    assert why in ended.stderr
+    assert "LISTEN_FDS" in ended.stderr

@@ -1,4 +1,4 @@
-"""Ends whose clocks differ, as in two containers with time namespaces of their own: records flow, and a rank that cannot be numbered is refused."""
+"""Ends whose clocks differ, as in containers with time namespaces: records flow; a rank that cannot be numbered is refused."""
 
 import subprocess
 

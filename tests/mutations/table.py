@@ -134,7 +134,7 @@ MUTATIONS = (
     ),
     Mutation(
         "two-writers-of-weights", 1, "a second writer of the weights takes a living one's segment", "shmbridge/weights_writer.py",
-        "        if not liveness.lock_exclusive(mapping.fd, Byte.WRITER):", "        if False:", "tests/unit/test_weights.py",
+        "        if not liveness.lock_after(lambda: Versions(mapping).writer_pid, mapping.fd, Byte.WRITER):", "        if False:", "tests/unit/test_weights.py",
     ),
     Mutation(
         "stamps-of-another-segment", 1, "what changed since a version of another segment is said by its number", "shmbridge/weights_reader.py",
@@ -146,7 +146,7 @@ MUTATIONS = (
     ),
     Mutation(
         "floor-raised-late", 1, "a segment of weights is gone before its last version is noted", "shmbridge/weights_floor.py",
-        "            if mapping is not None:\n                keep(", "            segment.unlink(fd, name)\n            if mapping is not None:\n                keep(",
+        "            if mapping is not None:\n                keep(", "            segment.unlink(file.fd, name)\n            if mapping is not None:\n                keep(",
         "tests/unit/test_weights_floor.py",
     ),
     Mutation(
@@ -230,8 +230,8 @@ MUTATIONS = (
         "        ring_bell(&self._header.bell)\n", "", "tests/unit/test_weights.py",
     ),
     Mutation(
-        "locks-held-by-a-mapping", 3, "who reads the memory maps of a process that dies keeps its locks", "shmbridge/_ext/mapping.pyx",
-        "map_aligned(fd if other < 0 else other,", "map_aligned(fd,", "tests/crash/test_watched.py",
+        "looked-at-is-living", 3, "a dead process whose memory maps somebody reads counts as living", "shmbridge/liveness.py",
+        "not _has_ended(holder())", "True", "tests/crash/test_watched.py",
     ),
     # 4: nothing leaks, nothing live is touched
     Mutation(

@@ -364,6 +364,20 @@ def test_the_log_line_of_a_loss_is_written_where_no_signal_handler_raises(make_p
     assert thread is not threading.main_thread()
 
 
+def test_a_loss_is_said_though_logging_hangs(make_producer, make_consumer, monkeypatch) -> None:
+    """As it does for every other thread once the program's own logging was interrupted."""
+    stuck = threading.Event()
+    monkeypatch.setattr(logging.getLogger("shmbridge.unreleased"), "warning", lambda *_: stuck.wait(60))
+    monkeypatch.setattr("shmbridge.unreleased._LOG_S", 0.05)
+    make_producer().put({"tokens": [[1]]})
+    hub = make_consumer()
+    hub.get(5)
+    with pytest.warns(ResourceWarning, match=r"get\(\) handed out was dropped"):
+        hub.get(5).release()
+    assert not stuck.is_set()
+    stuck.set()
+
+
 @pytest.mark.parametrize("of", ["the thread", "the one that starts it"])
 def test_a_loss_is_said_also_where_no_thread_can_be_had(make_producer, make_consumer, monkeypatch, caplog, of) -> None:
     """Else get() would raise a bare RuntimeError for the sake of a log line."""

@@ -131,7 +131,7 @@ def test_what_looks_again_while_the_control_plane_closes_finds_its_descriptor(br
     closing = Meanwhile(server.close)
 
     def slowly(fd: int, value: int) -> None:
-        if fd == server._again:
+        if fd == server._again.fd:
             closing()
         write(fd, value)
 
