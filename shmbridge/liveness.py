@@ -54,7 +54,7 @@ def lock_exclusive(fd: int, byte: int) -> bool:
 def lock_after(holder: Callable[[], int], fd: int, byte: int) -> bool:
     """As lock_exclusive, but for at most a second while the process that is named as the holder has ended. Blocks for that.
 
-    Whoever reads the maps of a process' memory (ps, top, a monitor) keeps its mappings meanwhile, and these keep its locks though it is dead.
+    Whoever reads the maps of a process' memory (ps, top, a monitor) keeps its mappings meanwhile, and so the locks of one that is dead.
     """
     deadline = time.monotonic() + _LETTING_GO_S
     while not lock_exclusive(fd, byte):
