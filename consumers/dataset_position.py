@@ -1,15 +1,18 @@
 """Where a data set stands: what it has handed out, and which records it would be given again after a crash.
 
-Knows producers, sequences and counts; knows nothing of torch and of bridges. Called by `dataset.py`.
+Knows producers, sequences and counts; knows nothing of torch. Called by `dataset.py`.
 
 A state names the records that were handed out and may come again: those whose lease has not ended in this process, and those
-of the loaded state. A record that is skipped stays named, since its lease ends after that, and never surely before a next state.
+of the loaded state that their lanes do not show as released.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from shmbridge.consumers.lane_records import may_come_again
+from shmbridge.segment import mount_id
 
 _FORMAT = 1
 _COUNTS = ("items", "rows", "tokens")
@@ -26,6 +29,7 @@ class Position:
         self._held: dict[Place, int] = {}  # rows handed out of each record whose lease has not ended
         self._newest: dict[str, int] = {}  # highest sequence handed out, by producer
         self._had: dict[Place, int] = {}  # rows handed out of each record of the loaded state, whether it has come again or not
+        self._mounts: dict[str, str] = {}  # of the lanes of those, by producer
         self._loaded_newest: dict[str, int] = {}
         self._first_after: dict[str, int] = {}  # lowest sequence behind the loaded one, by producer
 
@@ -57,9 +61,17 @@ class Position:
         return sum(first - self._loaded_newest[producer] - 1 for producer, first in self._first_after.items())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as lists, numbers and words. Never blocks."""
-        held = [[producer, sequence, rows] for (producer, sequence), rows in (self._had | self._held).items()]
-        return {"format": _FORMAT, **self.counts, "held": held, "newest": dict(self._newest)}
+        """Return the position as lists, numbers and words. Looks at lanes; never blocks."""
+        earlier: dict[str, list[int]] = {}
+        for producer, sequence in self._had:
+            earlier.setdefault(producer, []).append(sequence)
+        left = may_come_again(earlier, self._mounts)
+        had = {place: rows for place, rows in self._had.items() if place[1] in left.get(place[0], ())}
+        held = [[producer, sequence, rows] for (producer, sequence), rows in (had | self._held).items()]
+        mounts = {producer: mount for producer, mount in self._mounts.items() if producer in left}
+        if here := mount_id():
+            mounts |= dict.fromkeys((producer for producer, _ in self._held), here)
+        return {"format": _FORMAT, **self.counts, "held": held, "mounts": mounts, "newest": dict(self._newest)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position.
@@ -73,6 +85,7 @@ class Position:
             raise ValueError(f"this is no state of a BridgeDataset of format {_FORMAT}: it has {', '.join(map(str, names)) or 'nothing'}")
         self.counts = {name: int(state[name]) for name in _COUNTS}
         self._had = {(producer, int(sequence)): int(rows) for producer, sequence, rows in state["held"]}
+        self._mounts = dict(state.get("mounts", {}))  # what an earlier release wrote has none
         self._loaded_newest = {producer: int(sequence) for producer, sequence in state["newest"].items()}
         self._newest = dict(self._loaded_newest)
         self._held, self._first_after, self.skipped = {}, {}, 0

@@ -1,13 +1,17 @@
 """What stands on the shared-memory mount: list_bridges() and clean(). Looks from outside; never touches what is alive."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shmbridge import liveness, participation, segment
 from shmbridge._ext import header, versions
 from shmbridge._ext.versions import Versions
 from shmbridge.config import check_bridge_name
-from shmbridge.errors import ShmPermission
+from shmbridge.errors import ShmBridgeError, ShmPermission
 from shmbridge.liveness import Byte
+
+_OWN_LANE = re.compile(r"-([0-9a-f]{16})$")  # what a producer's id ends with
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,25 @@ class CleanReport:
 def list_bridges() -> list[BridgeInfo]:
     """All bridges of this user's mount, by name. Never blocks, changes nothing."""
     return [_bridge(name) for name in segment.bridges()]
+
+
+def unreleased(producers: Iterable[str]) -> dict[str, set[int]]:
+    """Sequences of each producer's committed, un-released records, by `producer_id`, on any bridge. Never blocks, changes nothing.
+
+    Empty for a producer whose lane is gone. A producer is left out if nobody can tell: its lane cannot be read, or its id names none.
+    """
+    own = {producer: match[1] for producer in producers if (match := _OWN_LANE.search(producer))}
+    lanes = {lane.rpartition(".")[2]: lane for name in segment.bridges() for lane in segment.lane_names(name)} if own else {}
+    found = {producer: set[int]() if lane not in lanes else _unreleased(lanes[lane]) for producer, lane in own.items()}
+    return {producer: sequences for producer, sequences in found.items() if sequences is not None}
+
+
+def _unreleased(lane: str) -> set[int] | None:
+    try:
+        mapping = segment.open_mapping(lane, readonly=True)
+        return None if mapping is None else set(header.unreleased(mapping))
+    except (OSError, ShmBridgeError, header.LaneCorrupt):
+        return None
 
 
 def _bridge(name: str) -> BridgeInfo:

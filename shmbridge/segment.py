@@ -28,6 +28,7 @@ from shmbridge.liveness import Byte
 log = logging.getLogger(__name__)
 
 MOUNT = Path("/dev/shm")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PREFIX = "shmbridge."
 _STEP_BYTES = 16 << 20
 _LEFT_ALONE_BYTES = 8 << 20
@@ -66,6 +67,13 @@ def lane_names(bridge: str) -> list[str]:
     """Names of all lanes of the bridge that exist now, sorted."""
     prefix = f"{_PREFIX}{check_bridge_name(bridge)}.l."
     return sorted(f"/{entry.name}" for entry in _mount() if entry.name.startswith(prefix) and entry.is_file(follow_symlinks=False))
+
+
+def mount_id() -> str:
+    """Tells this mount, as long as it stands, from those of other machines and containers; "" where nothing can tell."""
+    with contextlib.suppress(OSError):
+        return f"{_BOOT_ID.read_text().strip()}:{MOUNT.stat().st_dev}"
+    return ""
 
 
 def bridges() -> list[str]:

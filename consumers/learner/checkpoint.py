@@ -46,7 +46,8 @@ class Progress:
     tokens: int = 0
     wall_s: float = 0.0  # of all processes that took part in the run
     last_sequences: dict[str, int] = field(default_factory=dict)  # producer id -> highest sequence that was consumed
-    held: dict[str, list[int]] = field(default_factory=dict)  # producer id -> consumed sequences not yet released
+    held: dict[str, list[int]] = field(default_factory=dict)  # producer id -> consumed sequences that may come again
+    mounts: dict[str, str] = field(default_factory=dict)  # producer id of those -> mount of its lane
 
 
 def save(

@@ -1,7 +1,7 @@
-"""What a learner has consumed: totals, the last sequence of each producer, and the records whose release is not yet certain.
+"""What a learner has consumed: totals, the last sequence of each producer, and the records that may come again.
 
 A checkpoint that holds it tells a resumed learner which redelivered records are in its weights already. Knows metadata of
-records and `Progress`; nothing of torch and of lanes. Called by the GRPO learner.
+records and `Progress`; nothing of torch. Called by the GRPO learner.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from shmbridge.consumers.lane_records import may_come_again
 from shmbridge.consumers.learner.checkpoint import Progress
+from shmbridge.segment import mount_id
 
 MOST_PRODUCERS = 1024  # whose last sequence is known; those that were heard of longest ago go first
 
@@ -19,6 +21,7 @@ class Consumed:
     """Counts what each step takes.
 
     Its size is that of the records held, of what the loaded checkpoint held, and of `MOST_PRODUCERS` names, however many steps it makes.
+    What a checkpoint of it holds is bounded by what lanes hold, however many resumes there are.
     One thread, but for `contains`.
 
     Args:
@@ -27,6 +30,7 @@ class Consumed:
 
     def __init__(self, before: Progress) -> None:
         self._in_checkpoint = {producer: frozenset(numbers) for producer, numbers in before.held.items()}
+        self._mounts = dict(before.mounts)
         self._last = dict(before.last_sequences)
         self._held: dict[str, set[int]] = {}
         self._groups, self._trajectories, self._tokens = before.groups, before.trajectories, before.tokens
@@ -56,12 +60,14 @@ class Consumed:
         self._held.clear()
 
     def progress(self, step: int, policy_version: int) -> Progress:
-        """Return what a checkpoint of this moment says.
+        """Return what a checkpoint of this moment says. Looks at lanes; never blocks.
 
-        It goes on holding what the loaded checkpoint held. Such a record may not have come yet. One that has come is released after
-        `contains`, and while a rank of an earlier learner lives that release is put off: no moment of this process is certain.
+        It goes on holding what the loaded checkpoint held, until the record's lane shows it as released, or is gone. Such a record may
+        not have come yet. One that has come is released after `contains`, or later, while a rank of an earlier learner lives.
         """
-        producers = dict.fromkeys([*self._in_checkpoint, *self._held])
+        earlier, here = may_come_again(self._in_checkpoint, self._mounts), mount_id()
+        mounts = {each: self._mounts[each] for each in earlier if each in self._mounts}
+        producers = dict.fromkeys([*earlier, *self._held])
         return Progress(
             step=step,
             policy_version=policy_version,
@@ -70,5 +76,6 @@ class Consumed:
             tokens=self._tokens,
             wall_s=round(time.monotonic() - self._begun_s, 3),
             last_sequences=dict(self._last),
-            held={each: sorted(self._in_checkpoint.get(each, frozenset()) | self._held.get(each, set())) for each in producers},
+            held={each: sorted(earlier.get(each, set()) | self._held.get(each, set())) for each in producers},
+            mounts=mounts | (dict.fromkeys(self._held, here) if here else {}),
         )

@@ -9,6 +9,7 @@ Letter: n trained tokens of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +22,7 @@ from shmbridge.consumers.whole_batch import Reduce, alone
 
 _OF = ("mismatch_kl", "logprob_diff_mean", "logprob_diff_max")
 MISMATCH = (*_OF, *(f"{name}_fresh" for name in _OF), "tokens_fresh")
+_UNSEEN_STEPS = 10  # without a fresh token, after which it is said that nothing is compared
 
 
 class Mismatch:
@@ -67,7 +69,7 @@ class Mismatch:
 
 
 class MismatchAlarm:
-    """Warns where sampler and policy are further apart over fresh tokens than rounding explains.
+    """Warns where sampler and policy are further apart over fresh tokens than rounding explains, or where no token is fresh.
 
     Args:
         limit: of the mean distance, nats; 0: no warning.
@@ -78,9 +80,11 @@ class MismatchAlarm:
         self._limit, self._say = limit, say
         self._above = False
         self._total = 0
+        self._unseen = 0  # steps with log-probabilities and without a fresh token, before the first with one
 
     def looked(self, measured: Metrics) -> Metrics:
         """Look at a step's metrics; return how many steps were above the limit. Says it when one is, after one that was not."""
+        self._look_for_fresh(measured)
         mean = measured.get("logprob_diff_mean_fresh", float("nan"))
         above = bool(self._limit) and mean > self._limit
         self._total += above
@@ -93,3 +97,14 @@ class MismatchAlarm:
             )
         self._above = above
         return {"mismatch_alarms_total": self._total}
+
+    def _look_for_fresh(self, measured: Metrics) -> None:
+        """Say once that nothing is compared, where log-probabilities came for some steps and no token was fresh."""
+        if not self._limit or self._unseen >= _UNSEEN_STEPS or math.isnan(measured.get("logprob_diff_mean", float("nan"))):
+            return
+        self._unseen = _UNSEEN_STEPS if measured.get("tokens_fresh") else self._unseen + 1
+        if self._unseen == _UNSEEN_STEPS and not measured.get("tokens_fresh"):
+            self._say(
+                f"whether the sampler is the policy is not looked at: in {_UNSEEN_STEPS} steps no token named the version being trained "
+                "-> write token_versions, the version that each token was sampled with; where they are there, all were older"
+            )

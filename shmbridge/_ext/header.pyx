@@ -116,15 +116,24 @@ def lane_counters(Mapping lane not None):
 
 def undelivered(Mapping lane not None):
     """Number of committed, un-released records of a lane nobody writes any more; 0 for one that never became ready."""
+    return len(unreleased(lane))
+
+
+def unreleased(Mapping lane not None):
+    """Sequences of a lane's committed, un-released records, in no order; none of one that never became ready.
+
+    Of a lane in use: each record is in it that was committed before this call, and is not released while it runs.
+    """
     cdef lane_header* header = <lane_header*>lane.base
-    cdef uint64_t tail, count = 0
+    cdef uint64_t tail
+    cdef list found = []
     cdef uint32_t i
     cdef slot* slots
     cdef shm_u64* released
     cdef lane_shape shape
     cdef complaint why
     if read_lane(lane) is None:
-        return 0
+        return found
     if shape_read(header, lane.size, &shape, &why):
         raise LaneCorrupt(why.text.decode())
     slots = <slot*>(lane.base + shape.slots_at)
@@ -133,8 +142,8 @@ def undelivered(Mapping lane not None):
     for i in range(shape.slot_count):
         # SYNC(slot-body), SYNC(release)
         if load_acquire64(&slots[i].generation) != load_acquire64(&released[i]) and slots[i].sequence < tail:
-            count += 1
-    return count
+            found.append(slots[i].sequence)
+    return found
 
 
 def releases(Mapping lane not None):

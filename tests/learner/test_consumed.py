@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+
 import shmbridge
+from shmbridge import inventory
+from shmbridge.consumers import lane_records
 from shmbridge.consumers.learner import consumed
 from shmbridge.consumers.learner.checkpoint import Progress
 from shmbridge.consumers.learner.consumed import Consumed
@@ -106,3 +110,85 @@ def test_two_resumes_over_uneven_lanes_train_each_record_once(bridge):
         progress = learner(progress, groups=2, steps=1)
         learner(progress, groups=2, steps=7, last=True)
     assert len(trained) == 10 + 16 == len(set(trained))
+
+
+class Once:
+    """A learner that takes some groups, saves, and ends: after the release, or before it. Nothing of torch."""
+
+    def __init__(self, bridge: str) -> None:
+        self._bridge, self.progress = bridge, START
+        self.trained: list[tuple[str, int]] = []
+
+    def run(self, groups: int, *, released: bool, steps: int = 1) -> dict[str, list[int]]:
+        """Return what the last checkpoint holds."""
+        ledger = Consumed(self.progress)
+        with shmbridge.Consumer(self._bridge) as consumer:
+            consumer.screen(TrainingScreen(ledger))
+            batches = consumer.batches(groups=groups, hold="caller", timeout_s=10.0, prefetch=0)
+            for step in range(1, steps + 1):
+                batch = next(batches)
+                self.trained += [(meta.producer_id, meta.sequence) for meta in batch.meta]
+                took(ledger, *batch.meta)
+                self.progress = ledger.progress(self.progress.step + 1, self.progress.step + 1)
+                if released or step < steps:
+                    batch.release()
+                    ledger.released()
+                else:
+                    for record in batch.records:
+                        record.abandon()
+            batches.close()
+        return self.progress.held
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_checkpoints_do_not_grow_with_resumes(bridge, released):
+    learner = Once(bridge)
+    with shmbridge.Producer(bridge, env_name="a") as producer:
+        for _ in range(6):
+            producer.put_many([GROUP] * 2)
+            held = learner.run(2, released=released)
+            assert len(held[producer.producer_id]) <= 4  # what this learner holds, and what the one before held
+        assert len(learner.trained) == 12 == len(set(learner.trained))
+
+
+def test_a_checkpoint_forgets_lanes_that_are_gone(bridge):
+    learner = Once(bridge)
+    for _ in range(4):  # an environment that is started again each time, under the same name
+        with shmbridge.Producer(bridge, env_name="a", producer_id="same") as producer:
+            producer.put_many([GROUP] * 2)
+            held = learner.run(2, released=True)
+    assert held == {producer.producer_id: [0, 1]}
+    assert list(learner.progress.mounts) == [producer.producer_id]
+
+
+def test_what_lies_on_another_mount_is_not_forgotten(bridge, monkeypatch):
+    learner = Once(bridge)
+    with shmbridge.Producer(bridge, env_name="a") as producer:
+        producer.put_many([GROUP] * 2)
+        learner.run(2, released=False)
+        first = learner.progress
+        monkeypatch.setattr(consumed, "mount_id", lambda: "another")
+        monkeypatch.setattr(lane_records, "mount_id", lambda: "another")
+        monkeypatch.setattr(inventory.segment, "bridges", list)
+        assert Consumed(first).progress(2, 2).held == first.held
+        assert Consumed(first).progress(2, 2).mounts == first.mounts
+        monkeypatch.undo()
+        producer.put_many([GROUP] * 2)
+        learner.progress = Consumed(Consumed(first).progress(2, 2)).progress(3, 3)
+        learner.run(2, released=True)
+        assert len(learner.trained) == 4 == len(set(learner.trained))
+
+
+def test_a_lane_that_cannot_be_read_is_not_taken_for_released(bridge, monkeypatch):
+    learner = Once(bridge)
+    with shmbridge.Producer(bridge, env_name="a") as producer:
+        producer.put_many([GROUP] * 2)
+        held = learner.run(2, released=True)
+
+        def garbage(_: object) -> list[int]:
+            raise inventory.header.LaneCorrupt("garbage")
+
+        monkeypatch.setattr(inventory.header, "unreleased", garbage)
+        assert Consumed(learner.progress).progress(2, 2).held == held
+        monkeypatch.undo()
+        assert Consumed(learner.progress).progress(2, 2).held == {}

@@ -79,3 +79,31 @@ def test_the_warning_is_said_when_it_begins_and_counted_at_each_step():
     assert "--mismatch-warn 0.05" in said[0]
     silent = MismatchAlarm(0.0, said.append)
     assert silent.looked({"logprob_diff_mean_fresh": 9.0}) == {"mismatch_alarms_total": 0}
+
+
+NO_FRESH = {"logprob_diff_mean": 0.3, "logprob_diff_mean_fresh": float("nan"), "tokens_fresh": 0.0}
+
+
+def test_a_run_in_which_nothing_can_be_compared_is_told_once():
+    said = []
+    alarm = MismatchAlarm(0.05, said.append)
+    for _ in range(9):
+        alarm.looked(NO_FRESH)
+        alarm.looked(NO_FRESH | {"logprob_diff_mean": float("nan")})  # nobody recorded a log-probability
+    assert not said
+    for _ in range(30):
+        assert alarm.looked(NO_FRESH) == {"mismatch_alarms_total": 0}
+    assert len(said) == 1
+    assert "in 10 steps no token" in said[0]
+    assert "token_versions" in said[0]
+
+
+def test_where_something_was_compared_or_nothing_is_to_be_nobody_is_told():
+    said = []
+    alarm = MismatchAlarm(0.05, said.append)
+    alarm.looked({"logprob_diff_mean": 0.001, "logprob_diff_mean_fresh": 0.001, "tokens_fresh": 5.0})
+    silent = MismatchAlarm(0.0, said.append)
+    for _ in range(30):
+        alarm.looked(NO_FRESH)
+        silent.looked(NO_FRESH)
+    assert not said

@@ -216,6 +216,31 @@ MUTATIONS = (
         "            share.readers.discard(dead)\n", "            share.readers.discard(dead)\n            share.read = True\n",
         "tests/ranks/test_shares.py",
     ),
+    Mutation(
+        "owed-close-forgotten", 2, "a close() in a signal handler is not done by the call that it interrupts", "shmbridge/closing.py",
+        "            owner.close_if_owed()\n", "            pass\n", "tests/unit/test_close_in_handler.py",
+    ),
+    Mutation(
+        "counts-left-half-way", 2, "a scheduler's counts stay as an exception in the middle of a change left them", "shmbridge/batching.py",
+        "            self._complete.recount()\n", "", "tests/unit/test_forming_interrupted.py",
+    ),
+    Mutation(
+        "first-checkpoint-forgotten", 2, "a second resume trains again what the first checkpoint held", "consumers/learner/consumed.py",
+        "may_come_again(self._in_checkpoint, self._mounts), mount_id()", "dict[str, set[int]](), mount_id()", "tests/learner/test_consumed.py",
+    ),
+    Mutation(
+        "loaded-state-forgotten", 2, "a second resume of a data set hands out again what the first state held", "consumers/dataset_position.py",
+        "in (had | self._held).items()", "in self._held.items()", "tests/learner/test_dataset.py -k resumes",
+    ),
+    Mutation(
+        "mounts-not-compared", 2, "a checkpoint forgets what it holds of lanes on another machine, as if they were gone", "consumers/lane_records.py",
+        "if here and mounts.get(producer) == here)", "if here)", "tests/learner/test_consumed.py",
+    ),
+    Mutation(
+        "unreadable-taken-for-released", 2, "a checkpoint forgets what it holds of a lane that cannot be read", "shmbridge/inventory.py",
+        "    except (OSError, ShmBridgeError, header.LaneCorrupt):\n        return None\n",
+        "    except (OSError, ShmBridgeError, header.LaneCorrupt):\n        return set()\n", "tests/learner/test_consumed.py",
+    ),
     # 3: nobody waits for a dead process
     Mutation(
         "death-not-told", 3, "the watcher does not ring when a producer dies", "shmbridge/lanes.py",
@@ -267,6 +292,10 @@ MUTATIONS = (
     Mutation(
         "uneven-row-shifted", 5, "values of a row with another length than its tokens are taken for those of its first tokens", "shmbridge/_ext/gather.h",
         "        present[row] &= !is_uneven;\n", "", "tests/unit/test_batch.py",
+    ),
+    Mutation(
+        "misfit-mask-ignored", 5, "a row whose mask does not fit its tokens counts as one without a mask, so other tokens train",
+        "consumers/learner/left_out.py", "        without |= uneven.get(name, False)\n", "        pass\n", "tests/learner/test_left_out.py",
     ),
     # 6: backpressure is real
     Mutation(
