@@ -420,7 +420,10 @@ class BatchAssembly:
         self.put_back(batch.groups)
 
     def put_back(self, groups: list[Group]) -> None:
-        """Groups of a batch that was not handed out, or not read, wait again, before all others, or for the next consumer; any thread."""
+        """Groups of a batch that was not handed out, or not read, wait again, before all others, or for the next consumer; any thread.
+
+        An interrupted call may be repeated: what waits already is not queued twice.
+        """
         self._check_process()
         hand_out(groups, Call.BATCHES, looked_at=False)
         with self._lock:
@@ -428,8 +431,9 @@ class BatchAssembly:
             if self._late is not None:
                 self._late.take(groups, closed=self._consumer._control_words is None)
                 return
-            self._back.append(list(groups))
+            waiting = set(map(id, itertools.chain(self._complete, *self._back)))
             self._returned = True
+            self._back.append([group for group in groups if id(group) not in waiting])
 
     def _check_stuck(self, want: Want) -> None:
         """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else holds anything."""
