@@ -102,22 +102,25 @@ class ControlServer:
     def close(self) -> None:
         """Stop answering and remove the socket and its directory.
 
-        Blocks until the answer being written is out. Any thread; more than once is fine; does nothing in a
-        forked child.
+        Blocks until the answer being written is out. Any thread; more than once is fine, and finishes what an
+        interrupt ended; does nothing in a forked child.
         """
         if os.getpid() != self._pid:
             return
         with self._closing:
-            if self._context.closed:
+            if self._again < 0:
                 return
             with self._bell:
                 self._closed = True
-            os.eventfd_write(self._stop, 1)
-            self._thread.join()
-            self._context.destroy(linger=100)
-            self._remove_directory()
-            os.close(self._stop)
-            os.close(self._again)
+            if self._stop >= 0:
+                os.eventfd_write(self._stop, 1)
+                self._thread.join()
+                self._context.destroy(linger=100)
+                self._remove_directory()
+                stop, self._stop = self._stop, -1  # before it is closed: its number is soon another's
+                os.close(stop)
+            again, self._again = self._again, -1
+            os.close(again)
 
     def _remove_directory(self) -> None:
         """Not by shutil.rmtree: interrupted by a signal handler that raises, it closes a descriptor twice."""
