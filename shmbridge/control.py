@@ -28,6 +28,7 @@ from shmbridge.config import Run
 from shmbridge.control_client import CUT_OFF_BYTES, AsyncControlClient, ControlClient, RequestRefused, control_address
 from shmbridge.environments import Environments, HubView, QueueView
 from shmbridge.errors import ShmPermission
+from shmbridge.in_thread import Joined
 from shmbridge.messages import Answer, BadMessage, Refused, Register, Request
 from shmbridge.segment import socket_directory
 from shmbridge.steering import EnvShare
@@ -76,8 +77,12 @@ class ControlServer:
         self._again = os.eventfd(0, os.EFD_CLOEXEC)
         self._waiting: dict[bytes, tuple[list[bytes], float]] = {}  # peer -> a request that has no answer yet, and when it came
         self._look_again_s: float | None = None  # when, by time.monotonic()
-        self._thread = threading.Thread(target=self._serve, name=f"shmbridge-control-{bridge}", daemon=True)
-        self._thread.start()
+        self._thread = Joined(self._serve, f"shmbridge-control-{bridge}")
+        try:
+            self._thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def stats(self) -> dict[str, int]:
         """Return counters of requests, and how many environments are known. Never blocks; any thread."""

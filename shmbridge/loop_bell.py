@@ -5,11 +5,13 @@ Knows event loops and who waits in them; knows nothing of records. Owned by the 
 
 import asyncio
 import contextlib
+import functools
 import os
 import threading
 
 from shmbridge._ext.ring import LaneReader
 from shmbridge._ext.wait import HubWait
+from shmbridge.in_thread import Joined
 
 _TICK_S = 1.0
 
@@ -25,8 +27,12 @@ class LoopBell:
         self._waiting: set[asyncio.Future[None]] = set()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         wait.start_relay(self._event)
-        self._relay = threading.Thread(target=wait.relay, args=(self._event,), name=f"shmbridge-{bridge}", daemon=True)
-        self._relay.start()
+        self._relay = Joined(functools.partial(wait.relay, self._event), f"shmbridge-{bridge}")
+        try:
+            self._relay.start()
+        except BaseException:
+            self.close()
+            raise
 
     async def wait(self, readers: list[LaneReader], arrivals: int, left_s: float) -> None:
         """Returns when there may be work, `left_s` are over or a tick is; a cancelled wait leaves nothing behind."""

@@ -13,6 +13,7 @@ import pytest
 
 import shmbridge
 from shmbridge import errors
+from shmbridge.in_thread import Joined
 from shmbridge.placement import MemoryUse
 from shmbridge.ranks import RankServer
 
@@ -231,11 +232,12 @@ def test_a_call_that_owes_a_close_hands_nothing_out(bridge, make_producer, monke
 def test_an_owed_close_is_not_paid_by_a_thread_that_it_joins(consumer, producer, until) -> None:
     put(consumer, producer, 1)
     taken = consumer.take_groups(groups=1, timeout_s=5)
-    control = threading.Thread(target=consumer.publish_policy_version, args=(1,), name=f"shmbridge-control-{consumer.bridge}")
+    control = Joined(lambda: consumer.publish_policy_version(1), "a thread")
     with consumer._closing:
         closes_in_handler(consumer, lambda: signal.raise_signal(SIGNAL))
         control.start()
-        control.join(10)
+        control.join()
+        assert consumer.policy_version == 1
     assert consumer._control_words is not None
     consumer.put_back(taken)
     assert consumer._control_words is None
