@@ -116,11 +116,13 @@ class BatchAssembly:
         finally:
             self._lock.release()
 
-    def begin_step(self, groups: list[Group]) -> None:
-        """A batch is handed out: how stale it is is counted, and the step before it is over."""
-        self.count_lags(groups)
+    def begin_step(self, groups: list[Group]) -> bool:
+        """A batch is handed out: how stale it is is counted, and the step before it is over. False: not handed out, since this closes."""
         with self._lock:
             self._chosen.begin_step(groups if self._limit else [])
+        if not self._closed:  # asked after the last lock: a handler that could only note a close has done so by now
+            self.count_lags(groups)
+        return not self._closed
 
     def count_lags(self, groups: list[Group]) -> None:
         """Counts how stale the groups of a batch are."""
@@ -184,7 +186,9 @@ class BatchAssembly:
                     if self._has_stale(batch.groups, max_staleness):
                         self._put_back(batch)  # it grew stale while it waited to be taken
                         continue
-                    self._begin_batch(batch, hold)  # Closed: nothing of it is handed out any more
+                    if not self._begin_batch(batch, hold):
+                        self._put_back(batch)
+                        return
                     if hold == "gather":
                         batch.release()  # the last thing before it is handed out: what raises later loses it
                     yield batch
@@ -202,14 +206,16 @@ class BatchAssembly:
         """Raises Closed in a child of fork, where a thread that is not there may hold the lock for ever."""
         self._consumer._words_here()
 
-    def _begin_batch(self, batch: Batch, hold: Hold) -> None:
-        """A batch is about to be handed out."""
-        self.begin_step(batch.groups)
-        hand_out(batch.groups, Call.BATCHES, looked_at=True)
-        self._consumer.count_batch()
+    def _begin_batch(self, batch: Batch, hold: Hold) -> bool:
+        """A batch is about to be handed out; whether it may be."""
         if hold == "caller":
             with self._lock:
                 self._handed.add(batch)
+        if not self.begin_step(batch.groups):
+            return False
+        hand_out(batch.groups, Call.BATCHES, looked_at=True)
+        self._consumer.count_batch()
+        return True
 
     def _prefetch(self, depth: int, form: Callable[[Flag], Batch | None]) -> Prefetcher:
         ahead = self._prefetcher = Prefetcher(depth, form)
@@ -275,7 +281,9 @@ class BatchAssembly:
         self.stop_prefetch()
         self._begin_anew()
         chosen = self.choose(want, self.most_stale(max_staleness), Flag(), time.monotonic() + timeout_s)
-        self.begin_step(chosen or [])
+        if not self.begin_step(chosen or []):
+            self.put_back(chosen or [])
+            chosen = None
         hand_out(chosen or [], Call.TAKE_GROUPS, looked_at=False)
         self._consumer.close_if_owed()
         return chosen
@@ -420,7 +428,10 @@ class BatchAssembly:
         self.put_back(batch.groups)
 
     def put_back(self, groups: list[Group]) -> None:
-        """Groups of a batch that was not handed out, or not read, wait again, before all others, or for the next consumer; any thread."""
+        """Groups of a batch that was not handed out, or not read, wait again, before all others, or for the next consumer; any thread.
+
+        An interrupted call may be repeated: what waits already is not queued twice.
+        """
         self._check_process()
         hand_out(groups, Call.BATCHES, looked_at=False)
         with self._lock:
@@ -428,8 +439,9 @@ class BatchAssembly:
             if self._late is not None:
                 self._late.take(groups, closed=self._consumer._control_words is None)
                 return
-            self._back.append(list(groups))
+            waiting = set(map(id, itertools.chain(self._complete, *self._back)))
             self._returned = True
+            self._back.append([group for group in groups if id(group) not in waiting])
 
     def _check_stuck(self, want: Want) -> None:
         """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else holds anything."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-_JOINED = ("shmbridge-prefetch", "shmbridge-control-", "shmbridge-deathwatch", "shmbridge-ranks-")
+_this_thread = threading.local()
 
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
@@ -42,6 +42,11 @@ def is_mine(lock: "threading.RLock | threading.Condition") -> bool:
     return lock._is_owned()  # type: ignore[union-attr, no-any-return]
 
 
+def begin_own_thread() -> None:
+    """Says that close() waits for the end of this thread."""
+    _this_thread.is_own = True
+
+
 def is_own_thread() -> bool:
     """Whether close() waits for the end of this thread, so that it cannot close."""
-    return threading.current_thread().name.startswith(_JOINED)
+    return hasattr(_this_thread, "is_own")

@@ -29,6 +29,7 @@ from shmbridge.config import Run
 from shmbridge.control_client import CUT_OFF_BYTES, AsyncControlClient, ControlClient, RequestRefused, control_address
 from shmbridge.environments import Environments, HubView, QueueView
 from shmbridge.errors import ShmPermission
+from shmbridge.in_thread import Joined
 from shmbridge.messages import Answer, BadMessage, Refused, Register, Request
 from shmbridge.segment import remove_folder, socket_directory
 from shmbridge.steering import EnvShare
@@ -76,8 +77,12 @@ class ControlServer:
         self._stop, self._again = (Descriptor(os.eventfd(0, os.EFD_CLOEXEC), kept_from_children=False) for _ in range(2))
         self._waiting: dict[bytes, tuple[list[bytes], float]] = {}  # peer -> a request that has no answer yet, and when it came
         self._look_again_s: float | None = None  # when, by time.monotonic()
-        self._thread = threading.Thread(target=self._serve, name=f"shmbridge-control-{bridge}", daemon=True)
-        self._thread.start()
+        self._thread = Joined(self._serve, f"shmbridge-control-{bridge}")
+        try:
+            self._thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def stats(self) -> dict[str, int]:
         """Return counters of requests, and how many environments are known. Never blocks; any thread."""
@@ -102,21 +107,22 @@ class ControlServer:
     def close(self) -> None:
         """Stop answering and remove the socket and its directory.
 
-        Blocks until the answer being written is out. Any thread; more than once is fine; does nothing in a
-        forked child.
+        Blocks until the answer being written is out. Any thread; more than once is fine, and finishes what an
+        interrupt ended; does nothing in a forked child.
         """
         if os.getpid() != self._pid:
             return
         with self._closing:
-            if self._context.closed:
+            if self._again.fd < 0:
                 return
             with self._bell:
                 self._closed = True
-            os.eventfd_write(self._stop.fd, 1)
-            self._thread.join()
-            self._context.destroy(linger=100)
-            remove_folder(socket_directory(self._bridge))
-            self._stop.close()
+            if self._stop.fd >= 0:
+                os.eventfd_write(self._stop.fd, 1)
+                self._thread.join()
+                self._context.destroy(linger=100)
+                remove_folder(socket_directory(self._bridge))
+                self._stop.close()
             self._again.close()
 
     def _bind(self) -> zmq.Socket[bytes]:

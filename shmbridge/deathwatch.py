@@ -6,11 +6,11 @@ The pidfd only says when to look; the free lock is the proof. Knows descriptors;
 import logging
 import os
 import select
-import threading
 from collections.abc import Callable
 
 from shmbridge import liveness
 from shmbridge._ext.mapping import Mapping
+from shmbridge.in_thread import Joined
 from shmbridge.liveness import Byte
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,12 @@ class DeathWatch:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="shmbridge-deathwatch", daemon=True)
-        self._thread.start()
+        self._thread = Joined(self._run, "shmbridge-deathwatch")
+        try:
+            self._thread.start()
+        except BaseException:
+            self.stop()
+            raise
 
     def watch(self, name: str, lane: Mapping, pid: int, namespace: int) -> None:
         """Begins to watch a lane. Idempotent. The mapping is kept until the producer's death has been told."""
@@ -51,7 +55,7 @@ class DeathWatch:
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
-        while self._lanes:  # each is forgotten before it is closed: an interrupted stop() may be called again
+        while self._lanes:  # called again after an interrupt, it closes none twice: the number is another's by then
             _, (_, pidfd) = self._lanes.popitem()
             if pidfd >= 0:
                 os.close(pidfd)

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from shmbridge.closing import begin_own_thread
+
 Result = TypeVar("Result")
 _LOOK_AGAIN_S = 0.05
 
@@ -70,6 +72,49 @@ def start_apart(thread: threading.Thread, failed: Callable[[Exception], None]) -
             failed(error)
 
     _thread.start_new_thread(start, ())
+
+
+class Joined:
+    """A thread that close() waits for. An exception of a signal handler, wherever it comes, leaves none that cannot begin or be joined.
+
+    So neither Thread.start (see start_apart) nor Thread.join: one that is interrupted marks a running thread as ended.
+    """
+
+    def __init__(self, run: Callable[[], object], name: str) -> None:
+        self._over = False
+        self._runs_in = 0  # process; in a child of fork the thread does not run
+        self._begun: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(run,), name=name, daemon=True)
+
+    def start(self) -> None:
+        """Blocks until it runs; RuntimeError if no thread can be had. Whoever this raises for calls `join`."""
+        start_apart(self._thread, self._begun.put)
+        if (error := self._begun.get()) is not None:
+            raise error
+
+    def join(self) -> None:
+        """Blocks until it has ended; one that has not begun does nothing any more.
+
+        May be called again, also by a handler that interrupts it.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a thread cannot wait for its own end")
+        self._over = True
+        while self._runs_in == os.getpid():
+            with contextlib.suppress(queue.Empty):  # the interrupted call may have taken it
+                self._ended.get(timeout=_LOOK_AGAIN_S)
+
+    def _run(self, run: Callable[[], object]) -> None:
+        self._runs_in = os.getpid()  # before it looks whether it is over: `join` does both the other way round
+        try:
+            begin_own_thread()
+            self._begun.put(None)
+            if not self._over:
+                run()
+        finally:
+            self._runs_in = 0
+            self._ended.put(None)
 
 
 class Apart:

@@ -28,11 +28,12 @@ class LateReturns:
         self._control, self._bridge = weakref.ref(control), bridge
 
     def take(self, groups: list[Group], *, closed: bool) -> None:
-        """Lets go of the groups, un-released. `closed`: close() is over, so the end of the last lease gives the bridge up."""
+        """Lets go of the groups, un-released. `closed`: close() is over, so the end of the last lease gives the bridge up.
+
+        An interrupted call may be repeated: the groups keep their records until the rest is done.
+        """
         readers = {record.reader for group in groups for record in group.records}
         abandon(groups)
-        for group in groups:
-            group.records = []  # each keeps its lane mapped
         for reader in readers:
             if not reader.held:
                 self._held_in.discard(reader.lane)
@@ -40,3 +41,5 @@ class LateReturns:
                     liveness.unlock(reader.lane.fd, Byte.READER)
         if closed and not self._held_in and (control := self._control()) is not None:
             participation.leave(control.fd, self._bridge)
+        for group in groups:
+            group.records = []  # each keeps its lane mapped

@@ -5,12 +5,14 @@ Knows event loops and who waits in them; knows nothing of records. Owned by the 
 
 import asyncio
 import contextlib
+import functools
 import os
 import threading
 
 from shmbridge._ext.mapping import Descriptor
 from shmbridge._ext.ring import LaneReader
 from shmbridge._ext.wait import HubWait
+from shmbridge.in_thread import Joined
 
 _TICK_S = 1.0
 
@@ -26,8 +28,12 @@ class LoopBell:
         self._waiting: set[asyncio.Future[None]] = set()
         self._event = Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), kept_from_children=False)
         wait.start_relay(self._event.fd)
-        self._relay = threading.Thread(target=wait.relay, args=(self._event.fd,), name=f"shmbridge-{bridge}", daemon=True)
-        self._relay.start()
+        self._relay = Joined(functools.partial(wait.relay, self._event.fd), f"shmbridge-{bridge}")
+        try:
+            self._relay.start()
+        except BaseException:
+            self.close()
+            raise
 
     async def wait(self, readers: list[LaneReader], arrivals: int, left_s: float) -> None:
         """Returns when there may be work, `left_s` are over or a tick is; a cancelled wait leaves nothing behind."""

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 
 from shmbridge.batch import Batch
+from shmbridge.closing import begin_own_thread
 from shmbridge.in_thread import start_apart
 
 _LOOK_AGAIN_S = 0.05
@@ -57,6 +58,7 @@ class Prefetcher:
     def _run(self) -> None:
         self._runs_in = os.getpid()  # before it looks whether it is to stop: `stop` does both the other way round
         try:
+            begin_own_thread()
             self._form_ahead()
         finally:
             self._runs_in = 0

@@ -14,6 +14,7 @@ from shmbridge._ext import header
 from shmbridge.closing import is_mine, then_close
 from shmbridge.errors import BatchTooBig
 from shmbridge.groups import Group
+from shmbridge.in_thread import Joined
 from shmbridge.liveness import MOST_RANKS, Byte
 from shmbridge.messages import (
     BAD_VALUE,
@@ -79,8 +80,12 @@ class RankServer:
         self._drained, self._withdrawn, self._failed = False, False, ""
         self._stop = threading.Event()
         self._change = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name=f"shmbridge-ranks-{consumer.bridge}", daemon=True)
-        self._thread.start()
+        self._thread = Joined(self._run, f"shmbridge-ranks-{consumer.bridge}")
+        try:
+            self._thread.start()
+        except BaseException:
+            self.stop()
+            raise
 
     # -- forming batches ----------------------------------------------------------------------------------------------------------
 

@@ -154,28 +154,32 @@ class Tickets(OneProcess):
         deadline = _deadline(timeout_s)
         self._check_may_ask()
         client, turn = self._client_of_this_loop()
+        waits = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s):
-                await turn.acquire()
+            async with waits, turn:  # nothing in between, where an exception of a signal handler would keep the turn
+                waits.reschedule(None)
+                return await self._ask_in_turn(client, deadline, timeout_s)
         except TimeoutError:
-            raise self._not_admitted(timeout_s, None) from None
-        try:
-            if self._asking.locked():
-                raise self._asks_already()
-            with self._asking:
-                asked_ns = time.monotonic_ns()
-                while True:
-                    self._check_may_ask()
-                    left_s = deadline - time.monotonic()
-                    question = self._question(wait=left_s > 0)
-                    answer = await _ask_async(client, question, min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
-                    if (ticket := self._taken(answer, asked_ns)) is not None:
-                        return ticket
-                    if left_s <= 0:
-                        raise self._not_admitted(timeout_s, answer)
+            if waits.expired():
+                raise self._not_admitted(timeout_s, None) from None
+            raise
         finally:
-            turn.release()
             self._close_if_over()
+
+    async def _ask_in_turn(self, client: "AsyncControlClient", deadline: float, timeout_s: float | None) -> Ticket:
+        if self._asking.locked():
+            raise self._asks_already()
+        with self._asking:
+            asked_ns = time.monotonic_ns()
+            while True:
+                self._check_may_ask()
+                left_s = deadline - time.monotonic()
+                question = self._question(wait=left_s > 0)
+                answer = await _ask_async(client, question, min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
+                if (ticket := self._taken(answer, asked_ns)) is not None:
+                    return ticket
+                if left_s <= 0:
+                    raise self._not_admitted(timeout_s, answer)
 
     def _close_if_over(self) -> None:
         """The producer has closed meanwhile, and left the sockets to whoever was using them."""

@@ -13,6 +13,7 @@ import pytest
 
 import shmbridge
 from shmbridge import errors
+from shmbridge.in_thread import Joined
 from shmbridge.placement import MemoryUse
 from shmbridge.ranks import RankServer
 
@@ -178,14 +179,65 @@ def test_an_owed_close_hands_nothing_more_out(consumer, producer) -> None:
     assert consumer.stats()["held"] == 7  # a step releases what the one before yielded
 
 
+def batch_of(hold: str) -> Callable[[shmbridge.Consumer], object]:
+    def called(consumer: shmbridge.Consumer) -> object:
+        return next(batches := consumer.batches(groups=1, prefetch=0, hold=hold, timeout_s=0)), batches  # an iteration that ends would pay
+
+    return called
+
+
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [
+        (adopts(lambda hub: hub.get(0)), "_take"), (adopts(lambda hub: hub.poll() or None), "poll"), (batch_of("step"), "_iterate"),
+        (batch_of("gather"), "_iterate"), (batch_of("caller"), "_iterate"),
+        (lambda hub: hub.take_groups(groups=1, timeout_s=0), "take_groups"),
+    ],
+    ids=["get", "poll", "step", "gather", "caller", "take_groups"],
+)  # fmt: skip
+@pytest.mark.timeout(120, method="thread")
+def test_a_call_that_owes_a_close_hands_nothing_out(bridge, make_producer, monkeypatch, call, after) -> None:
+    monkeypatch.setattr(MemoryUse, "of", lambda *_: {})
+    producer, line, owed = make_producer(), 0, 0
+    before = signal.getsignal(SIGNAL)
+    try:
+        while True:
+            consumer = shmbridge.Consumer(bridge)
+            put(consumer, producer, 2 - int(producer.stats()["held"]))
+            found: list[bool] = []
+            signal.signal(SIGNAL, lambda *_, hub=consumer, found=found: found.append(hub.close() or hub._close_owed))
+            at, handed_out = AtLine(line, after), None
+            sys.settrace(at)
+            try:
+                handed_out = call(consumer)
+            except (errors.Closed, errors.ConsumerEmpty, StopIteration):
+                pass
+            finally:
+                sys.settrace(None)
+            assert not (handed_out and found == [True]), f"line {line}"
+            assert handed_out or producer.stats()["held"] == 2
+            owed += found == [True]
+            del handed_out
+            consumer.close()
+            del consumer
+            if not at.came:
+                break
+            line += 1
+    finally:
+        sys.settrace(None)
+        signal.signal(SIGNAL, before)
+    assert owed > 3
+
+
 def test_an_owed_close_is_not_paid_by_a_thread_that_it_joins(consumer, producer, until) -> None:
     put(consumer, producer, 1)
     taken = consumer.take_groups(groups=1, timeout_s=5)
-    control = threading.Thread(target=consumer.publish_policy_version, args=(1,), name=f"shmbridge-control-{consumer.bridge}")
+    control = Joined(lambda: consumer.publish_policy_version(1), "a thread")
     with consumer._closing:
         closes_in_handler(consumer, lambda: signal.raise_signal(SIGNAL))
         control.start()
-        control.join(10)
+        control.join()
+        assert consumer.policy_version == 1
     assert consumer._control_words is not None
     consumer.put_back(taken)
     assert consumer._control_words is None

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from shmbridge import messages
+from shmbridge import control, messages
 from shmbridge.control import (
     AsyncControlClient,
     ControlClient,
@@ -283,3 +283,32 @@ def test_an_idle_server_uses_no_cpu(server: ControlServer, client: ControlClient
     began, used = time.monotonic(), time.process_time()
     threading.Event().wait(0.5)
     assert (time.process_time() - used) / (time.monotonic() - began) < 0.05
+
+
+@pytest.mark.parametrize("step", ["_thread.join", "_context.destroy", "remove_folder"])
+def test_a_close_that_is_interrupted_after_any_step_is_finished_by_the_next(bridge: str, hub: FakeHub, monkeypatch, step: str) -> None:
+    server = ControlServer(bridge, hub)
+    descriptors = server._stop.fd, server._again.fd
+    owner, _, name = step.rpartition(".")
+    part = getattr(server, owner) if owner else control
+    real, put = getattr(part, name), object.__setattr__ if owner else setattr  # a zmq.Context has its own
+
+    def interrupted(*given: object, **named: object) -> None:
+        put(part, name, real)
+        real(*given, **named)
+        raise KeyboardInterrupt
+
+    put(part, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        server.close()
+    server.close()
+    for each in descriptors:
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(each)
+    assert not socket_directory(bridge).exists()
+    server.close()
+    again = ControlServer(bridge, hub)
+    server.close()  # its numbers are another's now
+    with ControlClient(bridge, role="test", name="t") as client:
+        assert isinstance(client.hello(timeout_s=10), messages.Welcome)
+    again.close()

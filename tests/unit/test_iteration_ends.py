@@ -157,7 +157,7 @@ def test_what_a_forked_child_asks_of_queues_and_lanes_is_no_fault(producer, cons
 
     assert consumer.queue_groups() == 2
     in_child(
-        consumer.queue_groups, all_nothing, reader.ring, lambda: reader.quarantine(0, 1),
+        consumer.queue_groups, all_nothing, reader.ring, lambda: reader.quarantine(1),
         lambda: consumer.take_groups(groups=1), lambda: consumer.put_back(groups), consumer.stats, consumer.close,
     )  # fmt: skip
     assert (reader.waiting, reader.quarantined, consumer.stats()["discarded_total"]) == (2, False, 0)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import shmbridge
-from shmbridge import messages, one_thread
+from shmbridge import in_thread, messages, one_thread
 from shmbridge.adopted_lane import AdoptedLane
 from shmbridge.batching import BatchAssembly
 from shmbridge.control import ControlClient, ControlServer
@@ -339,35 +339,77 @@ def test_an_interrupt_amid_the_start_of_a_thread_leaves_none_that_cannot_begin(p
     until(lambda: not [each for each in threading.enumerate() if each.name == "shmbridge-prefetch"])
 
 
-@pytest.mark.parametrize("thread", ["shmbridge-prefetch", "shmbridge-control", "shmbridge-deathwatch"])
-def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, monkeypatch, until, thread) -> None:
+@pytest.mark.parametrize("thread", ["prefetch", "control plane", "death watch"])
+def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, until, thread) -> None:
     """Else the bridge is taken until this process ends."""
-    consumer, join = make_consumer(), threading.Thread.join
+    consumer = make_consumer()
     producer.put(group())
     with pytest.raises(shmbridge.ConsumerEmpty):
         next(consumer.batches(groups=2, prefetch=1, timeout_s=0.01))
-
-    def interrupted(joined: threading.Thread, timeout: float | None = None) -> None:
-        if joined.name.startswith(thread):
-            monkeypatch.setattr(threading.Thread, "join", join)
-            raise KeyboardInterrupt
-        join(joined, timeout)
 
     class Interrupted(queue.SimpleQueue):
         def get(self, **_):
             ahead._ended = ended
             raise KeyboardInterrupt
 
-    if thread == "shmbridge-prefetch":
+    def interrupted() -> None:
+        del joined.join
+        raise KeyboardInterrupt
+
+    if thread == "prefetch":
         ahead = consumer._batching._prefetcher
         ended, ahead._ended = ahead._ended, Interrupted()
     else:
-        monkeypatch.setattr(threading.Thread, "join", interrupted)
+        joined = (consumer._server if thread == "control plane" else consumer._lanes._watch)._thread
+        joined.join = interrupted
     with pytest.raises(KeyboardInterrupt):
         consumer.close()
     consumer.close()
     until(lambda: not [each for each in threading.enumerate() if each.name.startswith("shmbridge-")])
     assert make_consumer().get(timeout_s=5).meta.sequence == 0
+
+
+def events() -> list[str]:
+    """The open descriptors that are of no file, such as those that wake threads."""
+    links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+    return sorted(link for link in links if os.path.lexists(link) and os.readlink(link).startswith("anon_inode:"))
+
+
+STARTED = {"death watch": 1, "control plane": 2, "bell": 3, "ranks": 4}  # which one, of those that are started
+
+
+@pytest.mark.parametrize("thread", STARTED)
+def test_an_interrupt_as_a_thread_of_the_hub_is_started_leaves_nothing(producer, make_consumer, monkeypatch, until, thread) -> None:
+    """It comes while whoever starts it waits until it runs."""
+    producer.put(group())
+    before, started, start = events(), [], in_thread.start_apart
+
+    async def waits(hub: shmbridge.Consumer) -> None:
+        (await hub.get_async()).release()
+        with pytest.raises(shmbridge.ConsumerEmpty):
+            await hub.get_async(0.01)
+
+    class Interrupted(queue.SimpleQueue):
+        def get(self):
+            raise KeyboardInterrupt
+
+    def interrupted(which: threading.Thread, failed: object) -> None:
+        started.append(which.name)
+        if len(started) == STARTED[thread]:
+            owner = which._target.__self__
+            owner._begun = Interrupted()
+        start(which, failed)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(in_thread, "start_apart", interrupted)
+        with make_consumer() as hub:
+            asyncio.run(waits(hub))
+            hub.serve_ranks(1, groups=1)
+    assert len(started) == STARTED[thread]
+    until(lambda: not [each for each in threading.enumerate() if each.name.startswith("shmbridge-")])
+    until(lambda: events() == before)
+    producer.put(group())
+    make_consumer().get(timeout_s=5).release()
 
 
 def test_a_handler_during_the_check_for_two_threads_does_not_wait_for_itself(monkeypatch) -> None:

@@ -3,10 +3,12 @@
 import asyncio
 import fcntl
 import gc
+import linecache
 import os
 import random
 import signal
 import struct
+import sys
 import threading
 import time
 
@@ -332,3 +334,42 @@ def test_a_clock_ahead_of_the_consumers_is_named_as_the_reason(limited, make_pro
             producer.begin_group(timeout_s=20)
     with producer.begin_group(timeout_s=20):
         pass
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.timeout(120, method="thread")
+async def test_a_task_that_an_exception_of_a_handler_ends_keeps_no_turn(producer, limited) -> None:
+    """It comes at each line in turn, while the loop goes on: the next task is served."""
+    limited(0, 1)
+
+    async def interrupted_at(line: int) -> bool:
+        left = line
+
+        def trace(frame, event, _):
+            nonlocal left
+            if frame.f_globals.get("__name__") not in ("shmbridge.tickets", "asyncio.timeouts"):
+                return None
+            words = linecache.getline(frame.f_code.co_filename, frame.f_lineno).split()
+            if event == "line" and not {"with", "finally:"} & set(words[:2]) and frame.f_code.co_name != "_close_if_over":
+                left -= 1
+                if left == 0:
+                    raise Stop
+            return trace
+
+        sys.settrace(trace)
+        try:
+            (await producer.begin_group_async(timeout_s=5)).end()
+        except Stop:
+            pass
+        finally:
+            sys.settrace(None)
+        return left <= 0
+
+    line = 1
+    while await interrupted_at(line):
+        with await producer.begin_group_async(timeout_s=5):
+            line += 1
+    assert line > 50

@@ -1,0 +1,96 @@
+"""An exception of a signal handler ends `put_back` anywhere, and it is called again: every record comes, and none comes twice."""
+
+import contextlib
+import linecache
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+import shmbridge
+
+MODULES = ("shmbridge.batching", "shmbridge.late_returns", "shmbridge.capacity", "shmbridge.groups", "shmbridge.closing")
+GROUPS = 4
+
+
+class Stop(Exception):
+    pass
+
+
+@contextmanager
+def raising_at(number: int) -> Iterator[Callable[[], bool]]:
+    """Raises Stop at the `number`-th line or return in the modules that take groups back; says whether that came.
+
+    Not at the line of a `with`: the interpreter comes by it again to leave the block, where it lets no handler run.
+    """
+    left = number
+
+    def trace(frame, event, _):
+        nonlocal left
+        if frame.f_globals.get("__name__") not in MODULES:
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if event in ("line", "return") and not line.startswith("with "):
+            left -= 1
+            if left == 0:
+                raise Stop
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lambda: left <= 0
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("policy", ["fair", "oldest", "atropos"])
+@pytest.mark.parametrize("queued", [False, True], ids=["still on the way", "queued in between"])
+def test_a_put_back_that_is_repeated_queues_no_group_twice(make_producer, make_consumer, policy, queued) -> None:
+    producer = make_producer()
+    hub = make_consumer(policy=policy, run=shmbridge.Run(batch_size=GROUPS))
+    at, came = 0, True
+    while came:
+        at += 1
+        put = [producer.put({"tokens": [[1]]}) for _ in range(GROUPS)]
+        groups = hub.take_groups(groups=GROUPS, timeout_s=5)
+        with raising_at(at) as has_come, contextlib.suppress(Stop):
+            hub.put_back(groups)
+        came = has_come()
+        if came:
+            if queued:
+                with hub._batching._lock:
+                    hub._batching._begin_change()
+                    hub._batching._changing = False
+            hub.put_back(groups)
+        del groups
+        got: Counter[int] = Counter()
+        while (again := hub.take_groups(groups=GROUPS)) is not None:
+            for record in [record for group in again for record in group.records]:
+                got[record.sequence] += 1
+                record.release()
+        assert got == Counter(put), f"interrupted at {at}"
+    assert at > 10
+
+
+def test_a_put_back_that_is_repeated_after_close_gives_the_bridge_up(make_producer, make_consumer) -> None:
+    """Also while somebody keeps the error, and with its traceback the interrupted call."""
+    producer = make_producer()
+    producer.put_many([{"tokens": [[number]]} for number in range(GROUPS)])
+    at, errors = 0, [Stop()]
+    while errors:
+        at, errors = at + 1, []
+        hub = make_consumer()
+        groups = hub.take_groups(groups=GROUPS, timeout_s=5)
+        hub.close()
+        with raising_at(at):
+            try:
+                hub.put_back(groups)
+            except Stop as error:
+                errors.append(error)
+        hub.put_back(groups)
+        with make_consumer() as successor:
+            assert [record.sequence for record in successor.poll()] == list(range(GROUPS)), f"interrupted at {at}"
+    assert at > 10
