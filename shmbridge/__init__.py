@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shmbridge.errors import ConsumerTaken as ConsumerTaken
     from shmbridge.errors import FillingOver as FillingOver
     from shmbridge.errors import InvalidRecord as InvalidRecord
+    from shmbridge.errors import IterationOver as IterationOver
     from shmbridge.errors import LaneFull as LaneFull
     from shmbridge.errors import LaneQuarantined as LaneQuarantined
     from shmbridge.errors import LaneRemoved as LaneRemoved
@@ -76,12 +77,11 @@ _HOMES = {
     "list_bridges": "inventory",
     **dict.fromkeys(
         [
-            "BadArgument", "BadBridgeName", "BadConfig", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed",
-            "ConsumerEmpty", "ConsumerTaken", "FillingOver", "InvalidRecord", "LaneFull", "LaneQuarantined", "LaneRemoved", "LaunchFailed",
-            "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotAdmitted", "NotReady", "NoWeight", "ProcessLimit", "RankTaken",
-            "RecordTooBig", "RecordUnreadable", "SchemaMismatch", "ServesRanks", "ShmBridgeError",
-            "ShmPermission", "ShmTooSmall", "ShmUnavailable", "UnknownEnvironment", "UsedByTwoThreads",
-            "WeightsBusy", "WeightsMismatch",
+            "BadArgument", "BadBridgeName", "BadConfig", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
+            "ConsumerTaken", "FillingOver", "InvalidRecord", "IterationOver", "LaneFull", "LaneQuarantined", "LaneRemoved",
+            "LaunchFailed", "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotAdmitted", "NotReady", "NoWeight", "ProcessLimit",
+            "RankTaken", "RecordTooBig", "RecordUnreadable", "SchemaMismatch", "ServesRanks", "ShmBridgeError", "ShmPermission",
+            "ShmTooSmall", "ShmUnavailable", "UnknownEnvironment", "UsedByTwoThreads", "WeightsBusy", "WeightsMismatch",
         ],
         "errors",
     ),

@@ -21,8 +21,8 @@ from shmbridge.atropos_scheduler import AtroposScheduler
 from shmbridge.batch import Batch, Layout, MakeBatch, as_batch, forget_spare_memory, unreadable
 from shmbridge.capacity import Chosen, Limit
 from shmbridge.closing import is_mine
-from shmbridge.config import check_choice, format_size
-from shmbridge.errors import BatchTooBig, ConsumerEmpty
+from shmbridge.config import check_choice, check_count, check_timeout, format_size
+from shmbridge.errors import BatchTooBig, ConsumerEmpty, IterationOver
 from shmbridge.groups import NO_VERSION, Group, GroupAssembler, hand_out, oldest_version
 from shmbridge.in_thread import in_another_thread
 from shmbridge.lanes import LaneSet
@@ -44,6 +44,9 @@ Screen = Callable[[Group], bool]
 _STUCK_AFTER_S = 1.0
 _LOOK_EVERY_S = 0.25
 _EVERYTHING = 1 << 31
+_MOST_PREFETCHED = 1024
+_OVER = "this iteration over batches has ended: another of the same consumer has begun, or take_groups took some"
+_ONE_AT_A_TIME = "iterate once at a time; to look at a batch beside the loop, use prefetch=0"
 
 
 class BatchAssembly:
@@ -157,8 +160,9 @@ class BatchAssembly:
         make: MakeBatch | None = None,
     ) -> Iterator[Batch]:  # fmt: skip
         """See Consumer.batches. Checks its arguments at once, not at the first `next`."""
-        if min(prefetch, max_staleness or 0, timeout_s or 0) < 0:
-            raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}, timeout_s={timeout_s}: at least 0 each")
+        prefetch, timeout_s = check_count("prefetch", prefetch, 0, _MOST_PREFETCHED), check_timeout(timeout_s)
+        if min(max_staleness or 0, timeout_s or 0) < 0:
+            raise ValueError(f"max_staleness={max_staleness}, timeout_s={timeout_s}: at least 0 each")
         check_choice("layout", layout, ("padded", "packed"))
         check_choice("hold", hold, ("step", "gather", "caller"))
         return self._iterate(want, (make or Batch, layout), self.most_stale(max_staleness), prefetch, hold, timeout_s)
@@ -178,7 +182,9 @@ class BatchAssembly:
                 while not self._closed:
                     batch = self._next(ahead, want, making, max_staleness, timeout_s)
                     if batch is None:
-                        if not self._returned or ahead is None or self._prefetcher is not ahead:
+                        if ahead is not None and self._prefetcher is not ahead and not self._closed:
+                            raise IterationOver(_OVER, hint=_ONE_AT_A_TIME)
+                        if not self._returned or ahead is None:
                             return
                         self._returned = False
                         ahead = self._prefetch(prefetch, form)
@@ -277,10 +283,11 @@ class BatchAssembly:
 
     def choose_within(self, want: Want, max_staleness: int | None, timeout_s: float) -> list[Group] | None:
         """The groups of the next batch; None if there is none in time."""
+        deadline_s = time.monotonic() + (check_timeout(timeout_s) or 0.0)
         self._check_process()
         self.stop_prefetch()
         self._begin_anew()
-        chosen = self.choose(want, self.most_stale(max_staleness), Flag(), time.monotonic() + timeout_s)
+        chosen = self.choose(want, self.most_stale(max_staleness), Flag(), deadline_s)
         if not self.begin_step(chosen or []):
             self.put_back(chosen or [])
             chosen = None

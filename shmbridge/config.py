@@ -82,6 +82,17 @@ def check_lanes(lanes: int | str) -> int | None:
     return lanes
 
 
+def check_count(name: str, count: object, least: int, most: int) -> int:
+    """A whole number from `least` to `most`, as an int; or raises BadArgument."""
+    try:
+        number = None if isinstance(count, bool) else operator.index(count)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= most:
+        raise BadArgument(f"{name}={count!r} is no whole number from {least} to {most}", hint=f"{name}={max(least, 1)}")
+    return number
+
+
 def check_timeout(timeout_s: float | None) -> float | None:
     """Seconds, None for ever; or raises BadArgument."""
     if timeout_s is None or (isinstance(timeout_s, (int, float)) and timeout_s == timeout_s):

@@ -5,6 +5,7 @@ bridge is told is hub.py's, what environments and learner ranks ask on the side 
 """
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from shmbridge.control import ControlServer
     from shmbridge.ranks import DeadRank, RankServer
     from shmbridge.shares import Mode
+
+log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 1.0
 _DRAIN_GRACE_S = 0.05
@@ -216,7 +219,7 @@ class Consumer(Hub):
     ) -> "Iterator[Batch]":  # fmt: skip
         """Batches of whole groups, oldest first, until close(), or until drain() and too few are left.
 
-        Blocks in `next` until a batch is full. Do not call get or poll while iterating.
+        Blocks in `next` until a batch is full. Do not call get or poll while iterating, and iterate once at a time.
 
         Args:
             groups: groups in a batch; under policy "atropos" a batch has `run.batch_size` trajectories instead.
@@ -234,6 +237,7 @@ class Consumer(Hub):
         Raises:
             ConsumerEmpty: no batch could be formed in time; what is queued stays. Begin another iteration to go on.
             BatchTooBig: the lanes are full of what the batch already has, so that it can never be filled.
+            IterationOver: a later iteration, or take_groups, took what this one had gathered ahead.
         """
         self._check_mine()
         want = self._batching.want(groups if rows is None else None, rows)
@@ -420,7 +424,10 @@ class Consumer(Hub):
         if self._server is not None:
             self._server.close()
         with self._closing:
-            self._final = self.stats()
+            try:
+                self._final = self.stats()
+            except Exception:  # no counter is worth a bridge that stays taken
+                log.exception("the counters of bridge %r cannot be read at its consumer's end", self.bridge)
             self._closed, self._sleep = True, None  # the views' lanes keep the mapping, and with it the lock
         self._control.ring()  # to who waits for a record
         self._batching.forget()

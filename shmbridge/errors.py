@@ -197,6 +197,12 @@ class UsedByTwoThreads(ShmBridgeError, RuntimeError):
     code = "SB413"
 
 
+class IterationOver(ShmBridgeError, RuntimeError):
+    """Another iteration over the batches of the same consumer has begun, or take_groups took some: this iteration has ended."""
+
+    code = "SB414"
+
+
 class WeightsMismatch(ShmBridgeError, ValueError):
     """The tensors do not have the names, types or shapes of the weights segment."""
 

@@ -15,7 +15,7 @@ from shmbridge import liveness, messages, participation, segment
 from shmbridge._ext import header
 from shmbridge._ext.ring import Drops, RankReader
 from shmbridge.batch import Batch, Layout, unreadable
-from shmbridge.config import check_bridge_name, check_choice
+from shmbridge.config import check_bridge_name, check_choice, check_count
 from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
 from shmbridge.exits import at_exit
 from shmbridge.groups import Group
@@ -58,8 +58,8 @@ class Rank(OneProcess):
     def __init__(self, bridge: str, rank: int, world_size: int) -> None:
         from shmbridge.control_client import ControlClient
 
-        if not 0 <= rank < world_size <= MOST_RANKS:
-            raise ValueError(f"rank={rank} is not within 0 and world_size={world_size} - 1, or world_size is above {MOST_RANKS}")
+        world_size = check_count("world_size", world_size, 1, MOST_RANKS)
+        rank = check_count("rank", rank, 0, world_size - 1)
         self.bridge, self.rank, self.world_size = check_bridge_name(bridge), rank, world_size
         self._control_words: header.Control | None = participation.open_control(bridge)
         if not liveness.lock_after(lambda: 0, self._control.mapping.fd, Byte.FIRST_RANK + rank):  # no word names its holder

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from shmbridge import liveness
 from shmbridge._ext import header
 from shmbridge.closing import is_mine, then_close
+from shmbridge.config import check_count
 from shmbridge.errors import BatchTooBig
 from shmbridge.groups import Group
 from shmbridge.in_thread import Joined
@@ -59,8 +60,7 @@ class RankServer:
         prefetch: int,
         dead_rank: DeadRank,
     ) -> None:
-        if not 1 <= world_size <= MOST_RANKS:
-            raise ValueError(f"world_size={world_size} is not within 1 and {MOST_RANKS}")
+        world_size = check_count("world_size", world_size, 1, MOST_RANKS)
         if prefetch < 0 or (max_staleness is not None and max_staleness < 0):
             raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}: at least 0 each")
         if groups < (world_size if mode == "sharded" else 1):

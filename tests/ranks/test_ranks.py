@@ -561,3 +561,22 @@ def test_a_share_that_no_message_could_name_is_refused(make_rank, make_consumer,
     consumer.serve_ranks(1, groups=4)
     with pytest.raises(RequestRefused, match="4 records, and a manifest names 3"):
         make_rank().next_share(5)
+
+
+@pytest.mark.parametrize("world_size", [4 / 2, True, "2", 0, 5000])
+def test_a_world_size_that_is_no_count_is_refused_and_the_bridge_goes_on(world_size, bridge, consumer) -> None:
+    with pytest.raises(shmbridge.BadArgument, match="world_size="):
+        consumer.serve_ranks(world_size)
+    with pytest.raises(shmbridge.BadArgument, match="world_size="):
+        shmbridge.Rank(bridge, 0, world_size)
+    with pytest.raises(shmbridge.BadArgument, match="rank="):
+        shmbridge.Rank(bridge, "0", 1)
+    assert consumer.poll() == []
+
+
+def test_a_consumer_whose_counters_fail_can_be_closed(bridge, make_consumer, monkeypatch, caplog) -> None:
+    consumer = make_consumer()
+    monkeypatch.setattr(consumer, "stats", lambda: 1 / 0)
+    consumer.close()
+    assert "cannot be read" in caplog.text
+    make_consumer()

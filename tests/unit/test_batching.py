@@ -371,3 +371,37 @@ def test_batches_that_the_caller_holds_and_no_room_for_the_next_are_an_error(mak
             batch.release()
         consumer.drain()
         putter.join()
+
+
+@pytest.mark.parametrize("other", ["batches", "take_groups"])
+def test_an_iteration_that_another_supersedes_says_so(other, producer, consumer) -> None:
+    """It must not look like the end of the records."""
+    for number in range(6):
+        producer.put({"tokens": [[number]]})
+    first = consumer.batches(groups=1, timeout_s=5)
+    seen = [next(first).groups[0].records[0].meta.sequence]
+    if other == "batches":
+        second = next(consumer.batches(groups=1, timeout_s=5))
+        seen.append(second.groups[0].records[0].meta.sequence)
+        second.release()
+    else:
+        (group,) = consumer.take_groups(groups=1, timeout_s=5)
+        seen.append(group.records[0].meta.sequence)
+        group.records[0].release()
+    with pytest.raises(shmbridge.IterationOver, match="another of the same consumer has begun"):
+        next(first)
+    assert seen == [0, 1]
+    rest = consumer.batches(groups=1, timeout_s=5)
+    assert [next(rest).groups[0].records[0].meta.sequence for _ in range(4)] == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"timeout_s": "1"}, {"timeout_s": float("nan")}, {"prefetch": 10**9}, {"prefetch": 1.5}, {"prefetch": True}]
+)
+def test_arguments_of_batches_that_are_no_numbers_are_named(wrong, consumer) -> None:
+    (name,) = wrong
+    with pytest.raises(shmbridge.BadArgument, match=f"{name}="):
+        consumer.batches(groups=1, **wrong)
+    if name == "timeout_s":
+        with pytest.raises(shmbridge.BadArgument, match="timeout_s="):
+            consumer.take_groups(groups=1, **wrong)

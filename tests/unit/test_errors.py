@@ -20,7 +20,7 @@ BUILTIN = {
     "LaneFull": TimeoutError, "NotAdmitted": TimeoutError,
     "ConsumerEmpty": TimeoutError, "LeaseReleased": RuntimeError, "BatchTooBig": ValueError,
     "ConsumerTaken": RuntimeError, "NoConsumer": TimeoutError, "BridgeDraining": RuntimeError,
-    "UnknownEnvironment": ValueError, "NoWeight": ValueError, "UsedByTwoThreads": RuntimeError,
+    "UnknownEnvironment": ValueError, "NoWeight": ValueError, "UsedByTwoThreads": RuntimeError, "IterationOver": RuntimeError,
     "Closed": RuntimeError, "WeightsMismatch": ValueError, "WeightsBusy": TimeoutError, "FillingOver": RuntimeError,
     "BadConfig": ValueError, "LaunchFailed": RuntimeError,
 }  # fmt: skip

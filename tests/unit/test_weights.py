@@ -543,3 +543,18 @@ def test_a_reader_that_is_told_what_somebody_else_has_waits_for_another(bridge):
         writer.publish(5, {"a": np.full(4, 1.0)}.items())
         with pytest.raises(shmbridge.NotReady):
             reader.wait(5, timeout_s=0.01)
+
+
+def test_tensors_that_publish_on_their_way_leave_no_lower_version(bridge) -> None:
+    def tensors(version: int) -> list[tuple[str, np.ndarray]]:
+        return [("w", np.full(4, version, np.float32))]
+
+    with WeightsReader(bridge) as reader, WeightsWriter(bridge) as writer:
+
+        def on_the_way():
+            writer.publish(5, tensors(5))
+            yield from tensors(3)
+
+        with pytest.raises(ValueError, match="not after 5"):
+            writer.publish(3, on_the_way())
+        assert (writer.last_version, reader.version) == (5, 5)
