@@ -162,8 +162,8 @@ def _no_advantages(batch: Any, without: Bools) -> NoAdvantages:
     rows = batch.group_index == batch.group_index[first]
     return NoAdvantages(
         f"group {meta.group_id} of environment {meta.env_name!r} has {int(rows.sum())} trajectories, and "
-        f"{int((rows & without).sum())} of them without advantages -> let that environment write advantages, "
-        "or run without --no-fallback-to-grpo"
+        f"{int((rows & without).sum())} of them without advantages -> run without "
+        "--no-fallback-to-grpo, as what that environment writes from now on does not change what it has put"
     )
 
 
