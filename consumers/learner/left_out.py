@@ -39,6 +39,8 @@ _SAID = {
     "and train nothing -> write loss_mask, one value for each token; --train-whole-rows is for rows without any",
     "trajectories_unknown_tokens": "{count} trajectories have a token id that the model does not have, and train nothing "
     "-> start the environment with the learner's tokenizer",
+    "trajectories_odd_versions": "{count} trajectories say a policy version above the one that is trained, or a token version below -1; "
+    "their age is unknown -> write the version that sampled each token, -1 where none did",
     "trajectories_binary_mask": "{count} trajectories have masks of 0 and 1; Atropos masks are -100 where nothing is trained, so all "
     "their tokens are -> write -100 and token ids, or loss_mask",
     "trajectories_greedy": "{count} trajectories were sampled at a temperature below 1e-5, whose log-probabilities say nothing; "
@@ -66,7 +68,14 @@ def refuse_images(batch: Any) -> None:
 
 
 def left_out(
-    batch: Any, credit: Credit, heat: Heat, *, whole_rows: bool, with_reference: bool, unknown_tokens: Bools | None = None
+    batch: Any,
+    credit: Credit,
+    heat: Heat,
+    *,
+    whole_rows: bool,
+    with_reference: bool,
+    unknown_tokens: Bools | None = None,
+    odd_versions: Bools | None = None,
 ) -> Metrics:
     """Return the counters of a batch, over all environments and of each that has some. Never blocks.
 
@@ -77,9 +86,12 @@ def left_out(
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole.
         with_reference: the reference's log-probabilities are read.
         unknown_tokens: bool (B,), rows that train nothing for a token that the model does not have; None: no such row.
+        odd_versions: bool (B,), rows whose policy versions cannot be; None: no such row.
     """
+    none = np.zeros(len(batch.meta), bool)
     rows = {
-        "trajectories_unknown_tokens": np.zeros(len(batch.meta), bool) if unknown_tokens is None else unknown_tokens,
+        "trajectories_unknown_tokens": none if unknown_tokens is None else unknown_tokens,
+        "trajectories_odd_versions": none if odd_versions is None else odd_versions,
         "trajectories_without_mask": without_mask(batch, whole_rows),
         "trajectories_binary_mask": _binary_masks(batch),
         "trajectories_greedy": heat.greedy,

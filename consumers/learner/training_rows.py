@@ -20,7 +20,7 @@ from shmbridge.consumers.learner.finish import truncated_rows
 from shmbridge.consumers.learner.left_out import left_out, without_mask
 from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.row_metrics import row_metrics
-from shmbridge.consumers.learner.token_staleness import UNKNOWN, says_version, token_staleness
+from shmbridge.consumers.learner.token_staleness import UNKNOWN, odd_versions, says_version, token_staleness
 from shmbridge.consumers.row_settings import temperatures
 from shmbridge.consumers.whole_batch import Reduce, alone
 
@@ -121,7 +121,8 @@ def prepare(
         **row_metrics(batch, rows),
         **credit_metrics,
         **left_out(
-            batch, credit, heat, whole_rows=whole_rows, with_reference=with_reference, unknown_tokens=unknown_tokens
+            batch, credit, heat, whole_rows=whole_rows, with_reference=with_reference, unknown_tokens=unknown_tokens,
+            odd_versions=None if policy_version is None else odd_versions(batch, policy_version),
         ),
         "trajectories_odd_temperature": int(np.count_nonzero(heat.odd)),
         "trajectories_truncated": int(np.count_nonzero(cut)),

@@ -10,6 +10,7 @@ from shmbridge.consumers.credit import Credit
 from shmbridge.consumers.learner.grpo_update import Learner, UnknownTokens
 from shmbridge.consumers.learner.left_out import SaidOnce, UnreadImages, refuse_images, rows_with_unknown_tokens
 from shmbridge.consumers.learner.objective import Objective
+from shmbridge.consumers.learner.token_staleness import token_staleness
 from shmbridge.consumers.learner.training_rows import prepare
 
 
@@ -155,6 +156,20 @@ def test_a_token_that_the_model_does_not_have_is_named_or_its_row_left_out(batch
     assert unmasked.accumulate(batch)["loss"] == metrics["loss"]
     for one, other in zip(learner.model.parameters(), unmasked.model.parameters(), strict=True):
         np.testing.assert_array_equal(one.grad, other.grad)
+
+
+def test_token_versions_that_cannot_be_are_of_unknown_age_and_said(packed_batch):
+    odd = [[-1, 2**31 - 1, 3], [-1, -7, 3], [-1, 6, -1], None]
+    batch = packed_batch([[1, 2, 3]] * 4, token_versions=odd, groups=range(4), version=4)
+    assert token_staleness(batch, 6).tolist() == [2, -1, 3, 2, -1, 3, 2, 0, 2, 2, 2, 2]
+    _, metrics = prepare(batch, 1.0, policy_version=6)
+    assert metrics["trajectories_odd_versions"] == metrics["atropos/test/trajectories_odd_versions"] == 2
+    assert (metrics["token_staleness_max"], metrics["tokens_without_version"]) == (3, 2)
+    assert sum("2 trajectories say a policy version above" in each for each in SaidOnce().sentences(metrics)) == 1
+    batch.meta[2].min_policy_version = 7
+    _, metrics = prepare(batch, 1.0, policy_version=6)
+    assert metrics["trajectories_odd_versions"] == 3
+    assert prepare(batch, 1.0)[1]["trajectories_odd_versions"] == 0
 
 
 def test_no_token_is_unknown_where_all_are_known(packed_batch):
