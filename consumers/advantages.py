@@ -15,6 +15,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from shmbridge.metrics import usable_scores
+
 FloatArray = npt.NDArray[np.float32]
 
 
@@ -29,7 +31,7 @@ def group_normalised(
 
     The standard deviation is the population one, as in the reference trainer of Atropos. A group whose
     scores are all equal, and so a group of one, gets exactly 0. A row that is not usable, or whose score is
-    not finite, gets 0 and takes no part in its group's mean and deviation: one broken score must not spoil
+    not finite or beyond 1e37, gets 0 and takes no part in its group's mean and deviation: one broken score must not spoil
     seven good ones.
 
     Args:
@@ -66,8 +68,8 @@ def group_advantages(
 
     A group whose scores are all equal, and so a group of one, gets exactly 0. Scores that differ by less than
     the floor are noise beside their own size, and are not blown up to 1; the price is that a constant added to
-    all scores changes the result where the floor holds. A value that is not usable, or not finite, gets 0 and
-    takes no part in its group.
+    all scores changes the result where the floor holds. A value that is not usable, not finite, or beyond
+    1e37, gets 0 and takes no part in its group.
 
     Args:
         scores: float64 (B,), one value per row, in the environment's unit; or per step, or per token.
@@ -103,7 +105,8 @@ def leave_one_out(
     """Return every row's score minus the mean score of the others of its group. Never blocks.
 
     That is n / (n - 1) * (score - mean) in a group of n. A group whose scores are all equal gets exactly 0, and
-    so does a group of one, which has no others. Rows that are not usable, or not finite, get 0 and are nobody's other.
+    so does a group of one, which has no others. Rows that are not usable, not finite, or beyond 1e37, get 0 and
+    are nobody's other.
 
     Args:
         scores: float64 (B,), outcome reward of each row, in the environment's unit.
@@ -123,9 +126,6 @@ def leave_one_out(
     return groups.signal(groups.centred * factors[groups.index])
 
 
-_LARGEST_SCORE = 1e150  # beyond it a square is infinite in float64: no number to compare others with
-
-
 @dataclass(frozen=True)
 class _Groups:
     """Scores less the mean of their group; what is not counted is 0 here, and stands in no sum."""
@@ -142,7 +142,7 @@ class _Groups:
         group = np.asarray(group_index, dtype=np.int64)
         if score.ndim != 1 or score.shape != group.shape:
             raise ValueError(f"scores have shape {score.shape}, group_index {group.shape}: one of each per row")
-        counted = np.abs(score) <= _LARGEST_SCORE
+        counted = usable_scores(score)
         if usable is not None:
             counted &= np.asarray(usable, dtype=bool)
 

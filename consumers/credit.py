@@ -31,6 +31,7 @@ from shmbridge.consumers.process_rewards import Steps, mixed, process_advantages
 from shmbridge.consumers.row_settings import silenced_rows
 from shmbridge.consumers.token_rewards import token_reward_advantages
 from shmbridge.consumers.whole_batch import Reduce, alone, batch_normalised
+from shmbridge.metrics import usable_scores
 
 FloatArray = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -86,7 +87,7 @@ def credited(
     """
     row_count = len(batch.meta)
     scores = np.zeros(row_count) if batch.scores is None else np.asarray(batch.scores, np.float64)
-    scored = batch.has("score") & np.isfinite(scores)
+    scored = batch.has("score") & usable_scores(scores)
     if unscored is not None:
         scored &= ~unscored
     own, odd_mask = _own_tokens(batch, credit.use_own)
@@ -162,8 +163,8 @@ def _no_advantages(batch: Any, without: Bools) -> NoAdvantages:
     rows = batch.group_index == batch.group_index[first]
     return NoAdvantages(
         f"group {meta.group_id} of environment {meta.env_name!r} has {int(rows.sum())} trajectories, and "
-        f"{int((rows & without).sum())} of them without advantages -> let that environment write advantages, "
-        "or run without --no-fallback-to-grpo"
+        f"{int((rows & without).sum())} of them without advantages -> run without "
+        "--no-fallback-to-grpo, as what that environment writes from now on does not change what it has put"
     )
 
 

@@ -51,8 +51,9 @@ class BridgeDataset(IterableDataset[Tensors]):
     hold="checkpoint": everything handed out is held until `release()`. Call it once a checkpoint with `state_dict()` in it
         is on the disk, and every record is trained exactly once in the line of checkpoints, whenever the process is killed.
     In a worker an item is given back when the worker makes the next one, which it does ahead of training (`prefetch_factor`
-    items): a killed run loses those. Rows collated into a batch by a DataLoader are likewise given back before it is
-    trained, unless hold="checkpoint". With ranks, records of a killed run come again also where a state had them.
+    items): a killed run loses those, and so does a `break`, but for the last one if the worker ends with it.
+    Rows collated into a batch by a DataLoader are likewise given back before it is trained, unless hold="checkpoint".
+    With ranks, records of a killed run come again also where a state had them.
 
     Args:
         bridge: name of the bridge.

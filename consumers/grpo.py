@@ -83,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return BROKEN
         except REFUSALS as error:
             print(f"grpo: {error}", file=sys.stderr)
+            if isinstance(error, UNTRAINABLE):
+                print(_waits(options.bridge), file=sys.stderr)
             return 1
     return 0
 
@@ -186,6 +188,14 @@ def learn(
         if reason and log is not None:
             say(f"stopped early: {reason}")
         step.finish()  # while the hub is there to hear the release
+
+
+def _waits(bridge: str) -> str:
+    """What is left to do about a batch that cannot be trained; its error says which option changes that."""
+    return (
+        "grpo: that batch is not released, and with the same options --resume ends at it again; `shmbridge clean "
+        f"{bridge} --yes`, once the environments have ended, throws away all that waits"
+    )
 
 
 def _enough(learner: Learner, options: argparse.Namespace, around: Around, metrics: Metrics) -> str | None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 MOST_ENVIRONMENTS = 64  # that are told apart in one batch; rows of further ones count under OTHER
 OTHER = "other"
+LARGEST_SCORE = 1e37  # beyond it sums, squares and differences leave float32: no number to compare others with
 _UNNAMED = "unnamed"
 _PERCENTILES = (50, 95, 99)
 
@@ -61,7 +62,8 @@ def rollout_metrics(
     Args:
         env_names: (B,), each trajectory's environment. Characters other than letters, digits, `.`, `_` and `-` become `_`.
         groups: int (B,), ordinal of each trajectory's group, any numbers.
-        scores: float (B,); NaN where a trajectory has none, or a broken one: it counts for no score.
+        scores: float (B,); NaN where a trajectory has none, or a broken one: it counts for no score, and neither does one beyond
+            `LARGEST_SCORE`.
         advantages: float (B,), each trajectory's mean advantage over its trained tokens, dimensionless; NaN where there is none.
         response_lengths: int (B,), tokens from the first trained one to the end; 0 where no token is trained.
 
@@ -69,6 +71,7 @@ def rollout_metrics(
         ValueError: the arguments disagree in length.
     """
     score, group = np.asarray(scores, np.float64), np.asarray(groups)
+    score = np.where(usable_scores(score), score, np.nan)
     per_row = [each for each in (score, group, _array(advantages), _array(response_lengths)) if each is not None]
     if any(each.shape != (len(env_names),) for each in per_row):
         raise ValueError(f"{len(env_names)} environment names, and arrays of shape {[each.shape for each in per_row]}: one of each per row")
@@ -93,6 +96,12 @@ def rollout_metrics(
         found["atropos/avg_response_length"] = _mean(lengths)
         found["atropos/empty_response_count"] = float(np.count_nonzero(lengths == 0))
     return found
+
+
+def usable_scores(scores: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    """Return bool of the same shape: scores that are finite, and within `LARGEST_SCORE`. Never blocks."""
+    usable: npt.NDArray[np.bool_] = np.abs(np.asarray(scores, np.float64)) <= LARGEST_SCORE
+    return usable
 
 
 def bridge_metrics(stats: Mapping[str, float]) -> dict[str, float]:

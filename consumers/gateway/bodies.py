@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,11 +28,12 @@ KEYS = (
 _LARGEST = 3.4028234663852886e38  # float32
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 _Float = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+_Score = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]  # finite, also where it is written "inf"
 _Ints, _Floats = list[list[_Int]], list[list[_Float]]
 _TYPES: dict[str, Any] = {
     "tokens": _Ints,
     "masks": _Ints,
-    "scores": list[float],
+    "scores": list[_Score],
     **dict.fromkeys(("advantages", "ref_logprobs", "inference_logprobs"), _Floats | None),
     "messages": list[list[dict[str, Any]]] | None,
     **dict.fromkeys(("generation_params", "group_overrides"), dict[str, Any] | None),
@@ -42,8 +44,10 @@ _TYPES: dict[str, Any] = {
     "distill_logprobs": list[list[list[_Float]]] | None,
 }
 _STEPS: dict[str, Any] = {"step_rewards": _Floats, "step_ends": _Ints}  # columns of ours that Atropos has not: carried as such if they fit
-_WHOLE = frozenset({"tokens", "masks", "distill_token_ids", "env_id"})  # 1.0 and "1" are 1 in these, as they are to pydantic
-_DECODERS = {name: msgspec.json.Decoder(kind, strict=name not in _WHOLE) for name, kind in (_TYPES | _STEPS).items()}
+_NUMBERS = frozenset({  # 1.0 and "1" are 1 in these, and "1.5" is 1.5, as they are to pydantic
+    "tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "env_id", "distill_token_ids", "distill_logprobs",
+})  # fmt: skip
+_DECODERS = {name: msgspec.json.Decoder(kind, strict=name not in _NUMBERS) for name, kind in (_TYPES | _STEPS).items()}
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _FIRST_STEP, _LAST_STEP = 256, 1 << 16  # bytes given to a member at a time: what it leaves is copied

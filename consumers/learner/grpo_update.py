@@ -17,13 +17,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shmbridge.consumers import losses
 from shmbridge.consumers.credit import require_advantages
 from shmbridge.consumers.learner.forward import trained_logprobs
-from shmbridge.consumers.learner.left_out import refuse_images
+from shmbridge.consumers.learner.left_out import refuse_images, rows_with_unknown_tokens
 from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.microbatch import MicroBatch, micro_batches
 from shmbridge.consumers.learner.mismatch import Mismatch
@@ -129,13 +130,13 @@ class Learner:
 
         Raises:
             UnreadImages: a row has images, and the objective does not say to go on without.
-            UnknownTokens: a token id outside the model's vocabulary.
+            UnknownTokens: a token id outside the model's vocabulary, and the objective does not say to leave such rows out.
             NoAdvantages: a group needs the fallback that the objective does not allow.
             NoReference: a KL term, no reference, and no record of the batch that has its log-probabilities.
         """
         goal, world = self.objective, self.world
         with world.together():  # whatever one rank alone can refuse, before ranks wait for one another's numbers
-            self._check_vocabulary(batch)
+            unknown_tokens = self._unknown_tokens(batch)
             if not goal.ignore_images:
                 refuse_images(batch)
             require_advantages(batch, trained_tokens(batch, goal.whole_rows), goal.credit)
@@ -149,6 +150,7 @@ class Learner:
             max_token_staleness=goal.max_token_staleness,
             whole_rows=goal.whole_rows,
             truncated=goal.truncated,
+            unknown_tokens=unknown_tokens,
         )
         counts = Counts.of(rows, world.sum)
         unknown = counts.tokens - counts.with_reference if goal.kl else 0.0
@@ -208,7 +210,7 @@ class Learner:
         way = (
             "--sft-normalization none, if equal advantages mean plain fine-tuning: normalised, they are all 0"
             if goal.credit.normalise != "none"
-            else "let the environments send scores that differ, or advantages"
+            else "another --loss, which passes over such a step; scores that differ help later steps only"
         )
         raise NothingToLearn(
             f"every advantage of step {self.step + 1} is 0, of {self._counts.tokens:.0f} trained tokens: "
@@ -231,16 +233,21 @@ class Learner:
         self._shares[:LOSS_SHARES] *= shrink
         self._shares[LOSS_SHARES:] *= before.tokens / max(self._counts.tokens, 1.0)
 
-    def _check_vocabulary(self, batch: Any) -> None:
+    def _unknown_tokens(self, batch: Any) -> npt.NDArray[np.bool_] | None:
+        """Return bool (B,): rows to leave out for a token that the model does not have; None if no row has one. May raise."""
         # On a GPU an id out of range kills the process with an assertion that names nobody.
-        tokens, size = batch.tokens, self.model.get_input_embeddings().num_embeddings
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:
-            at = int(((tokens < 0) | (tokens >= size)).nonzero()[0][0])
-            meta = batch.meta[int(np.searchsorted(batch.cu_seqlens, at, side="right")) - 1]
-            raise UnknownTokens(
-                f"token ids from {tokens.min()} to {tokens.max()}, but the model has {size}: environment {meta.env_name!r} uses another "
-                f"tokenizer than the learner, first in group {meta.group_id} -> start it with the learner's, then --resume"
-            )
+        size = self.model.get_input_embeddings().num_embeddings
+        rows = rows_with_unknown_tokens(batch, size)
+        if rows is None or self.objective.leave_out_unknown_tokens:
+            return rows
+        first = int(rows.argmax())
+        begin, end = batch.cu_seqlens[first : first + 2].tolist()
+        meta, wrong = batch.meta[first], next(each for each in batch.tokens[begin:end].tolist() if not 0 <= each < size)
+        raise UnknownTokens(
+            f"token id {wrong}, but the model has {size}: environment {meta.env_name!r} uses another tokenizer than the learner, in "
+            f"{int(rows.sum())} trajectories, first in group {meta.group_id}, record {meta.sequence} of producer {meta.producer_id} "
+            "-> start it with the learner's; what it has put waits, and trains nothing under --leave-out-unknown-tokens"
+        )
 
     def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return (n,) log-probabilities and entropy of the trained tokens; the entropy with gradient if that is wanted."""

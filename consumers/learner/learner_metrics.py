@@ -74,12 +74,16 @@ def rows_of_environments(batch: Any) -> dict[str, int]:
 
 
 def _histogram(batch: Any, policy_version: int) -> dict[str, int]:
-    """Trajectories by lag: a bar per version up to a few, one for all beyond, one for those that nobody stamped."""
-    lags = Counter(lag_of(-1 if meta.min_policy_version is None else meta.min_policy_version, policy_version) for meta in batch.meta)
+    """Trajectories by lag: a bar per version up to a few, one for all beyond, one for those of unknown age."""
+    known = (-1 if version is None or version > policy_version else version for version in _stamped(batch))
+    lags = Counter(lag_of(version, policy_version) for version in known)
     return {lag: lags[lag] for lag in LAGS}
 
 
 def staleness(batch: Any, policy_version: int) -> list[int]:
-    """Versions between the policy that began each trajectory and the current one, where that is known."""
-    stamped = [meta.min_policy_version for meta in batch.meta]
-    return [policy_version - version for version in stamped if version is not None and version >= 0]
+    """Versions between the policy that began each trajectory and the current one, where that is known: a later one is nobody's."""
+    return [policy_version - version for version in _stamped(batch) if version is not None and 0 <= version <= policy_version]
+
+
+def _stamped(batch: Any) -> list[int | None]:
+    return [meta.min_policy_version for meta in batch.meta]

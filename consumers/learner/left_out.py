@@ -37,6 +37,10 @@ _SAID = {
     "-> write one value for each token, prompt included",
     "trajectories_without_mask": "{count} trajectories have neither a mask nor prompt_length, or a mask that does not fit their tokens, "
     "and train nothing -> write loss_mask, one value for each token; --train-whole-rows is for rows without any",
+    "trajectories_unknown_tokens": "{count} trajectories have a token id that the model does not have, and train nothing "
+    "-> start the environment with the learner's tokenizer",
+    "trajectories_odd_versions": "{count} trajectories say a policy version above the one that is trained, or a token version below -1; "
+    "their age is unknown -> write the version that sampled each token, -1 where none did",
     "trajectories_binary_mask": "{count} trajectories have masks of 0 and 1; Atropos masks are -100 where nothing is trained, so all "
     "their tokens are -> write -100 and token ids, or loss_mask",
     "trajectories_greedy": "{count} trajectories were sampled at a temperature below 1e-5, whose log-probabilities say nothing; "
@@ -59,11 +63,20 @@ def refuse_images(batch: Any) -> None:
         meta = batch.meta[int(rows[0])]
         raise UnreadImages(
             f"{rows.size} trajectories have images, first in group {meta.group_id} of environment {meta.env_name!r}: this learner trains "
-            "text, and would take them for answers to the text alone -> train them elsewhere, or --ignore-images"
+            "text, and would take them for answers to the text alone -> --ignore-images, which trains the text alone"
         )
 
 
-def left_out(batch: Any, credit: Credit, heat: Heat, *, whole_rows: bool, with_reference: bool) -> Metrics:
+def left_out(
+    batch: Any,
+    credit: Credit,
+    heat: Heat,
+    *,
+    whole_rows: bool,
+    with_reference: bool,
+    unknown_tokens: Bools | None = None,
+    odd_versions: Bools | None = None,
+) -> Metrics:
     """Return the counters of a batch, over all environments and of each that has some. Never blocks.
 
     Args:
@@ -72,8 +85,13 @@ def left_out(batch: Any, credit: Credit, heat: Heat, *, whole_rows: bool, with_r
         heat: the batch's temperatures.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole.
         with_reference: the reference's log-probabilities are read.
+        unknown_tokens: bool (B,), rows that train nothing for a token that the model does not have; None: no such row.
+        odd_versions: bool (B,), rows whose policy versions cannot be; None: no such row.
     """
+    none = np.zeros(len(batch.meta), bool)
     rows = {
+        "trajectories_unknown_tokens": none if unknown_tokens is None else unknown_tokens,
+        "trajectories_odd_versions": none if odd_versions is None else odd_versions,
         "trajectories_without_mask": without_mask(batch, whole_rows),
         "trajectories_binary_mask": _binary_masks(batch),
         "trajectories_greedy": heat.greedy,
@@ -104,6 +122,21 @@ def without_mask(batch: Any, whole_rows: bool = False) -> Bools:
     for name in ("loss_mask", "masks"):
         without |= uneven.get(name, False)
     rows: Bools = without & ~masked
+    return rows
+
+
+def rows_with_unknown_tokens(batch: Any, vocabulary: int) -> Bools | None:
+    """Return bool (B,): rows with a token id that is not within 0 and `vocabulary` - 1; None if no row has one.
+
+    Blocks for the device where the tokens lie on one.
+    """
+    tokens = batch.tokens
+    if not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocabulary:
+        return None
+    outside = (tokens < 0) | (tokens >= vocabulary)
+    places = np.flatnonzero(outside if isinstance(outside, np.ndarray) else outside.cpu().numpy())
+    rows = np.zeros(len(batch.meta), bool)
+    rows[np.searchsorted(batch.cu_seqlens, places, side="right") - 1] = True
     return rows
 
 

@@ -59,6 +59,7 @@ class Objective:
     temperature: float = 1.0  # of rows whose record does not say
     whole_rows: bool = False  # rows with neither a mask nor prompt_length are trained whole, not at all otherwise
     ignore_images: bool = False  # rows with images are trained as text; otherwise they are an error
+    leave_out_unknown_tokens: bool = False  # rows with a token that the model does not have train nothing; otherwise they are an error
     micro_tokens: int = 8192  # of one forward pass, padding included
     layout: Layout = "padded"  # of one forward pass; "packed" for models that keep rows apart: see attention.py
     chunk_tokens: int | None = None  # whose logits are there at a time; None: all of a forward pass
@@ -129,6 +130,7 @@ class Objective:
             temperature=options.temperature,
             whole_rows=options.train_whole_rows,
             ignore_images=options.ignore_images,
+            leave_out_unknown_tokens=options.leave_out_unknown_tokens,
             micro_tokens=options.micro_tokens,
             precision=getattr(torch, options.precision),
             credit=Credit(

@@ -105,6 +105,11 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
         help="train trajectories with images as text alone, instead of ending with an error",
     )
     group.add_argument(
+        "--leave-out-unknown-tokens",
+        action="store_true",
+        help="train nothing of trajectories with a token id that the model does not have, instead of ending with an error",
+    )
+    group.add_argument(
         "--sft-normalization",
         choices=("none", "batch", "global"),
         help="for --loss sft: advantages normalised over the trained tokens of this rank's batch, or of all ranks [batch]",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.overlong import answer_lengths
-from shmbridge.metrics import rollout_metrics, rows_by_environment
+from shmbridge.metrics import rollout_metrics, rows_by_environment, usable_scores
 
 if TYPE_CHECKING:
     from shmbridge.consumers.learner.training_rows import TrainingRows
@@ -26,7 +26,7 @@ def row_metrics(batch: Any, rows: TrainingRows) -> Metrics:
         rows: what was made of it.
     """
     scores = np.full(len(batch.meta), np.nan) if batch.scores is None else np.asarray(batch.scores, np.float64)
-    scores = np.where(batch.has("score") & np.isfinite(scores), scores, np.nan)
+    scores = np.where(batch.has("score") & usable_scores(scores), scores, np.nan)
     return {**_describe(batch, rows, scores[np.isfinite(scores)]), **_rollouts(batch, rows, scores)}
 
 
@@ -38,8 +38,8 @@ def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -
     return {
         "reward_mean": float(scores.mean()) if scores.size else float("nan"),
         "reward_std": float(scores.std()) if scores.size else float("nan"),
-        "advantage_mean": float(pushes.mean()) if pushes.size else 0.0,
-        "advantage_std": float(pushes.std()) if pushes.size else 0.0,
+        "advantage_mean": float(pushes.mean(dtype=np.float64)) if pushes.size else 0.0,
+        "advantage_std": float(pushes.std(dtype=np.float64)) if pushes.size else 0.0,
         "advantage_max_abs": float(np.abs(pushes).max(initial=0.0)),
         "tokens": len(rows.tokens),
         "trained_tokens": rows.trained_count,

@@ -19,7 +19,8 @@ UNKNOWN = -1
 def token_staleness(batch: Any, policy_version: int) -> npt.NDArray[np.int32]:
     """Return int32 (N,): versions from the one that sampled the token to the current one; UNKNOWN if nothing says it. Never blocks.
 
-    The token's own version if its record has it, else the one under which generation of its record began.
+    The token's own version if its record has it, else the one under which generation of its record began. A version below -1 or above
+    the current one is nobody's, and says nothing.
 
     Args:
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
@@ -31,7 +32,7 @@ def token_staleness(batch: Any, policy_version: int) -> npt.NDArray[np.int32]:
     own = getattr(batch, "token_versions", None)
     if own is None:
         return staleness
-    said = np.repeat(batch.has("token_versions"), batch.lengths) & (own >= 0)
+    said = np.repeat(batch.has("token_versions"), batch.lengths) & (own != UNKNOWN)
     return np.where(said, _behind(own, policy_version), staleness)
 
 
@@ -52,5 +53,18 @@ def says_version(batch: Any, policy_version: int) -> npt.NDArray[np.bool_]:
     return said
 
 
+def odd_versions(batch: Any, policy_version: int) -> npt.NDArray[np.bool_]:
+    """Return bool (B,): rows that say a version above the current one, or of a token one below -1. Never blocks."""
+    stamped = [meta.min_policy_version for meta in batch.meta]
+    odd = np.array([version is not None and version > policy_version for version in stamped], bool)
+    own = getattr(batch, "token_versions", None)
+    if own is not None:
+        places = np.flatnonzero((own < UNKNOWN) | (own > policy_version))
+        rows = np.searchsorted(batch.cu_seqlens, places, side="right") - 1
+        odd[rows[batch.has("token_versions")[rows]]] = True
+    return odd
+
+
 def _behind(versions: npt.NDArray[Any], policy_version: int) -> npt.NDArray[np.int32]:
-    return np.where(versions >= 0, np.maximum(policy_version - versions, 0), UNKNOWN).astype(np.int32)
+    known = (versions >= 0) & (versions <= policy_version)
+    return np.where(known, policy_version - versions, UNKNOWN).astype(np.int32)

@@ -20,7 +20,7 @@ from shmbridge.consumers.learner.finish import truncated_rows
 from shmbridge.consumers.learner.left_out import left_out, without_mask
 from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.row_metrics import row_metrics
-from shmbridge.consumers.learner.token_staleness import UNKNOWN, says_version, token_staleness
+from shmbridge.consumers.learner.token_staleness import UNKNOWN, odd_versions, says_version, token_staleness
 from shmbridge.consumers.row_settings import temperatures
 from shmbridge.consumers.whole_batch import Reduce, alone
 
@@ -73,6 +73,7 @@ def prepare(
     max_token_staleness: int | None = None,
     whole_rows: bool = False,
     truncated: Literal["keep", "mask", "drop"] = "keep",
+    unknown_tokens: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[TrainingRows, Metrics]:
     """Return what the loss needs of a packed batch, and metrics that describe it. Blocks as long as `reduce` does.
 
@@ -87,14 +88,16 @@ def prepare(
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise they train nothing. A mask that does not fit
             its tokens trains nothing either way.
         truncated: answers that did not end by themselves: "mask" does not train them, "drop" also takes no score from them.
+        unknown_tokens: bool (B,), rows that train nothing for a token that the model does not have; None: no such row.
 
     Raises:
         NoAdvantages: a group needs the fallback that is not allowed.
     """
     answers = trained_tokens(batch, whole_rows)
+    known = answers if unknown_tokens is None else answers & ~np.repeat(unknown_tokens, batch.lengths)
     require_advantages(batch, answers, credit)
     staleness = None if policy_version is None else token_staleness(batch, policy_version)
-    young = answers if staleness is None or max_token_staleness is None else answers & (staleness <= max_token_staleness)
+    young = known if staleness is None or max_token_staleness is None else known & (staleness <= max_token_staleness)
     cut, unnamed = truncated_rows(batch)
     trained = young if truncated == "keep" else young & ~np.repeat(cut, batch.lengths)
     heat = temperatures(batch, temperature)
@@ -117,12 +120,15 @@ def prepare(
     return rows, {
         **row_metrics(batch, rows),
         **credit_metrics,
-        **left_out(batch, credit, heat, whole_rows=whole_rows, with_reference=with_reference),
+        **left_out(
+            batch, credit, heat, whole_rows=whole_rows, with_reference=with_reference, unknown_tokens=unknown_tokens,
+            odd_versions=None if policy_version is None else odd_versions(batch, policy_version),
+        ),
         "trajectories_odd_temperature": int(np.count_nonzero(heat.odd)),
         "trajectories_truncated": int(np.count_nonzero(cut)),
         "trajectories_without_finish_reason": int(np.count_nonzero(unnamed)),
         "tokens_masked_truncated": int(np.count_nonzero(young)) - rows.trained_count,
-        "tokens_masked_stale": int(np.count_nonzero(answers)) - int(np.count_nonzero(young)),
+        "tokens_masked_stale": int(np.count_nonzero(known)) - int(np.count_nonzero(young)),
         "tokens_without_logprob": rows.trained_count - known_count(rows.sampled_logprobs, trained),
         "tokens_without_reference": 0 if reference is None else rows.trained_count - known_count(reference, trained),
         "tokens_without_version": rows.trained_count - stale_by.size,

@@ -1,5 +1,6 @@
 """Every Python block of the README runs, in order, in one process; the bridges it leaves are clean."""
 
+import logging
 import re
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def test_the_readme_has_its_examples() -> None:
     assert len(blocks()) == 4
 
 
-def test_the_examples_run_as_written(capsys) -> None:
+def test_the_examples_run_as_written(capsys, caplog) -> None:
     for bridge in BRIDGES:
         assert not [info for info in shmbridge.list_bridges() if info.name == bridge], f"bridge {bridge} is in use on this machine"
     scope: dict[str, object] = {}
@@ -27,6 +28,7 @@ def test_the_examples_run_as_written(capsys) -> None:
     finally:
         scope.clear()
         reports = [shmbridge.clean(bridge, dry_run=False) for bridge in BRIDGES]
+    assert [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING] == []
     assert "gsm8k [11 12 13 14] [1. 0.]" in capsys.readouterr().out
     assert not any(report.kept or report.undelivered for report in reports), reports
 

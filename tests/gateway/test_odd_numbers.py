@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
 from gateway_clients import RUN, GatewayProcess
 
+from shmbridge.consumers.gateway.bodies import Refused, read_post
+
 ENV = {"max_token_length": 64, "desired_name": "env", "weight": 1.0, "group_size": 4}
 BEYOND = 1 << 70
+
+
+def post_of(**columns: object) -> bytes:
+    return json.dumps({"tokens": [["1", 2]], "masks": [[-100, 2.0]], "scores": [1.0]} | columns).encode()
+
+
+def test_numbers_as_text_are_numbers_as_they_are_to_the_server():
+    floats = {name: [["-0.5", 1]] for name in ("advantages", "ref_logprobs", "inference_logprobs")}
+    body = post_of(scores=["1.5"], **floats, distill_logprobs=[[["-1e-1"], [0]]], env_id="3")
+    (said,) = read_post(body, many=False, extras=True).groups
+    assert said["scores"] == [1.5]
+    assert all(said[name] == [[-0.5, 1.0]] for name in floats)
+    assert (said["tokens"], said["masks"], said["distill_logprobs"], said["env_id"]) == ([[1, 2]], [[-100, 2]], [[[-0.1], [0.0]]], 3)
+
+
+@pytest.mark.parametrize("wrong", ["nan", "inf", "-Infinity", "1e999", " 1", "+1", "one", "", True, None, [1.0]], ids=str)
+def test_text_of_no_number_is_refused_by_column(wrong: object):
+    for columns in ({"scores": [wrong]}, {"advantages": [[0.5, wrong]]}):
+        with pytest.raises(Refused, match=next(iter(columns))) as caught:
+            read_post(post_of(**columns), many=False, extras=False)
+        assert caught.value.status == 422
 
 
 @pytest.mark.parametrize("mode", ["default", "strict"])

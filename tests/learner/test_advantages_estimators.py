@@ -88,6 +88,16 @@ def test_a_broken_score_is_left_out_of_its_group(estimate, broken):
     np.testing.assert_array_equal(estimate([0.0, broken, 1.0], [0, 0, 0]), [alone[0], 0.0, alone[1]])
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("estimate", ESTIMATORS)
+@pytest.mark.parametrize("broken", [1.1e37, 1e39, -1e155, 1e308])
+def test_a_score_that_float32_does_not_bear_counts_for_nobody(estimate, broken):
+    alone = estimate([0.0, 1.0], [0, 0])
+    np.testing.assert_array_equal(estimate([0.0, broken, 1.0], [0, 0, 0]), [alone[0], 0.0, alone[1]])
+    np.testing.assert_array_equal(estimate([broken, broken, -broken, -broken], [0] * 4), [0.0] * 4)
+    assert np.isfinite(estimate([1e37, -1e37, -1e37], [0] * 3)).all()
+
+
 @pytest.mark.parametrize("estimate", ESTIMATORS)
 @given(rows=ROWS)
 def test_groups_sum_to_zero_and_the_order_of_rows_does_not_matter(estimate, rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 
 import numpy as np
@@ -259,3 +260,20 @@ def test_every_column_comes_through_lanes(tiny_model):
     assert metrics["kl"] > 0.0
     assert metrics["grad_norm"] > 0.0
     assert metrics["overlong_penalty_mean"] == pytest.approx(0.25)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "batch"])
+@pytest.mark.parametrize(
+    ("scores", "broken"),
+    [([1e308, 1e308, -1e308, -1e308], 4), ([1e155, 0.0, 0.0, 0.0], 1), ([1e39, 0.0, 1.0, 2.0], 1), ([1e37, -1e37, 0.0, 1e37], 0)],
+)
+def test_scores_that_overflow_are_counted_as_none_and_nothing_becomes_infinite(packed_batch, estimator, scores, broken):
+    batch = packed_batch([[1, 2, 3]] * 4, scores=scores)
+    rows, metrics = prepare(batch, 1.0, Credit(estimator=estimator))
+    assert np.isfinite(rows.advantages).all()
+    assert rows.advantages.any() == (len(set(scores[-3:])) > 1 and broken < 4)
+    assert metrics["trajectories_no_signal"] == broken
+    assert metrics["trajectories_scored"] == metrics["atropos/test/trajectories_scored"] == 4 - broken
+    for name in ("reward_mean", "reward_std", "advantage_mean", "advantage_std", "atropos/mean_score", "atropos/test/std_score"):
+        assert math.isfinite(metrics[name]) or (broken == 4 and ("reward" in name or "score" in name)), name

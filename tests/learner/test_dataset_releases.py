@@ -160,6 +160,24 @@ def test_a_worker_releases_at_its_own_steps_and_nothing_at_an_end(
     assert left() == from_(2)
 
 
+@pytest.mark.parametrize(("persistent", "lost"), [(True, 2), (False, 1)])
+def test_a_break_in_a_worker_loses_what_the_page_says(
+    bridge: str, make_producer: Any, until: Any, persistent: bool, lost: int
+) -> None:
+    """With two items asked for ahead: what a loader has in its hands is dropped, and a worker that ends holds its last one still."""
+    producer = make_producer(lane_bytes="1M")
+    for number in range(12):
+        producer.put({"tokens": [[number]], "loss_mask": [[1]]}, timeout_s=10.0)
+    data = BridgeDataset(bridge, groups=1, timeout_s=30.0)
+    loader = DataLoader(data, batch_size=None, num_workers=1, prefetch_factor=2, persistent_workers=persistent)
+    for item in loader:
+        if item["tokens"].tolist() == [2]:
+            until(lambda: producer.stats()["held"] <= 12 - 4)  # the worker holds the last one that it was asked for
+            break
+    again = next(iter(loader))
+    assert (again["tokens"].tolist(), again["redelivered"].tolist()) == ([3 + lost], [not persistent])
+
+
 @ways
 def test_ten_thousand_records_and_none_dropped(bridge: str, make_producer: Any, way: Way) -> None:
     producer, at_once = make_producer(lane_bytes="4M"), 100

@@ -192,7 +192,9 @@ def test_without_the_fallback_a_group_without_advantages_ends_the_learner(bridge
         _, err = learner.communicate(timeout=60)
         assert learner.returncode == 1, err
         assert "Traceback" not in err
-        assert re.search(r"group \S+ of environment 'countdown' has 4 trajectories, .* 4 of them without", err)
+        named = r"group \S+ of environment 'countdown' has 4 trajectories, .* 4 of them without advantages -> run without --no-fallback"
+        assert re.search(named, err)
+        assert f"`shmbridge clean {bridge} --yes`, once the environments have ended, throws away all that waits" in err
         assert len(left_over(bridge)) == GROUPS
     assert metrics(tmp_path) == []
 
@@ -227,6 +229,30 @@ def test_images_end_the_learner_with_their_environments_name(bridge, start_learn
         learner = start_learner("--steps", "1", "--ignore-images")
         _, err = learner.communicate(timeout=90)
     assert learner.returncode == 0, err
+
+
+def test_unknown_tokens_end_each_resume_until_it_is_said_to_leave_them_out(bridge, start_learner, tmp_path):
+    with shmbridge.Producer(bridge, env_name="klingon", lane_bytes="4M") as producer:
+        put_groups(producer, GROUPS)
+        producer.put({**a_group(0), "tokens": [[1, 2, 3, 4]] * 3 + [[1, 2, 99, 4]]}, policy_version=0, timeout_s=10.0)
+        put_groups(producer, 1)
+        named = f"token id 99, but the model has 28: environment 'klingon' .* record {GROUPS} of producer .*--leave-out-unknown-tokens"
+        for flags in ((), ("--resume",)):
+            learner = start_learner("--steps", "2", *flags)
+            _, err = learner.communicate(timeout=90)
+            assert learner.returncode == 1
+            assert re.search(named, err), err
+            assert f"with the same options --resume ends at it again; `shmbridge clean {bridge} --yes`" in err
+            assert "Traceback" not in err
+        learner = start_learner("--steps", "2", "--resume", "--leave-out-unknown-tokens")
+        out, err = learner.communicate(timeout=90)
+    assert learner.returncode == 0, err
+    last = metrics(tmp_path)[-1]
+    assert last["step"] == 2
+    assert last["trajectories_unknown_tokens"] == last["atropos/klingon/trajectories_unknown_tokens"] == 1
+    assert last["trained_tokens"] == 2 * 2 * 4 - 2
+    assert out.count("1 trajectories have a token id that the model does not have") == 1
+    assert left_over(bridge) == []
 
 
 def on_the_page(heading):

@@ -26,6 +26,14 @@ def test_versions_that_were_not_stamped_have_no_staleness(packed_batch):
     assert (found["staleness_mean"], found["staleness_max"], found["bridge/staleness_max"]) == (0.0, 0, 0.0)
 
 
+def test_versions_that_nobody_has_trained_yet_have_no_staleness(packed_batch):
+    batch = packed_batch([[1, 2]] * 3, groups=range(3), version=4)
+    batch.meta[1].min_policy_version, batch.meta[2].min_policy_version = 2**31 - 1, 7
+    found = LearnerMetrics(groups=3).taken(batch, 0, policy_version=6)
+    assert (found["staleness_mean"], found["staleness_max"], found["bridge/staleness_p90"]) == (2.0, 2, 2.0)
+    assert (found["staleness_hist_2"], found["staleness_hist_0"], found["staleness_hist_unknown"]) == (1, 0, 2)
+
+
 def test_a_record_is_a_request_and_its_trajectories_are_items(packed_batch):
     describe = LearnerMetrics(groups=2)
     batch = packed_batch([[1, 2]] * 5, groups=[0, 0, 1, 1, 1])

@@ -7,9 +7,10 @@ import pytest
 
 import shmbridge
 from shmbridge.consumers.credit import Credit
-from shmbridge.consumers.learner.grpo_update import Learner
-from shmbridge.consumers.learner.left_out import SaidOnce, UnreadImages, refuse_images
+from shmbridge.consumers.learner.grpo_update import Learner, UnknownTokens
+from shmbridge.consumers.learner.left_out import SaidOnce, UnreadImages, refuse_images, rows_with_unknown_tokens
 from shmbridge.consumers.learner.objective import Objective
+from shmbridge.consumers.learner.token_staleness import token_staleness
 from shmbridge.consumers.learner.training_rows import prepare
 
 
@@ -131,6 +132,51 @@ def test_images_are_refused_by_name(batch_of, tiny_model):
         Learner(tiny_model(0), Objective(), lambda step: 1e-3).accumulate(batch)
     metrics = Learner(tiny_model(0), Objective(ignore_images=True), lambda step: 1e-3).accumulate(batch)
     assert metrics["columns_ignored/images"] == metrics["atropos/vision/columns_ignored/images"] == 1
+
+
+@pytest.mark.parametrize("wrong", [28, 2**31 - 1])
+def test_a_token_that_the_model_does_not_have_is_named_or_its_row_left_out(batch_of, tiny_model, wrong, monkeypatch):
+    monkeypatch.setenv("SHMBRIDGE_CHECK_ROWS", "1")
+    odd = {**SOUND, "tokens": [[1, 2, 3, 4], [1, wrong, 3, 4]]}
+    batch = batch_of(("good", [SOUND]), ("odd", [odd]))
+    row = next(place for place, each in enumerate(np.split(batch.tokens, batch.cu_seqlens[1:-1])) if wrong in each)
+    named = rf"token id {wrong}, but the model has 28: environment 'odd' .* record 0 of producer .*-> .*--leave-out-unknown-tokens"
+    with pytest.raises(UnknownTokens, match=named):
+        Learner(tiny_model(0), Objective(), lambda step: 1e-3).accumulate(batch)
+    learner = Learner(tiny_model(0), Objective(leave_out_unknown_tokens=True), lambda step: 1e-3)
+    metrics = learner.accumulate(batch)
+    assert metrics["trajectories_unknown_tokens"] == metrics["atropos/odd/trajectories_unknown_tokens"] == 1
+    assert (metrics["trained_tokens"], metrics["tokens_masked_stale"], metrics["trajectories_scored"]) == (6, 0, 4)
+    assert metrics["rows_compared{odd}"] == 2
+    assert sum("odd: 1 trajectories have a token id that the model does not have" in each for each in SaidOnce().sentences(metrics)) == 1
+    unmasked = Learner(tiny_model(0), Objective(), lambda step: 1e-3)
+    batch.loss_mask[batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]] = 0
+    batch.tokens[batch.tokens == wrong] = 2
+    batch.records = []  # the same row without a trained token; nothing to compare with
+    assert unmasked.accumulate(batch)["loss"] == metrics["loss"]
+    for one, other in zip(learner.model.parameters(), unmasked.model.parameters(), strict=True):
+        np.testing.assert_array_equal(one.grad, other.grad)
+
+
+def test_token_versions_that_cannot_be_are_of_unknown_age_and_said(packed_batch):
+    odd = [[-1, 2**31 - 1, 3], [-1, -7, 3], [-1, 6, -1], None]
+    batch = packed_batch([[1, 2, 3]] * 4, token_versions=odd, groups=range(4), version=4)
+    assert token_staleness(batch, 6).tolist() == [2, -1, 3, 2, -1, 3, 2, 0, 2, 2, 2, 2]
+    _, metrics = prepare(batch, 1.0, policy_version=6)
+    assert metrics["trajectories_odd_versions"] == metrics["atropos/test/trajectories_odd_versions"] == 2
+    assert (metrics["token_staleness_max"], metrics["tokens_without_version"]) == (3, 2)
+    assert sum("2 trajectories say a policy version above" in each for each in SaidOnce().sentences(metrics)) == 1
+    batch.meta[2].min_policy_version = 7
+    _, metrics = prepare(batch, 1.0, policy_version=6)
+    assert metrics["trajectories_odd_versions"] == 3
+    assert prepare(batch, 1.0)[1]["trajectories_odd_versions"] == 0
+
+
+def test_no_token_is_unknown_where_all_are_known(packed_batch):
+    assert rows_with_unknown_tokens(packed_batch([[0, 27]]), 28) is None
+    assert rows_with_unknown_tokens(packed_batch([[0, 1], [5, -1], [28], [3]]), 28).tolist() == [False, True, True, False]
+    _, metrics = prepare(packed_batch([[0, 27]]), 1.0)
+    assert metrics["trajectories_unknown_tokens"] == 0
 
 
 def test_what_is_left_out_is_said_once_by_environment_and_column():

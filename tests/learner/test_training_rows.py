@@ -197,7 +197,7 @@ def test_fresh_are_tokens_that_name_the_trained_version_themselves(packed_batch)
     rows, metrics = prepare(batch, 1.0, policy_version=5)
     assert rows.fresh is not None
     assert np.flatnonzero(rows.fresh).tolist() == [1]
-    assert (metrics["token_staleness_max"], metrics["tokens_without_version"]) == (1, 0)
+    assert (metrics["token_staleness_max"], metrics["tokens_without_version"]) == (1, 1)  # 6 is nobody's
     stamped, _ = prepare(packed_batch(ROWS, version=5), 1.0, policy_version=5)
     assert stamped.fresh is not None
     assert not stamped.fresh.any()
