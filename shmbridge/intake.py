@@ -20,10 +20,9 @@ from shmbridge._ext.column import Column, row_lengths
 from shmbridge._ext.pack import BadValue
 from shmbridge.errors import InvalidRecord
 from shmbridge.measure import Array, as_invalid, build, is_flat, texts
-from shmbridge.schema import JSON_COLUMNS, Columns, Tag
+from shmbridge.schema import ALIASES, JSON_COLUMNS, Columns, Tag
 from shmbridge.schema import Column as ColumnType
 
-ALIASES = {"scores": "score", "rewards": "token_rewards"}
 _ATROPOS_MARKS = ("masks", "scores")
 
 @dataclass(slots=True)
