@@ -32,6 +32,8 @@ def for_value(column: str, written: str, type_name: str, value: object, reason: 
         return "step_ends are exclusive: steps of tokens 0 to 2 and 3 to 6 end at [3, 7], one end for each of step_rewards"
     if column == "token_versions":
         return "policy_version is the version when generation began, or (oldest, newest)"
+    if "masked" in reason:
+        return f"put plain values: {written}.filled(0) where that is meant, or None for a whole row"
     if "not finite" in reason:
         return f"find where the environment computes {written}: a finite number, or leave the group out"
     if reason == "is not a row of numbers":

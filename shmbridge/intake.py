@@ -348,10 +348,15 @@ def _from_arrow(batch: Any, table: Columns) -> dict[str, Any]:
             group[name] = value if name in JSON_COLUMNS else [dict(value) if pa.types.is_map(array.type) else value]
         elif pa.types.is_map(array.type):
             group[name] = [None if row is None else dict(row) for row in array.to_pylist()]
-        elif isinstance(array, pa.ListArray) and not pa.types.is_nested(array.type.value_type) and array.null_count == 0:
+        elif isinstance(array, pa.ListArray) and not (pa.types.is_nested(array.type.value_type) or array.null_count or _inner_nulls(array)):
             group[name] = (array.flatten().to_numpy(zero_copy_only=False), np.diff(array.offsets.to_numpy()))
         elif pa.types.is_primitive(array.type) and array.null_count == 0:
             group[name] = array.to_numpy(zero_copy_only=False)
         else:
             group[name] = array.to_pylist()
     return group
+
+
+def _inner_nulls(lists: Any) -> int:
+    """Of values within rows, which to_numpy would make NaN."""
+    return int(lists.flatten().null_count)

@@ -149,6 +149,8 @@ class Producer(Tickets):
         Args:
             group: an Atropos ScoredDataGroup, a mapping from column to rows, or a pyarrow.RecordBatch. Rows are lists, 1-D arrays, CPU
                 tensors, or (flat array, lengths); columns with one number per row are sequences or arrays. Copied before this returns.
+                A tuple of a 1-D array and whole numbers is always (flat array, lengths), also `(np.array([1, 2, 3]), np.array([1, 2]))`:
+                rows [1] and [2, 3]. Give two rows as a list.
             group_id: which group; default is one of its own.
             group_size: rows of the whole group, when this is only a part of it; default: the rows given.
             policy_version: version when generation began, or (oldest, newest); default `producer.policy_version`.

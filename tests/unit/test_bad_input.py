@@ -12,6 +12,7 @@ import shmbridge
 from shmbridge import segment
 
 NAN, INF = float("nan"), float("inf")
+MASKED = [np.array([0.0, 1.0]), np.ma.array([2.0], mask=[1])]
 ENDLESS: list = []
 ENDLESS.append(ENDLESS)
 
@@ -71,6 +72,13 @@ def refused(ends, group) -> shmbridge.ShmBridgeError:
         ({"tokens": [[1], np.array([2, -100])]}, "tokens", 1, ("position 1", "-100 is negative")),
         ({"tokens": (np.array([1, 2, -3], np.int16), [2, 1])}, "tokens", 1, ("position 0", "-3 is negative")),
         ({"tokens": np.array([[1, 2], [3, -4]])[:, ::-1]}, "tokens", 1, ("position 0", "-4 is negative")),
+        ({"tokens": [[1, 2], [3]], "advantages": MASKED}, "advantages", 1, ("position 0", "masked there")),
+        ({"tokens": [[1, 2], [3]], "score": np.ma.array([0.5, 7.0], mask=[0, 1])}, "score", 1, ("masked there",)),
+        ({"tokens": [[1, 2], [3]], "rewards": (np.ma.array([0.5, 1, 7.0], mask=[0, 0, 1]), [2, 1])}, "rewards", 1, ("masked",)),
+        ({"tokens": np.ma.array([[1, 2], [3, 4]], mask=[[0, 0], [0, 1]])}, "tokens", 1, ("position 1", "masked there")),
+        ({"tokens": (np.arange(3), np.ma.array([1, 2], mask=[0, 1]))}, "tokens", -1, ("lengths",)),
+        ({"tokens": [[1]], "distill_logprobs": [[np.ma.array([1.0, 2.0], mask=[1, 0])]]}, "distill_logprobs", 0, ("position 0", "masked")),
+        (pa.record_batch({"tokens": [[1], [2, 3]], "ref_logprobs": [[0.5], [1.5, None]]}), "ref_logprobs", 1, ("position 1", "None")),
         ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0]], "step_ends": [[9]]}, "step_ends", 0, ("9", "3 tokens")),
         ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0]], "step_ends": [[1, 3]]}, "step_ends", 0, ("2 ends for 1 step_rewards",)),
         ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0, 2.0]], "step_ends": [[2, 2]]}, "step_ends", 0, ("2 is not after 2",)),
@@ -157,8 +165,17 @@ HINTS = {
     "text": ({"tokens": [["7"]]}, "numbers, not text"),
     "nan": ({"tokens": [[1]], "scores": [NAN]}, "where the environment computes scores"),
     "padding": ({"tokens": [[1, -100]]}, "without padding"),
+    "masked": ({"tokens": [[1, 2], [3]], "advantages": MASKED}, "advantages.filled(0)"),
+    "two rows as a tuple": ({"tokens": (np.arange(4), np.array([1, 2]))}, "is (flat array, lengths): give two rows as a list"),
     "ends": ({"tokens": [[1, 2]], "step_ends": [[5]]}, "step_ends are exclusive"),
 }
+
+
+def test_masked_arrays_without_a_masked_value_are_plain_ones(ends) -> None:
+    producer, consumer = ends
+    producer.put({"tokens": [np.ma.array([1, 2])], "score": np.ma.array([0.5], mask=[0])})
+    record = consumer.get(timeout_s=5)
+    assert (record["tokens"][0].tolist(), record["score"].tolist()) == ([1, 2], [0.5])
 
 
 @pytest.mark.parametrize(("group", "hint"), HINTS.values(), ids=HINTS)
