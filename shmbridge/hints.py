@@ -26,6 +26,8 @@ def column_meant(given: str) -> str:
 def for_value(column: str, written: str, type_name: str, value: object, reason: str) -> str:
     """The hint for one value: `column` is its standard name, `written` the key that the caller used, `reason` the packer's."""
     is_rows = type_name.startswith("list<")
+    if column == "prompt_length" and ("negative" in reason or "beyond" in reason):
+        return "prompt_length counts the row's first tokens that are its prompt: tokens are the prompt and its response"
     if reason.startswith("is negative"):
         return "pass tokens without padding, and what is not to be trained as 0 in loss_mask"
     if column == "step_ends":
