@@ -194,10 +194,12 @@ class BridgeDataset(IterableDataset[Tensors]):
                     self._end_step()
                     began = time.monotonic()
                 return
-            except shmbridge.ConsumerEmpty:
-                late = self._timeout_s is not None and time.monotonic() - began >= self._timeout_s
-                if parent is None or late:
+            except shmbridge.ConsumerEmpty as empty:
+                if parent is None:
                     raise
+                if self._timeout_s is not None and time.monotonic() - began >= self._timeout_s:
+                    whole = empty.message.replace(f" within {_LOOK_FOR_PARENT_S} s", f" within {self._timeout_s} s", 1)
+                    raise shmbridge.ConsumerEmpty(whole, hint=empty.hint) from None
                 if os.getppid() != parent:  # whoever trains is gone, and nobody would end this worker
                     return
 

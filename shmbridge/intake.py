@@ -19,7 +19,7 @@ from shmbridge import hints
 from shmbridge._ext.column import Column, row_lengths
 from shmbridge._ext.pack import BadValue
 from shmbridge.errors import InvalidRecord
-from shmbridge.measure import Array, as_invalid, build, is_flat, texts
+from shmbridge.measure import Array, as_invalid, build, is_flat, is_nested, texts
 from shmbridge.schema import ALIASES, JSON_COLUMNS, Columns, Tag
 from shmbridge.schema import Column as ColumnType
 
@@ -118,7 +118,7 @@ class _Mapping:
             raise self.without_tokens()
         tokens = self.group.get("tokens")
         rows: Any = tokens[1] if tokens is not None and is_flat(tokens) else tokens
-        if _empty_tag(rows) is not None or (hasattr(rows, "shape") and tuple(rows.shape)[:1] == (0,)):
+        if _empty_tag(rows) is not None or (not is_nested(rows) and hasattr(rows, "shape") and tuple(rows.shape)[:1] == (0,)):
             raise InvalidRecord("the group is empty: `tokens` has no rows", hint="skip the group before put", column="tokens")
         self.add("tokens", tokens)
         column = self.columns[0]

@@ -176,6 +176,11 @@ def _utf8(column: ColumnType, row: int, value: Any) -> bytes:
         raise BadValue(column.name, row, at, value, "is not Unicode text") from None
 
 
+def is_nested(value: Any) -> bool:
+    """Whether it is a nested tensor of torch, which has no shape to look at."""
+    return getattr(value, "is_nested", False) is True
+
+
 def is_flat(value: Any) -> bool:
     """The (flat array, lengths) form: a pair of a 1-D array and whole numbers. Two float arrays are two rows."""
     if not (isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "dtype") and np.ndim(value[0]) == 1):
@@ -188,6 +193,11 @@ _BUILDERS = {Kind.SCALAR: _scalars, Kind.LIST: _lists, Kind.LIST_LIST: _list_lis
 
 def build(table: Columns, column: ColumnType, value: Any) -> Column:
     """Measures a column's value in any accepted form. Raises InvalidRecord for its shape, BadValue for a value that shows at once."""
+    if is_nested(value) or type(value).__module__.split(".")[0] == "pyarrow":
+        what, rows = ("nested tensor", "unbind()") if is_nested(value) else (f"pyarrow.{type(value).__name__}", "to_pylist()")
+        raise InvalidRecord(
+            f"column {column.name!r} takes rows of {column.type_name}, not a {what}", hint=f"pass {column.name}.{rows}", column=column.name
+        )
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
         raise InvalidRecord(
             f"column {column.name!r} takes rows of {column.type_name}, not a {type(value).__name__}",

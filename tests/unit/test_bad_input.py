@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 import shmbridge
 from shmbridge import segment
@@ -168,6 +169,10 @@ HINTS = {
     "text": ({"tokens": [["7"]]}, "numbers, not text"),
     "nan": ({"tokens": [[1]], "scores": [NAN]}, "where the environment computes scores"),
     "padding": ({"tokens": [[1, -100]]}, "without padding"),
+    "nested": ({"tokens": torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])])}, "pass tokens.unbind()"),
+    "jagged": ({"tokens": [[1]], "rewards": torch.nested.nested_tensor([torch.tensor([1.0])], layout=torch.jagged)}, "rewards.unbind()"),
+    "an Arrow array": ({"tokens": pa.array([[1, 2], [3]])}, "pass tokens.to_pylist()"),
+    "Arrow chunks": ({"tokens": [[1]], "scores": pa.chunked_array([[1.0]])}, "pass scores.to_pylist()"),
     "masked": ({"tokens": [[1, 2], [3]], "advantages": MASKED}, "advantages.filled(0)"),
     "two rows as a tuple": ({"tokens": (np.arange(4), np.array([1, 2]))}, "is (flat array, lengths): give two rows as a list"),
     "prompt": ({"tokens": [[1, 2]], "prompt_length": [3]}, "tokens are the prompt and its response"),
@@ -208,7 +213,10 @@ def test_a_prompt_may_be_the_whole_row_or_nothing_or_unknown(ends) -> None:
     producer, consumer = ends
     producer.put({"tokens": [[1, 2], [3], [4]], "prompt_length": [2, 0, None]})
     assert consumer.get(timeout_s=5)["prompt_length"].tolist()[:2] == [2, 0]
-    with pytest.raises(shmbridge.InvalidRecord, match="3 is beyond the row's 2 tokens"), producer.claim(1, {"tokens": [2], "prompt_length": None}) as slot:
+    with (
+        pytest.raises(shmbridge.InvalidRecord, match="3 is beyond the row's 2 tokens"),
+        producer.claim(1, {"tokens": [2], "prompt_length": None}) as slot,
+    ):
         slot["tokens"][:], slot["prompt_length"][:] = 1, 3
 
 
