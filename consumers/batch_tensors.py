@@ -7,7 +7,7 @@ Letters: B rows (trajectories), N tokens of the whole batch, L tokens of one row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,29 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shmbridge import Batch
+from shmbridge import Batch, SchemaMismatch
 from shmbridge.record import Ragged, RaggedLists
 from shmbridge.schema import STANDARD
 
 Tensors = dict[str, Tensor]
+
+# Keys of items that are no columns; beside them NAME_lengths, NAME_inner_lengths and has_NAME of every column NAME.
+OWN_KEYS = frozenset({"lengths", "cu_seqlens", "position_ids", "group_index", "policy_version", "redelivered"})
+
+
+def check_names(names: Collection[str]) -> None:
+    """Raise SchemaMismatch for a column under whose name an item has something else."""
+    for name in names:
+        if name in STANDARD:
+            continue
+        stems = {name.removeprefix("has_"), name.removesuffix("_lengths"), name.removesuffix("_inner_lengths")} - {name}
+        stem = next((stem for stem in sorted(stems) if stem in STANDARD or stem in names), None)
+        if name in OWN_KEYS or stem is not None:
+            beside = "" if stem is None else f", beside the column {stem!r}"
+            raise SchemaMismatch(
+                f"column {name!r} has the name of a key that the data set itself gives its items{beside}",
+                hint=f"rename the column, where it is put and in schema=: 'my_{name}'",
+            )
 
 
 def batch_tensors(batch: Batch) -> Tensors:
@@ -30,8 +48,9 @@ def batch_tensors(batch: Batch) -> Tensors:
     every column of numbers that some row has, under its own name; of lists that are not one value per token the values of
     all rows, and `NAME_lengths` (B,); of lists of lists also `NAME_inner_lengths`. Where only some rows have a column there
     is `has_NAME`, bool (B,).
-    Text, bytes and maps are no tensors and are left out.
+    Text, bytes and maps are no tensors and are left out. SchemaMismatch for a column that has the name of another key.
     """
+    check_names(batch.columns)
     found: dict[str, npt.NDArray[Any]] = {
         "lengths": batch.lengths,
         "cu_seqlens": batch.cu_seqlens,
@@ -60,7 +79,9 @@ def row_tensors(batch: Batch) -> Iterator[Tensors]:
 
     A row has `tokens`, `loss_mask` (0 where the row has none) and the other columns with one value per token as (L,), lists
     as they are, scalars without dimensions, and `policy_version` and `redelivered`. A column that the row lacks is not in its dictionary.
+    SchemaMismatch as in `batch_tensors`.
     """
+    check_names(batch.columns)
     starts = batch.cu_seqlens.tolist()
     columns = {name: batch[name] for name in _names(batch)}
     has = {name: batch.has(name) | (name == "loss_mask") for name in columns}

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbridge
 from shmbridge import Batch, Record
-from shmbridge.consumers.batch_tensors import Tensors, batch_tensors, row_tensors
+from shmbridge.consumers.batch_tensors import Tensors, batch_tensors, check_names, row_tensors
 from shmbridge.consumers.dataset_position import Place, Position
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class BridgeDataset(IterableDataset[Tensors]):
 
     Raises:
         ValueError: an argument is none of those; rank without world_size.
+        shmbridge.SchemaMismatch: a column of `schema` has the name of a key of the items; while reading, a column of a record.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class BridgeDataset(IterableDataset[Tensors]):
             raise ValueError('hold="checkpoint" is for one process: with ranks the consumer keeps what is not done, hold="step"')
         self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
         self._run, self._lanes, self._schema, self._whole_rows = run or _endless_run(groups), lanes, schema, whole_rows
+        check_names(getattr(schema, "names", ()))
         self._position = Position()
         self._pid = 0
         self._consumer: shmbridge.Consumer | None = None
@@ -193,10 +195,12 @@ class BridgeDataset(IterableDataset[Tensors]):
                     self._end_step()
                     began = time.monotonic()
                 return
-            except shmbridge.ConsumerEmpty:
-                late = self._timeout_s is not None and time.monotonic() - began >= self._timeout_s
-                if parent is None or late:
+            except shmbridge.ConsumerEmpty as empty:
+                if parent is None:
                     raise
+                if self._timeout_s is not None and time.monotonic() - began >= self._timeout_s:
+                    whole = empty.message.replace(f" within {_LOOK_FOR_PARENT_S} s", f" within {self._timeout_s} s", 1)
+                    raise shmbridge.ConsumerEmpty(whole, hint=empty.hint) from None
                 if os.getppid() != parent:  # whoever trains is gone, and nobody would end this worker
                     return
 

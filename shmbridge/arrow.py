@@ -44,7 +44,8 @@ def _array(record: "Record", column: Column) -> pa.Array:
     if isinstance(value, RaggedLists):
         return _list(value.lengths, _list(value.inner_lengths, _flat(value.values), None), value.valid)
     if column.kind is Kind.MAP:
-        value = [list(row.items()) for row in value]
+        valid = record.valid(column.name)
+        value = [list(row.items()) if valid is None or valid[number] else None for number, row in enumerate(value)]
     return pa.array(value, arrow_type(column))
 
 

@@ -68,7 +68,7 @@ class LayoutMismatch(ShmBridgeError, ValueError):
 
 
 class SchemaMismatch(ShmBridgeError, ValueError):
-    """A column has one type on this side and another on the other, or a type that no lane can carry."""
+    """A column has one type here and another there, a type that no lane can carry, or a name that stands for something else."""
 
     code = "SB202"
 

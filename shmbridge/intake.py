@@ -19,11 +19,10 @@ from shmbridge import hints
 from shmbridge._ext.column import Column, row_lengths
 from shmbridge._ext.pack import BadValue
 from shmbridge.errors import InvalidRecord
-from shmbridge.measure import Array, as_invalid, build, is_flat, texts
-from shmbridge.schema import JSON_COLUMNS, Columns, Tag
+from shmbridge.measure import Array, as_invalid, build, is_flat, is_nested, texts
+from shmbridge.schema import ALIASES, JSON_COLUMNS, Columns, Tag
 from shmbridge.schema import Column as ColumnType
 
-ALIASES = {"scores": "score", "rewards": "token_rewards"}
 _ATROPOS_MARKS = ("masks", "scores")
 
 @dataclass(slots=True)
@@ -119,7 +118,7 @@ class _Mapping:
             raise self.without_tokens()
         tokens = self.group.get("tokens")
         rows: Any = tokens[1] if tokens is not None and is_flat(tokens) else tokens
-        if _empty_tag(rows) is not None or (hasattr(rows, "shape") and tuple(rows.shape)[:1] == (0,)):
+        if _empty_tag(rows) is not None or (not is_nested(rows) and hasattr(rows, "shape") and tuple(rows.shape)[:1] == (0,)):
             raise InvalidRecord("the group is empty: `tokens` has no rows", hint="skip the group before put", column="tokens")
         self.add("tokens", tokens)
         column = self.columns[0]
@@ -349,10 +348,15 @@ def _from_arrow(batch: Any, table: Columns) -> dict[str, Any]:
             group[name] = value if name in JSON_COLUMNS else [dict(value) if pa.types.is_map(array.type) else value]
         elif pa.types.is_map(array.type):
             group[name] = [None if row is None else dict(row) for row in array.to_pylist()]
-        elif isinstance(array, pa.ListArray) and not pa.types.is_nested(array.type.value_type) and array.null_count == 0:
+        elif isinstance(array, pa.ListArray) and not (pa.types.is_nested(array.type.value_type) or array.null_count or _inner_nulls(array)):
             group[name] = (array.flatten().to_numpy(zero_copy_only=False), np.diff(array.offsets.to_numpy()))
         elif pa.types.is_primitive(array.type) and array.null_count == 0:
             group[name] = array.to_numpy(zero_copy_only=False)
         else:
             group[name] = array.to_pylist()
     return group
+
+
+def _inner_nulls(lists: Any) -> int:
+    """Of values within rows, which to_numpy would make NaN."""
+    return int(lists.flatten().null_count)

@@ -10,7 +10,7 @@ import numpy as np
 
 from shmbridge import hints
 from shmbridge._ext.column import Column, row_lengths
-from shmbridge._ext.pack import BadValue
+from shmbridge._ext.pack import BadValue, row_of
 from shmbridge.errors import InvalidRecord
 from shmbridge.schema import Column as ColumnType
 from shmbridge.schema import Columns, Kind
@@ -27,10 +27,22 @@ def _array(value: Any) -> Array:
     return array if array.flags.c_contiguous else array.copy()
 
 
+def first_masked(value: Any) -> int | None:
+    """The place of the first value that a NumPy masked array leaves out; None where there is none."""
+    if not (isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value)):
+        return None
+    return int(np.ma.getmaskarray(value).reshape(-1).argmax())
+
+
+def _masked(column: ColumnType, row: int, position: int) -> BadValue:
+    return BadValue(column.name, row, position, np.ma.masked, "is no value: the array is masked there")
+
+
 def checked_lengths(name: str, lengths: Any) -> Array:
     """Row lengths a caller gives, as uint32; InvalidRecord if they are no lengths."""
     found = np.asarray(lengths)
-    if found.ndim != 1 or found.dtype.kind not in "iu" or (found.size and (found.min() < 0 or found.max() > np.iinfo(np.uint32).max)):
+    no_lengths = first_masked(lengths) is not None or found.ndim != 1 or found.dtype.kind not in "iu"
+    if no_lengths or (found.size and (found.min() < 0 or found.max() > np.iinfo(np.uint32).max)):
         raise InvalidRecord(f"column {name!r}: lengths are whole numbers from 0, one a row, not {lengths!r:.80}", column=name)
     return found.astype(np.uint32)
 
@@ -44,6 +56,8 @@ def _row(column: ColumnType, number: int, row: Any) -> Any:
     array = _array(row)
     if array.ndim != 1:
         raise BadValue(column.name, number, 0, row, "is not one-dimensional")
+    if (place := first_masked(row)) is not None:
+        raise _masked(column, number, place)
     return array
 
 
@@ -65,6 +79,8 @@ def _scalars(table: Columns, column: ColumnType, value: Any) -> Column:
         flat = _array(value)
         if flat.ndim != 1:
             raise BadValue(column.name, 0, 0, flat.shape, "is not one value a row")
+        if (place := first_masked(value)) is not None:
+            raise _masked(column, place, 0)
         rows: Any = [flat]  # checked and converted like a row of a list
         entries = len(flat)
     else:
@@ -84,9 +100,11 @@ def _lists(table: Columns, column: ColumnType, value: Any) -> Column:
         if int(lengths.sum()) != len(flat):
             raise InvalidRecord(
                 f"column {column.name!r}: {len(flat)} values, lengths add up to {int(lengths.sum())}",
-                hint="(flat array, lengths) must agree",
+                hint="a tuple of an array and whole numbers is (flat array, lengths): give two rows as a list, [first, second]",
                 column=column.name,
             )
+        if (place := first_masked(value[0])) is not None:
+            raise _masked(column, *row_of(lengths, place))
         rows: Any = [flat]
     else:
         rows = list(value)
@@ -158,6 +176,11 @@ def _utf8(column: ColumnType, row: int, value: Any) -> bytes:
         raise BadValue(column.name, row, at, value, "is not Unicode text") from None
 
 
+def is_nested(value: Any) -> bool:
+    """Whether it is a nested tensor of torch, which has no shape to look at."""
+    return getattr(value, "is_nested", False) is True
+
+
 def is_flat(value: Any) -> bool:
     """The (flat array, lengths) form: a pair of a 1-D array and whole numbers. Two float arrays are two rows."""
     if not (isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "dtype") and np.ndim(value[0]) == 1):
@@ -170,6 +193,11 @@ _BUILDERS = {Kind.SCALAR: _scalars, Kind.LIST: _lists, Kind.LIST_LIST: _list_lis
 
 def build(table: Columns, column: ColumnType, value: Any) -> Column:
     """Measures a column's value in any accepted form. Raises InvalidRecord for its shape, BadValue for a value that shows at once."""
+    if is_nested(value) or type(value).__module__.split(".")[0] == "pyarrow":
+        what, rows = ("nested tensor", "unbind()") if is_nested(value) else (f"pyarrow.{type(value).__name__}", "to_pylist()")
+        raise InvalidRecord(
+            f"column {column.name!r} takes rows of {column.type_name}, not a {what}", hint=f"pass {column.name}.{rows}", column=column.name
+        )
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
         raise InvalidRecord(
             f"column {column.name!r} takes rows of {column.type_name}, not a {type(value).__name__}",

@@ -22,7 +22,7 @@ from shmbridge.errors import InvalidRecord, RecordTooBig
 from shmbridge.measure import as_invalid, checked_lengths
 from shmbridge.put_notices import PutNotices
 from shmbridge.row_checks import new_sampler
-from shmbridge.schema import Columns, Kind
+from shmbridge.schema import ALIASES, Columns, Kind
 
 Version = int | tuple[int, int] | None
 Split = Literal["train", "eval"]
@@ -183,7 +183,7 @@ class Fragments:
 
 
 def _by_key(table: Columns, sampler: RowSampler, *, foreign: bool = False) -> quick.Forms:
-    return quick.Forms({**table.forms, **{alias: table.forms[name] for alias, name in intake.ALIASES.items()}}, sampler, foreign)
+    return quick.Forms({**table.forms, **{alias: table.forms[name] for alias, name in ALIASES.items()}}, sampler, foreign)
 
 
 def _plan(measured: intake.Intake, stamp: Stamp, source: Any, sampler: RowSampler) -> Plan:

@@ -149,6 +149,8 @@ class Producer(Tickets):
         Args:
             group: an Atropos ScoredDataGroup, a mapping from column to rows, or a pyarrow.RecordBatch. Rows are lists, 1-D arrays, CPU
                 tensors, or (flat array, lengths); columns with one number per row are sequences or arrays. Copied before this returns.
+                A tuple of a 1-D array and whole numbers is always (flat array, lengths), also `(np.array([1, 2, 3]), np.array([1, 2]))`:
+                rows [1] and [2, 3]. Give two rows as a list.
             group_id: which group; default is one of its own.
             group_size: rows of the whole group, when this is only a part of it; default: the rows given.
             policy_version: version when generation began, or (oldest, newest); default `producer.policy_version`.
@@ -257,7 +259,9 @@ class Producer(Tickets):
     ) -> Slot:
         """Reserves room in the lane to be written in place: `with producer.claim(...) as slot: slot["tokens"][:] = ...`.
 
-        Blocks like `put`. Committed when the block ends, given back if it raises; one open claim per producer.
+        Blocks like `put`. Committed when the block ends, given back if it raises; one open claim per producer. The memory is not zeroed: it
+        holds what earlier records left there. Write every value of every claimed column; a column that the block never asked for
+        (`slot[name]`) is InvalidRecord at its end, but values that were left out of a view cannot be told from written ones.
 
         Args:
             rows: rows of the record.
@@ -379,6 +383,13 @@ class Producer(Tickets):
     def _publish(self, slot: Slot) -> None:
         """What the caller wrote into an open claim is checked and published."""
         self._check_open()
+        if (name := slot.unused) is not None and slot.is_open:
+            self._drop(slot.plan, Drop.INVALID)
+            raise InvalidRecord(
+                f"column {name!r} was claimed and never written: its memory holds values of earlier records",
+                hint=f"write slot[{name!r}][:] = ... in the block, or leave {name!r} out of lengths=",
+                column=name,
+            )
         try:
             slot.plan.finish(slot)
             self._loader.fragments.note(slot.plan)

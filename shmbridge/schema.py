@@ -49,6 +49,9 @@ JSON_COLUMNS = frozenset({"messages", "overrides", "group_overrides", "generatio
 # Index in this tuple = code in the column `finish_reason`. Never reordered.
 FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort", "error")
 
+# What `put` also takes a column under: Atropos' names.
+ALIASES = {"scores": "score", "rewards": "token_rewards"}
+
 _PER_RECORD, _TEXT = 1, 2
 _DEFINITION = struct.Struct("<56sBBBBI")
 
@@ -260,6 +263,9 @@ def _column_of(field: "pa.Field") -> Column:
 def _checked_name(name: str) -> str:
     if not 1 <= len(name.encode()) <= 56 or "\0" in name:
         raise SchemaMismatch(f"column name {name!r} has {len(name.encode())} bytes, allowed are 1 to 56", hint="choose a shorter name")
+    if name in ALIASES or name == "env_id":
+        meant = f"Atropos' name of {ALIASES[name]!r}" if name in ALIASES else "the environment's number"
+        raise SchemaMismatch(f"column {name!r} could never be put: put takes it as {meant}", hint=f"rename the column: 'my_{name}'")
     return name
 
 

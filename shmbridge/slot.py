@@ -20,6 +20,7 @@ class Slot(Claim):
     def __init__(self, writer: LaneWriter, plan: Plan, publish: Callable[["Slot"], None]) -> None:
         self.plan, self._publish = plan, publish
         self._columns = {column.name: column for column in plan.columns}
+        self._unused = dict.fromkeys(column.name for column in plan.columns if column.count)
 
     @property
     def sequence(self) -> int | None:
@@ -30,7 +31,14 @@ class Slot(Claim):
         """The column's values: every row's, one after another. KeyError for a column that was not claimed, ClaimOpen after the block."""
         if not self.is_open:
             raise ClaimOpen("the claim is over, committed or given up", hint="write inside the block, before the producer closes")
-        return self.plan.view(self.memory(), self._columns[name])
+        view = self.plan.view(self.memory(), self._columns[name])
+        self._unused.pop(name, None)
+        return view
+
+    @property
+    def unused(self) -> str | None:
+        """A column with values that the block never asked for; None if there is none."""
+        return next(iter(self._unused), None)
 
     def publish_whole(self) -> None:
         """What the block wrote is checked and published; for `__exit__`."""

@@ -42,7 +42,8 @@ def is_torch(tensor: Any) -> bool:
 def as_source(name: str, tensor: Any) -> Any:
     """A torch tensor as it is, anything else as an ndarray of this machine's byte order.
 
-    WeightsMismatch for a part of a DTensor, and for what has no values in one piece of memory: sparse, nested, "meta", not initialised.
+    WeightsMismatch for a part of a DTensor, for an array with masked values, and for what has no values in one piece of memory: sparse,
+    nested, "meta", not initialised.
     """
     if is_torch(tensor):
         import torch
@@ -62,6 +63,10 @@ def as_source(name: str, tensor: Any) -> Any:
         array = np.asarray(tensor)
     except (TypeError, ValueError) as wrong:
         raise WeightsMismatch(f"tensor {name!r} ({type(tensor).__name__}) is no array: {wrong}", hint="publish plain numbers") from wrong
+    if isinstance(tensor, np.ma.MaskedArray) and (masked := int(np.ma.getmaskarray(tensor).sum())):
+        raise WeightsMismatch(
+            f"tensor {name!r} is a masked array, and {masked} of its {tensor.size} values are masked", hint="publish tensor.filled(0)"
+        )
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 

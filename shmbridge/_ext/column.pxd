@@ -15,6 +15,7 @@ cdef class Form:
     cdef bint is_tokens              # no value is negative
     cdef bint ends_steps             # step_ends: they rise, within the row's tokens, one for each step reward
     cdef bint rewards_steps          # step_rewards
+    cdef bint counts_prompts         # prompt_length: within the row's tokens
     cdef int code                    # dtype.char
     cdef int array_type              # NumPy's number of the dtype
 

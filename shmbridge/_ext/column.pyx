@@ -7,7 +7,7 @@ cimport numpy as cnp
 
 import numpy as np
 
-from shmbridge._ext.layout cimport KIND_LIST, TAG_VALUES
+from shmbridge._ext.layout cimport KIND_LIST, KIND_SCALAR, TAG_VALUES
 
 cdef extern from "row_check.h" nogil:
     uint64_t row_check_seed(const char* column)
@@ -31,6 +31,7 @@ cdef class Form:
         self.is_tokens = name == "tokens" and kind == KIND_LIST and dtype == np.int32
         self.ends_steps = name == "step_ends" and kind == KIND_LIST and dtype == np.int32
         self.rewards_steps = name == "step_rewards" and kind == KIND_LIST
+        self.counts_prompts = name == "prompt_length" and kind == KIND_SCALAR and dtype == np.int32
 
 
 cdef class Column:

@@ -41,6 +41,7 @@ cdef class Plan:
     cdef Column _tokens
     cdef Column _ends                # step_ends, or None
     cdef Column _rewards             # step_rewards, or None
+    cdef Column _prompts             # prompt_length, or None
 
     cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, object source,
                      RowSampler sampler) except -1
@@ -48,6 +49,7 @@ cdef class Plan:
     cdef int claim_and_write(self, LaneWriter writer) except -1
     cdef int write_all(self, LaneWriter writer, uint64_t number) except -1
     cdef int check_steps(self, const uint8_t* base) except -1
+    cdef int check_prompts(self, const uint8_t* base) except -1
     cdef int stamp_by_tokens(self, const uint8_t* base) except -1
     cdef object contradicted(self, const int32_t* values, int64_t version, str reason)
     cdef int write_index(self, uint8_t* base) except -1

@@ -74,6 +74,8 @@ cdef class Plan:
                 self._ends = column
             elif column.form.rewards_steps:
                 self._rewards = column
+            elif column.form.counts_prompts:
+                self._prompts = column
             if column.row_lengths is not None:
                 column.lengths_at = at
                 at += lines(PyBytes_GET_SIZE(column.row_lengths))
@@ -113,6 +115,7 @@ cdef class Plan:
         self.columns, self.extent_bytes, self._slot, self._versions = other.columns, other.extent_bytes, other._slot, other._versions
         self._first_row, self._check_every = other._first_row, other._check_every
         self._tokens, self._ends, self._rewards = other._tokens, other._ends, other._rewards
+        self._prompts = other._prompts
 
     @property
     def rows(self) -> int:
@@ -168,6 +171,7 @@ cdef class Plan:
         self.write_checks(base)
         lane_copies_done(is_cold)
         self.check_steps(base)
+        self.check_prompts(base)
         self.stamp_by_tokens(base)
         self.sequence = writer.publish(number, &self._slot)
         self.done = True
@@ -185,6 +189,7 @@ cdef class Plan:
             check_column(column, base + column.values_at * ALIGNMENT)
         self.write_checks(base)
         self.check_steps(base)
+        self.check_prompts(base)
         self.stamp_by_tokens(base)
         self.sequence = claim._writer.publish(claim._number, &self._slot)
         self.done = True
@@ -233,6 +238,22 @@ cdef class Plan:
             if last > tokens[row]:
                 raise BadValue("step_ends", row, counts[row] - 1, last, f"is beyond the row's {tokens[row]} tokens")
             end += counts[row]
+        return 0
+
+    cdef int check_prompts(self, const uint8_t* base) except -1:
+        """A row's prompt is no longer than its tokens. BadValue."""
+        cdef const int32_t* prompts
+        cdef const uint32_t* tokens
+        cdef uint32_t row
+        if self._prompts is None or self._prompts.tag != TAG_VALUES or self._tokens is None or self._prompts.entries != self._tokens.entries:
+            return 0
+        prompts = <const int32_t*>(base + self._prompts.values_at * ALIGNMENT)
+        tokens = <const uint32_t*>PyBytes_AS_STRING(self._tokens.row_lengths)
+        for row in range(self._prompts.entries):
+            if prompts[row] < 0:
+                raise BadValue("prompt_length", row, 0, prompts[row], "is negative: a prompt has 0 tokens or more")
+            if <uint32_t>prompts[row] > tokens[row]:
+                raise BadValue("prompt_length", row, 0, prompts[row], f"is beyond the row's {tokens[row]} tokens")
         return 0
 
     cdef int stamp_by_tokens(self, const uint8_t* base) except -1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -71,6 +72,34 @@ def test_a_batch_has_every_column_of_numbers_as_a_tensor(bridge, producer):
     assert batch["step_rewards"].tolist() == [0.5, 1.0, 2.0]
     assert batch["step_rewards_lengths"].tolist() == [1, 0, 2, 0, 0, 0]
     assert "instance_id" not in batch
+
+
+OWN_NAMES = [
+    "lengths", "cu_seqlens", "position_ids", "group_index", "policy_version", "redelivered", "has_score", "mine_lengths", "has_mine",
+    "distill_logprobs_inner_lengths",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_a_column_with_the_name_of_a_key_of_the_items_is_refused(bridge, name):
+    schema = pa.schema([("mine", pa.list_(pa.int32())), (name, pa.int32())])
+    says = rf"column '{name}' has the name of a key.*rename the column"
+    with pytest.raises(ValueError, match=says):
+        BridgeDataset(bridge, schema=schema)
+    with shmbridge.Producer(bridge, lane_bytes="1M", schema=schema) as producer:
+        put(producer, 0, 1, mine=[[1]] * SIZE, **{name: [900] * SIZE})
+        for items in ("batches", "rows"):
+            with BridgeDataset(bridge, groups=1, items=items, timeout_s=10) as data, pytest.raises(shmbridge.SchemaMismatch, match=says):
+                next(iter(data))
+        assert left_over(bridge) == [0]
+
+
+def test_a_column_whose_name_only_looks_like_a_key_is_handed_out(bridge):
+    schema = pa.schema([("mine_lengths", pa.int32()), ("has_answer", pa.int32())])
+    with shmbridge.Producer(bridge, lane_bytes="1M", schema=schema) as producer, BridgeDataset(bridge, groups=1, schema=schema) as data:
+        put(producer, 0, 1, mine_lengths=[7] * SIZE, has_answer=[1, 0, 1])
+        batch = next(iter(data))
+    assert (batch["mine_lengths"].tolist(), batch["has_answer"].tolist()) == ([7] * SIZE, [1, 0, 1])
 
 
 def test_a_padded_batch_is_a_rectangle(bridge, producer):

@@ -69,6 +69,13 @@ def put(producer, first, count):
         producer.put({"tokens": [[number, 1, 2]], "score": [1.0]}, timeout_s=10.0)
 
 
+def test_a_worker_that_waits_too_long_says_how_long_it_waited(bridge, producer):
+    items = iter(DataLoader(BridgeDataset(bridge, groups=1, timeout_s=1.5), batch_size=None, num_workers=1))
+    with pytest.raises(shmbridge.ConsumerEmpty, match=r"no batch of .* within 1\.5 s; "):
+        next(items)
+    items._shutdown_workers()  # the error's traceback keeps the iterator, and with it the worker
+
+
 def started(program, *arguments, **env):
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     return subprocess.Popen(

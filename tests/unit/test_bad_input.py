@@ -7,11 +7,13 @@ import re
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 import shmbridge
 from shmbridge import segment
 
 NAN, INF = float("nan"), float("inf")
+MASKED = [np.array([0.0, 1.0]), np.ma.array([2.0], mask=[1])]
 ENDLESS: list = []
 ENDLESS.append(ENDLESS)
 
@@ -71,6 +73,16 @@ def refused(ends, group) -> shmbridge.ShmBridgeError:
         ({"tokens": [[1], np.array([2, -100])]}, "tokens", 1, ("position 1", "-100 is negative")),
         ({"tokens": (np.array([1, 2, -3], np.int16), [2, 1])}, "tokens", 1, ("position 0", "-3 is negative")),
         ({"tokens": np.array([[1, 2], [3, -4]])[:, ::-1]}, "tokens", 1, ("position 0", "-4 is negative")),
+        ({"tokens": [[1, 2], [3]], "advantages": MASKED}, "advantages", 1, ("position 0", "masked there")),
+        ({"tokens": [[1, 2], [3]], "score": np.ma.array([0.5, 7.0], mask=[0, 1])}, "score", 1, ("masked there",)),
+        ({"tokens": [[1, 2], [3]], "rewards": (np.ma.array([0.5, 1, 7.0], mask=[0, 0, 1]), [2, 1])}, "rewards", 1, ("masked",)),
+        ({"tokens": np.ma.array([[1, 2], [3, 4]], mask=[[0, 0], [0, 1]])}, "tokens", 1, ("position 1", "masked there")),
+        ({"tokens": (np.arange(3), np.ma.array([1, 2], mask=[0, 1]))}, "tokens", -1, ("lengths",)),
+        ({"tokens": [[1]], "distill_logprobs": [[np.ma.array([1.0, 2.0], mask=[1, 0])]]}, "distill_logprobs", 0, ("position 0", "masked")),
+        (pa.record_batch({"tokens": [[1], [2, 3]], "ref_logprobs": [[0.5], [1.5, None]]}), "ref_logprobs", 1, ("position 1", "None")),
+        ({"tokens": [[1, 2], [3]], "prompt_length": [2, 2]}, "prompt_length", 1, ("2 is beyond the row's 1 tokens",)),
+        ({"tokens": [[1, 2], [3]], "prompt_length": np.array([-1, 1])}, "prompt_length", 0, ("-1 is negative",)),
+        ({"tokens": [(1, 2), (3,)], "prompt_length": [None, 5]}, "prompt_length", 1, ("5 is beyond the row's 1 tokens",)),
         ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0]], "step_ends": [[9]]}, "step_ends", 0, ("9", "3 tokens")),
         ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0]], "step_ends": [[1, 3]]}, "step_ends", 0, ("2 ends for 1 step_rewards",)),
         ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0, 2.0]], "step_ends": [[2, 2]]}, "step_ends", 0, ("2 is not after 2",)),
@@ -157,8 +169,22 @@ HINTS = {
     "text": ({"tokens": [["7"]]}, "numbers, not text"),
     "nan": ({"tokens": [[1]], "scores": [NAN]}, "where the environment computes scores"),
     "padding": ({"tokens": [[1, -100]]}, "without padding"),
+    "nested": ({"tokens": torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])])}, "pass tokens.unbind()"),
+    "jagged": ({"tokens": [[1]], "rewards": torch.nested.nested_tensor([torch.tensor([1.0])], layout=torch.jagged)}, "rewards.unbind()"),
+    "an Arrow array": ({"tokens": pa.array([[1, 2], [3]])}, "pass tokens.to_pylist()"),
+    "Arrow chunks": ({"tokens": [[1]], "scores": pa.chunked_array([[1.0]])}, "pass scores.to_pylist()"),
+    "masked": ({"tokens": [[1, 2], [3]], "advantages": MASKED}, "advantages.filled(0)"),
+    "two rows as a tuple": ({"tokens": (np.arange(4), np.array([1, 2]))}, "is (flat array, lengths): give two rows as a list"),
+    "prompt": ({"tokens": [[1, 2]], "prompt_length": [3]}, "tokens are the prompt and its response"),
     "ends": ({"tokens": [[1, 2]], "step_ends": [[5]]}, "step_ends are exclusive"),
 }
+
+
+def test_masked_arrays_without_a_masked_value_are_plain_ones(ends) -> None:
+    producer, consumer = ends
+    producer.put({"tokens": [np.ma.array([1, 2])], "score": np.ma.array([0.5], mask=[0])})
+    record = consumer.get(timeout_s=5)
+    assert (record["tokens"][0].tolist(), record["score"].tolist()) == ([1, 2], [0.5])
 
 
 @pytest.mark.parametrize(("group", "hint"), HINTS.values(), ids=HINTS)
@@ -181,6 +207,17 @@ def test_wrong_values_written_in_place_abort_the_claim(ends) -> None:
         producer.claim(2, {"tokens": [2, 0], "score": None})
     assert consumer.poll() == []
     assert producer.put({"tokens": [[1]]}) == 0
+
+
+def test_a_prompt_may_be_the_whole_row_or_nothing_or_unknown(ends) -> None:
+    producer, consumer = ends
+    producer.put({"tokens": [[1, 2], [3], [4]], "prompt_length": [2, 0, None]})
+    assert consumer.get(timeout_s=5)["prompt_length"].tolist()[:2] == [2, 0]
+    with (
+        pytest.raises(shmbridge.InvalidRecord, match="3 is beyond the row's 2 tokens"),
+        producer.claim(1, {"tokens": [2], "prompt_length": None}) as slot,
+    ):
+        slot["tokens"][:], slot["prompt_length"][:] = 1, 3
 
 
 def test_ends_of_steps_may_be_absent_where_rewards_are_given(ends) -> None:

@@ -289,7 +289,7 @@ def test_any_records_become_the_batch_they_say(make_producer, consumer, layout, 
             "distill_token_ids": rows_of(lambda: [lists(3)() for _ in range(draw.integers(0, 4))], rows)
             if foreign else [[[1, 2]] * len(row) for row in tokens],
             "score": rows_of(lambda: float(draw.normal()), rows),
-            "prompt_length": rows_of(lambda: int(draw.integers(0, 9)), rows),
+            "prompt_length": draw.integers(0, [len(row) + 1 for row in tokens]).tolist(),
             "reward_components": rows_of(lambda: {"a": 1.0}, rows),
             "instance_id": rows_of(lambda: f"i{draw.integers(9)}", rows),
             "group_overrides": {"k": 1},

@@ -45,6 +45,28 @@ def test_values_that_are_not_finite_abort_the_claim(producer, consumer) -> None:
     assert producer.put({"tokens": [[1]]}) == 0
 
 
+def test_a_claimed_column_that_was_never_asked_for_is_refused(producer, consumer) -> None:
+    for number in range(200):  # until the claim lies where an earlier record did
+        producer.put({"tokens": [[number] * 20], "advantages": [[0.5] * 20]})
+        for record in consumer.poll():
+            record.release()
+    del record
+    before = producer.stats()["records_total"]
+    with (
+        pytest.raises(shmbridge.InvalidRecord, match=r"'advantages' was claimed and never written.*slot\['advantages'\]") as caught,
+        producer.claim(2, {"tokens": [3, 2], "advantages": [3, 2]}) as slot,
+    ):
+        slot["tokens"][:] = 7
+    assert caught.value.column == "advantages"
+    assert slot.sequence is None
+    assert consumer.poll() == []
+    assert producer.stats()["records_total"] == before
+    assert producer.stats()["dropped_total{invalid}"] == 1
+    with producer.claim(1, {"tokens": [1], "step_rewards": [0]}) as slot:  # a column without values has nothing to write
+        slot["tokens"][:] = 1
+    assert slot.sequence == before
+
+
 def test_one_claim_at_a_time_is_a_typed_error(producer) -> None:
     with producer.claim(1, {"tokens": [1]}) as slot:
         with pytest.raises(shmbridge.ShmBridgeError):

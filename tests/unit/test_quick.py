@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from shmbridge import participation, segment
 from shmbridge._ext import header, quick, ring
 from shmbridge._ext.plan import Plan, Stamp
-from shmbridge.intake import ALIASES, take_in
-from shmbridge.schema import standard_columns
+from shmbridge.intake import take_in
+from shmbridge.schema import ALIASES, standard_columns
 
 TABLE = standard_columns()
 FORMS = quick.Forms({**TABLE.forms, **{alias: TABLE.forms[name] for alias, name in ALIASES.items()}})

@@ -33,6 +33,13 @@ def record(producer, consumer):
     return one
 
 
+def test_a_null_map_is_null_in_arrow_and_not_an_empty_one(record) -> None:
+    parts = [None, {"q": 1.0}, {}]
+    first = record({"tokens": [[1], [2], [3]], "reward_components": parts})
+    assert first.to_arrow()["reward_components"].to_pylist() == [None, [("q", 1.0)], []]
+    assert record(first.to_arrow()).to_arrow().equals(first.to_arrow())
+
+
 def test_length_columns_and_membership(record) -> None:
     it = record()
     assert len(it) == 2

@@ -69,6 +69,12 @@ def test_names_that_do_not_fit_are_refused(name) -> None:
         columns_of(pa.schema([(name, pa.int32())]))
 
 
+@pytest.mark.parametrize(("name", "why"), [("scores", "name of 'score'"), ("rewards", "name of 'token_rewards'"), ("env_id", "number")])
+def test_names_that_put_takes_for_something_else_are_refused(name, why) -> None:
+    with pytest.raises(shmbridge.SchemaMismatch, match=rf"{name!r} could never be put: .*{why}.* -> rename the column: 'my_{name}'"):
+        columns_of(pa.schema([(name, pa.list_(pa.float32()))]))
+
+
 def test_too_many_columns_are_refused_with_the_limit() -> None:
     with pytest.raises(shmbridge.SchemaMismatch, match=f"at most {256 - len(STANDARD)}"):
         columns_of(pa.schema([(f"c{i}", pa.int32()) for i in range(300)]))

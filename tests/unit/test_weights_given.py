@@ -27,9 +27,10 @@ def layer() -> torch.nn.Linear:
         (lambda: [("weight",)], r"\('weight',\) was given"),
         (lambda: [(["weight"], torch.ones(2, 2))], "was given"),
         (lambda: None, "NoneType was given"),
+        (lambda: [("weight", np.ma.array([1.0, 2.0], mask=[0, 1]))], "'weight' is a masked array, and 1 of its 2 values are masked"),
         (lambda: [("weight", [[1.0], [2.0, 3.0]])], r"tensor 'weight' \(list\) is no array"),
     ],
-    ids=["a model", "a dict", "parameters", "no tensor", "no name", "nothing", "ragged"],
+    ids=["a model", "a dict", "parameters", "no tensor", "no name", "nothing", "masked", "ragged"],
 )
 def test_what_is_no_pair_of_name_and_tensor_is_refused_in_words(ends, given, told) -> None:
     writer, reader = ends
