@@ -82,7 +82,7 @@ def _enter_control(file: Descriptor, name: str, bridge: str) -> header.Control:
         if not control.ready:
             control.format(os.getpid())
     except header.LaneCorrupt as wrong:
-        file.close()  # the error's frames keep it
+        liveness.unlock_all(file.fd)  # the error's frames keep the mapping, and that the locks
         raise LayoutMismatch(f"{name}: {wrong}", hint=_OVERWRITTEN) from None
     liveness.unlock(file.fd, Byte.INITIALISING)
     weakref.finalize(mapping, _leave_late, mapping.fd, bridge, os.getpid()).atexit = False

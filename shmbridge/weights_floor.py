@@ -63,4 +63,5 @@ def remove_segment(control: Control, bridge: str, version: int, size: int) -> No
             segment.unlink(file.fd, name)
             header.fault(b"weights.removed")
         finally:
-            file.close()  # the error's frames keep it
+            liveness.unlock(file.fd, Byte.WRITER)  # the error's frames keep the mapping, and that the lock
+            file.close()
