@@ -195,7 +195,8 @@ class Producer(Tickets):
         """`put` that never blocks the event loop; arguments, result and errors as there.
 
         Once called, the group is committed or counted as dropped, also if the awaiting task is cancelled; it must not be changed meanwhile.
-        Groups are committed in the order of the calls.
+        Groups are committed in the order of the calls, but for those that still wait when their event loop is closed: close() commits or
+        counts them.
         """
         check_timeout(timeout_s)
         plan = self._measure(group, group_id, group_size, policy_version, split, foreign)
