@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import shmbridge
@@ -28,6 +28,7 @@ RAISED = ConsumerLog.TIME_SEEN  # the word that counts interrupts
 _LIFE_S = (0.1, 0.6)
 _EVERY_S = (0.00005, 0.0012)
 _TIMEOUT_S = 0.02
+_LOST_S = 1.0
 
 
 class Interrupt(KeyboardInterrupt):
@@ -75,6 +76,26 @@ class Storm:
             self.raising = was
             if was:
                 self._next()
+
+
+def run_in_loop(main: Coroutine[Any, Any, None]) -> None:
+    """asyncio.run, but that its end waits for no task for ever.
+
+    An interrupt between two lines of the event loop itself loses a wake-up, and the task that it was for never ends: asyncio's own, and its
+    reason to handle SIGINT without raising.
+    """
+    loop = asyncio.new_event_loop()
+    try:
+        loop.run_until_complete(main)
+    finally:
+        try:
+            if left := asyncio.all_tasks(loop):
+                for task in left:
+                    task.cancel()
+                loop.run_until_complete(asyncio.wait(left, timeout=_LOST_S))
+            loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), _LOST_S))
+        finally:
+            loop.close()
 
 
 class ConsumerRole:
@@ -193,7 +214,7 @@ class ConsumerRole:
             for _ in range(20):
                 self._body(await self._consumer.get_async(_TIMEOUT_S))
 
-        asyncio.run(take())
+        run_in_loop(take())
 
     def _async_for(self) -> None:
         async def take() -> None:
@@ -206,7 +227,7 @@ class ConsumerRole:
                     record.release()
                     break
 
-        asyncio.run(take())
+        run_in_loop(take())
 
     def _batches(self) -> None:
         hold, prefetch = self._options
