@@ -7,8 +7,8 @@ Letters: B rows (trajectories), N tokens of the whole batch, L tokens of one row
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,23 +21,37 @@ from shmbridge.schema import STANDARD
 
 Tensors = dict[str, Tensor]
 
-# Keys of items that are no columns; beside them NAME_lengths, NAME_inner_lengths and has_NAME of every column NAME.
-OWN_KEYS = frozenset({"lengths", "cu_seqlens", "position_ids", "group_index", "policy_version", "redelivered"})
+# Keys of items that are no columns.
+_OF_ROWS = frozenset({"policy_version", "redelivered"})
+_OF_BATCHES = _OF_ROWS | {"lengths", "cu_seqlens", "position_ids", "group_index"}
 
 
-def check_names(names: Collection[str]) -> None:
-    """Raise SchemaMismatch for a column under whose name an item has something else."""
+def check_names(names: Iterable[str], items: Literal["batches", "rows"]) -> None:
+    """Raise SchemaMismatch for a column under whose name each item has something else."""
     for name in names:
-        if name in STANDARD:
-            continue
-        stems = {name.removeprefix("has_"), name.removesuffix("_lengths"), name.removesuffix("_inner_lengths")} - {name}
-        stem = next((stem for stem in sorted(stems) if stem in STANDARD or stem in names), None)
-        if name in OWN_KEYS or stem is not None:
-            beside = "" if stem is None else f", beside the column {stem!r}"
-            raise SchemaMismatch(
-                f"column {name!r} has the name of a key that the data set itself gives its items{beside}",
-                hint=f"rename the column, where it is put and in schema=: 'my_{name}'",
-            )
+        if name in (_OF_ROWS if items == "rows" else _OF_BATCHES):
+            raise _taken(name, "")
+
+
+def _taken(name: str, beside: str) -> SchemaMismatch:
+    return SchemaMismatch(
+        f"column {name!r} has the name of a key that the data set itself gives its items{beside and f', beside the column {beside!r}'}",
+        hint=f"rename the column, where it is put and in schema=: 'my_{name}'",
+    )
+
+
+def _checked(columns: dict[str, Any], items: Literal["batches", "rows"]) -> dict[str, Any]:
+    """Those of the columns that become tensors. SchemaMismatch if one has the name of another key."""
+    check_names(columns, items)
+    tensors = {name: column for name, column in columns.items() if isinstance(column, (Ragged, RaggedLists, np.ndarray))}
+    for name, column in tensors.items():
+        beside = [f"{name}_inner_lengths"] if isinstance(column, RaggedLists) else []
+        if items == "batches":
+            beside += [f"has_{name}", *([f"{name}_lengths"] if isinstance(column, (Ragged, RaggedLists)) else [])]
+        for key in beside:
+            if key in tensors:
+                raise _taken(key, name)
+    return tensors
 
 
 def batch_tensors(batch: Batch) -> Tensors:
@@ -50,7 +64,6 @@ def batch_tensors(batch: Batch) -> Tensors:
     is `has_NAME`, bool (B,).
     Text, bytes and maps are no tensors and are left out. SchemaMismatch for a column that has the name of another key.
     """
-    check_names(batch.columns)
     found: dict[str, npt.NDArray[Any]] = {
         "lengths": batch.lengths,
         "cu_seqlens": batch.cu_seqlens,
@@ -59,16 +72,13 @@ def batch_tensors(batch: Batch) -> Tensors:
         "policy_version": np.array([meta.min_policy_version for meta in batch.meta], np.int64),
         "redelivered": np.array([meta.redelivered for meta in batch.meta], np.bool_),
     }
-    for name in _names(batch):
-        column = batch[name]
+    for name, column in _checked({name: batch[name] for name in _names(batch)}, "batches").items():
         if isinstance(column, RaggedLists):
             found |= {name: column.values, f"{name}_lengths": column.lengths, f"{name}_inner_lengths": column.inner_lengths}
         elif isinstance(column, Ragged):
             found |= {name: column.values, f"{name}_lengths": column.lengths}
-        elif isinstance(column, np.ndarray):
-            found[name] = column
         else:
-            continue
+            found[name] = column
         if not (has := batch.has(name)).all():
             found[f"has_{name}"] = has
     return {name: torch.from_numpy(array) for name, array in found.items()}
@@ -81,9 +91,8 @@ def row_tensors(batch: Batch) -> Iterator[Tensors]:
     as they are, scalars without dimensions, and `policy_version` and `redelivered`. A column that the row lacks is not in its dictionary.
     SchemaMismatch as in `batch_tensors`.
     """
-    check_names(batch.columns)
     starts = batch.cu_seqlens.tolist()
-    columns = {name: batch[name] for name in _names(batch)}
+    columns = _checked({name: batch[name] for name in _names(batch)}, "rows")
     has = {name: batch.has(name) | (name == "loss_mask") for name in columns}
     for row, meta in enumerate(batch.meta):
         tensors = {
@@ -99,7 +108,7 @@ def row_tensors(batch: Batch) -> Iterator[Tensors]:
                 tensors[f"{name}_inner_lengths"] = torch.from_numpy(lists.lengths)
             elif isinstance(column, Ragged):
                 tensors[name] = torch.from_numpy(column[row])
-            elif isinstance(column, np.ndarray):
+            else:
                 per_token = name in STANDARD and STANDARD[name].per_token
                 at = slice(starts[row], starts[row + 1]) if per_token else row
                 tensors[name] = torch.from_numpy(np.asarray(column[at]))

@@ -106,7 +106,7 @@ class BridgeDataset(IterableDataset[Tensors]):
             raise ValueError('hold="checkpoint" is for one process: with ranks the consumer keeps what is not done, hold="step"')
         self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
         self._run, self._lanes, self._schema, self._whole_rows = run or _endless_run(groups), lanes, schema, whole_rows
-        check_names(getattr(schema, "names", ()))
+        check_names(getattr(schema, "names", ()), items)
         self._position = Position()
         self._pid = 0
         self._consumer: shmbridge.Consumer | None = None

@@ -448,7 +448,7 @@ class BatchAssembly:
                 return
             waiting = set(map(id, itertools.chain(self._complete, *self._back)))
             self._returned = True
-            self._back.append([group for group in groups if id(group) not in waiting])
+            self._back.append([group for place, group in {id(group): group for group in groups}.items() if place not in waiting])
 
     def _check_stuck(self, want: Want) -> None:
         """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else holds anything."""

@@ -89,7 +89,7 @@ def check_count(name: str, count: object, least: int, most: int) -> int:
     except TypeError:
         number = None
     if number is None or not least <= number <= most:
-        raise BadArgument(f"{name}={count!r} is no whole number from {least} to {most}", hint=f"{name}={max(least, 1)}")
+        raise BadArgument(f"{name}={count!r} is no whole number from {least} to {most}", hint=f"{name}={min(max(least, 1), most)}")
     return number
 
 

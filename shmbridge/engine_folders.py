@@ -28,10 +28,10 @@ class EngineFolder:
 
     def remove(self) -> None:
         """Remove it with what is in it. Idempotent."""
-        file, self._file = self._file, None
-        if file is not None:
+        if self._file is not None:
             remove_folder(self.path)
-            file.close()
+            self._file.close()
+            self._file = None
 
 
 def remove_dead(bridge: str, *, dry_run: bool = False) -> tuple[list[str], dict[str, str]]:

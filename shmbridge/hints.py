@@ -26,16 +26,16 @@ def column_meant(given: str) -> str:
 def for_value(column: str, written: str, type_name: str, value: object, reason: str) -> str:
     """The hint for one value: `column` is its standard name, `written` the key that the caller used, `reason` the packer's."""
     is_rows = type_name.startswith("list<")
+    if "masked" in reason:
+        return f"put plain values: {written}.filled(0) where that is meant, or None for a whole row"
     if column == "prompt_length" and ("negative" in reason or "beyond" in reason):
-        return "prompt_length counts the row's first tokens that are its prompt: tokens are the prompt and its response"
+        return "prompt_length counts the row's first tokens that are its prompt, of tokens that are prompt and response; None: unknown"
     if reason.startswith("is negative"):
         return "pass tokens without padding, and what is not to be trained as 0 in loss_mask"
     if column == "step_ends":
         return "step_ends are exclusive: steps of tokens 0 to 2 and 3 to 6 end at [3, 7], one end for each of step_rewards"
     if column == "token_versions":
         return "policy_version is the version when generation began, or (oldest, newest)"
-    if "masked" in reason:
-        return f"put plain values: {written}.filled(0) where that is meant, or None for a whole row"
     if "not finite" in reason:
         return f"find where the environment computes {written}: a finite number, or leave the group out"
     if reason == "is not a row of numbers":

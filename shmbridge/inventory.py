@@ -89,7 +89,10 @@ def unreleased(producers: Iterable[str]) -> dict[str, set[int]]:
     Empty for a producer whose lane is gone. A producer is left out if nobody can tell: its lane cannot be read, or its id names none.
     """
     own = {producer: match[1] for producer in producers if (match := _OWN_LANE.search(producer))}
-    lanes = {lane.rpartition(".")[2]: lane for name in segment.bridges() for lane in segment.lane_names(name)} if own else {}
+    try:
+        lanes = {lane.rpartition(".")[2]: lane for name in segment.bridges() for lane in segment.lane_names(name)} if own else {}
+    except OSError:  # no descriptor left, say
+        return {}
     found = {producer: set[int]() if lane not in lanes else _unreleased(lanes[lane]) for producer, lane in own.items()}
     return {producer: sequences for producer, sequences in found.items() if sequences is not None}
 

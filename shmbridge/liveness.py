@@ -13,9 +13,12 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 
+from shmbridge._ext.mapping import Descriptor
+
 _FLOCK = struct.Struct("hhqqi4x")  # l_type, l_whence, l_start, l_len, l_pid
 
 _LETTING_GO_S = 1.0
+_BRIEFLY_S = 0.05
 _LOOK_AGAIN_S = 0.0005
 MOST_RANKS = 1024
 MOST_TICKETS = 1 << 16
@@ -52,13 +55,16 @@ def lock_exclusive(fd: int, byte: int) -> bool:
 
 
 def lock_after(holder: Callable[[], int], fd: int, byte: int) -> bool:
-    """As lock_exclusive, but for at most a second while the process that is named as the holder has ended. Blocks for that.
+    """As lock_exclusive, but for at most a second while the process that is named as the holder has ended; briefly if that is 0, nobody.
+
+    Blocks for that.
 
     Whoever reads the maps of a process' memory (ps, top, a monitor) keeps its mappings meanwhile, and so the locks of one that is dead.
     """
-    deadline = time.monotonic() + _LETTING_GO_S
+    began = time.monotonic()
     while not lock_exclusive(fd, byte):
-        if not _has_ended(holder()) or time.monotonic() > deadline:
+        pid = holder()
+        if not _has_ended(pid) or time.monotonic() - began > (_LETTING_GO_S if pid else _BRIEFLY_S):
             return False
         time.sleep(_LOOK_AGAIN_S)
     return True
@@ -66,16 +72,17 @@ def lock_after(holder: Callable[[], int], fd: int, byte: int) -> bool:
 
 def _has_ended(pid: int) -> bool:
     """Whether no such process runs; 0 is nobody."""
-    if pid <= 0:
+    if pid == 0:
         return True
     try:
-        fd = os.pidfd_open(pid)
+        process = Descriptor(os.pidfd_open(pid), kept_from_children=False)
+    except OverflowError:  # a segment may say any number
+        return True
     except OSError as wrong:
         return wrong.errno == errno.ESRCH
-    try:
-        return bool(select.select([fd], [], [], 0)[0])
-    finally:
-        os.close(fd)
+    poll = select.poll()
+    poll.register(process.fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def lock_shared(fd: int, byte: int) -> bool:

@@ -21,14 +21,15 @@ class LoopBell:
     """Waits in the running event loop; one loop at a time. The thread never takes the GIL while it relays."""
 
     def __init__(self, wait: HubWait, bridge: str) -> None:
-        self._wait: HubWait | None = wait
+        self._wait = wait
+        self._ends = False
         self._closing = threading.RLock()  # a signal handler may call close() while a method of this thread holds it
         self._listens = False  # `wait` is in _listen(); if a handler calls close() then, `wait` does the rest
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: set[asyncio.Future[None]] = set()
         self._event = Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), kept_from_children=False)
         wait.start_relay(self._event.fd)
-        self._relay = Joined(functools.partial(wait.relay, self._event.fd), f"shmbridge-{bridge}")
+        self._relay = Joined(functools.partial(_relay, wait, self._event), f"shmbridge-{bridge}")
         try:
             self._relay.start()
         except BaseException:
@@ -38,18 +39,18 @@ class LoopBell:
     async def wait(self, readers: list[LaneReader], arrivals: int, left_s: float) -> None:
         """Returns when there may be work, `left_s` are over or a tick is; a cancelled wait leaves nothing behind."""
         with self._closing:
-            if (bell := self._wait) is None:
+            if self._ends:
                 return
             self._listens = True
             try:
                 loop = self._listen()
             finally:
                 self._listens = False
-                if self._wait is None:
+                if self._ends:
                     self._close()
-            if self._wait is None:
+            if self._ends:
                 return
-        there, tick, future = bell.arm(readers, arrivals), None, loop.create_future()
+        there, tick, future = self._wait.arm(readers, arrivals), None, loop.create_future()
         self._waiting.add(future)
         try:
             if there:
@@ -59,7 +60,7 @@ class LoopBell:
                 await future
         finally:
             self._waiting.discard(future)
-            bell.disarm(tick is not None and left_s >= _TICK_S and loop.time() >= tick.when())
+            self._wait.disarm(tick is not None and left_s >= _TICK_S and loop.time() >= tick.when())
             if tick is not None:
                 tick.cancel()
 
@@ -84,13 +85,10 @@ class LoopBell:
         self._loop = None
 
     def close(self) -> None:
-        """Ends the relay, and every wait that is under way. Blocks until the thread has ended."""
+        """Ends the relay, and every wait that is under way. Blocks until the thread has ended. May be called again, and finishes then."""
         with self._closing:  # the loop that begins to listen now is one to be told
-            wait, loop, self._wait = self._wait, self._loop, None
-            listens = self._listens
-        if wait is None:
-            return
-        wait.stop_relay()
+            self._ends, loop, listens = True, self._loop, self._listens
+        self._wait.stop_relay()
         self._relay.join()
         if listens:  # called by a handler that interrupted _listen(): `wait` does the rest
             return
@@ -105,6 +103,11 @@ class LoopBell:
         for future in self._waiting:
             _end(future)
         self._event.close()
+
+
+def _relay(wait: HubWait, event: Descriptor) -> None:
+    """For the thread, which keeps the descriptor: nobody else's file gets its number while it may be written to."""
+    wait.relay(event.fd)
 
 
 def _end(future: "asyncio.Future[None]") -> None:

@@ -193,7 +193,7 @@ _BUILDERS = {Kind.SCALAR: _scalars, Kind.LIST: _lists, Kind.LIST_LIST: _list_lis
 
 def build(table: Columns, column: ColumnType, value: Any) -> Column:
     """Measures a column's value in any accepted form. Raises InvalidRecord for its shape, BadValue for a value that shows at once."""
-    if is_nested(value) or type(value).__module__.split(".")[0] == "pyarrow":
+    if is_nested(value) or (column.kind is not Kind.SCALAR and type(value).__module__.split(".")[0] == "pyarrow"):
         what, rows = ("nested tensor", "unbind()") if is_nested(value) else (f"pyarrow.{type(value).__name__}", "to_pylist()")
         raise InvalidRecord(
             f"column {column.name!r} takes rows of {column.type_name}, not a {what}", hint=f"pass {column.name}.{rows}", column=column.name

@@ -59,10 +59,19 @@ def open_control(bridge: str) -> header.Control:
                     hint="look for a stopped process of this bridge: ps -eo pid,stat,cmd",
                 )
             time.sleep(0.002)
-        elif still_named(file.fd, name) and liveness.lock_shared(file.fd, Byte.PARTICIPANTS):
+        elif _joins(file, name):
             return _enter_control(file, name, bridge)
         else:  # swept between open and lock
             file.close()
+
+
+def _joins(file: Descriptor, name: str) -> bool:
+    """Takes part in what the name leads to, if that is still this segment."""
+    try:
+        return still_named(file.fd, name) and liveness.lock_shared(file.fd, Byte.PARTICIPANTS)
+    except BaseException:
+        file.close()  # the error's frames keep it
+        raise
 
 
 def _enter_control(file: Descriptor, name: str, bridge: str) -> header.Control:
@@ -76,20 +85,18 @@ def _enter_control(file: Descriptor, name: str, bridge: str) -> header.Control:
         with contextlib.suppress(OSError):  # made just now, in vain
             _sweep_control(bridge, SweepReport(), dry_run=False)
         raise
-    control = header.Control(mapping)
-    header.fault(b"control.locked")
     try:
+        control = header.Control(mapping)
+        header.fault(b"control.locked")
         if not control.ready:
             control.format(os.getpid())
-    except header.LaneCorrupt as wrong:
-        liveness.unlock_all(file.fd)  # the error's frames keep the mapping, and that the locks
-        raise LayoutMismatch(f"{name}: {wrong}", hint=_OVERWRITTEN) from None
-    liveness.unlock(file.fd, Byte.INITIALISING)
-    weakref.finalize(mapping, _leave_late, mapping.fd, bridge, os.getpid()).atexit = False
-    try:
+        liveness.unlock(file.fd, Byte.INITIALISING)
+        weakref.finalize(mapping, _leave_late, mapping.fd, bridge, os.getpid()).atexit = False
         _check_layout(control, name)
-    except LayoutMismatch:
-        liveness.unlock_all(file.fd)
+    except BaseException as wrong:
+        liveness.unlock_all(file.fd)  # the error's frames keep the mapping, and that the locks
+        if isinstance(wrong, header.LaneCorrupt):
+            raise LayoutMismatch(f"{name}: {wrong}", hint=_OVERWRITTEN) from None
         raise
     return control
 
@@ -226,6 +233,7 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
         header.fault(b"segment.unlinking")
         return dry_run or unlink(file.fd, name), "", held or 0
     finally:
+        liveness.unlock(file.fd, Byte.PRODUCER)  # an error's frames keep the mapping, and that the lock
         file.close()
 
 

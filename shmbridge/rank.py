@@ -59,7 +59,7 @@ class Rank(OneProcess):
         from shmbridge.control_client import ControlClient
 
         world_size = check_count("world_size", world_size, 1, MOST_RANKS)
-        rank = check_count("rank", rank, 0, world_size - 1)
+        rank = check_count(f"world_size={world_size}, rank", rank, 0, world_size - 1)
         self.bridge, self.rank, self.world_size = check_bridge_name(bridge), rank, world_size
         self._control_words: header.Control | None = participation.open_control(bridge)
         if not liveness.lock_after(lambda: 0, self._control.mapping.fd, Byte.FIRST_RANK + rank):  # no word names its holder

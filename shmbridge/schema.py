@@ -265,7 +265,7 @@ def _checked_name(name: str) -> str:
         raise SchemaMismatch(f"column name {name!r} has {len(name.encode())} bytes, allowed are 1 to 56", hint="choose a shorter name")
     if name in ALIASES or name == "env_id":
         meant = f"Atropos' name of {ALIASES[name]!r}" if name in ALIASES else "the environment's number"
-        raise SchemaMismatch(f"column {name!r} could never be put: put takes it as {meant}", hint=f"rename the column: 'my_{name}'")
+        raise SchemaMismatch(f"column {name!r} cannot be put: put takes that name as {meant}", hint=f"rename the column: 'my_{name}'")
     return name
 
 

@@ -112,7 +112,7 @@ def open_segment(name: str, flags: int = 0) -> Descriptor:
 
 def _open_once(name: str, flags: int) -> Descriptor:
     try:
-        file = Descriptor(posix_ipc.SharedMemory(name, flags, mode=0o600, size=0).fd)
+        opened = posix_ipc.SharedMemory(name, flags, mode=0o600, size=0)
     except posix_ipc.ExistentialError as missing:
         if flags & posix_ipc.O_EXCL:
             raise FileExistsError(name) from missing
@@ -124,6 +124,7 @@ def _open_once(name: str, flags: int) -> Descriptor:
         raise _denied(name) from denied
     except (ValueError, OSError) as wrong:
         raise _cannot_open(name, wrong) from wrong
+    file = Descriptor(opened.fd)
     owner = os.fstat(file.fd).st_uid
     if owner == os.geteuid():
         return file
@@ -205,10 +206,10 @@ def remove_folder(path: Path) -> None:
         if path.is_symlink():
             return
         for each in map(path.joinpath, os.listdir(path)):
-            if each.is_dir() and not each.is_symlink():
-                remove_folder(each)
-            else:
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                if each.is_dir() and not each.is_symlink():
+                    remove_folder(each)
+                else:
                     each.unlink()
         path.rmdir()
 

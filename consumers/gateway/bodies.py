@@ -136,6 +136,8 @@ def _group(raw: dict[str, msgspec.Raw], extras: bool) -> dict[str, Any]:
 
 
 def _value(name: str, raw: msgspec.Raw) -> Any:
+    if name in _NUMBERS - {"env_id"} and bytes(memoryview(raw)[:1]) == b'"':  # "null" in quotes would be none
+        raise Refused(422, f"Expected `array`, got `str` - at `{name}`", "malformed")
     try:
         return _DECODERS[name].decode(raw)
     except msgspec.ValidationError as wrong:

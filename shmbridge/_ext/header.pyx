@@ -243,6 +243,10 @@ cdef class Control:
         return self.words().hub_pid
 
     @property
+    def hub_pid_namespace(self) -> int:
+        return self.words().hub_pid_namespace
+
+    @property
     def hub_epoch(self) -> int:
         return load_seq64(&self.words().hub_epoch)  # SYNC(epoch)
 

@@ -73,7 +73,7 @@ typedef struct {
     uint64_t created_ns; /* CLOCK_MONOTONIC */
     uint8_t pad0[0x100 - 24];
 
-    uint64_t hub_pid; /* H: plain; read for messages only */
+    uint64_t hub_pid; /* H: plain; for messages, and whether to wait for its lock */
     uint64_t hub_pid_namespace;
     shm_u64 hub_epoch;
     shm_u64 run_epoch;
@@ -183,7 +183,7 @@ typedef struct {
 typedef struct {
     shm_u64 magic; /* stored last */
     uint32_t layout_version;
-    uint32_t writer_pid; /* writer: plain; read for messages only */
+    uint32_t writer_pid; /* writer: plain; for messages, and whether to wait for its lock */
     uint64_t table_bytes, data_at, slot_bytes;
     uint64_t tensors, words_at;
     uint64_t segment_id; /* random: tickets of another segment of this name are refused */

@@ -1,7 +1,7 @@
 """One mapped segment and its descriptor, and in what pages it lies. Knows neither names nor what the bytes mean; shmbridge.segment makes them.
 
-The descriptor carries the segment's locks, so whoever must keep a lock keeps the Mapping, and whoever gives up says close(). The kernel counts
-a mapping as a descriptor: a process whose descriptors were all closed by its program (daemons do that) keeps its locks.
+The descriptor carries the segment's locks, so whoever must keep a lock keeps the Mapping. The kernel counts a mapping as a descriptor: a process
+whose descriptors were all closed by its program (daemons do that) keeps its locks, and close() frees none while the Mapping lives.
 """
 
 cimport cython

@@ -241,7 +241,7 @@ cdef class Plan:
         return 0
 
     cdef int check_prompts(self, const uint8_t* base) except -1:
-        """A row's prompt is no longer than its tokens. BadValue."""
+        """A row's prompt is no longer than its tokens; -1 is an unknown one. BadValue."""
         cdef const int32_t* prompts
         cdef const uint32_t* tokens
         cdef uint32_t row
@@ -250,9 +250,9 @@ cdef class Plan:
         prompts = <const int32_t*>(base + self._prompts.values_at * ALIGNMENT)
         tokens = <const uint32_t*>PyBytes_AS_STRING(self._tokens.row_lengths)
         for row in range(self._prompts.entries):
-            if prompts[row] < 0:
-                raise BadValue("prompt_length", row, 0, prompts[row], "is negative: a prompt has 0 tokens or more")
-            if <uint32_t>prompts[row] > tokens[row]:
+            if prompts[row] < -1:
+                raise BadValue("prompt_length", row, 0, prompts[row], "is negative: a prompt has 0 tokens or more, or -1, unknown")
+            if prompts[row] > 0 and <uint32_t>prompts[row] > tokens[row]:
                 raise BadValue("prompt_length", row, 0, prompts[row], f"is beyond the row's {tokens[row]} tokens")
         return 0
 

@@ -498,8 +498,8 @@ cdef class LaneReader:
             store_relaxed64(&words[reason], load_relaxed64(&words[reason]) + count)
 
     def quarantine(self, uint64_t count):
-        """Nothing of the lane is believed any more; `count` records, or as many as an earlier hub gave up, are never released. Done once.
-        One word says both: no thread, no handler and no later hub sees the half of it.
+        """Nothing of the lane is believed any more; `count` records, or as many as an earlier hub gave up, are never released. Done once:
+        one word says both: no thread, no handler and no later hub sees the half of it.
         """
         if self.untrusted or not self.lane.alive():
             return

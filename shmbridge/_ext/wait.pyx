@@ -192,7 +192,8 @@ cdef class HubWait:
             hub_relay(self._words, self._relay_from, &self._stop, event)
 
     def start_relay(self, int event):
-        """What rings from now on is for `relay(event)`, whenever its thread begins."""
+        """What rings from now on is for `relay(event)`, whenever its thread begins. No other runs."""
+        store_relaxed64(&self._stop, 0)
         self._event, self._relay_from = event, load_seq32(&self._words.doorbell)  # SYNC(bell)
 
     def stop_relay(self):

@@ -35,6 +35,12 @@ def test_text_of_no_number_is_refused_by_column(wrong: object):
         assert caught.value.status == 422
 
 
+@pytest.mark.parametrize("column", ["tokens", "advantages"])
+def test_null_as_text_is_no_column_that_is_left_out(column: str):
+    with pytest.raises(Refused, match=f"got `str` - at `{column}`"):
+        read_post(post_of(**{column: "null"}), many=False, extras=False)
+
+
 @pytest.mark.parametrize("mode", ["default", "strict"])
 def test_only_who_says_it_is_refused(start_gateway: Callable[..., GatewayProcess], mode: str):
     gateway = start_gateway("--compat", mode)

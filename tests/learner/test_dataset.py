@@ -74,23 +74,26 @@ def test_a_batch_has_every_column_of_numbers_as_a_tensor(bridge, producer):
     assert "instance_id" not in batch
 
 
-OWN_NAMES = [
-    "lengths", "cu_seqlens", "position_ids", "group_index", "policy_version", "redelivered", "has_score", "mine_lengths", "has_mine",
-    "distill_logprobs_inner_lengths",
-]  # fmt: skip
+OF_ROWS = ["policy_version", "redelivered"]
+OF_BATCHES = ["lengths", "cu_seqlens", "position_ids", "group_index", *OF_ROWS]
+OF_COLUMNS = ["mine_lengths", "has_mine", "has_score"]  # beside those that bring them
 
 
-@pytest.mark.parametrize("name", OWN_NAMES)
-def test_a_column_with_the_name_of_a_key_of_the_items_is_refused(bridge, name):
-    schema = pa.schema([("mine", pa.list_(pa.int32())), (name, pa.int32())])
+@pytest.mark.parametrize(
+    ("items", "name"),
+    [*(("batches", name) for name in OF_BATCHES + OF_COLUMNS), *(("rows", name) for name in OF_ROWS), ("rows", "deep_inner_lengths")],
+)
+def test_a_column_with_the_name_of_a_key_of_the_items_is_refused(bridge, items, name):
+    deep = [("deep", pa.list_(pa.list_(pa.int32())))] if items == "rows" else []
+    schema = pa.schema([("mine", pa.list_(pa.int32())), (name, pa.int32()), *deep])
     says = rf"column '{name}' has the name of a key.*rename the column"
-    with pytest.raises(ValueError, match=says):
-        BridgeDataset(bridge, schema=schema)
+    if name in OF_BATCHES:
+        with pytest.raises(ValueError, match=says):
+            BridgeDataset(bridge, items=items, schema=schema)
     with shmbridge.Producer(bridge, lane_bytes="1M", schema=schema) as producer:
-        put(producer, 0, 1, mine=[[1]] * SIZE, **{name: [900] * SIZE})
-        for items in ("batches", "rows"):
-            with BridgeDataset(bridge, groups=1, items=items, timeout_s=10) as data, pytest.raises(shmbridge.SchemaMismatch, match=says):
-                next(iter(data))
+        put(producer, 0, 1, mine=[[1]] * SIZE, **{name: [900] * SIZE}, **({"deep": [[[1]]] * SIZE} if deep else {}))
+        with BridgeDataset(bridge, groups=1, items=items, timeout_s=10) as data, pytest.raises(shmbridge.SchemaMismatch, match=says):
+            next(iter(data))
         assert left_over(bridge) == [0]
 
 

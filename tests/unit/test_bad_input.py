@@ -81,7 +81,7 @@ def refused(ends, group) -> shmbridge.ShmBridgeError:
         ({"tokens": [[1]], "distill_logprobs": [[np.ma.array([1.0, 2.0], mask=[1, 0])]]}, "distill_logprobs", 0, ("position 0", "masked")),
         (pa.record_batch({"tokens": [[1], [2, 3]], "ref_logprobs": [[0.5], [1.5, None]]}), "ref_logprobs", 1, ("position 1", "None")),
         ({"tokens": [[1, 2], [3]], "prompt_length": [2, 2]}, "prompt_length", 1, ("2 is beyond the row's 1 tokens",)),
-        ({"tokens": [[1, 2], [3]], "prompt_length": np.array([-1, 1])}, "prompt_length", 0, ("-1 is negative",)),
+        ({"tokens": [[1, 2], [3]], "prompt_length": np.array([-2, 1])}, "prompt_length", 0, ("-2 is negative",)),
         ({"tokens": [(1, 2), (3,)], "prompt_length": [None, 5]}, "prompt_length", 1, ("5 is beyond the row's 1 tokens",)),
         ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0]], "step_ends": [[9]]}, "step_ends", 0, ("9", "3 tokens")),
         ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0]], "step_ends": [[1, 3]]}, "step_ends", 0, ("2 ends for 1 step_rewards",)),
@@ -172,10 +172,10 @@ HINTS = {
     "nested": ({"tokens": torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])])}, "pass tokens.unbind()"),
     "jagged": ({"tokens": [[1]], "rewards": torch.nested.nested_tensor([torch.tensor([1.0])], layout=torch.jagged)}, "rewards.unbind()"),
     "an Arrow array": ({"tokens": pa.array([[1, 2], [3]])}, "pass tokens.to_pylist()"),
-    "Arrow chunks": ({"tokens": [[1]], "scores": pa.chunked_array([[1.0]])}, "pass scores.to_pylist()"),
+    "Arrow chunks": ({"tokens": pa.chunked_array([[[1]]])}, "pass tokens.to_pylist()"),
     "masked": ({"tokens": [[1, 2], [3]], "advantages": MASKED}, "advantages.filled(0)"),
     "two rows as a tuple": ({"tokens": (np.arange(4), np.array([1, 2]))}, "is (flat array, lengths): give two rows as a list"),
-    "prompt": ({"tokens": [[1, 2]], "prompt_length": [3]}, "tokens are the prompt and its response"),
+    "prompt": ({"tokens": [[1, 2]], "prompt_length": [3]}, "of tokens that are prompt and response"),
     "ends": ({"tokens": [[1, 2]], "step_ends": [[5]]}, "step_ends are exclusive"),
 }
 
@@ -213,6 +213,8 @@ def test_a_prompt_may_be_the_whole_row_or_nothing_or_unknown(ends) -> None:
     producer, consumer = ends
     producer.put({"tokens": [[1, 2], [3], [4]], "prompt_length": [2, 0, None]})
     assert consumer.get(timeout_s=5)["prompt_length"].tolist()[:2] == [2, 0]
+    producer.put({"tokens": [[1, 2], [3]], "prompt_length": [-1, 1], "score": pa.array([1.0, 2.0])})
+    assert consumer.get(timeout_s=5)["prompt_length"].tolist() == [-1, 1]
     with (
         pytest.raises(shmbridge.InvalidRecord, match="3 is beyond the row's 2 tokens"),
         producer.claim(1, {"tokens": [2], "prompt_length": None}) as slot,

@@ -7,6 +7,7 @@ import time
 import pytest
 
 import shmbridge
+from shmbridge import in_thread
 
 
 def numbers(records) -> list[int]:
@@ -126,3 +127,18 @@ async def test_a_lane_that_goes_while_a_get_async_waits_is_not_looked_at_again(m
     await asyncio.sleep(0.05)
     stays.put({"tokens": [[1]]})
     (await waiting).release()
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_a_wait_that_could_not_start_its_thread_once_sleeps_the_next_time(raised, consumer, monkeypatch) -> None:
+    def refuse(_: in_thread.Joined) -> None:
+        monkeypatch.undo()
+        raise raised
+
+    monkeypatch.setattr(in_thread.Joined, "start", refuse)
+    with pytest.raises(type(raised)):
+        asyncio.run(consumer.get_async(timeout_s=0.1))
+    used = time.process_time()
+    with pytest.raises(shmbridge.ConsumerEmpty):
+        asyncio.run(consumer.get_async(timeout_s=0.5))
+    assert time.process_time() - used < 0.2

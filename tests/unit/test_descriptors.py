@@ -1,5 +1,8 @@
 """Whatever is interrupted where, no descriptor is closed twice: by then its number may be another thread's."""
 
+import asyncio
+import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -8,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import shmbridge
 from shmbridge import engine_folders, limits, liveness, participation, placement, segment
 from shmbridge._ext.mapping import Descriptor
 
@@ -91,3 +95,50 @@ def test_interrupted_anywhere_nothing_is_closed_twice(what, bridge) -> None:
         number += 1
     assert number > 100
     participation.sweep(bridge, with_records=True)
+
+
+def test_a_bell_that_is_dropped_gives_its_number_to_nobody_while_its_thread_writes(consumer, producer) -> None:
+    """A record would ring into another's file."""
+
+    async def hang() -> int:
+        with contextlib.suppress(shmbridge.ConsumerEmpty):
+            await consumer.get_async(timeout_s=0.01)
+        number = consumer._loop_bell._event.fd
+        asyncio.get_running_loop().remove_reader(number)
+        return number
+
+    number = asyncio.run(hang())
+    relay = consumer._loop_bell._relay
+    consumer._loop_bell = None  # as an interrupt before it is noted leaves it
+    gc.collect()
+    os.fstat(number)
+    consumer._sleep.stop_relay()
+    relay.join()
+
+
+def test_with_many_descriptors_open_the_living_consumer_is_named(bridge, consumer) -> None:
+    opened = [os.eventfd(0) for _ in range(1100)]
+    try:
+        with pytest.raises(shmbridge.ConsumerTaken, match=f"pid {os.getpid()}"):
+            shmbridge.Consumer(bridge)
+    finally:
+        for each in opened:
+            os.close(each)
+
+
+@pytest.mark.parametrize("pid", [1 << 40, (1 << 22) + 1])
+def test_a_holder_that_cannot_be_has_ended(pid) -> None:
+    assert liveness._has_ended(pid)
+
+
+def test_an_error_as_the_bridge_is_entered_holds_no_lock(bridge, monkeypatch) -> None:
+    def interrupt(label: bytes) -> None:
+        if label == b"control.locked":
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(participation.header, "fault", interrupt)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        shmbridge.Producer(bridge)
+    shmbridge.Producer(bridge).close()
+    assert kept.value is not None

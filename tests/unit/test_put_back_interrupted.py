@@ -94,3 +94,13 @@ def test_a_put_back_that_is_repeated_after_close_gives_the_bridge_up(make_produc
         with make_consumer() as successor:
             assert [record.sequence for record in successor.poll()] == list(range(GROUPS)), f"interrupted at {at}"
     assert at > 10
+
+
+def test_groups_that_are_given_twice_in_one_call_wait_once(make_producer, make_consumer) -> None:
+    producer, consumer = make_producer(), make_consumer()
+    producer.put({"tokens": [[1]]})
+    groups = consumer.take_groups(groups=1, timeout_s=5)
+    consumer.put_back(groups + groups)
+    (group,) = consumer.take_groups(groups=1, timeout_s=5)
+    assert consumer.take_groups(groups=1) is None
+    group.records[0].release()

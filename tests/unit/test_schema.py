@@ -71,7 +71,7 @@ def test_names_that_do_not_fit_are_refused(name) -> None:
 
 @pytest.mark.parametrize(("name", "why"), [("scores", "name of 'score'"), ("rewards", "name of 'token_rewards'"), ("env_id", "number")])
 def test_names_that_put_takes_for_something_else_are_refused(name, why) -> None:
-    with pytest.raises(shmbridge.SchemaMismatch, match=rf"{name!r} could never be put: .*{why}.* -> rename the column: 'my_{name}'"):
+    with pytest.raises(shmbridge.SchemaMismatch, match=rf"{name!r} cannot be put: .*{why}.* -> rename the column: 'my_{name}'"):
         columns_of(pa.schema([(name, pa.list_(pa.float32()))]))
 
 
