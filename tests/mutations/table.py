@@ -256,7 +256,7 @@ MUTATIONS = (
     ),
     Mutation(
         "looked-at-is-living", 3, "a dead process whose memory maps somebody reads counts as living", "shmbridge/liveness.py",
-        "not _has_ended(holder())", "True", "tests/crash/test_watched.py",
+        "not _has_ended(pid) or", "True or", "tests/crash/test_watched.py",
     ),
     # 4: nothing leaks, nothing live is touched
     Mutation(
