@@ -82,9 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{error.details}grpo: {error}", file=sys.stderr)
             return BROKEN
         except REFUSALS as error:
-            print(f"grpo: {error}", file=sys.stderr)
-            if isinstance(error, UNTRAINABLE):
-                print(_waits(options.bridge), file=sys.stderr)
+            print(f"grpo: {error}{_waits(options.bridge) if isinstance(error, UNTRAINABLE) else ''}", file=sys.stderr)
             return 1
     return 0
 
@@ -193,7 +191,7 @@ def learn(
 def _waits(bridge: str) -> str:
     """What is left to do about a batch that cannot be trained; its error says which option changes that."""
     return (
-        "grpo: that batch is not released, and with the same options --resume ends at it again; `shmbridge clean "
+        "; that batch is not released: with the same options --resume ends at it again, and `shmbridge clean "
         f"{bridge} --yes`, once the environments have ended, throws away all that waits"
     )
 

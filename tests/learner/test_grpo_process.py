@@ -242,7 +242,7 @@ def test_unknown_tokens_end_each_resume_until_it_is_said_to_leave_them_out(bridg
             _, err = learner.communicate(timeout=90)
             assert learner.returncode == 1
             assert re.search(named, err), err
-            assert f"with the same options --resume ends at it again; `shmbridge clean {bridge} --yes`" in err
+            assert f"with the same options --resume ends at it again, and `shmbridge clean {bridge} --yes`" in err
             assert "Traceback" not in err
         learner = start_learner("--steps", "2", "--resume", "--leave-out-unknown-tokens")
         out, err = learner.communicate(timeout=90)
