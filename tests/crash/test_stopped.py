@@ -15,7 +15,8 @@ from shmbridge.testing.faults import Fault
 
 COUNT = 4  # records that fill a lane of 64 KiB
 MANY = 9
-HUB = [label for label in faults.LABELS["hub"] if label not in (*faults.SERVING_RANKS, *faults.GRANTING_TICKETS)]
+NEVER_PASSED = faults.SERVING_RANKS + faults.GRANTING_TICKETS + faults.QUARANTINING  # by a hub that only takes and releases
+HUB = [label for label in faults.LABELS["hub"] if label not in NEVER_PASSED]
 PRODUCER = [label for label in faults.LABELS["producer"] if label not in faults.ASKING_FOR_TICKETS]  # those: test_tickets_killed.py
 
 
