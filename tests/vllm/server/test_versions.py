@@ -47,7 +47,7 @@ def test_requests_in_flight_span_updates_and_can_be_scored(server, learner, new_
         server.has(first)
         with ThreadPoolExecutor(4) as clients:
             asked = [clients.submit(server.generate, [*PROMPT, 6 + place], 480) for place in range(4)]
-            until(lambda: server.requests() > 0)
+            until(lambda asked=asked: server.requests() > 0 or all(each.done() for each in asked))  # it may be over before anybody looks
             for version in (first + 1, first + 2):
                 process.does("publish", version, folders[version])
                 server.has(version)
