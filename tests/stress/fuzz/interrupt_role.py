@@ -89,11 +89,12 @@ def run_in_loop(main: Coroutine[Any, Any, None]) -> None:
         loop.run_until_complete(main)
     finally:
         try:
-            if left := asyncio.all_tasks(loop):
-                for task in left:
-                    task.cancel()
-                loop.run_until_complete(asyncio.wait(left, timeout=_LOST_S))
-            loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), _LOST_S))
+            with contextlib.suppress(RuntimeError):  # the interrupted loop may still be told to stop, and does so at once
+                if left := asyncio.all_tasks(loop):
+                    for task in left:
+                        task.cancel()
+                    loop.run_until_complete(asyncio.wait(left, timeout=_LOST_S))
+                loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), _LOST_S))
         finally:
             loop.close()
 
