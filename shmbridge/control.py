@@ -120,7 +120,8 @@ class ControlServer:
             if self._stop.fd >= 0:
                 os.eventfd_write(self._stop.fd, 1)
                 self._thread.join()
-                self._context.destroy(linger=100)
+                self._socket.close(linger=100)  # Context.destroy forgets it when it is interrupted, and the next waits for it for ever
+                self._context.term()
                 remove_folder(socket_directory(self._bridge))
                 self._stop.close()
             self._again.close()

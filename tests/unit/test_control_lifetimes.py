@@ -285,7 +285,7 @@ def test_an_idle_server_uses_no_cpu(server: ControlServer, client: ControlClient
     assert (time.process_time() - used) / (time.monotonic() - began) < 0.05
 
 
-@pytest.mark.parametrize("step", ["_thread.join", "_context.destroy", "remove_folder"])
+@pytest.mark.parametrize("step", ["_thread.join", "_socket.close", "_context.term", "remove_folder"])
 def test_a_close_that_is_interrupted_after_any_step_is_finished_by_the_next(bridge: str, hub: FakeHub, monkeypatch, step: str) -> None:
     server = ControlServer(bridge, hub)
     descriptors = server._stop.fd, server._again.fd
