@@ -283,7 +283,7 @@ class BatchAssembly:
 
     def choose_within(self, want: Want, max_staleness: int | None, timeout_s: float) -> list[Group] | None:
         """The groups of the next batch; None if there is none in time."""
-        deadline_s = time.monotonic() + (check_timeout(timeout_s) or 0.0)
+        deadline_s = float("inf") if check_timeout(timeout_s) is None else time.monotonic() + timeout_s
         self._check_process()
         self.stop_prefetch()
         self._begin_anew()

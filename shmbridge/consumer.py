@@ -102,8 +102,8 @@ class Consumer(Hub):
     def _enter(bridge: str) -> header.Control:
         """Takes the hub lock, or raises ConsumerTaken."""
         control = participation.open_control(bridge)
-        mine = liveness.pid_namespace()
-        if not liveness.lock_after(lambda: control.hub_pid if control.hub_pid_namespace == mine else 0, control.mapping.fd, Byte.HUB):
+        namespace = liveness.pid_namespace()
+        if not liveness.lock_after(lambda: control.hub_pid if control.hub_pid_namespace == namespace else 0, control.mapping.fd, Byte.HUB):
             pid = control.hub_pid
             participation.leave(control.mapping.fd, bridge)
             me = " (this very process)" if pid == os.getpid() else ""
@@ -111,7 +111,7 @@ class Consumer(Hub):
                 f"bridge {bridge!r} has a living consumer: pid {pid}{me}",
                 hint=f"close it and drop its records first, or use another bridge; ps -p {pid}",
             )
-        control.enter(os.getpid(), mine)  # so that whoever asks meanwhile is told the right pid
+        control.enter(os.getpid(), namespace)  # a second consumer that comes meanwhile names the right pid
         header.fault(b"hub.locked")
         return control
 

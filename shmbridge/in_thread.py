@@ -88,7 +88,7 @@ class Joined:
         self._thread = threading.Thread(target=self._run, args=(run,), name=name, daemon=True)
 
     def start(self) -> None:
-        """Blocks until it runs; RuntimeError if no thread can be had. Whoever this raises for calls `join`."""
+        """Blocks until it runs; RuntimeError if no thread can be had. After any error call `join`."""
         start_apart(self._thread, self._begun.put)
         if (error := self._begun.get()) is not None:
             raise error

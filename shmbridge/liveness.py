@@ -55,11 +55,9 @@ def lock_exclusive(fd: int, byte: int) -> bool:
 
 
 def lock_after(holder: Callable[[], int], fd: int, byte: int) -> bool:
-    """As lock_exclusive, but for at most a second while the process that is named as the holder has ended; briefly if that is 0, nobody.
+    """As lock_exclusive, but tries for up to a second if the named holder has ended, for 50 ms if nobody is named (0). Blocks meanwhile.
 
-    Blocks for that.
-
-    Whoever reads the maps of a process' memory (ps, top, a monitor) keeps its mappings meanwhile, and so the locks of one that is dead.
+    A monitor (ps, top) that reads the memory maps of a process keeps its mappings until it is done, and so the locks of a dead one.
     """
     began = time.monotonic()
     while not lock_exclusive(fd, byte):

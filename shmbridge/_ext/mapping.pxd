@@ -4,6 +4,7 @@ cdef class Descriptor:
     cdef int _fd
     cdef unsigned _born
     cdef bint _kept
+    cdef int number(self) noexcept
     cdef void end(self) noexcept
 
 

@@ -1,7 +1,7 @@
 """One mapped segment and its descriptor, and in what pages it lies. Knows neither names nor what the bytes mean; shmbridge.segment makes them.
 
-The descriptor carries the segment's locks, so whoever must keep a lock keeps the Mapping. The kernel counts a mapping as a descriptor: a process
-whose descriptors were all closed by its program (daemons do that) keeps its locks, and close() frees none while the Mapping lives.
+The descriptor carries the segment's locks: a lock lasts as long as its Mapping. The kernel counts a mapping as a descriptor. So a process whose
+program closes all descriptors, as daemons do, keeps its locks; and close() frees none while the Mapping lives.
 """
 
 cimport cython
@@ -64,6 +64,9 @@ cdef class Descriptor:
     @property
     def fd(self) -> int:
         """Its number; -1 once it is closed, also by fork."""
+        return self.number()
+
+    cdef int number(self) noexcept:
         return -1 if self._kept and self._born != fork_generation() else self._fd
 
     def close(self):
@@ -71,7 +74,7 @@ cdef class Descriptor:
         self.end()
 
     cdef void end(self) noexcept:
-        cdef int fd = self.fd
+        cdef int fd = self.number()  # no property: at the interpreter's end the module's names may be gone
         self._fd = -1
         if fd >= 0:
             if self._kept:
@@ -163,7 +166,7 @@ cdef class Mapping:
         cdef void* base
         self.base = NULL
         self._born = fork_generation()
-        base = map_aligned(file.fd, size, PROT_READ if readonly else PROT_READ | PROT_WRITE, 0)
+        base = map_aligned(file.number(), size, PROT_READ if readonly else PROT_READ | PROT_WRITE, 0)
         if base == MAP_FAILED:
             raise OSError(errno, f"mmap of {size} bytes failed")
         self.base = <uint8_t*>base
@@ -180,7 +183,7 @@ cdef class Mapping:
 
     @property
     def fd(self) -> int:
-        return self._file.fd if self.alive() else -1
+        return self._file.number() if self.alive() else -1
 
     @property
     def address(self) -> int:

@@ -1,12 +1,16 @@
 """Both ends of a control plane over a real socket, with a hub that is only its words."""
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from shmbridge.control import ControlClient, ControlServer
 from shmbridge.messages import Register
 from shmbridge.testing.fake_hub import FakeHub
+
+sys.path.insert(0, str(Path(__file__).parent))  # for interrupts
 
 
 @pytest.fixture

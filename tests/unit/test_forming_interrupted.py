@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import linecache
 import random
 import signal
 import sys
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
+from interrupts import Stop, raising_at
 
 import shmbridge
 from shmbridge.control_client import ControlClient
@@ -20,13 +20,10 @@ from shmbridge.messages import Register
 
 SIZE = 4
 PUT = 3 * SIZE
-MODULES = ("batching", "fair_policy", "round_robin", "oldest_policy", "atropos_scheduler", "atropos_policy", "atropos_buffer", "groups")
+POLICY_MODULES = ("fair_policy", "round_robin", "oldest_policy", "atropos_scheduler", "atropos_policy", "atropos_buffer")
+MODULES = [f"shmbridge.{name}" for name in ("batching", "groups", *POLICY_MODULES)]
 POLICIES = ("fair", "shares", "oldest", "atropos", "allocations")
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # as leases are lost
-
-
-class Stop(Exception):
-    pass
 
 
 def hub_of(policy: str, make_consumer: Callable[..., shmbridge.Consumer]) -> shmbridge.Consumer:
@@ -77,32 +74,6 @@ def let_go(groups: list) -> None:
             record.release()
 
 
-@contextmanager
-def raising_at(line: int) -> Iterator[Callable[[], bool]]:
-    """Raises Stop at the `line`-th line that runs in the modules that form batches; says whether that came.
-
-    Not at the line of a `with`: the interpreter comes by it again to leave the block, where it lets no handler run.
-    """
-    left = line
-
-    def trace(frame, event, _):
-        nonlocal left
-        if frame.f_globals.get("__name__", "").removeprefix("shmbridge.") not in MODULES:
-            return None
-        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
-            left -= 1
-            if left == 0:
-                raise Stop
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield lambda: left <= 0
-    finally:
-        sys.settrace(before)
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_interrupt_at_any_line_changes_no_batchs_size_and_loses_nothing(make_consumer, environments, policy) -> None:
@@ -114,7 +85,7 @@ def test_an_interrupt_at_any_line_changes_no_batchs_size_and_loses_nothing(make_
         line += 1
         put = Counter(each.put() for each in puts for _ in range(PUT // 2))
         got: Counter[tuple[str, int]] = Counter()
-        with raising_at(line) as has_come:
+        with raising_at(line, MODULES) as has_come:
             try:
                 groups = take(hub)
                 hub.put_back(groups)

@@ -1,49 +1,16 @@
 """An exception of a signal handler ends `put_back` anywhere, and it is called again: every record comes, and none comes twice."""
 
 import contextlib
-import linecache
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
+from interrupts import Stop, raising_at
 
 import shmbridge
 
 MODULES = ("shmbridge.batching", "shmbridge.late_returns", "shmbridge.capacity", "shmbridge.groups", "shmbridge.closing")
+EVENTS = ("line", "return")
 GROUPS = 4
-
-
-class Stop(Exception):
-    pass
-
-
-@contextmanager
-def raising_at(number: int) -> Iterator[Callable[[], bool]]:
-    """Raises Stop at the `number`-th line or return in the modules that take groups back; says whether that came.
-
-    Not at the line of a `with`: the interpreter comes by it again to leave the block, where it lets no handler run.
-    """
-    left = number
-
-    def trace(frame, event, _):
-        nonlocal left
-        if frame.f_globals.get("__name__") not in MODULES:
-            return None
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event in ("line", "return") and not line.startswith("with "):
-            left -= 1
-            if left == 0:
-                raise Stop
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield lambda: left <= 0
-    finally:
-        sys.settrace(before)
 
 
 @pytest.mark.parametrize("policy", ["fair", "oldest", "atropos"])
@@ -56,7 +23,7 @@ def test_a_put_back_that_is_repeated_queues_no_group_twice(make_producer, make_c
         at += 1
         put = [producer.put({"tokens": [[1]]}) for _ in range(GROUPS)]
         groups = hub.take_groups(groups=GROUPS, timeout_s=5)
-        with raising_at(at) as has_come, contextlib.suppress(Stop):
+        with raising_at(at, MODULES, EVENTS) as has_come, contextlib.suppress(Stop):
             hub.put_back(groups)
         came = has_come()
         if came:
@@ -85,7 +52,7 @@ def test_a_put_back_that_is_repeated_after_close_gives_the_bridge_up(make_produc
         hub = make_consumer()
         groups = hub.take_groups(groups=GROUPS, timeout_s=5)
         hub.close()
-        with raising_at(at):
+        with raising_at(at, MODULES, EVENTS):
             try:
                 hub.put_back(groups)
             except Stop as error:
