@@ -91,8 +91,9 @@ endif
 	echo '$(CURDIR)' > "$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shmbridge.pth"
 	touch $@
 
-lint: $(VENV)/.built ## ruff
+lint: $(VENV)/.built ## ruff: rules and format
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: $(VENV)/.built ## mypy strict over the package
 	$(BIN)/mypy

@@ -27,8 +27,18 @@ def extension(name: str, *c_sources: str) -> Extension:
         [f"{EXT}/{name}.pyx", *c_sources],
         include_dirs=[EXT, numpy.get_include()],
         depends=glob(f"{EXT}/*.h") + glob(f"{EXT}/*.pxd"),
-        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"), *([("SHMBRIDGE_FAULTS", "1")] if FAULTS else [])],
-        extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wno-unused-function", "-Wno-sign-compare", *(["-g", "-O0"] if DEBUG else [])],
+        define_macros=[
+            ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"),
+            *([("SHMBRIDGE_FAULTS", "1")] if FAULTS else []),
+        ],
+        extra_compile_args=[
+            "-std=gnu11",
+            "-O3",
+            "-Wall",
+            "-Wno-unused-function",
+            "-Wno-sign-compare",
+            *(["-g", "-O0"] if DEBUG else []),
+        ],
     )
 
 
@@ -37,7 +47,11 @@ class WithoutSuites(build_py):
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         """(package, module, file) of what is installed."""
-        return [each for each in super().find_package_modules(package, package_dir) if not each[1].startswith(("test_", "conftest"))]
+        return [
+            each
+            for each in super().find_package_modules(package, package_dir)
+            if not each[1].startswith(("test_", "conftest"))
+        ]
 
 
 EXTENSIONS = [
@@ -60,6 +74,8 @@ if cythonize is not None:
     )
 else:
     for each in EXTENSIONS:
-        each.sources = [f"{GENERATED}/{source[:-4]}.c" if source.endswith(".pyx") else source for source in each.sources]
+        each.sources = [
+            f"{GENERATED}/{source[:-4]}.c" if source.endswith(".pyx") else source for source in each.sources
+        ]
 
 setup(cmdclass={"build_py": WithoutSuites}, ext_modules=EXTENSIONS)

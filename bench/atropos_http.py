@@ -1,4 +1,5 @@
-"""What users have today: the rollout server of Atropos 0.4 as it ships, and how far ahead of it lists through a bridge are.
+"""What users have today: the rollout server of Atropos 0.4 as it ships, and how far ahead of it lists through
+a bridge are.
 
 Knows how that server is started and ended; who sends and who polls is environment.py's and trainer.py's.
 """
@@ -17,14 +18,17 @@ import numpy as np
 
 from shmbridge.bench.groups import SEED, Form, Group, Shape, make
 
-COLUMNS = ("tokens", "loss_mask", "inference_logprobs", "advantages")  # what Atropos has a field for, one value per token
+# what Atropos has a field for, one value per token
+COLUMNS = ("tokens", "loss_mask", "inference_logprobs", "advantages")
 VOCABULARY = 150_000
 UNDER_WAY = 3  # groups at a time; more wait longer in the server and come no faster
 _START_S = 60.0
 
 
 def group_of(length: int, form: Form, number: int) -> Group:
-    """A full record as an Atropos environment has it, 8 x `length` tokens, with scores; the same values in every form."""
+    """A full record as an Atropos environment has it, 8 x `length` tokens, with scores; the same values in
+    every form.
+    """
     shape = Shape(length=length, columns=COLUMNS)
     scores = np.random.default_rng(SEED + number).normal(size=shape.rows)
     return make(shape, form, SEED + number) | {"scores": [float(score) for score in scores]}
@@ -36,7 +40,13 @@ class Server:
     def __init__(self, core: int) -> None:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [str(Path(sys.executable).with_name("run-api")), "--host", "127.0.0.1", "--port", str(self.port)]
+        command = [
+            str(Path(sys.executable).with_name("run-api")),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+        ]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         os.sched_setaffinity(self._process.pid, {core})
 
@@ -49,7 +59,9 @@ class Server:
             deadline = time.monotonic() + _START_S
             while not self._answers():
                 if self._process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"run-api does not answer at {self.url}; exit code {self._process.poll()}")
+                    raise RuntimeError(
+                        f"run-api does not answer at {self.url}; exit code {self._process.poll()}"
+                    )
                 time.sleep(0.05)
         except BaseException:
             self.__exit__()
@@ -84,14 +96,18 @@ def tokenizer_folder(folder: Path) -> str:
 
     words = models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0")
     Tokenizer(words).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"})
+    )
     return str(folder)
 
 
 def ratio_to_http(seconds: float = 6.0) -> float:
-    """Tokens per second from Python lists through a bridge, over those of the server with BaseEnv's own client; groups of 8 x 2048.
+    """Tokens per second from Python lists through a bridge, over those of the server with BaseEnv's own
+    client; groups of 8 x 2048.
 
-    Blocks for about 15 s longer than the `seconds` of HTTP that are measured; lists are measured before and after, for a tenth of it each.
+    Blocks for about 15 s longer than the `seconds` of HTTP that are measured; lists are measured before and
+    after, for a tenth of it each.
     """
     from shmbridge.bench.flow import Flow
 

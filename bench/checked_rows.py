@@ -1,4 +1,7 @@
-"""What checks of rows cost: `put` of the same groups with and without them, in turn. One process, one thread, its CPU time."""
+"""What checks of rows cost: `put` of the same groups with and without them, in turn.
+
+One process, one thread, its CPU time.
+"""
 
 import os
 import statistics
@@ -14,7 +17,9 @@ _PUTS = 64
 def put_ratios(
     everys: tuple[int, ...], shape: Shape, form: Form = "row_arrays", rounds: int = 40
 ) -> dict[int, float]:
-    """CPU time of `put` with checks of one row in N over that without any, by N: medians over rounds that take all N in turn."""
+    """CPU time of `put` with checks of one row in N over that without any, by N: medians over rounds that
+    take all N in turn.
+    """
     groups = [make(shape, form, SEED + number) for number in range(SOURCES)]
     bridge, before = f"bench-checked-{os.getpid()}", os.environ.get(VARIABLE)
     spent: dict[int, list[float]] = {every: [] for every in (0, *everys)}

@@ -1,6 +1,8 @@
-"""A producer's process: makes its groups and its Writer, says that it is ready, then writes as many groups as it is told, again and again.
+"""A producer's process: makes its groups and its Writer, says that it is ready, then writes as many groups as
+it is told, again and again.
 
-`python -m shmbridge.bench.child JSON` speaks in lines of JSON on its standard input and output; `serve` is the same for other channels.
+`python -m shmbridge.bench.child JSON` speaks in lines of JSON on its standard input and output; `serve` is
+the same for other channels.
 """
 
 import json
@@ -16,12 +18,21 @@ from shmbridge.bench.contract import Plan
 from shmbridge.bench.groups import Form, Shape
 from shmbridge.bench.machine import Cores
 
-# How a contender's prepare() wants its groups, whatever form the plan names: transports of bytes and of tensors have no lists.
+# How a contender's prepare() wants its groups, whatever form the plan names: transports of bytes and of
+# tensors have no lists.
 FORM: Form = "arrays"
 
 
-def serve(plan: Plan, address: Any, number: int, receive: Callable[[], int | None], say: Callable[[dict[str, Any]], None]) -> None:
-    """Says {} when ready; then for each count received writes that many groups. For 0 it says the CPU since then; ends with None.
+def serve(
+    plan: Plan,
+    address: Any,
+    number: int,
+    receive: Callable[[], int | None],
+    say: Callable[[dict[str, Any]], None],
+) -> None:
+    """Says {} when ready; then for each count received writes that many groups.
+
+    For 0 it says the CPU since then; ends with None.
 
     So what threads of the transport did for a round after the last write is in its CPU.
     """

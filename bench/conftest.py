@@ -1,6 +1,8 @@
-"""What all suites share: the machine in every JSON file, and `measured`, which times a plan in turn with the limit for the same bytes.
+"""What all suites share: the machine in every JSON file, and `measured`, which times a plan in turn with the
+limit for the same bytes.
 
-`--quick` gives fewer and shorter rounds, and leaves out what carries the mark `full`. Run the suites with `make bench`.
+`--quick` gives fewer and shorter rounds, and leaves out what carries the mark `full`. Run the suites with
+`make bench`.
 """
 
 import pytest
@@ -10,7 +12,9 @@ from shmbridge.bench.figures import measure
 
 
 def pytest_addoption(parser):
-    parser.addoption("--quick", action="store_true", help="fewer and shorter rounds: a look, not figures to print")
+    parser.addoption(
+        "--quick", action="store_true", help="fewer and shorter rounds: a look, not figures to print"
+    )
 
 
 def pytest_configure(config):
@@ -35,7 +39,9 @@ def pytest_benchmark_update_commit_info(config, commit_info):
 def pytest_benchmark_update_json(config, benchmarks, output_json):
     """What could not be measured belongs to the results."""
     output_json["quick"] = config.getoption("--quick")
-    output_json["not_installed"] = {name: absent for name in baselines.PEERS if (absent := baselines.missing(name))}
+    output_json["not_installed"] = {
+        name: absent for name in baselines.PEERS if (absent := baselines.missing(name))
+    }
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +51,10 @@ def quick(request) -> bool:
 
 @pytest.fixture
 def measured(benchmark, quick):
-    """`measured(plan)`: rounds of the plan, each after a round of its limit; the figures go to extra_info. Skips what is not installed."""
+    """`measured(plan)`: rounds of the plan, each after a round of its limit; the figures go to extra_info.
+
+    Skips what is not installed.
+    """
 
     def run(plan, *, count=None, rounds=None, filled_first=False):
         if absent := baselines.missing(plan.contender):

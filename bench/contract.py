@@ -1,8 +1,8 @@
 """What a contender is: a module with a Reader for this process and a Writer for others. Knows no contender.
 
-A contender's module has NAME (for tables), NEEDS (what must be importable) and INSTALL (how it gets there), a `Reader(plan)` and a
-`Writer(address, plan)`. SPAWNED says that its address holds what only multiprocessing may hand to a child; a module whose writers are no
-plain children has a `start` of its own.
+A contender's module has NAME (for tables), NEEDS (what must be importable) and INSTALL (how it gets there), a
+`Reader(plan)` and a `Writer(address, plan)`. SPAWNED says that its address holds what only multiprocessing
+may hand to a child; a module whose writers are no plain children has a `start` of its own.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,9 @@ Condition = Callable[[], bool]
 class Plan:
     """One measurement: who moves what, from how many producers, through how much memory.
 
-    `take`, `look` and `checksum` are for the ring: which of its doors, whether the consumer reads the values, and a check over the bytes
-    that the application makes on both sides. `stores` is for the limit: how its writer copies.
+    `take`, `look` and `checksum` are for the ring: which of its doors, whether the consumer reads the values,
+    and a check over the bytes that the application makes on both sides. `stores` is for the limit: how its
+    writer copies.
     """
 
     contender: str
@@ -56,7 +57,10 @@ class Reader:
         self.plan = plan
 
     def read_one(self) -> int:
-        """Takes the next group, reads every byte of its values with `touch`, gives it back; the sum. Blocks at most READ_TIMEOUT_S."""
+        """Takes the next group, reads every byte of its values with `touch`, gives it back; the sum.
+
+        Blocks at most READ_TIMEOUT_S.
+        """
         raise NotImplementedError
 
     def read(self, count: int) -> int:
@@ -74,7 +78,10 @@ class Writer:
         self.plan = plan
 
     def prepare(self, groups: list[Group]) -> list[Any]:
-        """What `write_one` will be given, once for each group. Not timed: for the form in which a user of this transport would have it."""
+        """What `write_one` will be given, once for each group.
+
+        Not timed: for the form in which a user of this transport would have it.
+        """
         return groups
 
     def write_one(self, group: Any) -> None:
@@ -100,7 +107,9 @@ class WriterProcess(Protocol):
         """Tells it to write `count` groups; does not wait."""
 
     def end(self) -> float:
-        """Waits until they are written; the CPU seconds that took it, threads that send in the background included."""
+        """Waits until they are written; the CPU seconds that took it, threads that send in the background
+        included.
+        """
 
     def close(self) -> None:
         """Ends it."""

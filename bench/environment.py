@@ -1,9 +1,11 @@
-"""The environment's process of an end-to-end run: hands groups over, as upstream's BaseEnv or by `put`, until its stdin ends.
+"""The environment's process of an end-to-end run: hands groups over, as upstream's BaseEnv or by `put`, until
+its stdin ends.
 
     python -m shmbridge.bench.environment '{"how": "put", "form": "lists", "length": 2048, "bridge": "run1"}'
 
-A line on stdin forgets the loop's stalls so far; the end of stdin ends it, and it prints them. Started by shmbridge.bench.flow; knows
-nothing of the trainer but the credits that come back, one byte a group, where a run has only so many groups under way.
+A line on stdin forgets the loop's stalls so far; the end of stdin ends it, and it prints them. Started by
+shmbridge.bench.flow; knows nothing of the trainer but the credits that come back, one byte a group, where a
+run has only so many groups under way.
 """
 
 import asyncio
@@ -47,7 +49,9 @@ class Order:
 
 
 def sources(form: Form, length: int) -> Iterator[dict[str, Any]]:
-    """Groups in turn without end; the first score is when the group was handed over, on the monotonic clock."""
+    """Groups in turn without end; the first score is when the group was handed over, on the monotonic
+    clock.
+    """
     groups = [group_of(length, form, number) for number in range(SOURCES)]
     while True:
         for group in groups:
@@ -63,7 +67,11 @@ def obey(order: Order) -> None:
 
 def stalls(order: Order) -> dict[str, float]:
     gaps = np.array(order.gaps or [0.0]) * 1e3
-    return {"longest_stall_ms": float(gaps.max()), "p99_tick_ms": float(np.percentile(gaps, 99)), "ticks": len(order.gaps)}
+    return {
+        "longest_stall_ms": float(gaps.max()),
+        "p99_tick_ms": float(np.percentile(gaps, 99)),
+        "ticks": len(order.gaps),
+    }
 
 
 async def tick(order: Order) -> None:
@@ -76,7 +84,8 @@ async def tick(order: Order) -> None:
         before = now
 
 
-# -- put --------------------------------------------------------------------------------------------------------------------------
+# -- put
+# ------------------------------------------------------------------------------------------------------------
 
 
 def put(order: Order) -> None:
@@ -110,11 +119,14 @@ async def put_async(order: Order) -> None:
         ticking.cancel()
 
 
-# -- upstream's environment ---------------------------------------------------------------------------------------------------------
+# -- upstream's environment
+# ---------------------------------------------------------------------------------------------------------
 
 
 def base_env(order: Order) -> Any:
-    """An Atropos environment whose rollouts cost nothing: its workers are BaseEnv's own, from collect_trajectories to the send."""
+    """An Atropos environment whose rollouts cost nothing: its workers are BaseEnv's own, from
+    collect_trajectories to the send.
+    """
     from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
     groups = sources("lists", order.length)
@@ -137,7 +149,9 @@ def base_env(order: Order) -> Any:
         async def evaluate(self, *args: Any, **kwargs: Any) -> None: ...
 
         async def env_manager(self) -> None:
-            """BaseEnv's start and its workers, without its pace: no five seconds, no look round every tenth of one."""
+            """BaseEnv's start and its workers, without its pace: no five seconds, no look round every tenth
+            of one.
+            """
             await self.setup()
             await self.register_env()
             await self.get_server_info()
@@ -161,14 +175,22 @@ def base_env(order: Order) -> Any:
             await env.handle_env(uuid)
 
     config = BaseEnvConfig(
-        group_size=ROWS, tokenizer_name=order.tokenizer, use_wandb=False, rollout_server_url=order.url, wandb_name="instant",
-        total_steps=1 << 30, steps_per_eval=0, max_token_length=order.length,
-    )  # fmt: skip
+        group_size=ROWS,
+        tokenizer_name=order.tokenizer,
+        use_wandb=False,
+        rollout_server_url=order.url,
+        wandb_name="instant",
+        total_steps=1 << 30,
+        steps_per_eval=0,
+        max_token_length=order.length,
+    )
     if order.bridge:
         from shmbridge.producers import atropos
 
         atropos.attach(Instant, bridge=order.bridge, lane_bytes=order.lane_bytes)
-    server = APIServerConfig(model_name="none", base_url="http://127.0.0.1:9/v1", api_key="x", health_check=False)
+    server = APIServerConfig(
+        model_name="none", base_url="http://127.0.0.1:9/v1", api_key="x", health_check=False
+    )
     return Instant(config, [server])
 
 

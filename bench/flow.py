@@ -1,6 +1,8 @@
-"""An end-to-end run: an environment's process, a trainer's process, what stands between them, each on its core, measured in windows.
+"""An end-to-end run: an environment's process, a trainer's process, what stands between them, each on its
+core, measured in windows.
 
-Knows processes, cores and windows; what passes between them is environment.py's and trainer.py's. Called by the suites.
+Knows processes, cores and windows; what passes between them is environment.py's and trainer.py's. Called by
+the suites.
 """
 
 import contextlib
@@ -24,30 +26,41 @@ ROOT = Path(shmbridge.__file__).parents[1]
 
 
 def cores() -> dict[str, int]:
-    """A core for each; where there are only two, the server shares the trainer's, which is the less busy one over HTTP."""
+    """A core for each; where there are only two, the server shares the trainer's, which is the less busy one
+    over HTTP.
+    """
     others = CORES.producers[1:]
-    return {"environment": CORES.of_producer(0), "trainer": CORES.consumer, "server": others[0] if others else CORES.consumer}
+    return {
+        "environment": CORES.of_producer(0),
+        "trainer": CORES.consumer,
+        "server": others[0] if others else CORES.consumer,
+    }
 
 
 class Flow:
     """One environment sending to one trainer for as long as the `with` block; a context manager.
 
     Args:
-        how: what hands groups over: "http" (upstream's environment as it is), "base_env" (attached to a bridge), "put", "put_async".
+        how: what hands groups over: "http" (upstream's environment as it is), "base_env" (attached to a
+            bridge), "put", "put_async".
         length: tokens of a trajectory; groups are of 8.
         form: in which groups are put; upstream's environment has lists.
         window: most groups handed over and not yet taken; 0: what the transport takes.
         lane_bytes: of the lane.
     """
 
-    def __init__(self, how: How, length: int, form: Form = "lists", window: int = 0, lane_bytes: int = LANE_BYTES) -> None:
+    def __init__(
+        self, how: How, length: int, form: Form = "lists", window: int = 0, lane_bytes: int = LANE_BYTES
+    ) -> None:
         self.how, self.length, self.form, self.window, self.lane_bytes = how, length, form, window, lane_bytes
         self.stalls: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             where = cores()
-            order: dict[str, Any] = {name: getattr(self, name) for name in ("how", "length", "form", "window", "lane_bytes")}
+            order: dict[str, Any] = {
+                name: getattr(self, name) for name in ("how", "length", "form", "window", "lane_bytes")
+            }
             self._pids: dict[str, int] = {}
             ends = {"bridge": f"bench-{os.getpid()}-{secrets.token_hex(3)}"}
             if self.how == "http":
@@ -57,13 +70,17 @@ class Flow:
             else:
                 stack.callback(shmbridge.clean, ends["bridge"], dry_run=False)
             if order["how"] == "base_env":
-                order["tokenizer"] = tokenizer_folder(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+                order["tokenizer"] = tokenizer_folder(
+                    Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                )
             credit, give = os.pipe()
             try:
                 trainer = ends | {"length": self.length, "credits_fd": give if self.window else -1}
                 environment = order | ends | {"credits_fd": credit}
                 self._trainer = stack.enter_context(_child("trainer", trainer, where["trainer"], give))
-                self._environment = stack.enter_context(_child("environment", environment, where["environment"], credit))
+                self._environment = stack.enter_context(
+                    _child("environment", environment, where["environment"], credit)
+                )
             finally:
                 os.close(credit)
                 os.close(give)
@@ -130,8 +147,12 @@ def _child(module: str, order: dict[str, Any], core: int, fd: int) -> Iterator["
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(
         [sys.executable, "-m", f"shmbridge.bench.{module}", json.dumps(order)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=[fd], env=environment,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=[fd],
+        env=environment,
+    )
     os.sched_setaffinity(process.pid, {core})  # before it has threads
     try:
         yield process

@@ -1,4 +1,7 @@
-"""What is moved: seeded groups with the dense core of 17 bytes a token, in every form that a producer takes. Knows no transport."""
+"""What is moved: seeded groups with the dense core of 17 bytes a token, in every form that a producer takes.
+
+Knows no transport.
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,15 +20,21 @@ Array = np.ndarray[Any, Any]
 
 FORMS: tuple[Form, ...] = ("arrays", "row_arrays", "tensors", "lists")
 DTYPES = {
-    "tokens": np.int32, "loss_mask": np.uint8, "inference_logprobs": np.float32, "advantages": np.float32, "token_rewards": np.float32,
-}  # fmt: skip
+    "tokens": np.int32,
+    "loss_mask": np.uint8,
+    "inference_logprobs": np.float32,
+    "advantages": np.float32,
+    "token_rewards": np.float32,
+}
 COLUMNS = tuple(DTYPES)  # one value per token; `score`, one float64 per row, comes on top
 BYTES_PER_TOKEN = sum(np.dtype(each).itemsize for each in DTYPES.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large a group is: `rows` trajectories of `length` tokens, and which columns it has (without any but tokens: no score)."""
+    """How large a group is: `rows` trajectories of `length` tokens, and which columns it has (without any but
+    tokens: no score).
+    """
 
     rows: int = ROWS
     length: int = 2048
@@ -42,7 +51,9 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Bytes of all values: what every contender has to move, whatever it adds."""
-        return sum(np.dtype(DTYPES[each]).itemsize for each in self.columns) * self.tokens + (8 * self.rows if self.has_score else 0)
+        return sum(np.dtype(DTYPES[each]).itemsize for each in self.columns) * self.tokens + (
+            8 * self.rows if self.has_score else 0
+        )
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.length} tokens, {format_size(self.bytes)}"
@@ -70,7 +81,9 @@ def make(shape: Shape, form: Form, seed: int = SEED) -> Group:
     group: Group = {name: _as(form, flat[name], shape) for name in shape.columns}
     if form == "lists" and "loss_mask" in group:  # as Atropos has it
         pairs = zip(group["tokens"], group.pop("loss_mask"), strict=True)
-        group["masks"] = [[token if kept else -100 for token, kept in zip(*pair, strict=True)] for pair in pairs]
+        group["masks"] = [
+            [token if kept else -100 for token, kept in zip(*pair, strict=True)] for pair in pairs
+        ]
     if shape.has_score:
         group["scores"] = scores
     return group
@@ -82,7 +95,9 @@ def sources(shape: Shape, form: Form, first_seed: int = SEED) -> list[Group]:
 
 
 def flat_columns(group: Group) -> list[Array]:
-    """The values of a group of form `arrays` as contiguous arrays, scores last: what transports of bytes move."""
+    """The values of a group of form `arrays` as contiguous arrays, scores last: what transports of bytes
+    move.
+    """
     columns = [group[name][0] for name in COLUMNS if name in group]
     return [*columns, np.asarray(group["scores"], dtype=np.float64)] if "scores" in group else columns
 

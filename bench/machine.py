@@ -1,4 +1,7 @@
-"""Where and with what a figure was made: a number without this is not one. Also: which core each process gets."""
+"""Where and with what a figure was made: a number without this is not one.
+
+Also: which core each process gets.
+"""
 
 import importlib.metadata
 import os
@@ -14,14 +17,27 @@ from shmbridge.bench.groups import SEED, SOURCES
 
 LANE_BYTES = 64 << 20  # what a producer has by default
 MEASURED = (
-    "numpy", "pyzmq", "pyarrow", "posix_ipc", "msgspec", "torch", "faster-fifo", "iceoryx2", "ray", "TransferQueue", "atroposlib",
+    "numpy",
+    "pyzmq",
+    "pyarrow",
+    "posix_ipc",
+    "msgspec",
+    "torch",
+    "faster-fifo",
+    "iceoryx2",
+    "ray",
+    "TransferQueue",
+    "atroposlib",
     "pytest-benchmark",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """The consumer has a core of its own; producers share the others. With one core in all, everybody shares it."""
+    """The consumer has a core of its own; producers share the others.
+
+    With one core in all, everybody shares it.
+    """
 
     producers: tuple[int, ...]
     consumer: int
@@ -69,12 +85,17 @@ def versions() -> dict[str, str]:
 
 
 def revision() -> dict[str, Any]:
-    """The git revision of the tree this runs from, and whether it has changes; of an installed package "installed"."""
+    """The git revision of the tree this runs from, and whether it has changes; of an installed package
+    "installed".
+    """
     here = Path(__file__).resolve().parent
     if not (here.parent / ".git").exists():
         return {"revision": "installed", "dirty": False}
     try:
-        return {"revision": _git(here, "rev-parse", "--short=12", "HEAD"), "dirty": bool(_git(here, "status", "--porcelain", "-uno"))}
+        return {
+            "revision": _git(here, "rev-parse", "--short=12", "HEAD"),
+            "dirty": bool(_git(here, "status", "--porcelain", "-uno")),
+        }
     except (OSError, subprocess.CalledProcessError):
         return {"revision": "unknown", "dirty": True}
 
@@ -85,7 +106,9 @@ def slug() -> str:
 
 
 def _git(where: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=where, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def _version(name: str) -> str:

@@ -1,9 +1,11 @@
-"""How often a byte of values passes between processor and memory on its way: counted by cachegrind in a cache smaller than a group.
+"""How often a byte of values passes between processor and memory on its way: counted by cachegrind in a cache
+smaller than a group.
 
     python -m shmbridge.bench.passes
 
-Needs valgrind, takes two or three minutes. The simulated cache has 1 MiB, a group 2.2 MB, so that a second look at all of it comes from
-memory again. Every case runs for few and for more groups; the difference is theirs alone. Made the table in test_bench_scaling.py.
+Needs valgrind, takes two or three minutes. The simulated cache has 1 MiB, a group 2.2 MB, so that a second
+look at all of it comes from memory again. Every case runs for few and for more groups; the difference is
+theirs alone. Made the table in test_bench_scaling.py.
 """
 
 import os
@@ -17,15 +19,23 @@ from shmbridge.bench.groups import LARGE, Form
 from shmbridge.bench.scaling import OneThread
 
 CASES: dict[str, Form] = {
-    "put from arrays": "arrays", "put from lists": "lists", "take": "arrays", "packed": "arrays", "padded": "arrays",
+    "put from arrays": "arrays",
+    "put from lists": "lists",
+    "take": "arrays",
+    "packed": "arrays",
+    "padded": "arrays",
     "to a device": "arrays",
-}  # fmt: skip
+}
 FEW, MORE = 4, 12
 LINE = 64
 CACHEGRIND = [
-    "valgrind", "--tool=cachegrind", "--cachegrind-out-file=/dev/null",
-    "--cache-sim=yes", f"--D1=32768,8,{LINE}", f"--LL=1048576,16,{LINE}",
-]  # fmt: skip
+    "valgrind",
+    "--tool=cachegrind",
+    "--cachegrind-out-file=/dev/null",
+    "--cache-sim=yes",
+    f"--D1=32768,8,{LINE}",
+    f"--LL=1048576,16,{LINE}",
+]
 
 
 def run(case: str, groups: int) -> None:
@@ -35,7 +45,8 @@ def run(case: str, groups: int) -> None:
         lane.put(groups if case.startswith("put") else MORE)
         if case == "take":
             lane.take(groups)
-        elif case == "to a device":  # which is the CPU here: what is left on one with a device is the read that its DMA makes
+        elif case == "to a device":
+            # which is the CPU here: what is left on one with a device is the read that its DMA makes
             from shmbridge.consumers.device_batch import DeviceCopies
 
             with DeviceCopies("cpu", tuple(LARGE.columns)) as copies:
@@ -65,7 +76,9 @@ def main() -> None:
     print(f"{'passes per byte of values':28}{'read':>8}{'written':>10}")
     for case in CASES:
         few, more = (begin(case, groups) for groups in (FEW, MORE))
-        read, written = (LINE * (b - a) / (MORE - FEW) / LARGE.bytes for a, b in zip(lines(few), lines(more), strict=True))
+        read, written = (
+            LINE * (b - a) / (MORE - FEW) / LARGE.bytes for a, b in zip(lines(few), lines(more), strict=True)
+        )
         print(f"{case:28}{read:8.2f}{written:10.2f}", flush=True)
 
 

@@ -1,4 +1,7 @@
-"""Pictures of figures: throughput by size under its ceiling, by producers, latency, CPU per token. Needs matplotlib; knows no JSON file."""
+"""Pictures of figures: throughput by size under its ceiling, by producers, latency, CPU per token.
+
+Needs matplotlib; knows no JSON file.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,16 +16,35 @@ KIB, MIB = 1 << 10, 1 << 20
 
 _Ends = list[tuple[float, float, str, str, str]]  # x, y, text, color, weight
 STYLE: Any = {
-    "font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": PALE,
-    "xtick.color": PALE, "ytick.color": PALE, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
-    "grid.linewidth": 0.8, "axes.axisbelow": True, "figure.dpi": 150, "savefig.dpi": 150, "figure.facecolor": "white",
-    "svg.fonttype": "none", "lines.solid_capstyle": "round",
-}  # fmt: skip
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": PALE,
+    "xtick.color": PALE,
+    "ytick.color": PALE,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "figure.dpi": 150,
+    "savefig.dpi": 150,
+    "figure.facecolor": "white",
+    "svg.fonttype": "none",
+    "lines.solid_capstyle": "round",
+}
 
 
 def throughput(rows: Sequence[Figures], labels: Mapping[str, str], path: Path, *, note: str = "") -> None:
-    """MB/s against bytes of a group: the limit as a ceiling, the ring with its spread, each peer a thin line. One form per contender."""
-    with _figure(path, "Throughput by group size", _join("one producer, one consumer, every byte read", note)) as axes:
+    """MB/s against bytes of a group: the limit as a ceiling, the ring with its spread, each peer a thin line.
+
+    One form per contender.
+    """
+    with _figure(
+        path, "Throughput by group size", _join("one producer, one consumer, every byte read", note)
+    ) as axes:
         ceiling = _by_size(rows, lambda row: row["limit_mb_per_s"] / 1e3)
         axes.fill_between(*ceiling, 0, color=CEILING, linewidth=0)
         axes.plot(*ceiling, color=PALE, linewidth=1.2, linestyle=(0, (4, 3)))
@@ -44,8 +66,13 @@ def throughput(rows: Sequence[Figures], labels: Mapping[str, str], path: Path, *
                 zorder=5 if ours else 3,
             )
             if ours:
-                low, high = ([row["groups_per_s_range"][side] * row["group_bytes"] / 1e9 for row in _sorted(mine)] for side in (0, 1))
-                axes.fill_between(_by_size(mine, lambda row: 0)[0], low, high, color=color, alpha=0.15, linewidth=0)
+                low, high = (
+                    [row["groups_per_s_range"][side] * row["group_bytes"] / 1e9 for row in _sorted(mine)]
+                    for side in (0, 1)
+                )
+                axes.fill_between(
+                    _by_size(mine, lambda row: 0)[0], low, high, color=color, alpha=0.15, linewidth=0
+                )
             ends.append((sizes[-1], values[-1], labels.get(name, name), color, "bold" if ours else "normal"))
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -67,7 +94,10 @@ def scaling(rows: Sequence[Figures], path: Path, *, note: str = "") -> None:
             mine = sorted((row for row in rows if row["form"] == form), key=lambda row: row["producers"])
             x = [row["producers"] for row in mine]
             y = [row["tokens_per_s"] / 1e6 for row in mine]
-            low, high = ([row["groups_per_s_range"][side] * row["rows"] * row["length"] / 1e6 for row in mine] for side in (0, 1))
+            low, high = (
+                [row["groups_per_s_range"][side] * row["rows"] * row["length"] / 1e6 for row in mine]
+                for side in (0, 1)
+            )
             axes.plot(x, y, color=color, linewidth=2.2, marker="o", markersize=5)
             axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
             ends.append((x[-1], y[-1], f"from {form}", color, "bold"))
@@ -82,20 +112,29 @@ def scaling(rows: Sequence[Figures], path: Path, *, note: str = "") -> None:
 
 
 def latency(samples_us: Mapping[str, Sequence[float]], path: Path, *, note: str = "") -> None:
-    """Share of samples at or below a latency, for each name; median and 99th percentile are marked. Microseconds.
+    """Share of samples at or below a latency, for each name; median and 99th percentile are marked.
 
-    Names that are alike up to their last colon share a color; the first of them is drawn thick, the last dashed, others dotted.
+    Microseconds.
+
+    Names that are alike up to their last colon share a color; the first of them is drawn thick, the last
+    dashed, others dotted.
     """
     cases: dict[str, list[str]] = {}
     for name in samples_us:
         cases.setdefault(name.rpartition(": ")[0] or name, []).append(name)
     colors = zip(cases.values(), _colors(len(cases), OURS), strict=True)
     drawn = [(name, color, _line_of(name, names)) for names, color in colors for name in names]
-    with _figure(path, "Latency", _join("share of samples that took at most so long; dots: median and 99th percentile", note)) as axes:
+    with _figure(
+        path,
+        "Latency",
+        _join("share of samples that took at most so long; dots: median and 99th percentile", note),
+    ) as axes:
         for name, color, line in drawn:
             ordered = sorted(samples_us[name])
             shares = [(n + 1) / len(ordered) for n in range(len(ordered))]
-            middle, late = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.50, 0.99))
+            middle, late = (
+                ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.50, 0.99)
+            )
             label = f"{name}   p50 {_number(middle)} µs, p99 {_number(late)} µs"
             axes.step(ordered, shares, where="post", color=color, label=label, **line)
             axes.plot([middle, late], [0.50, 0.99], "o", color=color, markersize=5)
@@ -114,9 +153,18 @@ def cpu_per_token(cpu_s_per_million_tokens: Mapping[str, float], path: Path, *, 
     with _figure(path, "CPU per million tokens", below, height=1.7 + 0.42 * len(ways)) as axes:
         best = ways[-1][1]
         for at, (name, value) in enumerate(ways):
-            axes.barh(at, value, height=0.62, color=OURS if "shmbridge" in name or value == best else "#9aa5b4")
+            axes.barh(
+                at, value, height=0.62, color=OURS if "shmbridge" in name or value == best else "#9aa5b4"
+            )
             times = "" if value == best else f"   {_number(value / best)} x"
-            axes.annotate(f"{_number(value)} s{times}", (value, at), (6, 0), textcoords="offset points", va="center", fontsize=9)
+            axes.annotate(
+                f"{_number(value)} s{times}",
+                (value, at),
+                (6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=9,
+            )
         axes.set_yticks(range(len(ways)), [name for name, _ in ways])
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.set_xscale("log")
@@ -135,11 +183,14 @@ _DASHED = {"linewidth": 1.2, "linestyle": (0, (4, 2))}
 _DOTTED = {"linewidth": 1.6, "linestyle": (0, (1, 1))}
 
 
-# -- how they look ------------------------------------------------------------------------------------------------------------------
+# -- how they look
+# ------------------------------------------------------------------------------------------------------------
 
 
 class _figure:
-    """One pair of axes with a title and a line below it; saved at the end of the block, in the format of the path's suffix."""
+    """One pair of axes with a title and a line below it; saved at the end of the block, in the format of the
+    path's suffix.
+    """
 
     def __init__(self, path: Path, title: str, below: str, height: float = 4.6) -> None:
         self._path, self._title, self._below, self._height = path, title, below, height
@@ -152,9 +203,12 @@ class _figure:
 
         self._context = mpl.rc_context(STYLE)
         self._context.__enter__()
-        self._figure, axes = pyplot.subplots(figsize=(8.2, self._height))  # labels may stand outside: the saved box grows with them
+        # labels may stand outside: the saved box grows with them
+        self._figure, axes = pyplot.subplots(figsize=(8.2, self._height))
         axes.set_title(self._title, loc="left", fontsize=14, fontweight="bold", pad=26)
-        axes.text(0, 1.03, self._below, transform=axes.transAxes, fontsize=9, color=PALE, va="bottom", ha="left")
+        axes.text(
+            0, 1.03, self._below, transform=axes.transAxes, fontsize=9, color=PALE, va="bottom", ha="left"
+        )
         return axes
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -163,7 +217,10 @@ class _figure:
         if error is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._figure.savefig(
-                self._path, bbox_inches="tight", pad_inches=0.2, metadata={"Date": None} if self._path.suffix == ".svg" else None
+                self._path,
+                bbox_inches="tight",
+                pad_inches=0.2,
+                metadata={"Date": None} if self._path.suffix == ".svg" else None,
             )
         pyplot.close(self._figure)
         self._context.__exit__(None, None, None)
@@ -225,6 +282,21 @@ def _label_ends(axes: Any, ends: _Ends) -> None:
         here, _ = axes.transData.transform((x, y))
         shift = ((edge - here) * 72 / axes.figure.dpi + 9, (last - at) * 72 / axes.figure.dpi)
         axes.annotate(
-            text, (x, y), shift, textcoords="offset points", color=color, fontsize=9, fontweight=weight, va="center", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.6, "alpha": 0.45, "shrinkA": 0, "shrinkB": 3},
-        )  # fmt: skip
+            text,
+            (x, y),
+            shift,
+            textcoords="offset points",
+            color=color,
+            fontsize=9,
+            fontweight=weight,
+            va="center",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "linewidth": 0.6,
+                "alpha": 0.45,
+                "shrinkA": 0,
+                "shrinkB": 3,
+            },
+        )

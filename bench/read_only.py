@@ -1,4 +1,5 @@
-"""What reading a lane through a mapping whose data is read-only costs, beside one that is writable whole; both in turn in one run.
+"""What reading a lane through a mapping whose data is read-only costs, beside one that is writable whole;
+both in turn in one run.
 
 One process puts, gets what it put and reads every byte, as a consumer that keeps up.
 """
@@ -21,8 +22,15 @@ def record_of(tokens: int) -> dict[str, list[np.ndarray]]:
     """Eight rows of the dense core."""
     rows = 8
     each = tokens // rows
-    floats = {name: [np.ones(each, np.float32)] * rows for name in ("advantages", "inference_logprobs", "token_rewards")}
-    return {"tokens": [np.ones(each, np.int32)] * rows, "loss_mask": [np.ones(each, np.uint8)] * rows, **floats}
+    floats = {
+        name: [np.ones(each, np.float32)] * rows
+        for name in ("advantages", "inference_logprobs", "token_rewards")
+    }
+    return {
+        "tokens": [np.ones(each, np.int32)] * rows,
+        "loss_mask": [np.ones(each, np.uint8)] * rows,
+        **floats,
+    }
 
 
 def rates(tokens: int, writable: bool, seconds: float) -> tuple[float, float]:
@@ -53,20 +61,35 @@ def main() -> None:
     """Prints the medians, and read-only as a fraction of writable."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each round, by size and kind of mapping")
+    parser.add_argument(
+        "--seconds", type=float, default=0.5, help="of each round, by size and kind of mapping"
+    )
     arguments = parser.parse_args()
-    logging.getLogger("shmbridge").setLevel(logging.ERROR)  # that lanes are mapped writable is what is asked here
+    # that lanes are mapped writable is what is asked here
+    logging.getLogger("shmbridge").setLevel(logging.ERROR)
     for size, tokens in RECORDS.items():
         found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
         for _ in range(arguments.rounds):
             for writable in found:
                 found[writable].append(rates(tokens, writable, arguments.seconds))
-        put, got = ([statistics.median(rate[which] for rate in found[kind]) for kind in (True, False)] for which in (0, 1))
-        print(json.dumps({
-            "record": size, "huge_pages": os.environ.get("SHMBRIDGE_HUGE_PAGES", "") != "never",
-            "put_writable_per_s": round(put[0]), "put_read_only_per_s": round(put[1]), "put_ratio": round(put[1] / put[0], 3),
-            "get_writable_per_s": round(got[0]), "get_read_only_per_s": round(got[1]), "get_ratio": round(got[1] / got[0], 3),
-        }))  # fmt: skip
+        put, got = (
+            [statistics.median(rate[which] for rate in found[kind]) for kind in (True, False)]
+            for which in (0, 1)
+        )
+        print(
+            json.dumps(
+                {
+                    "record": size,
+                    "huge_pages": os.environ.get("SHMBRIDGE_HUGE_PAGES", "") != "never",
+                    "put_writable_per_s": round(put[0]),
+                    "put_read_only_per_s": round(put[1]),
+                    "put_ratio": round(put[1] / put[0], 3),
+                    "get_writable_per_s": round(got[0]),
+                    "get_read_only_per_s": round(got[1]),
+                    "get_ratio": round(got[1] / got[0], 3),
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
-"""From the JSON of a run of the suites: results/<machine>.json, a Markdown page and plots. `python -m shmbridge.bench.report FILE`.
+"""From the JSON of a run of the suites: results/<machine>.json, a Markdown page and plots.
 
-A suite's figures are whatever it put in extra_info. This knows those of `measure`, `samples_us` (latency) and `cpu_s_per_million_tokens`.
+`python -m shmbridge.bench.report FILE`.
+
+A suite's figures are whatever it put in extra_info. This knows those of `measure`, `samples_us` (latency) and
+`cpu_s_per_million_tokens`.
 """
 
 import argparse
@@ -16,7 +19,20 @@ from shmbridge.bench.figures import Figures
 from shmbridge.config import format_size
 
 INTO = Path(__file__).parent / "results"
-ABOUT = ("cpu", "cores", "caches", "load_before", "kernel", "python", "shmbridge", "revision", "dirty", "seed", "pinned", "lane_bytes")
+ABOUT = (
+    "cpu",
+    "cores",
+    "caches",
+    "load_before",
+    "kernel",
+    "python",
+    "shmbridge",
+    "revision",
+    "dirty",
+    "seed",
+    "pinned",
+    "lane_bytes",
+)
 QUANTILES = 400  # of latency samples, in the kept JSON
 WIDEST = 8  # facts of a suite in one line of a table
 OF_MEASURE = "of_limit"  # what only figures of measure() have
@@ -37,7 +53,10 @@ Cell = Callable[[Figures], str]
 
 
 def write(source: Path, into: Path = INTO) -> list[Path]:
-    """Reads a file of pytest-benchmark and writes the results; the paths written. Plots are left out where matplotlib is not installed."""
+    """Reads a file of pytest-benchmark and writes the results; the paths written.
+
+    Plots are left out where matplotlib is not installed.
+    """
     ran = json.loads(source.read_text())
     about = ran["machine_info"]
     rows = [row for each in ran["benchmarks"] for row in _rows(each)]
@@ -59,30 +78,54 @@ def write(source: Path, into: Path = INTO) -> list[Path]:
 def markdown(kept: dict[str, Any], rows: Sequence[Figures], pictures: Sequence[str] = ()) -> str:
     """The whole page."""
     about = kept["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items() if version != "not installed")
+    versions = ", ".join(
+        f"{name} {version}"
+        for name, version in about.get("versions", {}).items()
+        if version != "not installed"
+    )
     revision = f"{about.get('revision')}{' with changes' if about.get('dirty') else ''}"
     page = [
         f"# {about.get('cpu')}, {about.get('cores')} cores",
         "A quick look: short rounds, figures of no weight." if kept["quick"] else "",
-        f"Taken {kept['taken']}; load before {about.get('load_before')}; kernel {about.get('kernel')}; Python {about.get('python')}; "
-        f"shmbridge {about.get('shmbridge')}, revision {revision}; seed {about.get('seed')}; "
-        f"lanes of {format_size(about.get('lane_bytes', 0))}; cores {about.get('pinned')}; caches {about.get('caches')}.",
+        (
+            f"Taken {kept['taken']}; load before {about.get('load_before')}; kernel {about.get('kernel')}; "
+            f"Python {about.get('python')}; shmbridge {about.get('shmbridge')}, revision {revision}; seed "
+            f"{about.get('seed')}; lanes of {format_size(about.get('lane_bytes', 0))}; cores "
+            f"{about.get('pinned')}; caches {about.get('caches')}."
+        ),
         f"{versions}.",
-        "Medians of rounds, and in brackets the slowest and the fastest. *Of limit* is the ratio to the C twin, measured in turn with each "
-        "row. [How](../README.md).",
+        (
+            "Medians of rounds, and in brackets the slowest and the fastest. *Of limit* is the ratio to the "
+            "C twin, measured in turn with each row. [How](../README.md)."
+        ),
     ]
     absent = kept["not_installed"].items()
-    page += [f"Not installed, so not measured: {', '.join(f'{_label(name)} ({needs})' for name, needs in absent)}."] if absent else []
+    page += (
+        [
+            (
+                "Not installed, so not measured: "
+                f"{', '.join(f'{_label(name)} ({needs})' for name, needs in absent)}."
+            )
+        ]
+        if absent
+        else []
+    )
     page += [f"![{_title(name)}]({name})" for name in pictures]
     for group in dict.fromkeys(row["group"] for row in rows):
         mine = [row for row in rows if row["group"] == group]
         page += [f"## {TITLES.get(group, group[:1].upper() + group[1:])}", _table(mine)]
-        page += ["More producers than cores: they share them."] if any(row.get("producers_share_cores") for row in mine) else []
+        page += (
+            ["More producers than cores: they share them."]
+            if any(row.get("producers_share_cores") for row in mine)
+            else []
+        )
     return "\n\n".join(filter(None, page)) + "\n"
 
 
 def table_of_measure(rows: Sequence[Figures]) -> str:
-    """Figures of `measure` as a Markdown table; columns in which all rows are alike and plain are left out."""
+    """Figures of `measure` as a Markdown table; columns in which all rows are alike and plain are left
+    out.
+    """
     columns: list[tuple[str, Cell]] = [
         ("", lambda row: _label(row["contender"])),
         ("group", lambda row: f"{row['rows']} x {row['length']}"),
@@ -96,15 +139,29 @@ def table_of_measure(rows: Sequence[Figures]) -> str:
         ("stores", lambda row: str(row["stores"])),
     ]
     plain = {
-        "from": "arrays", "producers": "1", "by": "get", "read": "every byte", "check": "none",
-        "lane": format_size(machine.LANE_BYTES), "stores": "plain",
-    }  # fmt: skip
+        "from": "arrays",
+        "producers": "1",
+        "by": "get",
+        "read": "every byte",
+        "check": "none",
+        "lane": format_size(machine.LANE_BYTES),
+        "stores": "plain",
+    }
     columns = [(head, cell) for head, cell in columns if any(cell(row) != plain.get(head) for row in rows)]
     columns += [
-        ("groups/s", lambda row: f"{row['groups_per_s']:,.0f} ({row['groups_per_s_range'][0]:,.0f} - {row['groups_per_s_range'][1]:,.0f})"),
+        (
+            "groups/s",
+            lambda row: (
+                f"{row['groups_per_s']:,.0f} ({row['groups_per_s_range'][0]:,.0f} - "
+                f"{row['groups_per_s_range'][1]:,.0f})"
+            ),
+        ),
         ("tokens/s", lambda row: f"{row['tokens_per_s'] / 1e6:,.3g} M"),
         ("MB/s", lambda row: f"{row['mb_per_s']:,.0f}"),
-        ("of limit", lambda row: f"{row['of_limit']:.1%}" if row["of_limit"] < 0.1 else f"{row['of_limit']:.0%}"),
+        (
+            "of limit",
+            lambda row: f"{row['of_limit']:.1%}" if row["of_limit"] < 0.1 else f"{row['of_limit']:.0%}",
+        ),
         ("producer CPU", lambda row: f"{row['producer_cpu_us_per_group']:,.4g} µs"),
         ("consumer CPU", lambda row: f"{row['consumer_cpu_us_per_group']:,.4g} µs"),
         ("CPU per M tokens", lambda row: f"{row['cpu_s_per_million_tokens']:.4g} s"),
@@ -122,7 +179,14 @@ def _table(rows: Sequence[Figures]) -> str:
     if timed:
         heads = ["", "samples", "p50", "p90", "p99", "p99.9", "most"]
         parts.append(
-            _lines(heads, [[row["label"], f"{len(row['samples_us']):,}", *_percentiles(row["samples_us"])] for row in timed], left=1)
+            _lines(
+                heads,
+                [
+                    [row["label"], f"{len(row['samples_us']):,}", *_percentiles(row["samples_us"])]
+                    for row in timed
+                ],
+                left=1,
+            )
         )
     for names in dict.fromkeys(tuple(_facts(row)) for row in others):
         alike = [row for row in others if tuple(_facts(row)) == names]
@@ -150,12 +214,17 @@ def _facts(row: Figures) -> dict[str, Any]:
 def _cpu(row: Figures) -> float | None:
     """CPU seconds per million tokens of a suite that measures whole ways; by process, they are added up."""
     said = row.get("cpu_s_per_million_tokens")
-    return None if said is None or OF_MEASURE in row else sum(said.values()) if isinstance(said, dict) else said
+    return (
+        None if said is None or OF_MEASURE in row else sum(said.values()) if isinstance(said, dict) else said
+    )
 
 
 def _percentiles(samples: Sequence[float]) -> list[str]:
     ordered = sorted(samples)
-    return [f"{_value(ordered[min(len(ordered) - 1, int(share * len(ordered)))])} µs" for share in (0.5, 0.9, 0.99, 0.999, 1)]
+    return [
+        f"{_value(ordered[min(len(ordered) - 1, int(share * len(ordered)))])} µs"
+        for share in (0.5, 0.9, 0.99, 0.999, 1)
+    ]
 
 
 def _lines(heads: Sequence[str], cells: Sequence[Sequence[str]], left: int) -> str:
@@ -178,7 +247,11 @@ def _value(value: Any) -> str:
 def _row(benchmark: dict[str, Any]) -> Figures:
     """extra_info with the benchmark's group and median time, and its name unless the suite gave a label."""
     name = benchmark["name"]
-    own = {"label": name, "group": benchmark.get("group") or name.partition("[")[0], "median_us": 1e6 * benchmark["stats"]["median"]}
+    own = {
+        "label": name,
+        "group": benchmark.get("group") or name.partition("[")[0],
+        "median_us": 1e6 * benchmark["stats"]["median"],
+    }
     return {**own, **benchmark.get("extra_info", {})}
 
 
@@ -189,7 +262,9 @@ def _rows(benchmark: dict[str, Any]) -> list[Figures]:
     if not isinstance(several, dict):
         return [row]
     own = {key: row[key] for key in ("label", "group", "median_us")}
-    return [own | {"label": f"{row['label']}: {name}", "samples_us": samples} for name, samples in several.items()]
+    return [
+        own | {"label": f"{row['label']}: {name}", "samples_us": samples} for name, samples in several.items()
+    ]
 
 
 def _thinned(row: Figures) -> Figures:
@@ -197,7 +272,11 @@ def _thinned(row: Figures) -> Figures:
     if "samples_us" not in row:
         return row
     ordered = sorted(row["samples_us"])
-    keep = [ordered[n * (len(ordered) - 1) // QUANTILES] for n in range(QUANTILES + 1)] if len(ordered) > QUANTILES else ordered
+    keep = (
+        [ordered[n * (len(ordered) - 1) // QUANTILES] for n in range(QUANTILES + 1)]
+        if len(ordered) > QUANTILES
+        else ordered
+    )
     return row | {"samples_us": keep, "samples": len(ordered)}
 
 
@@ -223,7 +302,11 @@ def _plots(rows: Sequence[Figures], into: Path, name: str) -> list[Path]:
     sizes = [row for row in rows if row["group"] in ("sizes", "peers") and OF_MEASURE in row]
     ours = [row for row in sizes if row["group"] == "sizes"]
     theirs = [row for row in sizes if row["contender"] not in ("ring", "limit") or not ours]
-    draw("throughput", lambda path: plots.throughput([*ours, *theirs], labels, path, note="64 MiB in flight"), sizes)
+    draw(
+        "throughput",
+        lambda path: plots.throughput([*ours, *theirs], labels, path, note="64 MiB in flight"),
+        sizes,
+    )
     several = [row for row in rows if row["group"] == "producers" and OF_MEASURE in row]
     draw("producers", lambda path: plots.scaling(several, path), several)
     samples = {row["label"]: row["samples_us"] for row in rows if "samples_us" in row}

@@ -1,7 +1,8 @@
-"""Lanes and their consumer in one process and one thread: what a put and a take cost by themselves, in CPU time of that thread.
+"""Lanes and their consumer in one process and one thread: what a put and a take cost by themselves, in CPU
+time of that thread.
 
-Nothing runs beside it, so neighbours and the scheduler are not in the figures; nor is what it takes to move a line between two cores.
-Knows producers and a consumer by their public names. Called by the suites.
+Nothing runs beside it, so neighbours and the scheduler are not in the figures; nor is what it takes to move a
+line between two cores. Knows producers and a consumer by their public names. Called by the suites.
 """
 
 import os
@@ -38,9 +39,13 @@ class Cost:
         """By the group, by the token, by the byte of values."""
         put, take = (1e9 * each / self.groups for each in (self.put_s, self.take_s))
         return {
-            "put_us_per_group": put / 1e3, "put_ns_per_token": put / shape.tokens, "put_ns_per_byte": put / shape.bytes,
-            "take_us_per_group": take / 1e3, "take_ns_per_token": take / shape.tokens, "take_ns_per_byte": take / shape.bytes,
-        }  # fmt: skip
+            "put_us_per_group": put / 1e3,
+            "put_ns_per_token": put / shape.tokens,
+            "put_ns_per_byte": put / shape.bytes,
+            "take_us_per_group": take / 1e3,
+            "take_ns_per_token": take / shape.tokens,
+            "take_ns_per_byte": take / shape.bytes,
+        }
 
 
 class OneThread:
@@ -55,7 +60,9 @@ class OneThread:
             self._open.callback(shmbridge.clean, bridge, dry_run=False)
             self.consumer = self._open.enter_context(shmbridge.Consumer(bridge, lanes=lanes))
             self.producers = [
-                self._open.enter_context(shmbridge.Producer(bridge, env_name="bench", lane_bytes=lane_bytes, on_full="raise"))
+                self._open.enter_context(
+                    shmbridge.Producer(bridge, env_name="bench", lane_bytes=lane_bytes, on_full="raise")
+                )
                 for _ in range(lanes)
             ]
         except BaseException:
@@ -118,7 +125,9 @@ class OneThread:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._sources = []
         self._open.close()
 

@@ -1,6 +1,8 @@
-"""A contender's processes, started once; rounds of it are timed in turn with rounds of the others, so that all see the same neighbours.
+"""A contender's processes, started once; rounds of it are timed in turn with rounds of the others, so that
+all see the same neighbours.
 
-Knows the contract and nothing of any contender. Every round checks that the bytes that were read are those that were written.
+Knows the contract and nothing of any contender. Every round checks that the bytes that were read are those
+that were written.
 """
 
 import json
@@ -112,25 +114,41 @@ class Session:
         whole, rest = divmod(each, len(self._sums))
         wanted = self.plan.producers * (whole * sum(self._sums) + sum(self._sums[:rest])) % MODULO
         if self.plan.look == "every byte" and total != wanted:
-            raise AssertionError(f"{self.plan.contender}: what was read is not what was written (sum {total:#x}, not {wanted:#x})")
+            raise AssertionError(
+                f"{self.plan.contender}: what was read is not what was written (sum {total:#x}, not "
+                f"{wanted:#x})"
+            )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
 def limit_of(plan: Plan) -> Plan:
     """The plan of the limit that this one is held against: one producer, the same bytes, the same lane."""
-    return replace(plan, contender=baselines.LIMIT, producers=1, take="get", look="every byte", checksum="none", stores="plain")
+    return replace(
+        plan,
+        contender=baselines.LIMIT,
+        producers=1,
+        take="get",
+        look="every byte",
+        checksum="none",
+        stores="plain",
+    )
 
 
 def _sum_of(plan: Plan, seed: int) -> int:
-    return sum(touch(column) for column in groups.flat_columns(groups.make(plan.shape, "arrays", seed))) % MODULO
+    return (
+        sum(touch(column) for column in groups.flat_columns(groups.make(plan.shape, "arrays", seed))) % MODULO
+    )
 
 
-# -- writers in processes -----------------------------------------------------------------------------------------------------------
+# -- writers in processes
+# -----------------------------------------------------------------------------------------------------------
 
 
 class Piped:
@@ -138,13 +156,17 @@ class Piped:
 
     def __init__(self, plan: Plan, address: dict[str, Any], number: int) -> None:
         job = json.dumps({"plan": encode(plan), "address": address, "number": number})
-        above = str(Path(shmbridge.__file__).parents[1])  # the same package as this process has, wherever it was started
+        # the same package as this process has, wherever it was started
+        above = str(Path(shmbridge.__file__).parents[1])
         path = os.pathsep.join(filter(None, [above, os.environ.get("PYTHONPATH")]))
         self._child = subprocess.Popen(
             [sys.executable, "-m", "shmbridge.bench.child", job],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
             pass_fds=[address["fd"]] if "fd" in address else [],
-        )  # fmt: skip
+        )
 
     def ready(self) -> None:
         self._hear()
@@ -173,7 +195,10 @@ class Piped:
         heard, _, _ = select([self._child.stdout], [], [], START_TIMEOUT_S)
         line = self._child.stdout.readline() if heard else ""
         if not line:
-            raise RuntimeError(f"a producer's process {'ended' if heard else 'says nothing'} (pid {self._child.pid}, {self._child.poll()})")
+            raise RuntimeError(
+                f"a producer's process {'ended' if heard else 'says nothing'} (pid {self._child.pid}, "
+                f"{self._child.poll()})"
+            )
         said: dict[str, Any] = json.loads(line)
         return said
 

@@ -1,9 +1,11 @@
-"""Batch assembly: leased groups into padded or packed arrays, beside NumPy, torch and one memcpy of the same bytes.
+"""Batch assembly: leased groups into padded or packed arrays, beside NumPy, torch and one memcpy of the same
+bytes.
 
-`pytest bench/test_bench_batch.py --benchmark-group-by=param:case`. One process, one thread; the groups lie in a lane and stay there. Every
-maker's arrays are compared with every other's before anything is timed, and a byte of each page is read inside the timed call. Rows have
-half to all of the tokens that the case says. The NumPy and torch makers get their rows as ready lists: only joining and padding is timed.
-Knows public names only.
+`pytest bench/test_bench_batch.py --benchmark-group-by=param:case`. One process, one thread; the groups lie in
+a lane and stay there. Every maker's arrays are compared with every other's before anything is timed, and a
+byte of each page is read inside the timed call. Rows have half to all of the tokens that the case says. The
+NumPy and torch makers get their rows as ready lists: only joining and padding is timed. Knows public names
+only.
 """
 
 import os
@@ -19,8 +21,18 @@ from shmbridge.groups import Group
 
 SEED = 20260101
 ROWS = 8
-CASES = [(groups, length, layout) for groups in (8, 64) for length in (512, 2048) for layout in ("packed", "padded")]
-PER_TOKEN = {"tokens": np.int32, "loss_mask": np.uint8, "advantages": np.float32, "inference_logprobs": np.float32}
+CASES = [
+    (groups, length, layout)
+    for groups in (8, 64)
+    for length in (512, 2048)
+    for layout in ("packed", "padded")
+]
+PER_TOKEN = {
+    "tokens": np.int32,
+    "loss_mask": np.uint8,
+    "advantages": np.float32,
+    "inference_logprobs": np.float32,
+}
 PAGE = 4096
 
 Arrays = dict[str, Any]  # ndarrays or CPU tensors
@@ -85,11 +97,16 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     shmbridge.clean(bridge, dry_run=False)
 
 
-# -- makers -----------------------------------------------------------------------------------------------------------------------
+# -- makers
+# ------------------------------------------------------------------------------------------------------------
 
 
 def arrays_of(batch: shmbridge.Batch) -> Arrays:
-    return {**{name: batch[name] for name in (*PER_TOKEN, "score")}, "position_ids": batch.position_ids, "cu_seqlens": batch.cu_seqlens}
+    return {
+        **{name: batch[name] for name in (*PER_TOKEN, "score")},
+        "position_ids": batch.position_ids,
+        "cu_seqlens": batch.cu_seqlens,
+    }
 
 
 def with_shmbridge(case: Case) -> Arrays:
@@ -103,7 +120,9 @@ def with_numpy(case: Case) -> Arrays:
     longest = int(case.lengths.max())
     if case.layout == "packed":
         made |= {name: np.concatenate(case.records[name]) for name in PER_TOKEN}
-        made["position_ids"] = np.arange(case.tokens, dtype=np.int32) - np.repeat(made["cu_seqlens"][:-1], case.lengths)
+        made["position_ids"] = np.arange(case.tokens, dtype=np.int32) - np.repeat(
+            made["cu_seqlens"][:-1], case.lengths
+        )
         return made
     for name, dtype in PER_TOKEN.items():
         made[name] = np.zeros((len(case.lengths), longest), dtype)
@@ -129,7 +148,11 @@ def with_torch(case: Case) -> Callable[[Case], Arrays]:
         positions = torch.arange(int(lengths.max()), dtype=torch.int32)
         made["position_ids"] = torch.where(positions < lengths[:, None], positions, 0)
         ends = torch.cumsum(lengths, 0).to(torch.int32)
-        return {**made, "score": torch.cat(scores), "cu_seqlens": torch.cat((torch.zeros(1, dtype=torch.int32), ends))}
+        return {
+            **made,
+            "score": torch.cat(scores),
+            "cu_seqlens": torch.cat((torch.zeros(1, dtype=torch.int32), ends)),
+        }
 
     return make
 
@@ -143,14 +166,23 @@ def size_of(arrays: Arrays) -> int:
     return sum(np.asarray(array).nbytes for array in arrays.values())
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------------------
+# -- figures
+# ------------------------------------------------------------------------------------------------------------
 
 
-def measure(benchmark: Any, case: Case, maker: str, arrays: Arrays, call: Callable[..., Any], **options: Any) -> None:
+def measure(
+    benchmark: Any, case: Case, maker: str, arrays: Arrays, call: Callable[..., Any], **options: Any
+) -> None:
     """Times `call` and notes what it moved."""
     benchmark.group = f"batches, {case.layout}"
     label = f"{len(case.groups)} groups of {ROWS} x {case.lengths.max()}, {maker}"
-    benchmark.extra_info.update(label=label, bytes=size_of(arrays), tokens=case.tokens, rows=len(case.lengths), groups=len(case.groups))
+    benchmark.extra_info.update(
+        label=label,
+        bytes=size_of(arrays),
+        tokens=case.tokens,
+        rows=len(case.lengths),
+        groups=len(case.groups),
+    )
     benchmark.pedantic(call, rounds=20, warmup_rounds=3, **options)
 
 
@@ -168,7 +200,9 @@ def test_shmbridge(benchmark: Any, case: Case) -> None:
 
 
 def test_shmbridge_from_the_lane(benchmark: Any, case: Case) -> None:
-    """All that a learner waits for without prefetch: the last batch released, records taken, groups formed, arrays gathered."""
+    """All that a learner waits for without prefetch: the last batch released, records taken, groups formed,
+    arrays gathered.
+    """
     arrays = with_shmbridge(case)
     batches = case.consumer.batches(groups=len(case.groups), layout=case.layout, prefetch=0, hold="caller")
     held: list[shmbridge.Batch] = []

@@ -1,10 +1,11 @@
-"""Host to device: straight from a registered ring, from a pinned buffer, from pageable memory; and whether copies hide behind compute.
+"""Host to device: straight from a registered ring, from a pinned buffer, from pageable memory; and whether
+copies hide behind compute.
 
     pytest bench/test_bench_device.py -s
 
-Skipped where there is no CUDA device. The same bytes each time: 64 MiB of tokens in records of 2 MiB. Bandwidth is by CUDA events around
-the copies alone; overlap is the share of the time of host-to-device copies, in a trace of torch's profiler, in which a kernel ran. Knows
-public names and torch only.
+Skipped where there is no CUDA device. The same bytes each time: 64 MiB of tokens in records of 2 MiB.
+Bandwidth is by CUDA events around the copies alone; overlap is the share of the time of host-to-device
+copies, in a trace of torch's profiler, in which a kernel ran. Knows public names and torch only.
 """
 
 import json
@@ -31,7 +32,11 @@ ROUNDS = 20
 @pytest.fixture(scope="module")
 def filled() -> Iterator[tuple[shmbridge.Consumer, DeviceCopies]]:
     bridge = f"bench-device-{os.getpid()}"
-    with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, lane_bytes="256M") as producer, DeviceCopies("cuda") as copies:
+    with (
+        shmbridge.Consumer(bridge) as consumer,
+        shmbridge.Producer(bridge, lane_bytes="256M") as producer,
+        DeviceCopies("cuda") as copies,
+    ):
         for number in range(RECORDS):
             producer.put({"tokens": [np.full(TOKENS, number, np.int32)]})
         yield consumer, copies
@@ -77,9 +82,15 @@ def test_bandwidth(filled, groups, benchmark):
     }
     np.testing.assert_array_equal(copies.batch(groups).tokens.cpu()[::TOKENS], np.arange(RECORDS))
     benchmark.group = "host to device"
-    benchmark.extra_info.update(label="straight from the ring", gib_per_s=found, registered_bytes=copies.lanes.bytes)
+    benchmark.extra_info.update(
+        label="straight from the ring", gib_per_s=found, registered_bytes=copies.lanes.bytes
+    )
     benchmark.pedantic(lambda: copies.batch(groups)._end_copies(), rounds=ROUNDS)
-    print(json.dumps(found | {"of pinned": found["straight from the ring"] / found["from a pinned buffer"]}, indent=2))
+    print(
+        json.dumps(
+            found | {"of pinned": found["straight from the ring"] / found["from a pinned buffer"]}, indent=2
+        )
+    )
 
 
 def test_overlap_with_compute(filled, groups, tmp_path):
@@ -95,16 +106,23 @@ def test_overlap_with_compute(filled, groups, tmp_path):
         torch.cuda.synchronize()
     trace = Path(os.environ.get("SHMBRIDGE_TRACE", tmp_path / "overlap.json"))
     profile.export_chrome_trace(str(trace))
-    print(f"{overlapped(json.loads(trace.read_text())['traceEvents']):.0%} of the copies' time is hidden; trace: {trace}")
+    print(
+        f"{overlapped(json.loads(trace.read_text())['traceEvents']):.0%} of the copies' time is hidden; "
+        f"trace: {trace}"
+    )
 
 
 def overlapped(events: list[dict]) -> float:
     """The share of the time of host-to-device copies in which a kernel ran."""
 
     def spans(wanted: Callable[[dict], bool]) -> list[tuple[float, float]]:
-        return sorted((each["ts"], each["ts"] + each["dur"]) for each in events if "dur" in each and wanted(each))
+        return sorted(
+            (each["ts"], each["ts"] + each["dur"]) for each in events if "dur" in each and wanted(each)
+        )
 
     copies = spans(lambda each: each.get("cat") == "gpu_memcpy" and "HtoD" in each["name"])
     kernels = spans(lambda each: each.get("cat") == "kernel")
-    hidden = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in copies for begin, stop in kernels)
+    hidden = sum(
+        max(0.0, min(end, stop) - max(start, begin)) for start, end in copies for begin, stop in kernels
+    )
     return hidden / sum(end - start for start, end in copies)

@@ -1,24 +1,29 @@
-"""End to end, beside what users have today: the same groups through Atropos' own HTTP server and through a bridge.
+"""End to end, beside what users have today: the same groups through Atropos' own HTTP server and through a
+bridge.
 
-Groups of 8 trajectories with tokens, masks, scores, per-token advantages and logprobs; the same values for all, Python lists as an
-environment has them, or arrays. The environment is a process of its own, so are the server and the trainer.
+Groups of 8 trajectories with tokens, masks, scores, per-token advantages and logprobs; the same values for
+all, Python lists as an environment has them, or arrays. The environment is a process of its own, so are the
+server and the trainer.
 
-- **http**: BaseEnv of atroposlib 0.4, its workers from `collect_trajectories` to its own JSON, gzip and retries; `run-api` as it ships;
-  a trainer that fetches as upstream's example does, but looks again after 20 ms where that one sleeps a second, and leaves the groups
-  as lists where that one goes on to arrays. Three groups are under way at a time: more wait longer in the server and come no faster.
-  What BaseEnv asks beside, its status ten times a second, is left out.
-- **base_env**: the same environment, unedited, with its traffic on a bridge. What is left is BaseEnv's own: it counts masks and decodes a
-  rollout of every group.
-- **lists**, **arrays** (flat, with lengths), **row_arrays** (a list of arrays): `Producer.put` in a loop; a Consumer that reads every
-  byte of every column in place. The lane has 64 MiB.
+- **http**: BaseEnv of atroposlib 0.4, its workers from `collect_trajectories` to its own JSON, gzip and
+  retries; `run-api` as it ships; a trainer that fetches as upstream's example does, but looks again after 20
+  ms where that one sleeps a second, and leaves the groups as lists where that one goes on to arrays. Three
+  groups are under way at a time: more wait longer in the server and come no faster. What BaseEnv asks beside,
+  its status ten times a second, is left out.
+- **base_env**: the same environment, unedited, with its traffic on a bridge. What is left is BaseEnv's own:
+  it counts masks and decodes a rollout of every group.
+- **lists**, **arrays** (flat, with lengths), **row_arrays** (a list of arrays): `Producer.put` in a loop; a
+  Consumer that reads every byte of every column in place. The lane has 64 MiB.
 
-Environment and trainer have a core each, the same ones for all. The server has a third one; where there are only two cores it shares
-the trainer's, which takes about a tenth of HTTP's rate (a tenth of that core's time is the trainer's).
+Environment and trainer have a core each, the same ones for all. The server has a third one; where there are
+only two cores it shares the trainer's, which takes about a tenth of HTTP's rate (a tenth of that core's time
+is the trainer's).
 
-Windows are counted by what arrives, after a warm-up that imports, fills pages and caches; a figure is the median of the rounds. Latency
-is from hand-over to arrival with three groups under way, and alone: with one. A stall is the longest time between two ticks, of a
-millisecond each, of the environment's event loop; `put` is measured there as `put_async`, a group a turn. On a machine with other work
-the longest is the scheduler's, and CPU seconds are what holds.
+Windows are counted by what arrives, after a warm-up that imports, fills pages and caches; a figure is the
+median of the rounds. Latency is from hand-over to arrival with three groups under way, and alone: with one. A
+stall is the longest time between two ticks, of a millisecond each, of the environment's event loop; `put` is
+measured there as `put_async`, a group a turn. On a machine with other work the longest is the scheduler's,
+and CPU seconds are what holds.
 """
 
 from statistics import median
@@ -34,9 +39,12 @@ from shmbridge.bench.machine import LANE_BYTES
 pytest.importorskip("atroposlib")
 full = pytest.mark.full
 LABELS = {
-    "http": "Atropos, BaseEnv over HTTP", "base_env": "shmbridge, BaseEnv unedited", "lists": "shmbridge, put from lists",
-    "arrays": "shmbridge, put from arrays", "row_arrays": "shmbridge, put from row arrays",
-}  # fmt: skip
+    "http": "Atropos, BaseEnv over HTTP",
+    "base_env": "shmbridge, BaseEnv unedited",
+    "lists": "shmbridge, put from lists",
+    "arrays": "shmbridge, put from arrays",
+    "row_arrays": "shmbridge, put from row arrays",
+}
 
 
 class Today(dict[int, dict[str, Any]]):
@@ -70,7 +78,9 @@ def measure(benchmark: Any, flow: Flow, *, warm: int, seconds: float, rounds: in
 def medians(windows: list[dict[str, Any]]) -> dict[str, Any]:
     """Key by key, also of dicts in dicts."""
     return {
-        key: medians([each[key] for each in windows]) if isinstance(value, dict) else median(each[key] for each in windows)
+        key: medians([each[key] for each in windows])
+        if isinstance(value, dict)
+        else median(each[key] for each in windows)
         for key, value in windows[0].items()
     }
 
@@ -109,7 +119,9 @@ def say(benchmark: Any, how: str, length: int, figures: dict[str, Any]) -> None:
 @pytest.mark.parametrize("length", [2048, pytest.param(512, marks=full)])
 def test_http(benchmark, today, quick, length):
     seconds, rounds = (4.0, 1) if quick else (6.0 if length == 2048 else 3.0, 3)
-    figures = measure(benchmark, Flow("http", length, window=UNDER_WAY), warm=2 * UNDER_WAY, seconds=seconds, rounds=rounds)
+    figures = measure(
+        benchmark, Flow("http", length, window=UNDER_WAY), warm=2 * UNDER_WAY, seconds=seconds, rounds=rounds
+    )
     today[length] = figures
     if not quick and length == 2048:
         figures["latency_alone_ms"] = latency(Flow("http", length, window=1), 10)
@@ -128,7 +140,13 @@ def test_base_env(benchmark, today):
 @pytest.mark.parametrize("length", [2048, 512])
 def test_bridge(benchmark, today, quick, form, length):
     lane = LANE_BYTES // (13 * ROWS * length)  # groups that fit
-    figures = measure(benchmark, Flow("put", length, form), warm=4 * lane, seconds=0.5 if quick else 1.0, rounds=1 if quick else 5)
+    figures = measure(
+        benchmark,
+        Flow("put", length, form),
+        warm=4 * lane,
+        seconds=0.5 if quick else 1.0,
+        rounds=1 if quick else 5,
+    )
     figures["latency_ms"] = latency(Flow("put", length, form, UNDER_WAY), 1000 if quick else 5000)
     if not quick:
         figures["latency_alone_ms"] = latency(Flow("put", length, form, 1), 5000)

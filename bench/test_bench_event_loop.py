@@ -1,7 +1,9 @@
-"""How long an environment's event loop is held per group: by an attached environment's send, beside what upstream's own client does there.
+"""How long an environment's event loop is held per group: by an attached environment's send, beside what
+upstream's own client does there.
 
-One process, one thread, CPU time of that thread, in turn within each round. Upstream's is the encoding in BaseEnv (json.dumps and gzip),
-without the socket; ours is all of `send`, to the return. Lists as BaseEnv has them, of SOURCES groups in turn. Method: bench/README.md.
+One process, one thread, CPU time of that thread, in turn within each round. Upstream's is the encoding in
+BaseEnv (json.dumps and gzip), without the socket; ours is all of `send`, to the return. Lists as BaseEnv has
+them, of SOURCES groups in turn. Method: bench/README.md.
 """
 
 import asyncio
@@ -28,12 +30,20 @@ CHAT = [{"role": role, "content": "to be or not to be " * 40} for role in ("syst
 def with_everything(group):
     """Side data that becomes JSON here, too: a chat per row, overrides, parameters."""
     rows = len(group["tokens"])
-    more = {"messages": [CHAT] * rows, "overrides": [{"weight": 1.0}] * rows, "generation_params": {"temperature": 0.7}, "seed": 3}
+    more = {
+        "messages": [CHAT] * rows,
+        "overrides": [{"weight": 1.0}] * rows,
+        "generation_params": {"temperature": 0.7},
+        "seed": 3,
+    }
     return group | more
 
 
 def groups_of(length, everything):
-    groups = [group_of(length, "lists", number) | {"env_id": 0, "ref_logprobs": None, "group_overrides": {}} for number in range(SOURCES)]
+    groups = [
+        group_of(length, "lists", number) | {"env_id": 0, "ref_logprobs": None, "group_overrides": {}}
+        for number in range(SOURCES)
+    ]
     return [with_everything(group) for group in groups] if everything else groups
 
 
@@ -78,5 +88,7 @@ def test_event_loop_per_group(benchmark, quick, case, everything):
     finally:
         shmbridge.clean(name, dry_run=False)
     label = f"{case} {'with messages' if everything else 'core'}"
-    benchmark.extra_info.update({"label": label, "ms_per_group": ours, "upstream_ms_per_group": theirs, "ratio": theirs / ours})
+    benchmark.extra_info.update(
+        {"label": label, "ms_per_group": ours, "upstream_ms_per_group": theirs, "ratio": theirs / ours}
+    )
     print(f"\n{label}: {ours:.3f} ms, upstream {theirs:.1f} ms, {theirs / ours:.0f}x")

@@ -1,6 +1,8 @@
-"""From `put` to the return of `get`, beside an eventfd's wake in the same run: asleep, live, among idle producers, from asyncio.
+"""From `put` to the return of `get`, beside an eventfd's wake in the same run: asleep, live, among idle
+producers, from asyncio.
 
-`pytest bench/test_bench_latency.py`, about 40 s. Samples are lists in `extra_info["samples_us"]`. Method: bench/README.md.
+`pytest bench/test_bench_latency.py`, about 40 s. Samples are lists in `extra_info["samples_us"]`. Method:
+bench/README.md.
 """
 
 import asyncio
@@ -28,11 +30,14 @@ LIVE_GAP_NS = 20_000
 GROUP = {"tokens": [np.arange(16, dtype=np.int32)]}
 
 
-# -- the process that wakes -------------------------------------------------------------------------------------------------------
+# -- the process that wakes
+# -------------------------------------------------------------------------------------------------------
 
 
 def wake(bridge: str, event: int, clock: int, wakes: int, gap_ns: int, busy: bool) -> None:
-    """Writes the time to `clock`, then puts, or writes to the eventfd, in turn; between them it sleeps, or spins if it is `busy`."""
+    """Writes the time to `clock`, then puts, or writes to the eventfd, in turn; between them it sleeps, or
+    spins if it is `busy`.
+    """
     os.sched_setaffinity(0, {CORES[0]})
     said = np.frombuffer(mmap.mmap(clock, 16 * wakes), np.int64)
     with shmbridge.Producer(bridge, lane_bytes="1M") as producer:
@@ -56,7 +61,9 @@ def wake(bridge: str, event: int, clock: int, wakes: int, gap_ns: int, busy: boo
 
 
 @contextmanager
-def waker(bridge: str, wakes: int, gap_ns: int, event: int = -1, busy: bool = True) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+def waker(
+    bridge: str, wakes: int, gap_ns: int, event: int = -1, busy: bool = True
+) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """The waking process, ready to begin at a line on its stdin, and the times it says."""
     clock = os.memfd_create("clock")
     os.ftruncate(clock, 16 * wakes)
@@ -80,7 +87,8 @@ def begin(child: "subprocess.Popen[str]") -> None:
     child.stdin.flush()
 
 
-# -- the process that is woken, which is this one ---------------------------------------------------------------------------------
+# -- the process that is woken, which is this one
+# ---------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -103,7 +111,9 @@ def idle_producers(bridge: str, count: int) -> Iterator[None]:
         "print('ready', flush=True)\n"
         "sys.stdin.readline()\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
@@ -115,9 +125,15 @@ def idle_producers(bridge: str, count: int) -> Iterator[None]:
 
 
 def woken(bridge: str, producers: int, busy: bool) -> tuple[dict[str, list[float]], float]:
-    """Microseconds of our wakes, from `put` and from its commit, and of the eventfd's, taken in turn; and the share of a core used."""
+    """Microseconds of our wakes, from `put` and from its commit, and of the eventfd's, taken in turn; and the
+    share of a core used.
+    """
     event = os.eventfd(0)
-    with consumer_of(bridge) as consumer, idle_producers(bridge, producers), waker(bridge, WAKES, GAP_NS, event, busy) as (child, said):
+    with (
+        consumer_of(bridge) as consumer,
+        idle_producers(bridge, producers),
+        waker(bridge, WAKES, GAP_NS, event, busy) as (child, said),
+    ):
         for _ in range(64):
             consumer.get(10).release()
         asleep, back, committed = (np.zeros(2 * WAKES, np.int64) for _ in range(3))
@@ -176,7 +192,9 @@ def split(asleep: Any, said: Any, back: Any) -> tuple[list[float], list[float]]:
     """Ours and the eventfd's, of those wakes that found the waiter asleep for long enough."""
     valid = said - asleep >= ASLEEP_NS
     took = (back - said) / 1e3
-    assert valid.mean() > 0.8, f"only {valid.mean():.0%} of the waiters had slept {ASLEEP_NS / 1e6} ms: the machine is too busy"
+    assert valid.mean() > 0.8, (
+        f"only {valid.mean():.0%} of the waiters had slept {ASLEEP_NS / 1e6} ms: the machine is too busy"
+    )
     return [took[kind::2][valid[kind::2]].round(2).tolist() for kind in (0, 1)]  # type: ignore[return-value]
 
 
@@ -193,7 +211,8 @@ def live(bridge: str) -> list[float]:
         return ((back - said[::2]) / 1e3)[LIVE // 10 :].round(2).tolist()  # type: ignore[no-any-return]
 
 
-# -- what is said of it -----------------------------------------------------------------------------------------------------------
+# -- what is said of it
+# -----------------------------------------------------------------------------------------------------------
 
 
 def report(benchmark: Any, label: str, run: Callable[[], dict[str, list[float]]]) -> dict[str, list[float]]:
@@ -203,7 +222,10 @@ def report(benchmark: Any, label: str, run: Callable[[], dict[str, list[float]]]
     for name, values in samples.items():
         for share in (50, 90, 99):
             benchmark.extra_info[f"{name}_p{share}_us"] = round(float(np.percentile(values, share)), 2)
-    shown = {name: [round(float(np.percentile(values, share)), 1) for share in (50, 90, 99)] for name, values in samples.items()}
+    shown = {
+        name: [round(float(np.percentile(values, share)), 1) for share in (50, 90, 99)]
+        for name, values in samples.items()
+    }
     print(shown)
     return samples
 

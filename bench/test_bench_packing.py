@@ -1,7 +1,11 @@
-"""What a value costs on its way from a Python list into the lane, beside what else could be done with that list. One process, one thread.
+"""What a value costs on its way from a Python list into the lane, beside what else could be done with that
+list.
 
-Lists whose objects lie in the order they were made in, of SOURCES groups in turn. A column costs what a `put` with it takes, less what one
-without it takes (tokens from arrays); medians of rounds. Method: bench/README.md.
+One process, one thread.
+
+Lists whose objects lie in the order they were made in, of SOURCES groups in turn. A column costs what a `put`
+with it takes, less what one without it takes (tokens from arrays); medians of rounds. Method:
+bench/README.md.
 """
 
 import json
@@ -88,6 +92,8 @@ def test_other_ways(benchmark, spent, case):
 @pytest.mark.benchmark(group="checked rows")
 def test_checks_of_rows(benchmark, quick):
     """`put` from arrays with checks of one row in N, over that without any."""
-    found = benchmark.pedantic(lambda: put_ratios((1, 8, 16, 32, 64), MIDDLE, rounds=20 if quick else 100), rounds=1)
+    found = benchmark.pedantic(
+        lambda: put_ratios((1, 8, 16, 32, 64), MIDDLE, rounds=20 if quick else 100), rounds=1
+    )
     ratios = {f"1 row in {every}": ratio for every, ratio in found.items()}
     benchmark.extra_info.update({"label": "`put` with checks over without", **ratios})

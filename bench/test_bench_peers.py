@@ -1,4 +1,6 @@
-"""Everybody with the same groups, through the same memory, every byte read: the limit, the ring, and its peers."""
+"""Everybody with the same groups, through the same memory, every byte read: the limit, the ring, and its
+peers.
+"""
 
 import pytest
 
@@ -11,7 +13,10 @@ full = pytest.mark.full
 
 
 def shapes():
-    return [pytest.param(shape, id=str(shape), marks=() if shape is MIDDLE else full) for shape in (SMALL, MIDDLE, LARGE)]
+    return [
+        pytest.param(shape, id=str(shape), marks=() if shape is MIDDLE else full)
+        for shape in (SMALL, MIDDLE, LARGE)
+    ]
 
 
 def contenders():
@@ -21,7 +26,10 @@ def contenders():
 @pytest.mark.benchmark(group="peers")
 @pytest.mark.parametrize("shape", shapes())
 def test_the_limit_in_a_lane_that_stays_in_the_cache(measured, shape):
-    """The limit, going round in as little memory as the ring does while its consumer keeps up. Held against one of its own kind."""
+    """The limit, going round in as little memory as the ring does while its consumer keeps up.
+
+    Held against one of its own kind.
+    """
     measured(Plan("limit", shape, lane_bytes=max(4 << 20, 2 * shape.bytes)))
 
 

@@ -1,4 +1,6 @@
-"""The ring on its own: sizes, forms, producers, small records, a check over the bytes; and how the memory that the limit uses matters."""
+"""The ring on its own: sizes, forms, producers, small records, a check over the bytes; and how the memory
+that the limit uses matters.
+"""
 
 import pytest
 
@@ -44,7 +46,12 @@ def test_get_live(measured, look):
 @pytest.mark.benchmark(group="small records")
 @pytest.mark.parametrize("look", ["every byte", "nothing"])
 def test_poll_drains_a_full_lane(measured, look, quick):
-    measured(Plan("ring", TINY, take="poll", look=look), count=PREFILLED, rounds=5 if quick else 20, filled_first=True)
+    measured(
+        Plan("ring", TINY, take="poll", look=look),
+        count=PREFILLED,
+        rounds=5 if quick else 20,
+        filled_first=True,
+    )
 
 
 @pytest.mark.benchmark(group="checksum")
@@ -59,5 +66,7 @@ def test_with_a_check_over_the_bytes(measured, checksum):
 @pytest.mark.parametrize("stores", ["plain", "past the cache"])
 @pytest.mark.parametrize("mib", [1, 4, pytest.param(8, marks=full), 16, pytest.param(32, marks=full), 64])
 def test_how_far_memory_goes_round(measured, mib, stores):
-    """The limit in smaller lanes, so in memory that comes again sooner; beside it, in the same lane, with plain stores."""
+    """The limit in smaller lanes, so in memory that comes again sooner; beside it, in the same lane, with
+    plain stores.
+    """
     measured(Plan("limit", MIDDLE, lane_bytes=mib << 20, stores=stores))

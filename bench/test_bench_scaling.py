@@ -1,23 +1,31 @@
-"""Scaling: what a group costs as trajectories grow longer, and as lanes become more. CPU time of one thread that puts, then takes.
+"""Scaling: what a group costs as trajectories grow longer, and as lanes become more.
 
-How often a byte of values passes between the processor and memory, which is what large groups cost. `python -m shmbridge.bench.passes`
-counts it with a simulated cache that is smaller than a group, as `perf` does where the processor's own counters can be read:
+CPU time of one thread that puts, then takes.
+
+How often a byte of values passes between the processor and memory, which is what large groups cost.
+`python -m shmbridge.bench.passes` counts it with a simulated cache that is smaller than a group, as `perf`
+does where the processor's own counters can be read:
 
 | | read | written | what |
 | --- | --- | --- | --- |
-| put from arrays | 1.0 | 1.0 | the source, copied column by column into the lane; whether it is finite is seen while it is in the cache |
-| put from lists | 10.4 | 1.0 | no array in between: 8 bytes of pointer and a number object of 32 for each number of 4, written once |
-| take, in place | 1.0 | 0 | the reader's own look at the values; the ring adds the record's index, about a kilobyte |
+| put from arrays | 1.0 | 1.0 | the source, copied column by column into the lane; whether it is finite is
+  seen while it is in the cache |
+| put from lists | 10.4 | 1.0 | no array in between: 8 bytes of pointer and a number object of 32 for each
+  number of 4, written once |
+| take, in place | 1.0 | 0 | the reader's own look at the values; the ring adds the record's index, about a
+  kilobyte |
 | packed batch | 1.5 | 1.5 | one copy of each column, and the position of each token, 8 bytes beside 17 |
 | padded batch | 2.8 | 4.4 | the same, then each column again into a rectangle of zeros |
 
-A dense-core token has 17 bytes: 4 of id, 1 of mask, 12 of three floats. As Python lists it is four pointers and number objects (a mask
-that is the token itself is told by its pointer): 3 floats and an int of 32 bytes each with what the allocator adds, 5 lists of pointers,
-and those of the tokens a second time: 176 bytes, 10.4 times as many. Where a line has left the cache the processor reads it before a store
-to it, so "written" counts twice on the memory bus but for stores that go past the cache.
+A dense-core token has 17 bytes: 4 of id, 1 of mask, 12 of three floats. As Python lists it is four pointers
+and number objects (a mask that is the token itself is told by its pointer): 3 floats and an int of 32 bytes
+each with what the allocator adds, 5 lists of pointers, and those of the tokens a second time: 176 bytes, 10.4
+times as many. Where a line has left the cache the processor reads it before a store to it, so "written"
+counts twice on the memory bus but for stores that go past the cache.
 
-Groups are of 8, lanes of 64 MiB in all: one of 64, or 64 of one. "full" fills the lane before it is emptied, so that every line comes from
-memory; "one at a time" puts and takes one group, which stays in the cache as long as it fits.
+Groups are of 8, lanes of 64 MiB in all: one of 64, or 64 of one. "full" fills the lane before it is emptied,
+so that every line comes from memory; "one at a time" puts and takes one group, which stays in the cache as
+long as it fits.
 """
 
 import pytest
@@ -27,7 +35,10 @@ from shmbridge.bench.machine import LANE_BYTES
 from shmbridge.bench.scaling import Cost, OneThread
 
 full = pytest.mark.full
-LENGTHS = [pytest.param(length, marks=() if length in (256, 16384, 131072) else full) for length in (256, 1024, 4096, 16384, 65536, 131072)]
+LENGTHS = [
+    pytest.param(length, marks=() if length in (256, 16384, 131072) else full)
+    for length in (256, 1024, 4096, 16384, 65536, 131072)
+]
 IN_ALL = 1600  # groups over all lanes
 
 
@@ -50,7 +61,14 @@ def test_longer_trajectories(benchmark, quick, form, length):
             single.append(lane.turns(1, seconds / 2))
         benchmark.extra_info["label"] = str(shape)
         benchmark.extra_info.update(
-            {"form": form, "rows": shape.rows, "length": length, "bytes": shape.bytes, "lane_bytes": LANE_BYTES, "in_lane": lane.fits}
+            {
+                "form": form,
+                "rows": shape.rows,
+                "length": length,
+                "bytes": shape.bytes,
+                "lane_bytes": LANE_BYTES,
+                "in_lane": lane.fits,
+            }
             | {"full": medians(costs, shape), "one at a time": medians(single, shape)}
         )
     assert sum(cost.groups for cost in costs) >= rounds
@@ -71,19 +89,34 @@ def test_longer_batches(benchmark, quick, layout, length):
             lane.put(groups)
             lane.gather(groups, layout)
         benchmark.pedantic(
-            lambda: spent.append(lane.gather(groups, layout)), setup=lambda: fill(lane, groups), rounds=5 if quick else 10
+            lambda: spent.append(lane.gather(groups, layout)),
+            setup=lambda: fill(lane, groups),
+            rounds=5 if quick else 10,
         )
     middle = sorted(spent)[len(spent) // 2] * 1e9 / groups
     benchmark.extra_info.update(
-        {"label": str(shape), "layout": layout, "rows": shape.rows, "length": length, "groups": groups, "lane_bytes": LANE_BYTES}
-        | {"us_per_group": middle / 1e3, "ns_per_token": middle / shape.tokens, "ns_per_byte": middle / shape.bytes}
+        {
+            "label": str(shape),
+            "layout": layout,
+            "rows": shape.rows,
+            "length": length,
+            "groups": groups,
+            "lane_bytes": LANE_BYTES,
+        }
+        | {
+            "us_per_group": middle / 1e3,
+            "ns_per_token": middle / shape.tokens,
+            "ns_per_byte": middle / shape.bytes,
+        }
     )
 
 
 @pytest.mark.parametrize("shape", [TINY, SMALL], ids=str)
 @pytest.mark.parametrize("lanes", [1, pytest.param(4, marks=full), pytest.param(16, marks=full), 64])
 def test_more_lanes(benchmark, quick, lanes, shape):
-    """The same number of groups over all lanes; then through one of them while the others are idle; then a poll of nothing."""
+    """The same number of groups over all lanes; then through one of them while the others are idle; then a
+    poll of nothing.
+    """
     benchmark.group = f"more lanes, {shape}"
     rounds, seconds = (3, 0.05) if quick else (5, 0.2)
     with OneThread(shape, "arrays", lanes, LANE_BYTES // lanes) as all_lanes:
@@ -96,5 +129,9 @@ def test_more_lanes(benchmark, quick, lanes, shape):
         benchmark.extra_info["label"] = f"{lanes} lane{'s' if lanes > 1 else ''}"
         benchmark.extra_info.update(
             {"lanes": lanes, "lane_bytes": LANE_BYTES // lanes, "groups": IN_ALL, "bytes": shape.bytes}
-            | {"all busy": medians(costs, shape), "one busy": medians(one_busy, shape), "empty_poll_us": sorted(empty)[rounds // 2]}
+            | {
+                "all busy": medians(costs, shape),
+                "one busy": medians(one_busy, shape),
+                "empty_poll_us": sorted(empty)[rounds // 2],
+            }
         )

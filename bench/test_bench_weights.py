@@ -1,8 +1,10 @@
-"""Time of one weights update in a live offline vLLM: our backend, vLLM's other ways, a backend that does nothing, and the copy alone.
+"""Time of one weights update in a live offline vLLM: our backend, vLLM's other ways, a backend that does
+nothing, and the copy alone.
 
-Runs in the environment of `make bench-vllm`. All ways change the same engine, in this process, so that they differ in nothing else; what
-the learner takes to write the segment is measured apart. The table at the end says what our backend takes beyond nothing and the copy, and
-how much of that is packing, which vLLM's CPU build does to linear layers and an accelerator does not.
+Runs in the environment of `make bench-vllm`. All ways change the same engine, in this process, so that they
+differ in nothing else; what the learner takes to write the segment is measured apart. The table at the end
+says what our backend takes beyond nothing and the copy, and how much of that is packing, which vLLM's CPU
+build does to linear layers and an accelerator does not.
 """
 
 import os
@@ -10,9 +12,12 @@ import statistics
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # what a way costs, whatever else the cores do; read when torch is imported
+# what a way costs, whatever else the cores do; read when torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.importorskip("vllm", reason="needs an environment with vLLM: make bench-vllm")
-os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1"
+)
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 import torch
@@ -28,8 +33,20 @@ from shmbridge.consumers.vllm.worker import ShmBridgeInitInfo, ShmBridgeUpdateIn
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 SIZES = {
-    "2 MB": {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 6},
-    "500 MB": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8},
+    "2 MB": {
+        "hidden_size": 192,
+        "intermediate_size": 384,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+    },
+    "500 MB": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
 }
 ROUNDS = {"2 MB": 30, "500 MB": 5}
 
@@ -56,7 +73,9 @@ class Nothing(WeightTransferEngine):
 
 
 class FromMemory(Nothing):
-    """Tensors of this process through vLLM's layerwise reload, as its own backends do: what it takes to copy and pack them."""
+    """Tensors of this process through vLLM's layerwise reload, as its own backends do: what it takes to copy
+    and pack them.
+    """
 
     given = None
 
@@ -77,15 +96,27 @@ class Ways:
         self.models = []
         for seed in (0, 1):
             torch.manual_seed(seed)
-            config = Qwen2Config(vocab_size=64, max_position_embeddings=128, tie_word_embeddings=False, bos_token_id=None, **SIZES[size])
+            config = Qwen2Config(
+                vocab_size=64,
+                max_position_embeddings=128,
+                tie_word_embeddings=False,
+                bos_token_id=None,
+                **SIZES[size],
+            )
             self.models.append(Qwen2ForCausalLM(config).eval())
             self.models[-1].save_pretrained(folder / str(seed))
         self.folder = folder
         backend = WeightTransferConfig(backend="shmbridge")
         self.llm = LLM(
-            str(folder / "0"), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=1,
-            max_num_batched_tokens=64, weight_transfer_config=backend,
-        )  # fmt: skip
+            str(folder / "0"),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_seqs=1,
+            max_num_batched_tokens=64,
+            weight_transfer_config=backend,
+        )
         self.worker = self.llm.llm_engine.model_executor.driver_worker.worker
         ours = self.worker.weight_transfer_engine
         self.engines = {"shmbridge": ours}
@@ -97,7 +128,9 @@ class Ways:
         self.bytes = sum(each.nbytes for _, each in self.tensors)
         self.into = {name: torch.empty_like(each) for name, each in self.tensors}
         linear = [each for each in ours.model.modules() if isinstance(each, LinearBase)]
-        self.as_packed = [torch.randn(each.output_size_per_partition, each.input_size_per_partition) for each in linear]
+        self.as_packed = [
+            torch.randn(each.output_size_per_partition, each.input_size_per_partition) for each in linear
+        ]
         self.packed = []
 
     def publish(self):
@@ -130,13 +163,19 @@ class Ways:
                 self.into[name].copy_(torch.from_numpy(array))
 
     def pack(self):
-        """What vLLM's CPU build does to every linear layer of new weights, wherever they come from: oneDNN's order, the old ones freed."""
+        """What vLLM's CPU build does to every linear layer of new weights, wherever they come from: oneDNN's
+        order, the old ones freed.
+        """
         for at, weight in enumerate(self.as_packed):
             self.packed[at : at + 1] = [ops.create_onednn_mm(weight.t(), 32)]
 
     def says(self):
         wanted = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
-        return self.llm.generate([{"prompt_token_ids": [1, 2, 3]}], wanted, use_tqdm=False)[0].outputs[0].token_ids
+        return (
+            self.llm.generate([{"prompt_token_ids": [1, 2, 3]}], wanted, use_tqdm=False)[0]
+            .outputs[0]
+            .token_ids
+        )
 
     def close(self):
         self.llm.shutdown_weight_transfer_engine()
@@ -145,9 +184,15 @@ class Ways:
 
 
 WAYS = {
-    "nothing": Ways.update, "copy": Ways.copy, "packing": Ways.pack, "shmbridge": Ways.update, "from memory": Ways.update,
-    "iterator": Ways.reload_iterator, "path": Ways.reload_path, "publish": Ways.publish,
-}  # fmt: skip
+    "nothing": Ways.update,
+    "copy": Ways.copy,
+    "packing": Ways.pack,
+    "shmbridge": Ways.update,
+    "from memory": Ways.update,
+    "iterator": Ways.reload_iterator,
+    "path": Ways.reload_path,
+    "publish": Ways.publish,
+}
 
 
 @pytest.fixture(scope="module", params=SIZES)
@@ -167,7 +212,10 @@ def ways(request, tmp_path_factory):
     for way, ms in took.items():
         print(f"  {way:12} {ms:9.2f}")
     beyond = took["shmbridge"] - took["nothing"] - took["copy"]
-    print(f"  shmbridge beyond nothing and the copy: {beyond:.2f}; and beyond vLLM's packing: {beyond - took['packing']:.2f}")
+    print(
+        f"  shmbridge beyond nothing and the copy: {beyond:.2f}; and beyond vLLM's packing: "
+        f"{beyond - took['packing']:.2f}"
+    )
     print(f"  shmbridge beyond vLLM's reload from memory: {took['shmbridge'] - took['from memory']:.2f}")
 
 
@@ -178,5 +226,7 @@ def test_update(ways, way, benchmark):
     benchmark.extra_info.update(way=way, weights_bytes=made.bytes, tensors=len(made.tensors))
     if not made.version:
         made.publish()
-    benchmark.pedantic(WAYS[way], args=(made,), setup=lambda: made.prepare(way), rounds=ROUNDS[size], warmup_rounds=1)
+    benchmark.pedantic(
+        WAYS[way], args=(made,), setup=lambda: made.prepare(way), rounds=ROUNDS[size], warmup_rounds=1
+    )
     made.medians[way] = benchmark.stats.stats.data

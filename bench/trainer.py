@@ -1,10 +1,12 @@
-"""The trainer's process of an end-to-end run: takes groups, over HTTP or from a bridge, and measures windows of them.
+"""The trainer's process of an end-to-end run: takes groups, over HTTP or from a bridge, and measures windows
+of them.
 
-    python -m shmbridge.bench.trainer '{"length": 2048, "bridge": "run1"}'        or with "url": "http://127.0.0.1:8000"
+    python -m shmbridge.bench.trainer '{"length": 2048, "bridge": "run1"}' or with "url":
+    "http://127.0.0.1:8000"
 
-Each line on stdin asks for one window, `{"groups": 100}` or `{"seconds": 5}` with the `pids` whose CPU time counts; the answer is one
-line of JSON. What arrives is held against what was sent, bit for bit; over HTTP only the first groups are. Started by
-shmbridge.bench.flow; knows nothing of who sends.
+Each line on stdin asks for one window, `{"groups": 100}` or `{"seconds": 5}` with the `pids` whose CPU time
+counts; the answer is one line of JSON. What arrives is held against what was sent, bit for bit; over HTTP
+only the first groups are. Started by shmbridge.bench.flow; knows nothing of who sends.
 """
 
 import contextlib
@@ -26,7 +28,8 @@ from shmbridge.bench.contract import MODULO
 from shmbridge.bench.groups import ROWS, SOURCES, Array
 
 RUN = shmbridge.Run(batch_size=ROWS, max_token_len=1 << 20, num_steps=1 << 30)
-# Upstream's example trainer sleeps a whole second when it finds nothing; this is in HTTP's favour where latency is the question.
+# Upstream's example trainer sleeps a whole second when it finds nothing; this is in HTTP's favour where
+# latency is the question.
 IDLE_S = 0.02
 _TIMEOUT_S = 10  # upstream's own, for one batch
 _PATIENCE_S = 60.0  # for the next group: after that somebody is dead
@@ -45,13 +48,17 @@ class Groups:
         self._sums = {sum(touch(group[name][0]) for name in COLUMNS) % MODULO for group in sent}
 
     def over_http(self, url: str) -> Iterator[float]:
-        """Batches as upstream's example trainer fetches them: a `requests.get` each, gzip accepted, JSON to Python lists.
+        """Batches as upstream's example trainer fetches them: a `requests.get` each, gzip accepted, JSON to
+        Python lists.
 
-        What it then does with the lists, to arrays and tensors, is left out, while the other side ends in arrays.
+        What it then does with the lists, to arrays and tensors, is left out, while the other side ends in
+        arrays.
         """
         import requests
 
-        requests.post(f"{url}/register", json=msgspec.structs.asdict(RUN), timeout=_TIMEOUT_S).raise_for_status()
+        requests.post(
+            f"{url}/register", json=msgspec.structs.asdict(RUN), timeout=_TIMEOUT_S
+        ).raise_for_status()
         unchecked = UNDER_WAY  # those of the warm-up
         last = time.monotonic()
         while True:
@@ -59,7 +66,9 @@ class Groups:
             self.counts["polls"] += 1
             if batch is None:
                 if time.monotonic() - last > _PATIENCE_S:
-                    raise TimeoutError(f"nothing has come over HTTP for {_PATIENCE_S} s; {self.counts} so far")
+                    raise TimeoutError(
+                        f"nothing has come over HTTP for {_PATIENCE_S} s; {self.counts} so far"
+                    )
                 self.counts["empty_polls"] += 1
                 time.sleep(IDLE_S)
                 continue
@@ -101,12 +110,16 @@ def as_arrays(group: dict[str, Any]) -> list[Array]:
 
 def cpu_s(pid: int) -> float:
     """CPU seconds of a process with all its threads, also those that have ended, and of its children."""
-    children = [child for each in Path(f"/proc/{pid}/task").glob("*/children") for child in each.read_text().split()]
+    children = [
+        child for each in Path(f"/proc/{pid}/task").glob("*/children") for child in each.read_text().split()
+    ]
     own = time.clock_gettime((~pid << 3) | 2)  # the clock of that process, as clock_getcpuclockid(3) makes it
     return own + sum(cpu_s(int(child)) for child in children)
 
 
-def window(arrivals: Iterator[float], counts: dict[str, int], asked: dict[str, Any], credits_fd: int) -> dict[str, Any]:
+def window(
+    arrivals: Iterator[float], counts: dict[str, int], asked: dict[str, Any], credits_fd: int
+) -> dict[str, Any]:
     """Takes groups until enough have come, from now to the last of them."""
     pids = {**asked.get("pids", {}), "trainer": os.getpid()}
     most, seconds = asked.get("groups", 1 << 62), asked.get("seconds", float("inf"))
@@ -126,7 +139,9 @@ def window(arrivals: Iterator[float], counts: dict[str, int], asked: dict[str, A
         "groups": len(latencies),
         "seconds": now - began,
         "cpu_s": cpu,
-        "latency_ms": {name: 1e3 * float(np.percentile(latencies, rank)) for name, rank in (("p50", 50), ("p99", 99))},
+        "latency_ms": {
+            name: 1e3 * float(np.percentile(latencies, rank)) for name, rank in (("p50", 50), ("p99", 99))
+        },
         **{name: counts[name] - before[name] for name in counts},
     }
 

@@ -1,7 +1,7 @@
 """Advantages of rows over their groups, spread over tokens, with each record's own advantages on top.
 
-Pure numpy over the flat arrays of one packed batch. Knows nothing of torch, of models, of the bridge.
-Called by `training_rows.py`, and by anything else that trains on scores. Rewards of steps and of tokens are in
+Pure numpy over the flat arrays of one packed batch. Knows nothing of torch, of models, of the bridge. Called
+by `training_rows.py`, and by anything else that trains on scores. Rewards of steps and of tokens are in
 `process_rewards.py` and `token_rewards.py`, what spans the whole batch in `whole_batch.py`.
 
 Letters: B rows (trajectories), G groups, N tokens of the whole batch.
@@ -27,12 +27,12 @@ def group_normalised(
     usable: npt.ArrayLike | None = None,
     eps: float = 1e-4,
 ) -> FloatArray:
-    """Return every row's advantage over its own group: (score - mean) / (std + eps). Never blocks.
+    """Returns every row's advantage over its own group: (score - mean) / (std + eps). Never blocks.
 
-    The standard deviation is the population one, as in the reference trainer of Atropos. A group whose
-    scores are all equal, and so a group of one, gets exactly 0. A row that is not usable, or whose score is
-    not finite or beyond 1e37, gets 0 and takes no part in its group's mean and deviation: one broken score must not spoil
-    seven good ones.
+    The standard deviation is the population one, as in the reference trainer of Atropos. A group whose scores
+    are all equal, and so a group of one, gets exactly 0. A row that is not usable, or whose score is not
+    finite or beyond 1e37, gets 0 and takes no part in its group's mean and deviation: one broken score must
+    not spoil seven good ones.
 
     Args:
         scores: float64 (B,), outcome reward of each row, in the environment's unit.
@@ -61,14 +61,16 @@ def group_advantages(
     floor: float = 1e-4,
     ddof: Literal[0, 1] = 0,
 ) -> FloatArray:
-    """Return every value's advantage over its own group, with or without the group's deviation. Never blocks.
+    """Returns every value's advantage over its own group, with or without the group's deviation.
+
+    Never blocks.
 
     scale="std":  (score - mean) / (max(std, floor * |mean|) + eps)
     scale="none":  score - mean
 
     A group whose scores are all equal, and so a group of one, gets exactly 0. Scores that differ by less than
-    the floor are noise beside their own size, and are not blown up to 1; the price is that a constant added to
-    all scores changes the result where the floor holds. A value that is not usable, not finite, or beyond
+    the floor are noise beside their own size, and are not blown up to 1; the price is that a constant added
+    to all scores changes the result where the floor holds. A value that is not usable, not finite, or beyond
     1e37, gets 0 and takes no part in its group.
 
     Args:
@@ -102,11 +104,11 @@ def group_advantages(
 def leave_one_out(
     scores: npt.ArrayLike, group_index: npt.ArrayLike, *, usable: npt.ArrayLike | None = None
 ) -> FloatArray:
-    """Return every row's score minus the mean score of the others of its group. Never blocks.
+    """Returns every row's score minus the mean score of the others of its group. Never blocks.
 
-    That is n / (n - 1) * (score - mean) in a group of n. A group whose scores are all equal gets exactly 0, and
-    so does a group of one, which has no others. Rows that are not usable, not finite, or beyond 1e37, get 0 and
-    are nobody's other.
+    That is n / (n - 1) * (score - mean) in a group of n. A group whose scores are all equal gets exactly 0,
+    and so does a group of one, which has no others. Rows that are not usable, not finite, or beyond 1e37, get
+    0 and are nobody's other.
 
     Args:
         scores: float64 (B,), outcome reward of each row, in the environment's unit.
@@ -141,7 +143,9 @@ class _Groups:
         score = np.asarray(scores, dtype=np.float64)
         group = np.asarray(group_index, dtype=np.int64)
         if score.ndim != 1 or score.shape != group.shape:
-            raise ValueError(f"scores have shape {score.shape}, group_index {group.shape}: one of each per row")
+            raise ValueError(
+                f"scores have shape {score.shape}, group_index {group.shape}: one of each per row"
+            )
         counted = usable_scores(score)
         if usable is not None:
             counted &= np.asarray(usable, dtype=bool)
@@ -154,7 +158,7 @@ class _Groups:
         return cls(group, centred, means, sizes, _equal_scores(score, group, counted, group_count))
 
     def signal(self, values: npt.NDArray[np.float64]) -> FloatArray:
-        """Return float32 (B,): the values, and exactly 0 where the group has nothing to say."""
+        """Returns float32 (B,): the values, and exactly 0 where the group has nothing to say."""
         return np.where(self.flat[self.index], 0.0, values).astype(np.float32)
 
 
@@ -164,7 +168,7 @@ def _equal_scores(
     counted: npt.NDArray[np.bool_],
     group_count: int,
 ) -> npt.NDArray[np.bool_]:
-    """Return bool (G,): the groups whose counted scores are all the same number.
+    """Returns bool (G,): the groups whose counted scores are all the same number.
 
     Asked of the scores themselves: the mean of eight times 0.1 is not 0.1, and a deviation of 1e-17 is not 0.
     """
@@ -178,7 +182,7 @@ def _equal_scores(
 def spread_to_tokens(
     row_values: npt.ArrayLike, cu_seqlens: npt.ArrayLike, loss_mask: npt.ArrayLike
 ) -> FloatArray:
-    """Give every trained token the value of its row, every other token 0. Never blocks.
+    """Gives every trained token the value of its row, every other token 0. Never blocks.
 
     Args:
         row_values: float (B,), one value per row.
@@ -205,7 +209,7 @@ def override_rows(
     cu_seqlens: npt.ArrayLike,
     loss_mask: npt.ArrayLike,
 ) -> FloatArray:
-    """Replace the advantages of the rows whose record carried its own, token by token. Never blocks.
+    """Replaces the advantages of the rows whose record carried its own, token by token. Never blocks.
 
     An environment that knows what each token was worth (process rewards, turn credit) has the last word; rows
     without such a column keep what the scores gave them. Untrained tokens stay 0 either way.
@@ -229,15 +233,16 @@ def override_rows(
 def override_tokens(
     advantages: npt.ArrayLike, own: npt.ArrayLike, own_mask: npt.ArrayLike, loss_mask: npt.ArrayLike
 ) -> FloatArray:
-    """Replace the advantages of the tokens for which a record carried its own, token by token. Never blocks.
+    """Replaces the advantages of the tokens for which a record carried its own, token by token. Never blocks.
 
-    As `override_rows`, for records that know the worth of some of their tokens only. A record's advantages are
-    all numbers (a producer refuses NaN), so which of them count is said by a mask.
+    As `override_rows`, for records that know the worth of some of their tokens only. A record's advantages
+    are all numbers (a producer refuses NaN), so which of them count is said by a mask.
 
     Args:
         advantages: float32 (N,), the advantages from the scores, dimensionless.
         own: float32 (N,), the records' own; anything where the mask is zero.
-        own_mask: uint8 or bool (N,), non-zero where the record's own value counts; an own value of 0 is a value.
+        own_mask: uint8 or bool (N,), non-zero where the record's own value counts; an own value of 0 is a
+            value.
         loss_mask: uint8 or bool (N,), non-zero where a token is trained; all others get 0.
 
     Returns:
@@ -256,13 +261,13 @@ def override_tokens(
     return np.where(trained, np.where(counts, from_record, base), np.float32(0.0))
 
 
-def silence_rows(
-    advantages: npt.ArrayLike, silenced: npt.ArrayLike, cu_seqlens: npt.ArrayLike
-) -> FloatArray:
-    """Set all advantages of the silenced rows to 0: those whose overrides say `set_advantage_to_zero`. Never blocks.
+def silence_rows(advantages: npt.ArrayLike, silenced: npt.ArrayLike, cu_seqlens: npt.ArrayLike) -> FloatArray:
+    """Sets all advantages of the silenced rows to 0: those whose overrides say `set_advantage_to_zero`.
 
-    Done last, it beats scores, steps and the records' own advantages alike. The rows' scores still count in the
-    mean of their group.
+    Never blocks.
+
+    Done last, it beats scores, steps and the records' own advantages alike. The rows' scores still count in
+    the mean of their group.
 
     Args:
         advantages: float32 (N,), dimensionless.

@@ -27,7 +27,7 @@ _OF_BATCHES = _OF_ROWS | {"lengths", "cu_seqlens", "position_ids", "group_index"
 
 
 def check_names(names: Iterable[str], items: Literal["batches", "rows"]) -> None:
-    """Raise SchemaMismatch for a column under whose name each item has something else."""
+    """Raises SchemaMismatch for a column under whose name each item has something else."""
     for name in names:
         if name in (_OF_ROWS if items == "rows" else _OF_BATCHES):
             raise _taken(name, "")
@@ -35,7 +35,8 @@ def check_names(names: Iterable[str], items: Literal["batches", "rows"]) -> None
 
 def _taken(name: str, beside: str) -> SchemaMismatch:
     return SchemaMismatch(
-        f"column {name!r} has the name of a key that the data set itself gives its items{beside and f', beside the column {beside!r}'}",
+        f"column {name!r} has the name of a key that the data set itself gives its "
+        f"items{beside and f', beside the column {beside!r}'}",
         hint=f"rename the column, where it is put and in schema=: 'my_{name}'",
     )
 
@@ -43,11 +44,18 @@ def _taken(name: str, beside: str) -> SchemaMismatch:
 def _checked(columns: dict[str, Any], items: Literal["batches", "rows"]) -> dict[str, Any]:
     """Those of the columns that become tensors. SchemaMismatch if one has the name of another key."""
     check_names(columns, items)
-    tensors = {name: column for name, column in columns.items() if isinstance(column, (Ragged, RaggedLists, np.ndarray))}
+    tensors = {
+        name: column
+        for name, column in columns.items()
+        if isinstance(column, (Ragged, RaggedLists, np.ndarray))
+    }
     for name, column in tensors.items():
         beside = [f"{name}_inner_lengths"] if isinstance(column, RaggedLists) else []
         if items == "batches":
-            beside += [f"has_{name}", *([f"{name}_lengths"] if isinstance(column, (Ragged, RaggedLists)) else [])]
+            beside += [
+                f"has_{name}",
+                *([f"{name}_lengths"] if isinstance(column, (Ragged, RaggedLists)) else []),
+            ]
         for key in beside:
             if key in tensors:
                 raise _taken(key, name)
@@ -55,14 +63,14 @@ def _checked(columns: dict[str, Any], items: Literal["batches", "rows"]) -> dict
 
 
 def batch_tensors(batch: Batch) -> Tensors:
-    """Return a batch's numbers as tensors over the batch's own arrays, without a copy. Never blocks.
+    """Returns a batch's numbers as tensors over the batch's own arrays, without a copy. Never blocks.
 
-    Always there: `tokens`, `loss_mask` (0 in rows without one), `lengths`, `cu_seqlens`, `position_ids`, `group_index`,
-    `policy_version` (int64 (B,), when generation began, -1 where nobody said) and `redelivered` (bool (B,)). Beside them
-    every column of numbers that some row has, under its own name; of lists that are not one value per token the values of
-    all rows, and `NAME_lengths` (B,); of lists of lists also `NAME_inner_lengths`. Where only some rows have a column there
-    is `has_NAME`, bool (B,).
-    Text, bytes and maps are no tensors and are left out. SchemaMismatch for a column that has the name of another key.
+    Always there: `tokens`, `loss_mask` (0 in rows without one), `lengths`, `cu_seqlens`, `position_ids`,
+    `group_index`, `policy_version` (int64 (B,), when generation began, -1 where nobody said) and
+    `redelivered` (bool (B,)). Beside them every column of numbers that some row has, under its own name; of
+    lists that are not one value per token the values of all rows, and `NAME_lengths` (B,); of lists of lists
+    also `NAME_inner_lengths`. Where only some rows have a column there is `has_NAME`, bool (B,). Text, bytes
+    and maps are no tensors and are left out. SchemaMismatch for a column that has the name of another key.
     """
     found: dict[str, npt.NDArray[Any]] = {
         "lengths": batch.lengths,
@@ -74,7 +82,11 @@ def batch_tensors(batch: Batch) -> Tensors:
     }
     for name, column in _checked({name: batch[name] for name in _names(batch)}, "batches").items():
         if isinstance(column, RaggedLists):
-            found |= {name: column.values, f"{name}_lengths": column.lengths, f"{name}_inner_lengths": column.inner_lengths}
+            found |= {
+                name: column.values,
+                f"{name}_lengths": column.lengths,
+                f"{name}_inner_lengths": column.inner_lengths,
+            }
         elif isinstance(column, Ragged):
             found |= {name: column.values, f"{name}_lengths": column.lengths}
         else:
@@ -85,11 +97,13 @@ def batch_tensors(batch: Batch) -> Tensors:
 
 
 def row_tensors(batch: Batch) -> Iterator[Tensors]:
-    """Yield the rows of a packed batch, each as tensors over the batch's own arrays, without a copy. Never blocks.
+    """Yields the rows of a packed batch, each as tensors over the batch's own arrays, without a copy.
 
-    A row has `tokens`, `loss_mask` (0 where the row has none) and the other columns with one value per token as (L,), lists
-    as they are, scalars without dimensions, and `policy_version` and `redelivered`. A column that the row lacks is not in its dictionary.
-    SchemaMismatch as in `batch_tensors`.
+    Never blocks.
+
+    A row has `tokens`, `loss_mask` (0 where the row has none) and the other columns with one value per token
+    as (L,), lists as they are, scalars without dimensions, and `policy_version` and `redelivered`. A column
+    that the row lacks is not in its dictionary. SchemaMismatch as in `batch_tensors`.
     """
     starts = batch.cu_seqlens.tolist()
     columns = _checked({name: batch[name] for name in _names(batch)}, "rows")

@@ -1,9 +1,9 @@
 """Who gets what credit: the advantage of each token of a batch, from all that its records carry about it.
 
-From the scores first, then mixed with the rewards of steps and of tokens, then what a record itself says of its tokens, and
-last the rows that shall train nothing. A row that lacks one of these falls back to what comes before it, and is counted. Pure
-numpy; the formulas are in `advantages.py`, `process_rewards.py`, `token_rewards.py`, `whole_batch.py` and `overlong.py`. Knows
-nothing of models. Called by `training_rows.py`.
+From the scores first, then mixed with the rewards of steps and of tokens, then what a record itself says of
+its tokens, and last the rows that shall train nothing. A row that lacks one of these falls back to what comes
+before it, and is counted. Pure numpy; the formulas are in `advantages.py`, `process_rewards.py`,
+`token_rewards.py`, `whole_batch.py` and `overlong.py`. Knows nothing of models. Called by `training_rows.py`.
 
 Letters: B rows (trajectories), N tokens of the whole batch.
 """
@@ -57,7 +57,8 @@ class Credit:
     token_weight: float = 0.5  # of the token rewards beside all before
     overlong_length: int | None = None  # tokens of an answer that lose it 1; None: nobody loses anything
     overlong_buffer: int = 0  # tokens before that, in which the loss grows
-    normalise: Literal["none", "batch", "global"] = "none"  # all of it once more, over the trained tokens of a rank or of all
+    # all of it once more, over the trained tokens of a rank or of all
+    normalise: Literal["none", "batch", "global"] = "none"
     clip: tuple[float, float] | None = None  # least and greatest advantage
 
 
@@ -70,7 +71,7 @@ def credited(
     unscored: Bools | None = None,
     reduce: Reduce = alone,
 ) -> tuple[FloatArray, Metrics]:
-    """Return the advantage of each token, and what was made of what. Blocks as long as `reduce` does.
+    """Returns the advantage of each token, and what was made of what. Blocks as long as `reduce` does.
 
     Every rank calls `reduce` as often, whatever its batch holds.
 
@@ -100,7 +101,9 @@ def credited(
     if own.any():
         advantages = override_tokens(advantages, batch.advantages, own, trained)
     if credit.normalise != "none":
-        advantages = batch_normalised(advantages, trained, reduce=reduce if credit.normalise == "global" else alone)
+        advantages = batch_normalised(
+            advantages, trained, reduce=reduce if credit.normalise == "global" else alone
+        )
     if credit.clip is not None:
         advantages = clip_to_range(advantages, *credit.clip)
     signalled = scored | has_own | has_steps | has_rewards
@@ -113,7 +116,9 @@ def credited(
         "trajectories_no_signal": int((~signalled).sum()),
         "trajectories_silenced": int(silenced.sum()),
         "trajectories_without_steps": int((~has_steps).sum()) if credit.steps != "off" else 0,
-        "trajectories_without_token_rewards": int((~has_rewards).sum()) if credit.token_rewards != "off" else 0,
+        "trajectories_without_token_rewards": int((~has_rewards).sum())
+        if credit.token_rewards != "off"
+        else 0,
         "trajectories_odd_credit": int((odd_mask | odd_steps).sum()),
         "overlong_penalty_mean": float(-penalty.mean()) if row_count else 0.0,
         "groups_fallback": int(np.unique(batch.group_index[fallen_back]).size),
@@ -121,7 +126,10 @@ def credited(
 
 
 def require_advantages(batch: Any, trained: Bools, credit: Credit) -> None:
-    """Raise `NoAdvantages` if a group needs the fallback that is not allowed; arguments as of `credited`. Never blocks."""
+    """Raises `NoAdvantages` if a group needs the fallback that is not allowed; arguments as of `credited`.
+
+    Never blocks.
+    """
     if credit.fallback:
         return
     without = _fallen_back(batch, trained, _own_tokens(batch, credit.use_own)[0], credit)
@@ -130,7 +138,9 @@ def require_advantages(batch: Any, trained: Bools, credit: Credit) -> None:
 
 
 def _fallen_back(batch: Any, trained: Bools, own: Bools, credit: Credit) -> Bools:
-    """Return bool (B,): rows that want advantages of their own, and have them not at all, or not for all that is trained."""
+    """Returns bool (B,): rows that want advantages of their own, and have them not at all, or not for all
+    that is trained.
+    """
     without = ~batch.has("advantages")
     if getattr(batch, "advantages_mask", None) is not None:
         row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
@@ -140,7 +150,8 @@ def _fallen_back(batch: Any, trained: Bools, own: Bools, credit: Credit) -> Bool
 
 
 def _own_tokens(batch: Any, wanted: bool) -> tuple[Bools, Bools]:
-    """Return bool (N,): the tokens whose record says their advantage; and bool (B,): rows whose mask of those does not fit.
+    """Returns bool (N,): the tokens whose record says their advantage; and bool (B,): rows whose mask of
+    those does not fit.
 
     Such a row counts as one without a mask: the record speaks of all its tokens.
     """
@@ -169,7 +180,7 @@ def _no_advantages(batch: Any, without: Bools) -> NoAdvantages:
 
 
 def _overlong(batch: Any, answers: Bools, credit: Credit) -> FloatArray:
-    """Return float32 (B,): what each answer's length does to its score, at most 0."""
+    """Returns float32 (B,): what each answer's length does to its score, at most 0."""
     if credit.overlong_length is None:
         return np.zeros(len(batch.meta), np.float32)
     lengths = answer_lengths(batch.cu_seqlens, answers)
@@ -194,8 +205,12 @@ def _from_scores(
     return batch_normalised(advantages, trained & np.repeat(speaking & scored, batch.lengths), reduce=reduce)
 
 
-def _with_steps(batch: Any, outcome: FloatArray, trained: Bools, credit: Credit) -> tuple[FloatArray, Bools, Bools]:
-    """Return the advantages with the step rewards in them, which rows have steps, and whose steps do not fit the row."""
+def _with_steps(
+    batch: Any, outcome: FloatArray, trained: Bools, credit: Credit
+) -> tuple[FloatArray, Bools, Bools]:
+    """Returns the advantages with the step rewards in them, which rows have steps, and whose steps do not fit
+    the row.
+    """
     nobody = np.zeros(len(batch.meta), bool)
     rewards, ends = getattr(batch, "step_rewards", None), getattr(batch, "step_ends", None)
     if credit.steps == "off" or rewards is None:
@@ -203,9 +218,14 @@ def _with_steps(batch: Any, outcome: FloatArray, trained: Bools, credit: Credit)
     where, counts = (None, None) if ends is None else (ends.values, ends.lengths)
     steps, odd = Steps.sound(rewards.values, rewards.lengths, where, counts, batch.cu_seqlens)
     process = process_advantages(
-        steps, batch.group_index, trained, reach=credit.steps, over=credit.step_over, discount=credit.step_discount,
+        steps,
+        batch.group_index,
+        trained,
+        reach=credit.steps,
+        over=credit.step_over,
+        discount=credit.step_discount,
         scale="none" if credit.estimator in ("dr_grpo", "rloo") else "std",
-    )  # fmt: skip
+    )
     has = steps.counts > 0
     return mixed(outcome, process, has, batch.cu_seqlens, weight=credit.step_weight), has, odd
 
@@ -213,14 +233,20 @@ def _with_steps(batch: Any, outcome: FloatArray, trained: Bools, credit: Credit)
 def _with_token_rewards(
     batch: Any, before: FloatArray, trained: Bools, credit: Credit, reduce: Reduce
 ) -> tuple[FloatArray, Bools]:
-    """Return the advantages with the token rewards in them, and which rows have such."""
+    """Returns the advantages with the token rewards in them, and which rows have such."""
     if credit.token_rewards == "off":
         return before, np.zeros(len(batch.meta), bool)
     rewards, has = getattr(batch, "token_rewards", None), batch.has("token_rewards")
     if rewards is None:  # other ranks may have some, and all call `reduce` as often
         rewards = np.zeros(trained.size, np.float32)
     placed = token_reward_advantages(
-        rewards, batch.group_index, batch.cu_seqlens, trained,
-        has_rewards=has, discount=credit.token_discount, over=credit.token_rewards, reduce=reduce,
-    )  # fmt: skip
+        rewards,
+        batch.group_index,
+        batch.cu_seqlens,
+        trained,
+        has_rewards=has,
+        discount=credit.token_discount,
+        over=credit.token_rewards,
+        reduce=reduce,
+    )
     return mixed(before, placed, has, batch.cu_seqlens, weight=credit.token_weight), has

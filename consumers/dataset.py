@@ -1,12 +1,13 @@
-"""A bridge as a data set of torch: trajectory groups of living environments, for a training loop of one's own.
+"""A bridge as a data set of torch: trajectory groups of living environments, for a training loop of one's
+own.
 
     data = BridgeDataset("run1", groups=16)
     for batch in DataLoader(data, batch_size=None):
         loss = ...                                 # batch["tokens"], batch["advantages"], ... are tensors
         data.publish_policy_version(step)
 
-Knows who opens the bridge, when leases end and where it stands; what the tensors are is batch_tensors.py's, what a
-state says is dataset_position.py's. Knows nothing of models.
+Knows who opens the bridge, when leases end and where it stands; what the tensors are is batch_tensors.py's,
+what a state says is dataset_position.py's. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -41,40 +42,48 @@ class TooManyWorkers(ValueError):
 
 
 class BridgeDataset(IterableDataset[Tensors]):
-    """Trajectory groups of a bridge as dictionaries of tensors, until the bridge is drained; a context manager.
+    """Trajectory groups of a bridge as dictionaries of tensors, until the bridge is drained; a context
+    manager.
 
-    Without ranks it is the bridge's one consumer, opened where and when it is first read: in this process, or in the one
-    worker of a DataLoader. With ranks every process has one: that of rank 0 is the consumer too, and deals each batch out.
+    Without ranks it is the bridge's one consumer, opened where and when it is first read: in this process, or
+    in the one worker of a DataLoader. With ranks every process has one: that of rank 0 is the consumer too,
+    and deals each batch out.
 
-    Leases, that is what a next process gets again if this one is killed:
-    hold="step": an item is given back when the next one is asked for. Killed in between, its records come again.
-    hold="checkpoint": everything handed out is held until `release()`. Call it once a checkpoint with `state_dict()` in it
-        is on the disk, and every record is trained exactly once in the line of checkpoints, whenever the process is killed.
-    In a worker an item is given back when the worker makes the next one, which it does ahead of training (`prefetch_factor`
-    items): a killed run loses those, and so does a `break`, but for the last one if the worker ends with it.
-    Rows collated into a batch by a DataLoader are likewise given back before it is trained, unless hold="checkpoint".
-    With ranks, records of a killed run come again also where a state had them.
+    Leases, that is what a next process gets again if this one is killed: hold="step": an item is given back
+    when the next one is asked for. Killed in between, its records come again. hold="checkpoint": everything
+    handed out is held until `release()`. Call it once a checkpoint with `state_dict()` in it
+        is on the disk, and every record is trained exactly once in the line of checkpoints, whenever the
+        process is killed.
+    In a worker an item is given back when the worker makes the next one, which it does ahead of training
+    (`prefetch_factor` items): a killed run loses those, and so does a `break`, but for the last one if the
+    worker ends with it. Rows collated into a batch by a DataLoader are likewise given back before it is
+    trained, unless hold="checkpoint". With ranks, records of a killed run come again also where a state had
+    them.
 
     Args:
         bridge: name of the bridge.
         groups: groups in a batch, over all ranks.
-        items: "batches" yields what `batch_tensors` makes of each batch, "rows" what `row_tensors` makes of each row.
+        items: "batches" yields what `batch_tensors` makes of each batch, "rows" what `row_tensors` makes of
+            each row.
         layout: of batches: "packed" (N,) with cu_seqlens and position_ids, or "padded" (B, T).
         hold: see above; "checkpoint" needs the consumer in this process, and no ranks.
-        max_staleness: groups more policy versions older than the current one are discarded and counted; None: none is.
+        max_staleness: groups more policy versions older than the current one are discarded and counted; None:
+            none is.
         prefetch: batches gathered ahead in a thread, still held.
         timeout_s: seconds to wait for an item; None: for ever.
-        run: the training run to announce, for which Atropos environments wait; None: one without an end and a longest row, whose
-            `batch_size` is 8 rows for each group of `groups`, and at least 64.
+        run: the training run to announce, for which Atropos environments wait; None: one without an end and a
+            longest row, whose `batch_size` is 8 rows for each group of `groups`, and at least 64.
         lanes: environments to take from at once, as in Consumer; "auto": as many as descriptors allow.
         schema: a pyarrow.Schema that extends the standard columns.
-        rank: 0 to world_size - 1, as in torch.distributed; None: RANK of the environment under torchrun, else no ranks.
+        rank: 0 to world_size - 1, as in torch.distributed; None: RANK of the environment under torchrun, else
+            no ranks.
         world_size: as in torch.distributed; None: WORLD_SIZE of the environment under torchrun.
         whole_rows: `loss_mask` is 1 in the rows that have neither a mask nor `prompt_length`, and not 0.
 
     Raises:
         ValueError: an argument is none of those; rank without world_size.
-        shmbridge.SchemaMismatch: a column of `schema` has the name of a key of the items; while reading, a column of a record.
+        shmbridge.SchemaMismatch: a column of `schema` has the name of a key of the items; while reading, a
+            column of a record.
     """
 
     def __init__(
@@ -97,15 +106,25 @@ class BridgeDataset(IterableDataset[Tensors]):
     ) -> None:
         super().__init__()
         if items not in ("batches", "rows") or hold not in ("step", "checkpoint"):
-            raise ValueError(f'items={items!r} is "batches" or "rows", hold={hold!r} is "step" or "checkpoint"')
+            raise ValueError(
+                f'items={items!r} is "batches" or "rows", hold={hold!r} is "step" or "checkpoint"'
+            )
         if items == "rows" and layout != "packed":
             raise ValueError(f"layout={layout!r} is of batches; rows have no padding")
         self.bridge, self.groups, self.items, self.layout, self.hold = bridge, groups, items, layout, hold
         self.rank, self.world_size = _ranks(rank, world_size)
         if hold == "checkpoint" and self.world_size is not None:
-            raise ValueError('hold="checkpoint" is for one process: with ranks the consumer keeps what is not done, hold="step"')
+            raise ValueError(
+                'hold="checkpoint" is for one process: with ranks the consumer keeps what is not done, '
+                'hold="step"'
+            )
         self._max_staleness, self._prefetch, self._timeout_s = max_staleness, prefetch, timeout_s
-        self._run, self._lanes, self._schema, self._whole_rows = run or _endless_run(groups), lanes, schema, whole_rows
+        self._run, self._lanes, self._schema, self._whole_rows = (
+            run or _endless_run(groups),
+            lanes,
+            schema,
+            whole_rows,
+        )
         check_names(getattr(schema, "names", ()), items)
         self._position = Position()
         self._pid = 0
@@ -115,15 +134,19 @@ class BridgeDataset(IterableDataset[Tensors]):
         self._held: list[Batch] = []  # handed out, and not released
         self._forget_process()
 
-    # -- reading ------------------------------------------------------------------------------------------------------------------
+    # -- reading
+    # --------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Tensors]:
-        """Items until the bridge is drained. Blocks in `next`; a later iteration goes on where this one stops.
+        """Items until the bridge is drained.
+
+        Blocks in `next`; a later iteration goes on where this one stops.
 
         Raises:
             TooManyWorkers: in each worker of a DataLoader that has several.
             shmbridge.BatchTooBig: what is held for a checkpoint leaves no room for the next batch.
-            shmbridge.ConsumerEmpty: no item came within `timeout_s`. shmbridge.ConsumerTaken, RankTaken: the place is taken.
+            shmbridge.ConsumerEmpty: no item came within `timeout_s`. shmbridge.ConsumerTaken, RankTaken: the
+                place is taken.
         """
         self._check_worker()
         for batch in self._batches():
@@ -161,12 +184,14 @@ class BridgeDataset(IterableDataset[Tensors]):
         counts["tokens"] += tokens
 
     def _keep(self, batch: Batch) -> None:
-        """Keep the batch's leases until this data set says otherwise. With ranks they are the share's."""
+        """Keeps the batch's leases until this data set says otherwise. With ranks they are the share's."""
         if self.world_size is None:
             self._held.append(batch)
 
     def _send_back_had(self, batch: Batch) -> bool:
-        """Whether the loaded state had groups of this batch: those are released, the others come again in a full batch."""
+        """Whether the loaded state had groups of this batch: those are released, the others come again in a
+        full batch.
+        """
         had = [group for group in batch.groups if self._had_all(group)]
         if not had or self.world_size is not None:
             return False
@@ -199,7 +224,9 @@ class BridgeDataset(IterableDataset[Tensors]):
                 if parent is None:
                     raise
                 if self._timeout_s is not None and time.monotonic() - began >= self._timeout_s:
-                    whole = empty.message.replace(f" within {_LOOK_FOR_PARENT_S} s", f" within {self._timeout_s} s", 1)
+                    whole = empty.message.replace(
+                        f" within {_LOOK_FOR_PARENT_S} s", f" within {self._timeout_s} s", 1
+                    )
                     raise shmbridge.ConsumerEmpty(whole, hint=empty.hint) from None
                 if os.getppid() != parent:  # whoever trains is gone, and nobody would end this worker
                     return
@@ -209,9 +236,14 @@ class BridgeDataset(IterableDataset[Tensors]):
         if parent is not None:
             patience = _LOOK_FOR_PARENT_S if patience is None else min(patience, _LOOK_FOR_PARENT_S)
         return self._open_consumer().batches(
-            groups=self.groups, layout=self.layout, max_staleness=self._max_staleness, prefetch=self._prefetch, timeout_s=patience,
-            hold="caller", whole_rows=self._whole_rows,
-        )  # fmt: skip
+            groups=self.groups,
+            layout=self.layout,
+            max_staleness=self._max_staleness,
+            prefetch=self._prefetch,
+            timeout_s=patience,
+            hold="caller",
+            whole_rows=self._whole_rows,
+        )
 
     def _shares(self) -> Iterator[Batch]:
         member = self._open_rank()
@@ -224,24 +256,30 @@ class BridgeDataset(IterableDataset[Tensors]):
             self.release()
 
     def release(self) -> None:
-        """Give everything handed out so far back: it never comes again. Never blocks. Under "step" this is done by itself,
-        but for the last item before a `break`."""
+        """Gives everything handed out so far back: it never comes again. Never blocks.
+
+        Under "step" this is done by itself, but for the last item before a `break`.
+        """
         for batch in self._held:
             batch.release()
         self._held = []
         self._position.ended()
 
-    # -- who opens the bridge -----------------------------------------------------------------------------------------------------
+    # -- who opens the bridge
+    # -----------------------------------------------------------------------------------------------------
 
     def _check_worker(self) -> None:
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
             raise TooManyWorkers(
-                f"a DataLoader of {worker.num_workers} workers over bridge {self.bridge!r}, which has one consumer -> "
-                "num_workers=0, or 1; rollouts come from other processes anyway"
+                f"a DataLoader of {worker.num_workers} workers over bridge {self.bridge!r}, which has one "
+                "consumer -> num_workers=0, or 1; rollouts come from other processes anyway"
             )
         if worker is not None and self.hold == "checkpoint":
-            raise ValueError('hold="checkpoint" in a worker, which no release() of the training process reaches -> num_workers=0')
+            raise ValueError(
+                'hold="checkpoint" in a worker, which no release() of the training process reaches -> '
+                "num_workers=0"
+            )
 
     def _forget_process(self) -> None:
         self._pid = os.getpid()
@@ -255,7 +293,9 @@ class BridgeDataset(IterableDataset[Tensors]):
     def _open_consumer(self) -> shmbridge.Consumer:
         self._check_process()
         if self._consumer is None:
-            self._consumer = shmbridge.Consumer(self.bridge, run=self._run, lanes=self._lanes, schema=self._schema)
+            self._consumer = shmbridge.Consumer(
+                self.bridge, run=self._run, lanes=self._lanes, schema=self._schema
+            )
         return self._consumer
 
     def _open_rank(self) -> shmbridge.Rank:
@@ -264,42 +304,61 @@ class BridgeDataset(IterableDataset[Tensors]):
         self._check_process()
         if self.rank == 0 and self._server is None:
             self._server = self._open_consumer().serve_ranks(
-                self.world_size, groups=self.groups, max_staleness=self._max_staleness, prefetch=self._prefetch
+                self.world_size,
+                groups=self.groups,
+                max_staleness=self._max_staleness,
+                prefetch=self._prefetch,
             )
         if self._member is None:
             self._member = shmbridge.Rank(self.bridge, self.rank, self.world_size)
         return self._member
 
     def publish_policy_version(self, version: int) -> None:
-        """Tell environments which weights are the newest. Rank 0's word counts; those of other ranks do nothing. Opens the
-        bridge in this process, so not for a DataLoader with a worker."""
+        """Tells environments which weights are the newest.
+
+        Rank 0's word counts; those of other ranks do nothing. Opens the bridge in this process, so not for a
+        DataLoader with a worker.
+        """
         if self.rank in (None, 0):
             self._open_consumer().publish_policy_version(version)
 
     def drain(self) -> None:
-        """Take no new records: iteration ends when what is there has been handed out in whole batches. For rank 0; opens the bridge."""
+        """Takes no new records: iteration ends when what is there has been handed out in whole batches.
+
+        For rank 0; opens the bridge.
+        """
         self._open_consumer().drain()
 
     def stats(self) -> dict[str, float]:
-        """Counters, flat: what was handed out, `rows_skipped` and `records_gone` since a state was loaded, and the bridge's own
-        where this process is its consumer. Never blocks.
+        """Counters, flat: what was handed out, `rows_skipped` and `records_gone` since a state was loaded,
+        and the bridge's own where this process is its consumer.
 
-        `records_gone`: records of the producers in the loaded state, behind it, that never came: an earlier process consumed
-        them and saved no state since, or they were discarded.
+        Never blocks.
+
+        `records_gone`: records of the producers in the loaded state, behind it, that never came: an earlier
+        process consumed them and saved no state since, or they were discarded.
         """
         mine = {f"handed_out_{name}_total": float(count) for name, count in self._position.counts.items()}
-        mine |= {"rows_skipped_total": float(self._position.skipped), "records_gone_total": float(self._position.gone)}
+        mine |= {
+            "rows_skipped_total": float(self._position.skipped),
+            "records_gone_total": float(self._position.gone),
+        }
         return mine if self._consumer is None or self._pid != os.getpid() else self._consumer.stats() | mine
 
-    # -- state --------------------------------------------------------------------------------------------------------------------
+    # -- state
+    # --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What was handed out so far, and what of it is still held; small, for a checkpoint. Never blocks. With a worker, torchdata's
-        StatefulDataLoader asks the worker; `torch.utils.data.DataLoader` cannot."""
+        """What was handed out so far, and what of it is still held; small, for a checkpoint. Never blocks.
+
+        With a worker, torchdata's StatefulDataLoader asks the worker; `torch.utils.data.DataLoader` cannot.
+        """
         return self._position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: what it holds and comes again is released unread, and counted. Before the first item.
+        """Goes on from a state: what it holds and comes again is released unread, and counted.
+
+        Before the first item.
 
         With ranks only the counts are taken over: the next consumer may deal a record to another rank.
 
@@ -310,10 +369,11 @@ class BridgeDataset(IterableDataset[Tensors]):
             raise ValueError(f"{len(self._held)} batches are handed out: load a state before the first item")
         self._position.load_state_dict(state if self.world_size is None else {**state, "held": []})
 
-    # -- the end ------------------------------------------------------------------------------------------------------------------
+    # -- the end
+    # --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give the bridge up. What is held comes to the next consumer; tensors stay valid. Idempotent."""
+        """Gives the bridge up. What is held comes to the next consumer; tensors stay valid. Idempotent."""
         self._check_process()
         for batch in self._held:
             for record in batch.records:
@@ -337,11 +397,16 @@ class BridgeDataset(IterableDataset[Tensors]):
 
     def __repr__(self) -> str:
         ranks = "" if self.world_size is None else f", rank {self.rank} of {self.world_size}"
-        return f"<BridgeDataset of {self.bridge!r}: {self.items}, {self._position.counts['items']} handed out{ranks}>"
+        return (
+            f"<BridgeDataset of {self.bridge!r}: {self.items}, {self._position.counts['items']} handed "
+            f"out{ranks}>"
+        )
 
 
 def _endless_run(groups: int) -> shmbridge.Run:
-    """What environments are told where nobody said: they size their queues by it, and none is to end or to leave out a long row."""
+    """What environments are told where nobody said: they size their queues by it, and none is to end or to
+    leave out a long row.
+    """
     return shmbridge.Run(batch_size=max(64, 8 * groups), max_token_len=0, num_steps=(1 << 31) - 1)
 
 

@@ -2,8 +2,8 @@
 
 Knows producers, sequences and counts; knows nothing of torch. Called by `dataset.py`.
 
-A state names the records that were handed out and may come again: those whose lease has not ended in this process, and those
-of the loaded state that their lanes do not show as released.
+A state names the records that were handed out and may come again: those whose lease has not ended in this
+process, and those of the loaded state that their lanes do not show as released.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Position:
         self.skipped = 0  # rows that came again, and that the loaded state had already
         self._held: dict[Place, int] = {}  # rows handed out of each record whose lease has not ended
         self._newest: dict[str, int] = {}  # highest sequence handed out, by producer
-        self._had: dict[Place, int] = {}  # rows handed out of each record of the loaded state, whether it has come again or not
+        # rows handed out of each record of the loaded state, whether it has come again or not
+        self._had: dict[Place, int] = {}
         self._mounts: dict[str, str] = {}  # of the lanes of those, by producer
         self._loaded_newest: dict[str, int] = {}
         self._first_after: dict[str, int] = {}  # lowest sequence behind the loaded one, by producer
@@ -48,7 +49,9 @@ class Position:
         self._held.clear()
 
     def rows_had(self, place: Place) -> int:
-        """Return how many rows of a record the loaded state had been given; they are not to be handed out again."""
+        """Returns how many rows of a record the loaded state had been given; they are not to be handed out
+        again.
+        """
         return self._had.get(place, 0)
 
     def skip(self, rows: int) -> None:
@@ -57,11 +60,13 @@ class Position:
 
     @property
     def gone(self) -> int:
-        """Records between the loaded state and what came after it: consumed by a process that saved no state since, or discarded."""
+        """Records between the loaded state and what came after it: consumed by a process that saved no state
+        since, or discarded.
+        """
         return sum(first - self._loaded_newest[producer] - 1 for producer, first in self._first_after.items())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as lists, numbers and words. Looks at lanes; never blocks."""
+        """Returns the position as lists, numbers and words. Looks at lanes; never blocks."""
         earlier: dict[str, list[int]] = {}
         for producer, sequence in self._had:
             earlier.setdefault(producer, []).append(sequence)
@@ -71,10 +76,16 @@ class Position:
         mounts = {producer: mount for producer, mount in self._mounts.items() if producer in left}
         if here := mount_id():
             mounts |= dict.fromkeys((producer for producer, _ in self._held), here)
-        return {"format": _FORMAT, **self.counts, "held": held, "mounts": mounts, "newest": dict(self._newest)}
+        return {
+            "format": _FORMAT,
+            **self.counts,
+            "held": held,
+            "mounts": mounts,
+            "newest": dict(self._newest),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position.
+        """Goes on from a position.
 
         Raises:
             ValueError: it is none, or one of another format.
@@ -82,7 +93,10 @@ class Position:
         names = list(state) if isinstance(state, Mapping) else [type(state).__name__]
         wanted = {"format", *_COUNTS, "held", "newest"}
         if not isinstance(state, Mapping) or state.get("format") != _FORMAT or not wanted <= state.keys():
-            raise ValueError(f"this is no state of a BridgeDataset of format {_FORMAT}: it has {', '.join(map(str, names)) or 'nothing'}")
+            raise ValueError(
+                f"this is no state of a BridgeDataset of format {_FORMAT}: it has "
+                f"{', '.join(map(str, names)) or 'nothing'}"
+            )
         self.counts = {name: int(state[name]) for name in _COUNTS}
         self._had = {(producer, int(sequence)): int(rows) for producer, sequence, rows in state["held"]}
         self._mounts = dict(state.get("mounts", {}))  # what an earlier release wrote has none

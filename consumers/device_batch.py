@@ -4,10 +4,10 @@
         for batch in consumer.batches(groups=64, make=copies.batch):
             batch.tokens  # an int32 tensor on the device; everything else is as in any packed batch
 
-No host memory is written on the way, and with lanes that are registered with CUDA none is read by a processor. Copies
-are begun in the thread that forms batches, on a stream of their own: `prefetch` batches are on the device ahead of
-the one being trained. A batch ends its leases only after its copies have ended. On a CPU the same copies are the
-gathering.
+No host memory is written on the way, and with lanes that are registered with CUDA none is read by a
+processor. Copies are begun in the thread that forms batches, on a stream of their own: `prefetch` batches are
+on the device ahead of the one being trained. A batch ends its leases only after its copies have ended. On a
+CPU the same copies are the gathering.
 
 Knows batches and torch; knows nothing of losses. Called by the learner's batch source, and by other trainers.
 """
@@ -44,17 +44,21 @@ class DeviceCopies:
     """
 
     def __init__(
-        self, device: torch.device | str, columns: Collection[str] = ("tokens",), lanes: PinnedLanes | None = None
+        self,
+        device: torch.device | str,
+        columns: Collection[str] = ("tokens",),
+        lanes: PinnedLanes | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.columns = tuple(columns)
         self.lanes = lanes or PinnedLanes(_driver() if self.device.type == "cuda" else None)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._one_at_a_time = threading.Lock()  # a batch may be formed ahead, in another thread, while somebody closes this
+        # a batch may be formed ahead, in another thread, while somebody closes this
+        self._one_at_a_time = threading.Lock()
         self._closed = False
 
     def batch(self, groups: list[Group], layout: Layout = "packed") -> DeviceBatch:
-        """Return a batch of leased groups, its copies under way: what `Consumer.batches(make=)` takes.
+        """Returns a batch of leased groups, its copies under way: what `Consumer.batches(make=)` takes.
 
         Raises:
             ValueError: a column that has no value per token, another layout than "packed", or this is closed.
@@ -67,7 +71,10 @@ class DeviceCopies:
             return DeviceBatch(groups, self)
 
     def close(self) -> None:
-        """End all copies and let the lanes go; no batch is formed after it. Blocks for one that is, and for its copies. Idempotent."""
+        """Ends all copies and let the lanes go; no batch is formed after it.
+
+        Blocks for one that is, and for its copies. Idempotent.
+        """
         with self._one_at_a_time:
             self._closed = True
             if self.stream is not None:
@@ -77,14 +84,17 @@ class DeviceCopies:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
 class DeviceBatch(shmbridge.Batch):
     """A packed `shmbridge.Batch` in which some columns are tensors on the device; see `DeviceCopies`.
 
-    A tensor may be used by whatever stream is current when it is asked for; that stream then waits for the copies.
+    A tensor may be used by whatever stream is current when it is asked for; that stream then waits for the
+    copies.
     """
 
     def __init__(self, groups: list[Group], copies: DeviceCopies) -> None:
@@ -107,7 +117,7 @@ class DeviceBatch(shmbridge.Batch):
             raise
 
     def release(self) -> None:
-        """End the leases of the batch's records once the copies have ended. Blocks for these; idempotent."""
+        """Ends the leases of the batch's records once the copies have ended. Blocks for these; idempotent."""
         self._end_copies()
         super().release()
 
@@ -144,10 +154,15 @@ class DeviceBatch(shmbridge.Batch):
                 self._columns[name], self._present[name] = self._copied(name)
 
     def _copied(self, name: str) -> tuple[Tensor, npt.NDArray[np.bool_]]:
-        """Return (N,) on the device, 0 where a row has no value, and bool (B,): which rows have the column."""
+        """Returns (N,) on the device, 0 where a row has no value, and bool (B,): which rows have the
+        column.
+        """
         column = next(record.lane_columns[name] for record in self.records if name in record)
         if not column.per_token or column.kind is not Kind.LIST:
-            raise ValueError(f"column {name!r} has no value per token, so it is not for the device: leave it out of `columns`")
+            raise ValueError(
+                f"column {name!r} has no value per token, so it is not for the device: leave it out of "
+                "`columns`"
+            )
         present, uneven = np.zeros(len(self), bool), np.zeros(len(self), bool)
         parts: list[tuple[int, Tensor]] = []
         row = 0
@@ -166,7 +181,11 @@ class DeviceBatch(shmbridge.Batch):
             self.uneven[name] = uneven
         whole = sum(len(source) for _, source in parts) == self.token_count
         new = torch.empty if whole else torch.zeros
-        made = new(self.token_count, dtype=torch.from_numpy(np.empty(0, column.dtype)).dtype, device=self._copies.device)
+        made = new(
+            self.token_count,
+            dtype=torch.from_numpy(np.empty(0, column.dtype)).dtype,
+            device=self._copies.device,
+        )
         self._under_way += [source for _, source in parts]
         for to, source in parts:
             made[to : to + len(source)].copy_(source, non_blocking=True)
@@ -174,7 +193,9 @@ class DeviceBatch(shmbridge.Batch):
 
 
 def _blocks(ragged: Any, ends: npt.NDArray[np.int32]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Yield (where it goes, values): all of a record's at once if each row has a value for each token, else row by row."""
+    """Yields (where it goes, values): all of a record's at once if each row has a value for each token, else
+    row by row.
+    """
     lengths = np.diff(ends)
     if len(ragged) == len(lengths) and np.array_equal(ragged.lengths, lengths):
         yield int(ends[0]), ragged.values
@@ -183,8 +204,12 @@ def _blocks(ragged: Any, ends: npt.NDArray[np.int32]) -> Iterator[tuple[int, npt
         yield int(ends[row]), ragged[row]
 
 
-def _fitting(ragged: Any, lengths: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return bool per row of a record: whether it has a value for each token, and whether the column does not fit it, as in `Batch`."""
+def _fitting(
+    ragged: Any, lengths: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Returns bool per row of a record: whether it has a value for each token, and whether the column does
+    not fit it, as in `Batch`.
+    """
     if len(ragged) != len(lengths):
         return np.zeros(len(lengths), bool), np.ones(len(lengths), bool)
     there = np.ones(len(lengths), bool) if ragged.valid is None else np.asarray(ragged.valid, bool)
@@ -193,7 +218,10 @@ def _fitting(ragged: Any, lengths: npt.NDArray[np.int32]) -> tuple[npt.NDArray[n
 
 
 class _Memory:
-    """An array's memory for torch, which takes none that is read-only; only copied from. Keeps the array, so its lease."""
+    """An array's memory for torch, which takes none that is read-only; only copied from.
+
+    Keeps the array, so its lease.
+    """
 
     def __init__(self, values: npt.NDArray[Any]) -> None:
         self.values = values

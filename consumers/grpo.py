@@ -7,7 +7,8 @@ environments. Called from the command line only, or by torchrun once for each de
 in `learner/grpo_update.py`.
 
 The order inside one step is the contract with everybody else: update, publish the weights, publish their
-version, save if it is time, release the batches. A learner killed before the release leaves them to its successor.
+version, save if it is time, release the batches. A learner killed before the release leaves them to its
+successor.
 """
 
 from __future__ import annotations
@@ -49,11 +50,30 @@ from shmbridge.consumers.learner.tensorboard_log import TensorboardLog, Tensorbo
 from shmbridge.consumers.learner.training_rows import NoAdvantages
 from shmbridge.consumers.learner.training_step import Around, TrainingStep
 from shmbridge.consumers.learner.wandb_log import WandbMissing, WandbRun
-from shmbridge.consumers.learner.world import BadWorld, PeerFailed, PeerLost, World, is_of_a_lost_peer, joined, speaks
+from shmbridge.consumers.learner.world import (
+    BadWorld,
+    PeerFailed,
+    PeerLost,
+    World,
+    is_of_a_lost_peer,
+    joined,
+    speaks,
+)
 
-UNTRAINABLE = (NoAdvantages, NoReference, NothingToLearn, UnknownTokens, UnreadImages)  # what is wrong with a batch
+# what is wrong with a batch
+UNTRAINABLE = (NoAdvantages, NoReference, NothingToLearn, UnknownTokens, UnreadImages)
 REFUSALS = (
-    *(Refused, BadLimit, BadObjective, LayoutUnfit, BadHook, CheckpointMismatch, PeerFailed, WandbMissing, TensorboardMissing),
+    *(
+        Refused,
+        BadLimit,
+        BadObjective,
+        LayoutUnfit,
+        BadHook,
+        CheckpointMismatch,
+        PeerFailed,
+        WandbMissing,
+        TensorboardMissing,
+    ),
     *(*UNTRAINABLE, BadWorld, IdleOption, CannotSave, shmbridge.ShmBridgeError),
 )
 GAVE_UP = 3  # exit status: no batch came within the limits
@@ -62,7 +82,7 @@ BROKEN = 5  # exit status: a step could not be computed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the learner; return the exit status. Blocks until all steps are done or a signal comes."""
+    """Runs the learner; return the exit status. Blocks until all steps are done or a signal comes."""
     options = parser().parse_args(argv)
     options.run_dir = options.run_dir or Path("runs") / options.bridge
     with StopSignals() as stops:
@@ -82,13 +102,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{error.details}grpo: {error}", file=sys.stderr)
             return BROKEN
         except REFUSALS as error:
-            print(f"grpo: {error}{_waits(options.bridge) if isinstance(error, UNTRAINABLE) else ''}", file=sys.stderr)
+            print(
+                f"grpo: {error}{_waits(options.bridge) if isinstance(error, UNTRAINABLE) else ''}",
+                file=sys.stderr,
+            )
             return 1
     return 0
 
 
 def run(options: argparse.Namespace, stops: StopSignals) -> None:
-    """Join the other ranks, load, train, save. Blocks.
+    """Joins the other ranks, load, train, save. Blocks.
 
     Raises:
         Stopped, NoBatch, PeerLost, BrokenStep, and REFUSALS.
@@ -115,7 +138,7 @@ def run(options: argparse.Namespace, stops: StopSignals) -> None:
 def train(
     options: argparse.Namespace, source: Path | None, world: World, log: MetricsLog | None, stops: StopSignals
 ) -> None:
-    """Load from a checkpoint or the model that the options name, train, save. Blocks; raises as `run`."""
+    """Loads from a checkpoint or the model that the options name, train, save. Blocks; raises as `run`."""
     learner, tokenizer, done = load_learner(source, options, world)
     saver = Saver(options.run_dir / "checkpoints", learner, tokenizer, options.keep, done)
     around = Around(options, saver, tokenizer)
@@ -141,7 +164,9 @@ def train(
             if isinstance(error, RuntimeError) and world.size > 1 and is_of_a_lost_peer(error):
                 say(saver.rescue(batches.training_version))
                 raise
-            raise broken_step(error, options, learner, lambda: saver.rescue(batches.training_version)) from None
+            raise broken_step(
+                error, options, learner, lambda: saver.rescue(batches.training_version)
+            ) from None
         saver.save(batches.training_version)
         say(f"done: {learner.step} of {options.steps} steps, version {batches.policy_version}")
 
@@ -156,7 +181,7 @@ def learn(
     stops: StopSignals,
     around: Around | None = None,
 ) -> None:
-    """Take batches until all steps are done or the bridge is drained. Blocks; raises as `run`.
+    """Takes batches until all steps are done or the bridge is drained. Blocks; raises as `run`.
 
     Args:
         log: gets each step's metrics, over all ranks; None on all ranks but one.
@@ -167,7 +192,10 @@ def learn(
     around = around or Around(options, saver)
     step = TrainingStep(learner, source, publish_weights, saver, log, options, around)
     bar = log is not None and options.progress
-    with source.batches() as batches, progress(options.steps, learner.step, options.log_every, bar=bar) as shown:
+    with (
+        source.batches() as batches,
+        progress(options.steps, learner.step, options.log_every, bar=bar) as shown,
+    ):
         reason = None
         while reason is None:
             batch = next(batches, None)

@@ -1,8 +1,9 @@
-"""Which records of earlier processes can come again: those that their lanes, on this mount, do not show as released.
+"""Which records of earlier processes can come again: those that their lanes, on this mount, do not show as
+released.
 
-A record that was released never comes again, and a producer's id names one lane for ever. A lane of another mount, of another machine say,
-cannot be looked at from here, so its records stay. Knows sequences and mounts; knows nothing of torch. Called by `learner/consumed.py`
-and `dataset_position.py`.
+A record that was released never comes again, and a producer's id names one lane for ever. A lane of another
+mount, of another machine say, cannot be looked at from here, so its records stay. Knows sequences and mounts;
+knows nothing of torch. Called by `learner/consumed.py` and `dataset_position.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from shmbridge.segment import mount_id
 
 
 def may_come_again(held: Mapping[str, Iterable[int]], mounts: Mapping[str, str]) -> dict[str, set[int]]:
-    """Return those of the records that are not known to be released. Never blocks; looks at lanes and changes nothing.
+    """Returns those of the records that are not known to be released.
+
+    Never blocks; looks at lanes and changes nothing.
 
     Args:
         held: sequences by producer id.
@@ -22,5 +25,7 @@ def may_come_again(held: Mapping[str, Iterable[int]], mounts: Mapping[str, str])
     """
     here = mount_id()
     shown = unreleased(producer for producer in held if here and mounts.get(producer) == here)
-    left = {producer: set(sequences) & shown.get(producer, set(sequences)) for producer, sequences in held.items()}
+    left = {
+        producer: set(sequences) & shown.get(producer, set(sequences)) for producer, sequences in held.items()
+    }
     return {producer: sequences for producer, sequences in left.items() if sequences}

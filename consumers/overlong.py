@@ -1,6 +1,7 @@
 """The reward that an answer loses by being too long: DAPO's soft overlong punishment.
 
-Pure numpy. Knows lengths; knows nothing of losses. Added to the scores before advantages are made of them (`credit.py`).
+Pure numpy. Knows lengths; knows nothing of losses. Added to the scores before advantages are made of them
+(`credit.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import numpy.typing as npt
 
 
 def overlong_penalty(lengths: npt.ArrayLike, max_length: int, buffer: int) -> npt.NDArray[np.float32]:
-    """Return what to add to each answer's reward: 0, then falling in a line to -1 over the last `buffer` tokens. Never blocks.
+    """Returns what to add to each answer's reward: 0, then falling in a line to -1 over the last `buffer`
+    tokens.
+
+    Never blocks.
 
     Args:
         lengths: int (B,), tokens of each answer without its prompt.
@@ -28,12 +32,17 @@ def overlong_penalty(lengths: npt.ArrayLike, max_length: int, buffer: int) -> np
     if not 0 <= buffer <= max_length:
         raise ValueError(f"buffer {buffer} is not within 0 and max_length {max_length}")
     over = (np.asarray(lengths, np.int64) - (max_length - buffer)).astype(np.float32)
-    penalty: npt.NDArray[np.float32] = -np.clip(over / np.float32(max(buffer, 1)), np.float32(0.0), np.float32(1.0))
+    penalty: npt.NDArray[np.float32] = -np.clip(
+        over / np.float32(max(buffer, 1)), np.float32(0.0), np.float32(1.0)
+    )
     return penalty
 
 
 def answer_lengths(cu_seqlens: npt.ArrayLike, trained: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Return int64 (B,): each row's tokens from its first trained one to its end, 0 in a row that trains none. Never blocks.
+    """Returns int64 (B,): each row's tokens from its first trained one to its end, 0 in a row that trains
+    none.
+
+    Never blocks.
 
     Args:
         cu_seqlens: int (B+1,), where each row begins in the packed batch, then N.

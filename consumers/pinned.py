@@ -1,8 +1,10 @@
-"""Lanes registered with CUDA, so that a device reads a ring's memory itself, by asynchronous copies and without a host pass.
+"""Lanes registered with CUDA, so that a device reads a ring's memory itself, by asynchronous copies and
+without a host pass.
 
-Each lane is registered once, when its first record is seen, in pieces, and let go when its segment is gone. What cannot
-be registered (a limit of locked memory, an old driver, no device) is copied more slowly, and one line of the log says so.
-It asks the CUDA driver and not the runtime: a refusal of the runtime's would be raised by the next, innocent kernel.
+Each lane is registered once, when its first record is seen, in pieces, and let go when its segment is gone.
+What cannot be registered (a limit of locked memory, an old driver, no device) is copied more slowly, and one
+line of the log says so. It asks the CUDA driver and not the runtime: a refusal of the runtime's would be
+raised by the next, innocent kernel.
 
 Knows records' lanes; knows nothing of columns and batches. Called by `device_batch.py`.
 """
@@ -37,11 +39,11 @@ class Driver(Protocol):
         ...
 
     def register(self, address: int, size: int) -> int:
-        """Register page-aligned memory; 0, or the driver's error."""
+        """Registers page-aligned memory; 0, or the driver's error."""
         ...
 
     def unregister(self, address: int) -> int:
-        """Undo that; 0, or the driver's error."""
+        """Undoes that; 0, or the driver's error."""
         ...
 
 
@@ -66,7 +68,10 @@ class CudaDriver:
         return not refused and answer.value == 1
 
     def register(self, address: int, size: int) -> int:
-        """As `Driver`. A mapping that may only be read needs the read-only flag, which not every device has."""
+        """As `Driver`.
+
+        A mapping that may only be read needs the read-only flag, which not every device has.
+        """
         refused = int(self._cuda.cuMemHostRegister_v2(address, size, _PORTABLE | _READ_ONLY))
         return refused and int(self._cuda.cuMemHostRegister_v2(address, size, _PORTABLE))
 
@@ -100,11 +105,16 @@ class PinnedLanes:
     def bytes(self) -> int:
         """Registered bytes."""
         return sum(
-            min(self._piece_bytes, lane.address + lane.memory.nbytes - piece) for lane in self._lanes.values() for piece in lane.pieces
+            min(self._piece_bytes, lane.address + lane.memory.nbytes - piece)
+            for lane in self._lanes.values()
+            for piece in lane.pieces
         )
 
     def pin(self, record: shmbridge.Record) -> None:
-        """Register the lane of a record, unless that was tried before. Blocks: every page of the lane is locked. Never raises."""
+        """Registers the lane of a record, unless that was tried before.
+
+        Blocks: every page of the lane is locked. Never raises.
+        """
         if self._driver is None or record.lane_name in self._lanes:
             return
         self.forget_gone()
@@ -118,15 +128,21 @@ class PinnedLanes:
             if refused:
                 if not self._refused:
                     log.warning(
-                        "CUDA (error %d) does not register lane %s from byte %d of %d: copies from there are slower "
-                        "(ulimit -l, or the container's limit of locked memory?)", refused, record.lane_name, at, memory.nbytes
-                    )  # fmt: skip
+                        "CUDA (error %d) does not register lane %s from byte %d of %d: copies from "
+                        "there are slower (ulimit -l, or the container's limit of locked memory?)",
+                        refused,
+                        record.lane_name,
+                        at,
+                        memory.nbytes,
+                    )
                 self._refused = True
                 return
             lane.pieces.append(lane.address + at)
 
     def cut(self, record: shmbridge.Record, values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-        """Yield a record's flat values so that no part crosses the border of two registrations: a copy may not."""
+        """Yields a record's flat values so that no part crosses the border of two registrations: a copy may
+        not.
+        """
         lane = self._lanes.get(record.lane_name)
         if lane is None or not lane.pieces:
             yield values
@@ -139,12 +155,12 @@ class PinnedLanes:
             done += count
 
     def forget_gone(self) -> None:
-        """Let go of lanes whose segment is no more: producer dead, all records released."""
+        """Lets go of lanes whose segment is no more: producer dead, all records released."""
         for name in [name for name in self._lanes if not os.path.exists(_SEGMENTS + name)]:
             self._let_go(name)
 
     def close(self) -> None:
-        """Let go of every lane. No copy may be under way. Idempotent."""
+        """Lets go of every lane. No copy may be under way. Idempotent."""
         for name in list(self._lanes):
             self._let_go(name)
 

@@ -3,11 +3,11 @@
     python -m shmbridge.consumers.policy_server --bridge run1 --model ./tiny --port 9004
 
 It answers what Atropos' server classes ask: `/v1/chat/completions`, `/v1/completions`, `/v1/models`,
-`/health` and token-in token-out `/generate` (server_type "vllm", the ManagedServer). Every response names
-the policy version it was sampled under, as `weight_version` and in the header `X-Policy-Version`; `/generate` names it
-for each token as well (`weight_versions`, as vLLM does), which is one version for all of them, since batches are static. New weights
-come out of the bridge's weights segment between two batches; without a segment, or over a learner's death,
-it goes on with what it has.
+`/health` and token-in token-out `/generate` (server_type "vllm", the ManagedServer). Every response names the
+policy version it was sampled under, as `weight_version` and in the header `X-Policy-Version`; `/generate`
+names it for each token as well (`weight_versions`, as vLLM does), which is one version for all of them, since
+batches are static. New weights come out of the bridge's weights segment between two batches; without a
+segment, or over a learner's death, it goes on with what it has.
 
 Knows nothing of rewards and of training. Meant for tests, demos and small models: one thread, static batches,
 no streaming. For large models vLLM takes the same weights (`vllm_weights.py`).
@@ -56,7 +56,7 @@ class PolicyServer:
         self._api = api
 
     def application(self) -> web.Application:
-        """Return the aiohttp application; run it with `handler_cancellation=True`."""
+        """Returns the aiohttp application; run it with `handler_cancellation=True`."""
         app = web.Application(client_max_size=_BODY_LIMIT, middlewares=[self._with_version_and_errors])
         api = self._api
         app.add_routes(
@@ -123,7 +123,7 @@ def _error(status: int, kind: str, message: str) -> web.Response:
 
 
 async def serve(engine: PolicyEngine, api: PolicyApi, host: str, port: int) -> int:
-    """Serve until SIGINT or SIGTERM and return the exit status; closes the engine."""
+    """Serves until SIGINT or SIGTERM and return the exit status; closes the engine."""
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     _stop_on_signals(stopped)
     runner = web.AppRunner(
@@ -145,7 +145,7 @@ async def serve(engine: PolicyEngine, api: PolicyApi, host: str, port: int) -> i
 
 
 async def _until_stopped(stopped: asyncio.Future[int], engine: PolicyEngine) -> int:
-    """Wait for a signal; an engine whose thread has died is noticed within a second."""
+    """Waits for a signal; an engine whose thread has died is noticed within a second."""
     while engine.alive:
         done, _ = await asyncio.wait([stopped], timeout=1.0)
         if done:
@@ -163,7 +163,7 @@ def _stop_on_signals(stopped: asyncio.Future[int]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the server and return its exit status."""
+    """Runs the server and return its exit status."""
     options = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     torch.set_num_threads(options.threads)

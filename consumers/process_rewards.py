@@ -1,8 +1,10 @@
-"""Rewards of steps as advantages of tokens: normalised over the group, summed to-go, mixed with the outcome's.
+"""Rewards of steps as advantages of tokens: normalised over the group, summed to-go, mixed with the
+outcome's.
 
-Pure numpy over the flat arrays of one packed batch. Knows nothing of models, of the bridge, of who judged the steps.
-`Steps.of` takes the columns `step_rewards` and `step_ends` as a packed batch has them:
-`Steps.of(batch.step_rewards.values, batch.step_rewards.lengths, batch.step_ends.values, batch.step_ends.lengths, batch.cu_seqlens)`.
+Pure numpy over the flat arrays of one packed batch. Knows nothing of models, of the bridge, of who judged the
+steps. `Steps.of` takes the columns `step_rewards` and `step_ends` as a packed batch has them:
+`Steps.of(batch.step_rewards.values, batch.step_rewards.lengths, batch.step_ends.values,
+batch.step_ends.lengths, batch.cu_seqlens)`.
 
 Letters: B rows (trajectories), S steps of all rows, N tokens of the whole batch.
 """
@@ -24,10 +26,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a batch, row after row, checked: every one has a reward and a place, or its row has no places at all.
+    """The steps of a batch, row after row, checked: every one has a reward and a place, or its row has no
+    places at all.
 
-    A step's tokens are those from the end of the step before it, or from the row's first token, to its own end. In a
-    row whose steps have no ends each reward counts for the whole row.
+    A step's tokens are those from the end of the step before it, or from the row's first token, to its own
+    end. In a row whose steps have no ends each reward counts for the whole row.
     """
 
     rewards: npt.NDArray[np.float64]  # (S,) in the judge's unit
@@ -45,32 +48,43 @@ class Steps:
         end_counts: npt.ArrayLike | None,
         cu_seqlens: npt.ArrayLike,
     ) -> Steps:
-        """Return the steps of two ragged columns. Never blocks.
+        """Returns the steps of two ragged columns. Never blocks.
 
         Args:
             rewards: float32 (S,), reward of each step, row after row.
             reward_counts: int (B,), steps of each row; 0 where it has none.
-            ends: int32 (S or fewer,), exclusive token index of each step's end within its row; None if no row has any.
-            end_counts: int (B,), ends of each row: as many as rewards, or 0 where the row's steps have no ends.
+            ends: int32 (S or fewer,), exclusive token index of each step's end within its row; None if no row
+                has any.
+            end_counts: int (B,), ends of each row: as many as rewards, or 0 where the row's steps have no
+                ends.
             cu_seqlens: int (B+1,), where each row begins in the packed batch, then N.
 
         Raises:
-            ValueError: the columns disagree, or an end lies outside its row or does not rise; it names the row.
+            ValueError: the columns disagree, or an end lies outside its row or does not rise; it names the
+                row.
         """
         starts = np.asarray(cu_seqlens, dtype=np.int64)
         reward = np.asarray(rewards, dtype=np.float64)
         counts = np.asarray(reward_counts, dtype=np.int64)
         end = np.zeros(0, np.int64) if ends is None else np.asarray(ends, dtype=np.int64)
-        ended = np.zeros(counts.shape, np.int64) if end_counts is None else np.asarray(end_counts, dtype=np.int64)
+        ended = (
+            np.zeros(counts.shape, np.int64) if end_counts is None else np.asarray(end_counts, dtype=np.int64)
+        )
         for name, values, per_row in (("step_rewards", reward, counts), ("step_ends", end, ended)):
             if per_row.shape != (starts.size - 1,):
-                raise ValueError(f"the counts of {name} have shape {per_row.shape}, and cu_seqlens speaks of {starts.size - 1} rows")
+                raise ValueError(
+                    f"the counts of {name} have shape {per_row.shape}, and cu_seqlens speaks of "
+                    f"{starts.size - 1} rows"
+                )
             if values.shape != (per_row.sum(),):
                 raise ValueError(f"{name} has shape {values.shape}, and its rows have {per_row.sum()} in all")
         unlike = np.flatnonzero((ended != counts) & (ended != 0))
         if unlike.size:
             row = int(unlike[0])
-            raise ValueError(f"row {row} has {counts[row]} step_rewards and {ended[row]} step_ends -> one end per reward, or none at all")
+            raise ValueError(
+                f"row {row} has {counts[row]} step_rewards and {ended[row]} step_ends -> one end per "
+                "reward, or none at all"
+            )
 
         placed = ended > 0
         row_of_step = np.repeat(np.arange(counts.size), counts)
@@ -89,12 +103,18 @@ class Steps:
         end_counts: npt.ArrayLike | None,
         cu_seqlens: npt.ArrayLike,
     ) -> tuple[Steps, npt.NDArray[np.bool_]]:
-        """Return the steps of the rows whose own fit together, and bool (B,): the rows whose do not, which have none here. Never blocks.
+        """Returns the steps of the rows whose own fit together, and bool (B,): the rows whose do not, which
+        have none here.
 
-        For a learner that one odd row must not stop. Arguments as of `of`; so are the errors, of columns that disagree as a whole.
+        Never blocks.
+
+        For a learner that one odd row must not stop. Arguments as of `of`; so are the errors, of columns that
+        disagree as a whole.
         """
         starts, counts = np.asarray(cu_seqlens, dtype=np.int64), np.asarray(reward_counts, dtype=np.int64)
-        ended = np.zeros(counts.shape, np.int64) if end_counts is None else np.asarray(end_counts, dtype=np.int64)
+        ended = (
+            np.zeros(counts.shape, np.int64) if end_counts is None else np.asarray(end_counts, dtype=np.int64)
+        )
         end = np.zeros(0, np.int64) if ends is None else np.asarray(ends, dtype=np.int64)
         rows = np.repeat(np.arange(ended.size), ended)
         outside = (end <= _ends_before(end, rows)) | (end > (starts[1:] - starts[:-1])[rows])
@@ -115,7 +135,7 @@ class Steps:
 
 
 def _ends_before(ends: Ints, rows: Ints) -> Ints:
-    """Return int64 (S,): the end of the step before, 0 for a row's first."""
+    """Returns int64 (S,): the end of the step before, 0 for a row's first."""
     before = np.zeros(ends.size, np.int64)
     before[1:] = np.where(rows[1:] == rows[:-1], ends[:-1], 0)
     return before
@@ -130,8 +150,14 @@ def _check_ends(steps: Steps) -> None:
         row, step = int(rows[at]), at - int(np.searchsorted(rows, rows[at]))
         where = f"step {step} of row {row} ends at token {ends[at]}"
         if ends[at] > lengths[row]:
-            raise ValueError(f"{where}, and the row has {lengths[row]} tokens -> ends are exclusive, counted from the row's first token")
-        raise ValueError(f"{where}, where the step before it ends at {before[at]} -> ends rise, and the first is at least 1")
+            raise ValueError(
+                f"{where}, and the row has {lengths[row]} tokens -> ends are exclusive, counted from the "
+                "row's first token"
+            )
+        raise ValueError(
+            f"{where}, where the step before it ends at {before[at]} -> ends rise, and the first is at "
+            "least 1"
+        )
 
 
 def process_advantages(
@@ -148,14 +174,15 @@ def process_advantages(
     floor: float = 1e-4,
     ddof: Literal[0, 1] = 0,
 ) -> FloatArray:
-    """Return the advantages of tokens that the rewards of steps make. Never blocks.
+    """Returns the advantages of tokens that the rewards of steps make. Never blocks.
 
-    First step rewards are normalised as `group_advantages` does, guards included: rewards that are all the same give
-    exactly 0, and so does the only one of its kind.
+    First step rewards are normalised as `group_advantages` does, guards included: rewards that are all the
+    same give exactly 0, and so does the only one of its kind.
 
-    over="group":  all step rewards of all rows of a group together
-    over="place":  those of the first steps of a group's rows, those of their second steps, and so on: where a step that
-                   most rows fail is followed by one that most pass, no step is judged by the other's difficulty
+    over="group": all step rewards of all rows of a group together over="place": those of the first steps of a
+    group's rows, those of their second steps, and so on: where a step that
+                   most rows fail is followed by one that most pass, no step is judged by the other's
+                   difficulty
 
     Then
 
@@ -163,10 +190,10 @@ def process_advantages(
                     of the k-th step from its own times discount**k
     reach="step":   a token gets its own step's normalised reward alone
 
-    Tokens after the last end get 0: no reward comes after them. Untrained tokens get 0, but a step without trained
-    tokens counts like any other in the group and for the tokens before it. In a row whose steps have no ends every token gets
-    the sum of the row's normalised rewards under both, undiscounted: no token is known to come after a reward. Rows
-    without steps get 0; `mixed` gives them the outcome.
+    Tokens after the last end get 0: no reward comes after them. Untrained tokens get 0, but a step without
+    trained tokens counts like any other in the group and for the tokens before it. In a row whose steps have
+    no ends every token gets the sum of the row's normalised rewards under both, undiscounted: no token is
+    known to come after a reward. Rows without steps get 0; `mixed` gives them the outcome.
 
     Args:
         steps: of the batch.
@@ -189,7 +216,10 @@ def process_advantages(
     group, trained = np.asarray(group_index, dtype=np.int64), np.asarray(loss_mask) != 0
     counts = np.ones(group.shape, bool) if usable is None else np.asarray(usable, dtype=bool)
     if not group.shape == counts.shape == steps.counts.shape:
-        raise ValueError(f"steps are of {steps.counts.size} rows, group_index has shape {group.shape}, usable {counts.shape}")
+        raise ValueError(
+            f"steps are of {steps.counts.size} rows, group_index has shape {group.shape}, usable "
+            f"{counts.shape}"
+        )
     if trained.shape != (steps.starts[-1],):
         raise ValueError(f"loss_mask has shape {trained.shape}, and cu_seqlens ends at {steps.starts[-1]}")
     if reach not in ("to_go", "step"):
@@ -206,18 +236,23 @@ def process_advantages(
     ).astype(np.float64)
     worth = to_go(normalised, steps.counts, discount) if reach == "to_go" else normalised
     whole_row = np.bincount(rows, weights=normalised, minlength=steps.counts.size)
-    per_token = np.repeat(np.where(steps.placed, 0.0, whole_row), steps.lengths) + _on_their_tokens(worth, steps)
+    per_token = np.repeat(np.where(steps.placed, 0.0, whole_row), steps.lengths) + _on_their_tokens(
+        worth, steps
+    )
     return np.where(trained, per_token, 0.0).astype(np.float32)
 
 
 def _on_their_tokens(worth: npt.NDArray[np.float64], steps: Steps) -> npt.NDArray[np.float64]:
-    """Return float64 (N,): each token the worth of the step that it is in; 0 after the last end, and in rows without ends."""
+    """Returns float64 (N,): each token the worth of the step that it is in; 0 after the last end, and in rows
+    without ends.
+    """
     rows = steps.rows
     has_place = steps.placed[rows]
     ends = (steps.starts[rows] + steps.ends)[has_place]  # rising through the whole batch
     values = np.append(worth[has_place], 0.0)
     row_of_end = np.append(rows[has_place], -1)
-    following = np.searchsorted(ends, np.arange(steps.starts[-1]), side="right")  # the first end after the token
+    # the first end after the token
+    following = np.searchsorted(ends, np.arange(steps.starts[-1]), side="right")
     own_row = row_of_end[following] == np.repeat(np.arange(steps.counts.size), steps.lengths)
     return np.where(own_row, values[following], 0.0)
 
@@ -230,10 +265,13 @@ def mixed(
     *,
     weight: float,
 ) -> FloatArray:
-    """Return (1 - weight) * outcome + weight * process in rows that have process rewards, else the outcome alone. Never blocks.
+    """Returns (1 - weight) * outcome + weight * process in rows that have process rewards, else the outcome
+    alone.
 
-    A token of such a row that no step reward reaches (after the last end) keeps (1 - weight) of the outcome. A token
-    that has 0 in both, as untrained ones do, keeps 0.
+    Never blocks.
+
+    A token of such a row that no step reward reaches (after the last end) keeps (1 - weight) of the outcome.
+    A token that has 0 in both, as untrained ones do, keeps 0.
 
     Args:
         outcome: float32 (N,), advantages from the scores, dimensionless.

@@ -1,4 +1,7 @@
-"""What a weights lease shows, as torch tensors. Knows the wire's words for types; nothing of segments and models."""
+"""What a weights lease shows, as torch tensors.
+
+Knows the wire's words for types; nothing of segments and models.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: str) -> Tensor:
-    """Return a view of a lease's array, valid and to be read only while the lease lasts.
+    """Returns a view of a lease's array, valid and to be read only while the lease lasts.
 
     Args:
         array: of the lease's `tensors`; bfloat16 and float8 come as their bits.

@@ -11,11 +11,13 @@ import numpy.typing as npt
 
 
 def to_go(values: npt.ArrayLike, lengths: npt.ArrayLike, discount: float = 1.0) -> npt.NDArray[np.float64]:
-    """Return for every value the sum of itself and the later ones of its row, each discounted by distance. Never blocks.
+    """Returns for every value the sum of itself and the later ones of its row, each discounted by distance.
 
-    out[t] = sum over j >= t in the same row of discount**(j - t) * values[j], with 0**0 = 1. Summed in pairs of
-    pairs, log2(longest row) passes over the array: no power of the discount is ever divided by, so that rows of any
-    length keep their digits.
+    Never blocks.
+
+    out[t] = sum over j >= t in the same row of discount**(j - t) * values[j], with 0**0 = 1. Summed in pairs
+    of pairs, log2(longest row) passes over the array: no power of the discount is ever divided by, so that
+    rows of any length keep their digits.
 
     Args:
         values: float64 (S,), row after row, in any unit.
@@ -31,7 +33,9 @@ def to_go(values: npt.ArrayLike, lengths: npt.ArrayLike, discount: float = 1.0) 
     sums = np.array(values, dtype=np.float64)
     counts = np.asarray(lengths, dtype=np.int64)
     if sums.ndim != 1 or counts.ndim != 1 or counts.sum() != sums.size or counts.min(initial=0) < 0:
-        raise ValueError(f"values have shape {sums.shape}, and their {counts.size} rows have {counts.sum()} in all")
+        raise ValueError(
+            f"values have shape {sums.shape}, and their {counts.size} rows have {counts.sum()} in all"
+        )
     if not 0.0 <= discount <= 1.0:
         raise ValueError(f"a discount of {discount} is not in 0 .. 1")
     to_come = np.repeat(np.cumsum(counts), counts) - np.arange(sums.size)  # values of the row from here on

@@ -1,7 +1,8 @@
-"""What an environment says of single rows in JSON: how they were sampled, and which of them shall train nothing.
+"""What an environment says of single rows in JSON: how they were sampled, and which of them shall train
+nothing.
 
-Pure numpy. Knows the text columns of a batch; knows nothing of tokens. Called by `training_rows.py`, `left_out.py` and
-`credit.py`.
+Pure numpy. Knows the text columns of a batch; knows nothing of tokens. Called by `training_rows.py`,
+`left_out.py` and `credit.py`.
 
 Letter: B rows (trajectories).
 """
@@ -23,7 +24,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def silenced_rows(batch: Any) -> npt.NDArray[np.bool_]:
-    """Return bool (B,): rows whose overrides set their advantage to zero. Never blocks."""
+    """Returns bool (B,): rows whose overrides set their advantage to zero. Never blocks."""
     silenced = np.zeros(len(batch.meta), bool)
     for row, wanted in _settings(batch.overrides, "set_advantage_to_zero"):
         silenced[row] = bool(wanted)
@@ -40,10 +41,10 @@ class Heat:
 
 
 def temperatures(batch: Any, default: float) -> Heat:
-    """Return the record's own column, else where Atropos keeps it, else the default.
+    """Returns the record's own column, else where Atropos keeps it, else the default.
 
-    Rows that say no number, or one so small that samplers take the likeliest token, get the default too: one odd word in a record
-    must not end a run, and the next one that is given the record. Never blocks.
+    Rows that say no number, or one so small that samplers take the likeliest token, get the default too: one
+    odd word in a record must not end a run, and the next one that is given the record. Never blocks.
     """
     heat = np.full(len(batch.meta), default, np.float32)
     odd = np.zeros(len(batch.meta), bool)
@@ -59,11 +60,18 @@ def temperatures(batch: Any, default: float) -> Heat:
     return Heat(np.where(finite & ~greedy, heat, np.float32(default)), odd | ~finite, greedy)
 
 
-_CUTS: dict[str, Callable[[float], bool]] = {"top_p": lambda p: p < 1.0, "top_k": lambda k: k > 0, "min_p": lambda p: p > 0.0}
+_CUTS: dict[str, Callable[[float], bool]] = {
+    "top_p": lambda p: p < 1.0,
+    "top_k": lambda k: k > 0,
+    "min_p": lambda p: p > 0.0,
+}
 
 
 def cut_sampling(batch: Any) -> npt.NDArray[np.bool_]:
-    """Return bool (B,): rows sampled from a part of the vocabulary, by top_p, top_k or min_p. Never blocks."""
+    """Returns bool (B,): rows sampled from a part of the vocabulary, by top_p, top_k or min_p.
+
+    Never blocks.
+    """
     cut = np.zeros(len(batch.meta), bool)
     for key, cuts in _CUTS.items():
         by_key = np.zeros(len(batch.meta), bool)
@@ -74,15 +82,18 @@ def cut_sampling(batch: Any) -> npt.NDArray[np.bool_]:
 
 
 def _narrowest(batch: Any, key: str) -> Iterator[tuple[int, Any]]:
-    """Yield (row, value) from the widest settings to the narrowest, which has the last word, as in Atropos' reference trainer."""
+    """Yields (row, value) from the widest settings to the narrowest, which has the last word, as in Atropos'
+    reference trainer.
+    """
     for texts in (batch.group_overrides, batch.generation_params, batch.overrides):
         yield from _settings(texts, key)
 
 
 def _settings(texts: list[str | None] | None, key: str) -> Iterator[tuple[int, Any]]:
-    """Yield (row, value) for the rows whose JSON object has the key."""
+    """Yields (row, value) for the rows whose JSON object has the key."""
     for row, text in enumerate(texts or ()):
-        if text is not None and key in text and (value := _parsed(text).get(key)) is not None:  # parse only what may matter
+        # parse only what may matter
+        if text is not None and key in text and (value := _parsed(text).get(key)) is not None:
             yield row, value
 
 

@@ -1,6 +1,7 @@
 """Rewards placed on tokens as advantages of tokens: summed to-go over what is trained, then normalised.
 
-Pure numpy over the flat arrays of one packed batch. Knows nothing of models, of the bridge, of who placed the rewards.
+Pure numpy over the flat arrays of one packed batch. Knows nothing of models, of the bridge, of who placed the
+rewards.
 
 Letters: B rows (trajectories), N tokens of the whole batch.
 """
@@ -20,12 +21,17 @@ FloatArray = npt.NDArray[np.float32]
 
 
 def rewards_to_go(
-    token_rewards: npt.ArrayLike, cu_seqlens: npt.ArrayLike, loss_mask: npt.ArrayLike, *, discount: float = 1.0
+    token_rewards: npt.ArrayLike,
+    cu_seqlens: npt.ArrayLike,
+    loss_mask: npt.ArrayLike,
+    *,
+    discount: float = 1.0,
 ) -> FloatArray:
-    """Return for every trained token its own reward and the later ones of its row, discounted. Never blocks.
+    """Returns for every trained token its own reward and the later ones of its row, discounted. Never blocks.
 
-    The discount is per trained token: an untrained span between two trained tokens costs nothing. A reward on an
-    untrained token counts for nobody, as in verl; place a turn's reward on the last token that the policy wrote.
+    The discount is per trained token: an untrained span between two trained tokens costs nothing. A reward on
+    an untrained token counts for nobody, as in verl; place a turn's reward on the last token that the policy
+    wrote.
 
     Args:
         token_rewards: float32 (N,), in the environment's unit.
@@ -44,7 +50,9 @@ def rewards_to_go(
     rewards, trained, lengths = _checked(token_rewards, cu_seqlens, loss_mask)
     row_of_token = np.repeat(np.arange(lengths.size), lengths)
     returns = np.zeros(rewards.size, np.float32)
-    returns[trained] = to_go(rewards[trained], np.bincount(row_of_token[trained], minlength=lengths.size), discount)
+    returns[trained] = to_go(
+        rewards[trained], np.bincount(row_of_token[trained], minlength=lengths.size), discount
+    )
     return returns
 
 
@@ -59,9 +67,12 @@ def token_reward_advantages(
     over: Literal["group", "batch"] = "group",
     reduce: Reduce | None = None,
 ) -> FloatArray:
-    """Return `rewards_to_go`, normalised over the trained tokens of each group or of the batch. Blocks as long as `reduce` does.
+    """Returns `rewards_to_go`, normalised over the trained tokens of each group or of the batch.
 
-    Rows without token rewards get 0 and stand in no mean; `mixed` of `process_rewards.py` gives them the outcome.
+    Blocks as long as `reduce` does.
+
+    Rows without token rewards get 0 and stand in no mean; `mixed` of `process_rewards.py` gives them the
+    outcome.
 
     Args:
         token_rewards: float32 (N,), in the environment's unit; zero-filled in rows that have none.
@@ -70,7 +81,8 @@ def token_reward_advantages(
         loss_mask: uint8 or bool (N,), non-zero where a token is trained.
         has_rewards: bool (B,), rows that have token rewards; None means all.
         discount: 0 .. 1 per trained token.
-        over: "group" as `group_advantages`, a token for a row; "batch" as `batch_normalised` (then it is REINFORCE++).
+        over: "group" as `group_advantages`, a token for a row; "batch" as `batch_normalised` (then it is
+            REINFORCE++).
         reduce: for over="batch", as there; by default there is one rank.
 
     Returns:
@@ -83,14 +95,21 @@ def token_reward_advantages(
     group = np.asarray(group_index, dtype=np.int64)
     has = np.ones(lengths.shape, bool) if has_rewards is None else np.asarray(has_rewards, dtype=bool)
     if not group.shape == has.shape == lengths.shape:
-        raise ValueError(f"group_index has shape {group.shape}, has_rewards {has.shape}, and cu_seqlens speaks of {lengths.size} rows")
+        raise ValueError(
+            f"group_index has shape {group.shape}, has_rewards {has.shape}, and cu_seqlens speaks of "
+            f"{lengths.size} rows"
+        )
     if over not in ("group", "batch"):
         raise ValueError(f'over is {over!r}: "group" or "batch"')
     counted = trained & np.repeat(has, lengths)
     returns = rewards_to_go(token_rewards, cu_seqlens, trained, discount=discount)
     if over == "group":
         return group_advantages(returns, np.repeat(group, lengths), usable=counted)
-    return batch_normalised(returns, counted) if reduce is None else batch_normalised(returns, counted, reduce=reduce)
+    return (
+        batch_normalised(returns, counted)
+        if reduce is None
+        else batch_normalised(returns, counted, reduce=reduce)
+    )
 
 
 def _checked(
@@ -100,5 +119,8 @@ def _checked(
     starts = np.asarray(cu_seqlens, dtype=np.int64)
     lengths = starts[1:] - starts[:-1]
     if not rewards.shape == trained.shape == (lengths.sum(),):
-        raise ValueError(f"token_rewards have shape {rewards.shape}, loss_mask {trained.shape}, and cu_seqlens ends at {lengths.sum()}")
+        raise ValueError(
+            f"token_rewards have shape {rewards.shape}, loss_mask {trained.shape}, and cu_seqlens ends at "
+            f"{lengths.sum()}"
+        )
     return rewards, trained, lengths

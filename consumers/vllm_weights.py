@@ -2,7 +2,11 @@
 
 from shmbridge.consumers.vllm.plugin import BACKEND, register
 from shmbridge.consumers.vllm.trainer import ShmBridgeTrainerInitInfo, ShmBridgeTrainerWeightTransferEngine
-from shmbridge.consumers.vllm.worker import ShmBridgeInitInfo, ShmBridgeUpdateInfo, ShmBridgeWeightTransferEngine
+from shmbridge.consumers.vllm.worker import (
+    ShmBridgeInitInfo,
+    ShmBridgeUpdateInfo,
+    ShmBridgeWeightTransferEngine,
+)
 
 __all__ = [
     "BACKEND",

@@ -1,11 +1,12 @@
-"""A policy's weights into its inference engines, in one line: `sync.push(model)`, or around a rollout: `with sync.updated(model)`.
+"""A policy's weights into its inference engines, in one line: `sync.push(model)`, or around a rollout.
 
-    sync = WeightSync("run1", llm)                      # a vllm.LLM, an AsyncLLM, "http://127.0.0.1:8000", or a list of those
-    with sync.updated(model) as engine:                 # it has the model's weights now, and its memory
+    sync = WeightSync("run1", llm)       # a vllm.LLM, an AsyncLLM, "http://127.0.0.1:8000", or a list
+    with sync.updated(model) as engine:  # it has the model's weights now, and its memory
         answers = engine.generate(prompts)
 
-The weights go through the weights segment of a bridge, never through these calls. Knows a model's parameters, the segment and the
-interface of `engines/`; knows no engine. For trainers of one process; the GRPO learner has its own way (`learner/publishing.py`).
+The weights go through the weights segment of a bridge, never through these calls. Knows a model's parameters,
+the segment and the interface of `engines/`; knows no engine. For trainers of one process; the GRPO learner
+has its own way (`learner/publishing.py`).
 """
 
 from __future__ import annotations
@@ -24,14 +25,19 @@ __all__ = ["EngineFailed", "WeightSync"]
 
 
 class WeightSync:
-    """Writes versions of a model into a bridge and brings engines to them. A context manager; pushes at once come one after the other.
+    """Writes versions of a model into a bridge and brings engines to them.
 
-    It is the one writer of the bridge's weights as long as it lives; versions go on above those of an earlier one, and of the engines.
+    A context manager; pushes at once come one after the other.
+
+    It is the one writer of the bridge's weights as long as it lives; versions go on above those of an earlier
+    one, and of the engines.
 
     Args:
         bridge: whose weights segment is used.
-        engine: what samples: a URL, a vLLM `LLM` or `AsyncLLM`, an `Engine`, or a list of those. Closed with this, if it is one of ours.
-        pause: what becomes of requests in flight: "keep" (they go on under the new weights), "wait" or "abort".
+        engine: what samples: a URL, a vLLM `LLM` or `AsyncLLM`, an `Engine`, or a list of those. Closed with
+            this, if it is one of ours.
+        pause: what becomes of requests in flight: "keep" (they go on under the new weights), "wait" or
+            "abort".
         timeout_s: for the engines' part of a push.
 
     Raises:
@@ -54,19 +60,23 @@ class WeightSync:
         return self._writer.last_version
 
     def push(self, model: Any, version: int | None = None) -> int:
-        """Write a model's weights as a new version, have the engines sample with it, and return it. Blocks until they do.
+        """Writes a model's weights as a new version, have the engines sample with it, and return it.
+
+        Blocks until they do.
 
         Args:
-            model: a torch module, whose low-rank adapters are merged, peft's, compiled or in DDP, too; or (name, tensor) pairs, the same
-                names each time.
+            model: a torch module, whose low-rank adapters are merged, peft's, compiled or in DDP, too; or
+                (name, tensor) pairs, the same names each time.
             version: above all before; None: the next.
 
         Raises:
-            ConsumerTaken: another process, as another rank, was first to write the bridge's weights; nothing was written.
-            EngineFailed: some engine is not at the version; the segment has it, the other engines are, and the next push tries again.
-            WeightsMismatch, WeightsBusy: nothing was written; so, too, where an engine could only wait for this thread's event loop, and
-                where this process has a part of the model, or adapters that adding a product does not merge. ValueError: the version is
-                not above all before.
+            ConsumerTaken: another process, as another rank, was first to write the bridge's weights; nothing
+                was written.
+            EngineFailed: some engine is not at the version; the segment has it, the other engines are, and
+                the next push tries again.
+            WeightsMismatch, WeightsBusy: nothing was written; so, too, where an engine could only wait for
+                this thread's event loop, and where this process has a part of the model, or adapters that
+                adding a product does not merge. ValueError: the version is not above all before.
         """
         with self._turn:
             version = self._write(model, version)
@@ -74,15 +84,18 @@ class WeightSync:
         return version
 
     async def push_async(self, model: Any, version: int | None = None) -> int:
-        """Do as `push`, without stopping the event loop; the model must not change meanwhile. A cancellation comes once it is over."""
+        """Does as `push`, without stopping the event loop; the model must not change meanwhile.
+
+        A cancellation comes once it is over.
+        """
         return await to_its_end(self.push, model, version)
 
     @contextmanager
     def updated(self, model: Any, version: int | None = None) -> Iterator[Any]:
-        """Yield the engine, or the list of them, as it was given: awake, and with the model's weights.
+        """Yields the engine, or the list of them, as it was given: awake, and with the model's weights.
 
-        Blocks as `push`. Afterwards engines that can sleep give their memory back, whatever happened inside. Raises as `push`; after
-        an error of the block, that error.
+        Blocks as `push`. Afterwards engines that can sleep give their memory back, whatever happened inside.
+        Raises as `push`; after an error of the block, that error.
         """
         with self._turn:
             version = self._write(model, version)
@@ -106,7 +119,9 @@ class WeightSync:
 
     @asynccontextmanager
     async def updated_async(self, model: Any, version: int | None = None) -> AsyncIterator[Any]:
-        """Do as `updated`, without stopping the event loop; the model must not change before the block begins."""
+        """Does as `updated`, without stopping the event loop; the model must not change before the block
+        begins.
+        """
         around = self.updated(model, version)
         entered: list[Any] = []
         try:
@@ -138,7 +153,10 @@ class WeightSync:
         raise_for(self._fleet.update(update), self._size, f"are not at version {version}")
 
     def close(self) -> None:
-        """Let the engines go, as they are, and the segment, whose last version stays readable. Idempotent."""
+        """Lets the engines go, as they are, and the segment, whose last version stays readable.
+
+        Idempotent.
+        """
         self._fleet.close()
         self._writer.close()
 

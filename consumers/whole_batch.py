@@ -20,7 +20,7 @@ _NOISE = 1e-12
 
 
 def alone(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the sums as they are: those over all ranks, where there is one. Never blocks."""
+    """Returns the sums as they are: those over all ranks, where there is one. Never blocks."""
     return sums
 
 
@@ -33,21 +33,25 @@ def batch_normalised(
     eps: float = 1e-8,
     ddof: Literal[0, 1] = 0,
 ) -> npt.NDArray[np.float32]:
-    """Return (advantage - mean) / (std + eps), over the trained tokens of all ranks. Blocks as long as `reduce` does.
+    """Returns (advantage - mean) / (std + eps), over the trained tokens of all ranks.
 
-    Mean 0 and deviation 1 over the tokens of the mask, however many each rank has; all other tokens get 0 and count
-    nowhere. Advantages that are all the same number become exactly 0, as does a single one: without differences
-    there is nothing to learn (with centre=False such are divided by their size plus eps instead). Every rank must
-    call this, also one without trained tokens: `reduce` is called twice, with two numbers and then with one.
+    Blocks as long as `reduce` does.
 
-    Of token rewards summed to-go this is REINFORCE++, of `group_advantages(scale="none")` spread over tokens its
-    variant with a baseline. Of (B,) values with a mask of rows it is the same over rows.
+    Mean 0 and deviation 1 over the tokens of the mask, however many each rank has; all other tokens get 0 and
+    count nowhere. Advantages that are all the same number become exactly 0, as does a single one: without
+    differences there is nothing to learn (with centre=False such are divided by their size plus eps instead).
+    Every rank must call this, also one without trained tokens: `reduce` is called twice, with two numbers and
+    then with one.
+
+    Of token rewards summed to-go this is REINFORCE++, of `group_advantages(scale="none")` spread over tokens
+    its variant with a baseline. Of (B,) values with a mask of rows it is the same over rows.
 
     Args:
         advantages: float32 (N,), dimensionless.
         loss_mask: uint8 or bool (N,), non-zero where a token is trained.
         reduce: takes a float64 array and returns its sum over all ranks; by default there is one rank.
-        centre: whether to subtract the mean; else the advantages are divided by their root mean square, signs kept.
+        centre: whether to subtract the mean; else the advantages are divided by their root mean square, signs
+            kept.
         eps: added to the deviation, dimensionless.
         ddof: 0 for the deviation of the population, 1 for that of a sample, as verl has it.
 
@@ -62,11 +66,14 @@ def batch_normalised(
     values = np.asarray(advantages, dtype=np.float64)
     trained = np.asarray(loss_mask) != 0
     if values.shape != trained.shape:
-        raise ValueError(f"advantages have shape {values.shape}, loss_mask {trained.shape}: one of each per token")
+        raise ValueError(
+            f"advantages have shape {values.shape}, loss_mask {trained.shape}: one of each per token"
+        )
     counted = values[trained]
     count, total = reduce(np.array([counted.size, counted.sum()]))
     mean = float(total / max(count, 1.0)) if centre else 0.0
-    # In a second pass: the mean of squares less the square of the mean loses all digits where the mean is large.
+    # In a second pass: the mean of squares less the square of the mean loses all digits where the mean is
+    # large.
     (squares,) = reduce(np.array([np.square(counted - mean).sum()]))
     deviation = float(np.sqrt(squares / max(count - ddof, 1.0)))
     if deviation <= _NOISE * abs(mean):

@@ -1,4 +1,5 @@
-"""The model that a trainer's wrappers are around, under the names that everybody else knows its parameters by.
+"""The model that a trainer's wrappers are around, under the names that everybody else knows its parameters
+by.
 
 Knows torch's wrappers and peft's; nothing of weights segments and engines.
 """
@@ -12,14 +13,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shmbridge.errors import WeightsMismatch
 
-_IN_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of layers that were compiled, or are computed again
+# of layers that were compiled, or are computed again
+_IN_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def unwrapped(model: Module) -> Module:
-    """Return the module without torch.compile, DDP, DataParallel and peft's PeftModel around it, its adapters in it.
+    """Returns the module without torch.compile, DDP, DataParallel and peft's PeftModel around it, its
+    adapters in it.
 
     Raises:
-        WeightsMismatch: this process has a part of it: FSDP, tensor parallel, DeepSpeed's ZeRO-3; or a prompt is learned beside it.
+        WeightsMismatch: this process has a part of it: FSDP, tensor parallel, DeepSpeed's ZeRO-3; or a prompt
+            is learned beside it.
     """
     while (inner := _inside(model)) is not None:
         model = inner
@@ -27,7 +31,8 @@ def unwrapped(model: Module) -> Module:
         if hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id") or "_fsdp_wrapped_module" in name:
             raise WeightsMismatch(
                 f"{type(model).__name__} has {name!r}, of which this process has a part",
-                hint="on every rank gather each parameter, as by full_tensor(), and push (name, tensor) pairs from one rank",
+                hint="on every rank gather each parameter, as by full_tensor(), and push (name, tensor) "
+                "pairs from one rank",
             )
     return model
 
@@ -39,7 +44,8 @@ def _inside(model: Module) -> Module | None:
     elif (peft := sys.modules.get("peft")) is not None and isinstance(model, peft.PeftModel):
         if model.active_peft_config.is_prompt_learning:
             raise WeightsMismatch(
-                f"{type(model).__name__} learns a prompt ({model.active_peft_config.peft_type.value}), which no parameter of the model has",
+                f"{type(model).__name__} learns a prompt ({model.active_peft_config.peft_type.value}), "
+                "which no parameter of the model has",
                 hint="train low-rank adapters, which can be merged",
             )
         inner = model.get_base_model()
@@ -49,7 +55,7 @@ def _inside(model: Module) -> Module | None:
 
 
 def public_name(name: str) -> str:
-    """Return a parameter's name without the wrappers of single layers."""
+    """Returns a parameter's name without the wrappers of single layers."""
     for each in _IN_NAMES:
         name = name.replace(each, "")
     return name

@@ -14,7 +14,10 @@ MOST_POINTS = 120  # of one curve in the file
 
 @dataclass(frozen=True)
 class Curve:
-    """A line: its points, and what tells it from the others. Curves of one label share a colour and one line of the legend."""
+    """A line: its points, and what tells it from the others.
+
+    Curves of one label share a colour and one line of the legend.
+    """
 
     label: str
     x: Sequence[float]
@@ -41,7 +44,9 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
 
     style = {"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.size": 9, "path.simplify": True}
     with matplotlib.rc_context(style):
-        figure, every = pyplot.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.2), squeeze=False, layout="constrained")
+        figure, every = pyplot.subplots(
+            1, len(panels), figsize=(4.6 * len(panels), 3.2), squeeze=False, layout="constrained"
+        )
         for panel, axes in zip(panels, every[0], strict=True):
             colours: dict[str, str] = {}
             for curve in panel.curves:
@@ -49,7 +54,9 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
                 colour = colours.setdefault(curve.label, f"C{len(colours)}")
                 points = slice(None, None, max(1, len(curve.x) // MOST_POINTS))
                 label = curve.label if first else None
-                axes.plot(curve.x[points], curve.y[points], color=colour, label=label, linewidth=1.3, alpha=0.85)
+                axes.plot(
+                    curve.x[points], curve.y[points], color=colour, label=label, linewidth=1.3, alpha=0.85
+                )
             if panel.goal is not None:
                 axes.axhline(panel.goal, color="black", linewidth=0.8, linestyle=":")
             axes.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, ylim=(0, 1.02))
@@ -62,7 +69,7 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of the last `window` values at each place, of fewer at the start."""
+    """Returns the mean of the last `window` values at each place, of fewer at the start."""
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
@@ -71,13 +78,13 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
+    """Returns a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def write_between(page: Path, name: str, text: str) -> None:
-    """Replace what stands between `<!-- NAME -->` and `<!-- end of NAME -->` in a page.
+    """Replaces what stands between `<!-- NAME -->` and `<!-- end of NAME -->` in a page.
 
     Raises:
         ValueError: the page does not have both, in this order.

@@ -68,7 +68,7 @@ class Demo:
     # --- what runs ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Build a model if none is given, start all children. Blocks until the inference server answers."""
+        """Builds a model if none is given, start all children. Blocks until the inference server answers."""
         if not self.options.model:
             self._build_model()
         if self.stopping.asked:
@@ -80,7 +80,8 @@ class Demo:
         self.envs = [self._env(script, port, index) for index, script in enumerate(self.options.env)]
         for child in self.others:
             child.start()
-        if self.options.engine == "vllm":  # it takes its time, and environments would spend that on questions that fail
+        # it takes its time, and environments would spend that on questions that fail
+        if self.options.engine == "vllm":
             self._wait(lambda: _answers(port))
         for child in self.envs:
             child.start()
@@ -127,8 +128,8 @@ class Demo:
             "use_wandb": "false",
             "wandb_name": name,
         }
-        if (
-            re.search(r"^\s+reward_log\s*:", script.read_text(), re.MULTILINE)
+        if re.search(
+            r"^\s+reward_log\s*:", script.read_text(), re.MULTILINE
         ):  # an environment of ours: it measures, and its questions are seeded
             log = demo_report.JsonLines(self.folder / f"rewards-{name}.jsonl")
             self.progress.rewards[name] = log
@@ -152,7 +153,7 @@ class Demo:
     # --- while it runs --------------------------------------------------------------------------------------
 
     def watch(self, screen: Screen) -> None:
-        """Watch until the learner has done all its steps; raises `Failed`."""
+        """Watches until the learner has done all its steps; raises `Failed`."""
         newest, moved = -1, time.monotonic()
         while not self.stopping.asked and self.learner is not None and self.learner.status != 0:
             self._revive(screen)
@@ -173,7 +174,11 @@ class Demo:
             killed_by = child.killed_by
             if (killed_by is None and not child.guarded) or child.restarts >= MAX_RESTARTS:
                 raise Failed(f"{child.name} ended with status {status}:\n{child.last_words()}")
-            how = f"was killed by {killed_by.name}" if killed_by else "has ended, since one of its processes was killed"
+            how = (
+                f"was killed by {killed_by.name}"
+                if killed_by
+                else "has ended, since one of its processes was killed"
+            )
             screen.say(f"{child.name} {how}; starting it again")
             if child.guarded:
                 self._end_orphans()
@@ -200,7 +205,7 @@ class Demo:
     # --- the end --------------------------------------------------------------------------------------------
 
     def end(self, screen: Screen) -> Swept:
-        """End all children and remove the bridge."""
+        """Ends all children and remove the bridge."""
         # Environments first: they say goodbye to the learner's side.
         for name in stop([self.envs, self.others], lambda: self.stopping.hurry):
             screen.say(f"{name} did not end by itself and was killed")
@@ -208,7 +213,7 @@ class Demo:
         return sweep(self.bridge, patience_s=5.0)
 
     def report(self, swept: Swept) -> list[str]:
-        """Print the summary, draw the plot; return the reasons why the demo has failed."""
+        """Prints the summary, draw the plot; return the reasons why the demo has failed."""
         self.progress.read()
         rows = demo_report.summary(self.progress)
         rows |= {
@@ -232,7 +237,7 @@ class Demo:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo and return its exit status. Blocks for minutes."""
+    """Runs the demo and return its exit status. Blocks for minutes."""
     stopping = Stopping()
     options = _parser().parse_args(argv)
     os.environ.update(SURROUNDINGS if options.model else SURROUNDINGS | {"HF_HUB_OFFLINE": "1"})
@@ -293,7 +298,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help=f"interpreter that has vLLM and shmbridge [{demo_engine.VLLM_PYTHON}]",
     )
-    parser.add_argument("--engine-flags", default="", metavar="WORDS", help="further flags of the engine's server, in one word")
+    parser.add_argument(
+        "--engine-flags",
+        default="",
+        metavar="WORDS",
+        help="further flags of the engine's server, in one word",
+    )
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps [500]")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the questions [1]")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where logs go [runs/demo-<time>]")
@@ -308,7 +318,7 @@ def _script(text: str) -> Path:
 
 
 def _sweeper(bridge: str) -> subprocess.Popen[bytes]:
-    """Start the process that cleans up should this one be killed; it ends when its stdin does."""
+    """Starts the process that cleans up should this one be killed; it ends when its stdin does."""
     command = [sys.executable, str(HERE / "demo_sweeper.py"), bridge]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 

@@ -77,11 +77,21 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def start(self, *more: str) -> None:
-        """Start it, with further arguments; never blocks."""
+        """Starts it, with further arguments; never blocks."""
         words = [*self._command, *more]
         if self.guarded:
             parent, death_signal = str(os.getpid()), str(int(signal.SIGKILL))
-            words = [sys.executable, "-I", "-S", guardian.__file__, parent, death_signal, os.getcwd(), self.name, *words]
+            words = [
+                sys.executable,
+                "-I",
+                "-S",
+                guardian.__file__,
+                parent,
+                death_signal,
+                os.getcwd(),
+                self.name,
+                *words,
+            ]
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 words,
@@ -94,7 +104,7 @@ class Child:
             )
 
     def restart(self, *more: str) -> None:
-        """Start it again after its death."""
+        """Starts it again after its death."""
         self.restarts += 1
         self.start(*more)
 
@@ -104,7 +114,7 @@ class Child:
             os.killpg(self._process.pid, signum)
 
     def wait_killed(self) -> None:
-        """Wait for the end of a killed child; the kernel sees to it that there is one."""
+        """Waits for the end of a killed child; the kernel sees to it that there is one."""
         if self._process is not None:
             self._process.wait()
 
@@ -134,17 +144,19 @@ def stop(stages: Iterable[Sequence[Child]], hurry: Callable[[], bool]) -> list[s
 
 
 def adopt_orphans() -> None:
-    """From now on what a killed program, and its guardian with it, leave behind becomes this process's own child."""
+    """From now on what a killed program, and its guardian with it, leave behind becomes this process's own
+    child.
+    """
     guardian.adopt_orphans()
 
 
 def end_orphans(own: Iterable[int]) -> None:
-    """Kill the children of this process but its `own`, and theirs; blocks until they are gone."""
+    """Kills the children of this process but its `own`, and theirs; blocks until they are gone."""
     guardian.sweep(list(own))
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the demo's is gone, however it went."""
+    """Has the kernel kill this process when the demo's is gone, however it went."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it went before the line above
         os._exit(1)

@@ -1,10 +1,10 @@
 """The demo's curves and numbers for the docs, from several runs of it.
 
-    python examples/demo_curves.py --seeds 1 2 3 --run-dir runs/curves --docs docs     run the demo, then write
-    python examples/demo_curves.py --runs runs/demo-a runs/demo-b --docs docs          write from runs there are
+    python examples/demo_curves.py --seeds 1 2 3 --run-dir runs/curves --docs docs  run the demo, then write
+    python examples/demo_curves.py --runs runs/demo-a runs/demo-b --docs docs       write from runs there are
 
-Writes `figures/demo.svg` and the table of `tutorials/demo.md`; ends with 1 if a run missed the goal: a mean reward of
-0.9 in the last tenth of its groups, as the environments measured it, before any filter.
+Writes `figures/demo.svg` and the table of `tutorials/demo.md`; ends with 1 if a run missed the goal: a mean
+reward of 0.9 in the last tenth of its groups, as the environments measured it, before any filter.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Told:
 
 
 def read(folder: Path) -> Told:
-    """Read a run's folder.
+    """Reads a run's folder.
 
     Raises:
         NoRun: it has no metrics, or no rewards that environments measured.
@@ -62,7 +62,7 @@ def read(folder: Path) -> Told:
 
 
 def panels(runs: list[Told]) -> list[curves.Panel]:
-    """Return the reward by time, in total and by environment."""
+    """Returns the reward by time, in total and by environment."""
 
     def curve(run: Told, env: str | None, label: str) -> curves.Curve:
         lines, began = run.progress.measured(env), run.progress.measured()[0]["t"]
@@ -97,9 +97,15 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the demo's curves and numbers into the docs.")
-    parser.add_argument("--runs", type=Path, nargs="+", default=[], metavar="DIR", help="folders of runs there are")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[], metavar="N", help="run the demo with these first")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/curves"), help="where those runs go [runs/curves]")
+    parser.add_argument(
+        "--runs", type=Path, nargs="+", default=[], metavar="DIR", help="folders of runs there are"
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[], metavar="N", help="run the demo with these first"
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs/curves"), help="where those runs go [runs/curves]"
+    )
     parser.add_argument("--docs", type=Path, required=True, help="folder of the docs")
     options = parser.parse_args(argv)
     folders = [*options.runs]

@@ -1,6 +1,7 @@
 """The inference server of the demo: the embedded policy server, or vLLM in an environment of its own.
 
-Both sample with the newest weights of the bridge and answer environments alike. Knows nothing of learners. Called by `demo.py`.
+Both sample with the newest weights of the bridge and answer environments alike. Knows nothing of learners.
+Called by `demo.py`.
 """
 
 from __future__ import annotations
@@ -31,15 +32,32 @@ _ROOT = Path(__file__).parents[1]
 
 
 def server(options: argparse.Namespace, bridge: str, model: Path | str, port: int, logs: Path) -> Child:
-    """Return the server, not started: it follows `bridge` and answers on `port` of 127.0.0.1."""
+    """Returns the server, not started: it follows `bridge` and answers on `port` of 127.0.0.1."""
     if options.engine == "vllm":
         return _vllm(options, bridge, model, port, logs)
-    words = ["--bridge", bridge, "--model", str(model), "--port", str(port), *shlex.split(options.engine_flags)]
+    words = [
+        "--bridge",
+        bridge,
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+        *shlex.split(options.engine_flags),
+    ]
     return Child("policy_server", [sys.executable, "-m", "shmbridge.consumers.policy_server", *words], logs)
 
 
 def _vllm(options: argparse.Namespace, bridge: str, model: Path | str, port: int, logs: Path) -> Child:
-    words = ["--model", str(model), "--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)]
+    words = [
+        "--model",
+        str(model),
+        "--served-model-name",
+        "policy",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     words += ["--weight-transfer-config", json.dumps({"backend": "shmbridge"})]
     words += ["--middleware", "shmbridge.consumers.vllm.middleware.ShmBridge"]
     words += ["--additional-config", json.dumps({"shmbridge": {"bridge": bridge, "pause": "keep"}})]
@@ -51,5 +69,6 @@ def _vllm(options: argparse.Namespace, bridge: str, model: Path | str, port: int
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *words]
     # Its engine and workers are processes of their own, and outlive a server that is killed.
     surroundings = {name: os.environ.get(name, value) for name, value in _VLLM_SURROUNDINGS.items()}
-    surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))  # it has no shmbridge of its own
+    # it has no shmbridge of its own
+    surroundings["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     return Child("vllm", command, logs, guarded=True, surroundings=surroundings)

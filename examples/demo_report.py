@@ -24,7 +24,7 @@ class JsonLines:
         self._offset = 0
 
     def read(self) -> list[Line]:
-        """Return everything so far. A torn last line waits for its end; one torn by a kill is skipped."""
+        """Returns everything so far. A torn last line waits for its end; one torn by a kill is skipped."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -55,7 +55,7 @@ class Progress:
     rewards: dict[str, JsonLines] = field(default_factory=dict)
 
     def read(self) -> None:
-        """Read on."""
+        """Reads on."""
         for log in (self.metrics, *self.rewards.values()):
             log.read()
 
@@ -95,18 +95,18 @@ class Progress:
 
 
 def tenths(lines: list[Line]) -> Tenths:
-    """Return the mean reward of the first and the last tenth; NaN without any."""
+    """Returns the mean reward of the first and the last tenth; NaN without any."""
     size = max(1, len(lines) // 10)
     return Tenths(mean(lines[:size]), mean(lines[-size:]))
 
 
 def mean(lines: list[Line]) -> float:
-    """Return the mean reward; NaN without any."""
+    """Returns the mean reward; NaN without any."""
     return float(sum(line["mean"] for line in lines)) / len(lines) if lines else float("nan")
 
 
 def progress_text(progress: Progress, steps: int) -> str:
-    """Return where the run is, in one line."""
+    """Returns where the run is, in one line."""
     newest = progress.measured()[-WINDOW:]
     if not newest:
         return "starting: environments take ten seconds or so to their first group"
@@ -118,7 +118,7 @@ def progress_text(progress: Progress, steps: int) -> str:
 
 
 def summary(progress: Progress) -> dict[str, str]:
-    """Return what the logs add up to: label -> text."""
+    """Returns what the logs add up to: label -> text."""
     lines = progress.metrics.seen
     total = tenths(progress.measured())
     stale = sum(line["staleness_mean"] for line in lines) / max(len(lines), 1)
@@ -138,13 +138,13 @@ def summary(progress: Progress) -> dict[str, str]:
 
 
 def table(rows: dict[str, str]) -> str:
-    """Return labels and texts in two columns."""
+    """Returns labels and texts in two columns."""
     width = max(map(len, rows))
     return "\n".join(f"  {label:<{width}}  {text}" for label, text in rows.items())
 
 
 def draw(progress: Progress, path: Path) -> None:
-    """Draw the moving mean of the reward over time, per environment and in total. Blocks for a second."""
+    """Draws the moving mean of the reward over time, per environment and in total. Blocks for a second."""
     import matplotlib
 
     matplotlib.use("Agg")

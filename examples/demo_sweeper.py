@@ -26,7 +26,7 @@ class Swept:
 
 
 def sweep(bridge: str, patience_s: float = PATIENCE_S) -> Swept:
-    """Remove all segments of a bridge, waiting for living users to end."""
+    """Removes all segments of a bridge, waiting for living users to end."""
     deadline = time.monotonic() + patience_s
     undelivered = 0
     while True:
@@ -38,7 +38,7 @@ def sweep(bridge: str, patience_s: float = PATIENCE_S) -> Swept:
 
 
 def main() -> None:
-    """Wait for the end of stdin, then sweep."""
+    """Waits for the end of stdin, then sweep."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     sys.stdin.buffer.read()

@@ -44,7 +44,7 @@ class Screen:
         self._text = ""
 
     def show(self, text: str) -> None:
-        """Show where the run is."""
+        """Shows where the run is."""
         if self._live:
             room = shutil.get_terminal_size().columns - 1
             print(f"\r\x1b[K{text[:room]}", end="", flush=True)
@@ -54,5 +54,5 @@ class Screen:
         self._text = text
 
     def say(self, text: str) -> None:
-        """Say something that stays."""
+        """Says something that stays."""
         print(("\r\x1b[K" if self._live else "") + text, flush=True)

@@ -93,7 +93,7 @@ class EchoLettersEnv(BaseEnv):
         return group, []
 
     def log_reward(self, scores: list[float]) -> None:
-        """Record what was measured here, before any filter between this group and a learner."""
+        """Records what was measured here, before any filter between this group and a learner."""
         mean = sum(scores) / len(scores)
         self.rewards.append(mean)
         if self.config.reward_log is not None:
@@ -101,7 +101,7 @@ class EchoLettersEnv(BaseEnv):
                 log.write(json.dumps({"t": time.time(), "mean": mean, "n": len(scores)}) + "\n")
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Answer sixteen fixed questions greedily."""
+        """Answers sixteen fixed questions greedily."""
         fixed = random.Random("eval")
         started = time.time()
         scores = []

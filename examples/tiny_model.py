@@ -1,7 +1,7 @@
 """Build a model small enough to learn a skill from random weights on one CPU core, with a tokenizer to match.
 
-    python examples/tiny_model.py runs/tiny --seed 1
-    python examples/tiny_model.py runs/tiny --seed 1 --heads 2      # of 32 numbers each, the least that vLLM's attention takes on a CPU
+    python examples/tiny_model.py runs/tiny --seed 1 python examples/tiny_model.py runs/tiny --seed 1 --heads
+    2 # of 32 numbers each, the least that vLLM's attention takes on a CPU
 
 86,208 parameters and 28 tokens, one per character, in an ordinary Hugging Face folder: `AutoTokenizer` and
 `AutoModelForCausalLM` load it, nothing is downloaded. Knows nothing of bridges. Called by `demo.py`, tests.
@@ -23,13 +23,13 @@ CHAT_TEMPLATE = (
 
 
 def build(folder: Path, seed: int = 0, heads: int = 4) -> None:
-    """Write model and tokenizer into `folder`, the same weights for the same seed. Blocks for the disk."""
+    """Writes model and tokenizer into `folder`, the same weights for the same seed. Blocks for the disk."""
     build_tokenizer().save_pretrained(folder)
     build_model(seed, heads).save_pretrained(folder)
 
 
 def build_tokenizer() -> Any:
-    """Return the tokenizer: one token per character, left padding, a chat template of role tokens."""
+    """Returns the tokenizer: one token per character, left padding, a chat template of role tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -50,7 +50,7 @@ def build_tokenizer() -> Any:
 
 
 def build_model(seed: int, heads: int = 4) -> Any:
-    """Return the model with random weights: two layers of width 64, whatever the number of heads."""
+    """Returns the model with random weights: two layers of width 64, whatever the number of heads."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -77,7 +77,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Build a tiny random model and its tokenizer.")
     parser.add_argument("folder", type=Path, help="where to write it")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights [0]")
-    parser.add_argument("--heads", type=int, default=4, help="of attention, in each layer; they share its width of 64 [4]")
+    parser.add_argument(
+        "--heads", type=int, default=4, help="of attention, in each layer; they share its width of 64 [4]"
+    )
     options = parser.parse_args()
     build(options.folder, options.seed, options.heads)
     print(f"tiny model (seed {options.seed}) in {options.folder}")

@@ -1,14 +1,17 @@
 """Rollouts from reinforcement-learning environments to a GPU learner on one node, through shared memory.
 
-A `Producer` puts trajectory groups into its lane; the one `Consumer` of a bridge leases them in place, batches them, and announces policy
-versions. Names are resolved on first use, so that importing the package imports neither pyarrow nor zmq.
+A `Producer` puts trajectory groups into its lane; the one `Consumer` of a bridge leases them in place,
+batches them, and announces policy versions. Names are resolved on first use, so that importing the package
+imports neither pyarrow nor zmq.
 """
 
 import sys
 from typing import TYPE_CHECKING, Any
 
 if not sys.platform.startswith("linux"):
-    raise ImportError("shmbridge needs Linux: it waits on futexes and proves life by open-file-description locks")
+    raise ImportError(
+        "shmbridge needs Linux: it waits on futexes and proves life by open-file-description locks"
+    )
 
 __version__ = "0.1.0"
 
@@ -77,15 +80,46 @@ _HOMES = {
     "list_bridges": "inventory",
     **dict.fromkeys(
         [
-            "BadArgument", "BadBridgeName", "BadConfig", "BatchTooBig", "BridgeDraining", "ClaimOpen", "Closed", "ConsumerEmpty",
-            "ConsumerTaken", "FillingOver", "InvalidRecord", "IterationOver", "LaneFull", "LaneQuarantined", "LaneRemoved",
-            "LaunchFailed", "LayoutMismatch", "LeaseReleased", "NoConsumer", "NotAdmitted", "NotReady", "NoWeight", "ProcessLimit",
-            "RankTaken", "RecordTooBig", "RecordUnreadable", "SchemaMismatch", "ServesRanks", "ShmBridgeError", "ShmPermission",
-            "ShmTooSmall", "ShmUnavailable", "UnknownEnvironment", "UsedByTwoThreads", "WeightsBusy", "WeightsMismatch",
+            "BadArgument",
+            "BadBridgeName",
+            "BadConfig",
+            "BatchTooBig",
+            "BridgeDraining",
+            "ClaimOpen",
+            "Closed",
+            "ConsumerEmpty",
+            "ConsumerTaken",
+            "FillingOver",
+            "InvalidRecord",
+            "IterationOver",
+            "LaneFull",
+            "LaneQuarantined",
+            "LaneRemoved",
+            "LaunchFailed",
+            "LayoutMismatch",
+            "LeaseReleased",
+            "NoConsumer",
+            "NotAdmitted",
+            "NotReady",
+            "NoWeight",
+            "ProcessLimit",
+            "RankTaken",
+            "RecordTooBig",
+            "RecordUnreadable",
+            "SchemaMismatch",
+            "ServesRanks",
+            "ShmBridgeError",
+            "ShmPermission",
+            "ShmTooSmall",
+            "ShmUnavailable",
+            "UnknownEnvironment",
+            "UsedByTwoThreads",
+            "WeightsBusy",
+            "WeightsMismatch",
         ],
         "errors",
     ),
-}  # fmt: skip
+}
 __all__ = sorted([*_HOMES, "TRAJECTORY_SCHEMA"])
 
 

@@ -17,7 +17,9 @@ _LOOKS = 8
 
 
 class AdoptedLane:
-    """One lane: its reader, what it says of all its records, and whether its producer is dead or its words cannot be true."""
+    """One lane: its reader, what it says of all its records, and whether its producer is dead or its words
+    cannot be true.
+    """
 
     __slots__ = ("_last_counters", "dead", "lane", "name", "reader", "size")
 
@@ -25,7 +27,8 @@ class AdoptedLane:
         self.name, self.reader, self.lane, self.size = lane.name, reader, lane, size
         self.dead = False
         self._last_counters: Counter[str] | None = None
-        if reader.quarantined:  # an earlier hub did that: what was held then, or was committed since, is lost as well
+        # an earlier hub did that: what was held then, or was committed since, is lost as well
+        if reader.quarantined:
             self._give_up(reader.undelivered)
 
     @property
@@ -45,7 +48,9 @@ class AdoptedLane:
 
     @property
     def held(self) -> int:
-        """Records taken whose memory is not free yet: leased, or their release is put off for a rank of an earlier hub."""
+        """Records taken whose memory is not free yet: leased, or their release is put off for a rank of an
+        earlier hub.
+        """
         return self.reader.held + self.reader.put_off
 
     @property
@@ -59,7 +64,8 @@ class AdoptedLane:
         wanted = self.reader.wanted_bytes
         if wanted == 0 or self.held + self.dropped == 0 or self.reader.has_room_for(wanted):
             return False
-        return self.reader.wanted_bytes == wanted  # else the producer has moved on while its slots were looked at
+        # else the producer has moved on while its slots were looked at
+        return self.reader.wanted_bytes == wanted
 
     def take(self) -> Record | None:
         """The next record; None if there is none, or if the lane has just been quarantined."""
@@ -89,7 +95,9 @@ class AdoptedLane:
         self._last_counters = self.counters()
 
     def _look(self) -> tuple[dict[str, Any], int]:
-        """The lane's words, and how many records can be taken; of one moment, unless its producer commits between each two looks."""
+        """The lane's words, and how many records can be taken; of one moment, unless its producer commits
+        between each two looks.
+        """
         for _ in range(_LOOKS):
             words, waiting = header.lane_counters(self.reader.lane), self.waiting
             if header.lane_counters(self.reader.lane)["tail"] == words["tail"]:
@@ -103,7 +111,9 @@ class AdoptedLane:
             released = last["released_total"] + last["held"] - held
             return Counter({**last, "held": held, "put_off": self.reader.put_off, "released_total": released})
         words, waiting = self._look()
-        discarded = [done + later for done, later in zip(words["discarded"], self.reader.discards_put_off, strict=True)]
+        discarded = [
+            done + later for done, later in zip(words["discarded"], self.reader.discards_put_off, strict=True)
+        ]
         released = words["released"] + self.reader.put_off - sum(discarded)
         discarded[Discard.CORRUPT] += words["quarantined"]  # those are never released
         return Counter(

@@ -1,4 +1,7 @@
-"""A record as a pyarrow.RecordBatch over the lane's own buffers. The only file besides schema.py that needs pyarrow."""
+"""A record as a pyarrow.RecordBatch over the lane's own buffers.
+
+The only file besides schema.py that needs pyarrow.
+"""
 
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -15,14 +18,22 @@ if TYPE_CHECKING:
 
 
 def record_batch(record: "Record") -> pa.RecordBatch:
-    """Zero-copy for numbers; text, bytes and maps are copied. Record metadata goes into the schema's metadata."""
+    """Zero-copy for numbers; text, bytes and maps are copied.
+
+    Record metadata goes into the schema's metadata.
+    """
     if record.meta.uneven:
-        raise ValueError(f"{record!r} has rows of unequal length and no rectangular form: use record[name] or to_scored_data()")
+        raise ValueError(
+            f"{record!r} has rows of unequal length and no rectangular form: use record[name] or "
+            "to_scored_data()"
+        )
     names = record.columns
     columns = record.lane_columns
     arrays = [_rows_of(record, columns[name]) for name in names]
     meta = {field.name: str(getattr(record.meta, field.name)) for field in fields(record.meta)}
-    return pa.record_batch(arrays, schema=pa.schema([arrow_field(columns[name]) for name in names], metadata=meta))
+    return pa.record_batch(
+        arrays, schema=pa.schema([arrow_field(columns[name]) for name in names], metadata=meta)
+    )
 
 
 def _rows_of(record: "Record", column: Column) -> pa.Array:
@@ -31,7 +42,10 @@ def _rows_of(record: "Record", column: Column) -> pa.Array:
     if column.per_record and len(array) == 1:
         array = array.take(pa.array(np.zeros(len(record), np.int32)))
     if len(array) != len(record):
-        raise RecordUnreadable(f"column {column.name!r} of {record!r} has {len(array)} rows", hint="end that producer: it is broken")
+        raise RecordUnreadable(
+            f"column {column.name!r} of {record!r} has {len(array)} rows",
+            hint="end that producer: it is broken",
+        )
     return array
 
 
@@ -45,13 +59,19 @@ def _array(record: "Record", column: Column) -> pa.Array:
         return _list(value.lengths, _list(value.inner_lengths, _flat(value.values), None), value.valid)
     if column.kind is Kind.MAP:
         valid = record.valid(column.name)
-        value = [list(row.items()) if valid is None or valid[number] else None for number, row in enumerate(value)]
+        value = [
+            list(row.items()) if valid is None or valid[number] else None for number, row in enumerate(value)
+        ]
     return pa.array(value, arrow_type(column))
 
 
 def _flat(values: np.ndarray[Any, Any]) -> pa.Array:
-    return pa.array(values) if values.dtype == np.bool_ or len(values) == 0 else pa.Array.from_buffers(
-        pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)]
+    return (
+        pa.array(values)
+        if values.dtype == np.bool_ or len(values) == 0
+        else pa.Array.from_buffers(
+            pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)]
+        )
     )
 
 
@@ -63,4 +83,8 @@ def _list(lengths: np.ndarray[Any, Any], values: pa.Array, valid: np.ndarray[Any
 
 
 def _with_nulls(array: pa.Array, valid: np.ndarray[Any, Any] | None, column: Column) -> pa.Array:
-    return array if valid is None else pa.compute.if_else(pa.array(valid), array, pa.scalar(None, arrow_type(column)))
+    return (
+        array
+        if valid is None
+        else pa.compute.if_else(pa.array(valid), array, pa.scalar(None, arrow_type(column)))
+    )

@@ -1,4 +1,5 @@
-"""Groups of an unusual size, kept until some of them add up to the size their environment has registered, as upstream's server does.
+"""Groups of an unusual size, kept until some of them add up to the size their environment has registered, as
+upstream's server does.
 
 Pure; knows sizes only. Called by atropos_policy.py, one buffer per environment.
 """
@@ -9,10 +10,12 @@ T = TypeVar("T")
 
 
 class SizeBuffer(Generic[T]):
-    """Gives out the very groups that upstream's find_groups_summing_to_target finds, without looking at all of them for each that comes.
+    """Gives out the very groups that upstream's find_groups_summing_to_target finds, without looking at all
+    of them for each that comes.
 
-    Upstream takes what fits in order of arrival and, where that does not come out even, solves the subset sum and walks back from its
-    end. Both grow by one group at a time: a running sum, and a set of reachable sums that is one integer's bits.
+    Upstream takes what fits in order of arrival and, where that does not come out even, solves the subset sum
+    and walks back from its end. Both grow by one group at a time: a running sum, and a set of reachable sums
+    that is one integer's bits.
     """
 
     def __init__(self) -> None:
@@ -29,7 +32,9 @@ class SizeBuffer(Generic[T]):
         return [item for item, _ in self._items]
 
     def add(self, item: T, size: int, target: int) -> list[tuple[T, int]]:
-        """Keeps an item; those that now add up to `target`, in order of arrival, are taken out and returned with their sizes."""
+        """Keeps an item; those that now add up to `target`, in order of arrival, are taken out and returned
+        with their sizes.
+        """
         if target != self._target:
             self._begin_again(target)
         self._items.append((item, size))

@@ -1,7 +1,9 @@
-"""The Atropos API server's queue: the same groups in the same batches in the same order, without its scans of the whole queue.
+"""The Atropos API server's queue: the same groups in the same batches in the same order, without its scans of
+the whole queue.
 
-Pure and free of any transport: it knows items only by their number of sequences and their environment. Used by the consumer's policy
-"atropos" (atropos_scheduler.py) and by whoever speaks the server's protocol. Not thread-safe.
+Pure and free of any transport: it knows items only by their number of sequences and their environment. Used
+by the consumer's policy "atropos" (atropos_scheduler.py) and by whoever speaks the server's protocol. Not
+thread-safe.
 """
 
 from collections import Counter, deque
@@ -28,7 +30,9 @@ class Entry(NamedTuple, Generic[T]):
 
 
 class Added(NamedTuple, Generic[T]):
-    """What became of an item: what entered the queue by it, and the sequences its environment's buffer holds now (None: not buffered)."""
+    """What became of an item: what entered the queue by it, and the sequences its environment's buffer holds
+    now (None: not buffered).
+    """
 
     queued: list[T]
     buffered: int | None
@@ -37,8 +41,9 @@ class Added(NamedTuple, Generic[T]):
 class AtroposQueue(Generic[T]):
     """Queue, buffers and formed batches of one training run.
 
-    Groups of one size stand in a line; where an environment has a minimum allocation, in a line for each environment, too. A batch only
-    ever takes from the front of lines, so that forming one costs its own groups and the number of lines, whatever else is queued.
+    Groups of one size stand in a line; where an environment has a minimum allocation, in a line for each
+    environment, too. A batch only ever takes from the front of lines, so that forming one costs its own
+    groups and the number of lines, whatever else is queued.
     """
 
     def __init__(self, batch_size: int, step: int = 0) -> None:
@@ -57,7 +62,8 @@ class AtroposQueue(Generic[T]):
         self._next, self._first = 0, 0
         self._changed = True
 
-    # -- environments -------------------------------------------------------------------------------------------------------------
+    # -- environments
+    # --------------------------------------------------------------------------------------------------------
 
     @property
     def batch_size(self) -> int:
@@ -70,7 +76,10 @@ class AtroposQueue(Generic[T]):
         self._batch_size = sequences
 
     def register(self, env: EnvShare) -> None:
-        """Connects an environment, or changes what one has asked for. Raises ValueError for a group size below 1."""
+        """Connects an environment, or changes what one has asked for.
+
+        Raises ValueError for a group size below 1.
+        """
         if env.group_size < 1:
             raise ValueError(f"environment {env.env_id} has groups of {env.group_size}: at least 1")
         self._envs[env.env_id] = env
@@ -78,7 +87,10 @@ class AtroposQueue(Generic[T]):
         self._draw_lines()
 
     def disconnect(self, env_id: int) -> None:
-        """Its weight and its allocation count no more; what it has queued stays. Raises UnknownEnvironment."""
+        """Its weight and its allocation count no more; what it has queued stays.
+
+        Raises UnknownEnvironment.
+        """
         self._known(env_id)
         self._connected.discard(env_id)
         self._draw_lines()
@@ -86,7 +98,9 @@ class AtroposQueue(Generic[T]):
     def _known(self, env_id: int) -> EnvShare:
         env = self._envs.get(env_id)
         if env is None:
-            raise UnknownEnvironment(f"no environment {env_id} among {len(self._envs)}", hint="register it first")
+            raise UnknownEnvironment(
+                f"no environment {env_id} among {len(self._envs)}", hint="register it first"
+            )
         return env
 
     def _in_force(self) -> list[EnvShare]:
@@ -101,10 +115,13 @@ class AtroposQueue(Generic[T]):
             for entry in entries:
                 self._line_of(entry).append(entry)
 
-    # -- coming in ----------------------------------------------------------------------------------------------------------------
+    # -- coming in
+    # --------------------------------------------------------------------------------------------------------
 
     def add(self, item: T, size: int, env_id: int | None) -> Added[T]:
-        """Queues an item of `size` sequences, or keeps it until others make its environment's group size whole; else O(1)."""
+        """Queues an item of `size` sequences, or keeps it until others make its environment's group size
+        whole; else O(1).
+        """
         env = self._envs.get(env_id) if env_id is not None else None
         if env is None or size == env.group_size:
             self._enqueue(item, size, env_id)
@@ -117,7 +134,8 @@ class AtroposQueue(Generic[T]):
         return Added([part for part, _ in whole], buffer.sequences)
 
     def put_back(self, batch: Sequence[tuple[T, int, int | None]]) -> None:
-        """Returns (item, size, environment) of batches, one after the other: they come next if they are whole, and are no further steps.
+        """Returns (item, size, environment) of batches, one after the other: they come next if they are
+        whole, and are no further steps.
 
         If they are not, their groups stand before all others.
         """
@@ -159,10 +177,14 @@ class AtroposQueue(Generic[T]):
             if not counter[entry.size]:
                 del counter[entry.size]
 
-    # -- batches ------------------------------------------------------------------------------------------------------------------
+    # -- batches
+    # --------------------------------------------------------------------------------------------------------
 
     def next_batch(self) -> list[T] | None:
-        """The newest formed batch; with none, all that can be are formed, and `step` rises by their number. None if there is none."""
+        """The newest formed batch; with none, all that can be are formed, and `step` rises by their number.
+
+        None if there is none.
+        """
         self.form()
         return [entry.item for entry in self._formed.pop()] if self._formed else None
 
@@ -192,7 +214,9 @@ class AtroposQueue(Generic[T]):
         return batch
 
     def _in_packs(self, largest: int) -> list[Entry[T]]:
-        """As grab_exact_from_heterogeneous_queue: packs of equal groups, as large as the largest group; first what was whole first."""
+        """As grab_exact_from_heterogeneous_queue: packs of equal groups, as large as the largest group; first
+        what was whole first.
+        """
         packs = _Packs(self._lines, largest)
         batch: list[Entry[T]] = []
         left = self._batch_size
@@ -207,9 +231,17 @@ class AtroposQueue(Generic[T]):
         return batch
 
     def _allocated(self, largest: int) -> list[Entry[T]]:
-        """As grab_batch_with_minimum_allocations: to each its minimum, then what comes first and fits. Empty if one has nothing."""
-        packing = {key: largest // key[1] for key in self._lines if key[1] and not largest % key[1]}  # groups in a pack
-        packable = {key: len(self._lines[key]) // groups * groups for key, groups in packing.items() if len(self._lines[key]) >= groups}
+        """As grab_batch_with_minimum_allocations: to each its minimum, then what comes first and fits.
+
+        Empty if one has nothing.
+        """
+        # groups in a pack
+        packing = {key: largest // key[1] for key in self._lines if key[1] and not largest % key[1]}
+        packable = {
+            key: len(self._lines[key]) // groups * groups
+            for key, groups in packing.items()
+            if len(self._lines[key]) >= groups
+        }
         minima = self._minima(packable)
         if minima is None:
             return []
@@ -241,13 +273,17 @@ class AtroposQueue(Generic[T]):
             minimum = int(self._batch_size * env.min_allocation) if env.min_allocation is not None else 0
             if minimum > 0:
                 minima[env.env_id] = minimum
-        smallest = {env_id: min((size for of, size in packable if of == env_id), default=0) for env_id in minima}
+        smallest = {
+            env_id: min((size for of, size in packable if of == env_id), default=0) for env_id in minima
+        }
         if not all(smallest.values()):
             return None
         total = sum(minima.values())
         if total > self._batch_size:
             scale = self._batch_size / total
-            minima = {env_id: max(smallest[env_id], int(minimum * scale)) for env_id, minimum in minima.items()}
+            minima = {
+                env_id: max(smallest[env_id], int(minimum * scale)) for env_id, minimum in minima.items()
+            }
         return minima
 
     def _fill(self, batch: list[Entry[T]], left: int, packable: dict[_Line, int]) -> None:
@@ -268,7 +304,8 @@ class AtroposQueue(Generic[T]):
             else:
                 heappop(heads)
 
-    # -- state --------------------------------------------------------------------------------------------------------------------
+    # -- state
+    # --------------------------------------------------------------------------------------------------------
 
     @property
     def queue_size(self) -> int:
@@ -303,7 +340,8 @@ class AtroposQueue(Generic[T]):
         }
 
     def status_env(self, env_id: int) -> dict[str, Any]:
-        """The answer of upstream's /status-env, and its effect: the environment's group size grows to its largest group in the queue.
+        """The answer of upstream's /status-env, and its effect: the environment's group size grows to its
+        largest group in the queue.
 
         Raises:
             UnknownEnvironment: it is not registered.
@@ -312,7 +350,8 @@ class AtroposQueue(Generic[T]):
         me, connected = self._known(env_id), self._in_force()
         if total_weight(connected) == 0:
             raise NoWeight(
-                f"environment {env_id} asks for its part of a weight of 0; {len(connected)} are connected", hint="give one a weight above 0"
+                f"environment {env_id} asks for its part of a weight of 0; {len(connected)} are connected",
+                hint="give one a weight above 0",
             )
         told = steer(me, connected, self.by_env(), self._batch_size)
         self._envs[env_id] = replace(me, group_size=told.group_size)
@@ -326,7 +365,10 @@ class AtroposQueue(Generic[T]):
         }
 
     def remove(self, unfit: Callable[[T], bool]) -> list[T]:
-        """Takes out and returns what is unfit, wherever it is. A formed batch that loses something is undone. Looks at everything."""
+        """Takes out and returns what is unfit, wherever it is.
+
+        A formed batch that loses something is undone. Looks at everything.
+        """
         fit = [not any(unfit(entry.item) for entry in batch) for batch in self._formed]
         undone = [batch for batch, whole in zip(self._formed, fit, strict=True) if not whole]
         self._formed = [batch for batch, whole in zip(self._formed, fit, strict=True) if whole]
@@ -338,7 +380,10 @@ class AtroposQueue(Generic[T]):
         for entry in removed:
             self._count(entry, -1)
         if gone:
-            self._lines = {key: deque(entry for entry in line if entry.number not in gone) for key, line in self._lines.items()}
+            self._lines = {
+                key: deque(entry for entry in line if entry.number not in gone)
+                for key, line in self._lines.items()
+            }
         items = [entry.item for entry in removed]
         for buffer in self._buffers.values():
             items += [item for item, _ in buffer.sized() if unfit(item)]
@@ -347,11 +392,15 @@ class AtroposQueue(Generic[T]):
         return items
 
     def _in_order(self) -> list[Entry[T]]:
-        return sorted((entry for line in self._lines.values() for entry in line), key=lambda entry: entry.number)
+        return sorted(
+            (entry for line in self._lines.values() for entry in line), key=lambda entry: entry.number
+        )
 
 
 class _Packs(Generic[T]):
-    """Packs from the fronts of lines: equal groups, together as large as the largest group; first what was whole first."""
+    """Packs from the fronts of lines: equal groups, together as large as the largest group; first what was
+    whole first.
+    """
 
     def __init__(self, lines: dict[_Line, deque[Entry[T]]], largest: int) -> None:
         self._lines, self._largest = lines, largest

@@ -1,7 +1,8 @@
-"""Policy "atropos" for a consumer's groups: upstream's queue, fed from lanes, with the environments of the control plane.
+"""Policy "atropos" for a consumer's groups: upstream's queue, fed from lanes, with the environments of the
+control plane.
 
-Knows groups and what environments have registered; the rules are atropos_policy.py's. Not thread-safe, but for what scheduler.py says
-and `by_env`.
+Knows groups and what environments have registered; the rules are atropos_policy.py's. Not thread-safe, but
+for what scheduler.py says and `by_env`.
 """
 
 from collections import Counter

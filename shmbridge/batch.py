@@ -1,6 +1,7 @@
 """Batches: many groups gathered into padded or packed arrays, one host copy per column.
 
-Knows columns and rows; knows nothing of torch, advantages or where groups come from. _ext/gather.pyx copies. Called by the consumer.
+Knows columns and rows; knows nothing of torch, advantages or where groups come from. _ext/gather.pyx copies.
+Called by the consumer.
 """
 
 from collections.abc import Callable, Collection
@@ -27,20 +28,23 @@ _POOL = Pool()  # memory of arrays that nobody refers to any more, for those of 
 class Batch:
     """Rows of several groups as arrays; B rows, N tokens in all, T tokens in the longest row.
 
-    Per-token columns are (N,) packed or (B, T) padded on the right with zeros; scalar columns are (B,); other lists are
-    Ragged or RaggedLists with B rows; text and maps are lists of B. A column no record has is None as an attribute (`batch.advantages`)
-    and a KeyError as `batch["advantages"]`. Where only some records have it, the others' rows are zero: see `has`. So is a per-token
-    row of another length than its tokens: see `uneven`. `loss_mask` is always there, 0 in rows without a mask: see `train_whole_rows`.
-    All arrays are the batch's own copies; under hold="step" the batch also keeps its records' leases until release().
+    Per-token columns are (N,) packed or (B, T) padded on the right with zeros; scalar columns are (B,); other
+    lists are Ragged or RaggedLists with B rows; text and maps are lists of B. A column no record has is None
+    as an attribute (`batch.advantages`) and a KeyError as `batch["advantages"]`. Where only some records have
+    it, the others' rows are zero: see `has`. So is a per-token row of another length than its tokens: see
+    `uneven`. `loss_mask` is always there, 0 in rows without a mask: see `train_whole_rows`. All arrays are
+    the batch's own copies; under hold="step" the batch also keeps its records' leases until release().
 
     Args:
         groups: whole groups, leased.
         layout: "packed" or "padded".
-        in_place: columns that are not copied and stay out of the batch; whoever wants them reads them in `records`.
+        in_place: columns that are not copied and stay out of the batch; whoever wants them reads them in
+            `records`.
 
     Attributes:
-        uneven: column -> bool (B,), of columns that do not fit some records: rows with another number of values than tokens, and all rows
-            of a record whose column has more rows or fewer than its tokens. Per-token columns are absent there.
+        uneven: column -> bool (B,), of columns that do not fit some records: rows with another number of
+            values than tokens, and all rows of a record whose column has more rows or fewer than its tokens.
+            Per-token columns are absent there.
 
     Raises:
         BatchTooBig: more tokens than the int32 of cu_seqlens can count.
@@ -57,10 +61,15 @@ class Batch:
         self._present: dict[str, np.ndarray[Any, Any]] = {}
         self._columns: dict[str, Any] = {}
         self._in_place = frozenset(in_place)
-        self._no_mask: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # `loss_mask` where no record has one
+        # `loss_mask` where no record has one
+        self._no_mask: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self.uneven: dict[str, np.ndarray[Any, np.dtype[np.bool_]]] = {}
         with self._gathering() as gather:
-            self.lengths, self.cu_seqlens, self.group_index = gather.lengths, gather.cu_seqlens, gather.group_index
+            self.lengths, self.cu_seqlens, self.group_index = (
+                gather.lengths,
+                gather.cu_seqlens,
+                gather.group_index,
+            )
             self._gather(gather, in_place)
 
     @property
@@ -72,7 +81,10 @@ class Batch:
 
     @property
     def position_ids(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """0, 1, 2, ... in each row: int32, (N,) packed, (B, T) padded with zeros. Made when first asked for."""
+        """0, 1, 2, ... in each row: int32, (N,) packed, (B, T) padded with zeros.
+
+        Made when first asked for.
+        """
         if self._position_ids is None:
             self._position_ids = positions(self.lengths, self.layout == "padded", _POOL)
         return self._position_ids
@@ -96,7 +108,9 @@ class Batch:
         return list(self._columns)
 
     def has(self, name: str) -> np.ndarray[Any, Any]:
-        """bool (B,): which rows carried the column: their record has it, not null there, and with a value for each token."""
+        """bool (B,): which rows carried the column: their record has it, not null there, and with a value for
+        each token.
+        """
         return self._present.get(_NAMES.get(name, name), np.zeros(len(self), bool))
 
     def __contains__(self, name: object) -> bool:
@@ -116,14 +130,18 @@ class Batch:
         return self._mask() if name == "loss_mask" and name not in self._in_place else self._columns.get(name)
 
     def train_whole_rows(self) -> None:
-        """Sets `loss_mask` to 1 in rows with neither a mask nor `prompt_length`; `has` stays. Never blocks, idempotent.
+        """Sets `loss_mask` to 1 in rows with neither a mask nor `prompt_length`; `has` stays.
+
+        Never blocks, idempotent.
 
         A row whose mask does not fit its tokens keeps 0: nobody knows which of them it leaves out.
 
         Raises ValueError where the mask stays in place.
         """
         if "loss_mask" in self._in_place:
-            raise ValueError("loss_mask stays in place, where nothing can be written -> leave it out of `in_place`")
+            raise ValueError(
+                "loss_mask stays in place, where nothing can be written -> leave it out of `in_place`"
+            )
         whole, mask = ~(self.has("loss_mask") | self.has("prompt_length")), self._mask()
         for name in ("loss_mask", "masks"):
             whole &= ~self.uneven.get(name, np.zeros(len(self), bool))
@@ -138,7 +156,9 @@ class Batch:
             return mask
         if self._no_mask is None:
             longest = int(self.lengths.max(initial=0))
-            self._no_mask = np.zeros((len(self), longest) if self.layout == "padded" else (self.token_count,), np.uint8)
+            self._no_mask = np.zeros(
+                (len(self), longest) if self.layout == "padded" else (self.token_count,), np.uint8
+            )
         return self._no_mask
 
     def release(self) -> None:
@@ -155,7 +175,10 @@ class Batch:
             self.release()
 
     def __repr__(self) -> str:
-        return f"<Batch {self.layout}: {self.group_count} groups, {len(self)} rows, {self.token_count} tokens, {', '.join(self.columns)}>"
+        return (
+            f"<Batch {self.layout}: {self.group_count} groups, {len(self)} rows, {self.token_count} tokens, "
+            f"{', '.join(self.columns)}>"
+        )
 
     def _gathering(self) -> Gather:
         try:
@@ -164,12 +187,15 @@ class Batch:
             raise LeaseReleased(f"a record of a batch was released before it was gathered: {ended}") from None
         except TooManyTokens as wrong:
             raise BatchTooBig(
-                f"a batch of {len(self.groups)} groups has {wrong.args[0]} tokens, and int32 cu_seqlens count {MOST_TOKENS}",
+                f"a batch of {len(self.groups)} groups has {wrong.args[0]} tokens, and int32 cu_seqlens "
+                f"count {MOST_TOKENS}",
                 hint="ask for fewer groups",
             ) from None
 
     def _gather(self, gather: Gather, in_place: Collection[str]) -> None:
-        """Every column that some record has, and that is not to stay in place; whatever is numbers is copied at once, without the GIL."""
+        """Every column that some record has, and that is not to stay in place; whatever is numbers is copied
+        at once, without the GIL.
+        """
         added: list[tuple[Column, Any]] = []
         for record, number in gather.columns():
             column = record.lane_columns.order[number]
@@ -177,21 +203,30 @@ class Batch:
             if name in self._columns or name in in_place:
                 continue
             self._present[name], *arrays = gather.add(
-                name.encode(), column.kind, column.dtype, per_record=column.per_record,
+                name.encode(),
+                column.kind,
+                column.dtype,
+                per_record=column.per_record,
                 per_token=column.per_token and column.kind is Kind.LIST,
-            )  # fmt: skip
+            )
             self._columns[name] = _texts_or_maps(self.records, column) if arrays[0] is None else arrays[0]
             if arrays[1] is not None:
                 added.append((column, arrays))
         gather.copy()
-        self.uneven = {name: rows for name, rows in zip(self._columns, gather.uneven, strict=True) if rows.any()}
+        self.uneven = {
+            name: rows for name, rows in zip(self._columns, gather.uneven, strict=True) if rows.any()
+        }
         for column, (values, lengths, inner) in added:
-            self._columns[column.name] = Ragged(values, lengths, None) if inner is None else RaggedLists(values, lengths, inner, None)
+            self._columns[column.name] = (
+                Ragged(values, lengths, None) if inner is None else RaggedLists(values, lengths, inner, None)
+            )
             if column.per_token:
                 self._leave_out_uneven(column.name)
 
     def _leave_out_uneven(self, name: str) -> None:
-        """Rows of a column with a list per token are absent where they have more lists or fewer than tokens."""
+        """Rows of a column with a list per token are absent where they have more lists or fewer than
+        tokens.
+        """
         lists, has = self._columns[name], self._present[name]
         unfit = self.uneven.get(name, np.zeros(len(self), bool)) | (has & (lists.lengths != self.lengths))
         if unfit.any():
@@ -199,7 +234,9 @@ class Batch:
             has &= ~unfit
             of_lists = np.repeat(~unfit, lists.lengths)
             values = lists.values[np.repeat(of_lists, lists.inner_lengths)]
-            self._columns[name] = RaggedLists(values, np.where(unfit, 0, lists.lengths), lists.inner_lengths[of_lists], None)
+            self._columns[name] = RaggedLists(
+                values, np.where(unfit, 0, lists.lengths), lists.inner_lengths[of_lists], None
+            )
 
 
 def forget_spare_memory() -> None:
@@ -226,7 +263,10 @@ def as_batch(made: object) -> Batch:
 
 
 def unreadable(groups: list[Group], layout: Layout) -> list[tuple[Group, Exception]]:
-    """The groups that no batch can be made of, each with the reason. A group's fault must not cost the others."""
+    """The groups that no batch can be made of, each with the reason.
+
+    A group's fault must not cost the others.
+    """
     found: list[tuple[Group, Exception]] = []
     for group in groups:
         try:
@@ -239,7 +279,9 @@ def unreadable(groups: list[Group], layout: Layout) -> list[tuple[Group, Excepti
 
 
 def _texts_or_maps(records: list[Record], column: Column) -> list[Any]:
-    """One value per row: None where a record lacks the column, and in rows that an uneven one does not reach."""
+    """One value per row: None where a record lacks the column, and in rows that an uneven one does not
+    reach.
+    """
     rows: list[Any] = []
     for record in records:
         values = list(record[column.name]) if column.name in record else []

@@ -1,7 +1,9 @@
-"""From records to batches: group assembly, staleness cut, scheduling, gathering ahead. The consumer's other half.
+"""From records to batches: group assembly, staleness cut, scheduling, gathering ahead.
 
-Knows groups and batches; takes records through the consumer, and asks the lanes only whether they are stuck. Called by consumer.py
-and ranks.py.
+The consumer's other half.
+
+Knows groups and batches; takes records through the consumer, and asks the lanes only whether they are stuck.
+Called by consumer.py and ranks.py.
 """
 
 import functools
@@ -45,7 +47,9 @@ _STUCK_AFTER_S = 1.0
 _LOOK_EVERY_S = 0.25
 _EVERYTHING = 1 << 31
 _MOST_PREFETCHED = 1024
-_OVER = "this iteration over batches has ended: another of the same consumer has begun, or take_groups took some"
+_OVER = (
+    "this iteration over batches has ended: another of the same consumer has begun, or take_groups took some"
+)
 _ONE_AT_A_TIME = "iterate once at a time; to look at a batch beside the loop, use prefetch=0"
 
 
@@ -53,7 +57,13 @@ class BatchAssembly:
     """Everything between a consumer's records and its batches. One iteration at a time."""
 
     def __init__(
-        self, consumer: "Consumer", lanes: LaneSet, group_timeout_s: float, policy: Policy, allocation_wait_s: float, limit: Limit | None
+        self,
+        consumer: "Consumer",
+        lanes: LaneSet,
+        group_timeout_s: float,
+        policy: Policy,
+        allocation_wait_s: float,
+        limit: Limit | None,
     ) -> None:
         self._consumer, self._lanes, self._policy, self._limit = consumer, lanes, policy, limit
         self._partial = GroupAssembler(group_timeout_s)
@@ -63,22 +73,29 @@ class BatchAssembly:
         self._whole: deque[Group] = deque()  # whole, and not yet shown to the screen
         self._screened = 0
         self._changing = False  # what is queued; still set afterwards if an exception came in between
-        self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()  # under "caller": what may still be held; under the lock
+        # under "caller": what may still be held; under the lock
+        self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()
         self._somebody_waits = False  # for a batch: whoever it is releases nothing meanwhile
         self._closed = False
-        self._late: LateReturns | None = None  # what is put back goes there once nothing is formed here any more
-        self._lock = threading.RLock()  # groups are put back by whoever iterates, while others are gathered ahead
-        self._back: deque[list[Group]] = deque()  # put back, and not yet queued: put_back never comes in the middle of a change
+        # what is put back goes there once nothing is formed here any more
+        self._late: LateReturns | None = None
+        # groups are put back by whoever iterates, while others are gathered ahead
+        self._lock = threading.RLock()
+        # put back, and not yet queued: put_back never comes in the middle of a change
+        self._back: deque[list[Group]] = deque()
         self._is_cut = False  # nothing in self._complete is stale
         self._not_cut: list[Group] = []  # but for what was put back since
-        self._returned = False  # something was put back since the prefetcher began, which may have found the end before
+        # something was put back since the prefetcher began, which may have found the end before
+        self._returned = False
         self._chosen = Chosen()  # under the lock
         self._lags = Lags()
         self._oldest = NO_VERSION  # what is stamped in self._complete, and cut, has no version before this
 
     @property
     def lock_is_mine(self) -> bool:
-        """Whether this thread holds the lock; asked in a signal handler: whether it interrupted a locked section."""
+        """Whether this thread holds the lock; asked in a signal handler: whether it interrupted a locked
+        section.
+        """
         return is_mine(self._lock)
 
     def end(self) -> None:
@@ -94,7 +111,9 @@ class BatchAssembly:
         """Groups that were taken from lanes and are in no batch yet; any thread."""
         back = [group for groups in list(self._back) for group in groups]
         if producer_id is not None:
-            return self._complete.queued(producer_id) + sum(group.producer_id == producer_id for group in back)
+            return self._complete.queued(producer_id) + sum(
+                group.producer_id == producer_id for group in back
+            )
         return len(self._complete) + len(self._partial) + len(self._whole) + len(back)
 
     @property
@@ -107,11 +126,17 @@ class BatchAssembly:
         return handed_out if self._complete.formed is None else self._complete.formed
 
     def stats(self) -> dict[str, float]:
-        """Counters of the policy, groups that the screen kept out of batches, how stale those of all batches were; any thread."""
+        """Counters of the policy, groups that the screen kept out of batches, how stale those of all batches
+        were; any thread.
+        """
         return {"screened_total": self._screened, **self._complete.stats(), **self._lags.stats()}
 
     def committed(self) -> int | None:
-        """Groups committed whose step is not over, a fragment not yet read counting as one; None while they are moved. Any thread."""
+        """Groups committed whose step is not over, a fragment not yet read counting as one; None while they
+        are moved.
+
+        Any thread.
+        """
         if not self._lock.acquire(blocking=False):
             return None
         try:
@@ -120,10 +145,14 @@ class BatchAssembly:
             self._lock.release()
 
     def begin_step(self, groups: list[Group]) -> bool:
-        """A batch is handed out: how stale it is is counted, and the step before it is over. False: not handed out, since this closes."""
+        """A batch is handed out: how stale it is is counted, and the step before it is over.
+
+        False: not handed out, since this closes.
+        """
         with self._lock:
             self._chosen.begin_step(groups if self._limit else [])
-        if not self._closed:  # asked after the last lock: a handler that could only note a close has done so by now
+        # asked after the last lock: a handler that could only note a close has done so by now
+        if not self._closed:
             self.count_lags(groups)
         return not self._closed
 
@@ -143,32 +172,57 @@ class BatchAssembly:
 
     def most_stale(self, max_staleness: int | None) -> int | None:
         """What a batch allows: under a limit of steps, not more than those."""
-        return self._limit.max_off_policy_steps if max_staleness is None and self._limit is not None else max_staleness
+        return (
+            self._limit.max_off_policy_steps
+            if max_staleness is None and self._limit is not None
+            else max_staleness
+        )
 
     def want(self, groups: int | None, rows: int | None) -> Want:
         """What a batch is to be. Raises ValueError."""
         if self._limit is not None and groups != self._limit.groups_per_step:
-            raise ValueError(f"a batch of groups={groups}, rows={rows}: this consumer has groups_per_step={self._limit.groups_per_step}")
+            raise ValueError(
+                f"a batch of groups={groups}, rows={rows}: this consumer has "
+                f"groups_per_step={self._limit.groups_per_step}"
+            )
         if self._policy != "atropos":
             return Want(groups, rows)
         if (run := self._consumer.run) is None:
-            raise ValueError('policy "atropos" forms batches of run.batch_size trajectories: announce a run, Consumer(run=)')
+            raise ValueError(
+                'policy "atropos" forms batches of run.batch_size trajectories: announce a run, '
+                "Consumer(run=)"
+            )
         return Want(None, run.batch_size)
 
     def batches(
-        self, want: Want, *, layout: Layout, max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None,
+        self,
+        want: Want,
+        *,
+        layout: Layout,
+        max_staleness: int | None,
+        prefetch: int,
+        hold: Hold,
+        timeout_s: float | None,
         make: MakeBatch | None = None,
-    ) -> Iterator[Batch]:  # fmt: skip
+    ) -> Iterator[Batch]:
         """See Consumer.batches. Checks its arguments at once, not at the first `next`."""
         prefetch, timeout_s = check_count("prefetch", prefetch, 0, _MOST_PREFETCHED), check_timeout(timeout_s)
         if min(max_staleness or 0, timeout_s or 0) < 0:
             raise ValueError(f"max_staleness={max_staleness}, timeout_s={timeout_s}: at least 0 each")
         check_choice("layout", layout, ("padded", "packed"))
         check_choice("hold", hold, ("step", "gather", "caller"))
-        return self._iterate(want, (make or Batch, layout), self.most_stale(max_staleness), prefetch, hold, timeout_s)
+        return self._iterate(
+            want, (make or Batch, layout), self.most_stale(max_staleness), prefetch, hold, timeout_s
+        )
 
     def _iterate(
-        self, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, prefetch: int, hold: Hold, timeout_s: float | None
+        self,
+        want: Want,
+        making: tuple[MakeBatch, Layout],
+        max_staleness: int | None,
+        prefetch: int,
+        hold: Hold,
+        timeout_s: float | None,
     ) -> Iterator[Batch]:
         form = functools.partial(self._form, want, making, max_staleness)
         self._check_process()
@@ -204,8 +258,11 @@ class BatchAssembly:
                     self._consumer.end_step()
         finally:
             if ahead is not None:
-                ahead.end()  # no waiting: a collection may end an iteration in any thread, also in that one, and under the lock
-            if not self.lock_is_mine and threading.get_ident() == threading.main_thread().ident:  # whose handler owes it
+                # no waiting: a collection may end an iteration in any thread, also in that one, and under the
+                # lock
+                ahead.end()
+            # whose handler owes it
+            if not self.lock_is_mine and threading.get_ident() == threading.main_thread().ident:
                 self._consumer.close_if_owed()
 
     def _check_process(self) -> None:
@@ -229,7 +286,12 @@ class BatchAssembly:
         return ahead
 
     def _next(
-        self, ahead: Prefetcher | None, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, timeout_s: float | None
+        self,
+        ahead: Prefetcher | None,
+        want: Want,
+        making: tuple[MakeBatch, Layout],
+        max_staleness: int | None,
+        timeout_s: float | None,
     ) -> Batch | None:
         self._somebody_waits = True
         try:
@@ -237,46 +299,61 @@ class BatchAssembly:
                 return ahead.next(timeout_s)
             deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
             batch = self._form(want, making, max_staleness, Flag(), deadline_s)
-            if batch is not None or time.monotonic() < deadline_s or self._closed or self._consumer._drained():
+            if (
+                batch is not None
+                or time.monotonic() < deadline_s
+                or self._closed
+                or self._consumer._drained()
+            ):
                 return batch
         except queue.Empty:
             pass
         finally:
             self._somebody_waits = False
         raise ConsumerEmpty(
-            f"no batch of {want} within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living producer, "
-            f"{self._consumer.queue_groups()} groups are queued",
+            f"no batch of {want} within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have "
+            f"a living producer, {self._consumer.queue_groups()} groups are queued",
             hint=self._consumer.hint_when_empty(),
         )
 
     def _form(
-        self, want: Want, making: tuple[MakeBatch, Layout], max_staleness: int | None, stop: Flag | threading.Event,
+        self,
+        want: Want,
+        making: tuple[MakeBatch, Layout],
+        max_staleness: int | None,
+        stop: Flag | threading.Event,
         deadline_s: float = float("inf"),
-    ) -> Batch | None:  # fmt: skip
+    ) -> Batch | None:
         make, layout = making
         while (chosen := self.choose(want, max_staleness, stop, deadline_s)) is not None:
             try:
                 batch = as_batch(make(chosen, layout))
-                hand_out(chosen, Call.BATCHES, looked_at=False)  # not yet: lost before that, it is formed again
+                # not yet: lost before that, it is formed again
+                hand_out(chosen, Call.BATCHES, looked_at=False)
                 return batch
             except BaseException as error:
                 wrong = self._at_fault(error, chosen, layout)
                 at_fault = {id(group) for group, _ in wrong}
                 self.put_back([group for group in chosen if id(group) not in at_fault])
                 for group, why in wrong:
-                    log.error("group %s of %s is discarded: %s", group.records[0].group_id, group.producer_id, why)
+                    log.error(
+                        "group %s of %s is discarded: %s", group.records[0].group_id, group.producer_id, why
+                    )
                     self.finished([group])
                     self._discard(group, Discard.CORRUPT)
                 if not wrong:
                     raise
         return None
 
-    def _at_fault(self, error: BaseException, chosen: list[Group], layout: Layout) -> list[tuple[Group, Exception]]:
+    def _at_fault(
+        self, error: BaseException, chosen: list[Group], layout: Layout
+    ) -> list[tuple[Group, Exception]]:
         """The groups that cannot be read, if it is that; puts all back if the search is interrupted."""
         if not isinstance(error, Exception) or isinstance(error, (MemoryError, BatchTooBig)):
             return []
         try:
-            return in_another_thread(functools.partial(unreadable, chosen, layout))  # where no signal's handler raises
+            # where no signal's handler raises
+            return in_another_thread(functools.partial(unreadable, chosen, layout))
         except BaseException:
             self.put_back(chosen)
             raise
@@ -296,15 +373,24 @@ class BatchAssembly:
         return chosen
 
     def _begin_anew(self) -> None:
-        """Ends the last step. No batch is being formed, so groups of one that an exception lost are no longer counted."""
+        """Ends the last step.
+
+        No batch is being formed, so groups of one that an exception lost are no longer counted.
+        """
         self._consumer.end_step()
         with self._lock:
             self._chosen = Chosen()
 
     def choose(
-        self, want: Want, max_staleness: int | None, stop: Flag | threading.Event, deadline_s: float = float("inf")
+        self,
+        want: Want,
+        max_staleness: int | None,
+        stop: Flag | threading.Event,
+        deadline_s: float = float("inf"),
     ) -> list[Group] | None:
-        """The groups of the next batch, waiting for them; None when stopped, closed, too late, or drained with too few groups left."""
+        """The groups of the next batch, waiting for them; None when stopped, closed, too late, or drained
+        with too few groups left.
+        """
         idle_since = time.monotonic()
         while True:
             with self._lock:
@@ -325,7 +411,8 @@ class BatchAssembly:
             if self._consumer._drained():
                 with self._lock:
                     self._begin_change()
-                    self._cut_stale(max_staleness)  # what was put back meanwhile: formed again, it would only be withdrawn again
+                    # what was put back meanwhile: formed again, it would only be withdrawn again
+                    self._cut_stale(max_staleness)
                     chosen = self._take(want, now, last=True)
                     self._changing = False
                     return chosen
@@ -335,7 +422,9 @@ class BatchAssembly:
             self._consumer._wait(max(until_s - now, 0.0))
 
     def _begin_change(self) -> None:
-        """Under the lock, before what is queued changes; what an exception left of the last change is put right."""
+        """Under the lock, before what is queued changes; what an exception left of the last change is put
+        right.
+        """
         if self._changing:
             self._complete.recount()
             self._whole.extend(self._partial.completed())
@@ -351,7 +440,8 @@ class BatchAssembly:
         everything = self._complete.look_ahead(len(self._lanes))
         took = everything and self._take_records(_EVERYTHING, max_staleness)
         chosen = self._take(want, time.monotonic(), last=False)
-        if chosen is None and not everything:  # no more than can be missing: each record completes one group at most
+        # no more than can be missing: each record completes one group at most
+        if chosen is None and not everything:
             took = self._take_records(want.size - len(self._complete), max_staleness)
         return chosen, took
 
@@ -375,8 +465,14 @@ class BatchAssembly:
         while self._whole:
             self._queue(self._whole.popleft(), max_staleness)
         for group in self._partial.late(now, self._lanes.busy_producers()) if len(self._partial) else ():
-            log.warning("group %s of %s has %d of %d rows after %.0f s: discarded", group.records[0].group_id, group.producer_id,
-                        group.rows, group.size, self._partial.timeout_s)  # fmt: skip
+            log.warning(
+                "group %s of %s has %d of %d rows after %.0f s: discarded",
+                group.records[0].group_id,
+                group.producer_id,
+                group.rows,
+                group.size,
+                self._partial.timeout_s,
+            )
             self._discard(group, Discard.PARTIAL)
         if not records and len(self._partial):
             for group in self._partial.orphans(self._lanes.finished_producers()):
@@ -407,7 +503,9 @@ class BatchAssembly:
             hand_out([group], Call.BATCHES, looked_at=False)  # a screen's look is not the user's
 
     def _cut_stale(self, max_staleness: int | None) -> None:
-        """Looks at every group only when the oldest may have grown stale: what comes later is looked at when it comes."""
+        """Looks at every group only when the oldest may have grown stale: what comes later is looked at when
+        it comes.
+        """
         if max_staleness is None:
             self._is_cut, self._not_cut = False, []
             return
@@ -415,7 +513,9 @@ class BatchAssembly:
         self._oldest = oldest_version(self._not_cut, self._oldest)
         self._not_cut = []
         if not self._is_cut or is_stale(self._oldest, current, max_staleness):
-            for group in self._complete.remove(lambda group: is_stale(group.oldest_version, current, max_staleness)):
+            for group in self._complete.remove(
+                lambda group: is_stale(group.oldest_version, current, max_staleness)
+            ):
                 self._discard(group, Discard.STALE)
             self._oldest = oldest_version(self._complete)
             self._is_cut = True
@@ -435,7 +535,8 @@ class BatchAssembly:
         self.put_back(batch.groups)
 
     def put_back(self, groups: list[Group]) -> None:
-        """Groups of a batch that was not handed out, or not read, wait again, before all others, or for the next consumer; any thread.
+        """Groups of a batch that was not handed out, or not read, wait again, before all others, or for the
+        next consumer; any thread.
 
         An interrupted call may be repeated: what waits already is not queued twice.
         """
@@ -448,30 +549,50 @@ class BatchAssembly:
                 return
             waiting = set(map(id, itertools.chain(self._complete, *self._back)))
             self._returned = True
-            self._back.append([group for place, group in {id(group): group for group in groups}.items() if place not in waiting])
+            self._back.append(
+                [
+                    group
+                    for place, group in {id(group): group for group in groups}.items()
+                    if place not in waiting
+                ]
+            )
 
     def _check_stuck(self, want: Want) -> None:
-        """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else holds anything."""
+        """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else
+        holds anything.
+        """
         with self._lock:
             all_here = [*self._complete, *self._partial, *itertools.chain(*self._back)]
             sizes = [record.extent_bytes for group in all_here for record in group.records]
-            fragments = max((-(-len(group.records) * group.size // group.rows) for group in all_here), default=1)
+            fragments = max(
+                (-(-len(group.records) * group.size // group.rows) for group in all_here), default=1
+            )
             elsewhere = sum(len(handed.records) for handed in self._handed) if self._somebody_waits else 0
         stuck = self._lanes.stuck(len(sizes) + elsewhere)
         if stuck is None:
             return
         largest = max([*sizes, stuck.wanted_bytes])
         raise BatchTooBig(
-            f"a batch of {want} cannot be filled: {len(self._complete)} are complete, {len(self._partial)} in part; "
+            f"a batch of {want} cannot be filled: {len(self._complete)} are complete, {len(self._partial)} "
+            "in part; "
             + (f"who waits for it holds {elsewhere} records of batches before; " if elsewhere else "")
-            + (f"{stuck.dropped} were dropped without release, see take_back_dropped(); " if stuck.dropped else "")
-            + f"{stuck.lanes} lanes of {format_size(stuck.data_bytes)} in all hold {stuck.held} records of at most {format_size(largest)}, "
-            f"and their {stuck.live} living producers have no room for {format_size(stuck.wanted_bytes)} more",
+            + (
+                f"{stuck.dropped} were dropped without release, see take_back_dropped(); "
+                if stuck.dropped
+                else ""
+            )
+            + (
+                f"{stuck.lanes} lanes of {format_size(stuck.data_bytes)} in all hold {stuck.held} records "
+                f"of at most {format_size(largest)}, and their {stuck.live} living producers have no room "
+                f"for {format_size(stuck.wanted_bytes)} more"
+            ),
             hint=sizing.what_to_raise(
-                -(-(want.as_groups(all_here) * fragments + elsewhere) // stuck.live), largest, min([*sizes, stuck.wanted_bytes]) == largest
+                -(-(want.as_groups(all_here) * fragments + elsewhere) // stuck.live),
+                largest,
+                min([*sizes, stuck.wanted_bytes]) == largest,
             )
             + (", raise Consumer(lanes=): more lanes wait" if stuck.crowded else ""),
-        )  # fmt: skip
+        )
 
     def stop_prefetch(self) -> None:
         """What an iteration that is over has gathered ahead waits again."""
@@ -488,7 +609,9 @@ class BatchAssembly:
         forget_spare_memory()
 
     def forget(self) -> None:
-        """Lets go of every lease that was not handed out, un-released: the next consumer gets those records."""
+        """Lets go of every lease that was not handed out, un-released: the next consumer gets those
+        records.
+        """
         with self._lock:  # whoever iterates is through with what came, or finds that this is closed
             self._begin_change()
             abandon([*self._whole, *self._complete, *self._partial])
@@ -496,4 +619,8 @@ class BatchAssembly:
             self._complete.remove(lambda group: True)
             self._partial, self._not_cut = GroupAssembler(0.0), []
             if self._late is None:
-                self._late = LateReturns([lane.reader for lane in self._lanes], self._consumer._control.mapping, self._consumer.bridge)
+                self._late = LateReturns(
+                    [lane.reader for lane in self._lanes],
+                    self._consumer._control.mapping,
+                    self._consumer.bridge,
+                )

@@ -1,9 +1,9 @@
 """close() in a signal handler, which may interrupt the main thread anywhere.
 
-The rule: a handler that interrupts a section locked by its own thread waits for nothing that this section may keep from ending. There
-close() only notes that it is owed, and the interrupted call pays at its end. So every lock that close(), or a thread that it joins, may
-wait for is an RLock that close() asks for its owner; a test walks a consumer's parts for them. Knows locks and threads; knows nothing of
-what is closed.
+The rule: a handler that interrupts a section locked by its own thread waits for nothing that this section may
+keep from ending. There close() only notes that it is owed, and the interrupted call pays at its end. So every
+lock that close(), or a thread that it joins, may wait for is an RLock that close() asks for its owner; a test
+walks a consumer's parts for them. Knows locks and threads; knows nothing of what is closed.
 """
 
 import functools
@@ -24,8 +24,12 @@ class _Owes(Protocol):
 Owner = TypeVar("Owner", bound=_Owes)
 
 
-def then_close(call: Callable[Concatenate[Owner, Rest], Result]) -> Callable[Concatenate[Owner, Rest], Result]:
-    """A call that takes a lock: a close() that is owed is done at its end, also when it ends by an exception."""
+def then_close(
+    call: Callable[Concatenate[Owner, Rest], Result],
+) -> Callable[Concatenate[Owner, Rest], Result]:
+    """A call that takes a lock: a close() that is owed is done at its end, also when it ends by an
+    exception.
+    """
 
     @functools.wraps(call)
     def called(owner: Owner, /, *args: Rest.args, **options: Rest.kwargs) -> Result:

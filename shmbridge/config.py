@@ -1,4 +1,7 @@
-"""What a user may set, and how it is written: sizes, bridge names, the announcement of a training run. No I/O."""
+"""What a user may set, and how it is written: sizes, bridge names, the announcement of a training run.
+
+No I/O.
+"""
 
 import difflib
 import math
@@ -19,8 +22,8 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 class Run(msgspec.Struct, frozen=True):
     """A training run as its learner announces it; environments steer by it (Atropos' `/register`).
 
-    `batch_size` counts trajectories, `max_token_len` tokens of one trajectory (0 or less: no limit), `num_steps` optimizer steps;
-    `save_checkpoint_interval` is in steps, -1 never.
+    `batch_size` counts trajectories, `max_token_len` tokens of one trajectory (0 or less: no limit),
+    `num_steps` optimizer steps; `save_checkpoint_interval` is in steps, -1 never.
     """
 
     batch_size: int = 64
@@ -36,7 +39,9 @@ class Run(msgspec.Struct, frozen=True):
 def check_bridge_name(bridge: str) -> str:
     """Returns the name, or raises BadBridgeName."""
     if not isinstance(bridge, str) or not _NAME.fullmatch(bridge):
-        raise BadBridgeName(f"bridge name {bridge!r} is not 1 to 48 of A-Z a-z 0-9 _ -", hint='choose a name such as "run1"')
+        raise BadBridgeName(
+            f"bridge name {bridge!r} is not 1 to 48 of A-Z a-z 0-9 _ -", hint='choose a name such as "run1"'
+        )
     return bridge
 
 
@@ -45,7 +50,9 @@ def check_producer_id(given: str | None) -> str:
     if given is None:
         return ""
     if not isinstance(given, str):
-        raise BadArgument(f"producer_id={given!r} is a {type(given).__name__}, no text", hint=f'producer_id="{given}"')
+        raise BadArgument(
+            f"producer_id={given!r} is a {type(given).__name__}, no text", hint=f'producer_id="{given}"'
+        )
     if (size := len(given.encode(errors="surrogatepass"))) > _LONGEST_ID:
         raise BadArgument(
             f"producer_id {given[:20]!r}... has {size} bytes of UTF-8, allowed are {_LONGEST_ID}",
@@ -69,8 +76,14 @@ def check_run(run: Run | None) -> Run | None:
     """Returns the run, or raises BadArgument."""
     if run is None or isinstance(run, Run):
         return run
-    shown = ", ".join(f"{key}={value!r}" for key, value in run.items()) if isinstance(run, dict) else "batch_size=64"
-    raise BadArgument(f"run= is a {type(run).__name__}, not a shmbridge.Run", hint=f"run=shmbridge.Run({shown:.200})")
+    shown = (
+        ", ".join(f"{key}={value!r}" for key, value in run.items())
+        if isinstance(run, dict)
+        else "batch_size=64"
+    )
+    raise BadArgument(
+        f"run= is a {type(run).__name__}, not a shmbridge.Run", hint=f"run=shmbridge.Run({shown:.200})"
+    )
 
 
 def check_lanes(lanes: int | str) -> int | None:
@@ -78,7 +91,10 @@ def check_lanes(lanes: int | str) -> int | None:
     if lanes == "auto":
         return None
     if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
-        raise BadArgument(f"lanes={lanes!r} is no number of lanes from 1", hint='lanes="auto", or as many as environments write at once')
+        raise BadArgument(
+            f"lanes={lanes!r} is no number of lanes from 1",
+            hint='lanes="auto", or as many as environments write at once',
+        )
     return lanes
 
 
@@ -89,7 +105,10 @@ def check_count(name: str, count: object, least: int, most: int) -> int:
     except TypeError:
         number = None
     if number is None or not least <= number <= most:
-        raise BadArgument(f"{name}={count!r} is no whole number from {least} to {most}", hint=f"{name}={min(max(least, 1), most)}")
+        raise BadArgument(
+            f"{name}={count!r} is no whole number from {least} to {most}",
+            hint=f"{name}={min(max(least, 1), most)}",
+        )
     return number
 
 
@@ -106,7 +125,9 @@ def check_timeout(timeout_s: float | None) -> float | None:
     except (TypeError, ValueError):
         seconds = math.nan
     if math.isnan(seconds):
-        raise BadArgument(f"timeout_s={timeout_s!r} is no number of seconds", hint="timeout_s=5.0, or None to wait for ever")
+        raise BadArgument(
+            f"timeout_s={timeout_s!r} is no number of seconds", hint="timeout_s=5.0, or None to wait for ever"
+        )
     if isinstance(timeout_s, str):
         raise BadArgument(f"timeout_s={timeout_s!r} is text", hint=f"timeout_s={timeout_s}, without quotes")
     return seconds
@@ -117,11 +138,21 @@ def check_lane_bytes(size: int | str, least: int) -> int:
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         whole = isinstance(size, float) and size >= least and size == int(size)
         hint = f"lane_bytes={int(size)}" if whole else 'lane_bytes="64M"'
-        raise BadArgument(f"lane_bytes={size!r} is a {type(size).__name__}: bytes as an int, or a text such as \"64M\"", hint=hint)
+        raise BadArgument(
+            f'lane_bytes={size!r} is a {type(size).__name__}: bytes as an int, or a text such as "64M"',
+            hint=hint,
+        )
     found = parse_size(size)
     if found < least:
-        meant = f'lane_bytes="{size}M" if mebibytes were meant, or ' if str(size).isdigit() and 0 < int(size) <= 1 << 20 else ""
-        raise BadArgument(f"lane_bytes={size!r} is less than the least, {least} ({format_size(least)})", hint=f'{meant}lane_bytes="64M"')
+        meant = (
+            f'lane_bytes="{size}M" if mebibytes were meant, or '
+            if str(size).isdigit() and 0 < int(size) <= 1 << 20
+            else ""
+        )
+        raise BadArgument(
+            f"lane_bytes={size!r} is less than the least, {least} ({format_size(least)})",
+            hint=f'{meant}lane_bytes="64M"',
+        )
     return found & ~63
 
 
@@ -136,7 +167,10 @@ def parse_size(size: int | str) -> int:
 
 
 def parse_port(text: str) -> int:
-    """A TCP port of a command line, 0 for one that is free. For argparse's `type`: raises its ArgumentTypeError."""
+    """A TCP port of a command line, 0 for one that is free.
+
+    For argparse's `type`: raises its ArgumentTypeError.
+    """
     if text.strip().isascii() and text.strip().isdigit() and int(text) <= _LAST_PORT:
         return int(text)
     from argparse import ArgumentTypeError

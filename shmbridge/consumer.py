@@ -1,7 +1,8 @@
 """Consumer: the hub of a bridge. Takes records in place and hands them out, one by one or as batches.
 
-Knows the hub lock and who may call what; which lanes there are is lanes.py's, how groups become batches is batching.py's, what the
-bridge is told is hub.py's, what environments and learner ranks ask on the side is control.py's.
+Knows the hub lock and who may call what; which lanes there are is lanes.py's, how groups become batches is
+batching.py's, what the bridge is told is hub.py's, what environments and learner ranks ask on the side is
+control.py's.
 """
 
 import asyncio
@@ -49,22 +50,30 @@ _DRAIN_GRACE_S = 0.05
 class Consumer(Hub):
     """The one hub of a bridge; a context manager.
 
-    For one thread at a time, which SHMBRIDGE_DEBUG=1 checks, except stats, publish_policy_version, pause, resume and drain.
-    Construction adopts every lane that exists, also those of dead producers, before anything is removed. A record is released by a word
-    only: its release(), the end of its own `with`, the next step of an iteration. The end of the consumer's `with` releases nothing, nor
-    does close(): the next consumer gets again what is held. docs/reference/releases.md has every case.
+    For one thread at a time, which SHMBRIDGE_DEBUG=1 checks, except stats, publish_policy_version, pause,
+    resume and drain. Construction adopts every lane that exists, also those of dead producers, before
+    anything is removed. A record is released by a word only: its release(), the end of its own `with`, the
+    next step of an iteration. The end of the consumer's `with` releases nothing, nor does close(): the next
+    consumer gets again what is held. docs/reference/releases.md has every case.
 
     Args:
         bridge: name of the bridge.
         run: the training run to announce; environments wait for one.
-        lanes: most lanes taken from at once; more wait until others are done with. "auto": as many as descriptors allow, 1024 at most.
-        resume: "redeliver" hands out what an earlier consumer left un-released; "discard" counts and drops it.
-        schema: a pyarrow.Schema whose fields extend the standard columns; producers that disagree on a type are refused.
-        group_timeout_s: a group whose fragments do not all come within this many seconds is discarded and counted.
-        policy: how batches are formed: "fair" over environments, "atropos" as the Atropos server does, or "oldest" version first.
-        allocation_wait_s: seconds a batch is held back under "fair" for an environment that is promised a part of it.
-        max_off_policy_steps: producers that ask (Producer.begin_group) begin no group that would be trained with later than so many
-            steps on, and no batch holds a group of more versions, whoever sent it; with policy "oldest". None: no limit.
+        lanes: most lanes taken from at once; more wait until others are done with. "auto": as many as
+            descriptors allow, 1024 at most.
+        resume: "redeliver" hands out what an earlier consumer left un-released; "discard" counts and drops
+            it.
+        schema: a pyarrow.Schema whose fields extend the standard columns; producers that disagree on a type
+            are refused.
+        group_timeout_s: a group whose fragments do not all come within this many seconds is discarded and
+            counted.
+        policy: how batches are formed: "fair" over environments, "atropos" as the Atropos server does, or
+            "oldest" version first.
+        allocation_wait_s: seconds a batch is held back under "fair" for an environment that is promised a
+            part of it.
+        max_off_policy_steps: producers that ask (Producer.begin_group) begin no group that would be trained
+            with later than so many steps on, and no batch holds a group of more versions, whoever sent it;
+            with policy "oldest". None: no limit.
         groups_per_step: groups of a batch, where the limit is to be kept.
 
     Raises:
@@ -74,11 +83,18 @@ class Consumer(Hub):
     """
 
     def __init__(
-        self, bridge: str, run: Run | None = None, lanes: int | Literal["auto"] = "auto",
+        self,
+        bridge: str,
+        run: Run | None = None,
+        lanes: int | Literal["auto"] = "auto",
         resume: Literal["redeliver", "discard"] = "redeliver",
-        schema: "pa.Schema | None" = None, group_timeout_s: float = 600.0, policy: Policy = "fair", allocation_wait_s: float = 10.0,
-        max_off_policy_steps: int | None = None, groups_per_step: int | None = None,
-    ) -> None:  # fmt: skip
+        schema: "pa.Schema | None" = None,
+        group_timeout_s: float = 600.0,
+        policy: Policy = "fair",
+        allocation_wait_s: float = 10.0,
+        max_off_policy_steps: int | None = None,
+        groups_per_step: int | None = None,
+    ) -> None:
         if resume not in ("redeliver", "discard"):
             raise ValueError(f'resume={resume!r} is not "redeliver" or "discard"')
         self.columns = columns_of(schema)
@@ -94,16 +110,23 @@ class Consumer(Hub):
             participation.leave(self._control.mapping.fd, bridge)
             raise
         self._no_exit_call = at_exit(self._leave_unclosed)
-        one_thread.watch(self, f"the consumer of bridge {bridge!r}", ("get", "poll", "_take", "batches", "take_groups"))
+        one_thread.watch(
+            self, f"the consumer of bridge {bridge!r}", ("get", "poll", "_take", "batches", "take_groups")
+        )
 
-    # -- becoming the hub ---------------------------------------------------------------------------------------------------------
+    # -- becoming the hub
+    # --------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _enter(bridge: str) -> header.Control:
         """Takes the hub lock, or raises ConsumerTaken."""
         control = participation.open_control(bridge)
         namespace = liveness.pid_namespace()
-        if not liveness.lock_after(lambda: control.hub_pid if control.hub_pid_namespace == namespace else 0, control.mapping.fd, Byte.HUB):
+        if not liveness.lock_after(
+            lambda: control.hub_pid if control.hub_pid_namespace == namespace else 0,
+            control.mapping.fd,
+            Byte.HUB,
+        ):
             pid = control.hub_pid
             participation.leave(control.mapping.fd, bridge)
             me = " (this very process)" if pid == os.getpid() else ""
@@ -115,18 +138,29 @@ class Consumer(Hub):
         header.fault(b"hub.locked")
         return control
 
-    def _start(self, lanes: int | None, resume: str, group_timeout_s: float, policy: Policy, allocation_wait_s: float) -> None:
-        """Everything a hub does before it serves; whoever dies or fails in here leaves the bridge as it was."""
-        self._lanes = LaneSet(self.bridge, self._control, self.columns, limits.lanes_at_most() if lanes is None else lanes)
+    def _start(
+        self, lanes: int | None, resume: str, group_timeout_s: float, policy: Policy, allocation_wait_s: float
+    ) -> None:
+        """Everything a hub does before it serves; whoever dies or fails in here leaves the bridge as it
+        was.
+        """
+        self._lanes = LaneSet(
+            self.bridge, self._control, self.columns, limits.lanes_at_most() if lanes is None else lanes
+        )
         self._turns = self._lanes.turns
         try:
             self._lanes.adopt(strict=True)
-            self.hub_epoch = self._control.begin_epoch(os.getpid(), liveness.pid_namespace(), self.columns.encode())
-            self._lanes.look_for_ranks()  # after the epoch was stored: a rank that joins the old one sees that
+            self.hub_epoch = self._control.begin_epoch(
+                os.getpid(), liveness.pid_namespace(), self.columns.encode()
+            )
+            # after the epoch was stored: a rank that joins the old one sees that
+            self._lanes.look_for_ranks()
             if self.run is not None:
                 self._control.next_run()
             self._sleep = HubWait(self._control.mapping)
-            self._batching = BatchAssembly(self, self._lanes, group_timeout_s, policy, allocation_wait_s, self._limit)
+            self._batching = BatchAssembly(
+                self, self._lanes, group_timeout_s, policy, allocation_wait_s, self._limit
+            )
             if resume == "discard":
                 for record in self._lanes.take_backlog():
                     self.discard(record, Discard.RESUME)
@@ -142,10 +176,13 @@ class Consumer(Hub):
 
         return ControlServer(self.bridge, self, self._batching.queue_view)
 
-    # -- taking records -----------------------------------------------------------------------------------------------------------
+    # -- taking records
+    # --------------------------------------------------------------------------------------------------------
 
     def get(self, timeout_s: float | None = None) -> Record:
-        """The next record of any lane, leased until its release(). Blocks at most `timeout_s` seconds (None: for ever).
+        """The next record of any lane, leased until its release().
+
+        Blocks at most `timeout_s` seconds (None: for ever).
 
         Raises:
             ConsumerEmpty: none came in time; the message says who is alive.
@@ -174,7 +211,11 @@ class Consumer(Hub):
         return record
 
     def poll(self, max_records: int = 256) -> list[Record]:
-        """Up to `max_records` records that are there now, each leased until its own release(), fairly over the lanes. Never blocks."""
+        """Up to `max_records` records that are there now, each leased until its own release(), fairly over
+        the lanes.
+
+        Never blocks.
+        """
         if self._ranks is None and (records := self._turns.poll(max_records)):
             return records
         self._check_mine()
@@ -185,9 +226,12 @@ class Consumer(Hub):
             self.close_if_owed()
 
     def __iter__(self) -> Iterator[Record]:
-        """Records as they come, until close(), or until drain() and nothing is left. Each step releases what the one before yielded.
+        """Records as they come, until close(), or until drain() and nothing is left.
 
-        A `break`, an exception or close() releases nothing: the record of that step is released by its release() only.
+        Each step releases what the one before yielded.
+
+        A `break`, an exception or close() releases nothing: the record of that step is released by its
+        release() only.
         """
         self._check_mine()
         with self._until_closed():
@@ -215,28 +259,42 @@ class Consumer(Hub):
                         return
 
     def batches(
-        self, groups: int = 8, layout: "Layout" = "packed", max_staleness: int | None = None, prefetch: int = 1, hold: Hold = "step",
-        timeout_s: float | None = None, rows: int | None = None, make: "MakeBatch | None" = None, whole_rows: bool = False,
-    ) -> "Iterator[Batch]":  # fmt: skip
+        self,
+        groups: int = 8,
+        layout: "Layout" = "packed",
+        max_staleness: int | None = None,
+        prefetch: int = 1,
+        hold: Hold = "step",
+        timeout_s: float | None = None,
+        rows: int | None = None,
+        make: "MakeBatch | None" = None,
+        whole_rows: bool = False,
+    ) -> "Iterator[Batch]":
         """Batches of whole groups, oldest first, until close(), or until drain() and too few are left.
 
-        Blocks in `next` until a batch is full. Do not call get or poll while iterating, and iterate once at a time.
+        Blocks in `next` until a batch is full. Do not call get or poll while iterating, and iterate once at a
+        time.
 
         Args:
-            groups: groups in a batch; under policy "atropos" a batch has `run.batch_size` trajectories instead.
+            groups: groups in a batch; under policy "atropos" a batch has `run.batch_size` trajectories
+                instead.
             layout: "packed" (N,) with cu_seqlens and position_ids, or "padded" (B, T).
-            max_staleness: groups more versions older than the current one are discarded and counted; None: none is.
+            max_staleness: groups more versions older than the current one are discarded and counted; None:
+                none is.
             prefetch: batches gathered ahead in a thread, 0 or more.
-            hold: "step" keeps the leases until batch.release() or the next iteration, so that a killed learner's
-                successor gets the batch again; "caller" until batch.release() only; "gather" ends them once gathered: at most once.
-                A `break` releases nothing: leave the loop by `with batch:` or batch.release().
+            hold: "step" keeps the leases until batch.release() or the next iteration, so that a killed
+                learner's successor gets the batch again; "caller" until batch.release() only; "gather" ends
+                them once gathered: at most once. A `break` releases nothing: leave the loop by `with batch:`
+                or batch.release().
             timeout_s: seconds that `next` waits; None: for ever.
             rows: trajectories in a batch, instead of groups: whole groups as far as they fit, at least one.
-            make: makes a batch of leased groups and a layout, in the thread that forms batches; None: `Batch` itself. For a subclass.
+            make: makes a batch of leased groups and a layout, in the thread that forms batches; None: `Batch`
+                itself. For a subclass.
             whole_rows: `loss_mask` is 1 in the rows that have neither a mask nor `prompt_length`, and not 0.
 
         Raises:
-            ConsumerEmpty: no batch could be formed in time; what is queued stays. Begin another iteration to go on.
+            ConsumerEmpty: no batch could be formed in time; what is queued stays. Begin another iteration to
+                go on.
             BatchTooBig: the lanes are full of what the batch already has, so that it can never be filled.
             IterationOver: a later iteration, or take_groups, took what this one had gathered ahead.
         """
@@ -244,21 +302,35 @@ class Consumer(Hub):
         want = self._batching.want(groups if rows is None else None, rows)
         make = batch.whole_rows(make) if whole_rows else make
         return self._batching.batches(
-            want, layout=layout, max_staleness=max_staleness, prefetch=prefetch, hold=hold, timeout_s=timeout_s, make=make
-        )  # fmt: skip
+            want,
+            layout=layout,
+            max_staleness=max_staleness,
+            prefetch=prefetch,
+            hold=hold,
+            timeout_s=timeout_s,
+            make=make,
+        )
 
     @then_close
     def take_groups(
-        self, *, groups: int | None = None, rows: int | None = None, max_staleness: int | None = None, timeout_s: float = 0.0
+        self,
+        *,
+        groups: int | None = None,
+        rows: int | None = None,
+        max_staleness: int | None = None,
+        timeout_s: float = 0.0,
     ) -> list[Group] | None:
-        """The whole groups of the next batch, leased and in place, for who does not want arrays; None if there is no batch in time.
+        """The whole groups of the next batch, leased and in place, for who does not want arrays; None if
+        there is no batch in time.
 
-        Blocks at most `timeout_s` seconds. Each group's `records` are the caller's to release, or to return with `put_back`. The batch
-        is counted as a step. Do not call get or poll, nor iterate over batches, beside it.
+        Blocks at most `timeout_s` seconds. Each group's `records` are the caller's to release, or to return
+        with `put_back`. The batch is counted as a step. Do not call get or poll, nor iterate over batches,
+        beside it.
 
         Args:
             groups: groups in the batch; or else
-            rows: trajectories in it. Under policy "atropos" neither is used: a batch has `run.batch_size` trajectories.
+            rows: trajectories in it. Under policy "atropos" neither is used: a batch has `run.batch_size`
+                trajectories.
             max_staleness: as in batches.
             timeout_s: seconds to wait.
         """
@@ -277,16 +349,20 @@ class Consumer(Hub):
         self._batching.put_back(groups)
 
     def screen(self, keep: Screen | None) -> None:
-        """Shows every whole group to `keep` before it goes into a batch, and releases those it returns False for: `screened_total`.
+        """Shows every whole group to `keep` before it goes into a batch, and releases those it returns False
+        for: `screened_total`.
 
-        It runs in the thread that forms batches: be quick, call no consumer. What it raises ends the batches; its group stays.
+        It runs in the thread that forms batches: be quick, call no consumer. What it raises ends the batches;
+        its group stays.
         """
         self._batching.screen = keep
 
     def take_back_dropped(self) -> int:
-        """Hands out again, `redelivered`, the records that were looked at and whose leases were dropped without release; how many.
+        """Hands out again, `redelivered`, the records that were looked at and whose leases were dropped
+        without release; how many.
 
-        They come before all others, in their order, from get, poll, iteration and batches alike. Never blocks; the consumer's thread.
+        They come before all others, in their order, from get, poll, iteration and batches alike. Never
+        blocks; the consumer's thread.
         """
         self._check_mine()
         self._check_open()
@@ -306,7 +382,10 @@ class Consumer(Hub):
     def _check_mine(self) -> None:
         self.close_if_owed()
         if self._ranks is not None:
-            raise ServesRanks(f"the consumer of bridge {self.bridge!r} serves ranks", hint="read through a shmbridge.Rank, here too")
+            raise ServesRanks(
+                f"the consumer of bridge {self.bridge!r} serves ranks",
+                hint="read through a shmbridge.Rank, here too",
+            )
 
     def discard(self, record: Record, reason: Discard) -> None:
         """Releases a record unread and counts it."""
@@ -333,7 +412,9 @@ class Consumer(Hub):
             return self._loop_bell
 
     def _drained(self) -> bool:
-        """Whether the bridge is draining and nothing is left; gives a put that is under way the time to commit."""
+        """Whether the bridge is draining and nothing is left; gives a put that is under way the time to
+        commit.
+        """
         if not self._control.draining:
             return False
         time.sleep(_DRAIN_GRACE_S)
@@ -341,27 +422,38 @@ class Consumer(Hub):
 
     def _empty(self, timeout_s: float | None) -> ConsumerEmpty:
         return ConsumerEmpty(
-            f"no record within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living producer"
-            + self._lanes.dropped_words(),
+            f"no record within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living "
+            "producer" + self._lanes.dropped_words(),
             hint=self.hint_when_empty(),
         )
 
     @then_close
     def serve_ranks(
-        self, world_size: int, groups: int = 8, mode: "Mode" = "sharded", max_staleness: int | None = None, prefetch: int = 1,
+        self,
+        world_size: int,
+        groups: int = 8,
+        mode: "Mode" = "sharded",
+        max_staleness: int | None = None,
+        prefetch: int = 1,
         dead_rank: "DeadRank" = "wait",
-    ) -> "RankServer":  # fmt: skip
-        """Deals batches out to `world_size` learner ranks (shmbridge.Rank) from now on, in a thread. Does not block.
+    ) -> "RankServer":
+        """Deals batches out to `world_size` learner ranks (shmbridge.Rank) from now on, in a thread.
 
-        get, poll and batches raise ServesRanks from now on. The server it returns says when all is done: `wait`, `idle`, `stats`.
+        Does not block.
+
+        get, poll and batches raise ServesRanks from now on. The server it returns says when all is done:
+        `wait`, `idle`, `stats`.
 
         Args:
             world_size: ranks, 1 to 1024; rank 0 may well be in this process.
-            groups: groups of a batch, over all ranks, at least one for each; under policy "atropos" as in batches.
-            mode: "sharded": every rank gets groups of its own, as many as the others and about as many tokens; "broadcast": all groups.
+            groups: groups of a batch, over all ranks, at least one for each; under policy "atropos" as in
+                batches.
+            mode: "sharded": every rank gets groups of its own, as many as the others and about as many
+                tokens; "broadcast": all groups.
             max_staleness: as in batches.
             prefetch: batches formed ahead of the one that is being read.
-            dead_rank: what a dead rank leaves goes to the next process that takes its number ("wait"), or to the others ("spread").
+            dead_rank: what a dead rank leaves goes to the next process that takes its number ("wait"), or to
+                the others ("spread").
         """
         from shmbridge.ranks import RankServer
 
@@ -372,13 +464,20 @@ class Consumer(Hub):
         with self._closing:  # close() stops its thread
             self._check_open()
             server = self._ranks = RankServer(
-                self, self._batching, world_size=world_size, groups=groups, mode=mode, max_staleness=max_staleness, prefetch=prefetch,
+                self,
+                self._batching,
+                world_size=world_size,
+                groups=groups,
+                mode=mode,
+                max_staleness=max_staleness,
+                prefetch=prefetch,
                 dead_rank=dead_rank,
-            )  # fmt: skip
+            )
         self.look_again()
         return server
 
-    # -- the end ------------------------------------------------------------------------------------------------------------------
+    # -- the end
+    # --------------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed or self._control.mapping.forked:  # in a child of fork, _control says so itself
@@ -397,12 +496,15 @@ class Consumer(Hub):
             self._ranks.stop()
 
     def close(self) -> None:
-        """Gives the bridge up; releases nothing. Records handed out and not released come to the next consumer again, as do those not
-        yet handed out; live views stay valid and keep the hub lock until the last is gone.
+        """Gives the bridge up; releases nothing.
 
-        Idempotent, goes on where an interrupt ended it; blocks while another thread closes; does nothing in a child of fork, nor in a
-        signal handler that interrupts it. In a handler that interrupts a call of this thread which holds a lock, it only notes that it is
-        to close: that call, or the next step of an iteration, closes. Nothing more is handed out meanwhile.
+        Records handed out and not released come to the next consumer again, as do those not yet handed out;
+        live views stay valid and keep the hub lock until the last is gone.
+
+        Idempotent, goes on where an interrupt ended it; blocks while another thread closes; does nothing in a
+        child of fork, nor in a signal handler that interrupts it. In a handler that interrupts a call of this
+        thread which holds a lock, it only notes that it is to close: that call, or the next step of an
+        iteration, closes. Nothing more is handed out meanwhile.
         """
         if self._control_words is None or self._control_words.mapping.forked or is_mine(self._one_closer):
             return

@@ -4,7 +4,8 @@ Only conversations: what everybody must agree on (policy version, pause, hub epo
 the data path runs without any of this. The socket lies in an owner-only directory on the shared-memory mount,
 so that containers which share that mount can talk.
 
-Knows nothing of lanes and records. The hub owns a `ControlServer`; everybody else uses a client (control_client.py).
+Knows nothing of lanes and records. The hub owns a `ControlServer`; everybody else uses a client
+(control_client.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from shmbridge import messages
 from shmbridge._ext.mapping import Descriptor
 from shmbridge.closing import is_mine
 from shmbridge.config import Run
-from shmbridge.control_client import CUT_OFF_BYTES, AsyncControlClient, ControlClient, RequestRefused, control_address
+from shmbridge.control_client import (
+    CUT_OFF_BYTES,
+    AsyncControlClient,
+    ControlClient,
+    RequestRefused,
+    control_address,
+)
 from shmbridge.environments import Environments, HubView, QueueView
 from shmbridge.errors import ShmPermission
 from shmbridge.in_thread import Joined
@@ -49,7 +56,8 @@ _NUMBERS = 1 << 31  # what environments count in
 _VERSIONS = 1 << 62
 _HANDSHAKE_MS = 2000  # then a connection that says nothing is cut off
 _AFTER_STUMBLE_S = 0.1
-_LOOK_AGAIN_S = 0.05  # while somebody waits to begin a group: a death or a discard makes room, and nobody says so
+# while somebody waits to begin a group: a death or a discard makes room, and nobody says so
+_LOOK_AGAIN_S = 0.05
 _GONE_AFTER_S = 5.0  # who waits asks again ten times meanwhile
 _MOST_WAITING = 1024
 
@@ -62,7 +70,9 @@ class ControlServer:
     Only the holder of the bridge's hub lock may construct one: it removes the socket of a dead predecessor.
     """
 
-    def __init__(self, bridge: str, hub: HubView, queue: QueueView | None = None, *, first_env_id: int = 0) -> None:
+    def __init__(
+        self, bridge: str, hub: HubView, queue: QueueView | None = None, *, first_env_id: int = 0
+    ) -> None:
         self._bridge = bridge
         self._hub = hub
         self._environments = Environments(hub, queue, first_env_id)
@@ -70,12 +80,16 @@ class ControlServer:
         self._pid = os.getpid()
         self._closed = False
         self._closing = threading.Lock()
-        self._bell = threading.RLock()  # who rings does so before close() closes the descriptor, or not at all
+        # who rings does so before close() closes the descriptor, or not at all
+        self._bell = threading.RLock()
         _make_private(socket_directory(bridge))
         self._context = zmq.Context()
         self._socket = self._bind()
-        self._stop, self._again = (Descriptor(os.eventfd(0, os.EFD_CLOEXEC), kept_from_children=False) for _ in range(2))
-        self._waiting: dict[bytes, tuple[list[bytes], float]] = {}  # peer -> a request that has no answer yet, and when it came
+        self._stop, self._again = (
+            Descriptor(os.eventfd(0, os.EFD_CLOEXEC), kept_from_children=False) for _ in range(2)
+        )
+        # peer -> a request that has no answer yet, and when it came
+        self._waiting: dict[bytes, tuple[list[bytes], float]] = {}
         self._look_again_s: float | None = None  # when, by time.monotonic()
         self._thread = Joined(self._serve, f"shmbridge-control-{bridge}")
         try:
@@ -85,21 +99,24 @@ class ControlServer:
             raise
 
     def stats(self) -> dict[str, int]:
-        """Return counters of requests, and how many environments are known. Never blocks; any thread."""
+        """Returns counters of requests, and how many environments are known. Never blocks; any thread."""
         return {**self._counters, "environments": len(self._environments)}
 
     @property
     def shares(self) -> Mapping[str, EnvShare]:
-        """Return what the registered environments ask for, by producer id: an immutable snapshot. Never blocks; any thread."""
+        """Returns what the registered environments ask for, by producer id: an immutable snapshot.
+
+        Never blocks; any thread.
+        """
         return self._environments.shares
 
     @property
     def lock_is_mine(self) -> bool:
-        """Return whether this thread is just ringing: a handler that closes then would wait for itself."""
+        """Returns whether this thread is just ringing: a handler that closes then would wait for itself."""
         return is_mine(self._bell)
 
     def look_again(self) -> None:
-        """Try again to answer those who wait, because something has changed. Never blocks; any thread."""
+        """Tries again to answer those who wait, because something has changed. Never blocks; any thread."""
         with self._bell:
             if not self._closed:
                 os.eventfd_write(self._again.fd, 1)
@@ -120,7 +137,8 @@ class ControlServer:
             if self._stop.fd >= 0:
                 os.eventfd_write(self._stop.fd, 1)
                 self._thread.join()
-                self._socket.close(linger=100)  # Context.destroy forgets it when it is interrupted, and the next waits for it for ever
+                # Context.destroy forgets it when it is interrupted, and the next waits for it for ever
+                self._socket.close(linger=100)
                 self._context.term()
                 remove_folder(socket_directory(self._bridge))
                 self._stop.close()
@@ -163,12 +181,17 @@ class ControlServer:
             self._reply(peer, frames, time.monotonic())
 
     def _until_look_ms(self) -> int | None:
-        return None if self._look_again_s is None else max(math.ceil((self._look_again_s - time.monotonic()) * 1000), 0)
+        return (
+            None
+            if self._look_again_s is None
+            else max(math.ceil((self._look_again_s - time.monotonic()) * 1000), 0)
+        )
 
     def _reply(self, peer: bytes, frames: list[bytes], came_s: float) -> None:
         request_id, answer = self._answer(frames)
         if answer is None:
-            self._waiting[peer] = frames, came_s  # a peer has one request under way; said again, it is the same one
+            # a peer has one request under way; said again, it is the same one
+            self._waiting[peer] = frames, came_s
             if len(self._waiting) > _MOST_WAITING:  # peers that are gone, mostly; one that is not asks again
                 del self._waiting[next(iter(self._waiting))]
             return
@@ -243,7 +266,7 @@ class ControlServer:
 
 
 def _make_private(directory: Path) -> None:
-    """Make it ours and ours alone, or refuse: whoever may write there could answer in the hub's place."""
+    """Makes it ours and ours alone, or refuse: whoever may write there could answer in the hub's place."""
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     found = directory.lstat()
@@ -260,7 +283,7 @@ def _unknown(env_id: int) -> Refused:
 
 
 def _fault_of(wish: Register) -> Refused | None:
-    """Return the refusal of an environment whose numbers would make the steering arithmetic meaningless."""
+    """Returns the refusal of an environment whose numbers would make the steering arithmetic meaningless."""
     share = wish.min_batch_allocation
     if not (1 <= wish.group_size < _NUMBERS and 0 <= wish.max_token_length < _NUMBERS):
         fault = f"group_size {wish.group_size}, max_token_length {wish.max_token_length}"
@@ -278,8 +301,12 @@ def _fault_of(wish: Register) -> Refused | None:
 
 
 def _fault_of_run(run: Run) -> Refused | None:
-    """Return the refusal of a run whose numbers are no counts of anything."""
+    """Returns the refusal of a run whose numbers are no counts of anything."""
     for name in ("batch_size", "max_token_len", "num_steps", "starting_step", "save_checkpoint_interval"):
         if not -_NUMBERS < getattr(run, name) < _NUMBERS:
-            return Refused(messages.BAD_VALUE, f"cannot announce a run with {name} {getattr(run, name)}", "correct the run")
+            return Refused(
+                messages.BAD_VALUE,
+                f"cannot announce a run with {name} {getattr(run, name)}",
+                "correct the run",
+            )
     return None

@@ -1,7 +1,7 @@
 """How a participant asks the hub of a bridge: one request, one answer, over the control socket.
 
-The hub may die and another come between the two: the question is asked again. Knows messages and deadlines; knows nothing of
-the hub's side, of lanes or of records.
+The hub may die and another come between the two: the question is asked again. Knows messages and deadlines;
+knows nothing of the hub's side, of lanes or of records.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REPEAT_AFTER_S = 0.5
 
 
 def control_address(bridge: str) -> str:
-    """Return the ZeroMQ address of a bridge's control socket. Never blocks, touches nothing."""
+    """Returns the ZeroMQ address of a bridge's control socket. Never blocks, touches nothing."""
     return f"ipc://{socket_directory(bridge) / 'control.sock'}"
 
 
@@ -77,7 +77,7 @@ class _Client(OneProcess):
         self._admitted: Register | None = None
 
     def close(self) -> None:
-        """Close the socket. Never blocks; does nothing in a forked child."""
+        """Closes the socket. Never blocks; does nothing in a forked child."""
         self._close()
 
     def _connect(self, context: Any) -> Any:
@@ -151,7 +151,7 @@ class ControlClient(_Client):
         return self.request(self._hello, timeout_s)
 
     def request(self, message: Request, timeout_s: float = 5.0) -> Answer:
-        """Return the hub's answer.
+        """Returns the hub's answer.
 
         Blocks until then or until the deadline. Survives a change of hub: the request goes to whoever is
         there, and an environment that registered through this client is registered again first.
@@ -210,7 +210,7 @@ class AsyncControlClient(_Client):
         return await self.request(self._hello, timeout_s)
 
     async def request(self, message: Request, timeout_s: float = 5.0) -> Answer:
-        """Return the hub's answer, as `ControlClient.request` does; may be cancelled at any await."""
+        """Returns the hub's answer, as `ControlClient.request` does; may be cancelled at any await."""
         async with self._turn:
             talk = self._talk(message, timeout_s)
             try:

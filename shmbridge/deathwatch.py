@@ -1,6 +1,8 @@
-"""A thread that learns of producers' deaths: at once where a pidfd can tell, by probing their locks otherwise.
+"""A thread that learns of producers' deaths: at once where a pidfd can tell, by probing their locks
+otherwise.
 
-The pidfd only says when to look; the free lock is the proof. Knows descriptors; knows nothing of lanes' contents. Owned by the consumer.
+The pidfd only says when to look; the free lock is the proof. Knows descriptors; knows nothing of lanes'
+contents. Owned by the consumer.
 """
 
 import logging
@@ -20,7 +22,8 @@ _BUSY_MS = 50  # while something dead still waits to be removed
 
 
 class DeathWatch:
-    """Calls `on_death(name)` once per watched lane whose producer is gone, and `on_tick() -> bool` (is anything left to remove?) regularly.
+    """Calls `on_death(name)` once per watched lane whose producer is gone, and `on_tick() -> bool` (is
+    anything left to remove?) regularly.
 
     Both run in the watch's own daemon thread. Methods may be called from any thread.
     """
@@ -39,7 +42,10 @@ class DeathWatch:
             raise
 
     def watch(self, name: str, lane: Mapping, pid: int, namespace: int) -> None:
-        """Begins to watch a lane. Idempotent. The mapping is kept until the producer's death has been told."""
+        """Begins to watch a lane. Idempotent.
+
+        The mapping is kept until the producer's death has been told.
+        """
         if name not in self._lanes:
             self._lanes[name] = (lane, liveness.open_pidfd(pid, namespace))
         os.eventfd_write(self._wake, 1)
@@ -55,7 +61,8 @@ class DeathWatch:
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
-        while self._lanes:  # called again after an interrupt, it closes none twice: the number is another's by then
+        # called again after an interrupt, it closes none twice: the number is another's by then
+        while self._lanes:
             _, (_, pidfd) = self._lanes.popitem()
             if pidfd >= 0:
                 os.close(pidfd)
@@ -70,13 +77,16 @@ class DeathWatch:
                 return
             try:
                 busy = self._look(fired)
-            except Exception:  # such as no descriptor left: it may be better next time, and nobody else watches
+            except Exception:
+                # such as no descriptor left: it may be better next time, and nobody else watches
                 log.exception("the death watch could not look round")
                 busy = True
             timeout_ms = _BUSY_MS if busy else _PROBE_MS
 
     def _look(self, fired: set[int]) -> bool:
-        """One round over all lanes; whether to look again soon: something dead is left to be removed, or a pidfd was wrong."""
+        """One round over all lanes; whether to look again soon: something dead is left to be removed, or a
+        pidfd was wrong.
+        """
         wrong = False
         for name, (lane, pidfd) in list(self._lanes.items()):
             dead = not liveness.is_locked(lane.fd, Byte.PRODUCER)

@@ -1,4 +1,7 @@
-"""Folders on the mount with weights for engines that load from a path. One has a lock of its writer; without it, any start removes it."""
+"""Folders on the mount with weights for engines that load from a path.
+
+One has a lock of its writer; without it, any start removes it.
+"""
 
 import contextlib
 import fcntl
@@ -14,7 +17,10 @@ class EngineFolder:
     """An empty folder of this process' own, named after the bridge; whoever sees its lock leaves it alone."""
 
     def __init__(self, bridge: str) -> None:
-        """Blocks for nothing. Raises OSError: no room on the mount, or no descriptor left; there is no folder then."""
+        """Blocks for nothing.
+
+        Raises OSError: no room on the mount, or no descriptor left; there is no folder then.
+        """
         self._file: Descriptor | None = None
         while self._file is None:
             self.path = MOUNT / f"{engine_folder_prefix(bridge)}{os.urandom(8).hex()}"
@@ -27,7 +33,7 @@ class EngineFolder:
                 raise
 
     def remove(self) -> None:
-        """Remove it with what is in it. Idempotent."""
+        """Removes it with what is in it. Idempotent."""
         if self._file is not None:
             remove_folder(self.path)
             self._file.close()
@@ -35,7 +41,11 @@ class EngineFolder:
 
 
 def remove_dead(bridge: str, *, dry_run: bool = False) -> tuple[list[str], dict[str, str]]:
-    """Removes the folders whose writers are dead, or only looks; the names of those, and of what is kept, with the reason. Never blocks."""
+    """Removes the folders whose writers are dead, or only looks; the names of those, and of what is kept,
+    with the reason.
+
+    Never blocks.
+    """
     dead: list[str] = []
     kept: dict[str, str] = {}
     for folder in _folders(bridge):
@@ -64,7 +74,10 @@ def _folders(bridge: str) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> Descriptor | None:
-    """The folder, open, with its lock; None if somebody has that, or the folder is gone. Raises OSError: no descriptor left, say."""
+    """The folder, open, with its lock; None if somebody has that, or the folder is gone.
+
+    Raises OSError: no descriptor left, say.
+    """
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         file = Descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
         fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -30,13 +30,14 @@ from shmbridge.messages import (
     SharesDone,
     Status,
     WaitForRun,
-)  # fmt: skip
+)
 from shmbridge.steering import EnvShare, Queued, steer
 
 # Each hub of a bridge numbers new environments from a block of its own: those of an earlier hub come back
 # with the number they have, and must find it free.
 ENV_IDS_PER_HUB = 1000
-# One without a living lane is known by its questions alone; it asks ten times a second, and registers again when it is unknown.
+# One without a living lane is known by its questions alone; it asks ten times a second, and registers again
+# when it is unknown.
 SILENCE_S = 120.0
 MOST_WITHOUT_LANE = 1000
 
@@ -74,25 +75,28 @@ class HubView(Protocol):
         """As `paused`, for good: the run ends when the lanes are empty."""
 
     def announce_run(self, run: Run) -> None:
-        """Take over what a learner that is not the hub trains."""
+        """Takes over what a learner that is not the hub trains."""
 
     def publish_policy_version(self, version: int) -> None:
-        """Take over the version that such a learner has published."""
+        """Takes over the version that such a learner has published."""
 
     def pause(self) -> None:
-        """Set `paused`."""
+        """Sets `paused`."""
 
     def resume(self) -> None:
-        """Clear `paused`."""
+        """Clears `paused`."""
 
     def drain(self) -> None:
-        """Set `draining`."""
+        """Sets `draining`."""
 
     def queue_groups(self) -> int:
         """Groups committed and not yet taken into a batch, of all producers."""
 
     def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
-        """Of each: whether a lane of it is attached and its process holds it, and its part of queue_groups. Unknown: False, 0."""
+        """Of each: whether a lane of it is attached and its process holds it, and its part of queue_groups.
+
+        Unknown: False, 0.
+        """
 
     def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
         """A learner rank's next share; None while there is none."""
@@ -136,14 +140,22 @@ class Environment:
     def asks(self) -> EnvShare:
         """What of it the forming of batches and the steering of others go by."""
         return EnvShare(
-            self.env_id, self.wandb_name, self.weight, self.min_batch_allocation, self.group_size, max_token_length=self.max_token_length
+            self.env_id,
+            self.wandb_name,
+            self.weight,
+            self.min_batch_allocation,
+            self.group_size,
+            max_token_length=self.max_token_length,
         )
 
 
 class Environments:
-    """The table. For one thread; `shares`, by producer id, is replaced and never changed, so that any thread may read it.
+    """The table.
 
-    Numbers below `first_env_id` belong to another table: an environment that brings such a number gets a new one.
+    For one thread; `shares`, by producer id, is replaced and never changed, so that any thread may read it.
+
+    Numbers below `first_env_id` belong to another table: an environment that brings such a number gets a new
+    one.
     """
 
     def __init__(self, hub: HubView, queue: QueueView | None = None, first_env_id: int = 0) -> None:
@@ -158,7 +170,7 @@ class Environments:
         return env_id in self._table
 
     def admit(self, wish: Register) -> Registered | WaitForRun:
-        """Give an environment its number and its name; the same ones if it had some. Never blocks."""
+        """Gives an environment its number and its name; the same ones if it had some. Never blocks."""
         run = self._hub.run
         if run is None:
             return WaitForRun(hub_epoch=self._hub.hub_epoch)
@@ -187,18 +199,23 @@ class Environments:
         )
 
     def forget(self, env_id: int) -> None:
-        """Free what an environment took; unknown numbers are ignored. Never blocks."""
+        """Frees what an environment took; unknown numbers are ignored. Never blocks."""
         if self._table.pop(env_id, None) is not None:
             self._publish()
 
     def status(self, env_id: int) -> Status:
-        """Return what one environment steers by. Never blocks. Raises KeyError for an unknown number."""
+        """Returns what one environment steers by. Never blocks. Raises KeyError for an unknown number."""
         me = self._table[env_id]
         me.heard_s = time.monotonic()
         seen = self._look()
         self._bury_the_dead(seen, but=me)
         queued = self._queued(me, {producer_id: groups for producer_id, (_, groups) in seen.items()})
-        told = steer(me.asks, [env.asks for env in self._table.values()], queued, run.batch_size if (run := self._hub.run) else 0)
+        told = steer(
+            me.asks,
+            [env.asks for env in self._table.values()],
+            queued,
+            run.batch_size if (run := self._hub.run) else 0,
+        )
         if told.group_size != me.group_size:
             me.group_size = told.group_size
             self._publish()
@@ -244,7 +261,9 @@ class Environments:
         return f"{desired}_{index}"
 
     def _look(self) -> dict[str, tuple[bool, int]]:
-        """Of every producer here: whether it lives, and its groups; once a question, since the hub walks all its lanes for it."""
+        """Of every producer here: whether it lives, and its groups; once a question, since the hub walks all
+        its lanes for it.
+        """
         return self._hub.look_at_producers({env.producer_id for env in self._table.values()})
 
     def _bury_the_dead(self, seen: Mapping[str, tuple[bool, int]], but: Environment | None = None) -> None:
@@ -264,11 +283,18 @@ class Environments:
     # --- what is queued -----------------------------------------------------------------------------------
 
     def _queued(self, me: Environment, waiting: Mapping[str, int]) -> dict[int | None, Queued]:
-        """By environment. Groups nobody has looked at yet are taken to be of the size their environment has registered."""
+        """By environment.
+
+        Groups nobody has looked at yet are taken to be of the size their environment has registered.
+        """
         seen = self._queue.by_env() if self._queue is not None else {}
-        unseen = {env.env_id: self._unseen(env.producer_id, waiting[env.producer_id]) for env in self._table.values()}
+        unseen = {
+            env.env_id: self._unseen(env.producer_id, waiting[env.producer_id])
+            for env in self._table.values()
+        }
         queued: dict[int | None, Queued] = {
-            env_id: _with(seen.get(env_id, Queued()), groups, self._table[env_id].group_size) for env_id, groups in unseen.items()
+            env_id: _with(seen.get(env_id, Queued()), groups, self._table[env_id].group_size)
+            for env_id, groups in unseen.items()
         }
         # Of producers that never registered; their group size is not known here, taken to be the asker's.
         strangers = max(0, self._unseen(None, self._hub.queue_groups()) - sum(unseen.values()))
@@ -285,7 +311,9 @@ class Environments:
 
     def _publish(self) -> None:
         """Replaced, never changed: another thread reads it."""
-        self.shares = MappingProxyType({env.producer_id: env.asks for env in self._table.values() if env.producer_id})
+        self.shares = MappingProxyType(
+            {env.producer_id: env.asks for env in self._table.values() if env.producer_id}
+        )
 
 
 def _with(seen: Queued, groups: int, group_size: int) -> Queued:

@@ -1,7 +1,8 @@
-"""What shmbridge raises on purpose, the control plane's own apart: a code, a message with the numbers, a hint with one next action.
+"""What shmbridge raises on purpose, the control plane's own apart: a code, a message with the numbers, a hint
+with one next action.
 
-Knows nothing else of the package. Each class here also inherits the nearest builtin, so that `except TimeoutError` does what it says.
-A row per code: docs/errors/README.md.
+Knows nothing else of the package. Each class here also inherits the nearest builtin, so that
+`except TimeoutError` does what it says. A row per code: docs/errors/README.md.
 """
 
 
@@ -68,7 +69,9 @@ class LayoutMismatch(ShmBridgeError, ValueError):
 
 
 class SchemaMismatch(ShmBridgeError, ValueError):
-    """A column has one type here and another there, a type that no lane can carry, or a name that stands for something else."""
+    """A column has one type here and another there, a type that no lane can carry, or a name that stands for
+    something else.
+    """
 
     code = "SB202"
 
@@ -80,17 +83,24 @@ class RecordTooBig(ShmBridgeError, ValueError):
 
 
 class InvalidRecord(ShmBridgeError, ValueError):
-    """A record's values cannot be carried; nothing was committed. `column`, `row` and `position` say where."""
+    """A record's values cannot be carried; nothing was committed.
+
+    `column`, `row` and `position` say where.
+    """
 
     code = "SB204"
 
-    def __init__(self, message: str, *, hint: str = "", column: str = "", row: int = -1, position: int = -1) -> None:
+    def __init__(
+        self, message: str, *, hint: str = "", column: str = "", row: int = -1, position: int = -1
+    ) -> None:
         super().__init__(message, hint=hint)
         self.column, self.row, self.position = column, row, position
 
 
 class RecordUnreadable(ShmBridgeError, ValueError):
-    """What a column of a committed record holds is not what its type says: text that is not UTF-8, JSON that does not parse."""
+    """What a column of a committed record holds is not what its type says: text that is not UTF-8, JSON that
+    does not parse.
+    """
 
     code = "SB205"
 
@@ -102,7 +112,9 @@ class LaneQuarantined(ShmBridgeError, RuntimeError):
 
 
 class LaneRemoved(ShmBridgeError, RuntimeError):
-    """A lane or its control segment was removed by force: no later consumer finds it; the call that raises this has committed nothing."""
+    """A lane or its control segment was removed by force: no later consumer finds it; the call that raises
+    this has committed nothing.
+    """
 
     code = "SB207"
 
@@ -126,7 +138,9 @@ class LeaseReleased(ShmBridgeError, RuntimeError):
 
 
 class BatchTooBig(ShmBridgeError, ValueError):
-    """A batch can never be filled, since the lanes are full of what it waits for; or it has more tokens than int32 cu_seqlens count."""
+    """A batch can never be filled, since the lanes are full of what it waits for; or it has more tokens than
+    int32 cu_seqlens count.
+    """
 
     code = "SB304"
 
@@ -198,7 +212,9 @@ class UsedByTwoThreads(ShmBridgeError, RuntimeError):
 
 
 class IterationOver(ShmBridgeError, RuntimeError):
-    """Another iteration over the batches of the same consumer has begun, or take_groups took some: this iteration has ended."""
+    """Another iteration over the batches of the same consumer has begun, or take_groups took some: this
+    iteration has ended.
+    """
 
     code = "SB414"
 
@@ -210,19 +226,25 @@ class WeightsMismatch(ShmBridgeError, ValueError):
 
 
 class WeightsBusy(ShmBridgeError, TimeoutError):
-    """A reader held the slot that is to be written next for too long, or a part of an earlier filling is still being written."""
+    """A reader held the slot that is to be written next for too long, or a part of an earlier filling is
+    still being written.
+    """
 
     code = "SB502"
 
 
 class FillingOver(ShmBridgeError, RuntimeError):
-    """A tensor was written for a filling of the weights that has ended, or whose writer is dead; or its writer was used meanwhile."""
+    """A tensor was written for a filling of the weights that has ended, or whose writer is dead; or its
+    writer was used meanwhile.
+    """
 
     code = "SB503"
 
 
 class BadConfig(ShmBridgeError, ValueError):
-    """A file of `shmbridge launch`, or what a server was told of a bridge, asks for what does not exist or cannot be; nothing started."""
+    """A file of `shmbridge launch`, or what a server was told of a bridge, asks for what does not exist or
+    cannot be; nothing started.
+    """
 
     code = "SB601"
 

@@ -1,4 +1,7 @@
-"""What still happens when a process ends, or drops an object, without close(). Knows weak references; knows nothing of what is called."""
+"""What still happens when a process ends, or drops an object, without close().
+
+Knows weak references; knows nothing of what is called.
+"""
 
 import atexit
 import os
@@ -9,7 +12,9 @@ _Weak = weakref.WeakMethod[Callable[[], None]]
 
 
 def at_exit(method: Callable[[], None]) -> Callable[[], None]:
-    """Calls a bound method at the end of this process if its object still lives, not in children; returns what undoes that."""
+    """Calls a bound method at the end of this process if its object still lives, not in children; returns
+    what undoes that.
+    """
     weak: _Weak = weakref.WeakMethod(method)
     pid = os.getpid()
 

@@ -1,6 +1,8 @@
-"""Policy "fair": oldest first within an environment, token-fair over environments by weight, and guaranteed shares that nobody starves for.
+"""Policy "fair": oldest first within an environment, token-fair over environments by weight, and guaranteed
+shares that nobody starves for.
 
-Knows groups and what environments ask for; knows nothing of lanes or leases. Not thread-safe, but for what scheduler.py says.
+Knows groups and what environments ask for; knows nothing of lanes or leases. Not thread-safe, but for what
+scheduler.py says.
 """
 
 from collections import Counter, deque
@@ -19,11 +21,19 @@ _NUMBER = attrgetter("number")
 
 
 class FairScheduler:
-    """A queue per producer. `shares` says what environments ask for; a producer that asks for nothing weighs 1."""
+    """A queue per producer.
+
+    `shares` says what environments ask for; a producer that asks for nothing weighs 1.
+    """
 
     formed: int | None = None
 
-    def __init__(self, shares: Callable[[], Mapping[str, EnvShare]], is_live: Callable[[str], bool], allocation_wait_s: float) -> None:
+    def __init__(
+        self,
+        shares: Callable[[], Mapping[str, EnvShare]],
+        is_live: Callable[[str], bool],
+        allocation_wait_s: float,
+    ) -> None:
         if not allocation_wait_s >= 0:
             raise ValueError(f"allocation_wait_s={allocation_wait_s}: at least 0")
         self._shares, self._is_live, self._allocation_wait_s = shares, is_live, allocation_wait_s
@@ -52,13 +62,20 @@ class FairScheduler:
 
     def stats(self) -> dict[str, float]:
         """See Scheduler."""
-        return {"allocations_missed_total": self._missed, "batches_short_total": self._short, "batches_over_total": self._over}
+        return {
+            "allocations_missed_total": self._missed,
+            "batches_short_total": self._short,
+            "batches_over_total": self._over,
+        }
 
     def look_ahead(self, lanes: int) -> bool:
-        """Fair it can only be over what it sees; while nobody has asked for anything, one lane after the other is fair enough."""
+        """Fair it can only be over what it sees; while nobody has asked for anything, one lane after the
+        other is fair enough.
+        """
         return lanes > 1 and len(self._shares()) > 0
 
-    # -- coming in ----------------------------------------------------------------------------------------------------------------
+    # -- coming in
+    # --------------------------------------------------------------------------------------------------------
 
     def add(self, group: Group) -> None:
         """See Scheduler; O(1)."""
@@ -90,7 +107,9 @@ class FairScheduler:
         if flow is None:
             if len(self._flows) >= _MOST_FLOWS:
                 known = self._heeded or {}
-                self._flows = {name: each for name, each in self._flows.items() if each.count or name in known}
+                self._flows = {
+                    name: each for name, each in self._flows.items() if each.count or name in known
+                }
             flow = self._flows[producer_id] = Flow(producer_id, 1.0)
             self._round_robin.heaviest = max(self._round_robin.heaviest, 1.0)
         return flow
@@ -119,11 +138,14 @@ class FairScheduler:
                 self._count_in(self._flow(group.producer_id), group, -1)
         return removed
 
-    # -- choosing -----------------------------------------------------------------------------------------------------------------
+    # -- choosing
+    # --------------------------------------------------------------------------------------------------------
 
     def take(self, want: Want, now_s: float, *, last: bool) -> list[Group] | None:
         """See Scheduler. O(1) per group chosen, and O(environments) per batch."""
-        enough = (self._rows if want.by_rows else self._count) >= want.size or (last and want.by_rows and self._count > 0)
+        enough = (self._rows if want.by_rows else self._count) >= want.size or (
+            last and want.by_rows and self._count > 0
+        )
         self._heed_shares()
         needs = self._needs(want)
         if not enough or (needs and not last and self._waits(needs, want, now_s)):
@@ -173,7 +195,9 @@ class FairScheduler:
         if (overdue := round_robin.overdue) is not None and chosen.has_room_for(overdue.queue[0]):
             chosen.append(round_robin.serve(overdue))  # beside shares it may never fit
         for flow, need in sorted(needs, key=lambda each: -each[0].missed):
-            while flow.queue and chosen.of(flow) < need and chosen.left and chosen.has_room_for(flow.queue[0]):
+            while (
+                flow.queue and chosen.of(flow) < need and chosen.left and chosen.has_room_for(flow.queue[0])
+            ):
                 chosen.append(round_robin.serve(flow))
         aside: list[Flow] = []
         while (chosen.left or (needs and not aside)) and (turn := round_robin.turn()) is not None:
@@ -202,7 +226,8 @@ class FairScheduler:
             flow.missed = flow.missed + 1 if short else 0
             self._missed += short and self._is_live(flow.producer_id)
 
-    # -- guaranteed shares --------------------------------------------------------------------------------------------------------
+    # -- guaranteed shares
+    # --------------------------------------------------------------------------------------------------------
 
     def _heed_shares(self) -> None:
         shares = self._shares()
@@ -214,7 +239,9 @@ class FairScheduler:
         self._round_robin.heaviest = max((flow.weight for flow in self._flows.values()), default=1.0)
         total = max(1.0, sum(share.min_allocation or 0.0 for share in shares.values()))
         self._allocated = [
-            (self._flows[producer_id], share.min_allocation / total) for producer_id, share in shares.items() if share.min_allocation
+            (self._flows[producer_id], share.min_allocation / total)
+            for producer_id, share in shares.items()
+            if share.min_allocation
         ]
 
     def _needs(self, want: Want) -> list[tuple[Flow, int]]:
@@ -223,7 +250,10 @@ class FairScheduler:
 
     def _waits(self, needs: list[tuple[Flow, int]], want: Want, now_s: float) -> bool:
         """Whether the batch is held back for somebody who lives and has not put his share yet."""
-        if all((flow.rows if want.by_rows else flow.count) >= need or not self._is_live(flow.producer_id) for flow, need in needs):
+        if all(
+            (flow.rows if want.by_rows else flow.count) >= need or not self._is_live(flow.producer_id)
+            for flow, need in needs
+        ):
             return False
         self._formable_since_s = min(self._formable_since_s, now_s)
         self.waits_until_s = self._formable_since_s + self._allocation_wait_s
@@ -231,7 +261,10 @@ class FairScheduler:
 
 
 class _Chosen:
-    """A batch while it is put together. `left` is what may still come: below 0 if its one group is larger than the batch."""
+    """A batch while it is put together.
+
+    `left` is what may still come: below 0 if its one group is larger than the batch.
+    """
 
     __slots__ = ("_by_producer", "_by_rows", "groups", "left")
 

@@ -84,7 +84,12 @@ class GroupAssembler:
         group = self._partial.get(key) or self._partial.setdefault(key, Group(record.group_size, now_s))
         if not group.wrong and (why := _contradiction(group, record)):
             group.wrong = why
-            log.error("group %s of %s will be discarded: %s -> one group_size= for all fragments of a group", key[1], key[0], why)
+            log.error(
+                "group %s of %s will be discarded: %s -> one group_size= for all fragments of a group",
+                key[1],
+                key[0],
+                why,
+            )
         group.append(record)
         return self._partial.pop(key) if group.complete else None
 
@@ -94,7 +99,9 @@ class GroupAssembler:
             yield self._partial.pop(key)
 
     def late(self, now_s: float, busy: set[str]) -> Iterator[Group]:
-        """Takes out and yields contradictory groups, and partial ones older than the timeout unless more of their producer is there."""
+        """Takes out and yields contradictory groups, and partial ones older than the timeout unless more of
+        their producer is there.
+        """
         late = [
             key
             for key, group in self._partial.items()

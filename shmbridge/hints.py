@@ -1,19 +1,36 @@
-"""What to do about a value that a column does not take: one next action in words, by what the value is. Knows columns' names only."""
+"""What to do about a value that a column does not take: one next action in words, by what the value is.
+
+Knows columns' names only.
+"""
 
 _MEANT = {
     "tokens": ("input_ids", "token_ids", "ids", "input_tokens", "sequences"),
     "score": ("reward", "outcome_reward", "scalar_reward"),
     "advantages": ("returns", "return", "adv", "advs", "gae"),
     "inference_logprobs": (
-        "logprobs", "log_probs", "logps", "old_logprobs", "old_log_probs", "old_logps", "rollout_logprobs", "rollout_log_probs",
+        "logprobs",
+        "log_probs",
+        "logps",
+        "old_logprobs",
+        "old_log_probs",
+        "old_logps",
+        "rollout_logprobs",
+        "rollout_log_probs",
         "sampling_logprobs",
     ),
     "ref_logprobs": ("ref_log_probs", "ref_logps", "reference_logprobs"),
-    "loss_mask": ("mask", "response_mask", "action_mask", "completion_mask", "assistant_mask", "assistant_masks"),
+    "loss_mask": (
+        "mask",
+        "response_mask",
+        "action_mask",
+        "completion_mask",
+        "assistant_mask",
+        "assistant_masks",
+    ),
     "prompt_length": ("prompt_len", "prompt_lengths", "prompt_tokens"),
     "step_rewards": ("prm_scores", "process_rewards", "step_scores"),
     "token_versions": ("weight_versions", "policy_versions"),
-}  # fmt: skip
+}
 _COLUMN_MEANT = {given: column for column, names in _MEANT.items() for given in names}
 _FINISH_REASONS = "0 stop, 1 length, 2 abort, 3 error"
 
@@ -24,16 +41,24 @@ def column_meant(given: str) -> str:
 
 
 def for_value(column: str, written: str, type_name: str, value: object, reason: str) -> str:
-    """The hint for one value: `column` is its standard name, `written` the key that the caller used, `reason` the packer's."""
+    """The hint for one value: `column` is its standard name, `written` the key that the caller used, `reason`
+    the packer's.
+    """
     is_rows = type_name.startswith("list<")
     if "masked" in reason:
         return f"put plain values: {written}.filled(0) where that is meant, or None for a whole row"
     if column == "prompt_length" and ("negative" in reason or "beyond" in reason):
-        return "prompt_length counts the row's first tokens that are its prompt, of tokens that are prompt and response; None: unknown"
+        return (
+            "prompt_length counts the row's first tokens that are its prompt, of tokens that are prompt and "
+            "response; None: unknown"
+        )
     if reason.startswith("is negative"):
         return "pass tokens without padding, and what is not to be trained as 0 in loss_mask"
     if column == "step_ends":
-        return "step_ends are exclusive: steps of tokens 0 to 2 and 3 to 6 end at [3, 7], one end for each of step_rewards"
+        return (
+            "step_ends are exclusive: steps of tokens 0 to 2 and 3 to 6 end at [3, 7], one end for each of "
+            "step_rewards"
+        )
     if column == "token_versions":
         return "policy_version is the version when generation began, or (oldest, newest)"
     if "not finite" in reason:
@@ -61,7 +86,10 @@ def for_value(column: str, written: str, type_name: str, value: object, reason: 
 
 def _rows(column: str, written: str, value: object) -> str:
     if column == "token_rewards":
-        return f"{written} takes one value per token: {written}=[[0.0, 0.0, 1.0]]; one number a row is score=[1.0]"
+        return (
+            f"{written} takes one value per token: {written}=[[0.0, 0.0, 1.0]]; one number a row is "
+            "score=[1.0]"
+        )
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return f"one list a row, also for a single one: {written}=[[{value}, ...]]"
     return f"each row is a list or a 1-D array of numbers: {written}=[[1, 2], [3]]"
@@ -73,7 +101,11 @@ def _fitting(column: str, written: str, value: object, dtype: str) -> str:
     if value is None:
         return "None stands for a whole row, not for one value"
     if isinstance(value, str):
-        return f"numbers, not text: {written}=[[{value}, ...]]" if value.strip("-").isdigit() else "numbers, not text"
+        return (
+            f"numbers, not text: {written}=[[{value}, ...]]"
+            if value.strip("-").isdigit()
+            else "numbers, not text"
+        )
     if "int" in dtype and isinstance(value, float):
         return f"whole numbers: {written}.astype({dtype!r}), or [int(value) for value in row]"
     if dtype == "bool":
@@ -88,7 +120,11 @@ def _fitting(column: str, written: str, value: object, dtype: str) -> str:
 def for_whole(written: str, type_name: str, value: object) -> str:
     """The hint for what stands where a column's rows should: a single number, a text, a dict."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return f"{written}=[[{value}, ...]], one list a row" if type_name.startswith("list<") else f"one value a row: {written}=[{value}]"
+        return (
+            f"{written}=[[{value}, ...]], one list a row"
+            if type_name.startswith("list<")
+            else f"one value a row: {written}=[{value}]"
+        )
     if isinstance(value, str):
         return f"one value a row: {written}=[{value[:20]!r}]"
     if isinstance(value, dict):

@@ -1,6 +1,8 @@
-"""What the hub says to a whole bridge, and what its control plane sees of it: run, policy version, pause, drain, queues.
+"""What the hub says to a whole bridge, and what its control plane sees of it: run, policy version, pause,
+drain, queues.
 
-All of it is a few shared words, safe from any thread. Knows nothing of taking records: that is consumer.py, which is a Hub.
+All of it is a few shared words, safe from any thread. Knows nothing of taking records: that is consumer.py,
+which is a Hub.
 """
 
 import contextlib
@@ -40,20 +42,24 @@ class Hub(OneProcess):
     _memory: MemoryUse
     _sleep: HubWait | None
     _batching: BatchAssembly
-    _server: "ControlServer | None" = None  # serves from its construction on: its thread comes before this is set
+    # serves from its construction on: its thread comes before this is set
+    _server: "ControlServer | None" = None
 
     def __init__(self, bridge: str, run: Run | None, control: header.Control, limit: Limit | None) -> None:
         self.bridge = bridge
         self._announced: tuple[Run | None, int] = run, 0  # and the steps of runs before it
         self._batches_formed = 0
         self._publishing = threading.RLock()
-        self._one_closer = threading.RLock()  # held by the closer; a signal handler in between sees that it does
-        self._closing = threading.RLock()  # close() comes before or after what needs all of this, never between
+        # held by the closer; a signal handler in between sees that it does
+        self._one_closer = threading.RLock()
+        # close() comes before or after what needs all of this, never between
+        self._closing = threading.RLock()
         self._control_words: header.Control | None = control
         self._ranks: RankServer | None = None
         self._limit, self._promises, self._begun = limit, Promises(), 0
         self._training_version = -1
-        self._steps_ended, self._full = 0, (0, -1)  # until when nothing is counted again, unless more steps than so many have ended
+        # until when nothing is counted again, unless more steps than so many have ended
+        self._steps_ended, self._full = 0, (0, -1)
 
     @property
     def _control(self) -> header.Control:
@@ -73,7 +79,11 @@ class Hub(OneProcess):
     def _lock_is_mine(self) -> bool:
         """Whether this thread holds a lock that close() may wait for; asked in a signal handler."""
         parts = (self._batching, self._lanes, self._server, self._ranks)
-        return is_mine(self._publishing) or is_mine(self._closing) or any(part is not None and part.lock_is_mine for part in parts)
+        return (
+            is_mine(self._publishing)
+            or is_mine(self._closing)
+            or any(part is not None and part.lock_is_mine for part in parts)
+        )
 
     def close_if_owed(self) -> None:
         """Does what a close() in a signal handler has put off."""
@@ -95,7 +105,9 @@ class Hub(OneProcess):
 
     @property
     def current_step(self) -> int:
-        """`run.starting_step` plus the batches handed out since; under policy "atropos" the batches formed, as upstream."""
+        """`run.starting_step` plus the batches handed out since; under policy "atropos" the batches formed,
+        as upstream.
+        """
         run, steps_before = self._announced
         return (run.starting_step if run else 0) + self._batching.steps(self._batches_formed) - steps_before
 
@@ -106,7 +118,9 @@ class Hub(OneProcess):
 
     @property
     def training_version(self) -> int:
-        """The version of the weights in training, from which staleness is counted: `policy_version`, unless a later one was noted."""
+        """The version of the weights in training, from which staleness is counted: `policy_version`, unless a
+        later one was noted.
+        """
         return max(self._training_version, self.policy_version)
 
     @property
@@ -126,28 +140,39 @@ class Hub(OneProcess):
 
     @then_close
     def publish_policy_version(self, version: int) -> None:
-        """Tells every producer, by one store, which policy version is current. Never goes backwards: ValueError."""
+        """Tells every producer, by one store, which policy version is current.
+
+        Never goes backwards: ValueError.
+        """
         if not 0 <= version < 1 << 62:
             raise ValueError(f"policy version {version} is not within 0 and 2**62")
         with self._publishing:  # the control plane's thread does, too
             if version < self.policy_version:
-                raise ValueError(f"policy version {version} is before {self.policy_version}: versions of one bridge only rise")
+                raise ValueError(
+                    f"policy version {version} is before {self.policy_version}: versions of one bridge only "
+                    "rise"
+                )
             self._control.policy_version = version
         self.end_step()  # after the store: what begins now begins under this version
 
     def note_training_version(self, version: int) -> None:
-        """Says which version the weights in training have, though nothing samples with them: of a learner that does not publish each step.
+        """Says which version the weights in training have, though nothing samples with them: of a learner
+        that does not publish each step.
 
-        Groups go on beginning under `policy_version`, the fewer the further that is behind, and must be able to: ValueError if it is
-        further behind than `max_off_policy_steps`. Never goes backwards: ValueError.
+        Groups go on beginning under `policy_version`, the fewer the further that is behind, and must be able
+        to: ValueError if it is further behind than `max_off_policy_steps`. Never goes backwards: ValueError.
         """
         ahead = version - self.policy_version
         if version < self.training_version:
-            raise ValueError(f"version {version} is before {self.training_version}, which is in training: versions of one bridge only rise")
+            raise ValueError(
+                f"version {version} is before {self.training_version}, which is in training: versions of "
+                "one bridge only rise"
+            )
         if self._limit is not None and ahead > self._limit.max_off_policy_steps:
             raise ValueError(
-                f"version {version} in training is {ahead} steps ahead of the published {self.policy_version}, and max_off_policy_steps="
-                f"{self._limit.max_off_policy_steps}: no group could begin; publish_policy_version({version}) first"
+                f"version {version} in training is {ahead} steps ahead of the published "
+                f"{self.policy_version}, and max_off_policy_steps={self._limit.max_off_policy_steps}: no "
+                f"group could begin; publish_policy_version({version}) first"
             )
         self._training_version = version
 
@@ -175,15 +200,18 @@ class Hub(OneProcess):
         self._control.ring()
 
     def say_finished(self) -> None:
-        """The bridge is drained and every learner rank is done: they hear of it also when this hub is gone. For ranks.py."""
+        """The bridge is drained and every learner rank is done: they hear of it also when this hub is gone.
+
+        For ranks.py.
+        """
         self._control.finish()
 
     def hint_when_empty(self) -> str:
         """What to do where nothing comes; for ConsumerEmpty."""
         if self.run is None and self._lanes.live:
             return (
-                "this consumer has announced no run, and Atropos environments wait for one: Consumer(run=shmbridge.Run(batch_size=...)); "
-                f"else see shmbridge inspect {self.bridge}"
+                "this consumer has announced no run, and Atropos environments wait for one: "
+                f"Consumer(run=shmbridge.Run(batch_size=...)); else see shmbridge inspect {self.bridge}"
             )
         return f"are environments running on this bridge? shmbridge inspect {self.bridge}"
 
@@ -203,7 +231,10 @@ class Hub(OneProcess):
 
     @then_close
     def stats(self) -> dict[str, float]:
-        """Counters of the bridge, flat: produced = released + held + discarded, from the lanes' own words. Never blocks; any thread."""
+        """Counters of the bridge, flat: produced = released + held + discarded, from the lanes' own words.
+
+        Never blocks; any thread.
+        """
         self._words_here()  # in a child of fork a thread that is not there may hold the lock for ever
         with self._closing:
             return self._final if self._closed else self._count()
@@ -238,7 +269,9 @@ class Hub(OneProcess):
         }
 
     def queue_groups(self, producer_id: str | None = None) -> int:
-        """Groups committed and not yet in a batch, of one producer or all; a fragment not yet read counts as one."""
+        """Groups committed and not yet in a batch, of one producer or all; a fragment not yet read counts as
+        one.
+        """
         waiting = sum(lane.waiting for lane in self._lanes if producer_id in (None, lane.producer_id))
         return waiting + self._batching.queued(producer_id)
 
@@ -253,7 +286,10 @@ class Hub(OneProcess):
 
     def _queue_groups_by_env(self) -> dict[str, float]:
         shares = self.env_shares()
-        return {f"queue_groups{{{shares[each].name}}}": groups for each, (_, groups) in self.look_at_producers(shares).items()}
+        return {
+            f"queue_groups{{{shares[each].name}}}": groups
+            for each, (_, groups) in self.look_at_producers(shares).items()
+        }
 
     def env_shares(self) -> Mapping[str, EnvShare]:
         """What the registered environments ask for, by producer id; an immutable snapshot."""
@@ -263,7 +299,9 @@ class Hub(OneProcess):
         """Whether a living producer's lane is attached under this id."""
         return any(lane.producer_id == producer_id and not lane.dead for lane in self._lanes)
 
-    def next_share(self, request: messages.NextShare) -> messages.Manifest | messages.NoMoreShares | messages.Refused | None:
+    def next_share(
+        self, request: messages.NextShare
+    ) -> messages.Manifest | messages.NoMoreShares | messages.Refused | None:
         """A learner rank's next share; None while there is none, or serve_ranks has not been called."""
         return None if self._ranks is None else self._ranks.next_share(request)
 
@@ -274,7 +312,9 @@ class Hub(OneProcess):
         said = f"the consumer of bridge {self.bridge!r} hands out no shares"
         return messages.Refused(messages.NO_RANKS, said, "call Consumer.serve_ranks in it")
 
-    def begin_group(self, request: messages.BeginGroup) -> messages.MayBegin | messages.Full | messages.Refused | None:
+    def begin_group(
+        self, request: messages.BeginGroup
+    ) -> messages.MayBegin | messages.Full | messages.Refused | None:
         """Whether a producer may begin one group more; None: not yet. For the control plane's thread."""
         if not 0 <= request.running < liveness.MOST_TICKETS:
             said = f"a lane holds 0 to {liveness.MOST_TICKETS} tickets, so none more than {request.running}"
@@ -288,20 +328,24 @@ class Hub(OneProcess):
                 return messages.Refused(messages.BAD_VALUE, said, "see the consumer's log")
             self._promises.void(request.lane)
             steps = self._steps_ended
-            if request.wait and now_ns < self._full[0] and steps == self._full[1]:  # others wait too: one count is for all
+            # others wait too: one count is for all
+            if request.wait and now_ns < self._full[0] and steps == self._full[1]:
                 return None
-            held = self._lanes.tickets()  # before what is committed: a group is committed before its ticket ends
+            # before what is committed: a group is committed before its ticket ends
+            held = self._lanes.tickets()
             running, committed = self._promises.running(held, now_ns), self._batching.committed()
             if committed is None or request.lane not in held:  # they are being moved; it is not adopted yet
                 return None
-            if running + committed >= (most := self._most_groups(self._limit)):  # after the count: a step that ended meanwhile is known
+            # after the count: a step that ended meanwhile is known
+            if running + committed >= (most := self._most_groups(self._limit)):
                 self._full = now_ns + _FULL_FOR_NS, steps
                 return None if request.wait else messages.Full(most, running, committed)
             self._promises.promise(request.lane, request.running + 1, now_ns)
         self._begun += 1
         header.fault(b"hub.ticket_promised")
         until_ns = now_ns + PROMISE_NS
-        return messages.MayBegin(self.hub_epoch, self.policy_version, until_ns)  # the version last: it is no older than the count
+        # the version last: it is no older than the count
+        return messages.MayBegin(self.hub_epoch, self.policy_version, until_ns)
 
     def _most_groups(self, limit: Limit) -> int:
         """How many may be under way now."""
@@ -309,4 +353,8 @@ class Hub(OneProcess):
 
     def _capacity_stats(self) -> dict[str, float]:
         limit = {} if self._limit is None else {"groups_limit": self._most_groups(self._limit)}
-        return {**limit, "groups_running": sum(self._lanes.tickets().values()), "groups_begun_total": self._begun}
+        return {
+            **limit,
+            "groups_running": sum(self._lanes.tickets().values()),
+            "groups_begun_total": self._begun,
+        }

@@ -1,4 +1,6 @@
-"""A call made in another thread: so that an event loop goes on meanwhile, or no signal handler interrupts it."""
+"""A call made in another thread: so that an event loop goes on meanwhile, or no signal handler interrupts
+it.
+"""
 
 import _thread
 import asyncio
@@ -34,9 +36,13 @@ async def to_its_end(call: Callable[..., Result], *args: Any, **named: Any) -> R
 
 
 def in_another_thread(call: Callable[[], Result]) -> Result:
-    """Returns what a call returns, or raises what it raises; a thread makes it, in which no signal's handler can raise. Blocks.
+    """Returns what a call returns, or raises what it raises; a thread makes it, in which no signal's handler
+    can raise.
 
-    An exception that a handler raises here leaves the call running to its end. If no thread can be had, the call is made here.
+    Blocks.
+
+    An exception that a handler raises here leaves the call running to its end. If no thread can be had, the
+    call is made here.
     """
     outcome: queue.SimpleQueue[tuple[Result, None] | tuple[None, BaseException] | None] = queue.SimpleQueue()
 
@@ -47,7 +53,9 @@ def in_another_thread(call: Callable[[], Result]) -> Result:
             outcome.put((None, error))
 
     try:
-        start_apart(threading.Thread(target=run, name="shmbridge-apart", daemon=True), lambda _: outcome.put(None))
+        start_apart(
+            threading.Thread(target=run, name="shmbridge-apart", daemon=True), lambda _: outcome.put(None)
+        )
         ended = outcome.get()
     except RuntimeError:  # not even the one that starts it
         ended = None
@@ -60,9 +68,11 @@ def in_another_thread(call: Callable[[], Result]) -> Result:
 
 
 def start_apart(thread: threading.Thread, failed: Callable[[Exception], None]) -> None:
-    """Has a thread started, in one where no handler runs: an interrupt of Thread.start may keep the lock the new thread needs to begin.
+    """Has a thread started, in one where no handler runs: an interrupt of Thread.start may keep the lock the
+    new thread needs to begin.
 
-    Waits for nothing. `failed` is called, there, with the error of a thread that cannot be had; RuntimeError if neither can be.
+    Waits for nothing. `failed` is called, there, with the error of a thread that cannot be had; RuntimeError
+    if neither can be.
     """
 
     def start() -> None:
@@ -75,9 +85,12 @@ def start_apart(thread: threading.Thread, failed: Callable[[Exception], None]) -
 
 
 class Joined:
-    """A thread that close() waits for. An exception of a signal handler, wherever it comes, leaves none that cannot begin or be joined.
+    """A thread that close() waits for.
 
-    So neither Thread.start (see start_apart) nor Thread.join: one that is interrupted marks a running thread as ended.
+    An exception of a signal handler, wherever it comes, leaves none that cannot begin or be joined.
+
+    So neither Thread.start (see start_apart) nor Thread.join: one that is interrupted marks a running thread
+    as ended.
     """
 
     def __init__(self, run: Callable[[], object], name: str) -> None:
@@ -106,7 +119,8 @@ class Joined:
                 self._ended.get(timeout=_LOOK_AGAIN_S)
 
     def _run(self, run: Callable[[], object]) -> None:
-        self._runs_in = os.getpid()  # before it looks whether it is over: `join` does both the other way round
+        # before it looks whether it is over: `join` does both the other way round
+        self._runs_in = os.getpid()
         try:
             begin_own_thread()
             self._begun.put(None)
@@ -118,7 +132,9 @@ class Joined:
 
 
 class Apart:
-    """A thread that makes one call after the other for event loops. It begins with the first, and ends with `stop`.
+    """A thread that makes one call after the other for event loops.
+
+    It begins with the first, and ends with `stop`.
 
     No lock of Python: a signal handler may call `stop` wherever it interrupts, also in `call`.
     """
@@ -126,7 +142,9 @@ class Apart:
     def __init__(self, name: str) -> None:
         self._name, self._begun, self._stopping = name, False, False
         self._runs_in = 0  # process; in a child of fork the thread does not run
-        self._calls: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[None]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[None]] | None] = (
+            queue.SimpleQueue()
+        )
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     async def call(self, call: Callable[[], object]) -> None:
@@ -138,7 +156,9 @@ class Apart:
         if not self._begun:
             self._begun = True
             try:
-                start_apart(threading.Thread(target=self._run, name=self._name, daemon=True), self._cannot_begin)
+                start_apart(
+                    threading.Thread(target=self._run, name=self._name, daemon=True), self._cannot_begin
+                )
             except RuntimeError:
                 self._begun = False
                 raise
@@ -152,14 +172,18 @@ class Apart:
         self._calls.put(None)
 
     def stop(self) -> None:
-        """Ends the thread; blocks until the call under way is over. May be called again, also by a handler that interrupts it."""
+        """Ends the thread; blocks until the call under way is over.
+
+        May be called again, also by a handler that interrupts it.
+        """
         self.end()
         while self._runs_in == os.getpid():  # one that begins later finds that it is to stop
             with contextlib.suppress(queue.Empty):  # the interrupted call may have taken it
                 self._ended.get(timeout=_LOOK_AGAIN_S)
 
     def _run(self) -> None:
-        self._runs_in = os.getpid()  # before it looks whether it is to stop: `stop` does both the other way round
+        # before it looks whether it is to stop: `stop` does both the other way round
+        self._runs_in = os.getpid()
         try:
             while not self._stopping and (next_call := self._calls.get()) is not None:
                 _finish(next_call[1], _error_of(next_call[0]))

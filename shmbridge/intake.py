@@ -1,7 +1,7 @@
 """From what a caller hands to `put` to measured columns: Atropos groups, mappings, Arrow batches.
 
-Knows which columns there are, their names and that rows must agree; one column by itself is measure.py's. Called by shmbridge.outgoing
-and shmbridge.producer only.
+Knows which columns there are, their names and that rows must agree; one column by itself is measure.py's.
+Called by shmbridge.outgoing and shmbridge.producer only.
 """
 
 import difflib
@@ -25,6 +25,7 @@ from shmbridge.schema import Column as ColumnType
 
 _ATROPOS_MARKS = ("masks", "scores")
 
+
 @dataclass(slots=True)
 class Intake:
     """A group, measured: columns ready for a pack plan and what the record's slot says of it."""
@@ -40,13 +41,15 @@ class Intake:
 def take_in(group: Any, table: Columns, *, foreign: bool = False, fold_masks: bool = True) -> Intake:
     """Measures a group in any accepted form. Raises InvalidRecord naming column, row and numbers.
 
-    `foreign` carries what upstream delivers: rows of unequal length (flagged), unknown keys (in `extra`), no NaN. With `fold_masks`
-    Atropos' masks are to be stored as loss_mask; the packer raises LossyMasks when that loses something.
+    `foreign` carries what upstream delivers: rows of unequal length (flagged), unknown keys (in `extra`), no
+    NaN. With `fold_masks` Atropos' masks are to be stored as loss_mask; the packer raises LossyMasks when
+    that loses something.
     """
     from_arrow = type(group).__name__ == "RecordBatch" and type(group).__module__.startswith("pyarrow")
     if not (from_arrow or isinstance(group, Mapping)):
         raise InvalidRecord(
-            f"a group is a mapping of columns or a pyarrow.RecordBatch, not {type(group).__name__}", hint='put({"tokens": [[1, 2], [3]]})'
+            f"a group is a mapping of columns or a pyarrow.RecordBatch, not {type(group).__name__}",
+            hint='put({"tokens": [[1, 2], [3]]})',
         )
     is_atropos = not from_arrow and any(mark in group for mark in _ATROPOS_MARKS)
     columns = _from_arrow(group, table) if from_arrow else group
@@ -78,7 +81,9 @@ def _as_written(wrong: InvalidRecord, group: Mapping[str, Any]) -> InvalidRecord
 class _Mapping:
     """One mapping under way."""
 
-    def __init__(self, group: Mapping[str, Any], table: Columns, foreign: bool, fold_masks: bool, is_atropos: bool) -> None:
+    def __init__(
+        self, group: Mapping[str, Any], table: Columns, foreign: bool, fold_masks: bool, is_atropos: bool
+    ) -> None:
         self.group, self.table = group, table
         self.foreign, self.fold, self.is_atropos = foreign, fold_masks, foreign or is_atropos
         self.columns: list[Column] = []
@@ -93,7 +98,9 @@ class _Mapping:
             if name in ("tokens", "env_id", "extra"):
                 continue
             if name != key and name in self.group:
-                raise InvalidRecord(f"column {name!r} is given twice: as {name!r} and as {key!r}", column=name)
+                raise InvalidRecord(
+                    f"column {name!r} is given twice: as {name!r} and as {key!r}", column=name
+                )
             if name == "masks":
                 self.add_masks(value)
             elif name not in self.table:
@@ -118,8 +125,12 @@ class _Mapping:
             raise self.without_tokens()
         tokens = self.group.get("tokens")
         rows: Any = tokens[1] if tokens is not None and is_flat(tokens) else tokens
-        if _empty_tag(rows) is not None or (not is_nested(rows) and hasattr(rows, "shape") and tuple(rows.shape)[:1] == (0,)):
-            raise InvalidRecord("the group is empty: `tokens` has no rows", hint="skip the group before put", column="tokens")
+        if _empty_tag(rows) is not None or (
+            not is_nested(rows) and hasattr(rows, "shape") and tuple(rows.shape)[:1] == (0,)
+        ):
+            raise InvalidRecord(
+                "the group is empty: `tokens` has no rows", hint="skip the group before put", column="tokens"
+            )
         self.add("tokens", tokens)
         column = self.columns[0]
         self.rows = column.entries
@@ -128,14 +139,25 @@ class _Mapping:
             raise InvalidRecord(f"column 'tokens' row {row} is None", column="tokens", row=row)
 
     def without_tokens(self) -> InvalidRecord:
-        meant = next((key for key in self.group if isinstance(key, str) and hints.column_meant(key) == "tokens"), None)
+        meant = next(
+            (key for key in self.group if isinstance(key, str) and hints.column_meant(key) == "tokens"), None
+        )
         has = ", ".join(map(repr, list(self.group)[:8]))
-        hint = f"rename {meant!r} to 'tokens'" if meant else 'put({"tokens": [[1, 2], [3]], ...}): each row is a prompt and its response'
+        hint = (
+            f"rename {meant!r} to 'tokens'"
+            if meant
+            else 'put({"tokens": [[1, 2], [3]], ...}): each row is a prompt and its response'
+        )
         return InvalidRecord(f"the group has no column 'tokens'; it has {has}", hint=hint, column="tokens")
 
     def check_empty_rows(self) -> None:
-        """A score of nothing would count in its group's mean. Upstream takes such rows, so a foreign group may have them."""
-        scored = next((column for column in self.columns if column.name == "score" and column.tag == Tag.VALUES), None)
+        """A score of nothing would count in its group's mean.
+
+        Upstream takes such rows, so a foreign group may have them.
+        """
+        scored = next(
+            (column for column in self.columns if column.name == "score" and column.tag == Tag.VALUES), None
+        )
         if scored is None or self.foreign or scored.entries != self.rows:
             return
         empty = self.lengths["tokens"] == 0
@@ -176,19 +198,29 @@ class _Mapping:
         self.columns.append(built)
 
     def add_masks(self, value: Any) -> None:
-        """Atropos masks: folded into loss_mask while that loses nothing, else carried as they are beside it."""
+        """Atropos masks: folded into loss_mask while that loses nothing, else carried as they are beside
+        it.
+        """
         if _empty_tag(value) is not None or "loss_mask" in self.group:
             self.add("masks", value)
             return
         if not self.foreign and isinstance(value, (list, tuple)) and any(row is None for row in value):
             row = next(number for number, each in enumerate(value) if each is None)
             raise InvalidRecord(f"column 'masks' row {row} is None", column="masks", row=row)
-        if self.fold and _all_lists(value) and np.array_equal(row_lengths(list(value)), self.lengths["tokens"]):
+        if (
+            self.fold
+            and _all_lists(value)
+            and np.array_equal(row_lengths(list(value)), self.lengths["tokens"])
+        ):
             lengths = self.lengths["loss_mask"] = self.lengths["tokens"]
             folded = Column(
-                self.table.forms["loss_mask"], entries=len(lengths), count=int(lengths.sum()), lengths=lengths,
-                rows=list(value), folds=self.columns[0],
-            )  # fmt: skip
+                self.table.forms["loss_mask"],
+                entries=len(lengths),
+                count=int(lengths.sum()),
+                lengths=lengths,
+                rows=list(value),
+                folds=self.columns[0],
+            )
             self.columns.append(folded)
         else:
             self.add("masks", value)
@@ -196,7 +228,9 @@ class _Mapping:
             try:
                 trained = [None if row is None else np.not_equal(row, -100) for row in rows]
             except (TypeError, ValueError, RuntimeError) as wrong:
-                raise InvalidRecord(f"column 'masks' is list<int32>: {wrong}", hint="-100, or the token", column="masks") from wrong
+                raise InvalidRecord(
+                    f"column 'masks' is list<int32>: {wrong}", hint="-100, or the token", column="masks"
+                ) from wrong
             self.add("loss_mask", (trained[0], value[1]) if is_flat(value) else trained)
 
     def add_json(self, name: str, value: Any) -> None:
@@ -207,13 +241,17 @@ class _Mapping:
         elif column.per_record:
             self.columns.append(texts(self.table, column, [self.as_text(name, 0, value)]))
         elif isinstance(value, (list, tuple)) and len(value) == self.rows:
-            rows = [None if row is None else self.as_text(name, number, row) for number, row in enumerate(value)]
+            rows = [
+                None if row is None else self.as_text(name, number, row) for number, row in enumerate(value)
+            ]
             self.columns.append(texts(self.table, column, rows))
         else:
             self.add_unknown(name, value)
 
     def as_text(self, name: str, row: int, value: Any) -> bytes | str:
-        """Atropos' values become JSON, also plain strings, as its client writes them; in our own form a string is JSON already."""
+        """Atropos' values become JSON, also plain strings, as its client writes them; in our own form a
+        string is JSON already.
+        """
         if isinstance(value, (str, bytes)) and not self.is_atropos:
             return _checked_json(name, row, value)
         try:
@@ -232,7 +270,9 @@ class _Mapping:
             ) from None
 
     def add_unknown(self, key: str, value: Any) -> None:
-        """A column nobody knows, or side data that is not one value per row: `extra` for foreign groups, an error for others."""
+        """A column nobody knows, or side data that is not one value per row: `extra` for foreign groups, an
+        error for others.
+        """
         if self.foreign and isinstance(key, str):
             self.unknown[key] = value
         elif key in self.table:
@@ -241,7 +281,11 @@ class _Mapping:
         else:
             meant = hints.column_meant(str(key))
             near = [meant] if meant else difflib.get_close_matches(str(key), self.table, n=3)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "declare it: Producer(schema=pyarrow.schema([...]))"
+            hint = (
+                f"did you mean {' or '.join(map(repr, near))}?"
+                if near
+                else "declare it: Producer(schema=pyarrow.schema([...]))"
+            )
             if meant == "score":
                 hint += " (one number a row; one per token is 'token_rewards')"
             raise InvalidRecord(f"unknown column {key!r}", hint=hint, column=str(key))
@@ -249,7 +293,10 @@ class _Mapping:
     def add_extra(self) -> None:
         extra = self.group.get("extra")
         if self.unknown:
-            extra = {**(extra if isinstance(extra, Mapping) else {} if extra is None else {"extra": extra}), **self.unknown}
+            extra = {
+                **(extra if isinstance(extra, Mapping) else {} if extra is None else {"extra": extra}),
+                **self.unknown,
+            }
         if extra is not None or "extra" in self.group:
             self.add_json("extra", extra)
 
@@ -263,7 +310,11 @@ class _Mapping:
             if kind.per_record:
                 check_one_value(column)
                 continue
-            row = _first_difference(column, self.lengths["tokens"]) if column.entries == self.rows and kind.per_token else -1
+            row = (
+                _first_difference(column, self.lengths["tokens"])
+                if column.entries == self.rows and kind.per_token
+                else -1
+            )
             if column.entries == self.rows and row < 0:
                 continue
             uneven = True
@@ -275,9 +326,13 @@ class _Mapping:
 
     def unequal(self, column: Column, row: int) -> InvalidRecord:
         if row < 0 or column.lengths is None:
-            return InvalidRecord(f"column {column.name!r} has {column.entries} rows, tokens have {self.rows}", column=column.name)
+            return InvalidRecord(
+                f"column {column.name!r} has {column.entries} rows, tokens have {self.rows}",
+                column=column.name,
+            )
         return InvalidRecord(
-            f"column {column.name!r} row {row} has {column.lengths[row]} values, tokens have {self.lengths['tokens'][row]}",
+            f"column {column.name!r} row {row} has {column.lengths[row]} values, tokens have "
+            f"{self.lengths['tokens'][row]}",
             hint="every per-token column has one value per token, prompt included",
             column=column.name,
             row=row,
@@ -288,7 +343,9 @@ def check_one_value(column: Column) -> None:
     """Raises unless a column with one value per record has one."""
     if column.entries != 1:
         raise InvalidRecord(
-            f"column {column.name!r} has {column.entries} values, and has one per record", hint="pass a list of one", column=column.name
+            f"column {column.name!r} has {column.entries} values, and has one per record",
+            hint="pass a list of one",
+            column=column.name,
         )
 
 
@@ -336,7 +393,9 @@ def _all_lists(rows: Any) -> bool:
 
 
 def _from_arrow(batch: Any, table: Columns) -> dict[str, Any]:
-    """The mapping a RecordBatch stands for: numbers by their value buffers, everything else by its Python values."""
+    """The mapping a RecordBatch stands for: numbers by their value buffers, everything else by its Python
+    values.
+    """
     import pyarrow as pa
 
     group: dict[str, Any] = {}
@@ -345,10 +404,14 @@ def _from_arrow(batch: Any, table: Columns) -> dict[str, Any]:
             group[name] = None
         elif len(array) and name in table and table[name].per_record:  # repeated in every row
             value = next(value for value in array.to_pylist() if value is not None)
-            group[name] = value if name in JSON_COLUMNS else [dict(value) if pa.types.is_map(array.type) else value]
+            group[name] = (
+                value if name in JSON_COLUMNS else [dict(value) if pa.types.is_map(array.type) else value]
+            )
         elif pa.types.is_map(array.type):
             group[name] = [None if row is None else dict(row) for row in array.to_pylist()]
-        elif isinstance(array, pa.ListArray) and not (pa.types.is_nested(array.type.value_type) or array.null_count or _inner_nulls(array)):
+        elif isinstance(array, pa.ListArray) and not (
+            pa.types.is_nested(array.type.value_type) or array.null_count or _inner_nulls(array)
+        ):
             group[name] = (array.flatten().to_numpy(zero_copy_only=False), np.diff(array.offsets.to_numpy()))
         elif pa.types.is_primitive(array.type) and array.null_count == 0:
             group[name] = array.to_numpy(zero_copy_only=False)

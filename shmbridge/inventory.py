@@ -1,4 +1,7 @@
-"""What stands on the shared-memory mount: list_bridges() and clean(). Looks from outside; never touches what is alive."""
+"""What stands on the shared-memory mount: list_bridges() and clean().
+
+Looks from outside; never touches what is alive.
+"""
 
 import re
 from collections.abc import Iterable
@@ -16,12 +19,14 @@ _OWN_LANE = re.compile(r"-([0-9a-f]{16})$")  # what a producer's id ends with
 
 @dataclass(frozen=True, slots=True)
 class LaneInfo:
-    """One lane as seen from outside. `held` counts committed, un-released records, `dropped` those of them that its consumer has dropped
+    """One lane as seen from outside.
+
+    `held` counts committed, un-released records, `dropped` those of them that its consumer has dropped
     without release; `size_bytes` is the whole segment.
 
-    `released` is what its consumers have counted, `unaccounted` what the lane's slots show as released beyond that: 0, but for one
-    at most between a consumer's death and the next, unless a record was lost; None if the lane was too busy to tell. `data_writable`: a
-    reader maps its data so, for a GPU.
+    `released` is what its consumers have counted, `unaccounted` what the lane's slots show as released beyond
+    that: 0, but for one at most between a consumer's death and the next, unless a record was lost; None if
+    the lane was too busy to tell. `data_writable`: a reader maps its data so, for a GPU.
     """
 
     name: str
@@ -40,7 +45,10 @@ class LaneInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightsInfo:
-    """The weights of a bridge as seen from outside. `version` is None before the first, `writer_pid` when no writer is alive."""
+    """The weights of a bridge as seen from outside.
+
+    `version` is None before the first, `writer_pid` when no writer is alive.
+    """
 
     version: int | None
     writer_pid: int | None
@@ -49,9 +57,12 @@ class WeightsInfo:
 
 @dataclass(frozen=True, slots=True)
 class BridgeInfo:
-    """One bridge as seen from outside. `consumer_pid` is None when no consumer is alive; `policy_version` -1 before the first.
+    """One bridge as seen from outside.
 
-    `weights` is None if no version of them was ever begun. `waiting` names the lanes that the living consumer has no room for yet.
+    `consumer_pid` is None when no consumer is alive; `policy_version` -1 before the first.
+
+    `weights` is None if no version of them was ever begun. `waiting` names the lanes that the living consumer
+    has no room for yet.
     """
 
     name: str
@@ -70,7 +81,9 @@ class BridgeInfo:
 
 @dataclass(slots=True)
 class CleanReport:
-    """What clean() removed (or would), what it kept and why, and the undelivered records that went or stay with each lane."""
+    """What clean() removed (or would), what it kept and why, and the undelivered records that went or stay
+    with each lane.
+    """
 
     dry_run: bool
     removed: list[str] = field(default_factory=list)
@@ -84,16 +97,26 @@ def list_bridges() -> list[BridgeInfo]:
 
 
 def unreleased(producers: Iterable[str]) -> dict[str, set[int]]:
-    """Sequences of each producer's committed, un-released records, by `producer_id`, on any bridge. Never blocks, changes nothing.
+    """Sequences of each producer's committed, un-released records, by `producer_id`, on any bridge.
 
-    Empty for a producer whose lane is gone. A producer is left out if nobody can tell: its lane cannot be read, or its id names none.
+    Never blocks, changes nothing.
+
+    Empty for a producer whose lane is gone. A producer is left out if nobody can tell: its lane cannot be
+    read, or its id names none.
     """
     own = {producer: match[1] for producer in producers if (match := _OWN_LANE.search(producer))}
     try:
-        lanes = {lane.rpartition(".")[2]: lane for name in segment.bridges() for lane in segment.lane_names(name)} if own else {}
+        lanes = (
+            {lane.rpartition(".")[2]: lane for name in segment.bridges() for lane in segment.lane_names(name)}
+            if own
+            else {}
+        )
     except OSError:  # no descriptor left, say
         return {}
-    found = {producer: set[int]() if lane not in lanes else _unreleased(lanes[lane]) for producer, lane in own.items()}
+    found = {
+        producer: set[int]() if lane not in lanes else _unreleased(lanes[lane])
+        for producer, lane in own.items()
+    }
     return {producer: sequences for producer, sequences in found.items() if sequences is not None}
 
 
@@ -130,7 +153,9 @@ def _is_read(lane: str) -> bool:
 
 def _weights(bridge: str) -> WeightsInfo | None:
     try:
-        mapping = segment.open_mapping(segment.weights_name(bridge), readonly=True, minimum=versions.header_bytes)
+        mapping = segment.open_mapping(
+            segment.weights_name(bridge), readonly=True, minimum=versions.header_bytes
+        )
     except ShmPermission:
         return None
     if mapping is None:
@@ -147,13 +172,24 @@ def _lane(name: str) -> LaneInfo | None:
         return None
     info = fate.info or {"producer_id": "", "env_name": "", "pid": 0}
     return LaneInfo(
-        name, info["producer_id"], info["env_name"], info["pid"], fate.alive, fate.held, fate.records, fate.size,
-        fate.dropped, fate.released, fate.unaccounted, fate.data_writable,
-    )  # fmt: skip
+        name,
+        info["producer_id"],
+        info["env_name"],
+        info["pid"],
+        fate.alive,
+        fate.held,
+        fate.records,
+        fate.size,
+        fate.dropped,
+        fate.released,
+        fate.unaccounted,
+        fate.data_writable,
+    )
 
 
 def clean(bridge: str | None = None, dry_run: bool = True) -> CleanReport:
-    """Removes what no living process uses, undelivered records included; with `dry_run` only says what it would remove.
+    """Removes what no living process uses, undelivered records included; with `dry_run` only says what it
+    would remove.
 
     Never blocks, never touches a live lane, or the control segment of a bridge that somebody takes part in.
 
@@ -172,7 +208,9 @@ def clean(bridge: str | None = None, dry_run: bool = True) -> CleanReport:
 
 
 def _forget_gateway(bridge: str, report: CleanReport) -> None:
-    """What a gateway keeps for its next start goes with the rest of a dead bridge, and only here: a restarted gateway wants it."""
+    """What a gateway keeps for its next start goes with the rest of a dead bridge, and only here: a restarted
+    gateway wants it.
+    """
     folder = segment.gateway_directory(bridge)
     if segment.stands_there(f"/{folder.name}") != "other":
         return

@@ -1,7 +1,8 @@
 """The lanes a consumer has adopted: found, checked, taken from in turn, buried when their producer is dead.
 
-Knows lane segments, column agreement and deaths; knows nothing of batches, the control plane or who asks. Owned by the
-consumer; `take` is for the consumer's thread, burying for the death watch's, everything else for any.
+Knows lane segments, column agreement and deaths; knows nothing of batches, the control plane or who asks.
+Owned by the consumer; `take` is for the consumer's thread, burying for the death watch's, everything else for
+any.
 """
 
 import functools
@@ -35,7 +36,9 @@ _THREADS = 5  # death watch, control plane and the two of its socket library, pr
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """Lanes full of what one reader holds, or has dropped, so that nothing more can come; `live` of them have a living producer."""
+    """Lanes full of what one reader holds, or has dropped, so that nothing more can come; `live` of them have
+    a living producer.
+    """
 
     lanes: int
     live: int
@@ -56,7 +59,8 @@ class LaneSet:
         self.bridge, self.columns, self.limit = bridge, columns, limit
         self._control = control
         self._lanes: dict[str, AdoptedLane] = {}
-        self._unsettled: dict[str, tuple[AdoptedLane, int, int]] = {}  # just opened: with pid and its namespace
+        # just opened: with pid and its namespace
+        self._unsettled: dict[str, tuple[AdoptedLane, int, int]] = {}
         on_lost = functools.partial(say_lost, f"bridge {bridge!r}")
         self.turns = Turns(Record, control.mapping, self._on_corrupt, control.arrivals, on_lost)
         self.refused: set[str] = set()
@@ -81,19 +85,25 @@ class LaneSet:
     def __len__(self) -> int:
         return len(self._lanes)
 
-    # -- adopting -----------------------------------------------------------------------------------------------------------------
+    # -- adopting
+    # --------------------------------------------------------------------------------------------------------
 
     def adopt(self, *, strict: bool = False) -> None:
-        """Takes over every new lane there is room for, oldest first. Dead lanes whose records are all taken need no room.
+        """Takes over every new lane there is room for, oldest first.
 
-        A lane that disagrees on a column's type is refused and logged; with `strict` it is a SchemaMismatch. A lane that this process has
-        no descriptor or address space left for is tried again by the death watch.
+        Dead lanes whose records are all taken need no room.
+
+        A lane that disagrees on a column's type is refused and logged; with `strict` it is a SchemaMismatch.
+        A lane that this process has no descriptor or address space left for is tried again by the death
+        watch.
         """
         with self._adopting:
             if self.turns.closed:
                 raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
-            arrivals = self._control.arrivals  # before the names are listed: what comes later is looked for again
-            self.turns.arrivals = (arrivals - 1) & 0xFFFFFFFF  # until all are adopted, who takes looks here, and waits for this thread
+            # before the names are listed: what comes later is looked for again
+            arrivals = self._control.arrivals
+            # until all are adopted, who takes looks here, and waits for this thread
+            self.turns.arrivals = (arrivals - 1) & 0xFFFFFFFF
             self._settle()
             self._adopt(strict)
             self.turns.arrivals = arrivals
@@ -105,13 +115,21 @@ class LaneSet:
             names = segment.lane_names(self.bridge)
             self._taken.intersection_update(names)
             for name in names:
-                if name not in self._lanes and name not in self.refused - self._taken and (opened := self._open(name)) is not None:
+                if (
+                    name not in self._lanes
+                    and name not in self.refused - self._taken
+                    and (opened := self._open(name)) is not None
+                ):
                     found.append((opened[1]["created_ns"], name, *opened))
                     found.sort(key=lambda each: each[:2])
                     crowded += len(found) > room
                     del found[room:]  # the youngest wait; only so many are open at a time
         except OSError as wrong:
-            limit = wrong if isinstance(wrong, ProcessLimit) else limits.as_process_limit(wrong, f"a lane of bridge {self.bridge!r}")
+            limit = (
+                wrong
+                if isinstance(wrong, ProcessLimit)
+                else limits.as_process_limit(wrong, f"a lane of bridge {self.bridge!r}")
+            )
             if limit is None:
                 raise
             hindered = str(limit)
@@ -125,7 +143,10 @@ class LaneSet:
         return max(self.limit - sum(not lane.dead or lane.waiting > 0 for lane in self), 0)
 
     def _open(self, name: str) -> tuple[Mapping, dict[str, Any]] | None:
-        """A ready lane's mapping and header; None if it is gone, not ready, or refused. Raises ProcessLimit."""
+        """A ready lane's mapping and header; None if it is gone, not ready, or refused.
+
+        Raises ProcessLimit.
+        """
         try:
             mapping = segment.open_mapping(name, minimum=header.control_bytes)
         except ShmPermission as foreign:
@@ -142,13 +163,20 @@ class LaneSet:
             return None
 
     def _lock(self, name: str, mapping: Mapping) -> bool:
-        """Becomes the lane's one reader. Another hub is one of a control segment that was removed, if it is not just dying."""
+        """Becomes the lane's one reader.
+
+        Another hub is one of a control segment that was removed, if it is not just dying.
+        """
         until = time.monotonic() + (0 if name in self._taken else _KILLED_S)
         while not liveness.lock_exclusive(mapping.fd, Byte.READER):
             if time.monotonic() >= until:
                 if name not in self._taken:
                     self._taken.add(name)
-                    self._refuse(name, "another consumer reads it, whose control segment was removed; adopted once that one has ended")
+                    self._refuse(
+                        name,
+                        "another consumer reads it, whose control segment was removed; adopted once that "
+                        "one has ended",
+                    )
                 return False
             time.sleep(0.002)
         self._taken.discard(name)
@@ -183,7 +211,10 @@ class LaneSet:
         self._settle()
 
     def _settle(self) -> None:
-        """Takes from lanes just opened and watches their producers. Idempotent: the next adoption repeats it."""
+        """Takes from lanes just opened and watches their producers.
+
+        Idempotent: the next adoption repeats it.
+        """
         for name, (adopted, pid, namespace) in list(self._unsettled.items()):
             self._lanes[name] = adopted
             if not adopted.corrupt:
@@ -200,12 +231,21 @@ class LaneSet:
     def _say_what_waits(self, crowded: int, hindered: str) -> None:
         if crowded and not self._crowded:
             log.warning(
-                "%d environments of bridge %r wait for a lane: the consumer takes from %d at once -> raise --lanes (of the learner), "
-                "lanes: (of launch), or Consumer(lanes=); shmbridge inspect %s shows which",
-                crowded, self.bridge, self.limit, self.bridge,
-            )  # fmt: skip
+                "%d environments of bridge %r wait for a lane: the consumer takes from %d at once -> raise "
+                "--lanes (of the learner), lanes: (of launch), or Consumer(lanes=); shmbridge inspect %s "
+                "shows which",
+                crowded,
+                self.bridge,
+                self.limit,
+                self.bridge,
+            )
         if hindered and not self._hindered:
-            log.error("bridge %r has %d lanes, and at least one more that waits: %s", self.bridge, len(self._lanes), hindered)
+            log.error(
+                "bridge %r has %d lanes, and at least one more that waits: %s",
+                self.bridge,
+                len(self._lanes),
+                hindered,
+            )
         self._crowded, self._hindered = crowded > 0, bool(hindered)
 
     @property
@@ -218,7 +258,8 @@ class LaneSet:
         """Whether a lane is known that could not be adopted yet."""
         return self._crowded or self._hindered
 
-    # -- taking -------------------------------------------------------------------------------------------------------------------
+    # -- taking
+    # --------------------------------------------------------------------------------------------------------
 
     def take(self, call: Call) -> Record | None:
         """The next record, one lane after the other; None if no lane has one."""
@@ -241,7 +282,9 @@ class LaneSet:
         return records
 
     def take_back_dropped(self) -> int:
-        """Has what was dropped after a look handed out again, before all others; how many records that are."""
+        """Has what was dropped after a look handed out again, before all others; how many records that
+        are.
+        """
         return sum(lane.reader.take_back_dropped() for lane in self if not lane.corrupt)
 
     def _on_corrupt(self, reader: ring.LaneReader, why: str) -> None:
@@ -266,7 +309,8 @@ class LaneSet:
         for lane in self:
             lane.reader.ring()
 
-    # -- deaths -------------------------------------------------------------------------------------------------------------------
+    # -- deaths
+    # --------------------------------------------------------------------------------------------------------
 
     def _on_death(self, name: str) -> None:
         """The lock is free: nothing more will be committed."""
@@ -276,12 +320,15 @@ class LaneSet:
             self._control.ring()
 
     def _look_round(self) -> bool:
-        """Adopts what came while the consumer was busy, removes dead lanes that hold nothing any more; whether any is left for later."""
+        """Adopts what came while the consumer was busy, removes dead lanes that hold nothing any more;
+        whether any is left for later.
+        """
         if self._unlisted or self._hindered or self._taken or (self._crowded and self._room()):
             known = len(self._lanes)
             self.adopt()
             if len(self._lanes) != known:
-                self._control.ring()  # the consumer may sleep, and nobody else says that they can be taken from
+                # the consumer may sleep, and nobody else says that they can be taken from
+                self._control.ring()
         if self._ranks_before:
             self._heed_ranks_before()
         left = self._ranks_before
@@ -291,12 +338,16 @@ class LaneSet:
         return left
 
     def look_for_ranks(self) -> None:
-        """This hub's epoch has begun: from now on ranks of earlier ones are heeded, as long as there are any."""
+        """This hub's epoch has begun: from now on ranks of earlier ones are heeded, as long as there are
+        any.
+        """
         self._heed_ranks_before()
         self._watch.nudge()
 
     def _heed_ranks_before(self) -> None:
-        """While a rank of an earlier hub lives, releases of what is redelivered are put off; once none does, they are done."""
+        """While a rank of an earlier hub lives, releases of what is redelivered are put off; once none does,
+        they are done.
+        """
         with self._adopting:
             self._ranks_before = participation.ranks_before(self._control)
             for lane in self:
@@ -316,14 +367,22 @@ class LaneSet:
         self.turns.remove(lane.reader)
         with self._counting:
             self._lanes.pop(lane.name, None)
-            self._gone.update({key: value for key, value in counters.items() if key not in ("held", "put_off", "lane_bytes")})
+            self._gone.update(
+                {
+                    key: value
+                    for key, value in counters.items()
+                    if key not in ("held", "put_off", "lane_bytes")
+                }
+            )
         if self._crowded:
             self._control.ring()  # there may be room for one that waits
         return True
 
     def finished_producers(self) -> set[str]:
         """Ids of the producers that will put nothing more and whose records are all taken."""
-        return {lane.producer_id for lane in self if lane.dead and not lane.waiting} - {lane.producer_id for lane in self if not lane.dead}
+        return {lane.producer_id for lane in self if lane.dead and not lane.waiting} - {
+            lane.producer_id for lane in self if not lane.dead
+        }
 
     def busy_producers(self) -> set[str]:
         """Ids of the producers that have records nobody has taken yet."""
@@ -335,10 +394,18 @@ class LaneSet:
         return not self._unlisted and not self.some_wait and not any(lane.waiting for lane in self)
 
     def tickets(self) -> dict[str, int]:
-        """How many groups each lane's producer has begun and not put, by living lane; one system call each. Any thread."""
-        return {lane.name: liveness.tickets_held(lane.reader.lane.fd) for lane in self if not (lane.corrupt or lane.dead)}
+        """How many groups each lane's producer has begun and not put, by living lane; one system call each.
 
-    # -- state --------------------------------------------------------------------------------------------------------------------
+        Any thread.
+        """
+        return {
+            lane.name: liveness.tickets_held(lane.reader.lane.fd)
+            for lane in self
+            if not (lane.corrupt or lane.dead)
+        }
+
+    # -- state
+    # --------------------------------------------------------------------------------------------------------
 
     @property
     def live(self) -> int:
@@ -351,12 +418,20 @@ class LaneSet:
         return sum(lane.held for lane in self)
 
     def dropped_words(self) -> str:
-        """What an error says of records that keep their room though nobody holds them; "" if there are none."""
+        """What an error says of records that keep their room though nobody holds them; "" if there are
+        none.
+        """
         count = sum(lane.dropped for lane in self)
-        return f"; {count} records were dropped without release and keep their room: take_back_dropped()" if count else ""
+        return (
+            f"; {count} records were dropped without release and keep their room: take_back_dropped()"
+            if count
+            else ""
+        )
 
     def stuck(self, held_here: int) -> Stuck | None:
-        """What is full, if no lane can bring anything more until one of the caller's `held_here` records is released."""
+        """What is full, if no lane can bring anything more until one of the caller's `held_here` records is
+        released.
+        """
         held = self.held  # first: what is let go from here on is room that the lanes show
         lanes = [lane for lane in self if not lane.corrupt]
         if all(lane.dead for lane in lanes):
@@ -381,22 +456,31 @@ class LaneSet:
             total, lanes = Counter(self._gone), list(self)
         for lane in lanes:
             total.update(lane.counters())
-        total["leases_returned_total"], total["leases_dropped_total"] = self.turns.drops.returned, self.turns.drops.dropped
+        total["leases_returned_total"], total["leases_dropped_total"] = (
+            self.turns.drops.returned,
+            self.turns.drops.dropped,
+        )
         return total
 
     def abandon(self) -> None:
-        """Leases that are still held end without release, whenever that is: the next consumer gets those records again."""
+        """Leases that are still held end without release, whenever that is: the next consumer gets those
+        records again.
+        """
         for lane in self:
             lane.reader.abandoned = True
 
     def unlock(self) -> None:
-        """Gives every lane to the next consumer, though views of this one may live: nothing is released through them any more."""
+        """Gives every lane to the next consumer, though views of this one may live: nothing is released
+        through them any more.
+        """
         for lane in self:
             if not lane.reader.lane.forked:
                 liveness.unlock(lane.reader.lane.fd, Byte.READER)
 
     def close(self) -> int:
-        """Ends the death watch and lets go of all lanes; how many records are still leased. Views keep their lane.
+        """Ends the death watch and lets go of all lanes; how many records are still leased.
+
+        Views keep their lane.
 
         A release that is still put off is not done any more: the next consumer gets the record again.
         """
@@ -406,7 +490,8 @@ class LaneSet:
             held = sum(lane.reader.held for lane in self)
             for lane in self:
                 if not lane.reader.held and not lane.reader.lane.forked:
-                    liveness.unlock(lane.reader.lane.fd, Byte.READER)  # whoever still knows the lane reads nothing in it
+                    # whoever still knows the lane reads nothing in it
+                    liveness.unlock(lane.reader.lane.fd, Byte.READER)
             self._lanes.clear()
             self._unsettled.clear()
             vars(self).pop("_control", None)  # views, through their reader, are to be the last that keep it

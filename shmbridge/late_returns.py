@@ -1,4 +1,5 @@
-"""Groups returned to a consumer that has closed: the next consumer gets them, and the bridge is free once nothing is held.
+"""Groups returned to a consumer that has closed: the next consumer gets them, and the bridge is free once
+nothing is held.
 
 Knows leases, and which lanes some were held in; knows nothing of batches. Called by batching.py.
 """
@@ -21,14 +22,19 @@ def abandon(groups: Iterable[Group]) -> None:
 
 
 class LateReturns:
-    """Made when the consumer closes; keeps no memory of a lane or of the bridge mapped. For one thread at a time."""
+    """Made when the consumer closes; keeps no memory of a lane or of the bridge mapped.
+
+    For one thread at a time.
+    """
 
     def __init__(self, readers: Iterable[LaneReader], control: Mapping, bridge: str) -> None:
         self._held_in = weakref.WeakSet([reader.lane for reader in readers if reader.held])
         self._control, self._bridge = weakref.ref(control), bridge
 
     def take(self, groups: list[Group], *, closed: bool) -> None:
-        """Lets go of the groups, un-released. `closed`: close() is over, so the end of the last lease gives the bridge up.
+        """Lets go of the groups, un-released.
+
+        `closed`: close() is over, so the end of the last lease gives the bridge up.
 
         An interrupted call may be repeated: the groups keep their records until the rest is done.
         """

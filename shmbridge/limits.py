@@ -1,6 +1,8 @@
-"""What this process may still take: memory of its cgroups and of the machine, descriptors, address space, size of a file.
+"""What this process may still take: memory of its cgroups and of the machine, descriptors, address space,
+size of a file.
 
-Knows the kernel's limits and how to say which of them was hit; knows nothing of segments. Imported by whoever is about to take something.
+Knows the kernel's limits and how to say which of them was hit; knows nothing of segments. Imported by whoever
+is about to take something.
 """
 
 import contextlib
@@ -22,7 +24,10 @@ _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def memory_headroom() -> tuple[int, str]:
-    """Bytes that can still be taken before somebody is killed for it, and whose limit that is. Page cache that can go counts as free."""
+    """Bytes that can still be taken before somebody is killed for it, and whose limit that is.
+
+    Page cache that can go counts as free.
+    """
     return min([*_cgroups(), *_machine()], default=(_NO_LIMIT, "nobody"))
 
 
@@ -42,11 +47,16 @@ def _cgroups() -> Iterator[tuple[int, str]]:
         except (OSError, ValueError):
             continue
         if limit != "max" and int(limit) < _NO_LIMIT:
-            yield max(int(limit) - used + int(stat.get(droppable, 0)), 0), f"the memory cgroup ({format_size(int(limit))})"
+            yield (
+                max(int(limit) - used + int(stat.get(droppable, 0)), 0),
+                f"the memory cgroup ({format_size(int(limit))})",
+            )
 
 
 def _cgroup_folders() -> Iterator[tuple[Path, str, str, str]]:
-    """This process' memory cgroup and all above it, of version 2 and 1; in a container the path may be the host's, and lead nowhere."""
+    """This process' memory cgroup and all above it, of version 2 and 1; in a container the path may be the
+    host's, and lead nowhere.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -59,11 +69,18 @@ def _cgroup_folders() -> Iterator[tuple[Path, str, str, str]]:
                 yield Path("/sys/fs/cgroup") / each, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
             for each in (below, *below.parents):
-                yield Path("/sys/fs/cgroup/memory") / each, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+                yield (
+                    Path("/sys/fs/cgroup/memory") / each,
+                    "memory.limit_in_bytes",
+                    "memory.usage_in_bytes",
+                    "total_inactive_file",
+                )
 
 
 def check_descriptors(count: int, what: str) -> None:
-    """Raises ProcessLimit unless `count` more descriptors can be had now: some libraries abort the process for want of one."""
+    """Raises ProcessLimit unless `count` more descriptors can be had now: some libraries abort the process
+    for want of one.
+    """
     taken: list[int] = []
     try:
         taken.extend(os.open("/", os.O_PATH | os.O_CLOEXEC) for _ in range(count))
@@ -78,7 +95,9 @@ def check_descriptors(count: int, what: str) -> None:
 
 
 def raise_descriptors() -> None:
-    """Raises the soft limit of descriptors to the hard one, 65,536 at most: a process that many connect to needs more than they have."""
+    """Raises the soft limit of descriptors to the hard one, 65,536 at most: a process that many connect to
+    needs more than they have.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -87,7 +106,10 @@ def raise_descriptors() -> None:
 
 
 def lanes_at_most() -> int:
-    """How many lanes a process can map beside what it has open, at two descriptors each; at most 1,024. Raises the soft limit first."""
+    """How many lanes a process can map beside what it has open, at two descriptors each; at most 1,024.
+
+    Raises the soft limit first.
+    """
     raise_descriptors()
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -100,7 +122,9 @@ def lanes_at_most() -> int:
 
 
 def check_threads(count: int, what: str) -> None:
-    """Raises ProcessLimit unless `count` more threads can be started now: some libraries abort the process for want of one."""
+    """Raises ProcessLimit unless `count` more threads can be started now: some libraries abort the process
+    for want of one.
+    """
     end, started = threading.Event(), []
     try:
         for _ in range(count):
@@ -109,7 +133,8 @@ def check_threads(count: int, what: str) -> None:
             started.append(thread)
     except RuntimeError as wrong:
         raise ProcessLimit(
-            f"no {count} threads can be started for {what}: {wrong} ({threading.active_count()} Python threads run)",
+            f"no {count} threads can be started for {what}: {wrong} ({threading.active_count()} Python "
+            "threads run)",
             hint="raise the container's pids limit, ulimit -u or ulimit -v",
         ) from wrong
     finally:
@@ -119,8 +144,11 @@ def check_threads(count: int, what: str) -> None:
 
 
 def as_process_limit(wrong: OSError, what: str) -> ProcessLimit | None:
-    """The limit of this process that an OSError speaks of, with its number; None if it speaks of something else."""
-    if wrong.errno in _TOO_MANY_FILES or "maximum number of files" in str(wrong):  # posix_ipc gives a text and no number
+    """The limit of this process that an OSError speaks of, with its number; None if it speaks of something
+    else.
+    """
+    # posix_ipc gives a text and no number
+    if wrong.errno in _TOO_MANY_FILES or "maximum number of files" in str(wrong):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return ProcessLimit(
             f"no descriptor is left for {what}: RLIMIT_NOFILE is {soft}, at most {_number(hard)}",
@@ -129,12 +157,14 @@ def as_process_limit(wrong: OSError, what: str) -> ProcessLimit | None:
     if wrong.errno == errno.ENOMEM:
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         return ProcessLimit(
-            f"no address space is left for {what}: RLIMIT_AS is {_size(soft)}", hint="ulimit -v unlimited, or lower lane_bytes"
+            f"no address space is left for {what}: RLIMIT_AS is {_size(soft)}",
+            hint="ulimit -v unlimited, or lower lane_bytes",
         )
     if wrong.errno == errno.EFBIG:
         soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         return ProcessLimit(
-            f"a file may not be large enough for {what}: RLIMIT_FSIZE is {_size(soft)}", hint="ulimit -f unlimited, or lower lane_bytes"
+            f"a file may not be large enough for {what}: RLIMIT_FSIZE is {_size(soft)}",
+            hint="ulimit -f unlimited, or lower lane_bytes",
         )
     return None
 

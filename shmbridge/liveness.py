@@ -1,6 +1,8 @@
-"""Who is alive: locks on the open file description of a segment, which the kernel drops when their holder dies.
+"""Who is alive: locks on the open file description of a segment, which the kernel drops when their holder
+dies.
 
-Knows descriptors, byte offsets and pids; knows nothing of what a segment holds. A lock proves life; a pidfd only brings the news sooner.
+Knows descriptors, byte offsets and pids; knows nothing of what a segment holds. A lock proves life; a pidfd
+only brings the news sooner.
 """
 
 import contextlib
@@ -50,14 +52,21 @@ def _lock(fd: int, kind: int, byte: int, count: int = 1) -> bool:
 
 
 def lock_exclusive(fd: int, byte: int) -> bool:
-    """Takes the byte alone; False if anybody else holds it, also this process through another descriptor. Never blocks."""
+    """Takes the byte alone; False if anybody else holds it, also this process through another descriptor.
+
+    Never blocks.
+    """
     return _lock(fd, fcntl.F_WRLCK, byte)
 
 
 def lock_after(holder: Callable[[], int], fd: int, byte: int) -> bool:
-    """As lock_exclusive, but tries for up to a second if the named holder has ended, for 50 ms if nobody is named (0). Blocks meanwhile.
+    """As lock_exclusive, but tries for up to a second if the named holder has ended, for 50 ms if nobody is
+    named (0).
 
-    A monitor (ps, top) that reads the memory maps of a process keeps its mappings until it is done, and so the locks of a dead one.
+    Blocks meanwhile.
+
+    A monitor (ps, top) that reads the memory maps of a process keeps its mappings until it is done, and so
+    the locks of a dead one.
     """
     began = time.monotonic()
     while not lock_exclusive(fd, byte):
@@ -99,7 +108,10 @@ def unlock_all(fd: int) -> None:
 
 
 def is_locked(fd: int, byte: int, count: int = 1) -> bool:
-    """Whether another open file description holds any of `count` bytes in any way. Never blocks, takes nothing."""
+    """Whether another open file description holds any of `count` bytes in any way.
+
+    Never blocks, takes nothing.
+    """
     raw = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, count, 0))
     return bool(_FLOCK.unpack(raw)[0] != fcntl.F_UNLCK)
 
@@ -113,15 +125,23 @@ def show_tickets(lane_fd: int, count: int) -> None:
 
 
 def tickets_held(lane_fd: int) -> int:
-    """How many tickets the producer of a lane holds, by locks on as many bytes in a row, which the kernel reports as one. Never blocks.
+    """How many tickets the producer of a lane holds, by locks on as many bytes in a row, which the kernel
+    reports as one.
+
+    Never blocks.
 
     At most MOST_TICKETS, also where something locks what it likes.
     """
-    raw = fcntl.fcntl(lane_fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, Byte.FIRST_TICKET, MOST_TICKETS, 0))
+    raw = fcntl.fcntl(
+        lane_fd,
+        fcntl.F_OFD_GETLK,
+        _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, Byte.FIRST_TICKET, MOST_TICKETS, 0),
+    )
     kind, _, start, count, _ = _FLOCK.unpack(raw)
     if kind == fcntl.F_UNLCK:
         return 0
-    return min(start + count - Byte.FIRST_TICKET, MOST_TICKETS) if count else MOST_TICKETS  # no length: to the end of all files
+    # no length: to the end of all files
+    return min(start + count - Byte.FIRST_TICKET, MOST_TICKETS) if count else MOST_TICKETS
 
 
 def pid_namespace() -> int:

@@ -1,6 +1,8 @@
-"""The doorbell as an event loop hears it: a thread relays its rings to an eventfd that the loop reads, so that the loop never blocks.
+"""The doorbell as an event loop hears it: a thread relays its rings to an eventfd that the loop reads, so
+that the loop never blocks.
 
-Knows event loops and who waits in them; knows nothing of records. Owned by the consumer, from its first wait in a loop on.
+Knows event loops and who waits in them; knows nothing of records. Owned by the consumer, from its first wait
+in a loop on.
 """
 
 import asyncio
@@ -23,7 +25,8 @@ class LoopBell:
     def __init__(self, wait: HubWait, bridge: str) -> None:
         self._wait = wait
         self._ends = False
-        self._closing = threading.RLock()  # a signal handler may call close() while a method of this thread holds it
+        # a signal handler may call close() while a method of this thread holds it
+        self._closing = threading.RLock()
         self._listens = False  # `wait` is in _listen(); if a handler calls close() then, `wait` does the rest
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: set[asyncio.Future[None]] = set()
@@ -37,7 +40,9 @@ class LoopBell:
             raise
 
     async def wait(self, readers: list[LaneReader], arrivals: int, left_s: float) -> None:
-        """Returns when there may be work, `left_s` are over or a tick is; a cancelled wait leaves nothing behind."""
+        """Returns when there may be work, `left_s` are over or a tick is; a cancelled wait leaves nothing
+        behind.
+        """
         with self._closing:
             if self._ends:
                 return
@@ -85,7 +90,10 @@ class LoopBell:
         self._loop = None
 
     def close(self) -> None:
-        """Ends the relay, and every wait that is under way. Blocks until the thread has ended. May be called again, and finishes then."""
+        """Ends the relay, and every wait that is under way. Blocks until the thread has ended.
+
+        May be called again, and finishes then.
+        """
         with self._closing:  # the loop that begins to listen now is one to be told
             self._ends, loop, listens = True, self._loop, self._listens
         self._wait.stop_relay()
@@ -106,12 +114,15 @@ class LoopBell:
 
 
 def _relay(wait: HubWait, event: Descriptor) -> None:
-    """For the thread, which keeps the descriptor: nobody else's file gets its number while it may be written to."""
+    """For the thread, which keeps the descriptor: nobody else's file gets its number while it may be written
+    to.
+    """
     wait.relay(event.fd)
 
 
 def _end(future: "asyncio.Future[None]") -> None:
-    if not future.done() and not future.get_loop().is_closed():  # nobody waits in a loop that an interrupt has ended
+    # nobody waits in a loop that an interrupt has ended
+    if not future.done() and not future.get_loop().is_closed():
         future.set_result(None)
 
 

@@ -1,6 +1,8 @@
-"""One column, measured: how many rows of what length, and where the values are, be they lists, arrays, tensors or text.
+"""One column, measured: how many rows of what length, and where the values are, be they lists, arrays,
+tensors or text.
 
-Knows shapes; values are checked while they are packed (`_ext/pack.pyx`). Knows nothing of groups or lanes. Called by shmbridge.intake.
+Knows shapes; values are checked while they are packed (`_ext/pack.pyx`). Knows nothing of groups or lanes.
+Called by shmbridge.intake.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +45,9 @@ def checked_lengths(name: str, lengths: Any) -> Array:
     found = np.asarray(lengths)
     no_lengths = first_masked(lengths) is not None or found.ndim != 1 or found.dtype.kind not in "iu"
     if no_lengths or (found.size and (found.min() < 0 or found.max() > np.iinfo(np.uint32).max)):
-        raise InvalidRecord(f"column {name!r}: lengths are whole numbers from 0, one a row, not {lengths!r:.80}", column=name)
+        raise InvalidRecord(
+            f"column {name!r}: lengths are whole numbers from 0, one a row, not {lengths!r:.80}", column=name
+        )
     return found.astype(np.uint32)
 
 
@@ -62,11 +66,15 @@ def _row(column: ColumnType, number: int, row: Any) -> Any:
 
 
 def as_invalid(bad: BadValue, table: Columns, written: str = "") -> InvalidRecord:
-    """The public error of a value the packer refused; `written` is the key that its column was given under."""
+    """The public error of a value the packer refused; `written` is the key that its column was given
+    under.
+    """
     column, written = table.get(bad.column), written or bad.column
     return InvalidRecord(
         f"column {written!r} row {bad.row} position {bad.position}: {bad.value!r:.80} {bad.reason}",
-        hint=hints.for_value(bad.column, written, "" if column is None else column.type_name, bad.value, bad.reason),
+        hint=hints.for_value(
+            bad.column, written, "" if column is None else column.type_name, bad.value, bad.reason
+        ),
         column=written,
         row=bad.row,
         position=bad.position,
@@ -100,7 +108,8 @@ def _lists(table: Columns, column: ColumnType, value: Any) -> Column:
         if int(lengths.sum()) != len(flat):
             raise InvalidRecord(
                 f"column {column.name!r}: {len(flat)} values, lengths add up to {int(lengths.sum())}",
-                hint="a tuple of an array and whole numbers is (flat array, lengths): give two rows as a list, [first, second]",
+                hint="a tuple of an array and whole numbers is (flat array, lengths): give two rows as a "
+                "list, [first, second]",
                 column=column.name,
             )
         if (place := first_masked(value[0])) is not None:
@@ -114,8 +123,13 @@ def _lists(table: Columns, column: ColumnType, value: Any) -> Column:
         rows = [row if type(row) is list else _row(column, number, row) for number, row in enumerate(rows)]
         lengths = row_lengths(rows)
     return Column(
-        table.forms[column.name], entries=len(lengths), count=int(lengths.sum()), lengths=lengths, validity=validity, rows=rows,
-    )  # fmt: skip
+        table.forms[column.name],
+        entries=len(lengths),
+        count=int(lengths.sum()),
+        lengths=lengths,
+        validity=validity,
+        rows=rows,
+    )
 
 
 def _list_lists(table: Columns, column: ColumnType, value: Any) -> Column:
@@ -127,9 +141,14 @@ def _list_lists(table: Columns, column: ColumnType, value: Any) -> Column:
     inner_rows = [_row(column, number, inner) for number, row in enumerate(outer) for inner in row]
     lengths, inner = row_lengths(outer), row_lengths(inner_rows)
     return Column(
-        table.forms[column.name], entries=len(outer), count=int(inner.sum()), lengths=lengths, inner=inner,
-        validity=validity, rows=inner_rows,
-    )  # fmt: skip
+        table.forms[column.name],
+        entries=len(outer),
+        count=int(inner.sum()),
+        lengths=lengths,
+        inner=inner,
+        validity=validity,
+        rows=inner_rows,
+    )
 
 
 def _maps(table: Columns, column: ColumnType, value: Any) -> Column:
@@ -146,9 +165,15 @@ def _maps(table: Columns, column: ColumnType, value: Any) -> Column:
             values.append(each)
         counts.append(len(pairs))
     return Column(
-        table.forms[column.name], entries=len(rows), count=len(values), lengths=np.array(counts, np.uint32), inner=row_lengths(keys),
-        keys=b"".join(keys), validity=validity, rows=[values],
-    )  # fmt: skip
+        table.forms[column.name],
+        entries=len(rows),
+        count=len(values),
+        lengths=np.array(counts, np.uint32),
+        inner=row_lengths(keys),
+        keys=b"".join(keys),
+        validity=validity,
+        rows=[values],
+    )
 
 
 def texts(table: Columns, column: ColumnType, value: Sequence[Any]) -> Column:
@@ -159,8 +184,13 @@ def texts(table: Columns, column: ColumnType, value: Sequence[Any]) -> Column:
     raw = [b"" if row is None else _utf8(column, number, row) for number, row in enumerate(rows)]
     whole = b"".join(raw)
     return Column(
-        table.forms[column.name], entries=len(raw), count=len(whole), lengths=row_lengths(raw), validity=validity, rows=whole,
-    )  # fmt: skip
+        table.forms[column.name],
+        entries=len(raw),
+        count=len(whole),
+        lengths=row_lengths(raw),
+        validity=validity,
+        rows=whole,
+    )
 
 
 def _utf8(column: ColumnType, row: int, value: Any) -> bytes:
@@ -182,21 +212,43 @@ def is_nested(value: Any) -> bool:
 
 
 def is_flat(value: Any) -> bool:
-    """The (flat array, lengths) form: a pair of a 1-D array and whole numbers. Two float arrays are two rows."""
-    if not (isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "dtype") and np.ndim(value[0]) == 1):
+    """The (flat array, lengths) form: a pair of a 1-D array and whole numbers.
+
+    Two float arrays are two rows.
+    """
+    if not (
+        isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "dtype") and np.ndim(value[0]) == 1
+    ):
         return False
     return not hasattr(value[1], "dtype") or "int" in str(value[1].dtype)
 
 
-_BUILDERS = {Kind.SCALAR: _scalars, Kind.LIST: _lists, Kind.LIST_LIST: _list_lists, Kind.MAP: _maps, Kind.BYTES: texts}
+_BUILDERS = {
+    Kind.SCALAR: _scalars,
+    Kind.LIST: _lists,
+    Kind.LIST_LIST: _list_lists,
+    Kind.MAP: _maps,
+    Kind.BYTES: texts,
+}
 
 
 def build(table: Columns, column: ColumnType, value: Any) -> Column:
-    """Measures a column's value in any accepted form. Raises InvalidRecord for its shape, BadValue for a value that shows at once."""
-    if is_nested(value) or (column.kind is not Kind.SCALAR and type(value).__module__.split(".")[0] == "pyarrow"):
-        what, rows = ("nested tensor", "unbind()") if is_nested(value) else (f"pyarrow.{type(value).__name__}", "to_pylist()")
+    """Measures a column's value in any accepted form.
+
+    Raises InvalidRecord for its shape, BadValue for a value that shows at once.
+    """
+    if is_nested(value) or (
+        column.kind is not Kind.SCALAR and type(value).__module__.split(".")[0] == "pyarrow"
+    ):
+        what, rows = (
+            ("nested tensor", "unbind()")
+            if is_nested(value)
+            else (f"pyarrow.{type(value).__name__}", "to_pylist()")
+        )
         raise InvalidRecord(
-            f"column {column.name!r} takes rows of {column.type_name}, not a {what}", hint=f"pass {column.name}.{rows}", column=column.name
+            f"column {column.name!r} takes rows of {column.type_name}, not a {what}",
+            hint=f"pass {column.name}.{rows}",
+            column=column.name,
         )
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
         raise InvalidRecord(
@@ -208,7 +260,10 @@ def build(table: Columns, column: ColumnType, value: Any) -> Column:
         return _BUILDERS[column.kind](table, column, value)
     except BadValue:
         raise
-    except (TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as wrong:  # torch says what it cannot do with RuntimeError
+    except (TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as wrong:
+        # torch says what it cannot do with RuntimeError
         if isinstance(wrong, InvalidRecord):
             raise
-        raise InvalidRecord(f"column {column.name!r} is {column.type_name}: {wrong}", column=column.name) from wrong
+        raise InvalidRecord(
+            f"column {column.name!r} is {column.type_name}: {wrong}", column=column.name
+        ) from wrong

@@ -19,7 +19,8 @@ from shmbridge.errors import ShmBridgeError
 
 PROTOCOL = 1
 
-# The largest message either side believes. The longest real one is a manifest: some 20 bytes a record and 50 a lane.
+# The largest message either side believes. The longest real one is a manifest: some 20 bytes a record and 50
+# a lane.
 MAX_MESSAGE_BYTES = 1024 * 1024
 
 # Codes of `Refused`, for programs; the text beside them is for people.
@@ -111,8 +112,8 @@ class Goodbye(Message, frozen=True):
 class NextShare(Message, frozen=True):
     """A learner rank asks for its next share; answered with `Manifest`, once there is one, or `NoMoreShares`.
 
-    `member` is one incarnation of the rank, rising from one to the next. `after` is the number of the last share it has got (-1: none
-    yet), so that an answer which was lost comes again.
+    `member` is one incarnation of the rank, rising from one to the next. `after` is the number of the last
+    share it has got (-1: none yet), so that an answer which was lost comes again.
     """
 
     rank: int
@@ -132,7 +133,8 @@ class SharesDone(Message, frozen=True):
 
 
 class BeginGroup(Message, frozen=True):
-    """A producer asks for one ticket more than the `running` it holds; answered with `MayBegin`, once there is room.
+    """A producer asks for one ticket more than the `running` it holds; answered with `MayBegin`, once there
+    is room.
 
     With `wait` False it is answered at once, maybe with `Full`.
     """
@@ -231,7 +233,9 @@ class Manifest(Message, frozen=True):
 
 
 class MayBegin(Message, frozen=True):
-    """One ticket, if the producer's lane shows it before `until_ns` (CLOCK_MONOTONIC) and the hub is still this one."""
+    """One ticket, if the producer's lane shows it before `until_ns` (CLOCK_MONOTONIC) and the hub is still
+    this one.
+    """
 
     hub_epoch: int
     policy_version: int
@@ -277,7 +281,19 @@ Request: TypeAlias = (
     | SharesDone
     | BeginGroup
 )
-Answer: TypeAlias = Welcome | Registered | WaitForRun | Status | RunInfo | Manifest | NoMoreShares | MayBegin | Full | Ack | Refused
+Answer: TypeAlias = (
+    Welcome
+    | Registered
+    | WaitForRun
+    | Status
+    | RunInfo
+    | Manifest
+    | NoMoreShares
+    | MayBegin
+    | Full
+    | Ack
+    | Refused
+)
 
 
 # --- the bytes --------------------------------------------------------------------------------------------
@@ -311,12 +327,12 @@ _answer = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(request_id: int, message: Request | Answer) -> list[bytes]:
-    """Return the two frames of a message. Never blocks."""
+    """Returns the two frames of a message. Never blocks."""
     return [_encoder.encode(Header(PROTOCOL, request_id)), _encoder.encode(message)]
 
 
 def decode_request(frames: Sequence[bytes]) -> tuple[int, Request]:
-    """Return the request id and the request of two frames, or raise `BadMessage`. Never blocks."""
+    """Returns the request id and the request of two frames, or raise `BadMessage`. Never blocks."""
     request_id, body = _open(frames)
     try:
         return request_id, _request.decode(body)
@@ -325,7 +341,7 @@ def decode_request(frames: Sequence[bytes]) -> tuple[int, Request]:
 
 
 def decode_answer(frames: Sequence[bytes]) -> tuple[int, Answer]:
-    """Return the request id and the answer of two frames, or raise `BadMessage`. Never blocks."""
+    """Returns the request id and the answer of two frames, or raise `BadMessage`. Never blocks."""
     request_id, body = _open(frames)
     try:
         return request_id, _answer.decode(body)
@@ -344,7 +360,7 @@ _ANSWERS: dict[type[Request], tuple[type[Answer], ...]] = {
 
 
 def checked(request: Request, answer: Answer) -> Answer:
-    """Return the answer, or raise `BadMessage` if it is of a kind that this request is not answered by."""
+    """Returns the answer, or raise `BadMessage` if it is of a kind that this request is not answered by."""
     if not isinstance(answer, (Refused, *_ANSWERS.get(type(request), (Ack,)))):
         raise BadMessage(MALFORMED, f"{type(request).__name__} was answered by {type(answer).__name__}")
     return answer

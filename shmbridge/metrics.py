@@ -1,8 +1,10 @@
 """Metrics under the names that people's dashboards have: flat dicts of numbers, for a log file or for W&B.
 
-Knows numbers only: no bridge, no file, no wandb; every name is in docs/reference/metrics.md. Never blocks. Called by learners and gateways.
+Knows numbers only: no bridge, no file, no wandb; every name is in docs/reference/metrics.md. Never blocks.
+Called by learners and gateways.
 
-A name never holds a record, a pid or a producer, so that a run has as many names as it has environments, and a few dozen more.
+A name never holds a record, a pid or a producer, so that a run has as many names as it has environments, and
+a few dozen more.
 """
 
 import re
@@ -16,7 +18,8 @@ import numpy.typing as npt
 
 MOST_ENVIRONMENTS = 64  # that are told apart in one batch; rows of further ones count under OTHER
 OTHER = "other"
-LARGEST_SCORE = 1e37  # beyond it sums, squares and differences leave float32: no number to compare others with
+# beyond it sums, squares and differences leave float32: no number to compare others with
+LARGEST_SCORE = 1e37
 _UNNAMED = "unnamed"
 _PERCENTILES = (50, 95, 99)
 
@@ -55,16 +58,21 @@ def rollout_metrics(
     advantages: npt.ArrayLike | None = None,
     response_lengths: npt.ArrayLike | None = None,
 ) -> dict[str, float]:
-    """What the trajectories of one batch are like, under `atropos/...`: over all of them and per environment. Never blocks.
+    """What the trajectories of one batch are like, under `atropos/...`: over all of them and per environment.
 
-    A value that nothing is known about, such as the mean of no scores, is NaN; what was not passed has no names at all.
+    Never blocks.
+
+    A value that nothing is known about, such as the mean of no scores, is NaN; what was not passed has no
+    names at all.
 
     Args:
-        env_names: (B,), each trajectory's environment. Characters other than letters, digits, `.`, `_` and `-` become `_`.
+        env_names: (B,), each trajectory's environment. Characters other than letters, digits, `.`, `_` and
+            `-` become `_`.
         groups: int (B,), ordinal of each trajectory's group, any numbers.
-        scores: float (B,); NaN where a trajectory has none, or a broken one: it counts for no score, and neither does one beyond
-            `LARGEST_SCORE`.
-        advantages: float (B,), each trajectory's mean advantage over its trained tokens, dimensionless; NaN where there is none.
+        scores: float (B,); NaN where a trajectory has none, or a broken one: it counts for no score, and
+            neither does one beyond `LARGEST_SCORE`.
+        advantages: float (B,), each trajectory's mean advantage over its trained tokens, dimensionless; NaN
+            where there is none.
         response_lengths: int (B,), tokens from the first trained one to the end; 0 where no token is trained.
 
     Raises:
@@ -72,9 +80,14 @@ def rollout_metrics(
     """
     score, group = np.asarray(scores, np.float64), np.asarray(groups)
     score = np.where(usable_scores(score), score, np.nan)
-    per_row = [each for each in (score, group, _array(advantages), _array(response_lengths)) if each is not None]
+    per_row = [
+        each for each in (score, group, _array(advantages), _array(response_lengths)) if each is not None
+    ]
     if any(each.shape != (len(env_names),) for each in per_row):
-        raise ValueError(f"{len(env_names)} environment names, and arrays of shape {[each.shape for each in per_row]}: one of each per row")
+        raise ValueError(
+            f"{len(env_names)} environment names, and arrays of shape {[each.shape for each in per_row]}: "
+            "one of each per row"
+        )
     rows_of = rows_by_environment(env_names)
     found = {
         "atropos/mean_score": _mean(score),
@@ -99,13 +112,16 @@ def rollout_metrics(
 
 
 def usable_scores(scores: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """Return bool of the same shape: scores that are finite, and within `LARGEST_SCORE`. Never blocks."""
+    """Returns bool of the same shape: scores that are finite, and within `LARGEST_SCORE`. Never blocks."""
     usable: npt.NDArray[np.bool_] = np.abs(np.asarray(scores, np.float64)) <= LARGEST_SCORE
     return usable
 
 
 def bridge_metrics(stats: Mapping[str, float]) -> dict[str, float]:
-    """What `Consumer.stats()` says, under `bridge/...`. Never blocks; keys that are not there, or that have no name, are left out."""
+    """What `Consumer.stats()` says, under `bridge/...`.
+
+    Never blocks; keys that are not there, or that have no name, are left out.
+    """
     found = {name: float(stats[key]) for key, name in _OF_STATS.items() if key in stats}
     for key, value in stats.items():
         counter, brace, reason = key.partition("{")
@@ -121,8 +137,10 @@ def batch_metrics(staleness: npt.ArrayLike, group_wait_s: npt.ArrayLike) -> dict
     """How old one batch is, under `bridge/...`. Never blocks.
 
     Args:
-        staleness: int (B,) or fewer, current policy version minus the one each trajectory began under, where that was stamped.
-        group_wait_s: float (G,), seconds from the commit of each group's first record until its batch was taken.
+        staleness: int (B,) or fewer, current policy version minus the one each trajectory began under, where
+            that was stamped.
+        group_wait_s: float (G,), seconds from the commit of each group's first record until its batch was
+            taken.
     """
     behind = np.asarray(staleness, np.float64)
     return {
@@ -145,8 +163,8 @@ class _Request(NamedTuple):
 class LatencyWindow:
     """Latency and throughput of the last requests, under `api_perf/...`. Never blocks; one thread at a time.
 
-    What a request is says who calls: a gateway's are HTTP requests. A learner fed through lanes counts a record as one, from its commit
-    (t_publish_ns) until the learner takes the batch it is in.
+    What a request is says who calls: a gateway's are HTTP requests. A learner fed through lanes counts a
+    record as one, from its commit (t_publish_ns) until the learner takes the batch it is in.
 
     Args:
         window: how many of the last requests count.
@@ -175,14 +193,17 @@ class LatencyWindow:
             latency_s: how long it took; below 0 counts as 0.
             items: trajectories it carried.
             failed: whether it was answered with an error.
-            raw_bytes, wire_bytes: size of a compressed body, unpacked and as it came; 0 where nothing was compressed.
+            raw_bytes, wire_bytes: size of a compressed body, unpacked and as it came; 0 where nothing was
+                compressed.
             ended_s: time.monotonic() when it ended; None for now.
         """
         ended_s = time.monotonic() if ended_s is None else ended_s
         self._last.append(_Request(ended_s, max(0.0, latency_s), items, failed, raw_bytes, wire_bytes))
 
     def metrics(self, now_s: float | None = None) -> dict[str, float]:
-        """The window in numbers; an empty one has none. Rates count what ended after the window's oldest request, per second since then.
+        """The window in numbers; an empty one has none.
+
+        Rates count what ended after the window's oldest request, per second since then.
 
         Args:
             now_s: time.monotonic(); None for now.
@@ -195,7 +216,9 @@ class LatencyWindow:
         seconds = (time.monotonic() if now_s is None else now_s) - oldest_s
         per_second = 1.0 / seconds if seconds > 0.0 else 0.0
         percentiles = np.percentile(latencies_ms, _PERCENTILES).tolist()
-        found = {f"api_perf/latency_p{p}_ms": value for p, value in zip(_PERCENTILES, percentiles, strict=True)}
+        found = {
+            f"api_perf/latency_p{p}_ms": value for p, value in zip(_PERCENTILES, percentiles, strict=True)
+        }
         found |= {
             "api_perf/latency_mean_ms": float(latencies_ms.mean()),
             "api_perf/requests_per_sec": len(since) * per_second,
@@ -205,7 +228,9 @@ class LatencyWindow:
         }
         wire_bytes = sum(each.wire_bytes for each in self._last)
         if wire_bytes:
-            found["api_perf/compression_ratio"] = sum(each.raw_bytes for each in self._last if each.wire_bytes) / wire_bytes
+            found["api_perf/compression_ratio"] = (
+                sum(each.raw_bytes for each in self._last if each.wire_bytes) / wire_bytes
+            )
         return found
 
 
@@ -221,7 +246,9 @@ def rows_by_environment(env_names: Sequence[str]) -> dict[str, npt.NDArray[np.in
 
 
 def _identical_rate(group: npt.NDArray[Any], score: npt.NDArray[np.float64]) -> float:
-    """Of the groups with a finite score, the share in which all of those are the same number; a group of one is such a group."""
+    """Of the groups with a finite score, the share in which all of those are the same number; a group of one
+    is such a group.
+    """
     counted = np.isfinite(score)
     groups, ordinal = np.unique(group[counted], return_inverse=True)
     if not groups.size:

@@ -1,7 +1,7 @@
 """Policy "oldest": the group that began under the oldest policy version goes first, whoever sent it.
 
-Knows groups and their versions; knows nothing of lanes or environments. What it is for: docs/explanation/staleness.md. Not thread-safe,
-but for what scheduler.py says.
+Knows groups and their versions; knows nothing of lanes or environments. What it is for:
+docs/explanation/staleness.md. Not thread-safe, but for what scheduler.py says.
 """
 
 import heapq
@@ -64,7 +64,10 @@ class OldestScheduler:
         self._by_producer[group.producer_id] += 1
 
     def take(self, want: Want, now_s: float, *, last: bool) -> list[Group] | None:
-        """See Scheduler. Of rows, whole groups are taken in order until the next does not fit; the first always does."""
+        """See Scheduler.
+
+        Of rows, whole groups are taken in order until the next does not fit; the first always does.
+        """
         if not (want.by_rows and last and self._heap) and self._size(want) < want.size:
             return None
         chosen: list[Group] = []

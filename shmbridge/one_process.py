@@ -1,4 +1,7 @@
-"""Objects that belong to the process that made them: they hold locks and mappings, which no copy could have. Knows not what they do."""
+"""Objects that belong to the process that made them: they hold locks and mappings, which no copy could have.
+
+Knows not what they do.
+"""
 
 from typing import NoReturn
 
@@ -10,4 +13,6 @@ class OneProcess:
     _instead = "pass the bridge's name, and open a new one in that process"
 
     def __reduce_ex__(self, _: object) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} cannot be pickled: it belongs to this process -> {self._instead}")
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled: it belongs to this process -> {self._instead}"
+        )

@@ -1,4 +1,8 @@
-"""Under SHMBRIDGE_DEBUG=1: an object that is for one thread at a time says so when two threads are in it at once. Off, it costs nothing."""
+"""Under SHMBRIDGE_DEBUG=1: an object that is for one thread at a time says so when two threads are in it at
+once.
+
+Off, it costs nothing.
+"""
 
 import functools
 import os
@@ -15,9 +19,11 @@ def wanted() -> bool:
 
 
 def watch(owner: object, what: str, methods: tuple[str, ...]) -> None:
-    """From now on two threads in any of these methods of `owner` are UsedByTwoThreads for the second, if the environment asks for that.
+    """From now on two threads in any of these methods of `owner` are UsedByTwoThreads for the second, if the
+    environment asks for that.
 
-    The methods become attributes of the object. A signal handler that calls one during another, in the same thread, is no second thread.
+    The methods become attributes of the object. A signal handler that calls one during another, in the same
+    thread, is no second thread.
     """
     if not wanted():
         return
@@ -50,8 +56,8 @@ class _Inside:
             if self._depth and self._thread != me:
                 names = {thread.ident: thread.name for thread in threading.enumerate()}
                 raise UsedByTwoThreads(
-                    f"{self._what}: thread {names.get(self._thread, self._thread)!r} is in {self._method}(), and thread "
-                    f"{names.get(me, me)!r} calls {name}()",
+                    f"{self._what}: thread {names.get(self._thread, self._thread)!r} is in "
+                    f"{self._method}(), and thread {names.get(me, me)!r} calls {name}()",
                     hint="give each thread its own, or take turns with a lock",
                 )
             if not self._depth:

@@ -1,7 +1,7 @@
 """A group on its way into a lane: what is handed to `put` becomes a plan, made before any memory is claimed.
 
-Knows columns, plans and stamps; knows nothing of lanes, waiting or who reads. The common forms are understood in C (_ext/quick.pyx), all
-others by shmbridge.intake, which also finds the words for what is wrong.
+Knows columns, plans and stamps; knows nothing of lanes, waiting or who reads. The common forms are understood
+in C (_ext/quick.pyx), all others by shmbridge.intake, which also finds the words for what is wrong.
 """
 
 import operator
@@ -30,22 +30,34 @@ _LONGEST_GROUP_ID = 4096
 _MOST_PARTIAL = 1024
 
 
-def checked_stamp(group_id: str | int, group_size: int | None, version: Version, current: int, split: str) -> Stamp:
-    """What a caller says of a group beside its columns; `current` is stamped where no policy version is given. Raises InvalidRecord."""
+def checked_stamp(
+    group_id: str | int, group_size: int | None, version: Version, current: int, split: str
+) -> Stamp:
+    """What a caller says of a group beside its columns; `current` is stamped where no policy version is
+    given.
+
+    Raises InvalidRecord.
+    """
     if split not in ("train", "eval"):
         raise InvalidRecord(f'split={split!r} is not "train" or "eval"')
     raw_id = str(group_id).encode(errors="replace")
     if len(raw_id) > _LONGEST_GROUP_ID or raw_id.decode() != str(group_id):
-        raise InvalidRecord(f"group_id {str(group_id)[:40]!r} is not text of at most {_LONGEST_GROUP_ID} bytes")
+        raise InvalidRecord(
+            f"group_id {str(group_id)[:40]!r} is not text of at most {_LONGEST_GROUP_ID} bytes"
+        )
     if group_size is not None and not (_is_int(group_size) and 1 <= group_size < 1 << 31):
-        raise InvalidRecord(f"group_size={group_size!r} is not a number of rows", hint="group_size=8: rows of the whole group")
+        raise InvalidRecord(
+            f"group_size={group_size!r} is not a number of rows", hint="group_size=8: rows of the whole group"
+        )
     bounds = version if isinstance(version, tuple) else (version, version)
     try:
         oldest, newest = (current if bound is None else operator.index(bound) for bound in bounds)
     except (TypeError, ValueError):
         oldest, newest = 0, -1
     if not -1 <= oldest <= newest < 1 << 62:
-        raise InvalidRecord(f"policy_version={version!r} is not a version, or (oldest, newest)", hint=_version_hint(version))
+        raise InvalidRecord(
+            f"policy_version={version!r} is not a version, or (oldest, newest)", hint=_version_hint(version)
+        )
     said = 0 if version is None else 1 if bounds == (version, version) else 2
     return Stamp(raw_id, group_size or 0, oldest, newest, split == "eval", said)
 
@@ -57,9 +69,17 @@ def _is_int(value: object) -> bool:
 def _version_hint(version: object) -> str:
     if isinstance(version, str) and version.isdigit():
         return f"policy_version={version}, without quotes"
-    if isinstance(version, tuple) and len(version) == 2 and all(map(_is_int, version)) and version[0] > version[1]:
+    if (
+        isinstance(version, tuple)
+        and len(version) == 2
+        and all(map(_is_int, version))
+        and version[0] > version[1]
+    ):
         return f"oldest first: policy_version={version[::-1]}"
-    return "policy_version=3: the version when generation began, from 0; leave it out for producer.policy_version"
+    return (
+        "policy_version=3: the version when generation began, from 0; leave it out for "
+        "producer.policy_version"
+    )
 
 
 class Loader:
@@ -67,9 +87,11 @@ class Loader:
 
     def __init__(self, table: Columns, lane_bytes: int, env_name: str | None = None) -> None:
         self.table, self.lane_bytes, self.sampler = table, lane_bytes, new_sampler()
-        self.notices = None if env_name is None else PutNotices(env_name)  # None: a caller that only measures says nothing
+        # None: a caller that only measures says nothing
+        self.notices = None if env_name is None else PutNotices(env_name)
         self.forms = _by_key(table, self.sampler)
-        # Atropos cannot carry NaN or infinity in any column: of a batch with one of them, nothing would arrive.
+        # Atropos cannot carry NaN or infinity in any column: of a batch with one of them, nothing would
+        # arrive.
         self._foreign_table = Columns(replace(column, finite=True) for column in table.order)
         self._foreign_forms = _by_key(self._foreign_table, self.sampler, foreign=True)
         self._knows_tensors = False
@@ -82,11 +104,16 @@ class Loader:
 
     def plan(self, group: Any, stamp: Stamp, foreign: bool) -> Plan:
         """A group's plan. Raises InvalidRecord, RecordTooBig."""
-        if not self._knows_tensors and (tensor := getattr(sys.modules.get("torch"), "Tensor", None)) is not None:
+        if (
+            not self._knows_tensors
+            and (tensor := getattr(sys.modules.get("torch"), "Tensor", None)) is not None
+        ):
             quick.know_tensors(tensor)
             self._knows_tensors = True
         forms = self._foreign_forms if foreign else self.forms
-        plan = self._fitting(forms.plan(group, stamp, (group, foreign)) or self._at_leisure(group, stamp, foreign))
+        plan = self._fitting(
+            forms.plan(group, stamp, (group, foreign)) or self._at_leisure(group, stamp, foreign)
+        )
         self.look(group)
         return plan
 
@@ -101,27 +128,45 @@ class Loader:
         return self._fitting(self._at_leisure(group, plan.stamp, foreign, fold_masks=False))
 
     def claimed(self, rows: int, lengths: Mapping[str, Any], stamp: Stamp) -> Plan:
-        """The plan of a record whose values the caller will write in place. Raises InvalidRecord, RecordTooBig."""
+        """The plan of a record whose values the caller will write in place.
+
+        Raises InvalidRecord, RecordTooBig.
+        """
         columns = [_claimed_column(self.table, name, rows, wanted) for name, wanted in lengths.items()]
         tokens = next((column for column in columns if column.name == "tokens"), None)
         if rows < 1 or tokens is None or tokens.lengths is None:
-            raise InvalidRecord(f"a claim needs `tokens` and at least one row, got {rows} rows of {', '.join(lengths) or 'nothing'}")
+            raise InvalidRecord(
+                f"a claim needs `tokens` and at least one row, got {rows} rows of "
+                f"{', '.join(lengths) or 'nothing'}"
+            )
         for column in columns:
-            if column.form.per_token and column.lengths is not None and not np.array_equal(column.lengths, tokens.lengths):
+            if (
+                column.form.per_token
+                and column.lengths is not None
+                and not np.array_equal(column.lengths, tokens.lengths)
+            ):
                 raise InvalidRecord(
-                    f"column {column.name!r} has lengths {column.lengths.tolist()}, tokens have {tokens.lengths.tolist()}",
+                    f"column {column.name!r} has lengths {column.lengths.tolist()}, tokens have "
+                    f"{tokens.lengths.tolist()}",
                     column=column.name,
                 )
         if any(column.name == "score" for column in columns) and not tokens.lengths.all():
             row = int(tokens.lengths.argmin())
             raise InvalidRecord(
-                f"column 'tokens' row {row} has no tokens, and there is a score for it", hint="leave the row out", column="tokens", row=row
+                f"column 'tokens' row {row} has no tokens, and there is a score for it",
+                hint="leave the row out",
+                column="tokens",
+                row=row,
             )
         self.look(dict.fromkeys(lengths, True))
-        return self._fitting(_plan(intake.Intake(columns, rows, tokens.count, False, -1), stamp, None, self.sampler))
+        return self._fitting(
+            _plan(intake.Intake(columns, rows, tokens.count, False, -1), stamp, None, self.sampler)
+        )
 
     def refusal(self, bad: BadValue, group: Any) -> InvalidRecord:
-        """The public error of a value the packer refused, in the caller's own names; `group` is what was handed to put, None if unknown."""
+        """The public error of a value the packer refused, in the caller's own names; `group` is what was
+        handed to put, None if unknown.
+        """
         return as_invalid(bad, self.table, intake.written_as(bad.column, group))
 
     def _at_leisure(self, group: Any, stamp: Stamp, foreign: bool, *, fold_masks: bool = True) -> Plan:
@@ -141,12 +186,16 @@ class Loader:
         raise RecordTooBig(
             f"a record of {format_size(size)} ({plan.rows} rows, {plan.tokens} tokens); half of the lane's "
             f"{format_size(self.lane_bytes)} is the limit",
-            hint=f'Producer(lane_bytes="{least}") holds one, "{eight}" eight of them; or put the group in fragments with group_size=',
+            hint=f'Producer(lane_bytes="{least}") holds one, "{eight}" eight of them; or put the group in '
+            "fragments with group_size=",
         )
 
 
 class Fragments:
-    """Groups that this producer has put a part of, so that fragments which contradict each other are refused. For one thread."""
+    """Groups that this producer has put a part of, so that fragments which contradict each other are refused.
+
+    For one thread.
+    """
 
     def __init__(self) -> None:
         self._partial: dict[bytes, tuple[int, int]] = {}  # id -> group_size, rows committed
@@ -183,14 +232,25 @@ class Fragments:
 
 
 def _by_key(table: Columns, sampler: RowSampler, *, foreign: bool = False) -> quick.Forms:
-    return quick.Forms({**table.forms, **{alias: table.forms[name] for alias, name in ALIASES.items()}}, sampler, foreign)
+    return quick.Forms(
+        {**table.forms, **{alias: table.forms[name] for alias, name in ALIASES.items()}}, sampler, foreign
+    )
 
 
 def _plan(measured: intake.Intake, stamp: Stamp, source: Any, sampler: RowSampler) -> Plan:
     if stamp.group_size and stamp.group_size < measured.rows:
         raise InvalidRecord(f"group_size={stamp.group_size} is less than the {measured.rows} rows given")
     try:
-        return Plan(measured.columns, stamp, measured.rows, measured.tokens, measured.uneven, measured.env_id, source, sampler)
+        return Plan(
+            measured.columns,
+            stamp,
+            measured.rows,
+            measured.tokens,
+            measured.uneven,
+            measured.env_id,
+            source,
+            sampler,
+        )
     except OverflowError as wrong:
         raise RecordTooBig(str(wrong), hint="put the group in fragments with group_size=") from None
 
@@ -198,7 +258,9 @@ def _plan(measured: intake.Intake, stamp: Stamp, source: Any, sampler: RowSample
 def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> Column:
     column = table.get(name)
     if column is None or column.kind not in (Kind.LIST, Kind.SCALAR):
-        raise InvalidRecord(f"column {name!r} cannot be claimed: only number and list<number> columns can", column=name)
+        raise InvalidRecord(
+            f"column {name!r} cannot be claimed: only number and list<number> columns can", column=name
+        )
     form, rows = table.forms[name], 1 if column.per_record else rows
     if column.kind is Kind.SCALAR:
         return Column(form, entries=rows, count=rows)

@@ -1,4 +1,5 @@
-"""Whether the names of a producer's lane and of its bridge still lead to what it has open, or were removed by force.
+"""Whether the names of a producer's lane and of its bridge still lead to what it has open, or were removed by
+force.
 
 Knows names and who reads a lane; decides nothing but when to look. Owned by the producer.
 """
@@ -19,8 +20,14 @@ class OwnNames:
     """One producer's two names. Any thread."""
 
     def __init__(
-        self, producer_id: str, bridge: str, control: header.Control, lane_name: str, lane: Mapping, writer: ring.LaneWriter
-    ) -> None:  # fmt: skip
+        self,
+        producer_id: str,
+        bridge: str,
+        control: header.Control,
+        lane_name: str,
+        lane: Mapping,
+        writer: ring.LaneWriter,
+    ) -> None:
         self._producer_id, self._lane_name, self._lane, self._writer = producer_id, lane_name, lane, writer
         self._control, self._control_name = control, segment.control_name(bridge)
 
@@ -48,6 +55,8 @@ class OwnNames:
             log.error("%s", refusals.lane_removed(self._producer_id, self._lane_name, lost))
 
     def _unreachable(self) -> int:
-        if segment.still_named(self._lane.fd, self._lane_name) or liveness.is_locked(self._lane.fd, Byte.READER):
+        if segment.still_named(self._lane.fd, self._lane_name) or liveness.is_locked(
+            self._lane.fd, Byte.READER
+        ):
             return 0
         return self._writer.outstanding

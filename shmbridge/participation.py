@@ -1,7 +1,8 @@
-"""Taking part in a bridge: entering through its control segment, leaving, and sweeping what the dead have left.
+"""Taking part in a bridge: entering through its control segment, leaving, and sweeping what the dead have
+left.
 
-Knows which lock proves what and in which order locks are taken; names and memory are segment.py's. docs/adr/0001-lanes.md, "Life of a
-name", is what both do.
+Knows which lock proves what and in which order locks are taken; names and memory are segment.py's.
+docs/adr/0001-lanes.md, "Life of a name", is what both do.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from shmbridge.segment import (
     still_named,
     unlink,
     weights_name,
-)  # fmt: skip
+)
 
 _READY_TIMEOUT_S = 10.0
 _EPOCHS = 1 << 31
@@ -44,7 +45,8 @@ _DESCRIPTORS = 8  # control, a lane or weights, and what is open only for a mome
 def open_control(bridge: str) -> header.Control:
     """The bridge's control segment, created and initialised if need be, with this process as a participant.
 
-    Blocks while a living process initialises it, at most 10 s, then NotReady. The participants' lock lasts as long as the Control.
+    Blocks while a living process initialises it, at most 10 s, then NotReady. The participants' lock lasts as
+    long as the Control.
     """
     name = control_name(bridge)
     deadline = time.monotonic() + _READY_TIMEOUT_S
@@ -75,7 +77,9 @@ def _joins(file: Descriptor, name: str) -> bool:
 
 
 def _enter_control(file: Descriptor, name: str, bridge: str) -> header.Control:
-    """Makes the segment whole if nobody did, and gives the initialisation lock back; whoever dies here leaves no magic."""
+    """Makes the segment whole if nobody did, and gives the initialisation lock back; whoever dies here leaves
+    no magic.
+    """
     try:
         if os.fstat(file.fd).st_size < header.control_bytes:
             reserve(file.fd, header.control_bytes, f"the control segment of bridge {bridge!r}")
@@ -105,15 +109,18 @@ def _check_layout(control: header.Control, name: str) -> None:
     if control.layout_version != header.layout_version:
         raise LayoutMismatch(
             f"{name} has layout version {control.layout_version}, this build has {header.layout_version}",
-            hint="use one shmbridge version on both sides, or end the other side and run: shmbridge clean <bridge> --yes",
+            hint="use one shmbridge version on both sides, or end the other side and run: shmbridge clean "
+            "<bridge> --yes",
         )
     _epoch(control)
 
 
 def join_epoch(control: header.Control) -> int:
-    """Says, by a lock, that this rank may hold memory which the present hub hands out; that hub's epoch, 0 if there was none yet.
+    """Says, by a lock, that this rank may hold memory which the present hub hands out; that hub's epoch, 0 if
+    there was none yet.
 
-    A hub that comes between the load and the lock is seen by the second load; one that comes later sees the lock.
+    A hub that comes between the load and the lock is seen by the second load; one that comes later sees the
+    lock.
     """
     while True:
         epoch = _epoch(control)
@@ -145,7 +152,9 @@ def _epoch(control: header.Control) -> int:
 
 
 def leave(fd: int, bridge: str) -> None:
-    """Gives up every part in a bridge that the control segment's `fd` stands for, and removes what is dead of it."""
+    """Gives up every part in a bridge that the control segment's `fd` stands for, and removes what is dead of
+    it.
+    """
     liveness.unlock_all(fd)
     sweep(bridge)
 
@@ -158,7 +167,9 @@ def _leave_late(fd: int, bridge: str, pid: int) -> None:
 
 @dataclass(slots=True)
 class LaneFate:
-    """What is known of one lane from outside: its header, whether its producer lives, what it holds, what of that a hub dropped."""
+    """What is known of one lane from outside: its header, whether its producer lives, what it holds, what of
+    that a hub dropped.
+    """
 
     name: str
     alive: bool
@@ -182,7 +193,10 @@ class SweepReport:
 
 
 def lane_header(name: str) -> dict[str, Any] | None:
-    """What a lane's header says; None if it is gone, another user's, or says nothing that could be true. Quick, also of a busy lane."""
+    """What a lane's header says; None if it is gone, another user's, or says nothing that could be true.
+
+    Quick, also of a busy lane.
+    """
     with contextlib.suppress(ShmPermission, header.LaneCorrupt):
         mapping = open_mapping(name, readonly=True)
         return None if mapping is None else header.read_lane(mapping)
@@ -213,7 +227,10 @@ def lane_fate(name: str) -> LaneFate | None:
 
 
 def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False) -> tuple[bool, str, int]:
-    """Removes a lane if it is dead: (removed, reason it was kept or "", records it held). Never touches a live one."""
+    """Removes a lane if it is dead: (removed, reason it was kept or "", records it held).
+
+    Never touches a live one.
+    """
     try:
         file = open_segment(name)
     except FileNotFoundError:
@@ -246,7 +263,8 @@ def _undelivered(lane: Mapping) -> int | None:
 
 
 def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> SweepReport:
-    """Removes what is dead of a bridge: lanes without undelivered records (with them, if asked), then the rest if nobody takes part.
+    """Removes what is dead of a bridge: lanes without undelivered records (with them, if asked), then the
+    rest if nobody takes part.
 
     While a consumer lives, undelivered records are never removed: they are on their way to it.
     """
@@ -273,7 +291,9 @@ def _has_consumer(bridge: str) -> bool:
 
 
 def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
-    """Control, weights and socket directory go together, when nobody takes part and no lane is left; not what is another user's."""
+    """Control, weights and socket directory go together, when nobody takes part and no lane is left; not what
+    is another user's.
+    """
     name, weights, directory = control_name(bridge), weights_name(bridge), f"/{socket_directory(bridge).name}"
     odd = {each: foreign for each in (weights, directory) if (foreign := foreign_owner(each))}
     odd.update((each, "is no segment") for each in (name, weights) if stands_there(each) == "other")
@@ -287,7 +307,9 @@ def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
         # A lost control segment is made again for its lock: nobody may join while the rest goes.
         file = open_segment(name, posix_ipc.O_CREAT)
         try:
-            reason = _unused_control(file.fd, name) or ("" if dry_run or not lane_names(bridge) else "lanes of the bridge are left")
+            reason = _unused_control(file.fd, name) or (
+                "" if dry_run or not lane_names(bridge) else "lanes of the bridge are left"
+            )
             if not reason and not (dry_run and name in present):
                 _remove_control(file.fd, bridge, {weights, directory} if dry_run else odd)
         finally:
@@ -301,7 +323,9 @@ def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
 
 
 def _unused_control(fd: int, name: str) -> str:
-    """Takes the control segment's locks, in the order that lets nobody join in between; why that failed, or ""."""
+    """Takes the control segment's locks, in the order that lets nobody join in between; why that failed, or
+    "".
+    """
     if not liveness.lock_exclusive(fd, Byte.INITIALISING):
         return "is being initialised"
     if not liveness.lock_exclusive(fd, Byte.PARTICIPANTS):

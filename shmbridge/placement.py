@@ -1,4 +1,5 @@
-"""Where the memory of segments lies: in huge pages where the kernel gives them, near the GPU where one node has it, locked if asked.
+"""Where the memory of segments lies: in huge pages where the kernel gives them, near the GPU where one node
+has it, locked if asked.
 
 Knows sysfs, procfs and environment variables; knows nothing of what segments hold. All is best effort.
 """
@@ -12,7 +13,8 @@ from pathlib import Path
 from shmbridge._ext.mapping import Mapping, NodePreference, fill_with_huge_pages
 
 HUGE_PAGE = 2 << 20
-_MOST_NS = 20_000_000  # of work for one huge page: what takes more has been made by moving the memory of others
+# of work for one huge page: what takes more has been made by moving the memory of others
+_MOST_NS = 20_000_000
 _GPU_VENDORS = ("0x10de", "0x1002")
 _GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")  # display, 3D and other controllers, accelerators
 _KEPT_S = 10.0
@@ -25,14 +27,20 @@ def huge_pages_wanted() -> bool:
 
 
 def fill(fd: int, at: int, size: int) -> bool:
-    """Has these bytes of a segment lie in huge pages; whether all whole ones do, so that it is worth asking for the next. Blocks."""
+    """Has these bytes of a segment lie in huge pages; whether all whole ones do, so that it is worth asking
+    for the next.
+
+    Blocks.
+    """
     whole = size // HUGE_PAGE * HUGE_PAGE
     return whole > 0 and fill_with_huge_pages(fd, at, size, _MOST_NS) == whole
 
 
 def settle(mapping: Mapping, huge: bool) -> None:
-    """Prepares a new mapping for its first use. Every page is mapped now where that is cheap, in huge pages: small ones are mapped as they
-    are touched, which costs the same and only for what is used. SHMBRIDGE_LOCK_MEMORY=1 locks them.
+    """Prepares a new mapping for its first use.
+
+    Every page is mapped now where that is cheap, in huge pages: small ones are mapped as they are touched,
+    which costs the same and only for what is used. SHMBRIDGE_LOCK_MEMORY=1 locks them.
     """
     if huge:
         mapping.populate()
@@ -52,7 +60,9 @@ def near_the_gpu(root: Path = Path("/")) -> Iterator[int | None]:
 
 
 def gpu_node(root: Path = Path("/")) -> int | None:
-    """The NUMA node of all GPUs of this machine; None if it has one node only, no GPU, or GPUs on several nodes."""
+    """The NUMA node of all GPUs of this machine; None if it has one node only, no GPU, or GPUs on several
+    nodes.
+    """
     online = _read(root / "sys/devices/system/node/online")
     if online.isdigit() or not online:
         return None
@@ -85,15 +95,19 @@ def _read(path: Path) -> str:
 
 
 class MemoryUse:
-    """How some mappings of this process lie in memory, looked up at most every ten seconds: the kernel's answer takes milliseconds."""
+    """How some mappings of this process lie in memory, looked up at most every ten seconds: the kernel's
+    answer takes milliseconds.
+    """
 
     def __init__(self) -> None:
         self._looked_at = -_KEPT_S
         self._found: dict[str, int] = {}
 
     def of(self, mappings: Iterable[Mapping]) -> dict[str, int]:
-        """`lane_mapped_bytes`, and of them `lane_resident_bytes`: touched by this process, `lane_huge_bytes`: seen by it in huge pages, and
-        `lane_locked_bytes`. Any thread.
+        """`lane_mapped_bytes`, and of them `lane_resident_bytes`: touched by this process, `lane_huge_bytes`:
+        seen by it in huge pages, and `lane_locked_bytes`.
+
+        Any thread.
         """
         if time.monotonic() - self._looked_at >= _KEPT_S:
             self._found = memory(mappings)

@@ -2,11 +2,13 @@
 
 Knows nothing of groups, lanes or leases: it is told how to form one. Called by batching.py.
 
-A signal handler may raise in any method, or call `stop` while another method runs. So there is no Python lock here, only queues in C and
-flags. A batch that is lost on its way is destroyed, and its records are handed out again.
+A signal handler may raise in any method, or call `stop` while another method runs. So there is no Python lock
+here, only queues in C and flags. A batch that is lost on its way is destroyed, and its records are handed out
+again.
 
-Nor does the thread that handlers run in call Thread.start (see in_thread.py) or Thread.join. A handler that joins while `join` is
-interrupted waits for a lock of the interrupted call; one that raises there marks a running thread as ended.
+Nor does the thread that handlers run in call Thread.start (see in_thread.py) or Thread.join. A handler that
+joins while `join` is interrupted waits for a lock of the interrupted call; one that raises there marks a
+running thread as ended.
 """
 
 import contextlib
@@ -53,10 +55,12 @@ class Prefetcher:
 
     def start(self) -> None:
         """Has the thread started; waits for nothing. Whoever is to stop it knows this object by then."""
-        start_apart(self._thread, self._ready.put)  # no thread can be had: whoever waits in next() is to hear it
+        # no thread can be had: whoever waits in next() is to hear it
+        start_apart(self._thread, self._ready.put)
 
     def _run(self) -> None:
-        self._runs_in = os.getpid()  # before it looks whether it is to stop: `stop` does both the other way round
+        # before it looks whether it is to stop: `stop` does both the other way round
+        self._runs_in = os.getpid()
         try:
             begin_own_thread()
             self._form_ahead()
@@ -80,7 +84,10 @@ class Prefetcher:
             del batch  # it is the taker's: kept here, it could not be lost
 
     def next(self, timeout_s: float | None = None) -> Batch | None:
-        """The next batch, waiting for it; None once there are no more. Raises what forming it raised; queue.Empty if it takes too long."""
+        """The next batch, waiting for it; None once there are no more.
+
+        Raises what forming it raised; queue.Empty if it takes too long.
+        """
         batch = self._ready.get(timeout=timeout_s)
         if isinstance(batch, BaseException):
             raise batch
@@ -92,10 +99,14 @@ class Prefetcher:
         self._stop.set()
 
     def stop(self) -> list[Batch]:
-        """Ends the thread and returns the batches nobody took, oldest first. May be called again, also by a handler that interrupts it."""
+        """Ends the thread and returns the batches nobody took, oldest first.
+
+        May be called again, also by a handler that interrupts it.
+        """
         self.end()
         self._room.put(None)
-        while self._runs_in == os.getpid():  # one that begins later finds that it is to stop, and forms nothing
+        # one that begins later finds that it is to stop, and forms nothing
+        while self._runs_in == os.getpid():
             with contextlib.suppress(queue.Empty):  # the interrupted call may have taken it
                 self._ended.get(timeout=_LOOK_AGAIN_S)
         left = []

@@ -1,6 +1,7 @@
 """Producer: opens a lane, and puts groups into it.
 
-Knows lanes, waiting and policy versions; knows nothing of who reads, or of ZeroMQ. One Producer is one lane and one incarnation.
+Knows lanes, waiting and policy versions; knows nothing of who reads, or of ZeroMQ. One Producer is one lane
+and one incarnation.
 """
 
 import asyncio
@@ -20,7 +21,13 @@ from shmbridge._ext import header, quick, ring
 from shmbridge._ext.pack import BadValue, LossyMasks
 from shmbridge._ext.plan import Plan, Stamp
 from shmbridge._ext.ring import ClaimLost
-from shmbridge.config import check_bridge_name, check_lane_bytes, check_producer_id, check_timeout, format_size
+from shmbridge.config import (
+    check_bridge_name,
+    check_lane_bytes,
+    check_producer_id,
+    check_timeout,
+    format_size,
+)
 from shmbridge.errors import (
     ClaimOpen,
     Closed,
@@ -50,20 +57,27 @@ _SAY_SO_AFTER_S = 5.0
 
 
 class Producer(Tickets):
-    """One producer's end of a bridge. For one thread at a time, which SHMBRIDGE_DEBUG=1 checks; a context manager.
+    """One producer's end of a bridge.
 
-    Never blocks at construction beyond reserving the lane's memory (0.1 to 0.3 ms per MiB); a consumer need not be there yet.
+    For one thread at a time, which SHMBRIDGE_DEBUG=1 checks; a context manager.
+
+    Never blocks at construction beyond reserving the lane's memory (0.1 to 0.3 ms per MiB); a consumer need
+    not be there yet.
 
     Args:
         bridge: name of the bridge, 1 to 48 of `A-Z a-z 0-9 _ -`.
         env_name: what the environment is called in metrics.
-        lane_bytes: size of the lane's data area, `"64M"` or bytes, 64 KiB at least. A record may take half of it.
-        on_full: what `put` does when the lane has no room: "block" waits, "raise" raises LaneFull, "drop" counts and returns None.
+        lane_bytes: size of the lane's data area, `"64M"` or bytes, 64 KiB at least. A record may take half of
+            it.
+        on_full: what `put` does when the lane has no room: "block" waits, "raise" raises LaneFull, "drop"
+            counts and returns None.
         schema: a pyarrow.Schema whose fields extend the standard columns.
-        producer_id: what the property of that name begins with, at most 63 bytes of UTF-8; from `env_name` and the pid if None.
+        producer_id: what the property of that name begins with, at most 63 bytes of UTF-8; from `env_name`
+            and the pid if None.
 
     Raises:
-        BadBridgeName, BadArgument, ShmTooSmall, ShmPermission, NotReady, LayoutMismatch, SchemaMismatch: nothing was left behind.
+        BadBridgeName, BadArgument, ShmTooSmall, ShmPermission, NotReady, LayoutMismatch, SchemaMismatch:
+            nothing was left behind.
     """
 
     def __init__(
@@ -104,17 +118,27 @@ class Producer(Tickets):
         one_thread.watch(self, f"producer {self.producer_id}", ("put", "claim", "begin_group", "_try_put"))
 
     def _open_lane(self) -> None:
-        given, env_name = self._given_id.encode()[:63], self.env_name.encode()[:127]  # what is no text leaves no lane behind
+        # what is no text leaves no lane behind
+        given, env_name = self._given_id.encode()[:63], self.env_name.encode()[:127]
         slots = sizing.slots_of(self.lane_bytes)
         *_, size = header.lane_geometry(self.lane_bytes, slots)
         self.lane_name, self._lane = segment.create_lane(self.bridge, size)
         self._producer_id = f"{given.decode(errors='ignore')}-{self.lane_name.rpartition('.')[2]}"
         header.format_lane(
-            self._lane, self.lane_bytes, slots, self.columns.encode(), len(self.columns),
-            os.getpid(), liveness.pid_namespace(), self._producer_id.encode(), env_name,
-        )  # fmt: skip
+            self._lane,
+            self.lane_bytes,
+            slots,
+            self.columns.encode(),
+            len(self.columns),
+            os.getpid(),
+            liveness.pid_namespace(),
+            self._producer_id.encode(),
+            env_name,
+        )
         self._writer = ring.LaneWriter(self._lane, self._control.mapping)
-        self._names = OwnNames(self.producer_id, self.bridge, self._control, self.lane_name, self._lane, self._writer)
+        self._names = OwnNames(
+            self.producer_id, self.bridge, self._control, self.lane_name, self._lane, self._writer
+        )
         self._door = quick.Door(self._loader.forms, self._writer, self.producer_id, self._loader.most_bytes)
         self._control.announce_lane()
 
@@ -129,7 +153,8 @@ class Producer(Tickets):
                     continue
                 self.columns.check_agrees(peer, "in this producer", f"in producer {info['producer_id']}")
 
-    # -- putting ----------------------------------------------------------------------------------------------------------------
+    # -- putting
+    # --------------------------------------------------------------------------------------------------------
 
     def put(
         self,
@@ -144,16 +169,19 @@ class Producer(Tickets):
     ) -> int | None:
         """Commits one group (or a fragment of one), packed straight into the lane.
 
-        Blocks while the lane is full or the bridge is paused, at most `timeout_s` (None: for ever), only under on_full="block".
+        Blocks while the lane is full or the bridge is paused, at most `timeout_s` (None: for ever), only
+        under on_full="block".
 
         Args:
-            group: an Atropos ScoredDataGroup, a mapping from column to rows, or a pyarrow.RecordBatch. Rows are lists, 1-D arrays, CPU
-                tensors, or (flat array, lengths); columns with one number per row are sequences or arrays. Copied before this returns.
-                A tuple of a 1-D array and whole numbers is always (flat array, lengths), also `(np.array([1, 2, 3]), np.array([1, 2]))`:
-                rows [1] and [2, 3]. Give two rows as a list.
+            group: an Atropos ScoredDataGroup, a mapping from column to rows, or a pyarrow.RecordBatch. Rows
+                are lists, 1-D arrays, CPU tensors, or (flat array, lengths); columns with one number per row
+                are sequences or arrays. Copied before this returns. A tuple of a 1-D array and whole numbers
+                is always (flat array, lengths), also `(np.array([1, 2, 3]), np.array([1, 2]))`: rows [1] and
+                [2, 3]. Give two rows as a list.
             group_id: which group; default is one of its own.
             group_size: rows of the whole group, when this is only a part of it; default: the rows given.
-            policy_version: version when generation began, or (oldest, newest); default `producer.policy_version`.
+            policy_version: version when generation began, or (oldest, newest); default
+                `producer.policy_version`.
             split: "train" or "eval".
             timeout_s: seconds.
             foreign: carry what Atropos accepts: unequal rows (flagged) and unknown keys (in `extra`).
@@ -162,23 +190,32 @@ class Producer(Tickets):
             The sequence, counting from 0 per producer; None if it was dropped under "drop" (counted).
 
         Raises:
-            InvalidRecord, SchemaMismatch, RecordTooBig, LaneFull, LaneRemoved, BridgeDraining, Closed: nothing was committed.
+            InvalidRecord, SchemaMismatch, RecordTooBig, LaneFull, LaneRemoved, BridgeDraining, Closed:
+                nothing was committed.
         """
         if group_size is None and split == "train" and not (foreign or self._closed):
-            self._groups_put += 1  # before: an interrupt may hide that it was put, and no two groups get one id
+            # before: an interrupt may hide that it was put, and no two groups get one id
+            self._groups_put += 1
             sequence: int | None = self._door.put(group, group_id, self._groups_put - 1, policy_version)
             if sequence is not None:
                 self._loader.look(group, nulls=False)
                 return sequence
             self._groups_put -= 1
-        return self._put_at_leisure(self._measure(group, group_id, group_size, policy_version, split, foreign), timeout_s)
+        return self._put_at_leisure(
+            self._measure(group, group_id, group_size, policy_version, split, foreign), timeout_s
+        )
 
     def _put_at_leisure(self, plan: Plan, timeout_s: float | None) -> int | None:
         placed = self._try_put(plan) or self._wait_for(lambda: self._try_put(plan), plan, timeout_s)
         return plan.sequence if placed else None
 
-    def put_many(self, groups: Iterable["Mapping[str, Any] | pa.RecordBatch"], **options: Any) -> list[int | None]:
-        """`put` for each of the groups, in order; options as there. What was committed before an error stays committed."""
+    def put_many(
+        self, groups: Iterable["Mapping[str, Any] | pa.RecordBatch"], **options: Any
+    ) -> list[int | None]:
+        """`put` for each of the groups, in order; options as there.
+
+        What was committed before an error stays committed.
+        """
         return [self.put(group, **options) for group in groups]
 
     async def put_async(
@@ -194,9 +231,9 @@ class Producer(Tickets):
     ) -> int | None:
         """`put` that never blocks the event loop; arguments, result and errors as there.
 
-        Once called, the group is committed or counted as dropped, also if the awaiting task is cancelled; it must not be changed meanwhile.
-        Groups are committed in the order of the calls, but for those that still wait when their event loop is closed: close() commits or
-        counts them.
+        Once called, the group is committed or counted as dropped, also if the awaiting task is cancelled; it
+        must not be changed meanwhile. Groups are committed in the order of the calls, but for those that
+        still wait when their event loop is closed: close() commits or counts them.
         """
         check_timeout(timeout_s)
         plan = self._measure(group, group_id, group_size, policy_version, split, foreign)
@@ -244,7 +281,10 @@ class Producer(Tickets):
             with suppress(ValueError):
                 self._waiting.remove(plan)
         if plan.sequence is None:  # close() was faster and had no room
-            raise Closed(f"producer {self.producer_id} was closed while this group waited for room: it is counted in dropped_total")
+            raise Closed(
+                f"producer {self.producer_id} was closed while this group waited for room: it is counted in "
+                "dropped_total"
+            )
         return plan.sequence
 
     def claim(
@@ -258,11 +298,13 @@ class Producer(Tickets):
         split: Split = "train",
         timeout_s: float | None = None,
     ) -> Slot:
-        """Reserves room in the lane to be written in place: `with producer.claim(...) as slot: slot["tokens"][:] = ...`.
+        """Reserves room in the lane to be written in place:
+        `with producer.claim(...) as slot: slot["tokens"][:] = ...`.
 
-        Blocks like `put`. Committed when the block ends, given back if it raises; one open claim per producer. The memory is not zeroed: it
-        holds what earlier records left there. Write every value of every claimed column; a column that the block never asked for
-        (`slot[name]`) is InvalidRecord at its end, but values that were left out of a view cannot be told from written ones.
+        Blocks like `put`. Committed when the block ends, given back if it raises; one open claim per
+        producer. The memory is not zeroed: it holds what earlier records left there. Write every value of
+        every claimed column; a column that the block never asked for (`slot[name]`) is InvalidRecord at its
+        end, but values that were left out of a view cannot be told from written ones.
 
         Args:
             rows: rows of the record.
@@ -290,7 +332,15 @@ class Producer(Tickets):
             slot.abort()
             raise
 
-    def _measure(self, group: Any, group_id: str | int | None, group_size: int | None, version: Version, split: str, foreign: bool) -> Plan:
+    def _measure(
+        self,
+        group: Any,
+        group_id: str | int | None,
+        group_size: int | None,
+        version: Version,
+        split: str,
+        foreign: bool,
+    ) -> Plan:
         self._check_open()
         try:
             return self._loader.plan(group, self._stamp(group_id, group_size, version, split), foreign)
@@ -298,13 +348,16 @@ class Producer(Tickets):
             self._writer.count_drop(Drop.INVALID)
             raise
 
-    def _stamp(self, group_id: str | int | None, group_size: int | None, version: Version, split: str) -> Stamp:
+    def _stamp(
+        self, group_id: str | int | None, group_size: int | None, version: Version, split: str
+    ) -> Stamp:
         self._groups_put += 1
         own = f"{self.producer_id}:{self._groups_put - 1}"
         published = self._control.policy_version
         stamp = checked_stamp(own if group_id is None else group_id, group_size, version, published, split)
         newest = version[1] if isinstance(version, tuple) else version
-        if newest is not None and newest > published:  # counted, not refused: an engine may have it a moment before it is published
+        # counted, not refused: an engine may have it a moment before it is published
+        if newest is not None and newest > published:
             self._door.ahead += 1
             if self._door.ahead == 1:
                 log.warning("%s", refusals.ahead(self.producer_id, self.bridge, newest, published))
@@ -319,7 +372,10 @@ class Producer(Tickets):
         if self._writer.quarantined:
             raise refusals.quarantined(self.producer_id, self._control.hub_pid)
         if self._writer.claiming:
-            raise ClaimOpen(f"producer {self.producer_id} has an open claim", hint="put after the `with producer.claim(...)` block")
+            raise ClaimOpen(
+                f"producer {self.producer_id} has an open claim",
+                hint="put after the `with producer.claim(...)` block",
+            )
         if self._control.draining:
             raise refusals.draining(self.bridge)
         self._names.check()
@@ -333,12 +389,15 @@ class Producer(Tickets):
                 if placed:
                     self._loader.fragments.note(plan)
                 return placed
-            except LossyMasks:  # rare masks, neither -100 nor the token: `masks` becomes a column of its own, and there must be room for it
+            except LossyMasks:
+                # rare masks, neither -100 nor the token: `masks` becomes a column of its own, and there must
+                # be room for it
                 self._unfold(plan)
             except BadValue as bad:
                 self._drop(plan, Drop.INVALID)
                 raise self._loader.refusal(bad, plan.source and plan.source[0]) from None
-            except ClaimLost:  # a handler closed this producer meanwhile, or has a claim open: the next look says which
+            except ClaimLost:
+                # a handler closed this producer meanwhile, or has a claim open: the next look says which
                 continue
         return False
 
@@ -350,7 +409,9 @@ class Producer(Tickets):
             raise
 
     def _wait_for(self, attempt: Callable[[], bool], plan: Plan, timeout_s: float | None) -> bool:
-        """Attempts until it succeeds, waiting as `on_full` says; False if the record was dropped and counted."""
+        """Attempts until it succeeds, waiting as `on_full` says; False if the record was dropped and
+        counted.
+        """
         if self.on_full == "drop":
             self._drop(plan, Drop.FULL)
             return False
@@ -368,7 +429,8 @@ class Producer(Tickets):
         """Sleeps until something may have changed; in any thread."""
         if self._closed:
             return
-        if not self._one_sleeper.acquire(blocking=False):  # put while a put_async sleeps: space_waiting has one owner
+        # put while a put_async sleeps: space_waiting has one owner
+        if not self._one_sleeper.acquire(blocking=False):
             time.sleep(min(left_s, 0.005))
             return
         try:
@@ -399,18 +461,23 @@ class Producer(Tickets):
             raise self._loader.refusal(bad, None) from None
         except ClaimLost:
             self._check_open()
-            raise ClaimOpen("the claim is over: it was given back before its block ended", hint="write inside the `with` block") from None
+            raise ClaimOpen(
+                "the claim is over: it was given back before its block ended",
+                hint="write inside the `with` block",
+            ) from None
 
     def _drop(self, plan: Plan, reason: Drop) -> None:
         done, plan.done = plan.done, True  # at once: a handler that closes drops what waits, too
         if not done:
             self._writer.count_drop(reason)
 
-    # -- state ------------------------------------------------------------------------------------------------------------------
+    # -- state
+    # --------------------------------------------------------------------------------------------------------
 
     @property
     def producer_id(self) -> str:
-        """The id that its records carry: what was given, and 16 hexadecimal digits of this incarnation, which no other ever has.
+        """The id that its records carry: what was given, and 16 hexadecimal digits of this incarnation, which
+        no other ever has.
 
         `(meta.producer_id, meta.sequence)` names a record for ever. Never blocks; any thread.
         """
@@ -418,7 +485,10 @@ class Producer(Tickets):
 
     @property
     def policy_version(self) -> int:
-        """The newest policy version the learner has published, -1 before the first. Never blocks: one load of shared memory."""
+        """The newest policy version the learner has published, -1 before the first.
+
+        Never blocks: one load of shared memory.
+        """
         self._check_process()
         return int(self._control.policy_version)
 
@@ -430,7 +500,10 @@ class Producer(Tickets):
 
     @property
     def removed(self) -> bool:
-        """Whether its lane or the control segment was removed by force: no later consumer will find either. Two stats; any thread."""
+        """Whether its lane or the control segment was removed by force: no later consumer will find either.
+
+        Two stats; any thread.
+        """
         return not self._closed and self._names.removed
 
     def stats(self) -> dict[str, float]:
@@ -453,7 +526,10 @@ class Producer(Tickets):
 
     def _check_process(self) -> None:
         if self._lane.forked:
-            raise Closed(f"producer {self.producer_id} belongs to the process before fork", hint="open a new one in this process")
+            raise Closed(
+                f"producer {self.producer_id} belongs to the process before fork",
+                hint="open a new one in this process",
+            )
 
     def _check_open(self) -> None:
         self._check_process()
@@ -461,10 +537,13 @@ class Producer(Tickets):
             raise Closed(f"producer {self.producer_id} is closed")
 
     def close(self, drain: bool = False, timeout_s: float | None = None) -> None:
-        """Leaves the bridge; committed records stay for the consumer. Idempotent; does nothing in a child of fork.
+        """Leaves the bridge; committed records stay for the consumer.
+
+        Idempotent; does nothing in a child of fork.
 
         Args:
-            drain: wait until the consumer has released everything first, at most `timeout_s` (None: for ever), then LaneFull.
+            drain: wait until the consumer has released everything first, at most `timeout_s` (None: for
+                ever), then LaneFull.
             timeout_s: seconds.
         """
         if self._closed or self._lane.forked:
@@ -473,14 +552,16 @@ class Producer(Tickets):
         self._settle_waiting()
         began = time.monotonic()
         try:
-            self._end_tickets()  # first: whoever releases what we wait for may wait for groups that they keep from beginning
+            # first: whoever releases what we wait for may wait for groups that they keep from beginning
+            self._end_tickets()
             while drain and self._writer.outstanding:
                 self._writer.reclaim()  # what was released must not wake us again
                 self._names.check_reachable()
                 left = _left(began, timeout_s)
                 if left <= 0:
                     raise LaneFull(
-                        f"{self._writer.outstanding} records of {self.producer_id} were not released within {timeout_s} s",
+                        f"{self._writer.outstanding} records of {self.producer_id} were not released within "
+                        f"{timeout_s} s",
                         hint="close(drain=False) leaves them for the next consumer",
                     )
                 self._sleep(left)
@@ -514,7 +595,10 @@ class Producer(Tickets):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Producer {self.producer_id} on {self.bridge!r}: {self._writer.slot_count} slots, {format_size(self.lane_bytes)}>"
+        return (
+            f"<Producer {self.producer_id} on {self.bridge!r}: {self._writer.slot_count} slots, "
+            f"{format_size(self.lane_bytes)}>"
+        )
 
 
 def _left(began: float, timeout_s: float | None) -> float:

@@ -1,7 +1,7 @@
 """A learner rank: reads its share of every batch in place, in the lanes themselves.
 
-Knows manifests, and which hub's memory it may still hold; who gets what is the hub's business (ranks.py). Writes to no lane. Why
-nothing changes under its eyes, also when the hub dies, is in docs/adr/0002-ranks.md.
+Knows manifests, and which hub's memory it may still hold; who gets what is the hub's business (ranks.py).
+Writes to no lane. Why nothing changes under its eyes, also when the hub dies, is in docs/adr/0002-ranks.md.
 """
 
 import functools
@@ -42,7 +42,8 @@ _RETRY_S = 0.02
 class Rank(OneProcess):
     """One of `world_size` learner ranks of a bridge; a context manager. For one thread at a time.
 
-    The hub is a Consumer that called serve_ranks, in this process or another. Construction does not wait for it.
+    The hub is a Consumer that called serve_ranks, in this process or another. Construction does not wait for
+    it.
 
     Args:
         bridge: name of the bridge.
@@ -62,15 +63,19 @@ class Rank(OneProcess):
         rank = check_count(f"world_size={world_size}, rank", rank, 0, world_size - 1)
         self.bridge, self.rank, self.world_size = check_bridge_name(bridge), rank, world_size
         self._control_words: header.Control | None = participation.open_control(bridge)
-        if not liveness.lock_after(lambda: 0, self._control.mapping.fd, Byte.FIRST_RANK + rank):  # no word names its holder
+        # no word names its holder
+        if not liveness.lock_after(lambda: 0, self._control.mapping.fd, Byte.FIRST_RANK + rank):
             participation.leave(self._control.mapping.fd, bridge)
             raise RankTaken(
                 f"rank {rank} of bridge {bridge!r} is taken by a living process",
-                hint=f"give every process a rank of its own; who is on the bridge: fuser -v /dev/shm{segment.control_name(bridge)}",
+                hint="give every process a rank of its own; who is on the bridge: fuser -v "
+                f"/dev/shm{segment.control_name(bridge)}",
             )
         header.fault(b"rank.locked")
         try:
-            self._client = ControlClient(bridge, role="rank", name=f"rank {rank} of {world_size}, pid {os.getpid()}")
+            self._client = ControlClient(
+                bridge, role="rank", name=f"rank {rank} of {world_size}, pid {os.getpid()}"
+            )
         except BaseException:
             participation.leave(self._control.mapping.fd, bridge)
             raise
@@ -81,31 +86,43 @@ class Rank(OneProcess):
         self._epochs: set[int] = set()  # whose lock is held
         self._lanes: dict[str, RankReader] = {}
         self._drops, self._drops_heeded = Drops(), 0
-        self._totals = dict.fromkeys(("shares", "records", "tokens", "reissued", "outdated", "unreadable_groups"), 0)
+        self._totals = dict.fromkeys(
+            ("shares", "records", "tokens", "reissued", "outdated", "unreadable_groups"), 0
+        )
         self._wait_s = 0.0
         self._no_exit_call = at_exit(self.close)
 
     @property
     def _control(self) -> header.Control:
         if self._control_words is None or self._control_words.mapping.forked:
-            raise Closed(f"rank {self.rank} of bridge {self.bridge!r} is closed, or belongs to the process before fork")
+            raise Closed(
+                f"rank {self.rank} of bridge {self.bridge!r} is closed, or belongs to the process before fork"
+            )
         return self._control_words
 
-    # -- reading ------------------------------------------------------------------------------------------------------------------
+    # -- reading
+    # --------------------------------------------------------------------------------------------------------
 
     def batches(
-        self, layout: Layout = "packed", timeout_s: float | None = None, hold: "Hold" = "step", whole_rows: bool = False
+        self,
+        layout: Layout = "packed",
+        timeout_s: float | None = None,
+        hold: "Hold" = "step",
+        whole_rows: bool = False,
     ) -> Iterator[Batch]:
-        """This rank's part of batch after batch, as Consumer.batches would give it, until the bridge is drained.
+        """This rank's part of batch after batch, as Consumer.batches would give it, until the bridge is
+        drained.
 
-        Blocks in `next` until there is a share, at most `timeout_s` seconds. `batch.manifest` says what the whole batch has.
+        Blocks in `next` until there is a share, at most `timeout_s` seconds. `batch.manifest` says what the
+        whole batch has.
 
         Args:
             layout: "packed" (N,) or "padded" (B, T).
             timeout_s: for each batch; None: for ever, also while there is no hub.
-            hold: "step" keeps the share until the next iteration, so that a rank which dies meanwhile gets it again; "caller" until
-                batch.release() only, which needs a hub with prefetch for as many; "gather" is done with it once gathered: at most
-                once, unless the hub dies before it has heard. A `break` releases nothing: leave the loop by `with batch:`.
+            hold: "step" keeps the share until the next iteration, so that a rank which dies meanwhile gets it
+                again; "caller" until batch.release() only, which needs a hub with prefetch for as many;
+                "gather" is done with it once gathered: at most once, unless the hub dies before it has heard.
+                A `break` releases nothing: leave the loop by `with batch:`.
             whole_rows: `loss_mask` is 1 in the rows that have neither a mask nor `prompt_length`, and not 0.
 
         Raises:
@@ -117,7 +134,9 @@ class Rank(OneProcess):
         check_choice("hold", hold, ("step", "gather", "caller"))
         return self._iterate(layout, timeout_s, hold, whole_rows)
 
-    def _iterate(self, layout: Layout, timeout_s: float | None, hold: "Hold", whole_rows: bool) -> Iterator[Batch]:
+    def _iterate(
+        self, layout: Layout, timeout_s: float | None, hold: "Hold", whole_rows: bool
+    ) -> Iterator[Batch]:
         while (share := self.next_share(timeout_s)) is not None:
             batch = self._gather(share, layout)
             if batch is None:
@@ -158,7 +177,12 @@ class Rank(OneProcess):
             found = in_another_thread(search)  # where no signal's handler raises
             wrong = {id(group): why for group, why in found}
             for group in [group for group in share.groups if id(group) in wrong]:
-                log.error("group %s of %s is left out: %s", group.records[0].group_id, group.producer_id, wrong[id(group)])
+                log.error(
+                    "group %s of %s is left out: %s",
+                    group.records[0].group_id,
+                    group.producer_id,
+                    wrong[id(group)],
+                )
                 for record in group.records:
                     record.release()
             self._totals["unreadable_groups"] += len(wrong)
@@ -166,7 +190,9 @@ class Rank(OneProcess):
             return own_look(Batch, share.groups, layout) if share.groups else None
 
     def next_share(self, timeout_s: float | None = None) -> RankShare | None:
-        """The next share, its records held in place; None once the bridge is drained. Blocks, tells the hub what is done with first.
+        """The next share, its records held in place; None once the bridge is drained.
+
+        Blocks, tells the hub what is done with first.
 
         Raises: as batches.
         """
@@ -193,7 +219,8 @@ class Rank(OneProcess):
             self._wait_s += time.monotonic() - began
 
     def take_back_dropped(self) -> int:
-        """Has next_share hand out again what was read and then dropped without release, its records `redelivered`; how many shares.
+        """Has next_share hand out again what was read and then dropped without release, its records
+        `redelivered`; how many shares.
 
         Never blocks; the rank's thread. Without it, such a share goes to this rank's successor.
         """
@@ -247,13 +274,22 @@ class Rank(OneProcess):
         return RankShare(manifest, groups)
 
     def report_done(self) -> None:
-        """Tells the hub which shares nobody looks at any more. next_share does so by itself; a rank with a long step may call it before.
+        """Tells the hub which shares nobody looks at any more. next_share does so by itself; a rank with a
+        long step may call it before.
 
         Blocks for an answer, at most a second; what could not be told is told next time.
         """
-        ended = [(manifest, held) for manifest, held in self._open if not is_open(held, of_this_hub=manifest.epoch == self._epoch)]
+        ended = [
+            (manifest, held)
+            for manifest, held in self._open
+            if not is_open(held, of_this_hub=manifest.epoch == self._epoch)
+        ]
         numbers = [manifest.number for manifest, _ in ended if manifest.epoch == self._epoch]
-        if numbers and self._request(messages.SharesDone(self.rank, self._member, self._epoch, numbers), _ASK_S) is None:
+        if (
+            numbers
+            and self._request(messages.SharesDone(self.rank, self._member, self._epoch, numbers), _ASK_S)
+            is None
+        ):
             return
         header.fault(b"rank.told_done")
         self._open = [each for each in self._open if each not in ended]
@@ -262,7 +298,9 @@ class Rank(OneProcess):
         self._let_go()
 
     def _let_go(self) -> None:
-        """Gives back what nothing held here needs: locks of earlier epochs, and lanes of dead producers, whose memory can go."""
+        """Gives back what nothing held here needs: locks of earlier epochs, and lanes of dead producers,
+        whose memory can go.
+        """
         for epoch in self._epochs - {self._epoch, *(manifest.epoch for manifest, _ in self._open)}:
             participation.leave_epoch(self._control, epoch)
             self._epochs.discard(epoch)
@@ -271,7 +309,10 @@ class Rank(OneProcess):
                 del self._lanes[name]
 
     def _join(self) -> bool:
-        """Takes part in the present hub's epoch, if it is alive. What is still held of an earlier one keeps that one's lock."""
+        """Takes part in the present hub's epoch, if it is alive.
+
+        What is still held of an earlier one keeps that one's lock.
+        """
         control = self._control
         if self._epoch != control.hub_epoch:
             self._epoch = participation.join_epoch(control)
@@ -281,7 +322,10 @@ class Rank(OneProcess):
         return self._epoch > 0 and liveness.is_locked(control.mapping.fd, Byte.HUB)
 
     def _is_finished(self) -> bool:
-        """Whether the hub that is gone had drained the bridge and seen every rank done. The next hub unsays it with its epoch."""
+        """Whether the hub that is gone had drained the bridge and seen every rank done.
+
+        The next hub unsays it with its epoch.
+        """
         return self._epoch > 0 and self._control.finished and self._control.hub_epoch == self._epoch
 
     def _ask(self, deadline: float) -> "Manifest | messages.NoMoreShares | None":
@@ -304,7 +348,9 @@ class Rank(OneProcess):
             raise
 
     def _look(self, manifest: "Manifest") -> RankShare | None:
-        """Opens what a manifest names; None if it is of a hub that is gone: the present one hands it out again."""
+        """Opens what a manifest names; None if it is of a hub that is gone: the present one hands it out
+        again.
+        """
         if manifest.epoch != self._epoch or self._control.hub_epoch != self._epoch:
             self._totals["outdated"] += 1
             return None
@@ -318,7 +364,8 @@ class Rank(OneProcess):
                 group.append(record)
             groups.append(group)
         share = RankShare(manifest, groups)
-        self._open, self._after = [*self._open, (manifest, held)], manifest.number  # both or none: whoever fails before gets it again
+        # both or none: whoever fails before gets it again
+        self._open, self._after = [*self._open, (manifest, held)], manifest.number
         header.fault(b"rank.holding")
         self._totals["shares"] += 1
         self._totals["reissued"] += manifest.reissued
@@ -331,7 +378,9 @@ class Rank(OneProcess):
             if name not in self._lanes:
                 self._lanes[name] = self._open_lane(name)
             reader = self._lanes[name]
-            record = reader.look(Record, place.slot, place.sequence, place.generation, place.redelivered or reissued)
+            record = reader.look(
+                Record, place.slot, place.sequence, place.generation, place.redelivered or reissued
+            )
             record.handed_out_by = Call.RANK
         except header.LaneCorrupt as wrong:
             said = f"lane {name} is not what the hub said: {wrong}"
@@ -352,28 +401,42 @@ class Rank(OneProcess):
     def _empty(self, timeout_s: float | None) -> ConsumerEmpty | NoConsumer:
         if not (self._epoch and liveness.is_locked(self._control.mapping.fd, Byte.HUB)):
             return NoConsumer(
-                f"bridge {self.bridge!r} had no consumer for {timeout_s} s", hint="start the process that calls Consumer.serve_ranks"
+                f"bridge {self.bridge!r} had no consumer for {timeout_s} s",
+                hint="start the process that calls Consumer.serve_ranks",
             )
         return ConsumerEmpty(
             f"no share for rank {self.rank} within {timeout_s} s"
-            + (f"; {dropped} of its shares were dropped without release: take_back_dropped()" if (dropped := self._dropped) else ""),
-            hint=f"are environments running, and the other ranks? has the consumer called serve_ranks? shmbridge inspect {self.bridge}",
+            + (
+                f"; {dropped} of its shares were dropped without release: take_back_dropped()"
+                if (dropped := self._dropped)
+                else ""
+            ),
+            hint="are environments running, and the other ranks? has the consumer called serve_ranks? "
+            f"shmbridge inspect {self.bridge}",
         )
 
     @property
     def _dropped(self) -> int:
         return sum(True in lost_of(held) for _, held in self._open)
 
-    # -- state --------------------------------------------------------------------------------------------------------------------
+    # -- state
+    # --------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
         """Counters of this rank, flat. Never blocks."""
         totals = {f"{name}_total": count for name, count in self._totals.items()}
-        return {**totals, "leases_dropped_total": self._drops.dropped, "open_shares": len(self._open), "wait_s": self._wait_s}
+        return {
+            **totals,
+            "leases_dropped_total": self._drops.dropped,
+            "open_shares": len(self._open),
+            "wait_s": self._wait_s,
+        }
 
     def close(self) -> None:
-        """Leaves; blocks for the hub's answer, at most a second. What it had not finished goes to its successor; live views stay
-        valid, and keep its number, until the last is gone.
+        """Leaves; blocks for the hub's answer, at most a second.
+
+        What it had not finished goes to its successor; live views stay valid, and keep its number, until the
+        last is gone.
 
         Idempotent; does nothing in a child of fork.
         """

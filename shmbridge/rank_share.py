@@ -21,9 +21,9 @@ Looks = list[tuple[RankReader, int]]  # reader, number of the look
 class RankShare:
     """What one rank reads of one batch: `groups` of records held in place, and the `manifest` they came by.
 
-    A context manager, which releases it unless it is left by an exception. The hub is told once all its records are released and no
-    view of them is left. One that is let go without release comes again from next_share if nobody has read it; else see
-    Rank.take_back_dropped.
+    A context manager, which releases it unless it is left by an exception. The hub is told once all its
+    records are released and no view of them is left. One that is let go without release comes again from
+    next_share if nobody has read it; else see Rank.take_back_dropped.
     """
 
     def __init__(self, manifest: "Manifest", groups: list[Group]) -> None:
@@ -58,14 +58,18 @@ def lost_of(held: Looks) -> list[bool | None]:
 
 
 def is_open(held: Looks, *, of_this_hub: bool) -> bool:
-    """Whether a lease was not released yet, or a view of its record lives. What was dropped of an earlier hub's is over: the present one
-    hands it out again.
+    """Whether a lease was not released yet, or a view of its record lives.
+
+    What was dropped of an earlier hub's is over: the present one hands it out again.
     """
     return any(reader.holds(look) and (of_this_hub or reader.lost(look) is None) for reader, look in held)
 
 
 def own_look(gather: Callable[[list[Group], Layout], Made], groups: list[Group], layout: Layout) -> Made:
-    """What `gather` makes of the groups. Its look at their records is not the user's, also when it is interrupted."""
+    """What `gather` makes of the groups.
+
+    Its look at their records is not the user's, also when it is interrupted.
+    """
     records = [record for group in groups for record in group.records]
     before = [record.looked_at for record in records]
     try:

@@ -1,7 +1,9 @@
-"""The hub's side of learner ranks: forms batches ahead, hands out shares, and keeps their leases until all readers are done.
+"""The hub's side of learner ranks: forms batches ahead, hands out shares, and keeps their leases until all
+readers are done.
 
-Knows who asked for what and, by a lock, which ranks live; who gets which group is shares.py's. The other side is rank.py; why nothing
-changes under a rank's eyes, also when a hub or a rank dies, is in docs/adr/0002-ranks.md.
+Knows who asked for what and, by a lock, which ranks live; who gets which group is shares.py's. The other side
+is rank.py; why nothing changes under a rank's eyes, also when a hub or a rank dies, is in
+docs/adr/0002-ranks.md.
 """
 
 import logging
@@ -29,7 +31,7 @@ from shmbridge.messages import (
     RecordPlace,
     Refused,
     SharesDone,
-)  # fmt: skip
+)
 from shmbridge.shares import Mode, Share, ShareBook
 from shmbridge.staleness import is_stale
 
@@ -46,7 +48,10 @@ DeadRank = Literal["wait", "spread"]
 
 
 class RankServer:
-    """Deals a consumer's batches out to learner ranks, in a thread of its own. Made by Consumer.serve_ranks."""
+    """Deals a consumer's batches out to learner ranks, in a thread of its own.
+
+    Made by Consumer.serve_ranks.
+    """
 
     def __init__(
         self,
@@ -67,10 +72,16 @@ class RankServer:
             raise ValueError(f"groups={groups}: each of {world_size} ranks needs one of every batch")
         batching.want(groups, None)
         if mode not in ("sharded", "broadcast") or dead_rank not in ("wait", "spread"):
-            raise ValueError(f'mode={mode!r} is "sharded" or "broadcast", dead_rank={dead_rank!r} is "wait" or "spread"')
+            raise ValueError(
+                f'mode={mode!r} is "sharded" or "broadcast", dead_rank={dead_rank!r} is "wait" or "spread"'
+            )
         self.world_size = world_size
         self._consumer, self._batching = consumer, batching
-        self._groups, self._max_staleness, self._dead_rank = groups, batching.most_stale(max_staleness), dead_rank
+        self._groups, self._max_staleness, self._dead_rank = (
+            groups,
+            batching.most_stale(max_staleness),
+            dead_rank,
+        )
         self._steps_ahead = 1 + prefetch
         self._book = ShareBook(world_size, mode)
         self._known: set[int] = set()  # ranks that were alive when last looked at, or have asked since
@@ -87,12 +98,15 @@ class RankServer:
             self.stop()
             raise
 
-    # -- forming batches ----------------------------------------------------------------------------------------------------------
+    # -- forming batches
+    # --------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while self._wait_for_room():
-                groups = self._batching.choose(self._batching.want(self._groups, None), self._max_staleness, self._stop)
+                groups = self._batching.choose(
+                    self._batching.want(self._groups, None), self._max_staleness, self._stop
+                )
                 if groups is None:
                     self._wait_drained()
                     continue
@@ -109,15 +123,20 @@ class RankServer:
 
     def _check_sayable(self, groups: list[Group]) -> None:
         """Raises if a share could have more records than a message can name."""
-        if self._book.mode == "sharded" and len(groups) < self.world_size:  # as many as wanted, but for a policy that counts otherwise
+        # as many as wanted, but for a policy that counts otherwise
+        if self._book.mode == "sharded" and len(groups) < self.world_size:
             self._batching.put_back(groups)
-            raise ValueError(f"a batch of {len(groups)} groups, and each of {self.world_size} ranks needs one: raise run.batch_size")
+            raise ValueError(
+                f"a batch of {len(groups)} groups, and each of {self.world_size} ranks needs one: raise "
+                "run.batch_size"
+            )
         records = sum(len(group.records) for group in groups)
         shares = self.world_size if self._book.mode == "sharded" else 1
         if records > _MOST_RECORDS * shares:
             self._batching.put_back(groups)
             raise BatchTooBig(
-                f"a batch of {len(groups)} groups has {records} records, and a manifest names {_MOST_RECORDS}",
+                f"a batch of {len(groups)} groups has {records} records, and a manifest names "
+                f"{_MOST_RECORDS}",
                 hint="ask for fewer groups, or put groups whole: one record each",
             )
 
@@ -127,7 +146,10 @@ class RankServer:
         return not self._stop.is_set()
 
     def _wait_drained(self) -> None:
-        """Nothing more can be formed: the ranks hear of it, unless it is because this consumer closes. Until some batch is withdrawn."""
+        """Nothing more can be formed: the ranks hear of it, unless it is because this consumer closes.
+
+        Until some batch is withdrawn.
+        """
         with self._change:
             self._drained = not (self._withdrawn or self._batching.closed or self._stop.is_set())
             self._say_if_finished()  # before anybody is told, and closes
@@ -140,7 +162,9 @@ class RankServer:
                 self._withdrawn = self._drained = False
 
     def _takers(self) -> list[int]:
-        """The ranks that a new batch is for: all, those that have not come yet, too; without the dead, where their work is spread."""
+        """The ranks that a new batch is for: all, those that have not come yet, too; without the dead, where
+        their work is spread.
+        """
         everybody = set(range(self.world_size))
         return sorted((everybody - self._dead if self._dead_rank == "spread" else everybody) or everybody)
 
@@ -148,26 +172,39 @@ class RankServer:
         fd = self._consumer.control_fd
         return [rank for rank in range(self.world_size) if liveness.is_locked(fd, Byte.FIRST_RANK + rank)]
 
-    # -- answering, in the control plane's thread -------------------------------------------------------------------------------------
+    # -- answering, in the control plane's thread
+    # -------------------------------------------------------------------------------------
 
     def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
         """The rank's next share; None while there is none. Never blocks."""
         if request.epoch != self._consumer.hub_epoch:
             return self._other_epoch(request.epoch)
         if request.world_size != self.world_size or not 0 <= request.rank < self.world_size:
-            said = f"rank {request.rank} of {request.world_size} asks a hub that serves {self.world_size} ranks"
+            said = (
+                f"rank {request.rank} of {request.world_size} asks a hub that serves {self.world_size} ranks"
+            )
             return Refused(BAD_VALUE, said, "give Rank and Consumer.serve_ranks the same world_size")
         if request.member > time.monotonic_ns():
-            return Refused(BAD_VALUE, f"incarnation {request.member} is in the future", "share one clock: CLOCK_MONOTONIC")
+            return Refused(
+                BAD_VALUE,
+                f"incarnation {request.member} is in the future",
+                "share one clock: CLOCK_MONOTONIC",
+            )
         if self._failed:
-            return Refused(NO_MORE_BATCHES, f"no more batches are formed: {self._failed}", "see the consumer's log")
+            return Refused(
+                NO_MORE_BATCHES, f"no more batches are formed: {self._failed}", "see the consumer's log"
+            )
         with self._change:
             if request.rank not in self._dead:  # a dead one's question may still wait here
                 self._known.add(request.rank)  # it may die before anybody looks
             self._look_for_deaths()
             self._withdraw_stale()
             known = self._book.issued_steps
-            share = None if self._stop.is_set() else self._book.next_for(request.rank, request.member, request.after)
+            share = (
+                None
+                if self._stop.is_set()
+                else self._book.next_for(request.rank, request.member, request.after)
+            )
             if self._book.issued_steps > known:  # not when it is formed: it may be withdrawn
                 self._consumer.count_batch()
                 self._batching.count_lags(share.step.groups if share is not None else [])
@@ -215,7 +252,9 @@ class RankServer:
         self._dead = (self._dead | self._known) - living
         for rank in sorted(self._known - living):
             waiting = sum(rank in share.readers for share in self._book)
-            log.warning("rank %d of bridge %r is dead; %d shares of it wait", rank, self._consumer.bridge, waiting)
+            log.warning(
+                "rank %d of bridge %r is dead; %d shares of it wait", rank, self._consumer.bridge, waiting
+            )
         self._known = living
         if self._dead_rank == "spread" and living:
             for rank in {reader for share in self._book for reader in share.readers} & self._dead:
@@ -224,7 +263,9 @@ class RankServer:
     def _withdraw_stale(self) -> None:
         """What grew stale while it waited to be asked for is not handed out."""
         current = self._consumer.training_version
-        groups = self._book.withdraw(lambda group: is_stale(group.oldest_version, current, self._max_staleness))
+        groups = self._book.withdraw(
+            lambda group: is_stale(group.oldest_version, current, self._max_staleness)
+        )
         if groups:
             self._batching.put_back(groups)
             self._withdrawn, self._drained = True, False
@@ -237,16 +278,31 @@ class RankServer:
             places = []
             for record in group.records:
                 lane = lanes.setdefault(record.lane_name, len(lanes))
-                places.append(RecordPlace(lane, record.slot, record.generation, record.sequence, bool(record.redelivered)))
+                places.append(
+                    RecordPlace(
+                        lane, record.slot, record.generation, record.sequence, bool(record.redelivered)
+                    )
+                )
             groups.append(GroupPlaces(group.size, places))
         step = share.step
         return Manifest(
-            epoch=self._consumer.hub_epoch, number=share.number, step=step.number, rank=rank, world_size=self.world_size,
-            mode=self._book.mode, reissued=share.reissued, policy_version=step.policy_version, batch_groups=len(step.groups),
-            batch_rows=step.rows, batch_tokens=step.tokens, lanes=list(lanes), groups=groups,
-        )  # fmt: skip
+            epoch=self._consumer.hub_epoch,
+            number=share.number,
+            step=step.number,
+            rank=rank,
+            world_size=self.world_size,
+            mode=self._book.mode,
+            reissued=share.reissued,
+            policy_version=step.policy_version,
+            batch_groups=len(step.groups),
+            batch_rows=step.rows,
+            batch_tokens=step.tokens,
+            lanes=list(lanes),
+            groups=groups,
+        )
 
-    # -- state --------------------------------------------------------------------------------------------------------------------
+    # -- state
+    # --------------------------------------------------------------------------------------------------------
 
     @property
     @then_close
@@ -280,8 +336,10 @@ class RankServer:
 
     @then_close
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks until the bridge is drained and every share is done: True. False if the time is over first, or no more can come:
-        the consumer was closed, or a batch could not be formed (its log says why). Any thread.
+        """Blocks until the bridge is drained and every share is done: True.
+
+        False if the time is over first, or no more can come: the consumer was closed, or a batch could not be
+        formed (its log says why). Any thread.
         """
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         with self._change:
@@ -289,7 +347,8 @@ class RankServer:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                self._change.wait(min(left, _LOOK_EVERY_S))  # a handler of this thread cannot tell it that it has closed
+                # a handler of this thread cannot tell it that it has closed
+                self._change.wait(min(left, _LOOK_EVERY_S))
             return self._is_idle()
 
     def stop(self) -> None:

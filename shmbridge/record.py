@@ -1,6 +1,8 @@
-"""A committed trajectory group (or a fragment of one) as its reader sees it: zero-copy columns, Arrow, Atropos.
+"""A committed trajectory group (or a fragment of one) as its reader sees it: zero-copy columns, Arrow,
+Atropos.
 
-Knows the record layout and the lease; knows nothing of lanes, groups or batches. Made by the consumer, used by everybody downstream.
+Knows the record layout and the lease; knows nothing of lanes, groups or batches. Made by the consumer, used
+by everybody downstream.
 """
 
 from dataclasses import dataclass
@@ -32,8 +34,13 @@ class Lane:
     name: str  # of the segment
 
     def describe_to(self, reader: LaneReader, table: bytes) -> None:
-        """Tells the lane's reader, whose records are to know it. Raises LaneCorrupt if `table`, that the columns are from, has changed."""
-        reader.describe(self, table, tuple(self.columns), tuple(column.dtype for column in self.columns.order))
+        """Tells the lane's reader, whose records are to know it.
+
+        Raises LaneCorrupt if `table`, that the columns are from, has changed.
+        """
+        reader.describe(
+            self, table, tuple(self.columns), tuple(column.dtype for column in self.columns.order)
+        )
 
 
 class RaggedLists:
@@ -42,7 +49,11 @@ class RaggedLists:
     __slots__ = ("inner_lengths", "lengths", "valid", "values")
 
     def __init__(
-        self, values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], inner: np.ndarray[Any, Any], valid: np.ndarray[Any, Any] | None
+        self,
+        values: np.ndarray[Any, Any],
+        lengths: np.ndarray[Any, Any],
+        inner: np.ndarray[Any, Any],
+        valid: np.ndarray[Any, Any] | None,
     ) -> None:
         self.values, self.lengths, self.inner_lengths, self.valid = values, lengths, inner, valid
 
@@ -59,12 +70,13 @@ class RaggedLists:
 
 
 class Record(OneProcess, LeasedRecord):
-    """One record, leased: its memory does not change until release() was called and the last view of it is gone.
+    """One record, leased: its memory does not change until release() was called and the last view of it is
+    gone.
 
-    `len(record)` counts rows; `record[name]` is a column; `name in record` and `record.columns` say which are present. Use
-    it as a context manager, which releases it unless it is left by an exception, or call release(). One that is let go without is
-    not released: it is handed out again if nobody has read its meta or a column, else the next consumer gets it. One thread at a
-    time; views may go anywhere.
+    `len(record)` counts rows; `record[name]` is a column; `name in record` and `record.columns` say which are
+    present. Use it as a context manager, which releases it unless it is left by an exception, or call
+    release(). One that is let go without is not released: it is handed out again if nobody has read its meta
+    or a column, else the next consumer gets it. One thread at a time; views may go anywhere.
     """
 
     __slots__ = ()
@@ -87,14 +99,16 @@ class Record(OneProcess, LeasedRecord):
 
     @property
     def lane_memory(self) -> memoryview:
-        """All of its lane's segment, read-only, for who registers memory with a device: the mapping stays as long as this does.
+        """All of its lane's segment, read-only, for who registers memory with a device: the mapping stays as
+        long as this does.
 
         It holds no lease. BufferError in a child of fork.
         """
         return memoryview(self.reader.lane).toreadonly()
 
     def map_lane_writable(self) -> None:
-        """Maps its lane's data writable in this process, for a device that registers no read-only memory; logged, and shown by `inspect`.
+        """Maps its lane's data writable in this process, for a device that registers no read-only memory;
+        logged, and shown by `inspect`.
 
         Never blocks. Raises OSError if the kernel refuses.
         """
@@ -110,8 +124,9 @@ class Record(OneProcess, LeasedRecord):
     def __repr__(self) -> str:
         meta = self.meta
         return (
-            f"<Record {meta.producer_id}#{meta.sequence} group {meta.group_id} {self.rows}/{meta.group_size} rows "
-            f"{self.token_count} tokens v{meta.min_policy_version}{' redelivered' if meta.redelivered else ''}>"
+            f"<Record {meta.producer_id}#{meta.sequence} group {meta.group_id} "
+            f"{self.rows}/{meta.group_size} rows {self.token_count} tokens "
+            f"v{meta.min_policy_version}{' redelivered' if meta.redelivered else ''}>"
         )
 
     def tag(self, name: str) -> Tag | None:
@@ -120,23 +135,29 @@ class Record(OneProcess, LeasedRecord):
         return None if tag < 0 else Tag(tag)
 
     def to_arrow(self) -> "pa.RecordBatch":
-        """The record as a pyarrow.RecordBatch over the lane's own buffers; it holds the lease until it is dropped.
+        """The record as a pyarrow.RecordBatch over the lane's own buffers; it holds the lease until it is
+        dropped.
 
-        Columns with one value per record repeat it. Raises ValueError for uneven records, which have no rectangular form, and
-        RecordUnreadable for text that is none.
+        Columns with one value per record repeat it. Raises ValueError for uneven records, which have no
+        rectangular form, and RecordUnreadable for text that is none.
         """
         from shmbridge.arrow import record_batch
 
         return record_batch(self)
 
     def to_scored_data(self) -> dict[str, Any]:
-        """The Atropos ScoredDataGroup this record came from, as a new dict; per-token floats are rounded to float32."""
+        """The Atropos ScoredDataGroup this record came from, as a new dict; per-token floats are rounded to
+        float32.
+        """
         from shmbridge.scored_data import scored_data
 
         return scored_data(self)
 
     def json(self, name: str) -> Any:
-        """A column of JSON text, decoded: one value, or a list with one per row. KeyError if absent, RecordUnreadable if it is none."""
+        """A column of JSON text, decoded: one value, or a list with one per row.
+
+        KeyError if absent, RecordUnreadable if it is none.
+        """
         if name not in JSON_COLUMNS:
             raise KeyError(f"{name} is not JSON")
         try:
@@ -155,13 +176,17 @@ class Record(OneProcess, LeasedRecord):
         return KeyError(f"{name}: absent from this record, which has {', '.join(self.columns)}")
 
     def _too_late(self, name: str) -> LeaseReleased:
-        return LeaseReleased(f"column {name!r} was read after release()", hint="take the views you need before release()")
+        return LeaseReleased(
+            f"column {name!r} was read after release()", hint="take the views you need before release()"
+        )
 
     def _compound(self, name: str) -> Any:
         """A column that is neither numbers nor lists of them."""
         column = self._lane.columns[name]
         if column.kind is Kind.LIST_LIST:
-            return RaggedLists(self._values(name), self._lengths(name), self._inner_lengths(name), self.valid(name))
+            return RaggedLists(
+                self._values(name), self._lengths(name), self._inner_lengths(name), self.valid(name)
+            )
         return self._maps(name) if column.kind is Kind.MAP else self._texts(column)
 
     def _texts(self, column: Column) -> list[Any]:
@@ -169,7 +194,11 @@ class Record(OneProcess, LeasedRecord):
         rows: list[Any] = _cut(raw, self._lengths(column.name))
         if column.text:
             rows = self._decoded(column.name, rows)
-        return rows if valid is None else [row if there else None for row, there in zip(rows, valid, strict=True)]
+        return (
+            rows
+            if valid is None
+            else [row if there else None for row, there in zip(rows, valid, strict=True)]
+        )
 
     def _decoded(self, name: str, raw: list[bytes]) -> list[str]:
         try:

@@ -1,7 +1,8 @@
 """Weighted deficit round robin over the queues of several producers, in tokens.
 
-M. Shreedhar and G. Varghese, "Efficient Fair Queueing Using Deficit Round Robin", SIGCOMM 1995: every visit adds a quantum to what a
-queue may spend, and it is served while that lasts. Knows queues of groups and weights; knows nothing of batches. Called by fair_policy.py.
+M. Shreedhar and G. Varghese, "Efficient Fair Queueing Using Deficit Round Robin", SIGCOMM 1995: every visit
+adds a quantum to what a queue may spend, and it is served while that lasts. Knows queues of groups and
+weights; knows nothing of batches. Called by fair_policy.py.
 """
 
 import math
@@ -12,9 +13,23 @@ from shmbridge.groups import Group
 
 
 class Flow:
-    """The groups of one producer, and what it may spend. `count`, `rows`, `missed` and `passed` are for whoever chooses."""
+    """The groups of one producer, and what it may spend.
 
-    __slots__ = ("_head_tokens", "count", "deficit", "missed", "passed", "producer_id", "queue", "rows", "visited", "weight")
+    `count`, `rows`, `missed` and `passed` are for whoever chooses.
+    """
+
+    __slots__ = (
+        "_head_tokens",
+        "count",
+        "deficit",
+        "missed",
+        "passed",
+        "producer_id",
+        "queue",
+        "rows",
+        "visited",
+        "weight",
+    )
 
     def __init__(self, producer_id: str, weight: float) -> None:
         self.producer_id, self.weight = producer_id, weight
@@ -56,8 +71,8 @@ class Flow:
 class RoundRobin:
     """The flows that have groups, in the order of their turns.
 
-    A turn costs O(1) while weights are comparable, and never more than a few looks at each flow: rounds in which nobody could be served
-    are given at once. While there is one flow nothing is reckoned.
+    A turn costs O(1) while weights are comparable, and never more than a few looks at each flow: rounds in
+    which nobody could be served are given at once. While there is one flow nothing is reckoned.
     """
 
     def __init__(self) -> None:
@@ -83,7 +98,9 @@ class RoundRobin:
         return flow if flow is not None and flow.passed > 1 else None
 
     def join(self, flow: Flow, group: Group) -> None:
-        """Queues the first group of a flow that had none: it begins without debts or savings, behind the others."""
+        """Queues the first group of a flow that had none: it begins without debts or savings, behind the
+        others.
+        """
         flow.deficit, flow.visited = 0.0, False
         self._waiting.append(flow)
         flow.queue.append(group)
@@ -104,12 +121,16 @@ class RoundRobin:
                     return flow
                 flow.visited = False
                 waiting.rotate(-1)
-            rounds = min(math.ceil((flow.head_tokens - flow.deficit) / self._earned(flow)) for flow in waiting) - 1
+            rounds = (
+                min(math.ceil((flow.head_tokens - flow.deficit) / self._earned(flow)) for flow in waiting) - 1
+            )
             for flow in waiting:
                 flow.deficit += max(rounds, 0) * self._earned(flow)
 
     def serve(self, flow: Flow, place: int = 0) -> Group:
-        """Takes a group of a flow, and its tokens off what that may spend, also before its turn: then it is in debt."""
+        """Takes a group of a flow, and its tokens off what that may spend, also before its turn: then it is
+        in debt.
+        """
         if self.only is None:
             flow.deficit -= flow.queue[place].tokens if place else flow.head_tokens
         group = flow.pop(place)
@@ -146,14 +167,18 @@ class RoundRobin:
         return self._aside[-1]
 
     def restore(self) -> None:
-        """Ends a batch: who was passed over comes first in the next, and debts beyond one visit are forgiven."""
+        """Ends a batch: who was passed over comes first in the next, and debts beyond one visit are
+        forgiven.
+        """
         self._waiting.extendleft(reversed(self._aside))
         self._aside.clear()
         for flow in self._waiting:
             flow.deficit = max(flow.deficit, -self._earned(flow))
 
     def line_up(self, flows: Iterable[Flow]) -> None:
-        """An exception ended a call half-way: those of `flows` that have groups wait, once each, in their order as far as it is known."""
+        """An exception ended a call half-way: those of `flows` that have groups wait, once each, in their
+        order as far as it is known.
+        """
         for flow in (known := dict.fromkeys([*self.flows, *flows])):
             flow.replace(flow.queue)
         self._waiting = deque(flow for flow in known if flow.queue)

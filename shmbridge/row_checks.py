@@ -1,4 +1,5 @@
-"""Checks of rows: stored beside a row's values, so that whoever trains with them can tell that they are those.
+"""Checks of rows: stored beside a row's values, so that whoever trains with them can tell that they are
+those.
 
 Knows names and bytes; knows nothing of lanes and batches. `Record.row_checks(name)` gives the stored ones.
 """
@@ -24,7 +25,8 @@ def checked_every() -> int:
         return DEFAULT_EVERY
     if not said.isascii() or not said.isdigit() or int(said) >= 1 << 32:
         raise ValueError(
-            f"{VARIABLE}={said!r} is not a number of rows -> 1 checks every row, {DEFAULT_EVERY} one in {DEFAULT_EVERY}, 0 none"
+            f"{VARIABLE}={said!r} is not a number of rows -> 1 checks every row, {DEFAULT_EVERY} one in "
+            f"{DEFAULT_EVERY}, 0 none"
         )
     return int(said)
 

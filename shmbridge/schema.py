@@ -1,6 +1,8 @@
-"""The columns of a trajectory: their types, what they mean, and how Arrow schemas map to the column table of a lane.
+"""The columns of a trajectory: their types, what they mean, and how Arrow schemas map to the column table of
+a lane.
 
-Knows types only: no bytes of records, no segments. pyarrow is imported only when somebody asks for a pyarrow.Schema.
+Knows types only: no bytes of records, no segments. pyarrow is imported only when somebody asks for a
+pyarrow.Schema.
 """
 
 import struct
@@ -40,8 +42,19 @@ class Tag(IntEnum):
 
 # Index in this tuple = dtype code in the lane. Never reordered.
 DTYPES: tuple[str, ...] = (
-    "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bool",
-)  # fmt: skip
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "bool",
+)
 
 # Python values that Atropos sends as they are; carried as JSON text.
 JSON_COLUMNS = frozenset({"messages", "overrides", "group_overrides", "generation_params", "images", "extra"})
@@ -88,12 +101,23 @@ class Column:
 
     @classmethod
     def decode(cls, raw: bytes) -> "Column":
-        """A column from its `column_def`; what only this side knows of a standard column is added from the standard."""
+        """A column from its `column_def`; what only this side knows of a standard column is added from the
+        standard.
+        """
         name, kind, code, item_bytes, flags, _ = _DEFINITION.unpack(raw)
         text = name.rstrip(b"\0").decode("utf-8", "replace")
-        known = kind <= max(Kind) and code < len(DTYPES) and np.dtype(DTYPES[code]).itemsize == item_bytes and text and "\0" not in text
+        known = (
+            kind <= max(Kind)
+            and code < len(DTYPES)
+            and np.dtype(DTYPES[code]).itemsize == item_bytes
+            and text
+            and "\0" not in text
+        )
         if not known or flags & ~(_PER_RECORD | _TEXT) or (kind == Kind.BYTES and DTYPES[code] != "uint8"):
-            raise SchemaMismatch(f"column {text!r}: kind {kind}, dtype {code}, {item_bytes} bytes, flags {flags} is no type of this build")
+            raise SchemaMismatch(
+                f"column {text!r}: kind {kind}, dtype {code}, {item_bytes} bytes, flags {flags} is no type "
+                "of this build"
+            )
         column = cls(text, Kind(kind), np.dtype(DTYPES[code]), bool(flags & _TEXT), bool(flags & _PER_RECORD))
         standard = STANDARD.get(text)
         return standard if standard is not None and standard.same_type(column) else column
@@ -126,11 +150,16 @@ class Columns(Mapping[str, Column]):
         """What packing needs to know of each column, by name."""
         return {
             column.name: Form(
-                column.name, number, column.kind, column.dtype,
-                per_token=column.per_token, per_record=column.per_record, finite=column.finite,
+                column.name,
+                number,
+                column.kind,
+                column.dtype,
+                per_token=column.per_token,
+                per_record=column.per_record,
+                finite=column.finite,
             )
             for number, column in enumerate(self.order)
-        }  # fmt: skip
+        }
 
     def encode(self) -> bytes:
         """The column table as it stands in a segment."""
@@ -138,21 +167,33 @@ class Columns(Mapping[str, Column]):
 
     @classmethod
     def decode(cls, raw: bytes) -> "Columns":
-        """The table of a segment; raises SchemaMismatch if it names types this build does not know, or a column twice."""
-        columns = [Column.decode(raw[at : at + _DEFINITION.size]) for at in range(0, len(raw), _DEFINITION.size)]
+        """The table of a segment; raises SchemaMismatch if it names types this build does not know, or a
+        column twice.
+        """
+        columns = [
+            Column.decode(raw[at : at + _DEFINITION.size]) for at in range(0, len(raw), _DEFINITION.size)
+        ]
         table = cls(columns)
         if len(table) != len(columns):
-            raise SchemaMismatch(f"{len(columns)} columns have {len(table)} names: {', '.join(column.name for column in columns)}")
+            raise SchemaMismatch(
+                f"{len(columns)} columns have {len(table)} names: "
+                f"{', '.join(column.name for column in columns)}"
+            )
         return table
 
     def check_standard(self) -> None:
-        """Raises SchemaMismatch for a table that no producer of this build writes: without tokens, or a standard column of another type."""
+        """Raises SchemaMismatch for a table that no producer of this build writes: without tokens, or a
+        standard column of another type.
+        """
         if "tokens" not in self:
             raise SchemaMismatch(f"no column 'tokens' among {', '.join(self) or 'none'}")
         standard_columns().check_agrees(self, "in TRAJECTORY_SCHEMA", "there")
 
     def check_agrees(self, other: "Columns", here: str, there: str) -> None:
-        """Raises SchemaMismatch if a column of one name has two types. Columns that only one side has are no conflict."""
+        """Raises SchemaMismatch if a column of one name has two types.
+
+        Columns that only one side has are no conflict.
+        """
         for name, column in self.items():
             peer = other.get(name)
             if peer is not None and not peer.same_type(column):
@@ -214,19 +255,24 @@ def standard_columns() -> Columns:
 
 
 def columns_of(schema: "pa.Schema | None") -> Columns:
-    """The standard columns, extended (or confirmed) by a user's Arrow schema. Raises SchemaMismatch for types no lane carries."""
+    """The standard columns, extended (or confirmed) by a user's Arrow schema.
+
+    Raises SchemaMismatch for types no lane carries.
+    """
     if schema is None:
         return standard_columns()
     if not (type(schema).__name__ == "Schema" and type(schema).__module__.startswith("pyarrow")):
         raise SchemaMismatch(
-            f"schema= is a {type(schema).__name__}, not a pyarrow.Schema", hint='schema=pyarrow.schema([("mine", pyarrow.int32())])'
+            f"schema= is a {type(schema).__name__}, not a pyarrow.Schema",
+            hint='schema=pyarrow.schema([("mine", pyarrow.int32())])',
         )
     mine = Columns(_column_of(field) for field in schema)
     standard_columns().check_agrees(mine, "in TRAJECTORY_SCHEMA", "in schema=")
     extra = [column for column in mine.order if column.name not in STANDARD]
     if len(STANDARD) + len(extra) > 256:
         raise SchemaMismatch(
-            f"{len(extra)} extra columns; a lane has at most {256 - len(STANDARD)}", hint="carry them in one binary column"
+            f"{len(extra)} extra columns; a lane has at most {256 - len(STANDARD)}",
+            hint="carry them in one binary column",
         )
     return Columns([*STANDARD.values(), *extra])
 
@@ -249,7 +295,9 @@ def _column_of(field: "pa.Field") -> Column:
     standard = STANDARD.get(field.name)
     if text or binary:
         per_record = standard.per_record if standard is not None else _says_per_record(field)
-        return Column(_checked_name(field.name), Kind.BYTES, np.dtype("uint8"), text=text, per_record=per_record)
+        return Column(
+            _checked_name(field.name), Kind.BYTES, np.dtype("uint8"), text=text, per_record=per_record
+        )
     name = {"halffloat": "float16", "float": "float32", "double": "float64"}.get(str(value), str(value))
     if name not in DTYPES or (kind is Kind.MAP and name != "float32"):
         raise SchemaMismatch(
@@ -262,10 +310,16 @@ def _column_of(field: "pa.Field") -> Column:
 
 def _checked_name(name: str) -> str:
     if not 1 <= len(name.encode()) <= 56 or "\0" in name:
-        raise SchemaMismatch(f"column name {name!r} has {len(name.encode())} bytes, allowed are 1 to 56", hint="choose a shorter name")
+        raise SchemaMismatch(
+            f"column name {name!r} has {len(name.encode())} bytes, allowed are 1 to 56",
+            hint="choose a shorter name",
+        )
     if name in ALIASES or name == "env_id":
         meant = f"Atropos' name of {ALIASES[name]!r}" if name in ALIASES else "the environment's number"
-        raise SchemaMismatch(f"column {name!r} cannot be put: put takes that name as {meant}", hint=f"rename the column: 'my_{name}'")
+        raise SchemaMismatch(
+            f"column {name!r} cannot be put: put takes that name as {meant}",
+            hint=f"rename the column: 'my_{name}'",
+        )
     return name
 
 
@@ -292,7 +346,9 @@ def arrow_field(column: Column) -> "pa.Field":
     """The Arrow field of a column; one value per record is said in the metadata."""
     import pyarrow as pa
 
-    return pa.field(column.name, arrow_type(column), metadata={"per": "record"} if column.per_record else None)
+    return pa.field(
+        column.name, arrow_type(column), metadata={"per": "record"} if column.per_record else None
+    )
 
 
 @cache

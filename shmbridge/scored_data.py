@@ -15,7 +15,8 @@ _JSON = ("messages", "overrides", "images", "group_overrides", "generation_param
 
 def scored_data(record: "Record") -> dict[str, Any]:
     """The group as upstream's HTTP path would deliver it: the same keys, null, [] and {} told apart; then
-    what that path loses: rewards of steps, and the unknown keys in `extra`."""
+    what that path loses: rewards of steps, and the unknown keys in `extra`.
+    """
     group: dict[str, Any] = {"tokens": _rows(record["tokens"]), "masks": _masks(record)}
     for name, source in (("scores", "score"), *((name, name) for name in (*_LISTS, *_STEPS))):
         if record.tag(source) is not None:
@@ -64,4 +65,9 @@ def _masks(record: "Record") -> Any:
         return None
     masks = _rows(record["loss_mask"])
     pairs = zip(record["tokens"], masks, strict=False)
-    return [None if mask is None else [token if on else -100 for token, on in zip(row.tolist(), mask, strict=False)] for row, mask in pairs]
+    return [
+        None
+        if mask is None
+        else [token if on else -100 for token, on in zip(row.tolist(), mask, strict=False)]
+        for row, mask in pairs
+    ]

@@ -54,7 +54,9 @@ def socket_directory(bridge: str) -> Path:
 
 
 def gateway_directory(bridge: str) -> Path:
-    """Owner-only directory of what an HTTP gateway of the bridge wants to know after a restart, on the same mount."""
+    """Owner-only directory of what an HTTP gateway of the bridge wants to know after a restart, on the same
+    mount.
+    """
     return MOUNT / f"{_PREFIX}{check_bridge_name(bridge)}.g"
 
 
@@ -66,11 +68,17 @@ def engine_folder_prefix(bridge: str) -> str:
 def lane_names(bridge: str) -> list[str]:
     """Names of all lanes of the bridge that exist now, sorted."""
     prefix = f"{_PREFIX}{check_bridge_name(bridge)}.l."
-    return sorted(f"/{entry.name}" for entry in _mount() if entry.name.startswith(prefix) and entry.is_file(follow_symlinks=False))
+    return sorted(
+        f"/{entry.name}"
+        for entry in _mount()
+        if entry.name.startswith(prefix) and entry.is_file(follow_symlinks=False)
+    )
 
 
 def mount_id() -> str:
-    """Tells this mount, as long as it stands, from those of other machines and containers; "" where nothing can tell."""
+    """Tells this mount, as long as it stands, from those of other machines and containers; "" where nothing
+    can tell.
+    """
     with contextlib.suppress(OSError):
         return f"{_BOOT_ID.read_text().strip()}:{MOUNT.stat().st_dev}"
     return ""
@@ -79,7 +87,11 @@ def mount_id() -> str:
 def bridges() -> list[str]:
     """Names of all bridges of which this user has anything on the mount, sorted."""
     found = ((_SEGMENT_NAME.fullmatch(entry.name), entry) for entry in _mount())
-    fit = ((match, entry) for match, entry in found if match and entry.is_dir(follow_symlinks=False) == (match[2][0] in "sge"))
+    fit = (
+        (match, entry)
+        for match, entry in found
+        if match and entry.is_dir(follow_symlinks=False) == (match[2][0] in "sge")
+    )
     ours = {match[1] for match, entry in fit if _is_ours(entry)}
     return sorted(ours)
 
@@ -98,13 +110,17 @@ def _mount() -> list["os.DirEntry[str]"]:
 
 
 def open_segment(name: str, flags: int = 0) -> Descriptor:
-    """A named segment, open; not inherited by exec nor by fork. FileNotFoundError, FileExistsError, ShmPermission."""
+    """A named segment, open; not inherited by exec nor by fork.
+
+    FileNotFoundError, FileExistsError, ShmPermission.
+    """
     while True:
         forks = mapping_module.forks()
         file = _open_once(name, flags)
         if mapping_module.forks() == forks:
             return file
-        # A child forked in between may hold this open file, and with it any lock we take on it: not this one, then.
+        # A child forked in between may hold this open file, and with it any lock we take on it: not this one,
+        # then.
         if flags & posix_ipc.O_EXCL:
             unlink(file.fd, name)
         file.close()
@@ -134,11 +150,15 @@ def _open_once(name: str, flags: int) -> Descriptor:
 
 def _cannot_open(name: str, wrong: ValueError | OSError) -> Exception:
     if stands_there(name) == "other":
-        return LayoutMismatch(f"{MOUNT}{name} is a directory, a link or the like, no segment", hint="remove it")
+        return LayoutMismatch(
+            f"{MOUNT}{name} is a directory, a link or the like, no segment", hint="remove it"
+        )
     if isinstance(wrong, ValueError):
         return wrong
     if wrong.errno == errno.EROFS:
-        return ShmUnavailable(f"{MOUNT} is mounted read-only", hint="mount it read-write: docker run -v /dev/shm:/dev/shm:rw")
+        return ShmUnavailable(
+            f"{MOUNT} is mounted read-only", hint="mount it read-write: docker run -v /dev/shm:/dev/shm:rw"
+        )
     if wrong.errno == errno.ENOSPC:
         return _mount_too_small(0, f"segment {name}")
     return limits.as_process_limit(wrong, f"segment {name}") or wrong
@@ -149,7 +169,10 @@ def _denied(name: str) -> ShmPermission | ShmUnavailable:
         return _foreign(name, os.stat(MOUNT / name[1:]).st_uid)
     except OSError:  # nobody's: it is the mount that this user may not write to
         mode = os.stat(MOUNT).st_mode & 0o7777
-        return ShmUnavailable(f"{MOUNT} has mode {mode:04o}: uid {os.geteuid()} may not create there", hint="chmod 1777 /dev/shm")
+        return ShmUnavailable(
+            f"{MOUNT} has mode {mode:04o}: uid {os.geteuid()} may not create there",
+            hint="chmod 1777 /dev/shm",
+        )
 
 
 def _foreign(name: str, owner: int) -> ShmPermission:
@@ -169,7 +192,10 @@ def stands_there(name: str) -> str:
 
 
 def foreign_owner(name: str) -> str:
-    """Whose the name is, in words, if another user's; "" if it is ours, or nothing stands there. Root could remove it all the same."""
+    """Whose the name is, in words, if another user's; "" if it is ours, or nothing stands there.
+
+    Root could remove it all the same.
+    """
     try:
         owner = os.lstat(MOUNT / name[1:]).st_uid
     except FileNotFoundError:
@@ -188,7 +214,10 @@ def still_named(fd: int, name: str) -> bool:
 
 
 def unlink(fd: int, name: str) -> bool:
-    """Removes the name if it still leads to `fd`; the caller holds the segment's lock. False if it was gone already."""
+    """Removes the name if it still leads to `fd`; the caller holds the segment's lock.
+
+    False if it was gone already.
+    """
     if not still_named(fd, name):
         return False
     with contextlib.suppress(posix_ipc.ExistentialError):
@@ -215,10 +244,11 @@ def remove_folder(path: Path) -> None:
 
 
 def reserve(fd: int, size: int, what: str, *, less: str = "lower lane_bytes") -> bool:
-    """Reserves every page of a segment now, so that too little memory is an error here and never a SIGBUS later; whether in huge pages.
+    """Reserves every page of a segment now, so that too little memory is an error here and never a SIGBUS
+    later; whether in huge pages.
 
-    One process of the mount at a time, and it looks before each step at the memory that is left: the kernel ends somebody when two find
-    the last of it free. Raises ShmTooSmall, ProcessLimit.
+    One process of the mount at a time, and it looks before each step at the memory that is left: the kernel
+    ends somebody when two find the last of it free. Raises ShmTooSmall, ProcessLimit.
     """
     with _one_at_a_time(), placement.near_the_gpu():
         return _reserve(fd, size, what, less)
@@ -226,7 +256,10 @@ def reserve(fd: int, size: int, what: str, *, less: str = "lower lane_bytes") ->
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Holds a lock on this user's own file, which ends with its holder. Somebody stopped in here is waited for 10 s, not for ever."""
+    """Holds a lock on this user's own file, which ends with its holder.
+
+    Somebody stopped in here is waited for 10 s, not for ever.
+    """
     how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         turn = Descriptor(os.open(MOUNT / f"{_TURN_PREFIX}{os.geteuid()}", how, 0o600))
@@ -235,7 +268,8 @@ def _one_at_a_time() -> Iterator[None]:
         return
     deadline = time.monotonic() + _TURN_TIMEOUT_S
     try:
-        while os.fstat(turn.fd).st_uid == os.geteuid() and time.monotonic() < deadline:  # another user's could be held by him for ever
+        # another user's could be held by him for ever
+        while os.fstat(turn.fd).st_uid == os.geteuid() and time.monotonic() < deadline:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(turn.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -252,9 +286,11 @@ def _reserve(fd: int, size: int, what: str, less: str) -> bool:
         room, whose = limits.memory_headroom()
         if size - at + min(size, _LEFT_ALONE_BYTES) > room:
             raise ShmTooSmall(
-                f"{what} needs {format_size(size - at)}{' more' if at else ''}, {whose} has {format_size(room)} left "
-                f"({format_size(_LEFT_ALONE_BYTES)} of it for the processes themselves)",
-                hint=f"give the container more memory (segments count as memory of who creates them), or {less}",
+                f"{what} needs {format_size(size - at)}{' more' if at else ''}, {whose} has "
+                f"{format_size(room)} left ({format_size(_LEFT_ALONE_BYTES)} of it for the processes "
+                "themselves)",
+                hint="give the container more memory (segments count as memory of who creates them), or "
+                f"{less}",
             )
         step = min(_STEP_BYTES, size - at)
         huge = huge and (step < placement.HUGE_PAGE or placement.fill(fd, at, step))
@@ -275,7 +311,10 @@ def _require_room(size: int, what: str, less: str, freed: int = 0) -> None:
 def _mount_too_small(size: int, what: str, less: str = "lower lane_bytes") -> ShmTooSmall:
     mount = os.statvfs(MOUNT)
     if mount.f_files and not mount.f_favail:
-        return ShmTooSmall(f"{what}: {MOUNT} has no inode left of {mount.f_files}", hint="remove what is dead: shmbridge clean")
+        return ShmTooSmall(
+            f"{what}: {MOUNT} has no inode left of {mount.f_files}",
+            hint="remove what is dead: shmbridge clean",
+        )
     return ShmTooSmall(
         f"{what} needs {format_size(size)}, {MOUNT} has {format_size(mount.f_bavail * mount.f_frsize)} free "
         f"of {format_size(mount.f_blocks * mount.f_frsize)}",
@@ -295,7 +334,11 @@ def map_segment(file: Descriptor, size: int, what: str, *, readonly: bool = Fals
 
 
 def map_data_writable(lane: Mapping, name: str) -> None:
-    """Has a reader's mapping of a lane be writable, for a GPU that registers no other memory; logged, and shown by inspect. Idempotent."""
+    """Has a reader's mapping of a lane be writable, for a GPU that registers no other memory; logged, and
+    shown by inspect.
+
+    Idempotent.
+    """
     if not lane.data_writable:
         lane.make_writable()
         liveness.lock_shared(lane.fd, Byte.WRITABLE_DATA)
@@ -303,7 +346,10 @@ def map_data_writable(lane: Mapping, name: str) -> None:
 
 
 def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
-    """A new, locked, reserved, empty lane segment. The caller formats it; until then it counts as dead to nobody but its locker."""
+    """A new, locked, reserved, empty lane segment.
+
+    The caller formats it; until then it counts as dead to nobody but its locker.
+    """
     while True:
         name = f"/{_PREFIX}{check_bridge_name(bridge)}.l.{secrets.token_hex(8)}"
         try:
@@ -312,7 +358,8 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
             continue
         header.fault(b"segment.created")
         try:
-            # A sweeper may take an unlocked, empty segment for the remains of a dead creator; then it is not ours any more.
+            # A sweeper may take an unlocked, empty segment for the remains of a dead creator; then it is not
+            # ours any more.
             if not (liveness.lock_exclusive(file.fd, Byte.PRODUCER) and still_named(file.fd, name)):
                 file.close()
                 continue
@@ -329,7 +376,11 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
 
 
 def require_room_for_weights(bridge: str, size: int, *, freed: int) -> None:
-    """ShmTooSmall if the mount has no room for a weights segment even once another one, of `freed` bytes, is gone. Reserves nothing."""
+    """ShmTooSmall if the mount has no room for a weights segment even once another one, of `freed` bytes, is
+    gone.
+
+    Reserves nothing.
+    """
     _require_room(size, f"the weights segment of bridge {bridge!r}", _LESS_WEIGHTS, freed)
 
 

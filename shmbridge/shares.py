@@ -1,6 +1,7 @@
 """Shares: which learner rank reads which groups of a batch, and who is not done yet.
 
-Knows groups and rank numbers; knows nothing of sockets, threads, locks or who is alive. Used by ranks.py, under its lock.
+Knows groups and rank numbers; knows nothing of sockets, threads, locks or who is alive. Used by ranks.py,
+under its lock.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,17 +14,20 @@ Mode = Literal["sharded", "broadcast"]
 
 
 def share_out(groups: list[Group], ranks: list[int]) -> dict[int, list[Group]]:
-    """Deals whole groups out: counts differ by one at most, tokens as little as that allows; oldest first within a share.
+    """Deals whole groups out: counts differ by one at most, tokens as little as that allows; oldest first
+    within a share.
 
-    The longest first, each to whoever has the fewest tokens and still wants a group (the LPT rule of R. L. Graham, "Bounds on
-    Multiprocessing Timing Anomalies", 1969, with a limit on the count).
+    The longest first, each to whoever has the fewest tokens and still wants a group (the LPT rule of R. L.
+    Graham, "Bounds on Multiprocessing Timing Anomalies", 1969, with a limit on the count).
     """
     most, rest = divmod(len(groups), len(ranks))
     dealt: dict[int, list[int]] = {rank: [] for rank in ranks}
     tokens = dict.fromkeys(ranks, 0)
     for place in sorted(range(len(groups)), key=lambda place: -groups[place].tokens):
         larger = sum(len(places) > most for places in dealt.values())
-        open_to = [rank for rank in ranks if len(dealt[rank]) < most or (len(dealt[rank]) == most and larger < rest)]
+        open_to = [
+            rank for rank in ranks if len(dealt[rank]) < most or (len(dealt[rank]) == most and larger < rest)
+        ]
         rank = min(open_to, key=lambda rank: (tokens[rank], len(dealt[rank])))
         dealt[rank].append(place)
         tokens[rank] += groups[place].tokens
@@ -52,7 +56,9 @@ class Step:
 
 @dataclass(slots=True)
 class Share:
-    """Groups that the same ranks read. `readers` are not done; `issued` says which incarnation of a rank got it last.
+    """Groups that the same ranks read.
+
+    `readers` are not done; `issued` says which incarnation of a rank got it last.
 
     `read`: some rank has said that it is done with it. Without that it is never over.
     """
@@ -104,7 +110,8 @@ class ShareBook:
         self._next_share += 1
 
     def next_for(self, rank: int, member: int, after: int) -> Share | None:
-        """The first share after number `after` that the rank is to read, now issued to `member`; a lost answer comes again.
+        """The first share after number `after` that the rank is to read, now issued to `member`; a lost
+        answer comes again.
 
         Nothing is issued to an incarnation that has a successor: its question was under way when it died.
         """
@@ -123,9 +130,12 @@ class ShareBook:
         return None
 
     def done(self, rank: int, member: int, numbers: Iterable[int]) -> list[Group]:
-        """The rank is done with these shares: the groups that nobody reads any more. A second time changes nothing.
+        """The rank is done with these shares: the groups that nobody reads any more.
 
-        Only a reader may say so, and of its incarnations the one that the share was last issued to: another one may be looking at it.
+        A second time changes nothing.
+
+        Only a reader may say so, and of its incarnations the one that the share was last issued to: another
+        one may be looking at it.
         """
         finished: list[Group] = []
         for share in [self._shares[number] for number in numbers if number in self._shares]:
@@ -136,10 +146,13 @@ class ShareBook:
         return finished
 
     def hand_over(self, dead: int, living: list[int]) -> list[Group]:
-        """The dead rank reads nothing more. A share that no other rank reads or has read goes to the living: in broadcast to all of
-        them, else to the one with the fewest tokens before it.
+        """The dead rank reads nothing more.
 
-        The groups that are over by that. A share that moves gets a new number, so that whoever gets it has not seen it.
+        A share that no other rank reads or has read goes to the living: in broadcast to all of them, else to
+        the one with the fewest tokens before it.
+
+        The groups that are over by that. A share that moves gets a new number, so that whoever gets it has
+        not seen it.
         """
         finished: list[Group] = []
         for share in [share for share in self if dead in share.readers]:
@@ -157,14 +170,20 @@ class ShareBook:
     def _move(self, share: Share, heirs: set[int]) -> None:
         del self._shares[share.number]
         self.reissues += bool(share.issued)
-        self._shares[self._next_share] = Share(self._next_share, share.step, share.groups, heirs, reissued=bool(share.issued))
+        self._shares[self._next_share] = Share(
+            self._next_share, share.step, share.groups, heirs, reissued=bool(share.issued)
+        )
         self._next_share += 1
 
     def withdraw(self, unfit: Callable[[Group], bool]) -> list[Group]:
-        """Takes back the batches of which nothing was issued and some group is unfit: their groups, oldest first."""
+        """Takes back the batches of which nothing was issued and some group is unfit: their groups, oldest
+        first.
+        """
         steps = {share.step.number: share.step for share in self if not share.step.issued}
         unfit_steps = {number: step for number, step in steps.items() if any(map(unfit, step.groups))}
-        self._shares = {number: share for number, share in self._shares.items() if share.step.number not in unfit_steps}
+        self._shares = {
+            number: share for number, share in self._shares.items() if share.step.number not in unfit_steps
+        }
         return [group for step in unfit_steps.values() for group in step.groups]
 
     def _end_if_read(self, share: Share) -> list[Group]:

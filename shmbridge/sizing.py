@@ -1,7 +1,9 @@
-"""How large things have to be: a record of a given shape, a lane for a batch, the mount for all lanes. Arithmetic only.
+"""How large things have to be: a record of a given shape, a lane for a batch, the mount for all lanes.
 
-Knows the record layout of `_ext/layout.h` and how many records a batch holds at a time; touches no memory. The same in words:
-docs/reference/sizing.md.
+Arithmetic only.
+
+Knows the record layout of `_ext/layout.h` and how many records a batch holds at a time; touches no memory.
+The same in words: docs/reference/sizing.md.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,8 +26,12 @@ Shape = int | tuple[int, int]
 
 
 def slots_of(lane_bytes: int) -> int:
-    """Most records that a lane of this size holds at a time: a power of two, one per 8 KiB, from 64 to 8192."""
-    return max(_FEWEST_SLOTS, min(MOST_RECORDS, 1 << max((lane_bytes >> _BYTES_PER_SLOT_SHIFT).bit_length() - 1, 0)))
+    """Most records that a lane of this size holds at a time: a power of two, one per 8 KiB, from 64 to
+    8192.
+    """
+    return max(
+        _FEWEST_SLOTS, min(MOST_RECORDS, 1 << max((lane_bytes >> _BYTES_PER_SLOT_SHIFT).bit_length() - 1, 0))
+    )
 
 
 def record_bytes(
@@ -36,13 +42,15 @@ def record_bytes(
     table: Columns | None = None,
     group_id_bytes: int = _LINE,
 ) -> int:
-    """Bytes that one record takes in a lane, exactly as the packer lays it out if a row of it carries checks; else a few lines less.
+    """Bytes that one record takes in a lane, exactly as the packer lays it out if a row of it carries checks;
+    else a few lines less.
 
     Args:
         tokens: tokens of each row, or a list with one number per row.
         rows: rows, where `tokens` is one number.
-        columns: names of the columns that are there. As a mapping, it also says how many values a row has where that is not the number
-            of tokens: bytes of a text, (lists in a row, values in a list), (pairs in a row, bytes of a key); None for "as many as tokens".
+        columns: names of the columns that are there. As a mapping, it also says how many values a row has
+            where that is not the number of tokens: bytes of a text, (lists in a row, values in a list),
+            (pairs in a row, bytes of a key); None for "as many as tokens".
         table: columns beyond the standard ones, as `schema.columns_of` gives them.
         group_id_bytes: length of the group id; ids of up to 64 bytes cost the same.
     """
@@ -60,7 +68,10 @@ def _column_lines(column: Column, lengths: list[int], shape: Shape | None) -> in
         return _lines(item * rows)
     if column.kind in (Kind.LIST, Kind.BYTES):
         if shape is None and not column.per_token:
-            raise ValueError(f"column {column.name!r} has not one value per token: say how many a row has, {{{column.name!r}: 100}}")
+            raise ValueError(
+                f"column {column.name!r} has not one value per token: say how many a row has, "
+                f"{{{column.name!r}: 100}}"
+            )
         values = sum(lengths) if shape is None else rows * _count(column, shape)
         checks = _lines(8 * rows) if column.name in CHECKED_COLUMNS else 0
         return _lines(4 * rows) + _lines(item * values) + checks
@@ -74,26 +85,37 @@ def _column_lines(column: Column, lengths: list[int], shape: Shape | None) -> in
 def _count(column: Column, shape: Shape) -> int:
     if isinstance(shape, int):
         return shape
-    raise ValueError(f"column {column.name!r} is {column.type_name}: one number says how many values a row has")
+    raise ValueError(
+        f"column {column.name!r} is {column.type_name}: one number says how many values a row has"
+    )
 
 
 def _pair(column: Column, shape: Shape | None) -> tuple[int, int]:
     if isinstance(shape, tuple):
         return shape
-    raise ValueError(f"column {column.name!r} is {column.type_name}: two numbers say what a row has, {{{column.name!r}: (100, 8)}}")
+    raise ValueError(
+        f"column {column.name!r} is {column.type_name}: two numbers say what a row has, {{{column.name!r}: "
+        f"(100, 8)}}"
+    )
 
 
 def _lines(size: int) -> int:
     return -(-size // _LINE)
 
 
-def records_held(groups: int, producers: int = 1, *, prefetch: int = 1, hold: str = "step", records_per_group: int = 1) -> int:
+def records_held(
+    groups: int, producers: int = 1, *, prefetch: int = 1, hold: str = "step", records_per_group: int = 1
+) -> int:
     """Records of one lane that are un-released at a time, when every producer brings its share of each batch.
 
-    Under hold="step" that is the batch of the step under way and `prefetch` batches gathered ahead; under "gather" only the latter.
+    Under hold="step" that is the batch of the step under way and `prefetch` batches gathered ahead; under
+    "gather" only the latter.
     """
     if hold not in ("step", "gather") or min(groups, producers, records_per_group) < 1 or prefetch < 0:
-        raise ValueError(f'hold={hold!r} is "step" or "gather"; groups, producers and records_per_group are 1 at least, prefetch 0')
+        raise ValueError(
+            f'hold={hold!r} is "step" or "gather"; groups, producers and records_per_group are 1 at least, '
+            "prefetch 0"
+        )
     batches = 1 + prefetch if hold == "step" else max(prefetch, 1)
     return -(-batches * groups * records_per_group // producers)
 
@@ -108,7 +130,8 @@ def lane_bytes_for(
     records_per_group: int = 1,
     same_size: bool = False,
 ) -> int:
-    """The least `lane_bytes` in which such batches are always filled, and a producer still writes while they are held.
+    """The least `lane_bytes` in which such batches are always filled, and a producer still writes while they
+    are held.
 
     Args:
         record: bytes of the largest record; see `record_bytes`.
@@ -116,7 +139,8 @@ def lane_bytes_for(
         producers: producers that live at the same time and bring about as much each.
         prefetch, hold: as given to `Consumer.batches`.
         records_per_group: more than 1 where groups are put in fragments.
-        same_size: all records are as large as the largest. Otherwise gaps between records of other sizes are allowed for.
+        same_size: all records are as large as the largest. Otherwise gaps between records of other sizes are
+            allowed for.
 
     Raises:
         ValueError: one lane would have to hold more records than a lane can.
@@ -126,29 +150,42 @@ def lane_bytes_for(
 
 
 def lane_bytes_holding(held: int, record: int, *, same_size: bool = False) -> int:
-    """The least `lane_bytes` that always has room for one more record of `record` bytes beside `held` of at most that size.
+    """The least `lane_bytes` that always has room for one more record of `record` bytes beside `held` of at
+    most that size.
 
-    `held` records leave up to `held` + 1 gaps, each of which may be a line too small; records of one size leave none. Raises ValueError if
-    no lane holds so many.
+    `held` records leave up to `held` + 1 gaps, each of which may be a line too small; records of one size
+    leave none. Raises ValueError if no lane holds so many.
     """
     if held + 1 > MOST_RECORDS:
-        raise ValueError(f"{held + 1} records in one lane; {MOST_RECORDS} is the limit: more producers, fewer groups, or groups put whole")
+        raise ValueError(
+            f"{held + 1} records in one lane; {MOST_RECORDS} is the limit: more producers, fewer groups, or "
+            "groups put whole"
+        )
     record = _LINE * _lines(record)
     gaps = record if same_size else (held + 1) * (record - _LINE) + _LINE
     slots = 1 << held.bit_length()  # more than `held`
-    need = max(held * record + gaps, 2 * record, slots << _BYTES_PER_SLOT_SHIFT if slots > _FEWEST_SLOTS else 0, SMALLEST_LANE)
+    need = max(
+        held * record + gaps,
+        2 * record,
+        slots << _BYTES_PER_SLOT_SHIFT if slots > _FEWEST_SLOTS else 0,
+        SMALLEST_LANE,
+    )
     unit = 1 << 20 if need > 1 << 20 else SMALLEST_LANE
     return -(-need // unit) * unit
 
 
 def segment_bytes(lane_bytes: int) -> int:
-    """Bytes of the shm mount that one lane takes: its data area, 20 KiB, and 140 bytes per slot, in whole pages."""
+    """Bytes of the shm mount that one lane takes: its data area, 20 KiB, and 140 bytes per slot, in whole
+    pages.
+    """
     size: int = header.lane_geometry(lane_bytes, slots_of(lane_bytes))[-1]
     return size
 
 
 def mount_bytes_for(lane_bytes: int, producers: int, *, weights_bytes: int = 0) -> int:
-    """Bytes of the shm mount that a bridge takes: a lane per producer, the control segment, two versions of the weights."""
+    """Bytes of the shm mount that a bridge takes: a lane per producer, the control segment, two versions of
+    the weights.
+    """
     return producers * segment_bytes(lane_bytes) + header.control_bytes + 2 * weights_bytes
 
 
@@ -158,9 +195,14 @@ def as_option(size: int) -> str:
 
 
 def what_to_raise(held: int, largest: int, same_size: bool) -> str:
-    """What to do, in words, where each lane has to hold so many records of at most `largest` bytes, and room for one more."""
+    """What to do, in words, where each lane has to hold so many records of at most `largest` bytes, and room
+    for one more.
+    """
     try:
         size = as_option(lane_bytes_holding(held, largest, same_size=same_size))
     except ValueError as too_many:
         return str(too_many)
-    return f"raise lane_bytes of the producers to at least {size} each ({held} records and room for one more), or ask for fewer groups"
+    return (
+        f"raise lane_bytes of the producers to at least {size} each ({held} records and room for one more), "
+        "or ask for fewer groups"
+    )

@@ -1,4 +1,7 @@
-"""An open claim: the lane's own memory, to be written in place inside a `with` block. Made by Producer.claim."""
+"""An open claim: the lane's own memory, to be written in place inside a `with` block.
+
+Made by Producer.claim.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +14,12 @@ from shmbridge.errors import ClaimOpen
 
 
 class Slot(Claim):
-    """`slot[column]` is a writable flat view in the lane, valid until the `with` block ends; `sequence` is set when that has committed.
+    """`slot[column]` is a writable flat view in the lane, valid until the `with` block ends; `sequence` is
+    set when that has committed.
 
-    Leaving the block by an exception gives the claim back; leaving it a second time does nothing. For the producer's thread. An array that
-    was taken from it and is kept beyond the block still leads to that memory, which is the consumer's by then: do not write to it.
+    Leaving the block by an exception gives the claim back; leaving it a second time does nothing. For the
+    producer's thread. An array that was taken from it and is kept beyond the block still leads to that
+    memory, which is the consumer's by then: do not write to it.
     """
 
     def __init__(self, writer: LaneWriter, plan: Plan, publish: Callable[["Slot"], None]) -> None:
@@ -28,9 +33,15 @@ class Slot(Claim):
         return self.plan.sequence
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        """The column's values: every row's, one after another. KeyError for a column that was not claimed, ClaimOpen after the block."""
+        """The column's values: every row's, one after another.
+
+        KeyError for a column that was not claimed, ClaimOpen after the block.
+        """
         if not self.is_open:
-            raise ClaimOpen("the claim is over, committed or given up", hint="write inside the block, before the producer closes")
+            raise ClaimOpen(
+                "the claim is over, committed or given up",
+                hint="write inside the block, before the producer closes",
+            )
         view = self.plan.view(self.memory(), self._columns[name])
         self._unused.pop(name, None)
         return view
@@ -45,5 +56,7 @@ class Slot(Claim):
         self._publish(self)
 
     def __repr__(self) -> str:
-        state = "open" if self.is_open else "over" if self.sequence is None else f"committed as {self.sequence}"
+        state = (
+            "open" if self.is_open else "over" if self.sequence is None else f"committed as {self.sequence}"
+        )
         return f"<Slot of {self.plan.rows} rows, {self.plan.tokens} tokens: {state}>"

@@ -1,4 +1,7 @@
-"""How stale a record is, and what of a limit; a bounded histogram. Pure arithmetic on policy versions; knows nothing of records' bytes."""
+"""How stale a record is, and what of a limit; a bounded histogram.
+
+Pure arithmetic on policy versions; knows nothing of records' bytes.
+"""
 
 from collections.abc import Iterable
 
@@ -26,7 +29,10 @@ def lag_of(stamped: int, current: int) -> str:
 
 
 class Lags:
-    """How many groups were so many versions old when their batch was handed out. One thread counts; any may ask."""
+    """How many groups were so many versions old when their batch was handed out.
+
+    One thread counts; any may ask.
+    """
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(LAGS, 0)
@@ -41,6 +47,8 @@ class Lags:
             self._largest = max(self._largest, staleness(version, current))
 
     def stats(self) -> dict[str, float]:
-        """`staleness_groups_total{lag}`, the largest seen, and groups stamped with a version that nobody has published."""
+        """`staleness_groups_total{lag}`, the largest seen, and groups stamped with a version that nobody has
+        published.
+        """
         lags = {f"staleness_groups_total{{{lag}}}": count for lag, count in self._counts.items()}
         return {**lags, "staleness_max": self._largest, "policy_version_ahead_total": self._ahead}

@@ -1,6 +1,7 @@
 """The numbers environments steer by: the arithmetic of the Atropos API server's /status-env, over any queue.
 
-Pure; knows neither who keeps the queue nor who asks. Used for environments of the control plane and by atropos_policy.py.
+Pure; knows neither who keeps the queue nor who asks. Used for environments of the control plane and by
+atropos_policy.py.
 """
 
 import math
@@ -12,7 +13,9 @@ MIN_ENV_WEIGHT = 0.01  # an environment never counts for less, whatever its weig
 
 @dataclass(frozen=True, slots=True)
 class EnvShare:
-    """What an environment has asked for: its weight, its guaranteed part of every batch, the rows of its groups."""
+    """What an environment has asked for: its weight, its guaranteed part of every batch, the rows of its
+    groups.
+    """
 
     env_id: int
     name: str
@@ -33,7 +36,10 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """What one environment is told. Sizes in groups of `group_size`, which is the largest it was ever seen with."""
+    """What one environment is told.
+
+    Sizes in groups of `group_size`, which is the largest it was ever seen with.
+    """
 
     queue_size: int
     self_queue_size: int
@@ -43,8 +49,12 @@ class Steering:
     group_size: int
 
 
-def steer(me: EnvShare, connected: Collection[EnvShare], queue: Mapping[int | None, Queued], batch_size: int) -> Steering:
-    """What `me` is told of `queue`, by env_id (None: of nobody who registered); O(environments), whatever is queued."""
+def steer(
+    me: EnvShare, connected: Collection[EnvShare], queue: Mapping[int | None, Queued], batch_size: int
+) -> Steering:
+    """What `me` is told of `queue`, by env_id (None: of nobody who registered); O(environments), whatever is
+    queued.
+    """
     mine = queue.get(me.env_id, Queued())
     largest = max([1, *(each.largest for each in queue.values())])
     group_size = max(me.group_size, mine.largest)
@@ -63,13 +73,21 @@ def total_weight(connected: Collection[EnvShare]) -> float:
     return sum(env.max_token_length * max(0.0, env.weight) for env in connected)
 
 
-def _open_to(me: EnvShare, connected: Collection[EnvShare], queue: Mapping[int | None, Queued], batch_size: int, largest: int) -> int:
+def _open_to(
+    me: EnvShare,
+    connected: Collection[EnvShare],
+    queue: Mapping[int | None, Queued],
+    batch_size: int,
+    largest: int,
+) -> int:
     """Sequences of others that compete with mine: beyond what is theirs by right, packed as a batch."""
     if largest == 1:
         return 0  # as upstream: without groups to pack, only one's own queue counts
     open_to_me = 0
     by_right: dict[int | None, int] = {
-        env.env_id: int(batch_size * env.min_allocation) for env in connected if env.min_allocation is not None
+        env.env_id: int(batch_size * env.min_allocation)
+        for env in connected
+        if env.min_allocation is not None
     }
     for env_id, each in queue.items():
         if env_id != me.env_id and each.groups:

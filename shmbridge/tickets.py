@@ -1,7 +1,9 @@
-"""Tickets: leave to begin a group, asked of the hub before anything is generated that would be too old when it is trained with.
+"""Tickets: leave to begin a group, asked of the hub before anything is generated that would be too old when
+it is trained with.
 
-A ticket is a locked byte of the producer's own lane: the kernel gives it back however the producer ends, and every later hub can count it.
-Knows the lane's descriptor and the control plane; who gets a ticket is the hub's business (capacity.py). Base of Producer.
+A ticket is a locked byte of the producer's own lane: the kernel gives it back however the producer ends, and
+every later hub can count it. Knows the lane's descriptor and the control plane; who gets a ticket is the
+hub's business (capacity.py). Base of Producer.
 """
 
 import asyncio
@@ -21,15 +23,19 @@ if TYPE_CHECKING:
     from shmbridge.control_client import AsyncControlClient, ControlClient
     from shmbridge.messages import Answer, BeginGroup
 
-_ASK_S = 0.5  # then it is asked again: the bridge may be draining by now. No longer than a client repeats after: that voids the promise
+# then it is asked again: the bridge may be draining by now. No longer than a client repeats after: that voids
+# the promise
+_ASK_S = 0.5
 _LAST_S = 0.5  # for the answer to the last question, which says why not
 
 
 class Ticket(OneProcess):
-    """Leave to generate one group. A context manager: put the group inside it, so that it is never counted as nobody's.
+    """Leave to generate one group.
 
-    `policy_version` is the one that generation begins under, for `put(policy_version=)`. It ends with the block, with `end()`, when it is
-    let go, or with its producer. For the threads of its producer.
+    A context manager: put the group inside it, so that it is never counted as nobody's.
+
+    `policy_version` is the one that generation begins under, for `put(policy_version=)`. It ends with the
+    block, with `end()`, when it is let go, or with its producer. For the threads of its producer.
     """
 
     def __init__(self, policy_version: int, held: "_Held") -> None:
@@ -57,8 +63,8 @@ class Ticket(OneProcess):
 class _Held:
     """The tickets a lane shows, by as many locked bytes in a row. Any thread.
 
-    A collection gives tickets back at any point, also inside these methods, and an interrupt ends them at any: the bytes are made as many
-    as the tickets, whatever they were.
+    A collection gives tickets back at any point, also inside these methods, and an interrupt ends them at
+    any: the bytes are made as many as the tickets, whatever they were.
     """
 
     def __init__(self, lane: Mapping) -> None:
@@ -112,13 +118,16 @@ class Tickets(OneProcess):
         self._async_client: tuple[asyncio.AbstractEventLoop, AsyncControlClient, asyncio.Lock] | None = None
 
     def begin_group(self, timeout_s: float | None = None) -> Ticket:
-        """A ticket for one group, once the consumer has room for it: `with producer.begin_group() as ticket: ...`.
+        """A ticket for one group, once the consumer has room for it:
+        `with producer.begin_group() as ticket: ...`.
 
-        Blocks until then, also while there is no consumer or the bridge is paused, at most `timeout_s` (None: for ever). A consumer
-        without max_off_policy_steps always has room. Ends with the `with` block, in which the group is generated and put.
+        Blocks until then, also while there is no consumer or the bridge is paused, at most `timeout_s` (None:
+        for ever). A consumer without max_off_policy_steps always has room. Ends with the `with` block, in
+        which the group is generated and put.
 
         Raises:
-            NotAdmitted: as many groups as may be were under way all the time. NoConsumer: nobody answered, or can any more.
+            NotAdmitted: as many groups as may be were under way all the time. NoConsumer: nobody answered, or
+                can any more.
             RequestRefused: the consumer does not read this lane. LaneQuarantined, BridgeDraining, Closed.
             ClaimOpen: another thread or task is asking.
         """
@@ -142,7 +151,9 @@ class Tickets(OneProcess):
         asked_ns = time.monotonic_ns()
         while True:
             left_s = deadline - time.monotonic()
-            answer = _ask(client, self._question(wait=left_s > 0), min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
+            answer = _ask(
+                client, self._question(wait=left_s > 0), min(_ASK_S, left_s) if left_s > 0 else _LAST_S
+            )
             if (ticket := self._taken(answer, asked_ns)) is not None:
                 return ticket
             self._check_may_ask()
@@ -150,13 +161,17 @@ class Tickets(OneProcess):
                 raise self._not_admitted(timeout_s, answer)
 
     async def begin_group_async(self, timeout_s: float | None = None) -> Ticket:
-        """`begin_group` that never blocks the event loop; tasks are served in the order of their calls. May be cancelled."""
+        """`begin_group` that never blocks the event loop; tasks are served in the order of their calls.
+
+        May be cancelled.
+        """
         deadline = _deadline(timeout_s)
         self._check_may_ask()
         client, turn = self._client_of_this_loop()
         waits = asyncio.timeout(timeout_s)
         try:
-            async with waits, turn:  # nothing in between, where an exception of a signal handler would keep the turn
+            # nothing in between, where an exception of a signal handler would keep the turn
+            async with waits, turn:
                 waits.reschedule(None)
                 return await self._ask_in_turn(client, deadline, timeout_s)
         except TimeoutError:
@@ -166,7 +181,9 @@ class Tickets(OneProcess):
         finally:
             self._close_if_over()
 
-    async def _ask_in_turn(self, client: "AsyncControlClient", deadline: float, timeout_s: float | None) -> Ticket:
+    async def _ask_in_turn(
+        self, client: "AsyncControlClient", deadline: float, timeout_s: float | None
+    ) -> Ticket:
         if self._asking.locked():
             raise self._asks_already()
         with self._asking:
@@ -194,16 +211,21 @@ class Tickets(OneProcess):
     def _taken(self, answer: "Answer | None", asked_ns: int = 0) -> Ticket | None:
         """The ticket an answer grants, shown in the lane; None if it grants none, or no longer.
 
-        A hub that came since has stored its epoch before it looks at lanes, and this looks at the epoch after the lane shows the ticket:
-        one of the two sees the other. So with the time after which this hub no longer believes in the promise.
+        A hub that came since has stored its epoch before it looks at lanes, and this looks at the epoch after
+        the lane shows the ticket: one of the two sees the other. So with the time after which this hub no
+        longer believes in the promise.
         """
         from shmbridge import messages
 
         if not isinstance(answer, messages.MayBegin) or self._held.over:
             return None
-        if answer.until_ns < asked_ns:  # a promise that was over before it was asked for: no clock that both read says so
-            raise refusals.other_clock(self.producer_id, self._control.hub_pid, (asked_ns - answer.until_ns) / 1e9)
-        ticket = Ticket(answer.policy_version, self._held)  # from here on it is given back, whatever interrupts
+        # a promise that was over before it was asked for: no clock that both read says so
+        if answer.until_ns < asked_ns:
+            raise refusals.other_clock(
+                self.producer_id, self._control.hub_pid, (asked_ns - answer.until_ns) / 1e9
+            )
+        # from here on it is given back, whatever interrupts
+        ticket = Ticket(answer.policy_version, self._held)
         header.fault(b"ticket.granted")
         ticket.show()
         header.fault(b"ticket.shown")
@@ -279,7 +301,10 @@ class Tickets(OneProcess):
             client.close()
 
     def _end_tickets(self) -> None:
-        """The producer closes: its tickets are room for others. Whoever still asks closes the sockets; no other thread or task may."""
+        """The producer closes: its tickets are room for others.
+
+        Whoever still asks closes the sockets; no other thread or task may.
+        """
         self._held.end()
         self._close_if_over()
 
@@ -295,7 +320,9 @@ def _ask(client: "ControlClient", question: "BeginGroup", timeout_s: float) -> "
         return None
 
 
-async def _ask_async(client: "AsyncControlClient", question: "BeginGroup", timeout_s: float) -> "Answer | None":
+async def _ask_async(
+    client: "AsyncControlClient", question: "BeginGroup", timeout_s: float
+) -> "Answer | None":
     try:
         return await client.request(question, timeout_s)
     except NoConsumer:

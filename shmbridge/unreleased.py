@@ -31,24 +31,49 @@ class Call(IntEnum):
 
 _INSTEAD = {
     Call.GET: ("get()", "write `with consumer.get() as record:`, or call record.release() once it is used"),
-    Call.POLL: ("poll()", "write `with record:` for each record of the list, or call record.release() once it is used"),
-    Call.GET_ASYNC: ("get_async()", "write `with await consumer.get_async() as record:`, or call record.release() once it is used"),
-    Call.FOR: ("`for record in consumer`", "call record.release() before a `break`; the next step of the loop releases by itself"),
-    Call.ASYNC_FOR: ("`async for record in consumer`", "call record.release() before a `break`; the next step releases by itself"),
-    Call.BATCHES: ("batches()", "write `with batch:`, or call batch.release() before a `break` and under hold='caller'"),
-    Call.TAKE_GROUPS: ("take_groups()", "call release() on each group's records, or return the groups by put_back()"),
-    Call.RANK: ("a Rank's batches() or next_share()", "write `with batch:` or `with share:`, or call its release() before a `break`"),
+    Call.POLL: (
+        "poll()",
+        "write `with record:` for each record of the list, or call record.release() once it is used",
+    ),
+    Call.GET_ASYNC: (
+        "get_async()",
+        "write `with await consumer.get_async() as record:`, or call record.release() once it is used",
+    ),
+    Call.FOR: (
+        "`for record in consumer`",
+        "call record.release() before a `break`; the next step of the loop releases by itself",
+    ),
+    Call.ASYNC_FOR: (
+        "`async for record in consumer`",
+        "call record.release() before a `break`; the next step releases by itself",
+    ),
+    Call.BATCHES: (
+        "batches()",
+        "write `with batch:`, or call batch.release() before a `break` and under hold='caller'",
+    ),
+    Call.TAKE_GROUPS: (
+        "take_groups()",
+        "call release() on each group's records, or return the groups by put_back()",
+    ),
+    Call.RANK: (
+        "a Rank's batches() or next_share()",
+        "write `with batch:` or `with share:`, or call its release() before a `break`",
+    ),
 }
 
 
 def say_lost(where: str, number: int, looked_at: bool) -> None:
-    """Says of a first lease that ended without a word what handed it out and what to write instead: a ResourceWarning, and the log.
+    """Says of a first lease that ended without a word what handed it out and what to write instead: a
+    ResourceWarning, and the log.
 
     Raises ResourceWarning where warnings are errors.
     """
     call, instead = _INSTEAD[Call(number)]
     if looked_at:
-        what = "it stays un-released and keeps its room in the lane: take_back_dropped() hands it out again, else the next consumer gets it"
+        what = (
+            "it stays un-released and keeps its room in the lane: take_back_dropped() hands it out again, "
+            "else the next consumer gets it"
+        )
     else:
         what = "nobody had looked at it: it is handed out again"
     said = f"a record that {call} handed out was dropped without release ({where}); {what} -> {instead}"
@@ -59,8 +84,9 @@ def say_lost(where: str, number: int, looked_at: bool) -> None:
 def _log_apart(said: str) -> None:
     """Logs a warning in another thread, and waits a moment for it.
 
-    Interrupts are what leaves records un-released, and before Python 3.13 an interrupt of logging may keep its locks for good. Made in this
-    thread, the call could do that to every other thread; and if the program's own logging has done it, this thread is not to hang.
+    Interrupts are what leaves records un-released, and before Python 3.13 an interrupt of logging may keep
+    its locks for good. Made in this thread, the call could do that to every other thread; and if the
+    program's own logging has done it, this thread is not to hang.
     """
     done: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
@@ -69,7 +95,9 @@ def _log_apart(said: str) -> None:
         done.put(True)
 
     try:
-        start_apart(threading.Thread(target=run, name="shmbridge-log", daemon=True), lambda _: done.put(False))
+        start_apart(
+            threading.Thread(target=run, name="shmbridge-log", daemon=True), lambda _: done.put(False)
+        )
         logged = done.get(timeout=_LOG_S)
     except queue.Empty:
         return

@@ -15,7 +15,9 @@ class Want:
     rows: int | None
 
     def __post_init__(self) -> None:
-        given = [(name, size) for name, size in (("groups", self.groups), ("rows", self.rows)) if size is not None]
+        given = [
+            (name, size) for name, size in (("groups", self.groups), ("rows", self.rows)) if size is not None
+        ]
         if len(given) != 1:
             said = "groups and rows are both given" if given else "neither groups nor rows is given"
             raise BadArgument(f"how large is a batch? {said}", hint="groups=8, or rows=64")

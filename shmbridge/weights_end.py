@@ -1,4 +1,5 @@
-"""What the ends of a bridge's weights share, writer, part and reader: each takes part in the bridge until it is closed.
+"""What the ends of a bridge's weights share, writer, part and reader: each takes part in the bridge until it
+is closed.
 
 Knows nothing of slots and tensors.
 """
@@ -15,7 +16,10 @@ from shmbridge.one_process import OneProcess
 
 
 class WeightsEnd(OneProcess):
-    """One end; a context manager. Its process' death, at any line, is its leaving: the kernel lets its locks go."""
+    """One end; a context manager.
+
+    Its process' death, at any line, is its leaving: the kernel lets its locks go.
+    """
 
     _called: ClassVar[str]  # in messages
 
@@ -31,9 +35,13 @@ class WeightsEnd(OneProcess):
 
     @property
     def memory(self) -> memoryview | None:
-        """All of the weights segment that is mapped, read-only, to register it with a device; None before there is one. Never blocks.
+        """All of the weights segment that is mapped, read-only, to register it with a device; None before
+        there is one.
 
-        Another segment may take its place: at a first version, and when another model is published. BufferError in a child of fork.
+        Never blocks.
+
+        Another segment may take its place: at a first version, and when another model is published.
+        BufferError in a child of fork.
         """
         self._require_open()
         return None if self._versions is None else memoryview(self._versions.mapping).toreadonly()
@@ -43,7 +51,10 @@ class WeightsEnd(OneProcess):
         self._versions = None
 
     def close(self) -> None:
-        """Leaves; the last version stays readable as long as anybody takes part in the bridge. Idempotent; nothing in a child of fork."""
+        """Leaves; the last version stays readable as long as anybody takes part in the bridge.
+
+        Idempotent; nothing in a child of fork.
+        """
         if self._control is None or self._control.mapping.forked:
             return
         self._before_leaving()

@@ -1,6 +1,8 @@
-"""The floor under the versions of a bridge's weights: what stays of them, in the control segment, once their segment is replaced.
+"""The floor under the versions of a bridge's weights: what stays of them, in the control segment, once their
+segment is replaced.
 
-Knows that word, and the lock under which it is raised; knows no tensors. Whoever dies at any line leaves the segment, or the floor.
+Knows that word, and the lock under which it is raised; knows no tensors. Whoever dies at any line leaves the
+segment, or the floor.
 """
 
 import contextlib
@@ -15,11 +17,15 @@ from shmbridge.liveness import Byte
 
 
 def floor(control: Control, bridge: str) -> int | None:
-    """The highest version of the segments that were replaced; None if none was. LayoutMismatch for what no writer can have left."""
+    """The highest version of the segments that were replaced; None if none was.
+
+    LayoutMismatch for what no writer can have left.
+    """
     version = control.weights_floor
     if version >= versions.end:
         raise LayoutMismatch(
-            f"the control segment of bridge {bridge!r} says that its weights had version {version}, none is above {versions.end - 1}",
+            f"the control segment of bridge {bridge!r} says that its weights had version {version}, none is "
+            f"above {versions.end - 1}",
             hint="something overwrote it: end what uses the bridge and run: shmbridge clean <bridge> --yes",
         )
     return None if version < 0 else int(version)
@@ -32,9 +38,13 @@ def require_above(version: int, last: int | None) -> None:
 
 
 def keep(control: Control, found: Versions, bridge: str) -> None:
-    """Raises the floor to the newest version of a segment that has the name; the caller holds its writer's lock. LayoutMismatch as `floor`.
+    """Raises the floor to the newest version of a segment that has the name; the caller holds its writer's
+    lock.
 
-    The segment may be remains: its version is what two words of the header agree on, whatever became of the others.
+    LayoutMismatch as `floor`.
+
+    The segment may be remains: its version is what two words of the header agree on, whatever became of the
+    others.
     """
     floor(control, bridge)
     if (latest := found.latest) is not None:
@@ -42,11 +52,12 @@ def keep(control: Control, found: Versions, bridge: str) -> None:
 
 
 def remove_segment(control: Control, bridge: str, version: int, size: int) -> None:
-    """Removes the weights segment, or its remains, for one of `size` bytes that begins with `version`, if no writer lives; its last
-    version stays in the control segment.
+    """Removes the weights segment, or its remains, for one of `size` bytes that begins with `version`, if no
+    writer lives; its last version stays in the control segment.
 
-    Readers that map it keep it until they look again. Raises ValueError if it has that version or a later one, ShmTooSmall if the mount
-    has no room for the other even without it, LayoutMismatch as `floor`: the segment stays then.
+    Readers that map it keep it until they look again. Raises ValueError if it has that version or a later
+    one, ShmTooSmall if the mount has no room for the other even without it, LayoutMismatch as `floor`: the
+    segment stays then.
     """
     name = segment.weights_name(bridge)
     with contextlib.suppress(FileNotFoundError):

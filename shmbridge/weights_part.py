@@ -1,7 +1,8 @@
-"""Another process' part of a filling: a rank of a sharded learner writes its shards where the writer's ticket says.
+"""Another process' part of a filling: a rank of a sharded learner writes its shards where the writer's ticket
+says.
 
-Knows tickets and the parts' lock; what is written is weights_tensors.py's. Killed anywhere, it leaves bytes uncounted, and the writer does
-not commit.
+Knows tickets and the parts' lock; what is written is weights_tensors.py's. Killed anywhere, it leaves bytes
+uncounted, and the writer does not commit.
 """
 
 import time
@@ -30,7 +31,10 @@ class _Ticket(msgspec.Struct, frozen=True):
 
 
 class WeightsPart(WeightsEnd):
-    """Writes parts of the tensors of a filling that a WeightsWriter elsewhere has opened. For one thread; a context manager."""
+    """Writes parts of the tensors of a filling that a WeightsWriter elsewhere has opened.
+
+    For one thread; a context manager.
+    """
 
     _called = "part of the weights' writer"
 
@@ -39,23 +43,29 @@ class WeightsPart(WeightsEnd):
         self._rows: dict[str, tuple[int, TensorSpec]] = {}
 
     def write(self, ticket: Any, name: str, tensor: Any, index: Index | None = None) -> None:
-        """Copies a tensor, or the part of it that `index` names, into the version being filled. Blocks for the copy.
+        """Copies a tensor, or the part of it that `index` names, into the version being filled.
+
+        Blocks for the copy.
 
         Args:
             ticket: what `WeightsFilling.ticket` was in the writer's process, also after a way through JSON.
             name: of the tensor.
             tensor: torch tensor or ndarray, of the shape of the part.
-            index: tuple of slices into the full tensor; None for all of it. Each element is written once, by one process.
+            index: tuple of slices into the full tensor; None for all of it. Each element is written once, by
+                one process.
 
         Raises:
-            FillingOver: the ticket's filling has ended, its writer is dead, or another one has begun; nothing was written.
+            FillingOver: the ticket's filling has ended, its writer is dead, or another one has begun; nothing
+                was written.
             WeightsMismatch: name, type or shape differ from the writer's table; nothing was written.
         """
         self._require_open()
         wanted = self._read(ticket)
         found = self._attach(wanted)
         if name not in self._rows:
-            raise WeightsMismatch(f"the segment has no tensor {name!r}", hint="one bridge carries one model: use another bridge")
+            raise WeightsMismatch(
+                f"the segment has no tensor {name!r}", hint="one bridge carries one model: use another bridge"
+            )
         row, spec = self._rows[name]
         source = weights_tensors.as_source(name, tensor)
         try:
@@ -64,7 +74,9 @@ class WeightsPart(WeightsEnd):
             if not found.lets_in(wanted.filling) or not liveness.is_locked(found.mapping.fd, Byte.WRITER):
                 raise self._over(wanted)
             base = found.slot_at(wanted.filling // 2 % versions.slots)
-            size = weights_tensors.write(found.mapping, base, spec, source, index, going_round=found.slot_bytes)
+            size = weights_tensors.write(
+                found.mapping, base, spec, source, index, going_round=found.slot_bytes
+            )
             header.fault(b"weights.part_written")
             found.add_written(row, size)
             header.fault(b"weights.part_counted")
@@ -79,7 +91,9 @@ class WeightsPart(WeightsEnd):
         try:
             found = msgspec.convert(ticket, _Ticket)
         except msgspec.ValidationError as wrong:
-            raise FillingOver(f"{ticket!r} is no ticket of a filling: {wrong}", hint="hand on what filling.ticket is") from None
+            raise FillingOver(
+                f"{ticket!r} is no ticket of a filling: {wrong}", hint="hand on what filling.ticket is"
+            ) from None
         if not 0 <= found.filling < 1 << 64:
             raise FillingOver(f"{ticket!r} is no ticket of a filling", hint="hand on what filling.ticket is")
         return found
@@ -96,7 +110,9 @@ class WeightsPart(WeightsEnd):
         return self._versions
 
     def _hold(self, found: Versions, wanted: _Ticket) -> None:
-        """Takes the parts' lock with the others; the writer holds it alone for moments, before and after a filling."""
+        """Takes the parts' lock with the others; the writer holds it alone for moments, before and after a
+        filling.
+        """
         while not liveness.lock_shared(found.mapping.fd, Byte.PARTS):
             if not found.lets_in(wanted.filling):
                 raise self._over(wanted)
@@ -104,6 +120,7 @@ class WeightsPart(WeightsEnd):
 
     def _over(self, wanted: _Ticket) -> FillingOver:
         return FillingOver(
-            f"the filling of version {wanted.version} of the weights of bridge {self.bridge!r} is over, or its writer is dead",
+            f"the filling of version {wanted.version} of the weights of bridge {self.bridge!r} is over, or "
+            "its writer is dead",
             hint="wait for the writer's next ticket",
         )

@@ -1,6 +1,8 @@
-"""Readers of a bridge's weights: the newest complete version, held still under a lease, or copied and looked at again.
+"""Readers of a bridge's weights: the newest complete version, held still under a lease, or copied and looked
+at again.
 
-Knows the readers' side of locks and words. A reader's death frees its slot; that of a writer leaves what is there.
+Knows the readers' side of locks and words. A reader's death frees its slot; that of a writer leaves what is
+there.
 """
 
 import time
@@ -24,12 +26,17 @@ _TORN_COPIES = 2
 
 
 class WeightsLease:
-    """One version, held still. `tensors` are read-only views, valid inside the `with` block only: copy them into the model there.
+    """One version, held still.
 
-    Never blocks, but `verify`. `dtypes` has the learner's words for types; bfloat16 and float8 come as uint16 and uint8 bits.
+    `tensors` are read-only views, valid inside the `with` block only: copy them into the model there.
+
+    Never blocks, but `verify`. `dtypes` has the learner's words for types; bfloat16 and float8 come as uint16
+    and uint8 bits.
     """
 
-    def __init__(self, found: Versions, version: int, slot: int, table: list[TensorSpec], comparable_from: int) -> None:
+    def __init__(
+        self, found: Versions, version: int, slot: int, table: list[TensorSpec], comparable_from: int
+    ) -> None:
         self.version = version
         self.specs = table
         self.dtypes = {spec.name: spec.dtype for spec in table}
@@ -40,20 +47,32 @@ class WeightsLease:
         self._comparable_from = comparable_from
 
     def changed_since(self, version: int) -> frozenset[str]:
-        """Names of the tensors that were given after that version; of all, if this cannot be said, as of a version of another segment."""
+        """Names of the tensors that were given after that version; of all, if this cannot be said, as of a
+        version of another segment.
+        """
         stamps = self._stamps.tolist()
-        if not self._comparable_from <= version <= self.version or not all(0 < stamp <= self.version + 1 for stamp in stamps):
+        if not self._comparable_from <= version <= self.version or not all(
+            0 < stamp <= self.version + 1 for stamp in stamps
+        ):
             return frozenset(self.dtypes)
-        return frozenset(spec.name for spec, stamp in zip(self.specs, stamps, strict=True) if stamp > version + 1)
+        return frozenset(
+            spec.name for spec, stamp in zip(self.specs, stamps, strict=True) if stamp > version + 1
+        )
 
     def verify(self) -> int:
-        """Compares every tensor that was published with `checksum=True` with its checksum; how many those are. Reads them: blocks.
+        """Compares every tensor that was published with `checksum=True` with its checksum; how many those
+        are.
+
+        Reads them: blocks.
 
         Raises WeightsMismatch, which names the first that differs.
         """
         wanted = self._checksums.tolist()
         for spec, known in zip(self.specs, wanted, strict=True):
-            if known and tensor_bytes.checksum(self._mapping, self._base + spec.offset, spec.size_bytes) != known:
+            if (
+                known
+                and tensor_bytes.checksum(self._mapping, self._base + spec.offset, spec.size_bytes) != known
+            ):
                 raise WeightsMismatch(
                     f"tensor {spec.name!r} of weights version {self.version} is not what was published",
                     hint="something overwrote shared memory: publish it again",
@@ -62,10 +81,12 @@ class WeightsLease:
 
 
 class WeightsReader(WeightsEnd):
-    """Reads the newest weights of a bridge. Never waits for a writer to exist; follows one that is replaced. For one thread.
+    """Reads the newest weights of a bridge. Never waits for a writer to exist; follows one that is replaced.
 
-    All but `close` raise WeightsMismatch for a segment whose table cannot be what a writer wrote. `late_wakes` counts versions that were
-    found without a ring: 0 in a healthy run.
+    For one thread.
+
+    All but `close` raise WeightsMismatch for a segment whose table cannot be what a writer wrote.
+    `late_wakes` counts versions that were found without a ring: 0 in a healthy run.
     """
 
     _called = "weights reader"
@@ -101,14 +122,19 @@ class WeightsReader(WeightsEnd):
         return self._versions
 
     def wait(self, after: int | None, timeout_s: float) -> int:
-        """Blocks until the newest version is another than `after`, which it returns; any version if `after` is None.
+        """Blocks until the newest version is another than `after`, which it returns; any version if `after`
+        is None.
 
-        The same number in another segment than the one told of last, by this or by `lease`, is another version. Sleeps until the writer
-        rings, with the GIL released. Raises NotReady after `timeout_s` seconds.
+        The same number in another segment than the one told of last, by this or by `lease`, is another
+        version. Sleeps until the writer rings, with the GIL released. Raises NotReady after `timeout_s`
+        seconds.
         """
         if (latest := self._await(after, time.monotonic() + timeout_s)) is None:
             newer = "" if after is None else f" but {after}"
-            raise NotReady(f"no weights on bridge {self.bridge!r}{newer} within {timeout_s} s", hint="does the learner still publish?")
+            raise NotReady(
+                f"no weights on bridge {self.bridge!r}{newer} within {timeout_s} s",
+                hint="does the learner still publish?",
+            )
         return latest
 
     def _await(self, after: int | None, deadline: float) -> int | None:
@@ -135,8 +161,9 @@ class WeightsReader(WeightsEnd):
     def lease(self, *, version: int | None = None, timeout_s: float = 5.0) -> Iterator[WeightsLease]:
         """Holds a version still for the `with` block: the newest, or the one that is asked for.
 
-        Blocks until there is a version, at most `timeout_s` seconds, then NotReady; at once if there are others, and not the one asked for.
-        A long lease makes the writer wait with its second next version; while it lasts, whoever asks for that version has it.
+        Blocks until there is a version, at most `timeout_s` seconds, then NotReady; at once if there are
+        others, and not the one asked for. A long lease makes the writer wait with its second next version;
+        while it lasts, whoever asks for that version has it.
         """
         hold = _Hold()
         try:
@@ -144,23 +171,33 @@ class WeightsReader(WeightsEnd):
             header.fault(b"weights.leased")
             self._told = self._segments
             comparable_from = self._comparable_from
-            if self._segments > 1 and not comparable_from:  # its versions may have the numbers of those before
+            # its versions may have the numbers of those before
+            if self._segments > 1 and not comparable_from:
                 self._comparable_from, comparable_from = held, held + 1
             yield WeightsLease(found, held, slot, self._table, comparable_from)
         finally:
             try:
                 self._let_go(hold)
-            except BaseException:  # a signal's; in place, since it could come before a call of this had begun to try
+            except BaseException:
+                # a signal's; in place, since it could come before a call of this had begun to try
                 self._let_go(hold)
                 raise
 
-    def _take(self, hold: "_Hold", wanted: int | None, deadline: float, timeout_s: float) -> tuple[Versions, int, int]:
+    def _take(
+        self, hold: "_Hold", wanted: int | None, deadline: float, timeout_s: float
+    ) -> tuple[Versions, int, int]:
         while (held := self._try_hold(hold, wanted)) is None:
             if time.monotonic() > deadline:
                 if (newest := self.version) is not None:
-                    said = f"version {newest} of the weights of bridge {self.bridge!r} is locked by its writer, for more than {timeout_s} s"
+                    said = (
+                        f"version {newest} of the weights of bridge {self.bridge!r} is locked by its "
+                        f"writer, for more than {timeout_s} s"
+                    )
                     raise NotReady(said, hint="look for a stopped learner: ps -eo pid,stat,cmd")
-                raise NotReady(f"no weights on bridge {self.bridge!r} within {timeout_s} s", hint="has the learner published a version?")
+                raise NotReady(
+                    f"no weights on bridge {self.bridge!r} within {timeout_s} s",
+                    hint="has the learner published a version?",
+                )
             time.sleep(_RETRY_S)
         return held
 
@@ -173,11 +210,13 @@ class WeightsReader(WeightsEnd):
         if wanted is not None:
             if not (slots := [each for each in range(versions.slots) if found.holds(each, wanted)]):
                 raise NotReady(
-                    f"version {wanted} of the weights of bridge {self.bridge!r} was asked for, the segment holds {version}",
+                    f"version {wanted} of the weights of bridge {self.bridge!r} was asked for, the segment "
+                    f"holds {version}",
                     hint="ask for the newest version",
                 )
             version, slot = wanted, slots[0]
-        hold.found, hold.slot = found, slot  # noted before it is so: wherever a signal's exception comes, it is let go
+        # noted before it is so: wherever a signal's exception comes, it is let go
+        hold.found, hold.slot = found, slot
         self._holds.add(hold)
         if liveness.lock_shared(found.mapping.fd, Byte.FIRST_SLOT + slot) and found.holds(slot, version):
             return found, version, slot
@@ -185,7 +224,9 @@ class WeightsReader(WeightsEnd):
         return None
 
     def _let_go(self, hold: "_Hold") -> None:
-        """Ends one lease; its slot's lock goes with the last, since all of this reader are one to the kernel. Idempotent.
+        """Ends one lease; its slot's lock goes with the last, since all of this reader are one to the kernel.
+
+        Idempotent.
 
         Nothing in a child of fork, where the lease is the parent's.
         """
@@ -194,14 +235,18 @@ class WeightsReader(WeightsEnd):
         if (found := hold.found) is not None and not others and not found.mapping.forked:
             liveness.unlock(found.mapping.fd, Byte.FIRST_SLOT + hold.slot)
 
-    def copy(self, into: Mapping[str, Array] | None = None, *, timeout_s: float = 5.0) -> tuple[int, dict[str, Array]]:
-        """Copies the newest version without keeping its writer from going on: copied, then looked at again; (version, tensors by name).
+    def copy(
+        self, into: Mapping[str, Array] | None = None, *, timeout_s: float = 5.0
+    ) -> tuple[int, dict[str, Array]]:
+        """Copies the newest version without keeping its writer from going on: copied, then looked at again;
+        (version, tensors by name).
 
-        Blocks for the copy, and until there is a version, at most `timeout_s` seconds, then NotReady. After two copies in whose midst the
-        writer came round, the third is taken under a lease.
+        Blocks for the copy, and until there is a version, at most `timeout_s` seconds, then NotReady. After
+        two copies in whose midst the writer came round, the third is taken under a lease.
 
         Args:
-            into: writable arrays of an earlier copy, which are filled again and returned; torn if this raises.
+            into: writable arrays of an earlier copy, which are filled again and returned; torn if this
+                raises.
             timeout_s: seconds.
 
         Raises WeightsMismatch, which names the first tensor of `into` that does not fit.
@@ -247,7 +292,12 @@ class _Hold:
 
 def _fitting(into: Mapping[str, Array], spec: TensorSpec) -> Array:
     to = into.get(spec.name)
-    if to is None or to.shape != spec.shape or to.dtype != carrier(spec.dtype) or not (to.flags.c_contiguous and to.flags.writeable):
+    if (
+        to is None
+        or to.shape != spec.shape
+        or to.dtype != carrier(spec.dtype)
+        or not (to.flags.c_contiguous and to.flags.writeable)
+    ):
         there = "nothing" if to is None else f"{to.dtype.name}{list(to.shape)}"
         raise WeightsMismatch(
             f"tensor {spec.name!r} {spec.dtype}{list(spec.shape)} is to be copied into {there}",

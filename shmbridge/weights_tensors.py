@@ -1,4 +1,7 @@
-"""How the values of a tensor come into a slot: numpy or torch, host or device, whole or a part. Knows tensors and bytes; no versions."""
+"""How the values of a tensor come into a slot: numpy or torch, host or device, whole or a part.
+
+Knows tensors and bytes; no versions.
+"""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +20,9 @@ _SAME_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex
 
 
 def pairs(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of each as it comes; WeightsMismatch for what is none, as a model, or a dict without `.items()`."""
+    """(name, tensor) of each as it comes; WeightsMismatch for what is none, as a model, or a dict without
+    `.items()`.
+    """
     try:
         given = iter(tensors)
     except TypeError:
@@ -30,7 +35,10 @@ def pairs(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 def _no_pairs(given: Any) -> WeightsMismatch:
     told = repr(given)[:80] if isinstance(given, (str, tuple)) else type(given).__name__
-    return WeightsMismatch(f"{told} was given for a (name, tensor) pair", hint="give pairs, as model.state_dict().items() has them")
+    return WeightsMismatch(
+        f"{told} was given for a (name, tensor) pair",
+        hint="give pairs, as model.state_dict().items() has them",
+    )
 
 
 def is_torch(tensor: Any) -> bool:
@@ -42,15 +50,21 @@ def is_torch(tensor: Any) -> bool:
 def as_source(name: str, tensor: Any) -> Any:
     """A torch tensor as it is, anything else as an ndarray of this machine's byte order.
 
-    WeightsMismatch for a part of a DTensor, for an array with masked values, and for what has no values in one piece of memory: sparse,
-    nested, "meta", not initialised.
+    WeightsMismatch for a part of a DTensor, for an array with masked values, and for what has no values in
+    one piece of memory: sparse, nested, "meta", not initialised.
     """
     if is_torch(tensor):
         import torch
 
-        if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested or tensor.is_meta or tensor.layout is not torch.strided:
+        if (
+            torch.nn.parameter.is_lazy(tensor)
+            or tensor.is_nested
+            or tensor.is_meta
+            or tensor.layout is not torch.strided
+        ):
             raise WeightsMismatch(
-                f"tensor {name!r} ({type(tensor).__name__}, {tensor.layout}, {tensor.device}) has no values in one piece of memory",
+                f"tensor {name!r} ({type(tensor).__name__}, {tensor.layout}, {tensor.device}) has no values "
+                "in one piece of memory",
                 hint="publish dense tensors, of a model that is loaded",
             )
         if hasattr(tensor, "full_tensor"):
@@ -62,10 +76,13 @@ def as_source(name: str, tensor: Any) -> Any:
     try:
         array = np.asarray(tensor)
     except (TypeError, ValueError) as wrong:
-        raise WeightsMismatch(f"tensor {name!r} ({type(tensor).__name__}) is no array: {wrong}", hint="publish plain numbers") from wrong
+        raise WeightsMismatch(
+            f"tensor {name!r} ({type(tensor).__name__}) is no array: {wrong}", hint="publish plain numbers"
+        ) from wrong
     if isinstance(tensor, np.ma.MaskedArray) and (masked := int(np.ma.getmaskarray(tensor).sum())):
         raise WeightsMismatch(
-            f"tensor {name!r} is a masked array, and {masked} of its {tensor.size} values are masked", hint="publish tensor.filled(0)"
+            f"tensor {name!r} is a masked array, and {masked} of its {tensor.size} values are masked",
+            hint="publish tensor.filled(0)",
         )
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
@@ -82,8 +99,11 @@ def kind(source: Any) -> tuple[str, tuple[int, ...]]:
     return word, tuple(source.shape)
 
 
-def write(mapping: Mapping, at: int, spec: TensorSpec, source: Any, index: Index | None = None, *, going_round: int) -> int:
-    """Copies what `as_source` gave to where `spec` lies in the slot at byte `at`, or to the part of it that `index` names; bytes written.
+def write(
+    mapping: Mapping, at: int, spec: TensorSpec, source: Any, index: Index | None = None, *, going_round: int
+) -> int:
+    """Copies what `as_source` gave to where `spec` lies in the slot at byte `at`, or to the part of it that
+    `index` names; bytes written.
 
     Blocks for the copy, and for a device's. WeightsMismatch if type or shape differ.
     """
@@ -96,7 +116,9 @@ def write(mapping: Mapping, at: int, spec: TensorSpec, source: Any, index: Index
     place = view(memoryview(mapping), at, spec)
     if index is not None:
         place = _part(place, spec, index)
-        _require(spec, place.shape, source, f", the part {_told(index)} of it is {spec.dtype}{list(place.shape)}")
+        _require(
+            spec, place.shape, source, f", the part {_told(index)} of it is {spec.dtype}{list(place.shape)}"
+        )
     if place.size == 0:
         return 0
     flat = _flat(source) if place.flags.c_contiguous else None
@@ -116,13 +138,20 @@ def _require(spec: TensorSpec, shape: tuple[int, ...], source: Any, part: str) -
     if given != (spec.dtype, shape):
         word, has = given
         raise WeightsMismatch(
-            f"tensor {spec.name!r} {word}{list(has)} was given, the segment has {spec.dtype}{list(spec.shape)}{part}",
-            hint="give the index of the part that is written" if part else "one bridge carries one model: use another bridge",
+            f"tensor {spec.name!r} {word}{list(has)} was given, the segment has "
+            f"{spec.dtype}{list(spec.shape)}{part}",
+            hint="give the index of the part that is written"
+            if part
+            else "one bridge carries one model: use another bridge",
         )
 
 
 def _part(place: Array, spec: TensorSpec, index: Sequence[Any]) -> Array:
-    if not isinstance(index, tuple) or len(index) > place.ndim or not all(isinstance(each, slice) for each in index):
+    if (
+        not isinstance(index, tuple)
+        or len(index) > place.ndim
+        or not all(isinstance(each, slice) for each in index)
+    ):
         raise _no_part(spec, index)
     try:
         part: Array = place[(*index, ...)]  # a view, also of what has no dimensions
@@ -135,13 +164,17 @@ def _part(place: Array, spec: TensorSpec, index: Sequence[Any]) -> Array:
 
 def _no_part(spec: TensorSpec, index: Any) -> WeightsMismatch:
     return WeightsMismatch(
-        f"no part of tensor {spec.name!r} {list(spec.shape)} is {index!r}", hint="give a tuple of slices that go up, one per dimension"
+        f"no part of tensor {spec.name!r} {list(spec.shape)} is {index!r}",
+        hint="give a tuple of slices that go up, one per dimension",
     )
 
 
 def _told(index: Index) -> str:
     steps = (f":{each.step}" if each.step is not None else "" for each in index)
-    bounds = (f"{'' if each.start is None else each.start}:{'' if each.stop is None else each.stop}" for each in index)
+    bounds = (
+        f"{'' if each.start is None else each.start}:{'' if each.stop is None else each.stop}"
+        for each in index
+    )
     return f"[{', '.join(bound + step for bound, step in zip(bounds, steps, strict=True))}]"
 
 

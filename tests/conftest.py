@@ -1,4 +1,6 @@
-"""The fixtures that users get too, and ends that many tests want; ignored signals are put right for all children."""
+"""The fixtures that users get too, and ends that many tests want; ignored signals are put right for all
+children.
+"""
 
 import os
 import signal
@@ -10,12 +12,15 @@ import shmbridge
 
 pytest_plugins = ["shmbridge.testing.fixtures"]
 
-os.environ.setdefault("SHMBRIDGE_CHECK_ROWS", "1")  # whatever a learner of these tests trains with is compared with what was put
+# whatever a learner of these tests trains with is compared with what was put
+os.environ.setdefault("SHMBRIDGE_CHECK_ROWS", "1")
 
-# A background job inherits an ignored SIGINT, and so would every child of these tests; a handled one is reset at exec.
+# A background job inherits an ignored SIGINT, and so would every child of these tests; a handled one is reset
+# at exec.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # so does one under nohup; handled by nothing, it stays ignored here
+# so does one under nohup; handled by nothing, it stays ignored here
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 
@@ -62,7 +67,9 @@ def limited(make_consumer):
     """A consumer that keeps a limit; version 0 of the policy is out, if none was before."""
 
     def make(steps: int = 0, groups: int = 1, **options) -> shmbridge.Consumer:
-        consumer = make_consumer(policy="oldest", max_off_policy_steps=steps, groups_per_step=groups, **options)
+        consumer = make_consumer(
+            policy="oldest", max_off_policy_steps=steps, groups_per_step=groups, **options
+        )
         consumer.publish_policy_version(max(consumer.policy_version, 0))
         return consumer
 

@@ -1,4 +1,6 @@
-"""The contenders: one file each, one contract (shmbridge.bench.contract); each docstring says what that transport does and does not do."""
+"""The contenders: one file each, one contract (shmbridge.bench.contract); each docstring says what that
+transport does and does not do.
+"""
 
 import importlib
 from importlib.util import find_spec
@@ -8,8 +10,17 @@ from shmbridge.bench.contract import Contender
 
 LIMIT, RING = "limit", "ring"
 CONTENDERS = (
-    LIMIT, RING, "numpy_slots", "iceoryx", "faster_fifo_queue", "zmq_ipc", "torch_queue", "mp_queue", "ray_actor", "transfer_queue_store",
-)  # fmt: skip
+    LIMIT,
+    RING,
+    "numpy_slots",
+    "iceoryx",
+    "faster_fifo_queue",
+    "zmq_ipc",
+    "torch_queue",
+    "mp_queue",
+    "ray_actor",
+    "transfer_queue_store",
+)
 PEERS = CONTENDERS[2:]
 ONE_PRODUCER = (LIMIT, "numpy_slots", "transfer_queue_store")
 

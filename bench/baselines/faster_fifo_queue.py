@@ -1,9 +1,10 @@
 """faster-fifo: a byte ring in shared memory under one process-shared mutex.
 
-Does: any number of producers and consumers, groups of any size, a bound in bytes, waiting without burning a core.
-Does not: read in place (the consumer copies each message into a buffer of its own), survive a death (the mutex is not robust: a process
-killed inside leaves all others waiting for ever), keep columns apart. By default it pickles; here both ends use plain bytes, which is
-faster: one join of the columns on the way in, one memoryview on the way out.
+Does: any number of producers and consumers, groups of any size, a bound in bytes, waiting without burning a
+core. Does not: read in place (the consumer copies each message into a buffer of its own), survive a death
+(the mutex is not robust: a process killed inside leaves all others waiting for ever), keep columns apart. By
+default it pickles; here both ends use plain bytes, which is faster: one join of the columns on the way in,
+one memoryview on the way out.
 """
 
 from typing import Any

@@ -1,9 +1,10 @@
 """iceoryx2: publish and subscribe through shared memory, samples loaned and read in place.
 
-Does: zero-copy both ways, several publishers, no broker; a process's death is noticed by others, who clean up after it.
-Does not: keep samples beyond their publisher (what a dead one had sent and nobody took is gone), sleep while it waits here (its pub/sub
-polls; events are a service of their own), know columns: one memmove per column into the sample, one view of it on the other side. A
-publisher whose subscriber's buffer is full retries until there is room.
+Does: zero-copy both ways, several publishers, no broker; a process's death is noticed by others, who clean up
+after it. Does not: keep samples beyond their publisher (what a dead one had sent and nobody took is gone),
+sleep while it waits here (its pub/sub polls; events are a service of their own), know columns: one memmove
+per column into the sample, one view of it on the other side. A publisher whose subscriber's buffer is full
+retries until there is room.
 """
 
 import ctypes
@@ -64,7 +65,10 @@ class Writer(contract.Writer):
 
     def prepare(self, groups: list[Group]) -> list[list[tuple[int, int, Any]]]:
         """(where it is, bytes, what keeps it) of each column."""
-        return [[(column.ctypes.data, column.nbytes, column) for column in flat_columns(group)] for group in groups]
+        return [
+            [(column.ctypes.data, column.nbytes, column) for column in flat_columns(group)]
+            for group in groups
+        ]
 
     def write_one(self, group: list[tuple[int, int, Any]]) -> None:
         sample = self._publisher.loan_slice_uninit(self.plan.shape.bytes)
@@ -85,5 +89,10 @@ def _open(name: str, plan: Plan) -> tuple[Any, Any]:
     iox.set_log_level(iox.LogLevel.Error)
     node = iox.NodeBuilder.new().create(iox.ServiceType.Ipc)
     service = node.service_builder(iox.ServiceName.new(name)).publish_subscribe(iox.Slice[ctypes.c_uint8])
-    service = service.enable_safe_overflow(False).history_size(0).subscriber_max_borrowed_samples(2).max_publishers(16)
+    service = (
+        service.enable_safe_overflow(False)
+        .history_size(0)
+        .subscriber_max_borrowed_samples(2)
+        .max_publishers(16)
+    )
     return node, service.subscriber_max_buffer_size(_samples(plan)).open_or_create()

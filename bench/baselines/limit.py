@@ -1,7 +1,10 @@
-"""The limit: a C twin. Two processes, the same lane size, one memcpy in, a flag, one read of every byte, the flag back.
+"""The limit: a C twin.
 
-Does: move the bytes of one record size, in slots of exactly that size, between one writer and one reader, each spinning on its core.
-Does not: know where a record begins, wait without burning a core, survive anybody's death, check anything, take more than one producer.
+Two processes, the same lane size, one memcpy in, a flag, one read of every byte, the flag back.
+
+Does: move the bytes of one record size, in slots of exactly that size, between one writer and one reader,
+each spinning on its core. Does not: know where a record begins, wait without burning a core, survive
+anybody's death, check anything, take more than one producer.
 """
 
 import mmap

@@ -1,8 +1,9 @@
 """multiprocessing.Queue: what Python has at hand.
 
-Does: move any object that can be pickled, any number of producers and consumers, a bound on the number of objects.
-Does not: read in place (a thread of the producer pickles into a pipe of 64 KiB, the consumer copies out of it and unpickles), survive a
-death (a killed reader leaves its lock taken, a killed writer half an object in the pipe; both for ever), bound the memory.
+Does: move any object that can be pickled, any number of producers and consumers, a bound on the number of
+objects. Does not: read in place (a thread of the producer pickles into a pipe of 64 KiB, the consumer copies
+out of it and unpickles), survive a death (a killed reader leaves its lock taken, a killed writer half an
+object in the pipe; both for ever), bound the memory.
 """
 
 import multiprocessing as mp

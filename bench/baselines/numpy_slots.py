@@ -1,7 +1,8 @@
-"""A ring that somebody writes in an afternoon: slots in shared memory, head and tail as NumPy words, columns copied in by NumPy.
+"""A ring that somebody writes in an afternoon: slots in shared memory, head and tail as NumPy words, columns
+copied in by NumPy.
 
-Does: move groups of one size between one producer and one consumer, read in place.
-Does not: order its stores (right on x86 by luck, wrong on Arm), wait without burning a core, survive a death (a killed side leaves the
+Does: move groups of one size between one producer and one consumer, read in place. Does not: order its stores
+(right on x86 by luck, wrong on Arm), wait without burning a core, survive a death (a killed side leaves the
 other spinning, and nobody is told), take groups of other sizes or a second producer.
 """
 
@@ -28,7 +29,9 @@ class _Slots:
     """Both sides' view: columns of each slot, and the two counters."""
 
     def __init__(self, fd: int, plan: Plan) -> None:
-        sizes = [np.dtype(DTYPES[name]).itemsize * plan.shape.tokens for name in plan.shape.columns] + [8 * plan.shape.rows]
+        sizes = [np.dtype(DTYPES[name]).itemsize * plan.shape.tokens for name in plan.shape.columns] + [
+            8 * plan.shape.rows
+        ]
         starts = np.cumsum([0, *(-(-size // _LINE) * _LINE for size in sizes)])
         self.count, stride = plan.in_flight, int(starts[-1])
         size = 2 * _LINE + self.count * stride
@@ -38,8 +41,9 @@ class _Slots:
         self.tail, self.head = words[:1], words[_LINE // 8 :][:1]
         data = np.frombuffer(self._segment, np.uint8, offset=2 * _LINE)
         self.columns = [
-            [data[slot * stride + int(start) :][:size] for start, size in zip(starts, sizes, strict=False)] for slot in range(self.count)
-        ]  # fmt: skip
+            [data[slot * stride + int(start) :][:size] for start, size in zip(starts, sizes, strict=False)]
+            for slot in range(self.count)
+        ]
 
 
 class Reader(contract.Reader):

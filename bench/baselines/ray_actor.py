@@ -1,11 +1,11 @@
 """Ray: a producer actor returns groups, the driver gets them from the object store.
 
-Does: move arrays through shared memory (pickle 5, out of band: one copy in, read in place), on one node or between nodes, with tasks,
-retries and resources around them.
-Does not: take what a dead owner had put (its objects go with it, unless a task can be run again), tell the store's memory from the
-network's: a group costs a task, a few messages between worker, raylet and driver. Groups up to 100 KB come inside the answer and not from
-the store. Two processes, as for the others; raylet and control store run beside them, unpinned, and their CPU is not counted. As many
-tasks are under way as groups fit in the lane of the others, 256 at most.
+Does: move arrays through shared memory (pickle 5, out of band: one copy in, read in place), on one node or
+between nodes, with tasks, retries and resources around them. Does not: take what a dead owner had put (its
+objects go with it, unless a task can be run again), tell the store's memory from the network's: a group costs
+a task, a few messages between worker, raylet and driver. Groups up to 100 KB come inside the answer and not
+from the store. Two processes, as for the others; raylet and control store run beside them, unpinned, and
+their CPU is not counted. As many tasks are under way as groups fit in the lane of the others, 256 at most.
 """
 
 import os
@@ -36,9 +36,14 @@ def join(plan: Plan) -> None:
     quiet = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ.update(quiet)
     ray.init(
-        num_cpus=8, object_store_memory=_STORE_BYTES, include_dashboard=False, log_to_driver=False, logging_level="error",
-        namespace="shmbridge-bench", _node_ip_address="127.0.0.1",
-    )  # fmt: skip
+        num_cpus=8,
+        object_store_memory=_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        namespace="shmbridge-bench",
+        _node_ip_address="127.0.0.1",
+    )
     os.sched_setaffinity(0, before)
 
 
@@ -85,7 +90,9 @@ class Maker:
 
     def __init__(self, plan: Plan, core: int) -> None:
         os.sched_setaffinity(0, {core})
-        self._groups: list[list[Array]] = [flat_columns(group) for group in groups.sources(plan.shape, "arrays")]
+        self._groups: list[list[Array]] = [
+            flat_columns(group) for group in groups.sources(plan.shape, "arrays")
+        ]
 
     def make(self, n: int) -> list[Array]:
         return self._groups[n % len(self._groups)]

@@ -1,8 +1,9 @@
 """shmbridge itself, through its public names: `Producer.put` and `Consumer.get`, or `poll`.
 
-Does: everything it promises (what was committed outlives everybody's death, nothing is lost or torn, in order, several producers,
-backpressure, waiting without burning a core), and takes groups as they are: lists, arrays, tensors. The consumer reads columns in place.
-Does not: keep a checksum over the bytes; where `checksum` is asked for, both ends make it, as an application would.
+Does: everything it promises (what was committed outlives everybody's death, nothing is lost or torn, in
+order, several producers, backpressure, waiting without burning a core), and takes groups as they are: lists,
+arrays, tensors. The consumer reads columns in place. Does not: keep a checksum over the bytes; where
+`checksum` is asked for, both ends make it, as an application would.
 """
 
 import os
@@ -64,7 +65,9 @@ class Reader(contract.Reader):
             total += touch(record[name].values)
         if self.plan.shape.has_score:
             total += touch(record["score"])
-        if self._check is not None and not np.array_equal(record["checksums"], [self._sum(record)] * self.plan.shape.rows):
+        if self._check is not None and not np.array_equal(
+            record["checksums"], [self._sum(record)] * self.plan.shape.rows
+        ):
             raise ValueError(f"record {record.meta.sequence}: its bytes are not what was put in")
         return total
 
@@ -85,7 +88,7 @@ class Writer(contract.Writer):
         self._check = _CHECKS[plan.checksum]
         self._producer = shmbridge.Producer(
             address["bridge"], env_name=plan.form, lane_bytes=plan.lane_bytes, schema=_schema(plan.checksum)
-        )  # fmt: skip
+        )
 
     def write_one(self, group: Group) -> None:
         if self._check is not None:

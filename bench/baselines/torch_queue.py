@@ -1,10 +1,10 @@
 """torch.multiprocessing: a queue of tensors, each in a shared memory object of its own.
 
-Does: move the tensors' bytes without the pipe: put copies a tensor into a new shared object, the consumer maps it; handles go through a
-pickled queue, file descriptors through a socket of the producer.
-Does not: reuse memory (an object, a mapping and page faults per tensor), move anything when the producer has gone (it keeps the
-descriptors), bound the memory, survive a death in the middle of the queue. At most 128 groups are in flight: each tensor there costs a
-descriptor.
+Does: move the tensors' bytes without the pipe: put copies a tensor into a new shared object, the consumer
+maps it; handles go through a pickled queue, file descriptors through a socket of the producer. Does not:
+reuse memory (an object, a mapping and page faults per tensor), move anything when the producer has gone (it
+keeps the descriptors), bound the memory, survive a death in the middle of the queue. At most 128 groups are
+in flight: each tensor there costs a descriptor.
 """
 
 import resource
@@ -42,7 +42,9 @@ class Reader(contract.Reader):
 
 
 class Writer(contract.Writer):
-    """Puts lists of CPU tensors, fresh ones: a tensor that was sent before is in shared memory already, and would not be copied again."""
+    """Puts lists of CPU tensors, fresh ones: a tensor that was sent before is in shared memory already, and
+    would not be copied again.
+    """
 
     def __init__(self, address: Any, plan: Plan) -> None:
         super().__init__(address, plan)

@@ -1,11 +1,12 @@
-"""TransferQueue with its SimpleStorage: the data system that verl moves rollouts with. One partition per group: put, get_meta, get_data,
-clear.
+"""TransferQueue with its SimpleStorage: the data system that verl moves rollouts with.
 
-Does: keep rows and columns in storage actors that several tasks read, each row once per task, on one node or many; columns of one row may
-come from different writers at different times.
-Does not: share memory (rows go through ZeroMQ sockets into a storage process and out of it), push back (a writer is not made to wait; a
-round here is small enough), promise anything when a storage actor dies. Four processes: producer, consumer, controller and storage, the
-latter two in Ray, unpinned, and their CPU is not counted.
+One partition per group: put, get_meta, get_data, clear.
+
+Does: keep rows and columns in storage actors that several tasks read, each row once per task, on one node or
+many; columns of one row may come from different writers at different times. Does not: share memory (rows go
+through ZeroMQ sockets into a storage process and out of it), push back (a writer is not made to wait; a round
+here is small enough), promise anything when a storage actor dies. Four processes: producer, consumer,
+controller and storage, the latter two in Ray, unpinned, and their CPU is not counted.
 """
 
 import os
@@ -41,7 +42,12 @@ class Reader(contract.Reader):
         torch.set_num_threads(1)
         join(plan)
         self._ray, self._transfer_queue = ray, transfer_queue
-        transfer_queue.init({"controller": {"polling_mode": True}, "backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
+        transfer_queue.init(
+            {
+                "controller": {"polling_mode": True},
+                "backend": {"SimpleStorage": {"num_data_storage_units": 1}},
+            }
+        )
         self._client = transfer_queue.get_client()
         self.address = {"ray": ray.get_runtime_context().gcs_address}
         self._partitions = map(str, count())
@@ -50,7 +56,9 @@ class Reader(contract.Reader):
     def read_one(self) -> int:
         partition, rows = next(self._partitions), self.plan.shape.rows
         deadline = time.monotonic() + READ_TIMEOUT_S
-        while (meta := self._client.get_meta(self._fields, rows, partition, mode="fetch", task_name="bench")).size == 0:
+        while (
+            meta := self._client.get_meta(self._fields, rows, partition, mode="fetch", task_name="bench")
+        ).size == 0:
             time.sleep(_LOOK_AGAIN_S)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no partition {partition} for {READ_TIMEOUT_S} s")
@@ -75,7 +83,9 @@ class Writer(contract.Writer):
         import transfer_queue
 
         torch.set_num_threads(1)
-        ray.init(address=address["ray"], log_to_driver=False, logging_level="error", namespace="shmbridge-bench")
+        ray.init(
+            address=address["ray"], log_to_driver=False, logging_level="error", namespace="shmbridge-bench"
+        )
         transfer_queue.init()
         self._client = transfer_queue.get_client()
         self._partitions = map(str, count())
@@ -87,7 +97,10 @@ class Writer(contract.Writer):
         shape = self.plan.shape
         made = []
         for group in groups:
-            fields = {name: torch.from_numpy(group[name][0].reshape(shape.rows, shape.length)) for name in shape.columns}
+            fields = {
+                name: torch.from_numpy(group[name][0].reshape(shape.rows, shape.length))
+                for name in shape.columns
+            }
             if shape.has_score:
                 fields["score"] = torch.tensor(group["scores"], dtype=torch.float64)
             made.append(TensorDict(fields, batch_size=shape.rows))

@@ -1,8 +1,8 @@
 """pyzmq over a Unix socket: PUSH and PULL, columns as frames, copy=False on both sides.
 
-Does: any number of producers, one frame per column without serialising, reconnects, a bound on messages.
-Does not: share memory: the kernel copies every byte in and out of a socket, libzmq once more into its frames; what was on its way when a
-side died is lost without a word. Half of the groups in flight may wait on each side.
+Does: any number of producers, one frame per column without serialising, reconnects, a bound on messages. Does
+not: share memory: the kernel copies every byte in and out of a socket, libzmq once more into its frames; what
+was on its way when a side died is lost without a word. Half of the groups in flight may wait on each side.
 """
 
 import os

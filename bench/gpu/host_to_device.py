@@ -1,4 +1,5 @@
-"""How fast values come from host memory to the device: from a registered lane, a registered batch, pinned and pageable memory.
+"""How fast values come from host memory to the device: from a registered lane, a registered batch, pinned and
+pageable memory.
 
 The same bytes each time, in copies of one record. A part of `make gpu`.
 """
@@ -142,7 +143,9 @@ def _batch_rows(
 
 
 def _hidden(copy: Callable[[], None]) -> float:
-    """The share of the copies' time that is hidden behind compute on another stream: 1 if both take no longer than the compute alone."""
+    """The share of the copies' time that is hidden behind compute on another stream: 1 if both take no longer
+    than the compute alone.
+    """
     make: Any = torch.cuda.Stream
     clock, side = Clock("cuda"), make()
     work = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,6 @@
-"""A real learner in a process of its own, for parts of `make gpu`: a model of random weights, groups of arrays, its metrics read back."""
+"""A real learner in a process of its own, for parts of `make gpu`: a model of random weights, groups of
+arrays, its metrics read back.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def make_model(folder: Path, size: str, seed: int = 0) -> Path:
 
 @contextmanager
 def running(bridge: str, model: Path, run_dir: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`python -m shmbridge.consumers.grpo` on a bridge; killed at the end of the block, and its bridge cleaned."""
+    """`python -m shmbridge.consumers.grpo` on a bridge; killed at the end of the block, and its bridge
+    cleaned.
+    """
     command = [
         sys.executable,
         "-m",

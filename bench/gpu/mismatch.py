@@ -1,7 +1,9 @@
-"""How far the sampler's log-probabilities are from the learner's, over tokens of the very weights in training, in bfloat16.
+"""How far the sampler's log-probabilities are from the learner's, over tokens of the very weights in
+training, in bfloat16.
 
-The sampler is the policy server's own: tokens one by one over a cache; the learner sees whole rows. Weights are random, since none
-can be had here, and drawn wide enough that the distribution is not flat. A part of `make gpu`.
+The sampler is the policy server's own: tokens one by one over a cache; the learner sees whole rows. Weights
+are random, since none can be had here, and drawn wide enough that the distribution is not flat. A part of
+`make gpu`.
 """
 
 from __future__ import annotations

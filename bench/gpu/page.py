@@ -30,13 +30,19 @@ def _page(results: dict[str, Any]) -> str:
     lines = [
         f"# {name}",
         "",
-        f"Taken {results['taken']} by `make gpu`, size {results['size']}, revision {results['revision']}; kernel {machine['kernel']}; "
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; Python {machine['python']}; {versions}.{taken_for}",
+        (
+            f"Taken {results['taken']} by `make gpu`, size {results['size']}, revision "
+            f"{results['revision']}; kernel {machine['kernel']}; {machine['cpu']}, {machine['cores']} "
+            f"cores, {machine['memory_gib']} GiB; Python {machine['python']}; {versions}.{taken_for}"
+        ),
         "",
     ]
     if gpu:
         lines += [
-            f"{gpu['count']} x {gpu['name']}, {gpu['memory_gib']} GiB, CUDA {gpu['cuda']}, driver {gpu['driver']}.",
+            (
+                f"{gpu['count']} x {gpu['name']}, {gpu['memory_gib']} GiB, CUDA {gpu['cuda']}, driver "
+                f"{gpu['driver']}."
+            ),
             "",
         ]
     lines += [f"- {line}" for line in results["lacking"]] + [""]

@@ -1,4 +1,6 @@
-"""What every part of `make gpu` shares: its arguments, and a file to which each figure goes as soon as it is known."""
+"""What every part of `make gpu` shares: its arguments, and a file to which each figure goes as soon as it is
+known.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a machine has of what `make gpu` needs. Standard library only: it looks before anything is installed or built."""
+"""What a machine has of what `make gpu` needs.
+
+Standard library only: it looks before anything is installed or built.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ def missing(modules: dict[str, str]) -> list[str]:
 
 
 def look() -> dict[str, Any]:
-    """Processor, kernel, limits, versions and the GPU, by asking the system; milliseconds but for torch's own question."""
+    """Processor, kernel, limits, versions and the GPU, by asking the system; milliseconds but for torch's own
+    question.
+    """
     return {
         "python": platform.python_version(),
         "kernel": platform.release(),
@@ -72,8 +77,10 @@ def gpu() -> dict[str, Any] | None:
         "assert torch.cuda.is_available()\n"
         "about = torch.cuda.get_device_properties(0)\n"
         "free, total = torch.cuda.mem_get_info(0)\n"
-        "print(json.dumps({'name': about.name, 'count': torch.cuda.device_count(), 'memory_gib': round(total / 2**30, 1),\n"
-        "                  'capability': list(torch.cuda.get_device_capability(0)), 'cuda': torch.version.cuda}))\n"
+        "print(json.dumps({'name': about.name, 'count': torch.cuda.device_count(), 'memory_gib': "
+        "round(total / 2**30, 1),\n"
+        "                  'capability': list(torch.cuda.get_device_capability(0)), 'cuda': "
+        "torch.version.cuda}))\n"
     )
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -100,7 +107,8 @@ def complaints(found: dict[str, Any], wants_gpu: bool) -> list[str]:
     said = []
     if not found["ofd_locks"]:
         said.append(
-            f"kernel {found['kernel']} has no OFD locks: no bridge can be opened, so only plain copies are measured"
+            f"kernel {found['kernel']} has no OFD locks: no bridge can be opened, so only plain copies are "
+            "measured"
         )
     if "always" not in found["shm_huge_pages"] and "advise" not in found["shm_huge_pages"]:
         said.append("the kernel tells of no huge pages for shared memory: registering memory takes longer")

@@ -1,4 +1,5 @@
-"""`make gpu`: looks at the machine, installs what it lacks from a local folder, builds, and runs each part within nine minutes in all.
+"""`make gpu`: looks at the machine, installs what it lacks from a local folder, builds, and runs each part
+within nine minutes in all.
 
     python3 -m bench.gpu.run [--device cpu --size smallest] [--wheels DIR] [--into bench/results]
 
@@ -111,7 +112,9 @@ def _environment() -> dict[str, str]:
 
 
 def _install(names: list[str], wheels: Path, environment: dict[str, str]) -> None:
-    """What is missing, from the folder of wheels alone; what is not there either is said by the look that follows."""
+    """What is missing, from the folder of wheels alone; what is not there either is said by the look that
+    follows.
+    """
     for name in names:
         pip = [
             "-m",

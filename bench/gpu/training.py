@@ -1,4 +1,7 @@
-"""Ten steps of the learner on a model of the shape of Qwen2.5-0.5B in bfloat16: packed beside padded. A part of `make gpu`."""
+"""Ten steps of the learner on a model of the shape of Qwen2.5-0.5B in bfloat16: packed beside padded.
+
+A part of `make gpu`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,11 @@ def main() -> int:
             found = _steps(options, model, Path(folder) / layout, layout, until)
             figures.add(f"{STEPS} steps, {layout}, {math.prod(BATCH[options.size])} rows", **found)
             if wrong := wrong or not found["rows_compared"] or bool(found["rows_differ"]):
-                print(f"{layout}: {found['rows_differ']} of {found['rows_compared']} rows differ from what was put", file=sys.stderr)
+                print(
+                    f"{layout}: {found['rows_differ']} of {found['rows_compared']} rows differ from what "
+                    "was put",
+                    file=sys.stderr,
+                )
     return int(wrong)
 
 
@@ -83,7 +90,9 @@ def _steps(options: Any, model: Path, run_dir: Path, layout: str, until: float) 
 
 
 def _checked(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rows whose checksum was compared with what the environment put, over all steps, and those that differed."""
+    """Rows whose checksum was compared with what the environment put, over all steps, and those that
+    differed.
+    """
     return {
         kind: sum(value for line in lines for name, value in line.items() if name.startswith(kind + "{"))
         for kind in ("rows_compared", "rows_differ")

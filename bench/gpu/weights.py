@@ -1,6 +1,9 @@
-"""Weights out of a model into the segment, and from there into an engine: pageable beside registered memory. A part of `make gpu`.
+"""Weights out of a model into the segment, and from there into an engine: pageable beside registered memory.
 
-The engine's side is vLLM where it is installed, else the same loads into tensors of torch; the rows say which.
+A part of `make gpu`.
+
+The engine's side is vLLM where it is installed, else the same loads into tensors of torch; the rows say
+which.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ from shmbridge.consumers.engines.sglang_http import SglangHttp
 from shmbridge.consumers.engines.vllm_http import VllmHttp
 
 _TIMEOUT_S = 10.0
-# (route, word in its answer, kind), in the order in which they are asked. One that follows must not be pushed to, also where it could
-# be: that first. SGLang samples to say how it is, and says nothing while it is paused: that last.
+# (route, word in its answer, kind), in the order in which they are asked. One that follows must not be pushed
+# to, also where it could be: that first. SGLang samples to say how it is, and says nothing while it is
+# paused: that last.
 _KINDS: tuple[tuple[str, str, Callable[[str], Engine]], ...] = (
     ("/policy_version", "version", Following),
     ("/get_world_size", "world_size", VllmHttp),
@@ -36,23 +37,23 @@ class AtUrl(Engine):
         self._found: Engine | None = None
 
     def update(self, update: Update) -> None:
-        """Have the server at the version, and sampling. Blocks; raises EngineFailed."""
+        """Has the server at the version, and sampling. Blocks; raises EngineFailed."""
         self._engine().update(update)
 
     def version(self) -> int | None:
-        """Return the version that the server samples with. Blocks; raises EngineFailed."""
+        """Returns the version that the server samples with. Blocks; raises EngineFailed."""
         return self._engine().version()
 
     def sleep(self, pause: Pause) -> bool:
-        """Have the server give its memory back, where it can. Blocks; raises EngineFailed."""
+        """Has the server give its memory back, where it can. Blocks; raises EngineFailed."""
         return self._engine().sleep(pause)
 
     def wake(self) -> None:
-        """Undo a sleep. Blocks; raises EngineFailed."""
+        """Undoes a sleep. Blocks; raises EngineFailed."""
         self._engine().wake()
 
     def close(self) -> None:
-        """Let the server go. Idempotent."""
+        """Lets the server go. Idempotent."""
         if self._found is not None:
             self._found.close()
 
@@ -62,7 +63,7 @@ class AtUrl(Engine):
 
 
 def engine_at(url: str) -> Engine:
-    """Return the engine that listens at an address, by what it answers. Blocks for a few questions.
+    """Returns the engine that listens at an address, by what it answers. Blocks for a few questions.
 
     Raises:
         EngineFailed: nobody answers, or with an error, or it is none that weights can be pushed to.
@@ -71,6 +72,8 @@ def engine_at(url: str) -> Engine:
         if word in answer_of(url, path, timeout_s=_TIMEOUT_S):
             return kind(url)
     raise EngineFailed(
-        f"{url} is no engine that takes weights: it has neither {', '.join(path for path, *_ in _KINDS[:2])} nor {_KINDS[2][0]}",
-        hint="vLLM needs VLLM_SERVER_DEV_MODE=1, or --middleware shmbridge.consumers.vllm.middleware.ShmBridge",
+        f"{url} is no engine that takes weights: it has neither "
+        f"{', '.join(path for path, *_ in _KINDS[:2])} nor {_KINDS[2][0]}",
+        hint="vLLM needs VLLM_SERVER_DEV_MODE=1, or --middleware "
+        "shmbridge.consumers.vllm.middleware.ShmBridge",
     )

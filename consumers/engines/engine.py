@@ -1,4 +1,5 @@
-"""What a pusher of weights wants of an inference engine: to be at a version, to give its memory back, to wake.
+"""What a pusher of weights wants of an inference engine: to be at a version, to give its memory back, to
+wake.
 
 Knows no engine: each has a file of its own beside this one. Every method blocks; one thread at a time.
 """
@@ -11,7 +12,8 @@ from typing import Literal, get_args
 
 import shmbridge
 
-# What becomes of requests in flight while weights change: they go on afterwards, are waited for, or end where they are.
+# What becomes of requests in flight while weights change: they go on afterwards, are waited for, or end where
+# they are.
 Pause = Literal["keep", "wait", "abort"]
 PAUSES: tuple[Pause, ...] = get_args(Pause)
 
@@ -36,11 +38,14 @@ class EngineFailed(shmbridge.ShmBridgeError, RuntimeError):
 
 
 class NoAnswer(EngineFailed):
-    """An engine that was asked for something said nothing in time, or the connection ended before: it may do it, or have done it."""
+    """An engine that was asked for something said nothing in time, or the connection ended before: it may do
+    it, or have done it.
+    """
 
 
 def doubt(error: BaseException, engines: int) -> str:
-    """Return why nobody can say which version an engine has after a load that ended so; empty: the one that it had before.
+    """Returns why nobody can say which version an engine has after a load that ended so; empty: the one that
+    it had before.
 
     Args:
         error: what the engine said, or became of the question.
@@ -54,7 +59,7 @@ def doubt(error: BaseException, engines: int) -> str:
 
 
 def doubt_hint(why: str) -> str:
-    """Return what to say with the error then."""
+    """Returns what to say with the error then."""
     return f"{why}: samples are of version {UNKNOWN!r} until it takes one"
 
 
@@ -72,32 +77,42 @@ class Engine(ABC):
     """One inference engine."""
 
     address: str  # a URL, or what else names it to people
-    in_process = False  # whether it computes in the caller's thread, which then has to be the one that made it
+    # whether it computes in the caller's thread, which then has to be the one that made it
+    in_process = False
 
     def require_callable(self) -> None:  # noqa: B027
-        """Raise EngineFailed where every call from this thread would fail, so that nothing is begun. Never blocks."""
+        """Raises EngineFailed where every call from this thread would fail, so that nothing is begun.
+
+        Never blocks.
+        """
 
     @abstractmethod
     def update(self, update: Update) -> None:
-        """Have the engine at the version when this returns, and sampling. Blocks; raises EngineFailed."""
+        """Has the engine at the version when this returns, and sampling. Blocks; raises EngineFailed."""
 
     @abstractmethod
     def version(self) -> int | None:
-        """Return the version that the engine says it samples with; None if it says none. Blocks; raises EngineFailed."""
+        """Returns the version that the engine says it samples with; None if it says none.
+
+        Blocks; raises EngineFailed.
+        """
 
     def sleep(self, pause: Pause) -> bool:
-        """Give the engine's device memory back, where it can; return whether it did. Blocks; raises EngineFailed."""
+        """Gives the engine's device memory back, where it can; return whether it did.
+
+        Blocks; raises EngineFailed.
+        """
         return False
 
     def wake(self) -> None:  # noqa: B027  # most have nothing to do
-        """Undo a sleep; does nothing to an engine that is awake. Blocks; raises EngineFailed."""
+        """Undoes a sleep; does nothing to an engine that is awake. Blocks; raises EngineFailed."""
 
     def close(self) -> None:  # noqa: B027
-        """Let the engine go, as it is. Idempotent."""
+        """Lets the engine go, as it is. Idempotent."""
 
 
 def version_of(said: object) -> int | None:
-    """Return the policy version that an engine's word for it means; None for words such as "default"."""
+    """Returns the policy version that an engine's word for it means; None for words such as "default"."""
     if isinstance(said, bool) or not isinstance(said, (int, str)):
         return None
     try:

@@ -1,4 +1,5 @@
-"""Several engines as one: all are brought to a version at the same time, and one that fails keeps none of the others back.
+"""Several engines as one: all are brought to a version at the same time, and one that fails keeps none of the
+others back.
 
 Knows the interface, and which kind an object or an address is. Called by `weight_sync.py` and by the learner.
 """
@@ -16,7 +17,8 @@ from shmbridge.consumers.engines.vllm_offline import VllmOffline
 
 
 def engine_of(given: Any) -> Engine:
-    """Return the engine that is meant: one already, a URL, a vLLM `LLM`, or an `AsyncLLM` in whose loop this is called.
+    """Returns the engine that is meant: one already, a URL, a vLLM `LLM`, or an `AsyncLLM` in whose loop this
+    is called.
 
     Raises:
         EngineFailed: it is none of these.
@@ -29,7 +31,9 @@ def engine_of(given: Any) -> Engine:
         return VllmAsync(given)
     if hasattr(given, "llm_engine") and hasattr(given, "start_weight_update"):
         return VllmOffline(given)
-    raise EngineFailed(f"{given!r} is no engine", hint='pass "http://host:port", a vllm.LLM, an AsyncLLM, or an Engine')
+    raise EngineFailed(
+        f"{given!r} is no engine", hint='pass "http://host:port", a vllm.LLM, an AsyncLLM, or an Engine'
+    )
 
 
 class Fleet:
@@ -42,20 +46,26 @@ class Fleet:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
         remote = [engine for engine in engines if not engine.in_process]
-        # Each has its own: where a call was interrupted, what its engine still does is over before it is asked again.
-        self._threads = {engine: ThreadPoolExecutor(1, "engine") for engine in remote} if len(remote) > 1 else {}
+        # Each has its own: where a call was interrupted, what its engine still does is over before it is
+        # asked again.
+        self._threads = (
+            {engine: ThreadPoolExecutor(1, "engine") for engine in remote} if len(remote) > 1 else {}
+        )
 
     def require_callable(self) -> None:
-        """Raise EngineFailed where calls from this thread could only fail. Never blocks."""
+        """Raises EngineFailed where calls from this thread could only fail. Never blocks."""
         for engine in self.engines:
             engine.require_callable()
 
     def update(self, update: Update) -> dict[str, EngineFailed]:
-        """Bring all to a version; return what failed, by address. Blocks for the slowest."""
+        """Brings all to a version; return what failed, by address. Blocks for the slowest."""
         return self._each(lambda engine: engine.update(update))
 
     def newest_version(self) -> int | None:
-        """Return the highest version that any of them says it has; None if none says one. Blocks for the slowest."""
+        """Returns the highest version that any of them says it has; None if none says one.
+
+        Blocks for the slowest.
+        """
         said: list[int] = []
 
         def ask(engine: Engine) -> None:
@@ -66,15 +76,15 @@ class Fleet:
         return max(said, default=None)
 
     def sleep(self, pause: Pause) -> dict[str, EngineFailed]:
-        """Have all give back what memory they can; return what failed, by address. Blocks for the slowest."""
+        """Has all give back what memory they can; return what failed, by address. Blocks for the slowest."""
         return self._each(lambda engine: engine.sleep(pause))
 
     def wake(self) -> dict[str, EngineFailed]:
-        """Undo that; return what failed, by address. Blocks for the slowest."""
+        """Undoes that; return what failed, by address. Blocks for the slowest."""
         return self._each(lambda engine: engine.wake())
 
     def close(self) -> None:
-        """Let all go. Idempotent; blocks for what is under way."""
+        """Lets all go. Idempotent; blocks for what is under way."""
         for thread in self._threads.values():
             thread.shutdown()
         for engine in self.engines:
@@ -88,8 +98,11 @@ class Fleet:
                 ask(engine)
             except EngineFailed as error:
                 failed[engine.address] = error
-            except Exception as error:  # what nobody thought of is this engine's failure, too, and not the others'
-                failed[engine.address] = EngineFailed(f"{engine.address}: {type(error).__name__}: {error}", hint="see its log")
+            except Exception as error:
+                # what nobody thought of is this engine's failure, too, and not the others'
+                failed[engine.address] = EngineFailed(
+                    f"{engine.address}: {type(error).__name__}: {error}", hint="see its log"
+                )
                 failed[engine.address].__cause__ = error
 
         elsewhere = [thread.submit(asked, engine) for engine, thread in self._threads.items()]
@@ -102,7 +115,7 @@ class Fleet:
 
 
 def raise_for(failed: dict[str, EngineFailed], of: int, what: str) -> None:
-    """Raise EngineFailed if any engine failed: its own error if that is the only engine."""
+    """Raises EngineFailed if any engine failed: its own error if that is the only engine."""
     if not failed:
         return
     errors = list(failed.values())

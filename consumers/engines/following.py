@@ -1,4 +1,5 @@
-"""A server that takes each new version by itself: the embedded policy server, and vLLM with this package's middleware.
+"""A server that takes each new version by itself: the embedded policy server, and vLLM with this package's
+middleware.
 
 Nothing is pushed: it is asked until it says the version. Knows `GET /policy_version` and `GET /health`.
 """
@@ -26,7 +27,10 @@ class Following(Engine):
         self.address = url.rstrip("/")
 
     def update(self, update: Update) -> None:
-        """Wait until the server says this version, or that it refused it. Blocks; raises EngineFailed, with the server's own error."""
+        """Waits until the server says this version, or that it refused it.
+
+        Blocks; raises EngineFailed, with the server's own error.
+        """
         until, tick = time.monotonic() + update.timeout_s, _FIRST_S
         while True:
             said = _said_version(self.address)
@@ -38,7 +42,11 @@ class Following(Engine):
                 error = said.get("last_error")
                 raise EngineFailed(
                     f"{self.address} is at version {version}, "
-                    + (f"and refused {update.version}" if refused else f"not {update.version}, after {update.timeout_s:.0f} s")
+                    + (
+                        f"and refused {update.version}"
+                        if refused
+                        else f"not {update.version}, after {update.timeout_s:.0f} s"
+                    )
                     + (f": {error}" if error else ""),
                     hint=f"does it follow bridge {update.bridge!r}? see its log",
                 )
@@ -46,17 +54,23 @@ class Following(Engine):
             tick = min(2 * tick, _LONGEST_S)
 
     def version(self) -> int | None:
-        """Return the version that the server samples with. Blocks; raises EngineFailed."""
+        """Returns the version that the server samples with. Blocks; raises EngineFailed."""
         return version_of(_said_version(self.address).get("version"))
 
 
 def _said_version(url: str) -> dict[str, Any]:
-    """Return what a server that follows says: "version", and "refused_version" and "last_error" where it knows them. Blocks.
+    """Returns what a server that follows says: "version", and "refused_version" and "last_error" where it
+    knows them.
+
+    Blocks.
 
     Raises:
         EngineFailed: it says none, does not answer, or with an error of its own.
     """
-    for path, word in (("/policy_version", "version"), ("/health", "weight_version")):  # the policy server has it in its health
+    # the policy server has it in its health
+    for path, word in (("/policy_version", "version"), ("/health", "weight_version")):
         if word in (said := answer_of(url, path, timeout_s=_TIMEOUT_S)):
             return said | {"version": said[word]}
-    raise EngineFailed(f"{url} does not say which policy version it has", hint="is that a server that follows a bridge?")
+    raise EngineFailed(
+        f"{url} does not say which policy version it has", hint="is that a server that follows a bridge?"
+    )

@@ -27,22 +27,29 @@ class Refused(EngineFailed):
 
     @property
     def no_route(self) -> bool:
-        """Whether that says what kind of server it is not; any other status says that it is in trouble, or whose it is."""
+        """Whether that says what kind of server it is not; any other status says that it is in trouble, or
+        whose it is.
+        """
         return self.status in (404, 405)
 
 
-def ask(url: str, path: str, body: object = None, *, timeout_s: float, method: str = "POST", **query: str) -> Any:
-    """Return what the server answers: parsed JSON, or None where it says nothing that is.
+def ask(
+    url: str, path: str, body: object = None, *, timeout_s: float, method: str = "POST", **query: str
+) -> Any:
+    """Returns what the server answers: parsed JSON, or None where it says nothing that is.
 
     Blocks, at most `timeout_s` seconds for each part of the answer.
 
     Raises:
-        Refused: a status that is no success. NoAnswer: somebody listens. EngineFailed: nobody does, `reached` is False.
+        Refused: a status that is no success. NoAnswer: somebody listens. EngineFailed: nobody does, `reached`
+            is False.
     """
     whole = url + path + ("?" + urllib.parse.urlencode(query) if query else "")
     data = None if body is None else json.dumps(body).encode()
     headers = {} if data is None else {"Content-Type": "application/json"}
-    request = urllib.request.Request(whole, data if data is not None or method == "GET" else b"", headers, method=method)
+    request = urllib.request.Request(
+        whole, data if data is not None or method == "GET" else b"", headers, method=method
+    )
     try:
         with _DIRECT.open(request, timeout=timeout_s) as response:
             said = response.read()
@@ -65,7 +72,8 @@ def ask(url: str, path: str, body: object = None, *, timeout_s: float, method: s
 
 
 def answer_of(url: str, path: str, *, timeout_s: float) -> dict[str, Any]:
-    """Return the object that the server answers a GET with; an empty one where it has no such route, or says something else.
+    """Returns the object that the server answers a GET with; an empty one where it has no such route, or says
+    something else.
 
     Blocks as `ask`. Raises EngineFailed: no answer, or an error of the server's own.
     """

@@ -1,11 +1,13 @@
-"""A program of its own that ends what a pusher began with a server, if the pusher dies before it could: no server stays paused.
+"""A program of its own that ends what a pusher began with a server, if the pusher dies before it could: no
+server stays paused.
 
     python -I -S left_paused.py URL PID
 
-Standard input has a JSON line whenever the pusher PID comes further: the calls that are then left to be made, [[[path, body], ...], ...].
-When the pusher is gone, by the kernel's word for it, those of the last line are made by POST: the lists one after the other, each up to
-the first call that fails; the very last call, which lets the server go on, until it is taken. Sits there for as long as a learner runs,
-and does nothing. Knows nothing of weights.
+Standard input has a JSON line whenever the pusher PID comes further: the calls that are then left to be made,
+[[[path, body], ...], ...]. When the pusher is gone, by the kernel's word for it, those of the last line are
+made by POST: the lists one after the other, each up to the first call that fails; the very last call, which
+lets the server go on, until it is taken. Sits there for as long as a learner runs, and does nothing. Knows
+nothing of weights.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _REFUSED_S = 10.0  # of a server at whose address nobody listens
 
 
 def main(url: str, pusher: int) -> None:
-    """Wait for the end of the pusher; blocks until then."""
+    """Waits for the end of the pusher; blocks until then."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # its pusher's to act on
     left = _left(_said_by(pusher))
@@ -68,7 +70,9 @@ def _said_by(pusher: int) -> bytes:
 
 
 def _death_of(pusher: int) -> int | None:
-    """A descriptor that is readable once the pusher is gone; None on kernels, and in sandboxes, that have none."""
+    """A descriptor that is readable once the pusher is gone; None on kernels, and in sandboxes, that have
+    none.
+    """
     try:
         return os.pidfd_open(pusher)
     except OSError:
@@ -94,7 +98,8 @@ def _insist(url: str, path: str, body: object) -> None:
             if error.code < 500:  # not its route: another server has the address now
                 return None
         except OSError as error:
-            if isinstance(getattr(error, "reason", error), ConnectionRefusedError):  # it is gone, or being started again
+            # it is gone, or being started again
+            if isinstance(getattr(error, "reason", error), ConnectionRefusedError):
                 until = min(until, time.monotonic() + _REFUSED_S)
         time.sleep(_RETRY_S)
     return None
@@ -104,7 +109,9 @@ def _ask(url: str, body: object) -> None:
     import urllib.request
 
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    data, headers = (b"", {}) if body is None else (json.dumps(body).encode(), {"Content-Type": "application/json"})
+    data, headers = (
+        (b"", {}) if body is None else (json.dumps(body).encode(), {"Content-Type": "application/json"})
+    )
     with direct.open(urllib.request.Request(url, data, headers, method="POST"), timeout=_LONGEST_S):
         pass
 

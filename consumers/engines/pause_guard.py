@@ -1,4 +1,5 @@
-"""The pusher's end of `left_paused.py`: a child that outlives whoever pauses a server, and makes the calls that were left to be made.
+"""The pusher's end of `left_paused.py`: a child that outlives whoever pauses a server, and makes the calls
+that were left to be made.
 
 Knows the child's command line and its lines. One thread.
 """
@@ -34,9 +35,10 @@ class PauseGuard:
 
     @contextmanager
     def pausing(self, resume: Call) -> Iterator[None]:
-        """Pause the server in the block: from its beginning on `resume` is called if this process dies.
+        """Pauses the server in the block: from its beginning on `resume` is called if this process dies.
 
-        Takes milliseconds the first time. That stays so after the block, unless it finds that nobody is there to be paused.
+        Takes milliseconds the first time. That stays so after the block, unless it finds that nobody is there
+        to be paused.
         """
         self.left([resume])
         try:
@@ -47,7 +49,8 @@ class PauseGuard:
             raise
 
     def left(self, *calls: list[Call]) -> None:
-        """Say what is left to be done from here on: lists of calls, each up to the first that fails; nothing: the server goes on.
+        """Says what is left to be done from here on: lists of calls, each up to the first that fails;
+        nothing: the server goes on.
 
         The very last call lets the server go on, and is made until it is taken.
         """
@@ -58,7 +61,10 @@ class PauseGuard:
         self._left = list(calls)
         # A session of its own: what ends the pusher's group at a terminal is not for it.
         self._child = subprocess.Popen(
-            [*self._command, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+            [*self._command, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
         )
         self._say()
 
@@ -72,7 +78,7 @@ class PauseGuard:
             return False
 
     def close(self) -> None:
-        """Let the child end; where something is left, it does that first, in its own time. Idempotent."""
+        """Lets the child end; where something is left, it does that first, in its own time. Idempotent."""
         child, self._child = self._child, None
         if child is not None and child.stdin is not None:
             child.stdin.close()

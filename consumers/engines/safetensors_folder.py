@@ -1,6 +1,8 @@
-"""A version of a bridge's weights as a folder with a safetensors file in memory, for engines that load from a path alone.
+"""A version of a bridge's weights as a folder with a safetensors file in memory, for engines that load from a
+path alone.
 
-Knows the file format and the weights segment; knows nothing of engines. No tensor is copied but into the file.
+Knows the file format and the weights segment; knows nothing of engines. No tensor is copied but into the
+file.
 """
 
 from __future__ import annotations
@@ -15,10 +17,22 @@ from shmbridge.engine_folders import EngineFolder, remove_dead
 from shmbridge.weights import WeightsReader
 
 _WORDS = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32", "uint64": "U64",
-    "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3",
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
+}
 _ALIGNMENT = 8  # of the data, after the head
 
 
@@ -26,7 +40,8 @@ class SafetensorsFolder:
     """The newest version written, and nothing of earlier ones. One thread.
 
     Args:
-        bridge: whose weights, and in the folder's name: any start of the bridge removes what a killed process left.
+        bridge: whose weights, and in the folder's name: any start of the bridge removes what a killed process
+            left.
     """
 
     def __init__(self, bridge: str) -> None:
@@ -36,7 +51,10 @@ class SafetensorsFolder:
         remove_dead(bridge)
 
     def write(self, version: int) -> Path:
-        """Return a folder with `model.safetensors` of the segment's newest version, which has to be this one. Blocks for the copy.
+        """Returns a folder with `model.safetensors` of the segment's newest version, which has to be this
+        one.
+
+        Blocks for the copy.
 
         Raises:
             OSError: no room in memory. ValueError: the segment's newest version is another one.
@@ -47,7 +65,9 @@ class SafetensorsFolder:
         self._reader = self._reader or WeightsReader(self._bridge)
         with self._reader.lease() as weights:
             if weights.version != version:
-                raise ValueError(f"version {version} is wanted, bridge {self._bridge!r} has {weights.version}")
+                raise ValueError(
+                    f"version {version} is wanted, bridge {self._bridge!r} has {weights.version}"
+                )
             partial = folder / "partial"
             with partial.open("wb") as file:
                 file.write(_head(weights.tensors, weights.dtypes))
@@ -57,7 +77,7 @@ class SafetensorsFolder:
         return folder
 
     def close(self) -> None:
-        """Remove what was written. Idempotent."""
+        """Removes what was written. Idempotent."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -72,7 +92,11 @@ class SafetensorsFolder:
 def _head(tensors: Any, dtypes: Any) -> bytes:
     table, at = {}, 0
     for name, tensor in tensors.items():
-        table[name] = {"dtype": _WORDS[dtypes[name]], "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+        table[name] = {
+            "dtype": _WORDS[dtypes[name]],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
         at += tensor.nbytes
     text = json.dumps({"__metadata__": {"format": "pt"}, **table}).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

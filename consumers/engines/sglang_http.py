@@ -1,10 +1,12 @@
 """An SGLang server, driven over its routes: pause_generation, update_weights_from_disk, continue_generation.
 
-SGLang takes weights in this form only from a path, a group of GPUs, or pickled handles; it gets a path in memory. Knows those routes, as
-the sources of 0.5.6 to 0.5.23 have them; tests have a stand-in for the server that checks requests against these, not SGLang itself.
+SGLang takes weights in this form only from a path, a group of GPUs, or pickled handles; it gets a path in
+memory. Knows those routes, as the sources of 0.5.6 to 0.5.23 have them; tests have a stand-in for the server
+that checks requests against these, not SGLang itself.
 
-SGLang does not say whether it sleeps, and its scheduler ends when it is woken awake or given weights asleep. So its word for the version
-of its weights says so meanwhile: that stays with the server, whoever pushes next, and goes when the server is started again.
+SGLang does not say whether it sleeps, and its scheduler ends when it is woken awake or given weights asleep.
+So its word for the version of its weights says so meanwhile: that stays with the server, whoever pushes next,
+and goes when the server is started again.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from shmbridge.consumers.engines.pause_guard import Call, PauseGuard
 from shmbridge.consumers.engines.safetensors_folder import SafetensorsFolder
 
 _TIMEOUT_S = 60.0  # of what is not an update
-# SGLang's word for a pause. It has none for "wait": an update by itself waits for the requests in flight, and holds new ones.
+# SGLang's word for a pause. It has none for "wait": an update by itself waits for the requests in flight, and
+# holds new ones.
 _MODES: dict[Pause, str | None] = {"keep": "retract", "wait": None, "abort": "abort"}
 
-# Before that, a cache that is not flushed ends its scheduler, and it is not while requests wait that were put back: an AssertionError.
+# Before that, a cache that is not flushed ends its scheduler, and it is not while requests wait that were put
+# back: an AssertionError.
 _KEEPS_SINCE = (0, 5, 21)
 _ASLEEP = "asleep:"  # before the word for the version
 
@@ -45,7 +49,10 @@ class SglangHttp(Engine):
         self._keeps = False  # known to survive that requests are kept
 
     def update(self, update: Update) -> None:
-        """Have the server at the version, and sampling. Blocks for a copy in memory, too; raises EngineFailed."""
+        """Has the server at the version, and sampling.
+
+        Blocks for a copy in memory, too; raises EngineFailed.
+        """
         until = time.monotonic() + update.timeout_s
         self._require_ready(update)
         path = self._written(update)
@@ -65,11 +72,15 @@ class SglangHttp(Engine):
         self._go_on()
 
     def version(self) -> int | None:
-        """Return the version that the server says it has. Blocks; raises EngineFailed."""
+        """Returns the version that the server says it has. Blocks; raises EngineFailed."""
         return version_of(self._word().removeprefix(_ASLEEP))
 
     def sleep(self, pause: Pause) -> bool:
-        """Have the server give its memory back, where it was started with --enable-memory-saver; nothing may be in flight. Blocks."""
+        """Has the server give its memory back, where it was started with --enable-memory-saver; nothing may
+        be in flight.
+
+        Blocks.
+        """
         if not self._server_info().get("enable_memory_saver"):
             return False
         until = time.monotonic() + _TIMEOUT_S
@@ -84,30 +95,35 @@ class SglangHttp(Engine):
         return True
 
     def wake(self) -> None:
-        """Undo a sleep, whoever sent it there; its weights are undefined until the next update. Blocks."""
+        """Undoes a sleep, whoever sent it there; its weights are undefined until the next update. Blocks."""
         if (word := self._word()).startswith(_ASLEEP):
             until = time.monotonic() + _TIMEOUT_S
             self._ask("/resume_memory_occupation", {}, until)
             self._name(word.removeprefix(_ASLEEP), until)
 
     def close(self) -> None:
-        """End the child process, remove the weights' copy. Idempotent."""
+        """Ends the child process, remove the weights' copy. Idempotent."""
         self._guard.close()
         while self._folders:
             self._folders.popitem()[1].close()
 
     def _require_ready(self, update: Update) -> None:
-        """Raise EngineFailed where an update would end the server."""
+        """Raises EngineFailed where an update would end the server."""
         if self._word().startswith(_ASLEEP):
-            raise EngineFailed(f"{self.address} gave its memory back, and takes no weights", hint="push with `updated`, which wakes it")
+            raise EngineFailed(
+                f"{self.address} gave its memory back, and takes no weights",
+                hint="push with `updated`, which wakes it",
+            )
         if update.pause == "keep" and not self._keeps:
             package = str(self._server_info().get("version"))
             known = re.match(r"(\d+)\.(\d+)\.(\d+)", package)
             numbers = tuple(map(int, known.groups())) if known else (0, 0, 0)
             if (0, 0, 0) < numbers < _KEEPS_SINCE:  # of a build without a number nothing is known
                 raise EngineFailed(
-                    f"{self.address} is SGLang {package}, which can end when requests that it is to keep are in flight",
-                    hint=f"SGLang {'.'.join(map(str, _KEEPS_SINCE))} or newer, or pause='wait' or 'abort' (--pause)",
+                    f"{self.address} is SGLang {package}, which can end when requests that it is to keep "
+                    "are in flight",
+                    hint=f"SGLang {'.'.join(map(str, _KEEPS_SINCE))} or newer, or pause='wait' or 'abort' "
+                    "(--pause)",
                 )
             self._keeps = True
 
@@ -129,12 +145,17 @@ class SglangHttp(Engine):
         try:
             return str(self._folders[update.bridge].write(update.version))
         except (OSError, ValueError) as error:
-            raise EngineFailed(f"{self.address}: no copy of version {update.version} for it: {error}", hint="raise /dev/shm") from error
+            raise EngineFailed(
+                f"{self.address}: no copy of version {update.version} for it: {error}", hint="raise /dev/shm"
+            ) from error
 
     def _load(self, path: str, version: int, until: float) -> None:
         said = self._ask(_LOAD, _load_body(path, version), until)
         if not said.get("success"):
-            raise EngineFailed(f"{self.address} did not take version {version}: {said.get('message', said)}", hint="see its log")
+            raise EngineFailed(
+                f"{self.address} did not take version {version}: {said.get('message', said)}",
+                hint="see its log",
+            )
 
     def _go_on(self, after: BaseException | None = None) -> None:
         try:
@@ -145,7 +166,9 @@ class SglangHttp(Engine):
             if not isinstance(after, EngineFailed):
                 after.add_note(f"{also.message}; it may still be paused")
                 return
-            raise EngineFailed(f"{after.message}; and it may still be paused: {also.message}", hint="see its log") from after
+            raise EngineFailed(
+                f"{after.message}; and it may still be paused: {also.message}", hint="see its log"
+            ) from after
         self._guard.left()
 
     def _ask(self, path: str, body: object, until: float) -> dict[str, Any]:
@@ -154,4 +177,9 @@ class SglangHttp(Engine):
 
 
 def _load_body(path: str, version: int) -> dict[str, Any]:
-    return {"model_path": path, "load_format": "safetensors", "weight_version": str(version), "flush_cache": True}
+    return {
+        "model_path": path,
+        "load_format": "safetensors",
+        "weight_version": str(version),
+        "flush_cache": True,
+    }

@@ -37,41 +37,49 @@ class VllmAsync(Engine):
             self._loop = loop or asyncio.get_running_loop()
         except RuntimeError:
             raise EngineFailed(
-                f"{self.address} lives in an event loop, and none is running here", hint="make it there, or give VllmAsync its loop"
+                f"{self.address} lives in an event loop, and none is running here",
+                hint="make it there, or give VllmAsync its loop",
             ) from None
         self.llm = llm
 
     def require_callable(self) -> None:
-        """Raise EngineFailed in the engine's own event loop. Never blocks."""
+        """Raises EngineFailed in the engine's own event loop. Never blocks."""
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
             return
         if running is self._loop:
-            raise EngineFailed(f"{self.address}: this would wait for its own event loop", hint="await push_async, or updated_async")
+            raise EngineFailed(
+                f"{self.address}: this would wait for its own event loop",
+                hint="await push_async, or updated_async",
+            )
 
     def update(self, update: Update) -> None:
-        """Have the engine at the version, and sampling. Blocks; raises EngineFailed."""
+        """Has the engine at the version, and sampling. Blocks; raises EngineFailed."""
         bring_to(_Calls(self, time.monotonic() + update.timeout_s), self.address, update)
 
     def version(self) -> int | None:
-        """Return the version that samples are stamped with. Blocks; raises EngineFailed."""
+        """Returns the version that samples are stamped with. Blocks; raises EngineFailed."""
         return version_of(self.done(self.llm.get_weight_version(), _TIMEOUT_S))
 
     def sleep(self, pause: Pause) -> bool:
-        """Move the weights to host memory and drop the cache, where the engine was made with `enable_sleep_mode`. Blocks."""
+        """Moves the weights to host memory and drop the cache, where the engine was made with
+        `enable_sleep_mode`.
+
+        Blocks.
+        """
         can_sleep = bool(self.llm.vllm_config.model_config.enable_sleep_mode)
         if can_sleep:
             self.done(self.llm.sleep(1, pause), _SLEEP_TIMEOUT_S)
         return can_sleep
 
     def wake(self) -> None:
-        """Undo a sleep. Blocks."""
+        """Undoes a sleep. Blocks."""
         if self.done(self.llm.is_sleeping(), _TIMEOUT_S):
             self.done(self.llm.wake_up(), _SLEEP_TIMEOUT_S)
 
     def done(self, call: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
-        """Return what a call of the engine returns, which its loop runs. Blocks; raises EngineFailed."""
+        """Returns what a call of the engine returns, which its loop runs. Blocks; raises EngineFailed."""
         name = getattr(call, "__name__", "the call")
         try:
             self.require_callable()
@@ -83,9 +91,13 @@ class VllmAsync(Engine):
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
             future.cancel()
-            raise NoAnswer(f"{self.address}: {name} did not end in {timeout_s:.0f} s", hint="see its log") from None
+            raise NoAnswer(
+                f"{self.address}: {name} did not end in {timeout_s:.0f} s", hint="see its log"
+            ) from None
         except Exception as error:  # whatever a worker raised
-            raise EngineFailed(f"{self.address}: {name}: {type(error).__name__}: {error}", hint="see its log") from error
+            raise EngineFailed(
+                f"{self.address}: {name}: {type(error).__name__}: {error}", hint="see its log"
+            ) from error
 
 
 class _Calls:
@@ -118,7 +130,8 @@ class _Calls:
         return bool(self._done(self._llm.reset_prefix_cache(True)))
 
     def resume(self) -> None:
-        self._engine.done(self._llm.resume_generation(), _TIMEOUT_S)  # also when the time for the update is over
+        # also when the time for the update is over
+        self._engine.done(self._llm.resume_generation(), _TIMEOUT_S)
 
     def _done(self, call: Coroutine[Any, Any, Result]) -> Result:
         return self._engine.done(call, max(self._until - time.monotonic(), 0.1))

@@ -1,7 +1,8 @@
 """A stock vLLM server, driven over its reinforcement-learning routes (VLLM_SERVER_DEV_MODE=1).
 
-Knows those routes, and that a server stays paused when its pusher dies: a child process ends the update then. The weights themselves
-go through the bridge's segment; requests carry a bridge's name and a number. See `vllm_steps.py` for the order.
+Knows those routes, and that a server stays paused when its pusher dies: a child process ends the update then.
+The weights themselves go through the bridge's segment; requests carry a bridge's name and a number. See
+`vllm_steps.py` for the order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shmbridge.consumers.engines.vllm_steps import bring_to
 
 _TIMEOUT_S = 60.0  # of what is not an update
 _SLEEP_TIMEOUT_S = 300.0
-_NOT_THERE = "start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{\"backend\": \"shmbridge\"}'"
+_NOT_THERE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "shmbridge"}\''
 
 
 class VllmHttp(Engine):
@@ -32,29 +33,40 @@ class VllmHttp(Engine):
         self._can_sleep: bool | None = None
 
     def update(self, update: Update) -> None:
-        """Have the server at the version, and sampling. Blocks; raises EngineFailed."""
-        bring_to(_Routes(self.address, self._guard, time.monotonic() + update.timeout_s), self.address, update)
+        """Has the server at the version, and sampling. Blocks; raises EngineFailed."""
+        bring_to(
+            _Routes(self.address, self._guard, time.monotonic() + update.timeout_s), self.address, update
+        )
 
     def version(self) -> int | None:
-        """Return the version that the server stamps samples with. Blocks; raises EngineFailed."""
+        """Returns the version that the server stamps samples with. Blocks; raises EngineFailed."""
         return version_of(_ask(self.address, "/weight_info", _TIMEOUT_S, method="GET").get("weight_version"))
 
     def sleep(self, pause: Pause) -> bool:
-        """Have the server move its weights to host memory and drop its cache, where it was started with --enable-sleep-mode. Blocks."""
+        """Has the server move its weights to host memory and drop its cache, where it was started with
+        --enable-sleep-mode.
+
+        Blocks.
+        """
         if self._can_sleep is None:
-            config = _ask(self.address, "/server_info", _TIMEOUT_S, method="GET", config_format="json").get("vllm_config") or {}
+            config = (
+                _ask(self.address, "/server_info", _TIMEOUT_S, method="GET", config_format="json").get(
+                    "vllm_config"
+                )
+                or {}
+            )
             self._can_sleep = bool((config.get("model_config") or {}).get("enable_sleep_mode"))
         if self._can_sleep:
             _ask(self.address, "/sleep", _SLEEP_TIMEOUT_S, level="1", mode=pause)
         return self._can_sleep
 
     def wake(self) -> None:
-        """Undo a sleep, whoever sent it there; one that is awake stays so. Blocks."""
+        """Undoes a sleep, whoever sent it there; one that is awake stays so. Blocks."""
         if _ask(self.address, "/is_sleeping", _TIMEOUT_S, method="GET").get("is_sleeping"):
             _ask(self.address, "/wake_up", _SLEEP_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the child process. Idempotent."""
+        """Ends the child process. Idempotent."""
         self._guard.close()
 
 
@@ -78,7 +90,8 @@ class _Routes:
 
     def load(self, update_info: dict[str, Any]) -> None:
         body = {"update_info": update_info}
-        # The server goes on with a call whose caller is gone: loaded twice is loaded, and what is loaded gets its version.
+        # The server goes on with a call whose caller is gone: loaded twice is loaded, and what is loaded gets
+        # its version.
         finish: Call = ("/finish_weight_update", {"weight_version": str(update_info["version"])})
         self._guard.left([("/update_weights", body), finish], [_RESET], [_RESUME])
         self._ask("/update_weights", body)
@@ -96,10 +109,13 @@ class _Routes:
         return workers // of_each
 
     def _world_size(self, include_dp: str) -> int:
-        return int(_ask(self._url, "/get_world_size", _TIMEOUT_S, method="GET", include_dp=include_dp)["world_size"])
+        return int(
+            _ask(self._url, "/get_world_size", _TIMEOUT_S, method="GET", include_dp=include_dp)["world_size"]
+        )
 
     def stamp(self, version: str) -> None:
-        _ask(self._url, "/update_weight_version", _TIMEOUT_S, {"new_version": version})  # also when the time for the update is over
+        # also when the time for the update is over
+        _ask(self._url, "/update_weight_version", _TIMEOUT_S, {"new_version": version})
 
     def reset_cache(self) -> bool:
         return bool(self._ask(_RESET[0]).get("success"))
@@ -113,11 +129,15 @@ class _Routes:
         return _ask(self._url, path, max(self._until - time.monotonic(), 0.1), body, **query)
 
 
-def _ask(url: str, path: str, timeout_s: float, body: object = None, *, method: str = "POST", **query: str) -> dict[str, Any]:
+def _ask(
+    url: str, path: str, timeout_s: float, body: object = None, *, method: str = "POST", **query: str
+) -> dict[str, Any]:
     try:
         said = ask(url, path, body, timeout_s=timeout_s, method=method, **query)
     except Refused as refused:
         if refused.no_route:  # after a pause, though, somebody was there to be paused
-            raise EngineFailed(f"{url} has no route {path}", hint=_NOT_THERE, reached=path != _PAUSE) from None
+            raise EngineFailed(
+                f"{url} has no route {path}", hint=_NOT_THERE, reached=path != _PAUSE
+            ) from None
         raise
     return said if isinstance(said, dict) else {}

@@ -25,43 +25,47 @@ class VllmOffline(Engine):
         self._llm = llm
 
     def update(self, update: Update) -> None:
-        """Have the engine at the version. Blocks; raises EngineFailed."""
+        """Has the engine at the version. Blocks; raises EngineFailed."""
         bring_to(self, self.address, update)
 
     def version(self) -> int | None:
-        """Return the version that samples are stamped with. Blocks."""
+        """Returns the version that samples are stamped with. Blocks."""
         return version_of(self._llm.get_weight_version())
 
     def sleep(self, pause: Pause) -> bool:
-        """Move the weights to host memory and drop the cache, where the `LLM` was made with `enable_sleep_mode`. Blocks."""
+        """Moves the weights to host memory and drop the cache, where the `LLM` was made with
+        `enable_sleep_mode`.
+
+        Blocks.
+        """
         can_sleep = bool(self._llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
         if can_sleep:
             self._llm.sleep(level=1)
         return can_sleep
 
     def wake(self) -> None:
-        """Undo a sleep. Blocks."""
+        """Undoes a sleep. Blocks."""
         if self._llm.llm_engine.is_sleeping():
             self._llm.wake_up()
 
     # The calls of `vllm_steps.py`:
 
     def pause(self, mode: Pause) -> None:
-        """Do nothing: nobody samples between two calls."""
+        """Does nothing: nobody samples between two calls."""
 
     def resume(self) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
     def start(self) -> None:
-        """Begin an update."""
+        """Begins an update."""
         self._called("start_weight_update")
 
     def load(self, update_info: dict[str, Any]) -> None:
-        """Have every worker take the weights."""
+        """Has every worker take the weights."""
         self._called("update_weights", {"update_info": update_info})
 
     def finish(self, version: str | None) -> None:
-        """End the update."""
+        """Ends the update."""
         self._called("finish_weight_update", version)
 
     def engines(self) -> int:
@@ -69,15 +73,17 @@ class VllmOffline(Engine):
         return 1
 
     def stamp(self, version: str) -> None:
-        """Have samples be of this version."""
+        """Has samples be of this version."""
         self._called("update_weight_version", version)
 
     def reset_cache(self) -> bool:
-        """Forget cached keys and values."""
+        """Forgets cached keys and values."""
         return bool(self._called("reset_prefix_cache", True))
 
     def _called(self, name: str, *args: object) -> Any:
         try:
             return getattr(self._llm, name)(*args)
         except Exception as error:  # whatever a worker raised
-            raise EngineFailed(f"{self.address}: {name}: {type(error).__name__}: {error}", hint="see its log") from error
+            raise EngineFailed(
+                f"{self.address}: {name}: {type(error).__name__}: {error}", hint="see its log"
+            ) from error

@@ -1,7 +1,9 @@
-"""The calls that bring a vLLM to a version, and their order, whatever carries them: HTTP, an `LLM`, an `AsyncLLM`.
+"""The calls that bring a vLLM to a version, and their order, whatever carries them: HTTP, an `LLM`, an
+`AsyncLLM`.
 
-The worker takes the version out of the weights segment within `update_weights`, whole or not at all; `start` and `finish` move nothing.
-So requests see one set of weights or the other, and a pusher that dies in between leaves a whole model. Knows no transport.
+The worker takes the version out of the weights segment within `update_weights`, whole or not at all; `start`
+and `finish` move nothing. So requests see one set of weights or the other, and a pusher that dies in between
+leaves a whole model. Knows no transport.
 """
 
 from __future__ import annotations
@@ -19,36 +21,38 @@ class VllmCalls(Protocol):
         """Stop sampling."""
 
     def start(self) -> None:
-        """Begin an update; refused while one is active."""
+        """Begins an update; refused while one is active."""
 
     def load(self, update_info: dict[str, Any]) -> None:
-        """Have every worker take the weights."""
+        """Has every worker take the weights."""
 
     def finish(self, version: str | None) -> None:
-        """End the update; samples are of this version from here on."""
+        """Ends the update; samples are of this version from here on."""
 
     def engines(self) -> int:
         """How many data-parallel engines there are; each loads for itself."""
 
     def stamp(self, version: str) -> None:
-        """Have samples be of this version, whatever the weights are."""
+        """Has samples be of this version, whatever the weights are."""
 
     def reset_cache(self) -> bool:
-        """Forget keys and values that were computed with earlier weights, those of requests in flight, too; whether it did."""
+        """Forgets keys and values that were computed with earlier weights, those of requests in flight, too;
+        whether it did.
+        """
 
     def resume(self) -> None:
-        """Sample again."""
+        """Samples again."""
 
 
 def bring_to(calls: VllmCalls, address: str, update: Update) -> None:
-    """Have a vLLM at a version; it samples again whatever happens. Blocks.
+    """Has a vLLM at a version; it samples again whatever happens. Blocks.
 
-    Requests that are kept are computed again from their tokens: what they sample from here on is what the new weights alone would
-    sample there, and no cached prefix is of older ones.
+    Requests that are kept are computed again from their tokens: what they sample from here on is what the new
+    weights alone would sample there, and no cached prefix is of older ones.
 
     Raises:
-        EngineFailed: it is at the version that it had, or, where the message says so, has new weights and an old cache, or nobody knows
-            which weights, and samples are stamped as of an unknown version.
+        EngineFailed: it is at the version that it had, or, where the message says so, has new weights and an
+            old cache, or nobody knows which weights, and samples are stamped as of an unknown version.
     """
     try:
         calls.pause(update.pause)
@@ -56,7 +60,8 @@ def bring_to(calls: VllmCalls, address: str, update: Update) -> None:
         _load(calls, update)
         if not calls.reset_cache():
             raise EngineFailed(
-                f"{address} has version {update.version}, and its prefix cache is still that of an earlier one",
+                f"{address} has version {update.version}, and its prefix cache is still that of an earlier "
+                "one",
                 hint="pause with wait or abort: something holds its blocks",
             )
     except BaseException as error:
@@ -66,17 +71,18 @@ def bring_to(calls: VllmCalls, address: str, update: Update) -> None:
 
 
 def _start(calls: VllmCalls) -> None:
-    """Begin an update, also where a pusher that died left one active."""
+    """Begins an update, also where a pusher that died left one active."""
     try:
         calls.start()
     except EngineFailed:
-        with suppress(EngineFailed):  # where none was active, starting fails for a reason of its own, which is said now
+        # where none was active, starting fails for a reason of its own, which is said now
+        with suppress(EngineFailed):
             calls.finish(None)
         calls.start()
 
 
 def _load(calls: VllmCalls, update: Update) -> None:
-    """Load and stamp; where nobody can say which weights it has after a failure, samples are stamped so."""
+    """Loads and stamp; where nobody can say which weights it has after a failure, samples are stamped so."""
     taken = False
     try:
         calls.load({"bridge": update.bridge, "version": update.version})
@@ -101,10 +107,12 @@ def _load(calls: VllmCalls, update: Update) -> None:
 
 
 def _resume_after(calls: VllmCalls, error: BaseException) -> None:
-    """Sample again after a failure, or say with it that it does not."""
+    """Samples again after a failure, or say with it that it does not."""
     if isinstance(error, EngineFailed) and not error.reached:
         return
     try:
         calls.resume()
     except EngineFailed as also:
-        raise EngineFailed(f"{error}; and it may still be paused: {also.message}", hint="see its log, or start it again") from error
+        raise EngineFailed(
+            f"{error}; and it may still be paused: {also.message}", hint="see its log, or start it again"
+        ) from error

@@ -1,6 +1,7 @@
 """The HTTP gateway: Atropos' API over a bridge, served by uvicorn until a signal ends it.
 
-Remote environments post into it, trainers poll batches from it; docs/reference/gateway.md. Knows sockets, signals and the order of ending.
+Remote environments post into it, trainers poll batches from it; docs/reference/gateway.md. Knows sockets,
+signals and the order of ending.
 """
 
 from __future__ import annotations
@@ -25,17 +26,25 @@ _END_S = 2  # for answers under way; a client that keeps its connection open is 
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; who connects from now on waits for the gateway instead of being refused. Raises OSError.
+    """A listening socket; who connects from now on waits for the gateway instead of being refused.
 
-    One that systemd hands over (sd_listen_fds) is taken as it is: whoever holds it keeps clients waiting while a gateway is started again.
+    Raises OSError.
+
+    One that systemd hands over (sd_listen_fds) is taken as it is: whoever holds it keeps clients waiting
+    while a gateway is started again.
     """
     if os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1":
         try:
             return socket.socket(fileno=_FIRST_HANDED_OVER)
         except OSError as wrong:
-            problem = f"LISTEN_FDS says that descriptor {_FIRST_HANDED_OVER} is a listening socket: {os.strerror(wrong.errno or 0)}"
+            problem = (
+                f"LISTEN_FDS says that descriptor {_FIRST_HANDED_OVER} is a listening socket: "
+                f"{os.strerror(wrong.errno or 0)}"
+            )
             raise OSError(f"{problem} -> unset LISTEN_FDS, or hand over the socket") from wrong
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -55,14 +64,21 @@ def serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], 
     """
     if not options.token and not _local(listener):
         address = listener.getsockname()[0]
-        log.warning("anyone who can reach %s may post, poll and reset: there is no token -> set SHMBRIDGE_GATEWAY_TOKEN", address)
+        log.warning(
+            "anyone who can reach %s may post, poll and reset: there is no token -> set "
+            "SHMBRIDGE_GATEWAY_TOKEN",
+            address,
+        )
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(options, listener, ready))
 
 
 def _local(listener: socket.socket) -> bool:
     """Whether only this machine reaches it."""
-    return listener.family not in (socket.AF_INET, socket.AF_INET6) or ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    return (
+        listener.family not in (socket.AF_INET, socket.AF_INET6)
+        or ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    )
 
 
 async def _serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], None]) -> None:
@@ -92,9 +108,16 @@ async def _serve(options: GatewayOptions, listener: socket.socket, ready: Callab
             await super().shutdown(sockets)
 
     config = uvicorn.Config(
-        make_app(mode), http=ProvingConnection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-        timeout_keep_alive=75, timeout_graceful_shutdown=_END_S,
-    )  # fmt: skip
+        make_app(mode),
+        http=ProvingConnection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=_END_S,
+    )
     async with _opened(mode):
         await Server(config).serve([listener])
 

@@ -1,6 +1,7 @@
 """The routes: Atropos' HTTP API on FastAPI.
 
-Knows HTTP; what is answered is modes.py's. Bodies of posts are not FastAPI's to parse: it would do so in the event loop.
+Knows HTTP; what is answered is modes.py's. Bodies of posts are not FastAPI's to parse: it would do so in the
+event loop.
 """
 
 from __future__ import annotations
@@ -35,7 +36,17 @@ from shmbridge.errors import NoWeight
 
 log = logging.getLogger(__name__)
 
-_BARE_EXAMPLE = ("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs", "messages", "images")
+_BARE_EXAMPLE = (
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "generation_params",
+    "inference_logprobs",
+    "messages",
+    "images",
+)
 _NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
 
 
@@ -103,9 +114,21 @@ def make_app(mode: Mode) -> FastAPI:
     parsers = ThreadPoolExecutor(2, "shmbridge-gateway-parser")
     app = FastAPI(title="shmbridge gateway", strict_content_type=False)
     if strict:
-        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_credentials=True, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=["*"],
+            allow_credentials=True,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
     routes: dict[str, set[str]] = {}
-    app.add_middleware(Gate, options=options, refusals=refusals, held=held, takes=lambda path, method: method in routes.get(path, ()))
+    app.add_middleware(
+        Gate,
+        options=options,
+        refusals=refusals,
+        held=held,
+        takes=lambda path, method: method in routes.get(path, ()),
+    )
 
     @app.exception_handler(Refused)
     async def refused(request: Request, refused: Refused) -> Response:
@@ -114,16 +137,26 @@ def make_app(mode: Mode) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, wrong: RequestValidationError) -> Response:
         refusals.counts["malformed"] += 1
-        return json_answer({"detail": [{key: each[key] for key in ("type", "loc", "msg")} for each in wrong.errors()]}, 422)
+        return json_answer(
+            {"detail": [{key: each[key] for key in ("type", "loc", "msg")} for each in wrong.errors()]}, 422
+        )
 
     @app.exception_handler(ShmBridgeError)
     async def failed(request: Request, error: ShmBridgeError) -> Response:
-        status = 409 if isinstance(error, ConsumerTaken) else 422 if isinstance(error, RequestRefused) else 503
-        return refusals.answer(Refused(507 if isinstance(error, BatchTooBig) else status, str(error), type(error).__name__))
+        status = (
+            409 if isinstance(error, ConsumerTaken) else 422 if isinstance(error, RequestRefused) else 503
+        )
+        return refusals.answer(
+            Refused(507 if isinstance(error, BatchTooBig) else status, str(error), type(error).__name__)
+        )
 
     @app.get("/")
     async def root() -> Any:
-        return {"message": "AtroposLib API"} if strict else {"message": "shmbridge gateway", "bridge": options.bridge}
+        return (
+            {"message": "AtroposLib API"}
+            if strict
+            else {"message": "shmbridge gateway", "bridge": options.bridge}
+        )
 
     @app.post("/register")
     async def register(registration: Registration) -> Any:
@@ -148,7 +181,10 @@ def make_app(mode: Mode) -> FastAPI:
     @app.get("/info")
     async def info() -> Any:
         run = await mode.run()
-        return {"batch_size": run.batch_size if run else -1, "max_token_len": run.max_token_len if run else -1}
+        return {
+            "batch_size": run.batch_size if run else -1,
+            "max_token_len": run.max_token_len if run else -1,
+        }
 
     @app.get("/status")
     async def status() -> Any:
@@ -172,14 +208,20 @@ def make_app(mode: Mode) -> FastAPI:
             return _failed()
         if found is None:
             return json_answer({"batch": None})
-        return Response(found.body, media_type="application/json", headers={"content-encoding": "gzip"} if gzip else {})
+        return Response(
+            found.body, media_type="application/json", headers={"content-encoding": "gzip"} if gzip else {}
+        )
 
     @app.get("/latest_example")
     async def latest_example(request: Request) -> Response:
         group = await mode.latest()
         if group is None:
             return json_answer({name: [] for name in _BARE_EXAMPLE})
-        full = group if set(KEYS) <= set(group) else {name: group.get(name) for name in KEYS} | group.get("extra", {})
+        full = (
+            group
+            if set(KEYS) <= set(group)
+            else {name: group.get(name) for name in KEYS} | group.get("extra", {})
+        )
         return json_answer(full)
 
     async def take(request: Request, many: bool) -> list[int | None]:
@@ -192,7 +234,9 @@ def make_app(mode: Mode) -> FastAPI:
             raise posted
         items, failed = sum(len(group["tokens"]) for group in posted.groups), True
         try:
-            outcomes = await mode.post(posted, carrier_of(request.scope), time.monotonic() - request.scope["arrived_s"])
+            outcomes = await mode.post(
+                posted, carrier_of(request.scope), time.monotonic() - request.scope["arrived_s"]
+            )
             failed = False
         finally:
             timing.add(request.scope, items, failed)

@@ -1,4 +1,5 @@
-"""Bodies of posts: gunzipped within a limit, decoded and checked column by column, so that what is refused is refused with a reason.
+"""Bodies of posts: gunzipped within a limit, decoded and checked column by column, so that what is refused is
+refused with a reason.
 
 Knows JSON and Atropos' group format; knows nothing of lanes or HTTP. Pure functions, called in threads.
 """
@@ -21,14 +22,27 @@ T = TypeVar("T")
 
 # What the Atropos server knows and hands out, in its order.
 KEYS = (
-    "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs", "overrides",
-    "group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs",
-)  # fmt: skip
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "generation_params",
+    "inference_logprobs",
+    "overrides",
+    "group_overrides",
+    "images",
+    "env_id",
+    "distill_token_ids",
+    "distill_logprobs",
+)
 
 _LARGEST = 3.4028234663852886e38  # float32
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 _Float = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
-_Score = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]  # finite, also where it is written "inf"
+# finite, also where it is written "inf"
+_Score = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _Ints, _Floats = list[list[_Int]], list[list[_Float]]
 _TYPES: dict[str, Any] = {
     "tokens": _Ints,
@@ -43,11 +57,24 @@ _TYPES: dict[str, Any] = {
     "distill_token_ids": list[list[list[_Int]]] | None,
     "distill_logprobs": list[list[list[_Float]]] | None,
 }
-_STEPS: dict[str, Any] = {"step_rewards": _Floats, "step_ends": _Ints}  # columns of ours that Atropos has not: carried as such if they fit
-_NUMBERS = frozenset({  # 1.0 and "1" are 1 in these, and "1.5" is 1.5, as they are to pydantic
-    "tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "env_id", "distill_token_ids", "distill_logprobs",
-})  # fmt: skip
-_DECODERS = {name: msgspec.json.Decoder(kind, strict=name not in _NUMBERS) for name, kind in (_TYPES | _STEPS).items()}
+# columns of ours that Atropos has not: carried as such if they fit
+_STEPS: dict[str, Any] = {"step_rewards": _Floats, "step_ends": _Ints}
+_NUMBERS = frozenset(
+    {  # 1.0 and "1" are 1 in these, and "1.5" is 1.5, as they are to pydantic
+        "tokens",
+        "masks",
+        "scores",
+        "advantages",
+        "ref_logprobs",
+        "inference_logprobs",
+        "env_id",
+        "distill_token_ids",
+        "distill_logprobs",
+    }
+)
+_DECODERS = {
+    name: msgspec.json.Decoder(kind, strict=name not in _NUMBERS) for name, kind in (_TYPES | _STEPS).items()
+}
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _FIRST_STEP, _LAST_STEP = 256, 1 << 16  # bytes given to a member at a time: what it leaves is copied
@@ -72,11 +99,15 @@ class Posted:
 
 
 class BrokenOff(Refused):
-    """A gzip body that ends too early, or whose data are none: the original fails there, where a wrong head or checksum is refused."""
+    """A gzip body that ends too early, or whose data are none: the original fails there, where a wrong head
+    or checksum is refused.
+    """
 
 
 def outcome(work: Callable[..., T], *arguments: Any) -> T | Refused:
-    """What it returns, or its refusal without the frames that have the body, which a future would keep until a collection."""
+    """What it returns, or its refusal without the frames that have the body, which a future would keep until
+    a collection.
+    """
     try:
         return work(*arguments)
     except Refused as wrong:
@@ -84,7 +115,9 @@ def outcome(work: Callable[..., T], *arguments: Any) -> T | Refused:
 
 
 def gunzip(raw: bytes, most: int) -> bytearray | None:
-    """The body, decompressed; None if that is more than `most` bytes, of which one more is made at most. Raises Refused (400).
+    """The body, decompressed; None if that is more than `most` bytes, of which one more is made at most.
+
+    Raises Refused (400).
 
     The time it takes grows with the bytes in and out, however many members they are in.
     """
@@ -109,7 +142,10 @@ def gunzip(raw: bytes, most: int) -> bytearray | None:
 
 
 def read_post(body: bytes, *, many: bool, extras: bool) -> Posted:
-    """The groups of a body: one, or a list of them. With `extras` keys that Atropos does not know are kept. Raises Refused (422)."""
+    """The groups of a body: one, or a list of them. With `extras` keys that Atropos does not know are kept.
+
+    Raises Refused (422).
+    """
     try:
         raw = _LIST.decode(body) if many else [_OBJECT.decode(body)]
         groups = [_group(each, extras) for each in raw]
@@ -141,7 +177,11 @@ def _value(name: str, raw: msgspec.Raw) -> Any:
     try:
         return _DECODERS[name].decode(raw)
     except msgspec.ValidationError as wrong:
-        raise Refused(422, str(wrong).replace("`$", f"`{name}") if "`$" in str(wrong) else f"{name}: {wrong}", "malformed") from None
+        raise Refused(
+            422,
+            str(wrong).replace("`$", f"`{name}") if "`$" in str(wrong) else f"{name}: {wrong}",
+            "malformed",
+        ) from None
 
 
 def _extras(raw: dict[str, msgspec.Raw]) -> dict[str, Any]:
@@ -160,7 +200,9 @@ def _extras(raw: dict[str, msgspec.Raw]) -> dict[str, Any]:
 
 
 def _not_finite(body: bytes) -> str:
-    """Where NaN or an infinity stands, which is no JSON and which Python writes all the same; "" if nowhere."""
+    """Where NaN or an infinity stands, which is no JSON and which Python writes all the same; "" if
+    nowhere.
+    """
     if not any(word in body for word in (b"NaN", b"Infinity", b"e", b"E")):
         return ""
     try:

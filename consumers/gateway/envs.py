@@ -1,7 +1,8 @@
-"""Remote environments in default mode: their names, numbers and lanes here, their weights and queues in the hub's one table.
+"""Remote environments in default mode: their names, numbers and lanes here, their weights and queues in the
+hub's one table.
 
-Every question goes over the control socket to whoever is the hub: this process, or a learner. Knows Atropos' words for environments and the
-control messages; knows nothing of HTTP or batches. For one event loop.
+Every question goes over the control socket to whoever is the hub: this process, or a learner. Knows Atropos'
+words for environments and the control messages; knows nothing of HTTP or batches. For one event loop.
 """
 
 from __future__ import annotations
@@ -22,7 +23,18 @@ from shmbridge.consumers.gateway.posts import RemoteLane
 from shmbridge.consumers.gateway.state import SavedEnv, StateFile
 from shmbridge.control import AsyncControlClient, RequestRefused
 from shmbridge.errors import NoConsumer
-from shmbridge.messages import UNKNOWN_ENV, Answer, Goodbye, Register, Registered, Request, RunInfo, RunInfoRequest, Status, StatusRequest
+from shmbridge.messages import (
+    UNKNOWN_ENV,
+    Answer,
+    Goodbye,
+    Register,
+    Registered,
+    Request,
+    RunInfo,
+    RunInfoRequest,
+    Status,
+    StatusRequest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +79,21 @@ class RemoteEnvs:
         self.shared = RemoteLane(options, "gateway", lane_opened)
         for saved in state.saved.envs:
             if saved.connected:
-                self._table[saved.env_id] = RemoteEnv(saved, RemoteLane(options, saved.desired_name, lane_opened), silent=saved.silent)
+                self._table[saved.env_id] = RemoteEnv(
+                    saved, RemoteLane(options, saved.desired_name, lane_opened), silent=saved.silent
+                )
 
     def __len__(self) -> int:
         return len(self._table)
 
-    # -- the hub ------------------------------------------------------------------------------------------------------------------
+    # -- the hub
+    # --------------------------------------------------------------------------------------------------------
 
     async def ask(self, question: Request) -> Answer:
-        """What the hub answers. Raises NoConsumer, at once if there was none a moment ago, and RequestRefused."""
+        """What the hub answers.
+
+        Raises NoConsumer, at once if there was none a moment ago, and RequestRefused.
+        """
         async with self._turn:
             if time.monotonic() < self._missing_until:
                 raise NoConsumer(f"no consumer of bridge {self._options.bridge!r} answers")
@@ -99,22 +117,32 @@ class RemoteEnvs:
             return None
         return answer if isinstance(answer, RunInfo) else None
 
-    # -- environments -------------------------------------------------------------------------------------------------------------
+    # -- environments
+    # --------------------------------------------------------------------------------------------------------
 
     async def register(self, wish: dict[str, Any]) -> dict[str, Any]:
-        """The answer to /register-env: a number, a name and a lane, or that there is no run yet. Raises RequestRefused, Refused."""
+        """The answer to /register-env: a number, a name and a lane, or that there is no run yet.
+
+        Raises RequestRefused, Refused.
+        """
         name = wish["desired_name"]
         info = await self.run_info()
         if info is None or info.run is None:
             return _WAIT
         if self._lanes_are_taken():
             have, most = self._options.lanes - _SHARED, self._options.lanes
-            raise Refused(503, f"{have} environments have lanes, {most} lanes are taken from at once: raise --lanes", "lanes")
+            raise Refused(
+                503,
+                f"{have} environments have lanes, {most} lanes are taken from at once: raise --lanes",
+                "lanes",
+            )
         lane = RemoteLane(self._options, name, self._lane_opened)
         try:
             producer = await lane.open()
             await self._admit_all()  # those an earlier gateway knew have their names first
-            answer = await self.ask(Register(**wish, producer_id=producer.producer_id, env_id=self._free_number()))
+            answer = await self.ask(
+                Register(**wish, producer_id=producer.producer_id, env_id=self._free_number())
+            )
         except BaseException as failed:
             lane.close()
             if isinstance(failed, NoConsumer):
@@ -140,7 +168,10 @@ class RemoteEnvs:
         }
 
     def _lanes_are_taken(self) -> bool:
-        return sum(env.own_lane and not env.silent for env in self._table.values()) + _SHARED >= self._options.lanes
+        return (
+            sum(env.own_lane and not env.silent for env in self._table.values()) + _SHARED
+            >= self._options.lanes
+        )
 
     def _free_number(self) -> int | None:
         """A number nobody here has, if an earlier gateway gave some; else the hub chooses."""
@@ -152,7 +183,9 @@ class RemoteEnvs:
         self._state.update(envs=rows, next_env_id=max(self._state.saved.next_env_id, most))
 
     async def disconnect(self, number: int) -> dict[str, Any]:
-        """The answer to /disconnect-env: its weight and its share are free again, what it has posted stays."""
+        """The answer to /disconnect-env: its weight and its share are free again, what it has posted
+        stays.
+        """
         env = self._table.pop(number, None)
         if env is None:
             return {"status": "failure", "error": f"no environment {number} is registered here"}
@@ -179,14 +212,23 @@ class RemoteEnvs:
         return env.lane
 
     def _hear(self, env: RemoteEnv) -> None:
-        """It speaks. One that was silent has a lane again: the shared one, if others have all lanes by now."""
+        """It speaks.
+
+        One that was silent has a lane again: the shared one, if others have all lanes by now.
+        """
         if env.silent and env.own_lane and self._lanes_are_taken():
-            log.warning("environment %s speaks again and shares a lane: others have all lanes, raise --lanes", env.about.wandb_name)
+            log.warning(
+                "environment %s speaks again and shares a lane: others have all lanes, raise --lanes",
+                env.about.wandb_name,
+            )
             env.lane, env.own_lane = self.shared, False
         env.heard_s, env.silent = time.monotonic(), False
 
     async def status(self, number: int) -> dict[str, Any]:
-        """The answer to /status-env; the last one while there is no hub. An unknown environment is admitted, with what is known of it."""
+        """The answer to /status-env; the last one while there is no hub.
+
+        An unknown environment is admitted, with what is known of it.
+        """
         env = self._table.get(number) or self._stranger(number)
         self._hear(env)
         try:
@@ -201,7 +243,8 @@ class RemoteEnvs:
             waiting = env.lane.posting
             env.status = {
                 "current_step": answer.current_step,
-                "queue_size": answer.queue_groups + waiting,  # what waits for room is queued as well, and throttles as well
+                # what waits for room is queued as well, and throttles as well
+                "queue_size": answer.queue_groups + waiting,
                 "unallocated_fraction": answer.unallocated_fraction,
                 "self_queue_size": answer.self_queue_groups + waiting,
                 "max_group_size": answer.max_group_size,
@@ -224,9 +267,11 @@ class RemoteEnvs:
         return env
 
     async def _admit_all(self) -> None:
-        """A hub weighs an environment by all others: whoever was here before counts until it has been silent for long.
+        """A hub weighs an environment by all others: whoever was here before counts until it has been silent
+        for long.
 
-        One that cannot be admitted keeps no other out, nor does it end: Atropos' environments do so after three answers of 5xx.
+        One that cannot be admitted keeps no other out, nor does it end: Atropos' environments do so after
+        three answers of 5xx.
         """
         for env in list(self._table.values()):
             if env.hub_id is None and not env.silent:
@@ -234,7 +279,8 @@ class RemoteEnvs:
                     await self._admit(env)
                 except NoConsumer:
                     raise
-                except ShmBridgeError as refused:  # such as no memory for its lane yet; the next question tries again
+                except ShmBridgeError as refused:
+                    # such as no memory for its lane yet; the next question tries again
                     env.refused(str(refused))
 
     async def _admit(self, env: RemoteEnv) -> None:
@@ -245,10 +291,16 @@ class RemoteEnvs:
         producer = env.lane.producer if env.own_lane else None
         answer = await self.ask(
             Register(
-                about.desired_name, about.max_token_length, max(1, about.group_size), about.weight, about.min_batch_allocation,
-                producer.producer_id if producer is not None else "", about.env_id, about.wandb_name,
+                about.desired_name,
+                about.max_token_length,
+                max(1, about.group_size),
+                about.weight,
+                about.min_batch_allocation,
+                producer.producer_id if producer is not None else "",
+                about.env_id,
+                about.wandb_name,
             )
-        )  # fmt: skip
+        )
         env.hub_id = answer.env_id if isinstance(answer, Registered) else None
 
     async def _ask_status(self, env: RemoteEnv) -> Status | None:
@@ -264,10 +316,13 @@ class RemoteEnvs:
                 await self._admit(env)  # another hub, which knows nobody
         return None
 
-    # -- the end ------------------------------------------------------------------------------------------------------------------
+    # -- the end
+    # --------------------------------------------------------------------------------------------------------
 
     async def let_the_silent_go(self) -> None:
-        """Environments that have said nothing for long lose weight and lane until they speak again; much later they are forgotten."""
+        """Environments that have said nothing for long lose weight and lane until they speak again; much
+        later they are forgotten.
+        """
         timeout_s, changed = self._options.env_timeout_s, False
         for number, env in list(self._table.items()):
             quiet_s = time.monotonic() - env.heard_s

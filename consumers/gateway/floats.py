@@ -1,4 +1,7 @@
-"""Float32 values as the doubles whose JSON is shortest: 0.7 instead of 0.699999988079071. Knows arithmetic only."""
+"""Float32 values as the doubles whose JSON is shortest: 0.7 instead of 0.699999988079071.
+
+Knows arithmetic only.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ _SURE, _ENOUGH = 6, 9  # so many digits always come back from a float32; so many
 
 
 def shortest(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The doubles with the fewest decimal digits that are these float32 values again when rounded. Never blocks; any thread."""
+    """The doubles with the fewest decimal digits that are these float32 values again when rounded.
+
+    Never blocks; any thread.
+    """
     exact = values.astype(np.float64)
     said, size = exact.copy(), np.abs(exact)
     usual = (size >= _LEAST) & (size < _MOST)
@@ -21,7 +27,8 @@ def shortest(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     for digits in range(_SURE, _ENOUGH + 1):
         places = digits - 1 - exponent
         up, down = _TENS[np.maximum(places, 0)], _TENS[np.maximum(-places, 0)]
-        rounded = np.rint(exact[left] * up / down) / up * down  # a whole number by an exact one: the nearest double
+        # a whole number by an exact one: the nearest double
+        rounded = np.rint(exact[left] * up / down) / up * down
         fits = rounded.astype(np.float32) == values[left]
         said[left[fits]] = rounded[fits]
         left, exponent = left[~fits], exponent[~fits]

@@ -64,9 +64,12 @@ class Refusals:
 
 
 class Gate:
-    """ASGI middleware: a new request proves that the last answer was read. Refuses what is not allowed, or too large.
+    """ASGI middleware: a new request proves that the last answer was read.
 
-    A body is whole and gunzipped when a route sees it. It is read only when there is room for it, and where nothing takes it, not at all.
+    Refuses what is not allowed, or too large.
+
+    A body is whole and gunzipped when a route sees it. It is read only when there is room for it, and where
+    nothing takes it, not at all.
 
     Args:
         takes: whether a path and a method are a route's.
@@ -80,7 +83,13 @@ class Gate:
         held: HeldBytes,
         takes: Callable[[str, str], bool] = lambda path, method: True,
     ) -> None:
-        self._app, self._options, self._refusals, self._held, self._takes = app, options, refusals, held, takes
+        self._app, self._options, self._refusals, self._held, self._takes = (
+            app,
+            options,
+            refusals,
+            held,
+            takes,
+        )
         self._others = HeldBytes(_OTHER_BODIES_BYTES, in_line=False)
         self._token = f"Bearer {options.token}".encode() if options.token else b""
         self._strict = options.compat == "strict"
@@ -93,7 +102,12 @@ class Gate:
             return
         carrier_of(scope).next_request()
         headers = dict(scope["headers"])
-        if self._strict and scope["method"] == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers:
+        if (
+            self._strict
+            and scope["method"] == "OPTIONS"
+            and b"origin" in headers
+            and b"access-control-request-method" in headers
+        ):
             await self._app(scope, _nothing, send)  # a browser asks whether it may ask
             return
         is_post = scope["path"] in POSTS
@@ -117,22 +131,37 @@ class Gate:
             booking.release()
 
     def _check_site(self, headers: dict[bytes, bytes]) -> None:
-        """Without a token, pages of other sites are told by what their browser says; one whose name leads here says another Host."""
+        """Without a token, pages of other sites are told by what their browser says; one whose name leads
+        here says another Host.
+        """
         if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
             raise Refused(403, "pages of other sites have no business here", "browser")
         host = headers.get(b"host", b"").decode("latin-1").lower()
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         if origin and origin.partition("://")[2] != host:
-            raise Refused(403, f"Origin {origin!r} is not this gateway -> set a token, and let the page bear it", "browser")
+            raise Refused(
+                403,
+                f"Origin {origin!r} is not this gateway -> set a token, and let the page bear it",
+                "browser",
+            )
         if host and not self._is_ours(host):
-            said = f"Host {host!r} is no name of this gateway -> shmbridge gateway --host-name {host.partition(':')[0]}, or a token"
+            said = (
+                f"Host {host!r} is no name of this gateway -> shmbridge gateway --host-name "
+                f"{host.partition(':')[0]}, or a token"
+            )
             raise Refused(403, said, "host")
 
     def _is_ours(self, host: str) -> bool:
-        """An address, a name without a dot, this machine's own or a given one: no other site's page has such a name."""
+        """An address, a name without a dot, this machine's own or a given one: no other site's page has such
+        a name.
+        """
         try:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
-            return "." not in name.removesuffix(".localhost") or name in self._names or bool(ipaddress.ip_address(name))
+            return (
+                "." not in name.removesuffix(".localhost")
+                or name in self._names
+                or bool(ipaddress.ip_address(name))
+            )
         except ValueError:
             return False
 
@@ -164,13 +193,17 @@ class Gate:
             if isinstance(found, Refused):
                 raise found
             body = found
-            scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in (b"content-encoding", b"content-length")]
+            scope["headers"] = [
+                pair for pair in scope["headers"] if pair[0] not in (b"content-encoding", b"content-length")
+            ]
         booking.settle(IN_MEMORY * len(body or b""))
         return body
 
     async def _book(self, booking: Booking, room: int, sent: int, deadline: float) -> None:
         if not await booking.take(IN_MEMORY * room, sent, deadline):
-            raise Refused(503, f"bodies that wait for room have {booking.taken} bytes of memory already", "held bytes")
+            raise Refused(
+                503, f"bodies that wait for room have {booking.taken} bytes of memory already", "held bytes"
+            )
 
     async def _read(self, receive: Any, most: int) -> bytes | None:
         parts: list[bytes] = []
@@ -180,7 +213,10 @@ class Gate:
                 async with asyncio.timeout(self._options.body_pause_s):
                     message = await receive()
             except TimeoutError:
-                said = f"nothing more of the body has come for {self._options.body_pause_s:g} s, after {size} bytes"
+                said = (
+                    f"nothing more of the body has come for {self._options.body_pause_s:g} s, after {size} "
+                    "bytes"
+                )
                 raise Refused(408, said, "stalled") from None
             if message["type"] == "http.disconnect":
                 return None

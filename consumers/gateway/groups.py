@@ -19,8 +19,10 @@ from shmbridge.groups import Group
 from shmbridge.record import Record
 from shmbridge.schema import JSON_COLUMNS
 
-_SAID = frozenset(KEYS) | frozenset(JSON_COLUMNS) | {"score", "loss_mask", "extra"}  # columns that to_scored_data has words for
-_FLOATS = ("advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs", "step_rewards")  # float32 in a lane
+# columns that to_scored_data has words for
+_SAID = frozenset(KEYS) | frozenset(JSON_COLUMNS) | {"score", "loss_mask", "extra"}
+# float32 in a lane
+_FLOATS = ("advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs", "step_rewards")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -45,7 +47,11 @@ def _part(record: Record, extras: bool) -> dict[str, Any]:
 def _filled(rows: list[Any], values: Iterator[float]) -> list[Any]:
     """Lists of that shape, with these values in order."""
     return [
-        row if row is None else list(islice(values, len(row))) if not row or isinstance(row[0], float) else _filled(row, values)
+        row
+        if row is None
+        else list(islice(values, len(row)))
+        if not row or isinstance(row[0], float)
+        else _filled(row, values)
         for row in rows
     ]
 
@@ -72,7 +78,10 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def encoded_batch(groups: Sequence[Group], *, extras: bool, gzip: bool) -> bytes:
-    """The body of a batch, the same bytes for the same groups. Encoded group by group: in between, others get the interpreter."""
+    """The body of a batch, the same bytes for the same groups.
+
+    Encoded group by group: in between, others get the interpreter.
+    """
     pieces = _pieces(groups, extras)
     if not gzip:
         return b"".join(pieces)

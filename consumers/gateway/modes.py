@@ -1,7 +1,8 @@
-"""What the routes ask, in either mode: default, which mends what loses data, and strict, which answers as the Atropos server.
+"""What the routes ask, in either mode: default, which mends what loses data, and strict, which answers as the
+Atropos server.
 
-Brings the parts together: the taker in its own thread, posts and remote environments in the event loop. Knows nothing of HTTP but its
-statuses.
+Brings the parts together: the taker in its own thread, posts and remote environments in the event loop. Knows
+nothing of HTTP but its statuses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Posts on their way into lanes: one lane per remote environment, room waited for, and no post taken twice.
 
-A post whose answer was lost is sent again by Atropos' client. So a post is remembered from the loss of its answer on: the same body again
-gets the answer of the first, and nothing is put again. Knows producers and answers; knows nothing of HTTP or of who registered. For one
-event loop.
+A post whose answer was lost is sent again by Atropos' client. So a post is remembered from the loss of its
+answer on: the same body again gets the answer of the first, and nothing is put again. Knows producers and
+answers; knows nothing of HTTP or of who registered. For one event loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmbridge import InvalidRecord, LaneFull, Producer, RecordTooBig, SchemaMismatch, ShmBridgeError, ShmTooSmall
+from shmbridge import (
+    InvalidRecord,
+    LaneFull,
+    Producer,
+    RecordTooBig,
+    SchemaMismatch,
+    ShmBridgeError,
+    ShmTooSmall,
+)
 from shmbridge.consumers.gateway.bodies import Posted, Refused
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.proof import Carrier
@@ -31,7 +39,8 @@ _MOST_REMEMBERED = 20_000
 _GROUPS_A_TURN = 16  # of one body, before others in the event loop have theirs
 
 Places = list[tuple[str, int]]  # (producer, sequence) of groups
-Outcomes = list[int | None]  # of each group: None for queued, or how many sequences of its environment are buffered
+# of each group: None for queued, or how many sequences of its environment are buffered
+Outcomes = list[int | None]
 
 
 class RemoteLane:
@@ -50,17 +59,27 @@ class RemoteLane:
         async with self._opening:
             if self.producer is None:
                 options, name = self._options, self._env_name
-                self.producer = await asyncio.to_thread(Producer, options.bridge, env_name=name, lane_bytes=options.lane_bytes)
+                self.producer = await asyncio.to_thread(
+                    Producer, options.bridge, env_name=name, lane_bytes=options.lane_bytes
+                )
                 self._loader = Loader(self.producer.columns, self.producer.lane_bytes)
                 self._opened(self.producer.lane_name)
             return self.producer
 
     def leave(self, producer: Producer) -> bool:
-        """Nobody reads it any more: the next open() makes another. Whether that was said of it the first time."""
+        """Nobody reads it any more: the next open() makes another.
+
+        Whether that was said of it the first time.
+        """
         if self.producer is not producer:
             return False
         self._left = producer.producer_id
-        log.error("the lane of %s on bridge %s is lost: %s goes on in another", producer.producer_id, self._options.bridge, self._env_name)
+        log.error(
+            "the lane of %s on bridge %s is lost: %s goes on in another",
+            producer.producer_id,
+            self._options.bridge,
+            self._env_name,
+        )
         self.close()
         return True
 
@@ -69,13 +88,18 @@ class RemoteLane:
         return producer.producer_id == self._left
 
     def check(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Measures groups as `put` will, so that either all of them can be put or none is. Raises InvalidRecord, RecordTooBig."""
+        """Measures groups as `put` will, so that either all of them can be put or none is.
+
+        Raises InvalidRecord, RecordTooBig.
+        """
         assert self._loader is not None
         for group in groups:
             self._loader.plan(group, checked_stamp("", None, None, 0, "train"), True)
 
     def close(self) -> None:
-        """What is in the lane stays for the consumer; what waits for room goes in if there is some, and is else refused and counted."""
+        """What is in the lane stays for the consumer; what waits for room goes in if there is some, and is
+        else refused and counted.
+        """
         producer, self.producer = self.producer, None
         if producer is not None:
             producer.close()
@@ -95,7 +119,9 @@ class Post:
     def failed(self) -> bool:
         """Whether the last try to put it has ended, with some of it missing."""
         work = self.work
-        return work is None or (work.done() and (work.cancelled() or work.exception() is not None or work.result() is not None))
+        return work is None or (
+            work.done() and (work.cancelled() or work.exception() is not None or work.result() is not None)
+        )
 
     def read(self) -> None:
         """The answer was read: it will not be sent again."""
@@ -113,24 +139,39 @@ class PostLedger:
         outcomes: says what became of groups; asked once for each post. None: all are queued.
     """
 
-    def __init__(self, deadline_s: float, outcomes: Callable[[Places], Awaitable[Outcomes]] | None = None) -> None:
+    def __init__(
+        self, deadline_s: float, outcomes: Callable[[Places], Awaitable[Outcomes]] | None = None
+    ) -> None:
         self._deadline_s, self._outcomes = deadline_s, outcomes
         self._lost: dict[bytes, tuple[float, Post]] = {}
         self._under_way: set[asyncio.Task[Any]] = set()
         self.counts: Counter[str] = Counter(
-            posts_total=0, groups_total=0, posts_repeated_total=0, posts_timed_out_total=0, posts_refused_total=0, lanes_replaced_total=0
+            posts_total=0,
+            groups_total=0,
+            posts_repeated_total=0,
+            posts_timed_out_total=0,
+            posts_refused_total=0,
+            lanes_replaced_total=0,
         )
         self.waiting = 0  # posts that wait for room
 
     async def take(
-        self, posted: Posted, lane_of: Callable[[dict[str, Any]], RemoteLane], carrier: Carrier, waited_s: float
+        self,
+        posted: Posted,
+        lane_of: Callable[[dict[str, Any]], RemoteLane],
+        carrier: Carrier,
+        waited_s: float,
     ) -> Outcomes:
-        """Puts all groups of a body; what became of each. Waits for room until the deadline, of which some may be gone already.
+        """Puts all groups of a body; what became of each.
 
-        If whoever asks is gone, the groups are put all the same, or counted as dropped; the same body again gets the same answer.
+        Waits for room until the deadline, of which some may be gone already.
+
+        If whoever asks is gone, the groups are put all the same, or counted as dropped; the same body again
+        gets the same answer.
 
         Raises:
-            Refused: 422 and nothing was put; 503 after the deadline: what is missing is put when the same body comes again.
+            Refused: 422 and nothing was put; 503 after the deadline: what is missing is put when the same
+                body comes again.
         """
         self.counts["posts_total"] += 1
         post = self._recall(posted.digest)
@@ -148,11 +189,16 @@ class PostLedger:
             return post.outcomes
         if refused.status == 503 and post.done:
             self.remember(post)
-        raise Refused(refused.status, refused.detail, refused.kind)  # a new one: the post keeps no frames that have the body
+        # a new one: the post keeps no frames that have the body
+        raise Refused(refused.status, refused.detail, refused.kind)
 
-    def _begin(self, post: Post, lane_of: Callable[[dict[str, Any]], RemoteLane], waited_s: float) -> asyncio.Task[Refused | None]:
+    def _begin(
+        self, post: Post, lane_of: Callable[[dict[str, Any]], RemoteLane], waited_s: float
+    ) -> asyncio.Task[Refused | None]:
         deadline = time.monotonic() + self._deadline_s - waited_s
-        work = asyncio.get_running_loop().create_task(self._put(post, deque(post.posted.groups[len(post.done) :]), lane_of, deadline))
+        work = asyncio.get_running_loop().create_task(
+            self._put(post, deque(post.posted.groups[len(post.done) :]), lane_of, deadline)
+        )
         self._under_way.add(work)
         work.add_done_callback(self._ended)
         return work
@@ -163,9 +209,16 @@ class PostLedger:
             work.exception()  # whoever asked may be gone
 
     async def _put(
-        self, post: Post, todo: deque[dict[str, Any]], lane_of: Callable[[dict[str, Any]], RemoteLane], deadline: float
+        self,
+        post: Post,
+        todo: deque[dict[str, Any]],
+        lane_of: Callable[[dict[str, Any]], RemoteLane],
+        deadline: float,
     ) -> Refused | None:
-        """Puts what is left of a post. A refusal is returned: raised, it would keep this frame, and with it the body."""
+        """Puts what is left of a post.
+
+        A refusal is returned: raised, it would keep this frame, and with it the body.
+        """
         lanes = deque(lane_of(group) for group in todo)
         for lane in lanes:
             lane.posting += 1
@@ -181,7 +234,9 @@ class PostLedger:
                 if len(todo) % _GROUPS_A_TURN == 0:
                     await asyncio.sleep(0)
             queued: Outcomes = [None] * len(post.done)
-            post.outcomes = await self._outcomes(post.done) if self._outcomes is not None and post.done else queued
+            post.outcomes = (
+                await self._outcomes(post.done) if self._outcomes is not None and post.done else queued
+            )
             return None
         except (InvalidRecord, RecordTooBig, SchemaMismatch) as wrong:
             self.counts["posts_refused_total"] += 1
@@ -197,12 +252,16 @@ class PostLedger:
                 lane.posting -= 1
 
     async def _put_one(self, group: dict[str, Any], lane: RemoteLane, deadline: float) -> tuple[str, int]:
-        """Puts one group; into a new lane, once, if nobody reads the present one any more: then nothing of the group is there."""
+        """Puts one group; into a new lane, once, if nobody reads the present one any more: then nothing of
+        the group is there.
+        """
         first = True
         while True:
             producer = await _opened(lane, deadline)
             try:
-                sequence = await producer.put_async(group, foreign=True, timeout_s=max(0.0, deadline - time.monotonic()))
+                sequence = await producer.put_async(
+                    group, foreign=True, timeout_s=max(0.0, deadline - time.monotonic())
+                )
             except (LaneRemoved, LaneQuarantined):
                 if not first:
                     raise
@@ -214,7 +273,8 @@ class PostLedger:
                 return producer.producer_id, sequence if sequence is not None else -1
             first = False
 
-    # -- repeated posts -----------------------------------------------------------------------------------------------------------
+    # -- repeated posts
+    # --------------------------------------------------------------------------------------------------------
 
     def remember(self, post: Post) -> None:
         """Its answer was lost, or it was put in part: the same body is this post."""
@@ -250,7 +310,10 @@ class PostLedger:
 
 
 def _refusal(status: int, error: Exception, kind: str) -> Refused:
-    """What is answered to it. The error's frames have the body: they go now, and not when cycles are collected."""
+    """What is answered to it.
+
+    The error's frames have the body: they go now, and not when cycles are collected.
+    """
     error.__traceback__ = None
     return Refused(status, str(error), kind)
 
@@ -268,7 +331,10 @@ async def _check(groups: Sequence[dict[str, Any]], lanes: Sequence[RemoteLane], 
 
 
 async def _opened(lane: RemoteLane, deadline: float) -> Producer:
-    """Its producer. Memory that other lanes have comes back when they are read empty: it is waited for as room in a lane is."""
+    """Its producer.
+
+    Memory that other lanes have comes back when they are read empty: it is waited for as room in a lane is.
+    """
     while True:
         try:
             return await lane.open()
@@ -278,7 +344,9 @@ async def _opened(lane: RemoteLane, deadline: float) -> Producer:
             await asyncio.sleep(_MEMORY_AGAIN_S)
 
 
-IN_MEMORY = 12  # bytes of Python lists and numbers for a byte of their JSON, about: 1.2 GB of 96 MB, groups of 8 x 2048 with five columns
+# bytes of Python lists and numbers for a byte of their JSON, about: 1.2 GB of 96 MB, groups of 8 x 2048 with
+# five columns
+IN_MEMORY = 12
 GZIPPED = 4  # bytes of such JSON for a byte of it gzipped, rather more than it is
 
 
@@ -298,7 +366,9 @@ class HeldBytes:
         self.whole = 0  # bodies that have all they asked for
 
     async def acquire(self, size: int, timeout_s: float) -> bool:
-        """Waits until there is room for so many bytes, or nobody else has what he asked for; False after the timeout."""
+        """Waits until there is room for so many bytes, or nobody else has what he asked for; False after the
+        timeout.
+        """
         if not self._in_line and self.held + size <= self._most:
             return self._take(size)
         with suppress(TimeoutError):
@@ -324,7 +394,8 @@ class HeldBytes:
 class Booking:
     """What one body has of the memory for bodies.
 
-    Whoever waits for more has given back what it had, but for the body as it was sent: so no two wait for each other.
+    Whoever waits for more has given back what it had, but for the body as it was sent: so no two wait for
+    each other.
     """
 
     def __init__(self, memory: HeldBytes) -> None:
@@ -332,7 +403,9 @@ class Booking:
         self.size = 0
 
     async def take(self, size: int, sent: int, deadline: float) -> bool:
-        """Waits until it has `size` bytes, of which it keeps `sent` while it waits; False after the deadline, by time.monotonic()."""
+        """Waits until it has `size` bytes, of which it keeps `sent` while it waits; False after the deadline,
+        by time.monotonic().
+        """
         self._shrink(min(sent, self.size), whole=False)
         if not await self._memory.acquire(size - self.size, max(0.0, deadline - time.monotonic())):
             return False

@@ -1,8 +1,9 @@
 """Connections that know whether an answer was read: the proof behind acknowledged delivery.
 
-The client is not changed, so the proof is TCP's own. An answer was read when another request comes on its connection, or when the peer
-closes in order (FIN) while everything was written and acknowledged: a peer that closes with unread bytes, or is killed, sends a reset
-instead. docs/reference/gateway.md lists what this cannot see. Knows uvicorn's h11 protocol and sockets; knows nothing of what is carried.
+The client is not changed, so the proof is TCP's own. An answer was read when another request comes on its
+connection, or when the peer closes in order (FIN) while everything was written and acknowledged: a peer that
+closes with unread bytes, or is killed, sends a reset instead. docs/reference/gateway.md lists what this
+cannot see. Knows uvicorn's h11 protocol and sockets; knows nothing of what is carried.
 """
 
 from __future__ import annotations
@@ -16,12 +17,18 @@ from typing import Any, Protocol, cast
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _SIOCOUTQ = 0x5411  # bytes of the send queue that the peer has not acknowledged
-_KEEPALIVE = ((socket.SO_KEEPALIVE, 1, socket.SOL_SOCKET), (socket.TCP_KEEPIDLE, 30, socket.IPPROTO_TCP),
-              (socket.TCP_KEEPINTVL, 10, socket.IPPROTO_TCP), (socket.TCP_KEEPCNT, 3, socket.IPPROTO_TCP))  # fmt: skip
+_KEEPALIVE = (
+    (socket.SO_KEEPALIVE, 1, socket.SOL_SOCKET),
+    (socket.TCP_KEEPIDLE, 30, socket.IPPROTO_TCP),
+    (socket.TCP_KEEPINTVL, 10, socket.IPPROTO_TCP),
+    (socket.TCP_KEEPCNT, 3, socket.IPPROTO_TCP),
+)
 
 
 class Carried(Protocol):
-    """Something whose answer is on its way over a connection; exactly one of the two is called, once, in the event loop."""
+    """Something whose answer is on its way over a connection; exactly one of the two is called, once, in the
+    event loop.
+    """
 
     def read(self) -> None:
         """The answer was read."""
@@ -43,7 +50,9 @@ class Carrier(Protocol):
 
 
 class Unproven:
-    """Stands in where there is no connection to look at (an ASGI test client): every answer counts as read."""
+    """Stands in where there is no connection to look at (an ASGI test client): every answer counts as
+    read.
+    """
 
     gone = False
 
@@ -109,7 +118,9 @@ class ProvingConnection(H11Protocol):
         super().connection_lost(exc)
 
     def timeout_keep_alive_handler(self) -> None:
-        """An idle connection is kept while an answer on it is without proof: closing it would end the proof."""
+        """An idle connection is kept while an answer on it is without proof: closing it would end the
+        proof.
+        """
         if not self.carried:
             super().timeout_keep_alive_handler()
 
@@ -122,19 +133,30 @@ class ProvingConnection(H11Protocol):
                 each.unread()
 
     def _all_delivered(self) -> bool:
-        """Whether the answer is complete, written, and acknowledged to the last byte, on a connection that was not reset."""
-        if self._link is None or self.cycle is None or not self.cycle.response_complete or self._link.get_write_buffer_size():
+        """Whether the answer is complete, written, and acknowledged to the last byte, on a connection that
+        was not reset.
+        """
+        if (
+            self._link is None
+            or self.cycle is None
+            or not self.cycle.response_complete
+            or self._link.get_write_buffer_size()
+        ):
             return False
         peer = self._link.get_extra_info("socket")
         try:
             (unacknowledged,) = struct.unpack("i", fcntl.ioctl(peer.fileno(), _SIOCOUTQ, b"\0\0\0\0"))
-            return unacknowledged <= self._link.ended and not peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            return unacknowledged <= self._link.ended and not peer.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ERROR
+            )
         except OSError:
             return False
 
 
 class _Lingering:
-    """The transport, whose close() ends our side only while an answer is without proof: the peer is to close, and to say how."""
+    """The transport, whose close() ends our side only while an answer is without proof: the peer is to close,
+    and to say how.
+    """
 
     def __init__(self, transport: asyncio.Transport, connection: ProvingConnection) -> None:
         self._transport, self._connection = transport, connection

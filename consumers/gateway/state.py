@@ -1,4 +1,6 @@
-"""What must survive a gateway besides the lanes: who trains, which remote environments there are. A small owner-only file beside them.
+"""What must survive a gateway besides the lanes: who trains, which remote environments there are.
+
+A small owner-only file beside them.
 
 Knows the file; knows nothing of what its words mean to whom. Any thread.
 """
@@ -37,7 +39,10 @@ class SavedEnv(msgspec.Struct, frozen=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """All of it. `step` is the step that the next batch to be formed begins with: batches that nobody has read count again."""
+    """All of it.
+
+    `step` is the step that the next batch to be formed begins with: batches that nobody has read count again.
+    """
 
     version: int = _VERSION
     compat: str = "default"
@@ -58,7 +63,10 @@ class StateFile:
         self.saved = Saved()
 
     def open(self) -> bool:
-        """Becomes the one that writes it, and reads it; False if another gateway is. Never raises for what it reads."""
+        """Becomes the one that writes it, and reads it; False if another gateway is.
+
+        Never raises for what it reads.
+        """
         for _ in range(100):
             with suppress(FileExistsError):
                 self._folder.mkdir(mode=0o700)
@@ -102,7 +110,12 @@ class StateFile:
                 log.error("the state of the gateway was not written: %s", full)
 
     def _write(self, text: bytes) -> None:
-        fd = os.open("state.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        fd = os.open(
+            "state.new",
+            os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
+            0o600,
+            dir_fd=self._fd,
+        )
         with open(fd, "wb", closefd=True) as file:
             file.write(text)  # all of it, or an OSError: a full mount takes a part
         os.replace("state.new", "state.json", src_dir_fd=self._fd, dst_dir_fd=self._fd)

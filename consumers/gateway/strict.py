@@ -1,7 +1,8 @@
 """`--compat strict`: the taking side as the Atropos server does it, over lanes instead of a list in memory.
 
-Everything that is committed is taken at once, in the order of its commits, and held in the server's own queue until it is in a batch that
-was read. Knows records and the original's state; knows nothing of HTTP. For one thread: the hub's.
+Everything that is committed is taken at once, in the order of its commits, and held in the server's own queue
+until it is in a batch that was read. Knows records and the original's state; knows nothing of HTTP. For one
+thread: the hub's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _FIRST_ATTACHED = 1 << 30  # environments that post are numbered from 0 on, one 
 
 
 class _EagerConsumer(Consumer):
-    """A consumer whose records are all taken at once: what waits in the gateway's queue counts as queued for attached environments."""
+    """A consumer whose records are all taken at once: what waits in the gateway's queue counts as queued for
+    attached environments.
+    """
 
     def __init__(self, *arguments: Any, waiting: Counter[str], **options: Any) -> None:
         self._waiting = waiting
@@ -38,7 +41,9 @@ class _EagerConsumer(Consumer):
 
     def queue_groups(self, producer_id: str | None = None) -> int:
         """As Hub's, those the gateway holds included."""
-        return super().queue_groups(producer_id) + (self._waiting.total() if producer_id is None else self._waiting[producer_id])
+        return super().queue_groups(producer_id) + (
+            self._waiting.total() if producer_id is None else self._waiting[producer_id]
+        )
 
     def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
         """As Hub's, likewise."""
@@ -53,7 +58,13 @@ class _EagerConsumer(Consumer):
         late = fragments.late(time.monotonic(), self._lanes.busy_producers())
         for group in [*late, *fragments.orphans(self._lanes.finished_producers())]:
             first = group.records[0]
-            log.warning("group %s of %s has %d of %d rows: discarded", first.group_id, group.producer_id, group.rows, group.size)
+            log.warning(
+                "group %s of %s has %d of %d rows: discarded",
+                first.group_id,
+                group.producer_id,
+                group.rows,
+                group.size,
+            )
             for record in group.records:
                 self.discard(record, Discard.PARTIAL)
 
@@ -72,7 +83,8 @@ class StrictTaker(Taker):
         self._waiting: Counter[str] = Counter()
         self._shown_last: Group | None = None
 
-    # -- who trains ---------------------------------------------------------------------------------------------------------------
+    # -- who trains
+    # --------------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Becomes the hub, with what an earlier gateway knew. Raises ConsumerTaken."""
@@ -83,9 +95,16 @@ class StrictTaker(Taker):
             upstream.queue.step, upstream.started = saved.step, saved.started
             for env in saved.envs:
                 upstream.restore_env(
-                    EnvRow(env.desired_name, env.wandb_name, env.max_token_length, env.weight, env.group_size, env.min_batch_allocation,
-                           env.connected)
-                )  # fmt: skip
+                    EnvRow(
+                        env.desired_name,
+                        env.wandb_name,
+                        env.max_token_length,
+                        env.weight,
+                        env.group_size,
+                        env.min_batch_allocation,
+                        env.connected,
+                    )
+                )
         self._become_hub()
         self.take_all()
 
@@ -95,7 +114,9 @@ class StrictTaker(Taker):
         return consumer
 
     def _open(self, run: Run | None, resume: Any) -> Consumer:
-        return _EagerConsumer(self._options.bridge, run, lanes=self._options.lanes, resume=resume, waiting=self._waiting)
+        return _EagerConsumer(
+            self._options.bridge, run, lanes=self._options.lanes, resume=resume, waiting=self._waiting
+        )
 
     def register(self, run: Run) -> None:
         """As the original: the first one holds; one that an earlier gateway knew gives way to another.
@@ -117,7 +138,9 @@ class StrictTaker(Taker):
         self._state.update(run=run, step=run.starting_step, started=False, envs=[])
 
     def said_run(self) -> Run | None:
-        """What /info and /wandb_info tell: after a reset the length of a sequence is the only thing that is remembered."""
+        """What /info and /wandb_info tell: after a reset the length of a sequence is the only thing that is
+        remembered.
+        """
         upstream = self.upstream
         return None if upstream.run is None else replace(upstream.run, batch_size=upstream.queue.batch_size)
 
@@ -125,7 +148,8 @@ class StrictTaker(Taker):
         """The original's, less what was counted and is not handed out."""
         return self.upstream.queue.step - self.upstream.formed
 
-    # -- batches ------------------------------------------------------------------------------------------------------------------
+    # -- batches
+    # --------------------------------------------------------------------------------------------------------
 
     def _form(self) -> list[Group] | None:
         self.take_all()
@@ -146,7 +170,8 @@ class StrictTaker(Taker):
         """See Taker. Raises NoSuchThing where the original fails."""
         if self.upstream.started is None:
             raise NotRegistered
-        self.run = self.run or Run()  # whoever registers after a reset and a post announces nothing, there too
+        # whoever registers after a reset and a post announces nothing, there too
+        self.run = self.run or Run()
         return super().next_batch(gzip, gone)
 
     def take_all(self) -> None:
@@ -172,7 +197,9 @@ class StrictTaker(Taker):
         self._own.add(lane)
 
     def posted(self, places: list[tuple[str, int]]) -> list[int | None]:
-        """What the original answers for these groups, (producer, sequence): None for queued, else how many sequences are buffered."""
+        """What the original answers for these groups, (producer, sequence): None for queued, else how many
+        sequences are buffered.
+        """
         self.upstream.registered = True  # a post makes the queue, there too
         self.take_all()
         return [self._outcomes.pop(place, None) for place in places]
@@ -189,7 +216,8 @@ class StrictTaker(Taker):
             self.latest()
         super()._release(groups)
 
-    # -- environments -------------------------------------------------------------------------------------------------------------
+    # -- environments
+    # --------------------------------------------------------------------------------------------------------
 
     def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:
         """The answer to /register-env."""
@@ -197,7 +225,11 @@ class StrictTaker(Taker):
         if not upstream.started:
             return {"status": "wait for trainer to start"}
         number = upstream.add_env(
-            wish["desired_name"], wish["max_token_length"], wish["weight"], wish["group_size"], wish["min_batch_allocation"]
+            wish["desired_name"],
+            wish["max_token_length"],
+            wish["weight"],
+            wish["group_size"],
+            wish["min_batch_allocation"],
         )
         self._save_envs()
         run = upstream.run or Run()
@@ -236,15 +268,27 @@ class StrictTaker(Taker):
         rows = enumerate(self.upstream.envs)
         self._state.update(
             envs=[
-                SavedEnv(number, row.real_name, row.desired_name, row.max_token_length, row.group_size, row.weight,
-                         row.min_batch_allocation, row.connected) for number, row in rows
+                SavedEnv(
+                    number,
+                    row.real_name,
+                    row.desired_name,
+                    row.max_token_length,
+                    row.group_size,
+                    row.weight,
+                    row.min_batch_allocation,
+                    row.connected,
+                )
+                for number, row in rows
             ]
-        )  # fmt: skip
+        )
 
-    # -- the end ------------------------------------------------------------------------------------------------------------------
+    # -- the end
+    # --------------------------------------------------------------------------------------------------------
 
     def reset(self) -> int:
-        """As Taker's; without a registration and without a post there is nothing to forget, as in the original."""
+        """As Taker's; without a registration and without a post there is nothing to forget, as in the
+        original.
+        """
         self.take_all()
         if not self.upstream.registered:
             return 0

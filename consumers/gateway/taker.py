@@ -1,7 +1,8 @@
 """The taking side of a gateway: the consumer it becomes, the batches that are out, and those that come again.
 
-A batch is out from the moment it is handed to an answer until that answer is proven read; then its records are released. One that was not
-read is the next to be handed out, the same bytes again. Knows records and leases; knows nothing of HTTP. For one thread: the hub's.
+A batch is out from the moment it is handed to an answer until that answer is proven read; then its records
+are released. One that was not read is the next to be handed out, the same bytes again. Knows records and
+leases; knows nothing of HTTP. For one thread: the hub's.
 """
 
 from __future__ import annotations
@@ -55,12 +56,20 @@ class Taker:
         self._numbers = itertools.count()
         self._dry_since = 0.0
         self._latest: dict[str, Any] | None = None
-        self.counts = {"batches_total": 0, "batches_redelivered_total": 0, "batches_read_total": 0, "groups_discarded_total": 0}
+        self.counts = {
+            "batches_total": 0,
+            "batches_redelivered_total": 0,
+            "batches_read_total": 0,
+            "groups_discarded_total": 0,
+        }
 
-    # -- who trains ---------------------------------------------------------------------------------------------------------------
+    # -- who trains
+    # --------------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Goes on with the run of an earlier gateway, if there was one; somebody else may be the hub by now."""
+        """Goes on with the run of an earlier gateway, if there was one; somebody else may be the hub by
+        now.
+        """
         saved = self._state.saved
         if saved.run is None:
             return
@@ -71,10 +80,13 @@ class Taker:
             log.warning("batches are not served here: %s", taken)
 
     def register(self, run: Run) -> None:
-        """Announces a run; the first one holds until reset(), but one that an earlier gateway knew gives way to another."""
+        """Announces a run; the first one holds until reset(), but one that an earlier gateway knew gives way
+        to another.
+        """
         if self.run is not None and not self._inherited:
             return
-        if self.run is not None and self._state.saved.run == run:  # the same trainer, or another process of it
+        # the same trainer, or another process of it
+        if self.run is not None and self._state.saved.run == run:
             self._become_hub()
             self._inherited = False
             return
@@ -95,21 +107,32 @@ class Taker:
         return self.consumer
 
     def _open(self, run: Run | None, resume: Any) -> Consumer:
-        return Consumer(self._options.bridge, run, lanes=self._options.lanes, resume=resume, policy=self._options.policy)
+        return Consumer(
+            self._options.bridge, run, lanes=self._options.lanes, resume=resume, policy=self._options.policy
+        )
 
     def step(self) -> int:
         """The step as the trainer's: batches handed out, from where the run began."""
-        return self.consumer.current_step if self.consumer is not None else self.run.starting_step if self.run is not None else 0
+        return (
+            self.consumer.current_step
+            if self.consumer is not None
+            else self.run.starting_step
+            if self.run is not None
+            else 0
+        )
 
     def look(self) -> None:
         """A lane was opened: what is in it counts as queued from now on."""
         if self.consumer is not None:
             self.consumer.poll(0)  # adopts, and takes nothing
 
-    # -- batches ------------------------------------------------------------------------------------------------------------------
+    # -- batches
+    # --------------------------------------------------------------------------------------------------------
 
     def next_batch(self, gzip: bool, gone: Callable[[], bool] = lambda: False) -> Batch | None:
-        """The batch to hand out, or None while there is none. Blocks a moment only where a post waits for room that a batch would make.
+        """The batch to hand out, or None while there is none.
+
+        Blocks a moment only where a post waits for room that a batch would make.
 
         Args:
             gzip: whether its body is to be compressed.
@@ -143,7 +166,9 @@ class Taker:
         return None
 
     def _next(self) -> tuple[int, str] | None:
-        """The number of the batch that comes next, out from now on, and how it is counted; None if there is none."""
+        """The number of the batch that comes next, out from now on, and how it is counted; None if there is
+        none.
+        """
         if self._again:
             return heapq.heappop(self._again), "batches_redelivered_total"
         groups = self._form()
@@ -155,7 +180,9 @@ class Taker:
         return number, "batches_total"
 
     def _undo_unreadable(self, number: int) -> bool:
-        """Whether groups of this batch cannot be read: they are discarded, the others wait again, and the batch never was."""
+        """Whether groups of this batch cannot be read: they are discarded, the others wait again, and the
+        batch never was.
+        """
         groups = self._out[number]
         wrong = {place: why for place, group in enumerate(groups) if (why := self._fault(group))}
         if not wrong:
@@ -247,13 +274,18 @@ class Taker:
         try:
             return served(group, extras=self.extras)
         except Exception as wrong:
-            log.error("group %s of %s cannot be shown: %s", group.records[0].group_id, group.producer_id, wrong)
+            log.error(
+                "group %s of %s cannot be shown: %s", group.records[0].group_id, group.producer_id, wrong
+            )
             return self._latest
 
-    # -- the end ------------------------------------------------------------------------------------------------------------------
+    # -- the end
+    # --------------------------------------------------------------------------------------------------------
 
     def reset(self) -> int:
-        """Forgets the run; what lies in the lanes, and in batches without proof, is discarded and counted: how many groups that were."""
+        """Forgets the run; what lies in the lanes, and in batches without proof, is discarded and counted:
+        how many groups that were.
+        """
         self._check_no_other()  # what that one takes is not ours to discard
         consumer = self.consumer or self._open(None, "redeliver")
         self.run, self._inherited, self._latest, self.consumer = None, False, None, None
@@ -291,4 +323,8 @@ class Taker:
         """Counters, and the consumer's own. Any thread."""
         own = {**self.counts, "batches_out": len(self._out), "batches_to_serve_again": len(self._again)}
         consumer = self.consumer
-        return own | ({f"bridge_{key}": value for key, value in consumer.stats().items()} if consumer is not None else {})
+        return own | (
+            {f"bridge_{key}": value for key, value in consumer.stats().items()}
+            if consumer is not None
+            else {}
+        )

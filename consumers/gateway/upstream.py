@@ -1,6 +1,9 @@
-"""The state of one Atropos server: who has registered, and what it answers then. `--compat strict` promises it, odd as some of it is.
+"""The state of one Atropos server: who has registered, and what it answers then.
 
-The queue's arithmetic is shmbridge.atropos_policy's; this stands around it. Knows nothing of lanes, HTTP or records. For one thread.
+`--compat strict` promises it, odd as some of it is.
+
+The queue's arithmetic is shmbridge.atropos_policy's; this stands around it. Knows nothing of lanes, HTTP or
+records. For one thread.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class NoSuchThing(Exception):
 class Upstream(Generic[T]):
     """One server."""
 
-    registered: bool = False  # its queue exists: the first /register or the first post makes it, /reset_data ends it
+    # its queue exists: the first /register or the first post makes it, /reset_data ends it
+    registered: bool = False
     run: Run | None = None
     num_steps: int = -1
     started: bool | None = None  # None: nobody has ever registered
@@ -45,7 +49,8 @@ class Upstream(Generic[T]):
     formed: int = 0  # batches that are formed, and counted as steps, and not handed out
     latest: T | None = None
 
-    # -- the trainer --------------------------------------------------------------------------------------------------------------
+    # -- the trainer
+    # --------------------------------------------------------------------------------------------------------
 
     def register(self, run: Run) -> bool:
         """Whether this is the registration that holds from now on."""
@@ -56,7 +61,10 @@ class Upstream(Generic[T]):
         return True
 
     def next_batch(self) -> tuple[list[T] | None, int]:
-        """The batch to hand out, or None; and how many were formed. All that can be formed are, and the newest goes first."""
+        """The batch to hand out, or None; and how many were formed.
+
+        All that can be formed are, and the newest goes first.
+        """
         self.started = True
         if not self.registered and not self.formed:
             raise NoSuchThing
@@ -67,7 +75,9 @@ class Upstream(Generic[T]):
         return batch, formed
 
     def put_back(self, batch: list[tuple[T, int, int | None]]) -> None:
-        """What is left, with sizes and environments, of a batch that was handed out and is undone: it stands before all others."""
+        """What is left, with sizes and environments, of a batch that was handed out and is undone: it stands
+        before all others.
+        """
         self.queue.put_back(batch)
         self.queue.step -= 1
 
@@ -78,26 +88,40 @@ class Upstream(Generic[T]):
         return {"current_step": self.queue.step, "queue_size": self.queue.queue_size}
 
     def reset(self) -> bool:
-        """Forgets the registration, the queue and the environments, not what was posted last; whether there was anything to forget."""
+        """Forgets the registration, the queue and the environments, not what was posted last; whether there
+        was anything to forget.
+        """
         if not self.registered:
             return False
         self.registered, self.started, self.num_steps = False, False, -1
         self.queue, self.envs, self.formed = AtroposQueue(-1), [], 0
         return True
 
-    # -- the environments ---------------------------------------------------------------------------------------------------------
+    # -- the environments
+    # --------------------------------------------------------------------------------------------------------
 
-    def add_env(self, desired_name: str, max_token_length: int, weight: float, group_size: int, share: float | None) -> int:
+    def add_env(
+        self, desired_name: str, max_token_length: int, weight: float, group_size: int, share: float | None
+    ) -> int:
         """The number of a new environment. Raises ValueError for a group size below 1."""
         index = sum(env.desired_name == desired_name for env in self.envs)
-        self.restore_env(EnvRow(desired_name, f"{desired_name}_{index}", max_token_length, weight, group_size, share))
+        self.restore_env(
+            EnvRow(desired_name, f"{desired_name}_{index}", max_token_length, weight, group_size, share)
+        )
         return len(self.envs) - 1
 
     def restore_env(self, row: EnvRow) -> None:
         """The next environment, as an earlier gateway knew it."""
         number = len(self.envs)
         self.queue.register(
-            EnvShare(number, row.real_name, row.weight, row.min_batch_allocation, row.group_size, row.max_token_length)
+            EnvShare(
+                number,
+                row.real_name,
+                row.weight,
+                row.min_batch_allocation,
+                row.group_size,
+                row.max_token_length,
+            )
         )
         self.envs.append(row)
         if not row.connected:
@@ -109,7 +133,9 @@ class Upstream(Generic[T]):
         self.queue.disconnect(number % len(self.envs))
 
     def post(self, item: T, size: int, env_id: int | None) -> int | None:
-        """Queues a group; or buffers it until others of its environment make up the size, then: how many sequences are buffered."""
+        """Queues a group; or buffers it until others of its environment make up the size, then: how many
+        sequences are buffered.
+        """
         added = self.queue.add(item, size, env_id)
         if added.queued:
             self.latest = added.queued[-1]

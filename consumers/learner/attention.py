@@ -1,10 +1,12 @@
-"""Which layout a model can take: whether it keeps packed rows apart, and an attention for packs that needs no mask.
+"""Which layout a model can take: whether it keeps packed rows apart, and an attention for packs that needs no
+mask.
 
-Left to itself, a model of transformers builds an (N, N) mask from position ids that restart (releases from 4.53 on),
-and computes all of it. `ROWS` computes each row's own square alone, with torch's fast causal kernel, and is taken
-instead unless the model runs flash or flex attention already, which know of packs.
+Left to itself, a model of transformers builds an (N, N) mask from position ids that restart (releases from
+4.53 on), and computes all of it. `ROWS` computes each row's own square alone, with torch's fast causal
+kernel, and is taken instead unless the model runs flash or flex attention already, which know of packs.
 
-No release and no model is trusted: `keeps_rows_apart` looks. Knows nothing of batches and losses. Called by `grpo.py`.
+No release and no model is trusted: `keeps_rows_apart` looks. Knows nothing of batches and losses. Called by
+`grpo.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from shmbridge.consumers.learner.microbatch import Layout
 
 ROWS = "shmbridge_rows"
 VARLEN = "shmbridge_varlen"
-_VARLEN = ("flash_attention", "flex_attention")  # what begins like this knows of packs, or skips what is masked
-_BEYOND = ("softcap", "s_aux")  # what some layers have in their attention, and `rows_attention` would leave out
+# what begins like this knows of packs, or skips what is masked
+_VARLEN = ("flash_attention", "flex_attention")
+# what some layers have in their attention, and `rows_attention` would leave out
+_BEYOND = ("softcap", "s_aux")
 _FRONT, _OTHER, _BACK = (5, 3, 2, 6, 4), (1, 7, 0, 2, 9), (3, 1, 4, 1, 5, 2, 6)
 
 
@@ -36,9 +40,14 @@ class LayoutUnfit(ValueError):
 
 
 def settle(
-    model: Any, wanted: Literal["padded", "packed", "auto"], precision: torch.dtype, say: Callable[[str], None]
+    model: Any,
+    wanted: Literal["padded", "packed", "auto"],
+    precision: torch.dtype,
+    say: Callable[[str], None],
 ) -> Layout:
-    """Return the layout for this model, having set the attention that goes with it. Blocks for a few short forward passes.
+    """Returns the layout for this model, having set the attention that goes with it.
+
+    Blocks for a few short forward passes.
 
     "auto" is "packed" wherever the model keeps rows apart without a mask: with one, padding is faster.
 
@@ -63,7 +72,10 @@ def settle(
             if keeps_rows_apart(model, precision) and _gives(model, own, precision):
                 return "packed"
             if implementation != ROWS:
-                say(f"{implementation} is there and is not used: {type(model).__name__} does not keep the rows of one pack apart with it")
+                say(
+                    f"{implementation} is there and is not used: {type(model).__name__} does not keep the "
+                    "rows of one pack apart with it"
+                )
         if str(model.config._attn_implementation) != before:
             use(model, before)
     if (knows_packs or wanted == "packed") and keeps_rows_apart(model, precision):
@@ -82,7 +94,11 @@ def settle_for(
     precision: torch.dtype,
     say: Callable[[str], None],
 ) -> Layout:
-    """As `settle`, for a model that comes to its device in parts: what is looked at there are a few layers of its kind. Raises as that."""
+    """As `settle`, for a model that comes to its device in parts: what is looked at there are a few layers of
+    its kind.
+
+    Raises as that.
+    """
     few = _few_layers(model, device)
     if few is None:
         return settle(model, wanted, precision, say)
@@ -94,7 +110,9 @@ def settle_for(
 
 
 def _few_layers(model: Any, device: torch.device) -> Any:
-    """A model of the same kind with random weights: as many layers as it takes to have one of each sort, or None if that cannot be made."""
+    """A model of the same kind with random weights: as many layers as it takes to have one of each sort, or
+    None if that cannot be made.
+    """
     try:
         config = copy.deepcopy(model.config)
         text = config.get_text_config()
@@ -113,7 +131,9 @@ def _few_layers(model: Any, device: torch.device) -> Any:
 
 
 def attentions_for_packs(device: torch.device, precision: torch.dtype) -> list[str]:
-    """Return what to try, the fastest first: flash attention where it is installed, torch's own for packs, `ROWS`, which is everywhere."""
+    """Returns what to try, the fastest first: flash attention where it is installed, torch's own for packs,
+    `ROWS`, which is everywhere.
+    """
     half = precision in (torch.float16, torch.bfloat16)
     flash = ["flash_attention_2"] if importlib.util.find_spec("flash_attn") is not None else []
     varlen = [VARLEN] if importlib.util.find_spec("torch.nn.attention.varlen") is not None else []
@@ -121,7 +141,7 @@ def attentions_for_packs(device: torch.device, precision: torch.dtype) -> list[s
 
 
 def use(model: Any, implementation: str) -> None:
-    """Have a model compute its attention like this from now on. Does nothing for a model that has it fixed."""
+    """Has a model compute its attention like this from now on. Does nothing for a model that has it fixed."""
     if implementation in (ROWS, VARLEN):
         _register()
     model.set_attn_implementation(implementation)
@@ -130,17 +150,24 @@ def use(model: Any, implementation: str) -> None:
 def _takes(model: Any, implementation: str) -> bool:
     try:
         use(model, implementation)
-    except (AttributeError, ImportError, ValueError):  # no such thing in this release, on this machine, for this model
+    except (AttributeError, ImportError, ValueError):
+        # no such thing in this release, on this machine, for this model
         return False
     return str(model.config._attn_implementation) == implementation  # some releases only warn
 
 
 def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool:
-    """Return whether a row of a pack gives what it gives alone, whatever stands before it. Blocks for three forward passes."""
+    """Returns whether a row of a pack gives what it gives alone, whatever stands before it.
+
+    Blocks for three forward passes.
+    """
     try:
         with torch.no_grad(), evaluating(model):
-            alone, first, second = (_logits(model, rows, precision) for rows in ((_BACK,), (_FRONT, _BACK), (_OTHER, _BACK)))
-    except (TypeError, ValueError, RuntimeError):  # a model that takes no borders, an attention that does not run here
+            alone, first, second = (
+                _logits(model, rows, precision) for rows in ((_BACK,), (_FRONT, _BACK), (_OTHER, _BACK))
+            )
+    except (TypeError, ValueError, RuntimeError):
+        # a model that takes no borders, an attention that does not run here
         return False
     scale = max(float(alone.abs().max()), 1e-3)
     return _same(first, alone, precision) and float((first - second).abs().max()) <= 1e-5 * scale
@@ -161,7 +188,9 @@ def _same(logits: Tensor, others: Tensor, precision: torch.dtype) -> bool:
 
 
 def _in_pieces(model: Any) -> bool:
-    """Whether a mask alone tells a layer that it sees pieces of a row: without one it would see all of it, in long rows only."""
+    """Whether a mask alone tells a layer that it sees pieces of a row: without one it would see all of it, in
+    long rows only.
+    """
     return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
 
 
@@ -196,16 +225,30 @@ def rows_attention(
     if row_lengths is None or attention_mask is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **rest)
     if beyond := [name for name in _BEYOND if rest.get(name) is not None]:
-        raise ValueError(f"{type(module).__name__} has {', '.join(beyond)} in its attention, which torch's kernel does not know")
+        raise ValueError(
+            f"{type(module).__name__} has {', '.join(beyond)} in its attention, which torch's kernel does "
+            "not know"
+        )
     grouped = query.shape[1] != key.shape[1]
     done, at = [], 0
     for length, run in groupby(row_lengths):
         count = len(list(run))
         end = at + count * length
         q, k, v = (_squares(each[:, :, at:end], count, length) for each in (query, key, value))
-        mask = None if sliding_window is None or length <= sliding_window else _band(length, sliding_window, query.device)
+        mask = (
+            None
+            if sliding_window is None or length <= sliding_window
+            else _band(length, sliding_window, query.device)
+        )
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=mask is None, enable_gqa=grouped
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=dropout,
+            scale=scaling,
+            is_causal=mask is None,
+            enable_gqa=grouped,
         )
         done.append(out.transpose(1, 2).reshape(1, count * length, out.shape[1], out.shape[3]))
         at = end
@@ -226,7 +269,8 @@ def varlen_attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """As `rows_attention`, all rows in one call of torch's kernel for sequences of any length: on CUDA, in half precision.
+    """As `rows_attention`, all rows in one call of torch's kernel for sequences of any length: on CUDA, in
+    half precision.
 
     Args:
         cu_seq_lens_q: (rows + 1,) int32, where each row begins, then N.
@@ -237,7 +281,10 @@ def varlen_attention(
             module, query, key, value, attention_mask, dropout, scaling, sliding_window=sliding_window, **rest
         )
     if beyond := [name for name in _BEYOND if rest.get(name) is not None]:
-        raise ValueError(f"{type(module).__name__} has {', '.join(beyond)} in its attention, which torch's kernel does not know")
+        raise ValueError(
+            f"{type(module).__name__} has {', '.join(beyond)} in its attention, which torch's kernel does "
+            "not know"
+        )
     from torch.nn.attention.varlen import varlen_attn
 
     kind = query.device.type
@@ -249,7 +296,9 @@ def varlen_attention(
             options["enable_gqa"] = True
         else:  # torch before 2.12
             k, v = (each.repeat_interleave(queries_each, dim=1) for each in (k, v))
-    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, **options)
+    out = varlen_attn(
+        q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, **options
+    )
     assert isinstance(out, Tensor)
     return out[None], None
 
@@ -304,6 +353,12 @@ def _row_logits(model: Any, precision: torch.dtype) -> Tensor:
     device = next(model.parameters()).device
     size = model.get_input_embeddings().num_embeddings
     tokens = torch.tensor([[token % size for token in _BACK]], device=device)
-    with torch.no_grad(), evaluating(model), torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
-        logits: Tensor = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
+    with (
+        torch.no_grad(),
+        evaluating(model),
+        torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32),
+    ):
+        logits: Tensor = model(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False
+        ).logits
     return logits.float()

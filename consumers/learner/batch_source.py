@@ -1,4 +1,5 @@
-"""Where a learner's batches come from, and who hears that one is done: one process that is the hub of its bridge.
+"""Where a learner's batches come from, and who hears that one is done: one process that is the hub of its
+bridge.
 
 Knows the consumer; knows nothing of models. Called by the GRPO learner (`grpo.py`).
 """
@@ -48,11 +49,11 @@ class HubSource:
         return self._consumer.training_version
 
     def note_training_version(self, version: int) -> None:
-        """Have staleness counted up to weights that are not published. Never blocks."""
+        """Has staleness counted up to weights that are not published. Never blocks."""
         self._consumer.note_training_version(version)
 
     def publish_version(self, version: int) -> None:
-        """Tell everybody of new weights. Never blocks."""
+        """Tells everybody of new weights. Never blocks."""
         self._consumer.publish_policy_version(version)
 
     def stats(self) -> dict[str, float]:
@@ -61,11 +62,12 @@ class HubSource:
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[Any]]:
-        """Yield an iterator that waits for batch after batch, until the bridge is drained.
+        """Yields an iterator that waits for batch after batch, until the bridge is drained.
 
         Its `next` raises NoBatch when the limits are exhausted, Stopped, and what the bridge raises.
         """
-        with device_copies(self._options) as copies, closing(self._iterate()) as batches:  # which forms none after its end
+        # which forms none after its end
+        with device_copies(self._options) as copies, closing(self._iterate()) as batches:
             self._make = None if copies is None else copies.batch
             yield batches
 
@@ -77,7 +79,8 @@ class HubSource:
             wait = BatchWait(patience, missing, say)
             batch = None
             while batch is None:
-                if batches is None:  # one that timed out has ended; each waits for every one of its batches equally long
+                # one that timed out has ended; each waits for every one of its batches equally long
+                if batches is None:
                     batches = self._batches(min(wait.left_s, wait.first_s))
                 try:
                     batch = next(batches, _DRAINED)
@@ -103,7 +106,7 @@ class HubSource:
 
 
 def device_copies(options: argparse.Namespace) -> AbstractContextManager[DeviceCopies | None]:
-    """Return the way straight to the device, or None: batches are gathered on the host first."""
+    """Returns the way straight to the device, or None: batches are gathered on the host first."""
     if options.host_copy != "direct":
         return nullcontext()
     from shmbridge.consumers.device_batch import DeviceCopies
@@ -112,10 +115,11 @@ def device_copies(options: argparse.Namespace) -> AbstractContextManager[DeviceC
     return DeviceCopies(device_kind(options))
 
 
-def hub(
-    options: argparse.Namespace, run: shmbridge.Run, screen: Callable[[Any], bool]
-) -> shmbridge.Consumer:
-    """Return the hub of the bridge that the options name, which asks `screen` about each group. Raises as Consumer."""
+def hub(options: argparse.Namespace, run: shmbridge.Run, screen: Callable[[Any], bool]) -> shmbridge.Consumer:
+    """Returns the hub of the bridge that the options name, which asks `screen` about each group.
+
+    Raises as Consumer.
+    """
     consumer = shmbridge.Consumer(
         options.bridge,
         run=run,
@@ -128,12 +132,12 @@ def hub(
 
 
 def most_held(options: argparse.Namespace) -> int:
-    """Return how many batches the learner holds at most before it releases any."""
+    """Returns how many batches the learner holds at most before it releases any."""
     return int(options.accumulate * (options.save_every if options.hold_until_saved else 1))
 
 
 def who_is_missing(consumer: shmbridge.Consumer, groups: int) -> str:
-    """Return what a batch waits for, in a few words. Any thread; never blocks."""
+    """Returns what a batch waits for, in a few words. Any thread; never blocks."""
     stats = consumer.stats()
     live, dead = int(stats["lanes_live"]), int(stats["lanes_dead"])
     lanes = (

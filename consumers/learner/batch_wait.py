@@ -1,7 +1,7 @@
 """Waiting for the next batch within limits: says who is missing, tries again, gives up.
 
-Knows nothing of what a batch is, and never waits itself. Called by `batch_source.py` and `rank_source.py`, which ask
-for a batch within a time, and again.
+Knows nothing of what a batch is, and never waits itself. Called by `batch_source.py` and `rank_source.py`,
+which ask for a batch within a time, and again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class NoBatch(Exception):
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for one batch: attempts with growing delays between them, and a limit over all of it."""
+    """How long to wait for one batch: attempts with growing delays between them, and a limit over all of
+    it.
+    """
 
     timeout_s: float = 30.0  # of one attempt
     attempts: int = 10
@@ -33,7 +35,7 @@ class Patience:
     max_wait_s: float = math.inf
 
     def waits(self) -> Iterator[tuple[float, float]]:
-        """Yield (seconds of an attempt, seconds until the next) per attempt; the last has no delay."""
+        """Yields (seconds of an attempt, seconds until the next) per attempt; the last has no delay."""
         delay, left = self.retry_delay_s, self.max_wait_s
         for attempt in range(1, self.attempts + 1):
             pause = delay if attempt < self.attempts else 0.0
@@ -46,7 +48,7 @@ class Patience:
 
 
 def patience_of(options: argparse.Namespace) -> Patience | None:
-    """Return the limits of the command line; None, for ever, if it sets none."""
+    """Returns the limits of the command line; None, for ever, if it sets none."""
     given = {
         "timeout_s": options.batch_timeout,
         "attempts": options.batch_attempts,
@@ -58,7 +60,8 @@ def patience_of(options: argparse.Namespace) -> Patience | None:
 
 
 class BatchWait:
-    """The wait for one batch, from its construction on: how long to wait at a time, and what to say after that.
+    """The wait for one batch, from its construction on: how long to wait at a time, and what to say after
+    that.
 
     Args:
         patience: the limits; None waits for ever, and says so once in a while.
@@ -66,13 +69,16 @@ class BatchWait:
         say: takes a line for people.
     """
 
-    def __init__(self, patience: Patience | None, missing: Callable[[], str], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, patience: Patience | None, missing: Callable[[], str], say: Callable[[str], None]
+    ) -> None:
         self._patience = patience
         self._missing = missing
         self._say = say
         self._begun = time.monotonic()
         self._words = self._remind() if patience is None else self._attempts(patience)
-        self.first_s = min(next(self._words), _LONGEST_WAIT_S)  # of the wait for any batch within these limits
+        # of the wait for any batch within these limits
+        self.first_s = min(next(self._words), _LONGEST_WAIT_S)
         self._until = self._begun + self.first_s
 
     @property
@@ -81,7 +87,7 @@ class BatchWait:
         return min(max(self._until - time.monotonic(), 0.0), _LONGEST_WAIT_S)
 
     def look(self) -> None:
-        """Say what is to be said by now, if anything. Never blocks.
+        """Says what is to be said by now, if anything. Never blocks.
 
         Raises:
             NoBatch: the limits are exhausted.
@@ -90,7 +96,7 @@ class BatchWait:
             self._until += next(self._words)
 
     def _remind(self) -> Iterator[float]:
-        """Yield the time until the next word; says it when asked for the one after that."""
+        """Yields the time until the next word; says it when asked for the one after that."""
         reminder = _REMINDER_S
         while True:
             yield reminder

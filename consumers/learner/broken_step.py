@@ -1,6 +1,8 @@
-"""What is said when a step cannot be computed: which one, what of the run is saved, and what to lower where memory ran out.
+"""What is said when a step cannot be computed: which one, what of the run is saved, and what to lower where
+memory ran out.
 
-Knows the command line and torch's words for a lack of memory; knows nothing of the bridge. Called by the GRPO learner (`grpo.py`).
+Knows the command line and torch's words for a lack of memory; knows nothing of the bridge. Called by the GRPO
+learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ class BrokenStep(Exception):
     details = ""
 
 
-def broken_step(error: Exception, options: argparse.Namespace, learner: Learner, rescue: Callable[[], str]) -> BrokenStep:
-    """Save what was trained; return the error with words for people. Blocks for the disk.
+def broken_step(
+    error: Exception, options: argparse.Namespace, learner: Learner, rescue: Callable[[], str]
+) -> BrokenStep:
+    """Saves what was trained; return the error with words for people. Blocks for the disk.
 
     Args:
         error: what was raised; its frames in the computation are cleared.
@@ -40,20 +44,30 @@ def broken_step(error: Exception, options: argparse.Namespace, learner: Learner,
     details = "" if lacks_memory(error) else "".join(traceback.format_exception(error))
     _free_activations(error)
     for free in (learner.drop_gradient, torch.cuda.empty_cache):
-        with suppress(RuntimeError):  # a device that is broken says so again at each call; what went wrong first is to be said
+        # a device that is broken says so again at each call; what went wrong first is to be said
+        with suppress(RuntimeError):
             free()
     saved = rescue()
     if lacks_memory(error):
         place = "the update" if not learner.consistent else "forward or backward"
-        found = BrokenStep(f"out of memory in {place} of step {step}: {what}; {saved} -> {_lower(options, learner)}, then --resume")
+        found = BrokenStep(
+            f"out of memory in {place} of step {step}: {what}; {saved} -> {_lower(options, learner)}, then "
+            "--resume"
+        )
     else:
-        found = BrokenStep(f"step {step} broke off: {type(error).__name__}: {what}; {saved} -> the batch comes again with --resume")
+        found = BrokenStep(
+            f"step {step} broke off: {type(error).__name__}: {what}; {saved} -> the batch comes again with "
+            "--resume"
+        )
     found.details = details
     return found
 
 
 def _free_activations(error: Exception) -> None:
-    """Clear the frames that computed. Those that called them go on holding the batch, which is not released but comes again."""
+    """Clears the frames that computed.
+
+    Those that called them go on holding the batch, which is not released but comes again.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals is not Learner.accumulate.__globals__:
         trace = trace.tb_next
@@ -61,7 +75,7 @@ def _free_activations(error: Exception) -> None:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error says that there is no memory left, on a device or on the host."""
+    """Returns whether an error says that there is no memory left, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)

@@ -5,8 +5,9 @@
                               rng.safetensors                                    rng_state()
                               learner.json                                       Progress
 
-An adapter is saved as peft does, `adapter_model.safetensors` and `adapter_config.json`, which names its base model. No
-pickle anywhere. Knows nothing of batches, losses or the bridge. Called by the GRPO learner (`grpo.py`).
+An adapter is saved as peft does, `adapter_model.safetensors` and `adapter_config.json`, which names its base
+model. No pickle anywhere. Knows nothing of batches, losses or the bridge. Called by the GRPO learner
+(`grpo.py`).
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ _WRITING = ".writing-"
 
 
 class CheckpointMismatch(Exception):
-    """A checkpoint is not of this kind of learner, of a newer one, or damaged; the message says which and what to do."""
+    """A checkpoint is not of this kind of learner, of a newer one, or damaged; the message says which and
+    what to do.
+    """
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a learner is, and what of the bridge is in its weights; what an older checkpoint does not say is 0 or empty."""
+    """How far a learner is, and what of the bridge is in its weights; what an older checkpoint does not say
+    is 0 or empty.
+    """
 
     step: int  # optimizer steps done
     policy_version: int  # of these weights, published or not
@@ -45,8 +50,10 @@ class Progress:
     trajectories: int = 0
     tokens: int = 0
     wall_s: float = 0.0  # of all processes that took part in the run
-    last_sequences: dict[str, int] = field(default_factory=dict)  # producer id -> highest sequence that was consumed
-    held: dict[str, list[int]] = field(default_factory=dict)  # producer id -> consumed sequences that may come again
+    # producer id -> highest sequence that was consumed
+    last_sequences: dict[str, int] = field(default_factory=dict)
+    # producer id -> consumed sequences that may come again
+    held: dict[str, list[int]] = field(default_factory=dict)
     mounts: dict[str, str] = field(default_factory=dict)  # producer id of those -> mount of its lane
 
 
@@ -61,7 +68,7 @@ def save(
     rng: Mapping[str, torch.Tensor] | None = None,
     write: bool = True,
 ) -> Path:
-    """Write one checkpoint and return its path; older ones beyond `keep` go. Blocks for the disk.
+    """Writes one checkpoint and return its path; older ones beyond `keep` go. Blocks for the disk.
 
     Killed at any point, this leaves the earlier checkpoints whole and at most one folder that no reader takes
     for a checkpoint; the next save removes it. The files are on the disk before the name is.
@@ -74,7 +81,8 @@ def save(
         optimizer: its state is saved under the model's parameter names.
         keep: newest checkpoints to leave in the folder, at least 1.
         rng: states of random generators by name; None for none.
-        write: False only takes part in what a sharded model needs of every rank, and leaves the disk to another one.
+        write: False only takes part in what a sharded model needs of every rank, and leaves the disk to
+            another one.
     """
     final = folder / f"step-{progress.step:08d}"
     state = whole_state(model, write)
@@ -106,16 +114,17 @@ def save(
 
 
 def complete(folder: Path) -> list[Path]:
-    """Return the whole checkpoints of a folder, oldest step first; empty when there are none."""
+    """Returns the whole checkpoints of a folder, oldest step first; empty when there are none."""
     found = {int(match[1]): path for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))}
     return [found[step] for step in sorted(found)]
 
 
 def load_progress(path: Path) -> Progress:
-    """Return how far the learner was that wrote this checkpoint. Blocks for the disk.
+    """Returns how far the learner was that wrote this checkpoint. Blocks for the disk.
 
     Raises:
-        CheckpointMismatch: it is damaged, or says things that this release does not know, and might get wrong.
+        CheckpointMismatch: it is damaged, or says things that this release does not know, and might get
+            wrong.
     """
     try:
         said = json.loads((path / "learner.json").read_text())
@@ -124,13 +133,16 @@ def load_progress(path: Path) -> Progress:
         raise _damaged(path, "learner.json", error) from error
     if unknown := said.keys() - {each.name for each in fields(Progress)}:
         raise CheckpointMismatch(
-            f"{path} was written by a newer release: its learner.json has {', '.join(sorted(unknown))} -> update shmbridge"
+            f"{path} was written by a newer release: its learner.json has {', '.join(sorted(unknown))} -> "
+            "update shmbridge"
         )
     return Progress(step, policy_version, **said)
 
 
 def load_rng(path: Path) -> dict[str, torch.Tensor] | None:
-    """Return the states of the random generators, or None if an older release wrote the checkpoint. Blocks for the disk.
+    """Returns the states of the random generators, or None if an older release wrote the checkpoint.
+
+    Blocks for the disk.
 
     Raises:
         CheckpointMismatch: it is damaged.
@@ -139,7 +151,7 @@ def load_rng(path: Path) -> dict[str, torch.Tensor] | None:
 
 
 def load_optimizer(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Put the saved state back into an optimizer over the same model's parameters. Blocks for the disk.
+    """Puts the saved state back into an optimizer over the same model's parameters. Blocks for the disk.
 
     Raises:
         CheckpointMismatch: other parameters were trained, or in another dtype, or it is damaged.

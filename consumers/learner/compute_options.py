@@ -1,4 +1,5 @@
-"""The learner's options on where and how it computes: device, precision, batches' layout, chunks, and the way to the device.
+"""The learner's options on where and how it computes: device, precision, batches' layout, chunks, and the way
+to the device.
 
 Knows nothing of torch. Called by `grpo_options.py`.
 """
@@ -11,7 +12,7 @@ from shmbridge.consumers.learner.option_types import not_negative, positive
 
 
 def add_compute(group: argparse._ArgumentGroup) -> None:
-    """Add the options to an argument group."""
+    """Adds the options to an argument group."""
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[cuda if any]")
     group.add_argument(
         "--threads", type=not_negative, metavar="N", default=0, help="CPU threads; 0: torch's choice [0]"
@@ -33,23 +34,23 @@ def add_compute(group: argparse._ArgumentGroup) -> None:
         "--batch-layout",
         choices=("padded", "packed", "auto"),
         default="auto",
-        help="rows in rectangles, or one after the other without padding; auto packs for every model that is seen "
-        "to keep packed rows apart without a mask [auto]",
+        help="rows in rectangles, or one after the other without padding; auto packs for every model that is "
+        "seen to keep packed rows apart without a mask [auto]",
     )
     group.add_argument(
         "--chunk-tokens",
         type=not_negative,
         metavar="N",
         default=None,
-        help="trained tokens whose logits are there at a time; 0: all of a forward pass [256 MiB of logits, all if "
-        "they take less than 1 GiB]",
+        help="trained tokens whose logits are there at a time; 0: all of a forward pass [256 MiB of logits, "
+        "all if they take less than 1 GiB]",
     )
     group.add_argument(
         "--host-copy",
         choices=("batch", "direct", "auto"),
         default="auto",
-        help="tokens go to the device by way of a batch in host memory, or straight from the ring, on a stream of "
-        "their own; auto is batch, until direct has been measured on a GPU [auto]",
+        help="tokens go to the device by way of a batch in host memory, or straight from the ring, on a "
+        "stream of their own; auto is batch, until direct has been measured on a GPU [auto]",
     )
     group.add_argument(
         "--prefetch", type=positive, metavar="N", default=1, help="batches formed, or copied, ahead [1]"

@@ -1,7 +1,8 @@
-"""What a learner has consumed: totals, the last sequence of each producer, and the records that may come again.
+"""What a learner has consumed: totals, the last sequence of each producer, and the records that may come
+again.
 
-A checkpoint that holds it tells a resumed learner which redelivered records are in its weights already. Knows metadata of
-records and `Progress`; nothing of torch. Called by the GRPO learner.
+A checkpoint that holds it tells a resumed learner which redelivered records are in its weights already. Knows
+metadata of records and `Progress`; nothing of torch. Called by the GRPO learner.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ MOST_PRODUCERS = 1024  # whose last sequence is known; those that were heard of 
 class Consumed:
     """Counts what each step takes.
 
-    Its size is that of the records held, of what the loaded checkpoint held, and of `MOST_PRODUCERS` names, however many steps it makes.
-    What a checkpoint of it holds is bounded by what lanes hold, however many resumes there are.
-    One thread, but for `contains`.
+    Its size is that of the records held, of what the loaded checkpoint held, and of `MOST_PRODUCERS` names,
+    however many steps it makes. What a checkpoint of it holds is bounded by what lanes hold, however many
+    resumes there are. One thread, but for `contains`.
 
     Args:
         before: the progress of the checkpoint that the run goes on from.
@@ -37,14 +38,16 @@ class Consumed:
         self._begun_s = time.monotonic() - before.wall_s
 
     def contains(self, meta: Any) -> bool:
-        """Whether the checkpoint's weights have been trained with this record, which its learner had not released.
+        """Whether the checkpoint's weights have been trained with this record, which its learner had not
+        released.
 
-        Only a redelivered record can be one; another with that number comes from a producer that has begun to count again.
+        Only a redelivered record can be one; another with that number comes from a producer that has begun to
+        count again.
         """
         return bool(meta.redelivered) and meta.sequence in self._in_checkpoint.get(meta.producer_id, ())
 
     def took(self, metas: Iterable[Any], *, groups: int, trajectories: int, tokens: int) -> None:
-        """Note a batch: the metadata of its records, any number of times each, and how much it was."""
+        """Notes a batch: the metadata of its records, any number of times each, and how much it was."""
         for meta in metas:
             producer, sequence = meta.producer_id, meta.sequence
             self._held.setdefault(producer, set()).add(sequence)
@@ -56,14 +59,15 @@ class Consumed:
         self._tokens += tokens
 
     def released(self) -> None:
-        """Note that nothing of what was taken so far is held any more: none of it can come again."""
+        """Notes that nothing of what was taken so far is held any more: none of it can come again."""
         self._held.clear()
 
     def progress(self, step: int, policy_version: int) -> Progress:
-        """Return what a checkpoint of this moment says. Looks at lanes; never blocks.
+        """Returns what a checkpoint of this moment says. Looks at lanes; never blocks.
 
-        It goes on holding what the loaded checkpoint held, until the record's lane shows it as released, or is gone. Such a record may
-        not have come yet. One that has come is released after `contains`, or later, while a rank of an earlier learner lives.
+        It goes on holding what the loaded checkpoint held, until the record's lane shows it as released, or
+        is gone. Such a record may not have come yet. One that has come is released after `contains`, or
+        later, while a rank of an earlier learner lives.
         """
         earlier, here = may_come_again(self._in_checkpoint, self._mounts), mount_id()
         mounts = {each: self._mounts[each] for each in earlier if each in self._mounts}

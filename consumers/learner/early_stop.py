@@ -48,7 +48,9 @@ class Goal:
 
 
 class EarlyStop:
-    """Looks at every step's metrics, and says when the run may end. A step without the metric, or with none known, counts for nothing.
+    """Looks at every step's metrics, and says when the run may end.
+
+    A step without the metric, or with none known, counts for nothing.
 
     Args:
         condition: to hold in `patience` steps one after the other; None for none.
@@ -76,9 +78,11 @@ class EarlyStop:
         self._unseen = {each.metric for each in (condition, goal) if each is not None}
 
     def reason(self, metrics: Metrics) -> str | None:
-        """Return why to stop after a step with these metrics; None to go on."""
+        """Returns why to stop after a step with these metrics; None to go on."""
         for name in sorted(self._unseen - metrics.keys()):
-            self._say(f"no metric {name} in the first step: until there is one, it does not end this run early")
+            self._say(
+                f"no metric {name} in the first step: until there is one, it does not end this run early"
+            )
         self._unseen = set()
         return self._good_enough(metrics) or self._no_better(metrics)
 
@@ -105,7 +109,7 @@ class EarlyStop:
 
 
 def parse_condition(text: str) -> Condition:
-    """Return the condition that a text such as reward_mean>=0.95 says. Raises ValueError."""
+    """Returns the condition that a text such as reward_mean>=0.95 says. Raises ValueError."""
     if (found := _CONDITION.fullmatch(text)) is None:
         raise ValueError(f"{text!r} is not such as reward_mean>=0.95")
     try:
@@ -118,7 +122,7 @@ def parse_condition(text: str) -> Condition:
 
 
 def parse_goal(text: str) -> Goal:
-    """Return the goal that a text such as reward_mean:max says. Raises ValueError."""
+    """Returns the goal that a text such as reward_mean:max says. Raises ValueError."""
     if (found := _GOAL.fullmatch(text)) is None:
         raise ValueError(f"{text!r} is not such as reward_mean:max or loss:min")
     return Goal(found[1], found[2] == "max")

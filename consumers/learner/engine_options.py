@@ -12,15 +12,18 @@ from shmbridge.consumers.learner.option_types import positive, seconds
 
 
 def add_engines(root: argparse.ArgumentParser) -> None:
-    """Add the group "inference engines"."""
-    group = root.add_argument_group("inference engines (those that follow the bridge by themselves need none of this)")
+    """Adds the group "inference engines"."""
+    group = root.add_argument_group(
+        "inference engines (those that follow the bridge by themselves need none of this)"
+    )
     group.add_argument(
         "--engine",
         type=_url,
         action="append",
         default=[],
         metavar="URL",
-        help="bring this server to every version while the next batch is awaited: vLLM, SGLang, or one that follows; may be repeated",
+        help="bring this server to every version while the next batch is awaited: vLLM, SGLang, or one that "
+        "follows; may be repeated",
     )
     group.add_argument(
         "--pause",
@@ -40,7 +43,8 @@ def add_engines(root: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         default=1,
-        help="optimizer steps between two versions, for engines and for those that follow; the last step makes one always [1]",
+        help="optimizer steps between two versions, for engines and for those that follow; the last step "
+        "makes one always [1]",
     )
 
 

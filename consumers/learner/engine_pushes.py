@@ -1,8 +1,9 @@
 """The learner's engines, brought to each version by a thread while the learner waits for its next batch.
 
-At most one push is under way, and it is over before the segment changes again: versions never go back, and an engine finds the one
-that it is told to take. An engine that fails is said and counted; the training goes on, and ends when that lasts. Knows the interface of
-`engines/` and no engine. Called by the GRPO learner, on rank 0.
+At most one push is under way, and it is over before the segment changes again: versions never go back, and an
+engine finds the one that it is told to take. An engine that fails is said and counted; the training goes on,
+and ends when that lasts. Knows the interface of `engines/` and no engine. Called by the GRPO learner, on rank
+0.
 """
 
 from __future__ import annotations
@@ -62,15 +63,25 @@ class EnginePushes:
         self._thread: threading.Thread | None = None
 
     def begin(self, version: int) -> None:
-        """Let the engines be brought to the segment's newest version. Never blocks; call `settled` between two of these."""
+        """Lets the engines be brought to the segment's newest version.
+
+        Never blocks; call `settled` between two of these.
+        """
         if self._fleet.engines:
             assert self._thread is None, "the push before is not settled"
-            update = Update(self._bridge, version, self._pause, timeout_s=min(max(self._patience_s, _SHORTEST_S), _LONGEST_S))
-            self._thread = threading.Thread(target=self._push, args=(update,), name="engine-push", daemon=True)
+            update = Update(
+                self._bridge,
+                version,
+                self._pause,
+                timeout_s=min(max(self._patience_s, _SHORTEST_S), _LONGEST_S),
+            )
+            self._thread = threading.Thread(
+                target=self._push, args=(update,), name="engine-push", daemon=True
+            )
             self._thread.start()
 
     def settled(self) -> None:
-        """Return when no push is under way. Blocks for it.
+        """Returns when no push is under way. Blocks for it.
 
         Raises:
             EngineFailed: an engine has failed for too long.
@@ -85,12 +96,13 @@ class EnginePushes:
             lasted = time.monotonic() - trouble.since
             if trouble.count >= _AT_LEAST and lasted >= self._patience_s:
                 raise EngineFailed(
-                    f"{address} has taken none of the last {trouble.count} versions, in {lasted:.0f} s: {trouble.said}",
+                    f"{address} has taken none of the last {trouble.count} versions, in {lasted:.0f} s: "
+                    f"{trouble.said}",
                     hint="start it again, then --resume; or raise --engine-patience",
                 )
 
     def metrics(self) -> Metrics:
-        """Return what is known of the pushes that are over; nothing without engines. Never blocks."""
+        """Returns what is known of the pushes that are over; nothing without engines. Never blocks."""
         if not self._fleet.engines:
             return {}
         waited, self._waited_s = self._waited_s, 0.0
@@ -103,7 +115,11 @@ class EnginePushes:
         }
 
     def close(self, *, at_once: bool = False) -> None:
-        """Let the engines go, after the push that is under way; `at_once`: others end that as soon as this process is gone. Idempotent."""
+        """Lets the engines go, after the push that is under way; `at_once`: others end that as soon as this
+        process is gone.
+
+        Idempotent.
+        """
         if self._thread is not None:
             self._thread.join(_GOODBYE_S if at_once else None)
             if self._thread.is_alive():
@@ -120,7 +136,10 @@ class EnginePushes:
                 continue
             self._at[engine.address] = update.version
             if (trouble := self._trouble.pop(engine.address, None)) is not None:
-                self._say(f"{engine.address} is at version {update.version}, after {trouble.count} that it did not take")
+                self._say(
+                    f"{engine.address} is at version {update.version}, after {trouble.count} that it did "
+                    "not take"
+                )
 
     def _note(self, address: str, error: EngineFailed, since: float) -> None:
         self._failures_total += 1
@@ -133,7 +152,7 @@ class EnginePushes:
 
 @contextmanager
 def engine_pushes(options: argparse.Namespace, world: World) -> Iterator[EnginePushes]:
-    """Yield the pushes to the engines of the command line; on all ranks but one there are none."""
+    """Yields the pushes to the engines of the command line; on all ranks but one there are none."""
     engines = [AtUrl(url) for url in dict.fromkeys(options.engine)] if world.is_main else []
     pushes = EnginePushes(engines, options.bridge, options.pause, options.engine_patience)
     try:

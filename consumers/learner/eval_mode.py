@@ -12,7 +12,11 @@ from typing import Any
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Have every module of a model in evaluation mode, then each in the mode that it was in, whatever was done to it. One thread."""
+    """Has every module of a model in evaluation mode, then each in the mode that it was in, whatever was done
+    to it.
+
+    One thread.
+    """
     before = [(module, module.training) for module in model.modules()]
     for module, _ in before:
         module.training = False

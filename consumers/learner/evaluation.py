@@ -1,4 +1,5 @@
-"""Evaluation beside training: the scores of groups that environments put for it, and a function of the user's own.
+"""Evaluation beside training: the scores of groups that environments put for it, and a function of the user's
+own.
 
 Knows groups of a bridge, and metrics; knows nothing of losses. Called by the GRPO learner.
 """
@@ -26,7 +27,8 @@ class BadHook(Exception):
 
 
 class TrainingScreen:
-    """What `Consumer.screen` asks: keeps evaluation groups, and those a checkpoint has been trained with, out of batches.
+    """What `Consumer.screen` asks: keeps evaluation groups, and those a checkpoint has been trained with, out
+    of batches.
 
     It is asked in the thread that forms batches; `metrics` is for the thread that trains.
 
@@ -37,13 +39,14 @@ class TrainingScreen:
     def __init__(self, consumed: Consumed) -> None:
         self._consumed = consumed
         self._lock = threading.Lock()
-        self._scores: list[tuple[str, int, float]] = []  # environment, group, score since `metrics` was last called
+        # environment, group, score since `metrics` was last called
+        self._scores: list[tuple[str, int, float]] = []
         self._groups = 0
         self._groups_total = 0
         self._known_total = 0
 
     def __call__(self, group: Any) -> bool:
-        """Return whether the group is for training. Never blocks."""
+        """Returns whether the group is for training. Never blocks."""
         metas = [record.meta for record in group.records]
         if metas[0].split == EVAL:
             self._add(group, metas[0].env_name)
@@ -55,19 +58,32 @@ class TrainingScreen:
         return True
 
     def metrics(self) -> Metrics:
-        """Return `eval/...` of the groups since the last call, if there were any, and the totals. Never blocks for long."""
+        """Returns `eval/...` of the groups since the last call, if there were any, and the totals.
+
+        Never blocks for long.
+        """
         with self._lock:
             scores, self._scores, groups, self._groups = self._scores, [], self._groups, 0
             totals = {"eval/groups_total": self._groups_total, "resume/known_groups_total": self._known_total}
         if not groups:
             return totals
-        found = rollout_metrics([env for env, _, _ in scores], [n for _, n, _ in scores], [s for _, _, s in scores])
-        per_env = {name.replace("atropos/", "eval/", 1): value for name, value in found.items() if name.count("/") == 2}
-        return totals | per_env | {
-            "eval/mean_score": found["atropos/mean_score"],
-            "eval/groups": groups,
-            "eval/trajectories": len(scores),
+        found = rollout_metrics(
+            [env for env, _, _ in scores], [n for _, n, _ in scores], [s for _, _, s in scores]
+        )
+        per_env = {
+            name.replace("atropos/", "eval/", 1): value
+            for name, value in found.items()
+            if name.count("/") == 2
         }
+        return (
+            totals
+            | per_env
+            | {
+                "eval/mean_score": found["atropos/mean_score"],
+                "eval/groups": groups,
+                "eval/trajectories": len(scores),
+            }
+        )
 
     def _add(self, group: Any, env_name: str) -> None:
         scores = [score for record in group.records for score in _scores(record)]
@@ -95,18 +111,24 @@ class EvalHook:
         return step % self._every == 0
 
     def called(self, step: int, model: Any, tokenizer: Any) -> Metrics:
-        """Return what the function says, under `eval/`; nothing if it fails. Blocks as long as the function."""
+        """Returns what the function says, under `eval/`; nothing if it fails.
+
+        Blocks as long as the function.
+        """
         try:
             said = self._function(step, model, tokenizer)
             return {f"eval/{name}": float(value) for name, value in said.items()}
         except Exception as error:  # whatever it is, the training is worth more
             self.failures_total += 1
-            self._say(f"the evaluation hook failed at step {step}, training goes on: {type(error).__name__}: {error}")
+            self._say(
+                f"the evaluation hook failed at step {step}, training goes on: {type(error).__name__}: "
+                f"{error}"
+            )
             return {}
 
 
 def load_hook(name: str) -> Hook:
-    """Return the function that `module:function` names; the module is imported.
+    """Returns the function that `module:function` names; the module is imported.
 
     Raises:
         BadHook: there is none.

@@ -16,14 +16,18 @@ Parsed = TypeVar("Parsed")
 
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:
-    """Add the groups "evaluation" and "early stop"."""
-    group = parser.add_argument_group("evaluation (groups that environments put for it are scored and never trained)")
+    """Adds the groups "evaluation" and "early stop"."""
+    group = parser.add_argument_group(
+        "evaluation (groups that environments put for it are scored and never trained)"
+    )
     group.add_argument(
         "--eval-hook",
         metavar="MODULE:FUNCTION",
         help="call function(step, model, tokenizer) -> numbers by name, which are logged as eval/<name>",
     )
-    group.add_argument("--eval-every", type=positive, metavar="N", default=50, help="steps between two calls [50]")
+    group.add_argument(
+        "--eval-every", type=positive, metavar="N", default=50, help="steps between two calls [50]"
+    )
     group = parser.add_argument_group("early stop (exit status 0)")
     group.add_argument(
         "--stop-when",
@@ -32,10 +36,17 @@ def add_evaluation(parser: argparse.ArgumentParser) -> None:
         help="end once a metric is as good as this, such as reward_mean>=0.95",
     )
     group.add_argument(
-        "--stop-patience", type=positive, metavar="N", default=1, help="in so many steps one after the other that say it [1]"
+        "--stop-patience",
+        type=positive,
+        metavar="N",
+        default=1,
+        help="in so many steps one after the other that say it [1]",
     )
     group.add_argument(
-        "--stop-no-better", type=_parsed(parse_goal), metavar="METRIC:max|min", help="end once a metric has not become better for long"
+        "--stop-no-better",
+        type=_parsed(parse_goal),
+        metavar="METRIC:max|min",
+        help="end once a metric has not become better for long",
     )
     group.add_argument(
         "--stop-stall", type=positive, metavar="N", default=100, help="for so many steps that say it [100]"

@@ -18,7 +18,10 @@ STOP = FINISH_REASONS.index("stop")
 
 
 def truncated_rows(batch: Any) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return bool (B,) twice: rows that say another end than "stop", and rows that say none that has a name. Never blocks."""
+    """Returns bool (B,) twice: rows that say another end than "stop", and rows that say none that has a name.
+
+    Never blocks.
+    """
     said = getattr(batch, "finish_reason", None)
     if said is None:
         nothing = np.zeros(len(batch.meta), bool)

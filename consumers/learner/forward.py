@@ -1,11 +1,14 @@
-"""The log-probabilities of a micro-batch's trained tokens under a model, through as few logits as there can be.
+"""The log-probabilities of a micro-batch's trained tokens under a model, through as few logits as there can
+be.
 
-The output layer sees the hidden states in front of trained tokens and no others: its `forward` is replaced for the
-time of the model's own, so that all of it runs inside the model, wherever its weights are whole at that time (DDP,
-FSDP2), and with whatever a model does beside it (LoRA, a bias, scaled or capped logits). In chunks, the replaced
-layer gives log-probabilities instead of logits, and no more than a chunk of logits is ever there.
+The output layer sees the hidden states in front of trained tokens and no others: its `forward` is replaced
+for the time of the model's own, so that all of it runs inside the model, wherever its weights are whole at
+that time (DDP, FSDP2), and with whatever a model does beside it (LoRA, a bias, scaled or capped logits). In
+chunks, the replaced layer gives log-probabilities instead of logits, and no more than a chunk of logits is
+ever there.
 
-Knows nothing of losses' meaning, of the bridge and of optimizers. Called by `grpo_update.py` and `reference.py`.
+Knows nothing of losses' meaning, of the bridge and of optimizers. Called by `grpo_update.py` and
+`reference.py`.
 
 Letters: n trained tokens of a micro-batch, D hidden width, V vocabulary.
 """
@@ -34,12 +37,14 @@ _SMALL = 1 << 30  # bytes of all float32 logits of a micro-batch that need no ch
 _Head = Callable[[Tensor], Tensor]
 
 _as_they_are: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()  # one thread at a time has a layer replaced
+# one thread at a time has a layer replaced
+_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _changing_locks = threading.Lock()
 
 
 def chunk_tokens_for(vocabulary: int, micro_tokens: int) -> int | None:
-    """Return tokens per chunk, so that a chunk of logits takes 256 MiB; None, no chunks, where all take less than 1 GiB.
+    """Returns tokens per chunk, so that a chunk of logits takes 256 MiB; None, no chunks, where all take less
+    than 1 GiB.
 
     Args:
         vocabulary: V.
@@ -51,18 +56,15 @@ def chunk_tokens_for(vocabulary: int, micro_tokens: int) -> int | None:
 
 
 def trained_logprobs(
-    model: Any,
-    micro: MicroBatch,
-    *,
-    precision: torch.dtype,
-    chunk_tokens: int | None,
-    with_entropy: bool,
+    model: Any, micro: MicroBatch, *, precision: torch.dtype, chunk_tokens: int | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probabilities of the tempered policy at each trained token, with gradient. Blocks for the compute.
+    """Returns the log-probabilities of the tempered policy at each trained token, with gradient.
+
+    Blocks for the compute.
 
     Args:
-        model: a causal language model; also wrapped for DDP, FSDP2 or LoRA. For a packed micro-batch it has to
-            keep rows apart: see `attention.keeps_rows_apart`.
+        model: a causal language model; also wrapped for DDP, FSDP2 or LoRA. For a packed micro-batch it has
+            to keep rows apart: see `attention.keeps_rows_apart`.
         micro: rows of either layout.
         precision: float32, or bfloat16 for an autocast forward pass.
         chunk_tokens: trained tokens whose logits are there at a time; None: all of them.
@@ -80,7 +82,9 @@ def trained_logprobs(
 
 
 class _Entropy(torch.autograd.Function):
-    """`losses.entropy` that keeps nothing for its gradient but what it is given: most learners only want the number."""
+    """`losses.entropy` that keeps nothing for its gradient but what it is given: most learners only want the
+    number.
+    """
 
     @staticmethod
     def forward(ctx: Any, logs: Tensor) -> Tensor:
@@ -94,24 +98,35 @@ class _Entropy(torch.autograd.Function):
 
 
 def leaves_logits_alone(model: Any) -> bool:
-    """Return whether a model's logits are just what its output layer gives: not scaled, not capped, the layer not bypassed.
+    """Returns whether a model's logits are just what its output layer gives: not scaled, not capped, the
+    layer not bypassed.
 
-    Found out once for each model, by a forward pass of two tokens, and logged if not. Where not, there are no chunks.
+    Found out once for each model, by a forward pass of two tokens, and logged if not. Where not, there are no
+    chunks.
     """
     if model not in _as_they_are:
         device = next(model.parameters()).device
         given = torch.tensor([-60.0, -2.5, 0.0, 0.3, 47.0], device=device).expand(1, 2, 5)
         # Dropout would draw random numbers, that a learner which goes on from a checkpoint draws again.
-        with torch.no_grad(), evaluating(model), _head_replaced(model, lambda head, hidden: given.to(hidden.dtype)) as used:
+        with (
+            torch.no_grad(),
+            evaluating(model),
+            _head_replaced(model, lambda head, hidden: given.to(hidden.dtype)) as used,
+        ):
             out = model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False).logits
-        _as_they_are[model] = bool(used) and out.shape == given.shape and torch.equal(out.float(), given.to(out.dtype).float())
+        _as_they_are[model] = (
+            bool(used) and out.shape == given.shape and torch.equal(out.float(), given.to(out.dtype).float())
+        )
         if not _as_they_are[model]:
-            log.warning("%s changes its logits behind its output layer, so they are made all at once", type(_unwrapped(model)).__name__)
+            log.warning(
+                "%s changes its logits behind its output layer, so they are made all at once",
+                type(_unwrapped(model)).__name__,
+            )
     return _as_they_are[model]
 
 
 def _at_trained(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor:
-    """Return (n, V): the model's own logits at the positions before the trained tokens."""
+    """Returns (n, V): the model's own logits at the positions before the trained tokens."""
     where = micro.trained[:, 1:]
     with _head_replaced(model, lambda head, hidden: head(hidden[:, :-1][where])[None]) as used:
         logits: Tensor = _forward(model, micro, precision)
@@ -121,7 +136,9 @@ def _at_trained(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor
 def _in_chunks(
     model: Any, micro: MicroBatch, precision: torch.dtype, chunk: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `trained_logprobs`, the output layer giving log-probabilities, and entropies beside them, in place of logits."""
+    """As `trained_logprobs`, the output layer giving log-probabilities, and entropies beside them, in place
+    of logits.
+    """
     where, targets, heat = micro.trained[:, 1:], micro.tokens[micro.trained], micro.token_temperature
     linear = _plain_linear(_unwrapped(model).get_output_embeddings())
 
@@ -141,7 +158,9 @@ def _in_chunks(
 
 
 def _through(head: _Head, hidden: Tensor, targets: Tensor, heat: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Chunk by chunk through an output layer that is not just a matrix; each is computed again in the backward pass."""
+    """Chunk by chunk through an output layer that is not just a matrix; each is computed again in the
+    backward pass.
+    """
 
     def part(own: Tensor, wanted: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         logs = losses.log_distribution(head(own), temperature)
@@ -169,7 +188,9 @@ def _arguments(micro: MicroBatch) -> dict[str, Any]:
 
 
 def borders(position_ids: Tensor, cu_seqlens: Tensor, row_lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Return what tells a model's forward pass where the rows of a pack end, in the words of each attention there is."""
+    """Returns what tells a model's forward pass where the rows of a pack end, in the words of each attention
+    there is.
+    """
     return {
         "position_ids": position_ids,
         "cu_seq_lens_q": cu_seqlens,
@@ -182,7 +203,9 @@ def borders(position_ids: Tensor, cu_seqlens: Tensor, row_lengths: tuple[int, ..
 
 @contextmanager
 def _head_replaced(model: Any, instead: Callable[[_Head, Tensor], Tensor]) -> Iterator[list[bool]]:
-    """Have the model's output layer give what `instead` makes of its own forward and its input; the list tells whether it was used."""
+    """Has the model's output layer give what `instead` makes of its own forward and its input; the list tells
+    whether it was used.
+    """
     used: list[bool] = []
     head = _unwrapped(model).get_output_embeddings()
     if head is None:

@@ -31,7 +31,8 @@ examples:
   # go on after a crash, from the newest checkpoint of the run directory (a fresh start if there is none)
   python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 --resume
 
-  # the limits of the Atropos recipe for verl: 10 attempts of 30 s for a batch, but 30 s in all; advantages wanted
+  # the limits of the Atropos recipe for verl: 10 attempts of 30 s for a batch, but 30 s in all; advantages
+  # wanted
   python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
       --batch-timeout 30 --batch-attempts 10 --batch-retry-delay 0.5 --max-wait-time 30 --no-fallback-to-grpo
 
@@ -40,23 +41,26 @@ examples:
       --model Qwen/Qwen2.5-7B-Instruct --steps 500 --groups 64 --precision bfloat16 --parallel fsdp2
 
   # adapters on a model in bfloat16, four batches a step, a cosine that ends at a tenth; stop when it is good
-  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-7B-Instruct --steps 500 --lora-rank 16 \\
-      --param-dtype bfloat16 --precision bfloat16 --lr 1e-5 --accumulate 4 --schedule cosine_with_min_lr \\
-      --schedule-option min_lr_rate=0.1 --stop-when 'reward_mean>=0.95' --stop-patience 5 --tensorboard
+  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-7B-Instruct --steps 500 \\
+      --lora-rank 16 --param-dtype bfloat16 --precision bfloat16 --lr 1e-5 --accumulate 4 \\
+      --schedule cosine_with_min_lr --schedule-option min_lr_rate=0.1 \\
+      --stop-when 'reward_mean>=0.95' --stop-patience 5 --tensorboard
 
-  # two vLLM servers, started with VLLM_SERVER_DEV_MODE=1, get every second version; what they are generating goes on
-  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 --precision bfloat16 \\
-      --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001 --pause keep --publish-every 2
+  # two vLLM servers, started with VLLM_SERVER_DEV_MODE=1, get every second version; what they are generating
+  # goes on
+  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
+      --precision bfloat16 --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001 \\
+      --pause keep --publish-every 2
 
-exit status: 0 all steps done, stopped early, or the bridge was drained; 1 refused to start, or a group had no advantages
-under --no-fallback-to-grpo; 3 no batch came within the limits; 4 another rank is gone; 5 a step could not be computed, for want
-of memory or by an error; 130 or 143 stopped by SIGINT or SIGTERM. The unfinished batch goes to the next learner, finished
-steps are saved.
+exit status: 0 all steps done, stopped early, or the bridge was drained; 1 refused to start, or a group had
+no advantages under --no-fallback-to-grpo; 3 no batch came within the limits; 4 another rank is gone; 5 a step
+could not be computed, for want of memory or by an error; 130 or 143 stopped by SIGINT or SIGTERM. The
+unfinished batch goes to the next learner, finished steps are saved.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of `python -m shmbridge.consumers.grpo`."""
+    """Returns the parser of `python -m shmbridge.consumers.grpo`."""
     root = argparse.ArgumentParser(
         prog="python -m shmbridge.consumers.grpo",
         description="Train a causal language model with GRPO on the trajectory groups of a bridge.",
@@ -91,13 +95,12 @@ def _run(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--save-every", type=positive, metavar="N", default=50, help="steps between checkpoints [50]"
     )
-    group.add_argument(
-        "--keep", type=positive, metavar="N", default=2, help="newest checkpoints to keep [2]"
-    )
+    group.add_argument("--keep", type=positive, metavar="N", default=2, help="newest checkpoints to keep [2]")
     group.add_argument(
         "--hold-until-saved",
         action="store_true",
-        help="hold every group until a checkpoint has it: a killed run loses none, and lanes must have room for --save-every steps",
+        help="hold every group until a checkpoint has it: a killed run loses none, and lanes must have room "
+        "for --save-every steps",
     )
     group.add_argument("--seed", type=seed, metavar="N", default=0, help="random seed of the learner [0]")
 
@@ -117,7 +120,8 @@ def _batch(group: argparse._ArgumentGroup) -> None:
         "--lanes",
         type=positive,
         metavar="N",
-        help="environments to take from at once; more wait for their turn [as many as descriptors allow, 1024 at most]",
+        help="environments to take from at once; more wait for their turn [as many as descriptors allow, "
+        "1024 at most]",
     )
     group.add_argument(
         "--allocation-wait",
@@ -148,8 +152,6 @@ def _waiting(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="for one batch, over all attempts [no limit]",
     )
-
-
 
 
 def _registration(group: argparse._ArgumentGroup) -> None:

@@ -1,7 +1,8 @@
 """One update: a packed batch in, a gradient and an optimizer step out.
 
 Knows nothing of the bridge, of processes or of files. Called by the GRPO learner (`grpo.py`), and by programs
-that bring their own batches. What is optimised is in `objective.py`, where advantages come from in `credit.py`.
+that bring their own batches. What is optimised is in `objective.py`, where advantages come from in
+`credit.py`.
 
 What differs by default from the GRPO paper (arXiv 2402.03300):
 1. the loss is a mean over tokens, not over answers, and the two clip bounds are separate (DAPO, 2503.14476);
@@ -58,7 +59,9 @@ class NoReference(ValueError):
 
 
 class NothingToLearn(ValueError):
-    """Every advantage of a step is 0 where there is nothing else to learn from; the message says what to do."""
+    """Every advantage of a step is 0 where there is nothing else to learn from; the message says what to
+    do.
+    """
 
 
 class UnknownTokens(ValueError):
@@ -116,26 +119,37 @@ class Learner:
         return self._parallel.world
 
     def read(self, compute: Callable[[Any], Result]) -> Result:
-        """Return what a function of the model says between two steps; it takes no gradient and does not raise. Every rank calls it."""
+        """Returns what a function of the model says between two steps; it takes no gradient and does not
+        raise.
+
+        Every rank calls it.
+        """
         return self._parallel.read(compute)
 
     def accumulate(self, batch: Any, policy_version: int | None = None, *, first: bool = True) -> Metrics:
-        """Leave the gradient of one batch in the parameters, whose values stay. Blocks for the compute, and for other ranks.
+        """Leaves the gradient of one batch in the parameters, whose values stay.
+
+        Blocks for the compute, and for other ranks.
 
         Args:
-            batch: a packed `shmbridge.Batch`, or anything with its attributes; one rank's part of the whole batch.
-            policy_version: the one about to be trained, from which the staleness of tokens is counted; None if it is not known.
-            first: False leaves the gradient of this batch and of those before it, as if all of them were one. The loss and what
-                is said of the policy are of all of them, too; every other number is of this batch.
+            batch: a packed `shmbridge.Batch`, or anything with its attributes; one rank's part of the whole
+                batch.
+            policy_version: the one about to be trained, from which the staleness of tokens is counted; None
+                if it is not known.
+            first: False leaves the gradient of this batch and of those before it, as if all of them were one.
+                The loss and what is said of the policy are of all of them, too; every other number is of this
+                batch.
 
         Raises:
             UnreadImages: a row has images, and the objective does not say to go on without.
-            UnknownTokens: a token id outside the model's vocabulary, and the objective does not say to leave such rows out.
+            UnknownTokens: a token id outside the model's vocabulary, and the objective does not say to leave
+                such rows out.
             NoAdvantages: a group needs the fallback that the objective does not allow.
             NoReference: a KL term, no reference, and no record of the batch that has its log-probabilities.
         """
         goal, world = self.objective, self.world
-        with world.together():  # whatever one rank alone can refuse, before ranks wait for one another's numbers
+        # whatever one rank alone can refuse, before ranks wait for one another's numbers
+        with world.together():
             unknown_tokens = self._unknown_tokens(batch)
             if not goal.ignore_images:
                 refuse_images(batch)
@@ -156,8 +170,9 @@ class Learner:
         unknown = counts.tokens - counts.with_reference if goal.kl else 0.0
         if unknown and self._reference is None and not counts.with_reference:
             raise NoReference(
-                f"the objective has a KL term of weight {goal.kl}, and none of {counts.tokens:.0f} trained tokens has ref_logprobs "
-                "-> give the learner a reference, or let the environments write ref_logprobs"
+                f"the objective has a KL term of weight {goal.kl}, and none of {counts.tokens:.0f} trained "
+                "tokens has ref_logprobs -> give the learner a reference, or let the environments write "
+                "ref_logprobs"
             )
         reference = self._reference if unknown else None
         self._make_room(counts, first)
@@ -181,7 +196,7 @@ class Learner:
         return {**shares, **mismatch, **metrics, **self._row_checks.metrics(watch)}
 
     def apply(self) -> Metrics:
-        """Take the optimizer step of the accumulated gradient; one that is not finite changes nothing.
+        """Takes the optimizer step of the accumulated gradient; one that is not finite changes nothing.
 
         Raises:
             NothingToLearn: fine-tuning, and every advantage is 0; nothing was changed.
@@ -200,7 +215,7 @@ class Learner:
         return {"step": self.step, "lr": rate, "grad_norm": norm, "update_skipped": not finite}
 
     def drop_gradient(self) -> None:
-        """Free what the gradient takes; the batches that are in it count for nothing."""
+        """Frees what the gradient takes; the batches that are in it count for nothing."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _require_push(self) -> None:
@@ -218,10 +233,17 @@ class Learner:
         )
 
     def _make_room(self, counts: Counts, first: bool) -> None:
-        """Shrink what is in the gradient to its share of all that will be in it, which is what new shares are divided by."""
+        """Shrink what is in the gradient to its share of all that will be in it, which is what new shares are
+        divided by.
+        """
         before = self._counts
         if first:
-            self._counts, self._shares, self._mismatch, self._push = counts, np.zeros(len(SHARES)), Mismatch(), 0.0
+            self._counts, self._shares, self._mismatch, self._push = (
+                counts,
+                np.zeros(len(SHARES)),
+                Mismatch(),
+                0.0,
+            )
             self.optimizer.zero_grad(set_to_none=True)
             return
         self._counts = before + counts
@@ -234,7 +256,11 @@ class Learner:
         self._shares[LOSS_SHARES:] *= before.tokens / max(self._counts.tokens, 1.0)
 
     def _unknown_tokens(self, batch: Any) -> npt.NDArray[np.bool_] | None:
-        """Return bool (B,): rows to leave out for a token that the model does not have; None if no row has one. May raise."""
+        """Returns bool (B,): rows to leave out for a token that the model does not have; None if no row has
+        one.
+
+        May raise.
+        """
         # On a GPU an id out of range kills the process with an assertion that names nobody.
         size = self.model.get_input_embeddings().num_embeddings
         rows = rows_with_unknown_tokens(batch, size)
@@ -242,31 +268,44 @@ class Learner:
             return rows
         first = int(rows.argmax())
         begin, end = batch.cu_seqlens[first : first + 2].tolist()
-        meta, wrong = batch.meta[first], next(each for each in batch.tokens[begin:end].tolist() if not 0 <= each < size)
+        meta, wrong = (
+            batch.meta[first],
+            next(each for each in batch.tokens[begin:end].tolist() if not 0 <= each < size),
+        )
         raise UnknownTokens(
-            f"token id {wrong}, but the model has {size}: environment {meta.env_name!r} uses another tokenizer than the learner, in "
-            f"{int(rows.sum())} trajectories, first in group {meta.group_id}, record {meta.sequence} of producer {meta.producer_id} "
-            "-> start it with the learner's; what it has put waits, and trains nothing under --leave-out-unknown-tokens"
+            f"token id {wrong}, but the model has {size}: environment {meta.env_name!r} uses another "
+            f"tokenizer than the learner, in {int(rows.sum())} trajectories, first in group "
+            f"{meta.group_id}, record {meta.sequence} of producer {meta.producer_id} -> start it with the "
+            "learner's; what it has put waits, and trains nothing under --leave-out-unknown-tokens"
         )
 
     def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return (n,) log-probabilities and entropy of the trained tokens; the entropy with gradient if that is wanted."""
+        """Returns (n,) log-probabilities and entropy of the trained tokens; the entropy with gradient if that
+        is wanted.
+        """
         goal = self.objective
         logprobs, entropy = self._parallel(
-            trained_logprobs, micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens, with_entropy=True
+            trained_logprobs,
+            micro,
+            precision=goal.precision,
+            chunk_tokens=goal.chunk_tokens,
+            with_entropy=True,
         )
         assert entropy is not None
-        return logprobs, entropy if goal.entropy else entropy.detach()  # which frees (n, V) numbers before the backward pass
+        # which frees (n, V) numbers before the backward pass
+        return logprobs, entropy if goal.entropy else entropy.detach()
 
     def _take_part(self, micro: MicroBatch, reference: Reference | None) -> None:
-        """A forward and a backward that leave every gradient as it is: the other ranks have one micro-batch more."""
+        """A forward and a backward that leave every gradient as it is: the other ranks have one micro-batch
+        more.
+        """
         goal = self.objective
         if reference is not None:
             reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)
         self._parallel.backward(self._logprobs(micro)[0].sum() * 0.0)
 
     def _backward(self, micro: MicroBatch, counts: Counts, reference: Reference | None) -> Tensor:
-        """Add one micro-batch's share of the gradient; return its shares of the metrics."""
+        """Adds one micro-batch's share of the gradient; return its shares of the metrics."""
         goal, trained = self.objective, micro.trained
         of_reference = None if micro.reference_logprobs is None else micro.reference_logprobs[trained]
         with self.times.of("forward"):
@@ -275,11 +314,19 @@ class Learner:
                 of_reference = torch.where(losses.known(of_reference), of_reference, asked)
             logprobs, entropy = self._logprobs(micro)
             sampled = micro.sampled_logprobs[trained]
-            self._mismatch.add(logprobs.detach(), sampled, None if micro.fresh is None else micro.fresh[trained])
+            self._mismatch.add(
+                logprobs.detach(), sampled, None if micro.fresh is None else micro.fresh[trained]
+            )
             loss, shares = micro_loss(
-                goal, counts, micro.trained_lengths, logprobs, sampled, micro.advantages[trained],
-                entropy=entropy, reference_logprobs=of_reference,
-            )  # fmt: skip
+                goal,
+                counts,
+                micro.trained_lengths,
+                logprobs,
+                sampled,
+                micro.advantages[trained],
+                entropy=entropy,
+                reference_logprobs=of_reference,
+            )
         with self.times.of("backward"):
             self._parallel.backward(loss)
         return shares

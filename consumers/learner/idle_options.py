@@ -1,4 +1,5 @@
-"""Refuses flags that do nothing: those that need a flag which is not given, and those that have no effect beside one that is.
+"""Refuses flags that do nothing: those that need a flag which is not given, and those that have no effect
+beside one that is.
 
 Knows the command line's names; nothing of torch. Called by `grpo.py`.
 """
@@ -34,7 +35,10 @@ _NEEDS: Mapping[str, tuple[str, tuple[object, ...]]] = {
 # flag -> the flag beside which it does nothing, and why
 _BESIDE: Mapping[str, tuple[str, str]] = {
     "--clip-dual": ("--tis-cap", "one update per batch leaves the ratio at 1, which no bound holds"),
-    "--no-fallback-to-grpo": ("--no-use-advantages", "all advantages are made of the scores then, which is the fallback"),
+    "--no-fallback-to-grpo": (
+        "--no-use-advantages",
+        "all advantages are made of the scores then, which is the fallback",
+    ),
 }
 
 
@@ -43,7 +47,10 @@ class IdleOption(Exception):
 
 
 def refuse_idle(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Look at a parsed command line. Never blocks. Raises IdleOption; a flag that says its own default is not seen."""
+    """Looks at a parsed command line. Never blocks.
+
+    Raises IdleOption; a flag that says its own default is not seen.
+    """
     for flag, (needs, without) in _NEEDS.items():
         if _given(flag, options, parser) and getattr(options, _name(needs.split()[0])) in without:
             raise IdleOption(f"{flag} does nothing without {needs} -> give that too, or leave {flag} out")

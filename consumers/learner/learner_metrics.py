@@ -31,7 +31,7 @@ class LearnerMetrics:
         self._fallback_groups = 0
 
     def taken(self, batch: Any, now_ns: int, policy_version: int) -> Metrics:
-        """Return how old the batch is, and how fast records come.
+        """Returns how old the batch is, and how fast records come.
 
         Args:
             batch: a `shmbridge.Batch`, or anything with its metadata.
@@ -58,7 +58,9 @@ class LearnerMetrics:
         }
 
     def totals(self, measured: Metrics, stats: dict[str, float]) -> Metrics:
-        """Return the counters of the bridge and of this learner, after a step whose metrics are `measured`."""
+        """Returns the counters of the bridge and of this learner, after a step whose metrics are
+        `measured`.
+        """
         self._fallback_groups += measured["groups_fallback"]
         return {
             "dropped_total": stats["dropped_total"],  # by producers, of records that were never committed
@@ -70,19 +72,29 @@ class LearnerMetrics:
 
 def rows_of_environments(batch: Any) -> dict[str, int]:
     """Trajectories of a batch, by the name that their environment has in metrics."""
-    return {name: rows.size for name, rows in rows_by_environment([meta.env_name for meta in batch.meta]).items()}
+    return {
+        name: rows.size for name, rows in rows_by_environment([meta.env_name for meta in batch.meta]).items()
+    }
 
 
 def _histogram(batch: Any, policy_version: int) -> dict[str, int]:
-    """Trajectories by lag: a bar per version up to a few, one for all beyond, one for those of unknown age."""
+    """Trajectories by lag: a bar per version up to a few, one for all beyond, one for those of unknown
+    age.
+    """
     known = (-1 if version is None or version > policy_version else version for version in _stamped(batch))
     lags = Counter(lag_of(version, policy_version) for version in known)
     return {lag: lags[lag] for lag in LAGS}
 
 
 def staleness(batch: Any, policy_version: int) -> list[int]:
-    """Versions between the policy that began each trajectory and the current one, where that is known: a later one is nobody's."""
-    return [policy_version - version for version in _stamped(batch) if version is not None and 0 <= version <= policy_version]
+    """Versions between the policy that began each trajectory and the current one, where that is known: a
+    later one is nobody's.
+    """
+    return [
+        policy_version - version
+        for version in _stamped(batch)
+        if version is not None and 0 <= version <= policy_version
+    ]
 
 
 def _stamped(batch: Any) -> list[int | None]:

@@ -11,14 +11,18 @@ from shmbridge.consumers.learner.option_types import positive
 
 
 def add_logging(parser: argparse.ArgumentParser) -> None:
-    """Add the group "logging"."""
+    """Adds the group "logging"."""
     group = parser.add_argument_group("logging")
     group.add_argument(
         "--log-every", type=positive, metavar="N", default=1, help="steps between progress lines [1]"
     )
-    group.add_argument("--progress", action="store_true", help="a bar instead of lines, where standard error is a terminal")
     group.add_argument(
-        "--tensorboard", action="store_true", help="log every step's metrics for TensorBoard, into tensorboard/ of the run directory"
+        "--progress", action="store_true", help="a bar instead of lines, where standard error is a terminal"
+    )
+    group.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="log every step's metrics for TensorBoard, into tensorboard/ of the run directory",
     )
     group.add_argument(
         "--wandb",

@@ -1,7 +1,9 @@
-"""Low-rank adapters in a model, by peft: put in, recognised, cast, and read out merged, with the adapter left as it is.
+"""Low-rank adapters in a model, by peft: put in, recognised, cast, and read out merged, with the adapter left
+as it is.
 
-The adapters sit in the Hugging Face model itself, which stays what it was for everybody else; its `save_pretrained` writes the
-adapter and the name of its base. peft is imported when adapters are asked for. Called by the GRPO learner.
+The adapters sit in the Hugging Face model itself, which stays what it was for everybody else; its
+`save_pretrained` writes the adapter and the name of its base. peft is imported when adapters are asked for.
+Called by the GRPO learner.
 """
 
 from __future__ import annotations
@@ -37,16 +39,19 @@ class Lora:
     rank: int
     alpha: float
     dropout: float = 0.0
-    targets: tuple[str, ...] = (ALL_LINEAR,)  # ends of module names, or ALL_LINEAR: every linear layer but the head
+    # ends of module names, or ALL_LINEAR: every linear layer but the head
+    targets: tuple[str, ...] = (ALL_LINEAR,)
 
 
 def add_adapters(model: Any, lora: Lora, base: str) -> None:
-    """Put fresh adapters into a Hugging Face model, in place, and freeze everything else; they change nothing until trained.
+    """Puts fresh adapters into a Hugging Face model, in place, and freeze everything else; they change
+    nothing until trained.
 
     Args:
         model: a causal language model without adapters; its dtype is kept, adapters are float32.
         lora: which.
-        base: what the adapter's file names as its base model: a Hugging Face id, or a folder, written as an absolute path.
+        base: what the adapter's file names as its base model: a Hugging Face id, or a folder, written as an
+            absolute path.
 
     Raises:
         PeftMissing: the package is not there.
@@ -85,16 +90,22 @@ def has_adapters(model: torch.nn.Module) -> bool:
 
 
 def differences(model: Any, lora: Lora) -> list[str]:
-    """Return the options that the adapters of a loaded model were made with, of those that are not as wanted now."""
+    """Returns the options that the adapters of a loaded model were made with, of those that are not as wanted
+    now.
+    """
     (made,) = model.peft_config.values()
     wanted = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout}
     there = {"rank": made.r, "alpha": made.lora_alpha, "dropout": made.lora_dropout}
-    found = [f"--lora-{option} {there[option]:g}" for option, value in wanted.items() if there[option] != value]
+    found = [
+        f"--lora-{option} {there[option]:g}" for option, value in wanted.items() if there[option] != value
+    ]
     layers = {id(layer) for layer in _layers(model)}
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         adapted = id(module) in layers
-        linear = adapted or (isinstance(module, torch.nn.Linear) and not (is_adapter(name) or name.endswith(".base_layer")))
+        linear = adapted or (
+            isinstance(module, torch.nn.Linear) and not (is_adapter(name) or name.endswith(".base_layer"))
+        )
         named = any(name == target or name.endswith("." + target) for target in lora.targets)
         if linear and adapted != (named or (lora.targets == (ALL_LINEAR,) and module is not head)):
             return [*found, f"--lora-targets {','.join(sorted(made.target_modules))}"]
@@ -102,7 +113,9 @@ def differences(model: Any, lora: Lora) -> list[str]:
 
 
 def prepare_adapters(model: torch.nn.Module) -> None:
-    """Make the adapters of a model, fresh or loaded, what is trained: float32, with dropout at work; all else is frozen."""
+    """Makes the adapters of a model, fresh or loaded, what is trained: float32, with dropout at work; all
+    else is frozen.
+    """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         if is_adapter(name):
@@ -114,10 +127,12 @@ def prepare_adapters(model: torch.nn.Module) -> None:
 def published_parameters(
     model: torch.nn.Module, *, merged: bool = True, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter of the model as everybody else knows it: under its own name, adapters merged into a copy.
+    """Yields each parameter of the model as everybody else knows it: under its own name, adapters merged into
+    a copy.
 
-    What is yielded computes what the model computes: adapters that are switched off, or merged already, are not added. Without adapters
-    these are the parameters themselves. A merged copy has its parameter's type; one lives at a time.
+    What is yielded computes what the model computes: adapters that are switched off, or merged already, are
+    not added. Without adapters these are the parameters themselves. A merged copy has its parameter's type;
+    one lives at a time.
 
     Args:
         model: any module.
@@ -125,10 +140,15 @@ def published_parameters(
         only: names, as they are yielded; None: all.
 
     Raises:
-        WeightsMismatch: adapters of another kind, which adding a product of two matrices does not merge; names the module.
+        WeightsMismatch: adapters of another kind, which adding a product of two matrices does not merge;
+            names the module.
     """
     _require_mergeable(model)
-    deltas = {id(layer.get_base_layer().weight): layer for layer in _layers(model)} if merged and has_adapters(model) else {}
+    deltas = (
+        {id(layer.get_base_layer().weight): layer for layer in _layers(model)}
+        if merged and has_adapters(model)
+        else {}
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             public = name.replace(".base_layer.", ".")
@@ -142,16 +162,20 @@ def published_parameters(
 
 
 def adapted_names(model: torch.nn.Module) -> frozenset[str]:
-    """Return the names, as published, of the parameters that adapters change; none without adapters."""
+    """Returns the names, as published, of the parameters that adapters change; none without adapters."""
     if not has_adapters(model):
         return frozenset()
     adapted = {id(layer.get_base_layer().weight) for layer in _layers(model)}
-    return frozenset(name.replace(".base_layer.", ".") for name, parameter in model.named_parameters() if id(parameter) in adapted)
+    return frozenset(
+        name.replace(".base_layer.", ".")
+        for name, parameter in model.named_parameters()
+        if id(parameter) in adapted
+    )
 
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Let the model compute as its base does; one thread, and no gradient is to be taken meanwhile."""
+    """Lets the model compute as its base does; one thread, and no gradient is to be taken meanwhile."""
     for layer in _layers(model):
         layer.enable_adapters(False)
     try:
@@ -185,7 +209,9 @@ def _require_mergeable(model: torch.nn.Module) -> None:
         elif isinstance(module, tuners.BaseTunerLayer):
             why = "is no low-rank adapter"
         else:
-            saved = type(module).__module__.startswith("peft.") and any(hasattr(module, of) for of in ("original_module", "token_adapter"))
+            saved = type(module).__module__.startswith("peft.") and any(
+                hasattr(module, of) for of in ("original_module", "token_adapter")
+            )
             why = "is trained beside its original" if saved else ""
         if why:
             raise WeightsMismatch(
@@ -195,7 +221,9 @@ def _require_mergeable(model: torch.nn.Module) -> None:
 
 
 def _not_a_sum(layer: Any) -> str:
-    """Why a layer computes with something else than its base's weight and what `_to_add` names; "" if it does not."""
+    """Why a layer computes with something else than its base's weight and what `_to_add` names; "" if it does
+    not.
+    """
     if layer.disable_adapters and layer.merged:
         return "has adapters that are merged, and switched off"
     variants, dora, biased = (getattr(layer, name, {}) for name in ("lora_variant", "use_dora", "lora_bias"))
@@ -212,7 +240,10 @@ def _check_ties(model: Any, targets: Sequence[str]) -> None:
     if head is None or head.weight is not embedding.weight:
         return
     tied = [name for name, module in model.named_modules() if module is head or module is embedding]
-    if wrong := [target for target in targets if any(name == target or name.endswith("." + target) for name in tied)]:
+    if wrong := [
+        target for target in targets if any(name == target or name.endswith("." + target) for name in tied)
+    ]:
         raise BadAdapter(
-            f"{wrong[0]} shares its weights with another layer of this model, so that no adapter on it can be merged"
+            f"{wrong[0]} shares its weights with another layer of this model, so that no adapter on it can "
+            "be merged"
         )

@@ -23,7 +23,7 @@ class AlsoLog(Protocol):
     failures_total: int
 
     def log(self, metrics: Metrics) -> None:
-        """Take one step's metrics."""
+        """Takes one step's metrics."""
 
 
 class MetricsLog:
@@ -45,9 +45,10 @@ class MetricsLog:
             os.write(self._file, b"\n")  # a killed writer's half line must not swallow our first one
 
     def append(self, metrics: Metrics) -> None:
-        """Append one line in a single write; values that are not finite become null. Blocks for the disk.
+        """Appends one line in a single write; values that are not finite become null. Blocks for the disk.
 
-        A line that the disk does not take is said once, counted in the later ones, and lost: the training is worth more.
+        A line that the disk does not take is said once, counted in the later ones, and lost: the training is
+        worth more.
         """
         for other in self._others:
             other.log(metrics)
@@ -78,7 +79,7 @@ class MetricsLog:
 
 
 def progress_line(metrics: Metrics, steps: int) -> str:
-    """Return one line for people: where the run is, how it learns, where its time goes."""
+    """Returns one line for people: where the run is, how it learns, where its time goes."""
     return (
         f"step {metrics['step']:>{len(str(steps))}}/{steps}  version {metrics['policy_version']}"
         f"  reward {metrics['reward_mean']:.3f}  loss {metrics['loss']:+.4f}"
@@ -92,7 +93,7 @@ def progress_line(metrics: Metrics, steps: int) -> str:
 
 
 def say(text: str) -> None:
-    """Print one line for people; of several ranks, rank 0 does."""
+    """Prints one line for people; of several ranks, rank 0 does."""
     if speaks():
         print(f"grpo: {text}", flush=True)
 

@@ -1,8 +1,9 @@
-"""One packed batch, cut into micro-batches that fit a token budget: padded rectangles, or packs of whole rows.
+"""One packed batch, cut into micro-batches that fit a token budget: padded rectangles, or packs of whole
+rows.
 
-Padded: rows of similar length share a rectangle, so little is padding. Right padding plus a causal model needs no
-mask: no real token can attend to what stands after it, and no row can see another row at all. That holds for every
-causal language model.
+Padded: rows of similar length share a rectangle, so little is padding. Right padding plus a causal model
+needs no mask: no real token can attend to what stands after it, and no row can see another row at all. That
+holds for every causal language model.
 
 Packed: rows stand one after the other in (1, N), nothing is padding, and the model has to keep them apart: by
 position ids that restart, or by the rows' borders. `attention.py` knows whether it does.
@@ -32,10 +33,11 @@ _PER_ROW = ("temperature",)
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A few rows on the device, (b, T) padded or (1, N) packed; right of a padded row's end everything is 0 and untrained.
+    """A few rows on the device, (b, T) padded or (1, N) packed; right of a padded row's end everything is 0
+    and untrained.
 
-    A column that `TrainingRows` has too, under the same name, is cut out of that: per row the temperature, per token
-    all others. Indexed with `trained`, a per-token column is (n,) in either layout, row after row.
+    A column that `TrainingRows` has too, under the same name, is cut out of that: per row the temperature,
+    per token all others. Indexed with `trained`, a per-token column is (n,) in either layout, row after row.
     """
 
     tokens: Tensor  # int64
@@ -58,7 +60,7 @@ class MicroBatch:
 
 
 def plan(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np.intp]]:
-    """Return row numbers, split so that each part, padded to its longest row, fits the budget.
+    """Returns row numbers, split so that each part, padded to its longest row, fits the budget.
 
     Args:
         lengths: int (B,), tokens of each row.
@@ -80,7 +82,8 @@ def plan(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np.intp]
 
 
 def plan_packs(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np.intp]]:
-    """Return row numbers, split so that the tokens of each part fit the budget: longest row first, into the first part with room.
+    """Returns row numbers, split so that the tokens of each part fit the budget: longest row first, into the
+    first part with room.
 
     Two parts together always hold more than one budget, so at most one is less than half full.
 
@@ -89,7 +92,8 @@ def plan_packs(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np
         token_budget: tokens of one forward pass; a row longer than that goes alone.
 
     Returns:
-        one array of row numbers for each micro-batch, rows of one length side by side, the fullest part first.
+        one array of row numbers for each micro-batch, rows of one length side by side, the fullest part
+            first.
     """
     row_lengths = np.asarray(lengths, dtype=np.int64)
     room = np.empty(row_lengths.size, np.int64)
@@ -109,7 +113,7 @@ def plan_packs(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np
 def micro_batches(
     rows: TrainingRows, token_budget: int, device: torch.device, layout: Layout = "padded"
 ) -> Iterator[MicroBatch]:
-    """Yield the rows that train anything as micro-batches on the device. Blocks for the copies.
+    """Yields the rows that train anything as micro-batches on the device. Blocks for the copies.
 
     Each column goes to the device once and whole, and is cut there: the host does not touch its tokens again.
 
@@ -160,12 +164,18 @@ def micro_batches(
 
 
 def _shared_columns(rows: TrainingRows) -> list[str]:
-    """Per-token columns that a micro-batch takes from the rows; one that the batch does not have stays None."""
+    """Per-token columns that a micro-batch takes from the rows; one that the batch does not have stays
+    None.
+    """
     names = {each.name for each in fields(rows)} & {each.name for each in fields(MicroBatch)}
     return sorted(name for name in names - {*_PER_ROW, "cu_seqlens"} if getattr(rows, name) is not None)
 
 
 def _cut_out(values: Tensor, source: Tensor, inside: Tensor | None) -> Tensor:
-    """Gather (N,) values into a tensor of the shape of `source`, 0 outside the rows; all on one device."""
+    """Gathers (N,) values into a tensor of the shape of `source`, 0 outside the rows; all on one device."""
     taken = values[source]
-    return taken if inside is None else taken.where(inside, torch.zeros((), dtype=values.dtype, device=values.device))
+    return (
+        taken
+        if inside is None
+        else taken.where(inside, torch.zeros((), dtype=values.dtype, device=values.device))
+    )

@@ -1,7 +1,7 @@
 """What a learner optimises, and the loss of one micro-batch from arrays of its trained tokens.
 
-Knows which options go together, and whose number is divided by what; the formulas are in `losses`. Knows nothing of models,
-layouts and records. Called by `grpo_update.py`.
+Knows which options go together, and whose number is divided by what; the formulas are in `losses`. Knows
+nothing of models, layouts and records. Called by `grpo_update.py`.
 
 Letters: n trained tokens of a micro-batch, row after row; b rows of it.
 """
@@ -45,23 +45,32 @@ class Objective:
     loss: losses.Name = "dapo"
     clip_low: float | None = None  # None: the loss's own bound
     clip_high: float | None = None
-    clip_dual: float | None = 3.0  # of the clipped losses: the ratio above which a negative advantage stops pushing; None: none
-    mask_ratio: tuple[float, float] | None = None  # tokens whose ratio is outside are not trained; None: all are
-    mask_ratio_sequence: tuple[float, float] | None = None  # answers whose geometric mean ratio is outside; None: all are
+    # of the clipped losses: the ratio above which a negative advantage stops pushing; None: none
+    clip_dual: float | None = 3.0
+    # tokens whose ratio is outside are not trained; None: all are
+    mask_ratio: tuple[float, float] | None = None
+    # answers whose geometric mean ratio is outside; None: all are
+    mask_ratio_sequence: tuple[float, float] | None = None
     max_tokens: int | None = None  # the longest answer allowed: what dr_grpo divides by
     entropy: float = 0.0  # weight of the mean token entropy
     kl: float = 0.0  # weight of the divergence from the reference
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    tis_cap: float | None = None  # largest weight of truncated importance sampling; None: the ratio itself corrects
+    # largest weight of truncated importance sampling; None: the ratio itself corrects
+    tis_cap: float | None = None
     tis_level: Literal["token", "sequence"] = "token"
-    max_token_staleness: int | None = None  # versions; older tokens are not trained. None: the ratio corrects for any
-    truncated: Literal["keep", "mask", "drop"] = "keep"  # answers that did not end by themselves, by `finish_reason`
+    # versions; older tokens are not trained. None: the ratio corrects for any
+    max_token_staleness: int | None = None
+    # answers that did not end by themselves, by `finish_reason`
+    truncated: Literal["keep", "mask", "drop"] = "keep"
     temperature: float = 1.0  # of rows whose record does not say
-    whole_rows: bool = False  # rows with neither a mask nor prompt_length are trained whole, not at all otherwise
+    # rows with neither a mask nor prompt_length are trained whole, not at all otherwise
+    whole_rows: bool = False
     ignore_images: bool = False  # rows with images are trained as text; otherwise they are an error
-    leave_out_unknown_tokens: bool = False  # rows with a token that the model does not have train nothing; otherwise they are an error
+    # rows with a token that the model does not have train nothing; otherwise they are an error
+    leave_out_unknown_tokens: bool = False
     micro_tokens: int = 8192  # of one forward pass, padding included
-    layout: Layout = "padded"  # of one forward pass; "packed" for models that keep rows apart: see attention.py
+    # of one forward pass; "packed" for models that keep rows apart: see attention.py
+    layout: Layout = "padded"
     chunk_tokens: int | None = None  # whose logits are there at a time; None: all of a forward pass
     precision: torch.dtype = torch.float32  # of the forward pass; parameters are float32
     credit: Credit = Credit()  # noqa: RUF009  # frozen
@@ -73,44 +82,72 @@ class Objective:
         masked = self.mask_ratio is not None or self.mask_ratio_sequence is not None
         if self.loss == "sft" and (clipped or masked or self.tis_cap is not None):
             raise BadObjective(
-                "--loss sft has no ratio: leave --clip-low, --clip-high, --tis-cap, --mask-ratio and --mask-ratio-sequence out"
+                "--loss sft has no ratio: leave --clip-low, --clip-high, --tis-cap, --mask-ratio and "
+                "--mask-ratio-sequence out"
             )
         if self.clip_dual is not None and not self.clip_dual > 1.0:
-            raise BadObjective(f"--clip-dual {self.clip_dual} is not above 1, the ratio of a token that did not change -> 3, or 0 for none")
-        for flag, bounds in (("--mask-ratio", self.mask_ratio), ("--mask-ratio-sequence", self.mask_ratio_sequence)):
+            raise BadObjective(
+                f"--clip-dual {self.clip_dual} is not above 1, the ratio of a token that did not change -> "
+                "3, or 0 for none"
+            )
+        for flag, bounds in (
+            ("--mask-ratio", self.mask_ratio),
+            ("--mask-ratio-sequence", self.mask_ratio_sequence),
+        ):
             if bounds is not None and not 0.0 <= bounds[0] <= 1.0 <= bounds[1]:
-                raise BadObjective(f"{flag} {bounds[0]} {bounds[1]} does not hold 1, the ratio of a sampler that is the policy")
+                raise BadObjective(
+                    f"{flag} {bounds[0]} {bounds[1]} does not hold 1, the ratio of a sampler that is the "
+                    "policy"
+                )
         if self.loss in ("gspo", "cispo") and self.tis_cap is not None:
             raise BadObjective(
-                f"--tis-cap beside --loss {self.loss}: its own ratio corrects for the sampler already -> --loss grpo, dr_grpo or dapo"
+                f"--tis-cap beside --loss {self.loss}: its own ratio corrects for the sampler already -> "
+                "--loss grpo, dr_grpo or dapo"
             )
         if self.tis_cap is not None and clipped:
             raise BadObjective(
-                "--clip-low and --clip-high beside --tis-cap: one update per batch leaves the ratio at 1, which no bound holds "
-                "-> leave them or --tis-cap out"
+                "--clip-low and --clip-high beside --tis-cap: one update per batch leaves the ratio at 1, "
+                "which no bound holds -> leave them or --tis-cap out"
             )
         if self.tis_cap is not None and not self.tis_cap > 0.0:
             raise BadObjective(f"--tis-cap {self.tis_cap} is not above 0: every weight would be 0")
         if self.loss == "dr_grpo" and not (self.max_tokens and self.max_tokens > 0):
-            raise BadObjective("--loss dr_grpo divides by the longest answer allowed: give --max-answer-tokens")
+            raise BadObjective(
+                "--loss dr_grpo divides by the longest answer allowed: give --max-answer-tokens"
+            )
         if self.loss != "sft" and self.credit.normalise != "none":
-            raise BadObjective(f"--sft-normalization is for --loss sft alone, not for {self.loss} -> --advantages batch")
+            raise BadObjective(
+                f"--sft-normalization is for --loss sft alone, not for {self.loss} -> --advantages batch"
+            )
         credit = self.credit
         if credit.clip is not None and not credit.clip[0] <= 0.0 <= credit.clip[1]:
-            raise BadObjective(f"--clip-advantages {credit.clip[0]} .. {credit.clip[1]} does not hold 0, as untrained tokens have")
+            raise BadObjective(
+                f"--clip-advantages {credit.clip[0]} .. {credit.clip[1]} does not hold 0, as untrained "
+                "tokens have"
+            )
         if credit.overlong_buffer > (credit.overlong_length or 0):
-            raise BadObjective(f"--overlong-buffer {credit.overlong_buffer} is longer than --overlong-length {credit.overlong_length}")
+            raise BadObjective(
+                f"--overlong-buffer {credit.overlong_buffer} is longer than --overlong-length "
+                f"{credit.overlong_length}"
+            )
         if credit.overlong_length is not None and not credit.overlong_buffer:
             raise BadObjective(
-                f"--overlong-length {credit.overlong_length} without --overlong-buffer: an answer that was cut at {credit.overlong_length} "
-                "tokens would lose nothing -> give --overlong-buffer, or --truncated mask"
+                f"--overlong-length {credit.overlong_length} without --overlong-buffer: an answer that was "
+                f"cut at {credit.overlong_length} tokens would lose nothing -> give --overlong-buffer, or "
+                "--truncated mask"
             )
         if self.kl < 0.0:
-            raise BadObjective(f"--kl-coef {self.kl} is negative: it would drive the policy away from the reference")
+            raise BadObjective(
+                f"--kl-coef {self.kl} is negative: it would drive the policy away from the reference"
+            )
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> Objective:
-        """Return the objective of the command line, less what a model decides (layout, chunks); raises `BadObjective`. Never blocks."""
+        """Returns the objective of the command line, less what a model decides (layout, chunks); raises
+        `BadObjective`.
+
+        Never blocks.
+        """
         normalise: Literal["none", "batch", "global"] = "batch" if options.loss == "sft" else "none"
         return cls(
             loss=options.loss,
@@ -163,14 +200,14 @@ class Counts:
 
     @classmethod
     def of(cls, rows: TrainingRows, reduce: Reduce = alone) -> Counts:
-        """Return the counts of all ranks' rows; calls `reduce` once, and blocks as long as it does."""
+        """Returns the counts of all ranks' rows; calls `reduce` once, and blocks as long as it does."""
         reference = rows.reference_logprobs
         with_reference = 0 if reference is None else known_count(reference, rows.trained)
         own = [rows.trained_count, rows.answer_count, len(rows.cu_seqlens) - 1, with_reference]
         return cls(*reduce(np.array(own, np.float64)).tolist())
 
     def __add__(self, other: Counts) -> Counts:
-        """Return the counts of two batches together."""
+        """Returns the counts of two batches together."""
         return Counts(
             self.tokens + other.tokens,
             self.answers + other.answers,
@@ -179,8 +216,10 @@ class Counts:
         )
 
     def divisor(self, loss: losses.Name) -> float:
-        """Return what the loss averages over."""
-        return {"token_mean": self.tokens, "sequence_mean": self.answers, "constant": self.rows}[losses.NAMED[loss].mode]
+        """Returns what the loss averages over."""
+        return {"token_mean": self.tokens, "sequence_mean": self.answers, "constant": self.rows}[
+            losses.NAMED[loss].mode
+        ]
 
 
 def micro_loss(
@@ -194,17 +233,18 @@ def micro_loss(
     entropy: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch's share of the loss and of its metrics. Never blocks.
+    """Returns a micro-batch's share of the loss and of its metrics. Never blocks.
 
-    The shares of all micro-batches of all ranks add up to the whole batch's, however it was cut, and so do their gradients.
-    No row may be cut.
+    The shares of all micro-batches of all ranks add up to the whole batch's, however it was cut, and so do
+    their gradients. No row may be cut.
 
     Args:
         goal: what is optimised.
         counts: of the whole batch, over all ranks.
         trained_lengths: (b,) int64, trained tokens of each row.
         logprobs: (n,) float32, nats, under the policy being trained, with gradient.
-        sampled_logprobs: (n,) float32, nats, recorded when the token was sampled; positive or not finite where unknown.
+        sampled_logprobs: (n,) float32, nats, recorded when the token was sampled; positive or not finite
+            where unknown.
         advantages: (n,) float32, dimensionless.
         entropy: (n,) float32, nats, with gradient if the objective has an entropy term; None counts as 0.
         reference_logprobs: (n,) float32, nats, under the reference, unknown as above; None: all unknown.
@@ -218,7 +258,12 @@ def micro_loss(
 
     def whole(values: Tensor) -> Tensor:
         return loss.share(
-            values, mask, cuts, divisor=counts.divisor(goal.loss), max_tokens=goal.max_tokens, answers_only=True
+            values,
+            mask,
+            cuts,
+            divisor=counts.divisor(goal.loss),
+            max_tokens=goal.max_tokens,
+            answers_only=True,
         )
 
     known = losses.known(sampled_logprobs)
@@ -229,9 +274,16 @@ def micro_loss(
         old = logprobs.detach()
         weights = losses.truncated_weights(old, sampled_logprobs, mask, cuts, goal.tis_cap, goal.tis_level)
     terms = loss.terms(
-        logprobs, old, advantages, mask, cuts,
-        clip_low=goal.clip_low, clip_high=goal.clip_high, clip_dual=goal.clip_dual, answers_only=True,
-    )  # fmt: skip
+        logprobs,
+        old,
+        advantages,
+        mask,
+        cuts,
+        clip_low=goal.clip_low,
+        clip_high=goal.clip_high,
+        clip_dual=goal.clip_dual,
+        answers_only=True,
+    )
     policy = terms.values if goal.tis_cap is None else terms.values * weights
     kl = torch.zeros_like(weights)
     if reference_logprobs is not None:
@@ -245,7 +297,9 @@ def micro_loss(
     if goal.mask_ratio is not None:
         far = losses.outside(logprobs, sampled_logprobs, mask, cuts, *goal.mask_ratio, "token")
     if goal.mask_ratio_sequence is not None:
-        far_answers = losses.outside(logprobs, sampled_logprobs, mask, cuts, *goal.mask_ratio_sequence, "sequence")
+        far_answers = losses.outside(
+            logprobs, sampled_logprobs, mask, cuts, *goal.mask_ratio_sequence, "sequence"
+        )
     left_out = far | far_answers  # of the loss, not of what it is divided by
     policy, values = (torch.where(left_out, 0.0, each) for each in (policy, values))
     share = whole(values)
@@ -253,9 +307,17 @@ def micro_loss(
     ratio = losses.importance_ratio(logprobs.detach(), sampled_logprobs)
     capped = known & (weights >= goal.tis_cap) if goal.tis_cap is not None else torch.zeros_like(mask)
     means = (
-        torch.zeros_like(weights) if entropy is None else entropy.detach(), ratio,
-        terms.held_low | terms.held_high | terms.held_dual, terms.held_low, terms.held_high, kl.detach(), weights, capped,
-        terms.held_dual, left_out, far_answers,
-    )  # fmt: skip
+        torch.zeros_like(weights) if entropy is None else entropy.detach(),
+        ratio,
+        terms.held_low | terms.held_high | terms.held_dual,
+        terms.held_low,
+        terms.held_high,
+        kl.detach(),
+        weights,
+        capped,
+        terms.held_dual,
+        left_out,
+        far_answers,
+    )
     per_token = torch.stack([each.float() for each in means]).sum(dim=1) / max(counts.tokens, 1.0)
     return share, torch.cat([torch.stack([share.detach(), whole(policy.detach())]).float(), per_token])

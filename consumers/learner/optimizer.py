@@ -1,4 +1,5 @@
-"""The optimizer of a learner: AdamW, over float32 parameters or over float32 masters of parameters that are not.
+"""The optimizer of a learner: AdamW, over float32 parameters or over float32 masters of parameters that are
+not.
 
 Knows parameters and their gradients; nothing of models, losses or schedules. Called by the GRPO learner.
 """
@@ -16,7 +17,8 @@ BETAS = (0.9, 0.95)
 
 
 def new_optimizer(parameters: Iterable[Tensor], weight_decay: float) -> torch.optim.Optimizer:
-    """Return AdamW with learning rate 0, which the learner sets at each step, over all that is to be trained.
+    """Returns AdamW with learning rate 0, which the learner sets at each step, over all that is to be
+    trained.
 
     Args:
         parameters: those that need no gradient are left out.
@@ -29,7 +31,10 @@ def new_optimizer(parameters: Iterable[Tensor], weight_decay: float) -> torch.op
 
 
 def cast_parameters(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Give every floating parameter another dtype, in place. Buffers of a model, such as rotary frequencies, are none."""
+    """Gives every floating parameter another dtype, in place.
+
+    Buffers of a model, such as rotary frequencies, are none.
+    """
     for parameter in parameters:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -38,8 +43,8 @@ def cast_parameters(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
 class MasterAdamW(torch.optim.Optimizer):
     """AdamW that steps a float32 master of each parameter, and rounds the master into it.
 
-    Without one, updates of less than half a unit in the last place of a bfloat16 parameter, 1/512 of it, are lost. Master and
-    moments are float32 and part of `state`, so that a checkpoint of it goes on exactly.
+    Without one, updates of less than half a unit in the last place of a bfloat16 parameter, 1/512 of it, are
+    lost. Master and moments are float32 and part of `state`, so that a checkpoint of it goes on exactly.
 
     Args:
         parameters: what to train, of any floating dtype.
@@ -59,7 +64,10 @@ class MasterAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take one step with the gradients of the parameters; `closure` must be None. Blocks for the compute."""
+        """Takes one step with the gradients of the parameters; `closure` must be None.
+
+        Blocks for the compute.
+        """
         if closure is not None:
             raise ValueError("MasterAdamW takes no closure")
         for group in self.param_groups:

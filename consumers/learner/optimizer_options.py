@@ -12,7 +12,7 @@ from shmbridge.consumers.learner.schedule import LINEAR, SCHEDULES
 
 
 def add_optimizer(parser: argparse.ArgumentParser) -> None:
-    """Add the groups "optimizer" and "adapters"."""
+    """Adds the groups "optimizer" and "adapters"."""
     group = parser.add_argument_group("optimizer")
     group.add_argument(
         "--lr", type=rate, metavar="X", default=1e-6, help="peak learning rate of AdamW [1e-6]"
@@ -30,14 +30,16 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
         type=_named_number,
         default=[],
         metavar="NAME=X",
-        help="keyword of that schedule in transformers, such as min_lr_rate=0.1 for cosine_with_min_lr; may be repeated",
+        help="keyword of that schedule in transformers, such as min_lr_rate=0.1 for cosine_with_min_lr; may "
+        "be repeated",
     )
     group.add_argument(
         "--accumulate",
         type=positive,
         metavar="N",
         default=1,
-        help="batches of --groups groups per step: the gradient is that of all their groups, and all are held until the step is done [1]",
+        help="batches of --groups groups per step: the gradient is that of all their groups, and all are "
+        "held until the step is done [1]",
     )
     group.add_argument(
         "--weight-decay", type=rate, metavar="X", default=0.0, help="decoupled weight decay [0]"
@@ -49,25 +51,35 @@ def add_optimizer(parser: argparse.ArgumentParser) -> None:
         "--param-dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of the parameters; under bfloat16 the optimizer keeps float32 masters, and adapters stay float32 [float32]",
+        help="of the parameters; under bfloat16 the optimizer keeps float32 masters, and adapters stay "
+        "float32 [float32]",
     )
     _add_adapters(parser.add_argument_group("adapters (LoRA, by peft)"))
 
 
 def _add_adapters(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--lora-rank", type=positive, metavar="N", help="train adapters of this rank only; weights are published merged [no adapters]"
+        "--lora-rank",
+        type=positive,
+        metavar="N",
+        help="train adapters of this rank only; weights are published merged [no adapters]",
     )
     group.add_argument(
-        "--lora-alpha", type=above_zero, metavar="X", help="adapters count by this over their rank [twice the rank]"
+        "--lora-alpha",
+        type=above_zero,
+        metavar="X",
+        help="adapters count by this over their rank [twice the rank]",
     )
-    group.add_argument("--lora-dropout", type=share, metavar="X", default=0.0, help="in front of adapters [0]")
+    group.add_argument(
+        "--lora-dropout", type=share, metavar="X", default=0.0, help="in front of adapters [0]"
+    )
     group.add_argument(
         "--lora-targets",
         type=lambda text: tuple(text.split(",")),
         metavar="NAME,...",
         default=("all-linear",),
-        help="ends of the names of modules that get one, such as q_proj,v_proj [every linear layer but the head]",
+        help="ends of the names of modules that get one, such as q_proj,v_proj [every linear layer but the "
+        "head]",
     )
 
 

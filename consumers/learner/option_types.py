@@ -10,7 +10,7 @@ import math
 
 
 def positive(text: str) -> int:
-    """Return a whole number above 0."""
+    """Returns a whole number above 0."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
@@ -18,7 +18,7 @@ def positive(text: str) -> int:
 
 
 def not_negative(text: str) -> int:
-    """Return a whole number, 0 or above."""
+    """Returns a whole number, 0 or above."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
@@ -26,7 +26,7 @@ def not_negative(text: str) -> int:
 
 
 def above_zero(text: str) -> float:
-    """Return a number above 0."""
+    """Returns a number above 0."""
     value = float(text)
     if not value > 0.0:
         raise argparse.ArgumentTypeError(f"{value} is not above 0")
@@ -34,7 +34,7 @@ def above_zero(text: str) -> float:
 
 
 def zero_or_above(text: str) -> float:
-    """Return a number, 0 or above."""
+    """Returns a number, 0 or above."""
     value = float(text)
     if not value >= 0.0:
         raise argparse.ArgumentTypeError(f"{value} is below 0")
@@ -42,7 +42,7 @@ def zero_or_above(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """Return a time above 0 that every clock takes."""
+    """Returns a time above 0 that every clock takes."""
     value = float(text)
     if not 0.0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"{value} is not within 0 and 1000000")
@@ -50,7 +50,7 @@ def seconds(text: str) -> float:
 
 
 def rate(text: str) -> float:
-    """Return a finite number, 0 or above."""
+    """Returns a finite number, 0 or above."""
     value = zero_or_above(text)
     if math.isinf(value):
         raise argparse.ArgumentTypeError(f"{value} is not finite")
@@ -58,7 +58,7 @@ def rate(text: str) -> float:
 
 
 def finite(text: str) -> float:
-    """Return a finite number."""
+    """Returns a finite number."""
     value = float(text)
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{value} is not finite")
@@ -66,7 +66,7 @@ def finite(text: str) -> float:
 
 
 def seed(text: str) -> int:
-    """Return a whole number that every random generator takes, with the steps of a run added to it."""
+    """Returns a whole number that every random generator takes, with the steps of a run added to it."""
     value = not_negative(text)
     if value >= 2**62:
         raise argparse.ArgumentTypeError(f"{value} is not below 2**62")
@@ -74,7 +74,7 @@ def seed(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """Return a number from 0 to 1."""
+    """Returns a number from 0 to 1."""
     value = float(text)
     if not 0.0 <= value <= 1.0:
         raise argparse.ArgumentTypeError(f"{value} is not in 0 .. 1")

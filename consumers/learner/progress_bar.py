@@ -23,7 +23,7 @@ class ProgressLines:
         self._steps, self._every = steps, every
 
     def show(self, metrics: Metrics) -> None:
-        """Show one step."""
+        """Shows one step."""
         if metrics["step"] % self._every == 0 or metrics["step"] >= self._steps:
             print(progress_line(metrics, self._steps), flush=True)
 
@@ -48,10 +48,10 @@ class ProgressBar:
         self._bar: Any = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True)
 
     def show(self, metrics: Metrics) -> None:
-        """Show one step."""
+        """Shows one step."""
         self._bar.set_postfix_str(
-            f"reward {metrics['reward_mean']:.3f}, loss {metrics['loss']:+.4f}, stale {metrics['staleness_mean']:.1f}, "
-            f"wait {metrics['wait_s']:.2f}s",
+            f"reward {metrics['reward_mean']:.3f}, loss {metrics['loss']:+.4f}, stale "
+            f"{metrics['staleness_mean']:.1f}, wait {metrics['wait_s']:.2f}s",
             refresh=False,
         )
         self._bar.update(metrics["step"] - self._bar.n)
@@ -64,5 +64,5 @@ class ProgressBar:
 
 
 def progress(steps: int, done: int, every: int, *, bar: bool) -> ProgressLines | ProgressBar:
-    """Return the bar if it is wanted and standard error is a terminal, else lines on standard output."""
+    """Returns the bar if it is wanted and standard error is a terminal, else lines on standard output."""
     return ProgressBar(steps, done) if bar and sys.stderr.isatty() else ProgressLines(steps, every)

@@ -1,8 +1,8 @@
 """One batch's metrics from those of the shares that ranks had of it.
 
-Counts add up, of texts the first stands, means are weighted by what they are means of, standard deviations are those of all together;
-percentiles are the highest of any rank, since they cannot be put together. Knows names alone; knows nothing of
-torch and of the bridge. Called by the GRPO learner (`grpo.py`).
+Counts add up, of texts the first stands, means are weighted by what they are means of, standard deviations
+are those of all together; percentiles are the highest of any rank, since they cannot be put together. Knows
+names alone; knows nothing of torch and of the bridge. Called by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -16,23 +16,29 @@ from shmbridge.consumers.learner.metrics_log import Metrics
 from shmbridge.consumers.learner.world import World
 
 _HIGHEST = re.compile(r"_max$|_max_fresh$|_max_s$|_max_abs$|_p\d+$|_p\d+_ms$")
-_COUNTED = re.compile(r"^atropos/(batch_groups|total_sequences|empty_response_count)$|^host_cpu_s$|^api_perf/(\w+_per_sec|slow_requests)$")
+_COUNTED = re.compile(
+    r"^atropos/(batch_groups|total_sequences|empty_response_count)$|^host_cpu_s$|^api_perf/(\w+_per_sec|slow_requests)$"
+)
 _OF_TOKENS = re.compile(r"^advantage_|^token_")
 _DEVIATION = re.compile(r"^(\w+_)std()$|^(atropos/.+/)std(_\w+)$")
 _OF_SCORES = re.compile(r"^reward_(mean|std)$|^atropos/mean_score$")
 _OF_ENVIRONMENT = re.compile(r"^(atropos/.+/)(?:mean|std)_(score|advantage)$")
-_COUNTS = {"score": "trajectories_scored", "advantage": "trajectories_trained"}  # what has a score, or an advantage
+# what has a score, or an advantage
+_COUNTS = {"score": "trajectories_scored", "advantage": "trajectories_trained"}
 _OF_GROUPS = {"atropos/identical_score_rate": "groups_scored", "bridge/group_wait_s": "groups"}
 
 
 def of_all_ranks(world: World, share: Metrics, rows: dict[str, int]) -> Metrics:
-    """Return the metrics of the whole batch, on every rank. Blocks for the others; arguments as of `merged`, of this rank."""
+    """Returns the metrics of the whole batch, on every rank.
+
+    Blocks for the others; arguments as of `merged`, of this rank.
+    """
     said = world.gathered([share, rows])
     return merged([each[0] for each in said], [each[1] for each in said])
 
 
 def merged(shares: Sequence[Metrics], rows: Sequence[dict[str, int]]) -> Metrics:
-    """Return the metrics of the whole batch.
+    """Returns the metrics of the whole batch.
 
     Args:
         shares: of each rank; a name may be missing where a rank knows nothing of it.
@@ -64,7 +70,9 @@ def _merged(name: str, shares: Sequence[Metrics]) -> Any:
 def _spread(name: str, shares: Sequence[Metrics], means: Metrics) -> float:
     """The standard deviation of all together: that within the shares, and that of their means."""
     mean = _mean_of(name)
-    squares = [(_weight(name, share), share[name] ** 2 + share[mean] ** 2) for share in shares if name in share]
+    squares = [
+        (_weight(name, share), share[name] ** 2 + share[mean] ** 2) for share in shares if name in share
+    ]
     return math.sqrt(max(0.0, _weighted(squares) - means[mean] ** 2))
 
 

@@ -11,7 +11,7 @@ from shmbridge.consumers.learner.option_types import seconds
 
 
 def add_rank_options(root: argparse.ArgumentParser) -> None:
-    """Add the group of flags that torchrun's ranks read."""
+    """Adds the group of flags that torchrun's ranks read."""
     group = root.add_argument_group("several devices (started by torchrun: one process for each)")
     group.add_argument(
         "--parallel",

@@ -1,8 +1,10 @@
-"""Where a learner's batches come from when several ranks train on them: each reads its share, and all begin a step together.
+"""Where a learner's batches come from when several ranks train on them: each reads its share, and all begin a
+step together.
 
-Nobody may wait alone: a rank that gave up, was stopped or found the bridge drained would leave the others in a
-collective. So each waits for its share a short time, then all say where they are, until they can go on, or leave,
-together. Knows the bridge and the world; knows nothing of models. Called by the GRPO learner (`grpo.py`).
+Nobody may wait alone: a rank that gave up, was stopped or found the bridge drained would leave the others in
+a collective. So each waits for its share a short time, then all say where they are, until they can go on, or
+leave, together. Knows the bridge and the world; knows nothing of models. Called by the GRPO learner
+(`grpo.py`).
 """
 
 from __future__ import annotations
@@ -83,17 +85,24 @@ class RankSource:
     ) -> None:
         self._world, self._rank, self._consumer = world, rank, consumer
         self._options, self._stops = options, stops
-        self.policy_version = world.told(-1 if consumer is None else consumer.policy_version)  # the last published
+        # the last published
+        self.policy_version = world.told(-1 if consumer is None else consumer.policy_version)
         self.training_version = self.policy_version  # of the weights in training
 
     def note_training_version(self, version: int) -> None:
-        """Let rank 0 have staleness counted up to weights that are not published. Blocks as `publish_version`."""
+        """Lets rank 0 have staleness counted up to weights that are not published.
+
+        Blocks as `publish_version`.
+        """
         if self._consumer is not None:
             self._consumer.note_training_version(version)
         self.training_version = self._world.told(version)
 
     def publish_version(self, version: int) -> None:
-        """Let rank 0 tell everybody of new weights. Blocks until it has: nobody may release what they were made of before."""
+        """Lets rank 0 tell everybody of new weights.
+
+        Blocks until it has: nobody may release what they were made of before.
+        """
         if self._consumer is not None:
             self._consumer.publish_policy_version(version)
         self.policy_version = self.training_version = self._world.told(version)
@@ -104,10 +113,12 @@ class RankSource:
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[Any]]:
-        """Yield an iterator over this rank's shares, the same number on every rank, until the bridge is drained.
+        """Yields an iterator over this rank's shares, the same number on every rank, until the bridge is
+        drained.
 
-        A share in which nothing can be read has no rows. `next` blocks for the other ranks, too; on all of them it raises
-        NoBatch when the limits are exhausted, Stopped, PeerFailed for another rank's error, and what the bridge raises.
+        A share in which nothing can be read has no rows. `next` blocks for the other ranks, too; on all of
+        them it raises NoBatch when the limits are exhausted, Stopped, PeerFailed for another rank's error,
+        and what the bridge raises.
         """
         if self._consumer is not None:
             self._consumer.serve_ranks(
@@ -158,7 +169,9 @@ class RankSource:
         if self._consumer is None:
             return BatchWait(None, str, lambda line: None)
         return BatchWait(
-            patience_of(self._options), functools.partial(who_is_missing, self._consumer, self._options.groups), say
+            patience_of(self._options),
+            functools.partial(who_is_missing, self._consumer, self._options.groups),
+            say,
         )
 
     def _ask(self, timeout_s: float) -> tuple[RankShare | None, Word]:
@@ -170,13 +183,15 @@ class RankSource:
 
 
 def leave_together(words: list[Word]) -> None:
-    """Raise what any rank has to leave for: an error first, then a signal, then that no batch came."""
+    """Raises what any rank has to leave for: an error first, then a signal, then that no batch came."""
     for rank, word in enumerate(words):
         if word.failed:
             raise PeerFailed(f"rank {rank}: {word.failed}")
     steps = {word.step for word in words if word.share == "here"}
     if len(steps) > 1:
-        raise PeerFailed(f"the ranks hold shares of different batches, {sorted(steps)}: another hub was here meanwhile")
+        raise PeerFailed(
+            f"the ranks hold shares of different batches, {sorted(steps)}: another hub was here meanwhile"
+        )
     for word in words:
         if word.signum:
             raise Stopped(word.signum)
@@ -193,7 +208,7 @@ def opened(
     world: World,
     stops: StopSignals,
 ) -> Iterator[HubSource | RankSource]:
-    """Open the bridge for this rank, and as its hub on rank 0; yield where its batches come from.
+    """Opens the bridge for this rank, and as its hub on rank 0; yield where its batches come from.
 
     Raises:
         What Consumer and Rank raise; PeerFailed if they did so on another rank.

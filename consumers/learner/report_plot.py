@@ -16,8 +16,15 @@ from shmbridge.consumers.learner.run_report import PHASES, RunMetrics
 
 MOST_POINTS = 600  # of a line: more cannot be seen, and make large files
 _LINES = ("-", "--", ":", "-.")
-_INKS = ("#000000", "#0072b2", "#d55e00", "#7f7f7f", "#009e73", "#cc79a7")  # apart in grey, too, with the lines' patterns
-_FILLS = dict(zip(PHASES, ("#ffffff", "#e0e0e0", "#56b4e9", "#0072b2", "#3690c0", "#d55e00", "#a0a0a0", "#404040"), strict=True))
+# apart in grey, too, with the lines' patterns
+_INKS = ("#000000", "#0072b2", "#d55e00", "#7f7f7f", "#009e73", "#cc79a7")
+_FILLS = dict(
+    zip(
+        PHASES,
+        ("#ffffff", "#e0e0e0", "#56b4e9", "#0072b2", "#3690c0", "#d55e00", "#a0a0a0", "#404040"),
+        strict=True,
+    )
+)
 _HATCHES = dict(zip(PHASES, ("", "..", "", "//", "", "xx", "", ""), strict=True))
 
 
@@ -26,7 +33,9 @@ class MatplotlibMissing(Exception):
 
 
 def plot(runs: Sequence[RunMetrics], file: Path) -> None:
-    """Draw the runs into a file whose suffix says the format, .svg or .png. Blocks for the compute and the disk.
+    """Draws the runs into a file whose suffix says the format, .svg or .png.
+
+    Blocks for the compute and the disk.
 
     Raises:
         MatplotlibMissing: the package is not there.
@@ -36,9 +45,12 @@ def plot(runs: Sequence[RunMetrics], file: Path) -> None:
         from matplotlib.figure import Figure  # not pyplot: no window, no state
     except ImportError as error:
         raise MatplotlibMissing(
-            f"a plot needs the matplotlib package ({error}): pip install 'shmbridge[learner]', or --format none"
+            f"a plot needs the matplotlib package ({error}): pip install 'shmbridge[learner]', or --format "
+            "none"
         ) from error
-    with mpl.rc_context({"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "shmbridge", "hatch.linewidth": 0.4}):
+    with mpl.rc_context(
+        {"font.size": 8, "svg.fonttype": "none", "svg.hashsalt": "shmbridge", "hatch.linewidth": 0.4}
+    ):
         figure = Figure(figsize=(7.0, 9.0), layout="constrained")
         axes = figure.subplots(5, 1, sharex=len(runs) == 1)
         curves = (
@@ -53,12 +65,15 @@ def plot(runs: Sequence[RunMetrics], file: Path) -> None:
                 axis.plot(*_thin(run.steps, values(run)), line, color=ink, linewidth=1.0, label=run.name)
             axis.set_ylabel(label)
             axis.grid(linewidth=0.3, color="#cccccc")
-        for number, run in enumerate(runs):  # the user's own evaluation, where there is any, as marks on the reward
+        # the user's own evaluation, where there is any, as marks on the reward
+        for number, run in enumerate(runs):
             known = np.isfinite(run.column("eval/mean_score"))
             if known.any():
                 ink = _INKS[number % len(_INKS)]
                 marks = run.column("eval/mean_score")[known]
-                axes[0].plot(run.steps[known], marks, "o", color=ink, markersize=3, label=f"{run.name}, evaluation")
+                axes[0].plot(
+                    run.steps[known], marks, "o", color=ink, markersize=3, label=f"{run.name}, evaluation"
+                )
         if len(axes[0].get_legend_handles_labels()[0]) > 1:
             axes[0].legend(fontsize=7)
         axes[3].set_xlabel("" if len(runs) == 1 else "step")

@@ -1,6 +1,7 @@
 """The states of all random generators of a process as tensors, so that they can be saved without pickle.
 
-Knows torch's, numpy's and Python's generators; nothing of files or of learners. Called by the learner's checkpoints.
+Knows torch's, numpy's and Python's generators; nothing of files or of learners. Called by the learner's
+checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def seed_all(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Return the states of torch's, CUDA's, numpy's and Python's global generators. Waits for no device."""
+    """Returns the states of torch's, CUDA's, numpy's and Python's global generators. Waits for no device."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found = {
@@ -40,7 +41,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(state: Mapping[str, Tensor]) -> None:
-    """Put back what `rng_state` returned; states of CUDA devices that are not here are left out.
+    """Puts back what `rng_state` returned; states of CUDA devices that are not here are left out.
 
     Raises:
         KeyError: one of the other generators is missing in it.

@@ -1,11 +1,13 @@
-"""Whether a learner trains with the values that were put: a checked row is taken back out of the micro-batches, and compared.
+"""Whether a learner trains with the values that were put: a checked row is taken back out of the
+micro-batches, and compared.
 
 A producer stores a check beside the tokens, mask, log-probabilities and advantages of one row in so many
-(`shmbridge.row_checks`). Here it is computed again behind everything that handles these values: the gathering,
-`prepare` and the cut into micro-batches. What the learner's own masks leave out of the training is taken from what
-they were applied to. A row that is trained twice, or not at all, differs, too.
+(`shmbridge.row_checks`). Here it is computed again behind everything that handles these values: the
+gathering, `prepare` and the cut into micro-batches. What the learner's own masks leave out of the training is
+taken from what they were applied to. A row that is trained twice, or not at all, differs, too.
 
-Knows batches, their records and the arrays of `training_rows.py`; knows nothing of models. Called by `grpo_update.py`.
+Knows batches, their records and the arrays of `training_rows.py`; knows nothing of models. Called by
+`grpo_update.py`.
 
 Letters: B rows, N tokens of the whole batch.
 """
@@ -37,23 +39,30 @@ _TAKEN = ("tokens", "trained", "sampled_logprobs", "advantages", "reference_logp
 
 
 class RowChecks:
-    """Compares the rows of batch after batch; knows whether a difference has been named already. One thread."""
+    """Compares the rows of batch after batch; knows whether a difference has been named already.
+
+    One thread.
+    """
 
     def __init__(self) -> None:
         self._named = False
 
     def watch(self, batch: Any, rows: TrainingRows, credit: Credit) -> Watch:
-        """Return the comparison of one batch, whose leases are held until it is over. Never blocks.
+        """Returns the comparison of one batch, whose leases are held until it is over. Never blocks.
 
         Args:
-            batch: a packed `shmbridge.Batch`, or anything with its attributes; without `records` nothing is compared.
+            batch: a packed `shmbridge.Batch`, or anything with its attributes; without `records` nothing is
+                compared.
             rows: what `prepare` has made of it.
             credit: how its advantages were made.
         """
         return Watch(batch, rows, credit)
 
     def metrics(self, watch: Watch) -> Metrics:
-        """Return counters of a batch per environment, and in words the first difference of all. Blocks for copies from the device."""
+        """Returns counters of a batch per environment, and in words the first difference of all.
+
+        Blocks for copies from the device.
+        """
         differences = watch.differences()
         names = [meta.env_name for meta in watch.metas]
         found: Metrics = {}
@@ -87,7 +96,7 @@ class Watch:
         ] = []  # rows, their lengths, flat values
 
     def _checks(self, column: str) -> npt.NDArray[np.uint64]:
-        """Return uint64, one per row of the records; 0 where there is none."""
+        """Returns uint64, one per row of the records; 0 where there is none."""
         parts = []
         for record in self._records:
             try:
@@ -98,7 +107,7 @@ class Watch:
         return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
 
     def saw(self, micro: MicroBatch) -> None:
-        """Take what is checked out of a micro-batch, on its device. Never blocks."""
+        """Takes what is checked out of a micro-batch, on its device. Never blocks."""
         chosen = [
             place
             for place, row in enumerate(micro.row_numbers)
@@ -116,7 +125,7 @@ class Watch:
         self._seen.append(([micro.row_numbers[each] for each in chosen], lengths[chosen].tolist(), flat))
 
     def differences(self) -> dict[int, str]:
-        """Return which checked rows differ, and in words how. Blocks for copies from the device."""
+        """Returns which checked rows differ, and in words how. Blocks for copies from the device."""
         if not self.checked.any():
             return {}
         times: Counter[int] = Counter()
@@ -145,7 +154,7 @@ class Watch:
         return found
 
     def _taken(self) -> Any:
-        """Yield (row, its values by name) of all that was seen, on the host."""
+        """Yields (row, its values by name) of all that was seen, on the host."""
         for rows, lengths, flat in self._seen:
             values = {name: each.cpu().numpy() for name, each in flat.items()}
             ends = np.cumsum(lengths)
@@ -159,7 +168,9 @@ class Watch:
         return part.cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
 
     def _compare(self, row: int, micro: dict[str, Array] | None, silenced: bool) -> str:
-        """Return what is wrong with a row's values, "" if nothing; without `micro` it trains nothing, and `prepare`'s count."""
+        """Returns what is wrong with a row's values, "" if nothing; without `micro` it trains nothing, and
+        `prepare`'s count.
+        """
         batch, rows = self._batch, self._rows
         trained = self._of(row, rows.trained)
         cut = micro["trained"] if micro is not None else trained
@@ -170,7 +181,7 @@ class Watch:
             what = "a token is trained that the mask leaves out, or left out on the way"
             return self._said(row, f"column 'loss_mask' {_position(at)}: {what}")
         values: dict[str, Array] = {
-            "tokens": (micro["tokens"] if micro is not None else self._of(row, rows.tokens)).astype(np.int32),
+            "tokens": (micro["tokens"] if micro is not None else self._of(row, rows.tokens)).astype(np.int32)
         }
         if self._has("loss_mask", row):
             values["loss_mask"] = _mask(self._of(row, batch.loss_mask), answers)
@@ -218,14 +229,17 @@ class Watch:
         )
 
     def _where(self, row: int, column: str, values: Array, stored: int) -> str:
-        """Say where a column differs, by what still lies in the lane."""
+        """Says where a column differs, by what still lies in the lane."""
         record, place = self._record_of(row)
         try:
             put = record[column][place]
         except (LeaseReleased, KeyError):
             return f"column {column!r}: at an unknown position, its record is not held any more"
         if check_of(column, put) != stored:
-            return f"column {column!r}: at an unknown position, the lane's own values have changed since they were put"
+            return (
+                f"column {column!r}: at an unknown position, the lane's own values have changed since they "
+                "were put"
+            )
         if put.size != values.size:
             return f"column {column!r}: {values.size} values, {put.size} were put"
         at = np.flatnonzero(
@@ -241,11 +255,16 @@ class Watch:
     def _said(self, row: int, what: str) -> str:
         record, place = self._record_of(row)
         meta = record.meta
-        return f"producer {meta.producer_id} record {meta.sequence} row {place} of environment {meta.env_name!r}: {what}"
+        return (
+            f"producer {meta.producer_id} record {meta.sequence} row {place} of environment "
+            f"{meta.env_name!r}: {what}"
+        )
 
 
 def _mask(put: Array, answers: Array) -> Array:
-    """Return the mask that the answers come from: as gathered where they agree with it; nothing predicts a row's first token."""
+    """Returns the mask that the answers come from: as gathered where they agree with it; nothing predicts a
+    row's first token.
+    """
     agrees = (put != 0) == answers
     agrees[:1] = True
     return np.where(agrees, put, answers.astype(put.dtype))

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 
 def row_metrics(batch: Any, rows: TrainingRows) -> Metrics:
-    """Return what metrics.jsonl says of a batch. Never blocks.
+    """Returns what metrics.jsonl says of a batch. Never blocks.
 
     Args:
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
         rows: what was made of it.
     """
-    scores = np.full(len(batch.meta), np.nan) if batch.scores is None else np.asarray(batch.scores, np.float64)
+    scores = (
+        np.full(len(batch.meta), np.nan) if batch.scores is None else np.asarray(batch.scores, np.float64)
+    )
     scores = np.where(batch.has("score") & usable_scores(scores), scores, np.nan)
     return {**_describe(batch, rows, scores[np.isfinite(scores)]), **_rollouts(batch, rows, scores)}
 
@@ -33,7 +35,8 @@ def row_metrics(batch: Any, rows: TrainingRows) -> Metrics:
 def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
     pushes = rows.advantages[rows.trained]
     groups = np.unique(batch.group_index).size
-    before = np.concatenate([[0], np.cumsum(rows.advantages != 0)])  # tokens with an advantage in front of each
+    # tokens with an advantage in front of each
+    before = np.concatenate([[0], np.cumsum(rows.advantages != 0)])
     pushing = np.unique(batch.group_index[np.diff(before[batch.cu_seqlens]) > 0]).size
     return {
         "reward_mean": float(scores.mean()) if scores.size else float("nan"),
@@ -52,14 +55,17 @@ def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -
 
 
 def _rollouts(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
-    """What dashboards know trajectories by; the advantages are those that are trained with, the lengths those of whole answers."""
+    """What dashboards know trajectories by; the advantages are those that are trained with, the lengths those
+    of whole answers.
+    """
     answers = rows.trained if rows.answers is None else rows.answers
     row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
     at = np.flatnonzero(rows.trained)
     counts = np.bincount(row_of_token[at], minlength=len(batch.meta))
     scored, env_names = np.isfinite(scores), [meta.env_name for meta in batch.meta]
     found: Metrics = {"groups_scored": int(np.unique(batch.group_index[scored]).size)}
-    for env_name, of_it in rows_by_environment(env_names).items():  # what the means of an environment are means of
+    # what the means of an environment are means of
+    for env_name, of_it in rows_by_environment(env_names).items():
         found[f"atropos/{env_name}/trajectories_scored"] = int(np.count_nonzero(scored[of_it]))
         found[f"atropos/{env_name}/trajectories_trained"] = int(np.count_nonzero(counts[of_it]))
     sums = np.bincount(row_of_token[at], weights=rows.advantages[at], minlength=len(batch.meta))

@@ -1,4 +1,5 @@
-"""What the metrics.jsonl of a run says on the whole: the steps in order, and a summary in numbers and in words.
+"""What the metrics.jsonl of a run says on the whole: the steps in order, and a summary in numbers and in
+words.
 
 Knows the file and the names in it; nothing of plots, torch and bridges. Called by `shmbridge report`.
 """
@@ -34,7 +35,8 @@ class RunMetrics:
         columns: name -> float64 (S,), NaN where a step does not say it.
         repeated: lines of steps that came again after a resume; the later line counts.
         torn: lines that are no JSON, as a kill leaves them.
-        row_difference: the first row that was trained with other values than were put, in words; "" if none was.
+        row_difference: the first row that was trained with other values than were put, in words; "" if none
+            was.
     """
 
     name: str
@@ -45,12 +47,14 @@ class RunMetrics:
     row_difference: str = ""
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
-        """Return one metric, (S,); NaN where it is not known."""
+        """Returns one metric, (S,); NaN where it is not known."""
         return self.columns.get(name, np.full(self.steps.size, math.nan))
 
     @property
     def tokens_per_s(self) -> npt.NDArray[np.float64]:
-        """Tokens of each step by the time since the step before was over; NaN for the first, and after a resume."""
+        """Tokens of each step by the time since the step before was over; NaN for the first, and after a
+        resume.
+        """
         took = np.diff(self.column("time"), prepend=math.nan)
         took[took <= 0.0] = math.nan
         return self.column("tokens") / took
@@ -65,7 +69,7 @@ class RunMetrics:
 
 
 def read_run(folder: Path) -> RunMetrics:
-    """Return the metrics in a run directory. Blocks for the disk.
+    """Returns the metrics in a run directory. Blocks for the disk.
 
     Raises:
         NoRun: it has no metrics.jsonl, or one without a step.
@@ -74,7 +78,10 @@ def read_run(folder: Path) -> RunMetrics:
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
-        raise NoRun(f"no metrics of a run in {folder}: {error.strerror} -> the folder that the learner's --run-dir names") from error
+        raise NoRun(
+            f"no metrics of a run in {folder}: {error.strerror} -> the folder that the learner's --run-dir "
+            "names"
+        ) from error
     by_step: dict[int, dict[str, Any]] = {}
     read = torn = 0
     for line in lines:
@@ -93,14 +100,24 @@ def read_run(folder: Path) -> RunMetrics:
     steps = list(by_step)
     names = {name for said in by_step.values() for name, value in said.items() if _is_number(value)}
     columns = {
-        name: np.array([_number(by_step[step].get(name)) for step in steps], np.float64) for name in sorted(names)
+        name: np.array([_number(by_step[step].get(name)) for step in steps], np.float64)
+        for name in sorted(names)
     }
-    differences = (said["row_difference"] for said in by_step.values() if isinstance(said.get("row_difference"), str))
-    return RunMetrics(folder.resolve().name, np.array(steps, np.int64), columns, read - len(steps), torn, next(differences, ""))
+    differences = (
+        said["row_difference"] for said in by_step.values() if isinstance(said.get("row_difference"), str)
+    )
+    return RunMetrics(
+        folder.resolve().name,
+        np.array(steps, np.int64),
+        columns,
+        read - len(steps),
+        torn,
+        next(differences, ""),
+    )
 
 
 def summary(run: RunMetrics) -> dict[str, Any]:
-    """Return what a run says on the whole, under plain names; None for what it does not say."""
+    """Returns what a run says on the whole, under plain names; None for what it does not say."""
     few = max(1, math.ceil(run.steps.size * _TAIL))
     reward, loss, staleness = run.column("reward_mean"), run.column("loss"), run.column("staleness_mean")
     phases = {name: float(values.sum()) for name, values in run.phases.items()}
@@ -137,14 +154,24 @@ def summary(run: RunMetrics) -> dict[str, Any]:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """Return a summary for people: a few lines."""
+    """Returns a summary for people: a few lines."""
     lines = [
         f"{found['run']}: {found['steps']} steps, {found['tokens']:,} tokens"
-        + (f" in {found['wall_s']:,.0f} s, {_say(found['tokens_per_s'], ',.0f')} tokens/s" if found["wall_s"] else ""),
-        f"  reward     {_say(found['reward_first'])} at the start, {_say(found['reward_last'])} at the end, "
-        f"best {_say(found['reward_best'])}" + ("" if found["reward_best"] is None else f" at step {found['reward_best_step']}"),
+        + (
+            f" in {found['wall_s']:,.0f} s, {_say(found['tokens_per_s'], ',.0f')} tokens/s"
+            if found["wall_s"]
+            else ""
+        ),
+        (
+            f"  reward     {_say(found['reward_first'])} at the start, {_say(found['reward_last'])} at the "
+            f"end, best {_say(found['reward_best'])}"
+        )
+        + ("" if found["reward_best"] is None else f" at step {found['reward_best_step']}"),
         f"  loss       {_say(found['loss_last'], '+.4f')} at the end",
-        f"  staleness  {_say(found['staleness_mean'], '.2f')} versions, at most {_say(found['staleness_max'], '.0f')}",
+        (
+            f"  staleness  {_say(found['staleness_mean'], '.2f')} versions, at most "
+            f"{_say(found['staleness_max'], '.0f')}"
+        ),
     ]
     if found["eval_last"] is not None:
         lines.append(f"  evaluation {_say(found['eval_last'])} at the last")

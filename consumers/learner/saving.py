@@ -1,7 +1,8 @@
-"""When a learner's state goes to the disk: each finished step at most once, with an account of what was consumed.
+"""When a learner's state goes to the disk: each finished step at most once, with an account of what was
+consumed.
 
-Knows the learner and the run's folder; what a checkpoint holds is `checkpoint.py`'s. Called by the GRPO learner
-(`grpo.py`).
+Knows the learner and the run's folder; what a checkpoint holds is `checkpoint.py`'s. Called by the GRPO
+learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ class Saver:
 
     @property
     def consistent(self) -> bool:
-        """Whether the learner is at the end of a step, all of whose batches are accounted for: what a checkpoint may hold."""
+        """Whether the learner is at the end of a step, all of whose batches are accounted for: what a
+        checkpoint may hold.
+        """
         return self._learner.consistent and self._taken_step == self._learner.step
 
     def took(self, batches: Iterable[Any], measured: Metrics) -> None:
-        """Note what a step was made of, over all ranks; blocks for the others.
+        """Notes what a step was made of, over all ranks; blocks for the others.
 
         Args:
             batches: this rank's.
@@ -62,13 +65,17 @@ class Saver:
         metas = [meta for batch in batches for meta in batch.meta]
         if self._learner.world.size > 1:
             said = self._learner.world.gathered(sorted({(meta.producer_id, meta.sequence) for meta in metas}))
-            metas = [SimpleNamespace(producer_id=who, sequence=number) for each in said for who, number in each]
+            metas = [
+                SimpleNamespace(producer_id=who, sequence=number) for each in said for who, number in each
+            ]
         numbers = {name: int(measured[name]) for name in ("groups", "trajectories", "tokens")}
         self.consumed.took(metas, **numbers)
         self._taken_step = self._learner.step
 
     def save(self, policy_version: int) -> None:
-        """Write a checkpoint unless this step has one, or broke off; every rank calls it, rank 0 writes. Blocks until it is on the disk.
+        """Writes a checkpoint unless this step has one, or broke off; every rank calls it, rank 0 writes.
+
+        Blocks until it is on the disk.
 
         Raises:
             CannotSave: the disk did not take it; on all ranks.
@@ -82,17 +89,26 @@ class Saver:
         except (OSError, SafetensorError) as error:
             failure = str(error)
         if failure := learner.world.told(failure):  # no rank releases what the disk does not have
-            raise CannotSave(f"no checkpoint of step {learner.step} in {self._folder}: {failure} -> make room there, then --resume")
+            raise CannotSave(
+                f"no checkpoint of step {learner.step} in {self._folder}: {failure} -> make room there, "
+                "then --resume"
+            )
         self._saved_step = learner.step
 
     def rescue(self, policy_version: int) -> str:
-        """Save the last finished step after an error, without other ranks. Blocks for the disk. Raises nothing.
+        """Saves the last finished step after an error, without other ranks. Blocks for the disk.
+
+        Raises nothing.
 
         Returns:
             what can be gone on from, in a few words for people.
         """
         learner = self._learner
-        newest = f"step {self._saved_step} is the newest checkpoint" if self._saved_step else "there is no checkpoint"
+        newest = (
+            f"step {self._saved_step} is the newest checkpoint"
+            if self._saved_step
+            else "there is no checkpoint"
+        )
         if learner.step == self._saved_step:
             return f"{newest}, and no step was finished since"
         if not self.consistent:

@@ -1,6 +1,8 @@
-"""The learning rate of each optimizer step: a warm-up and one of transformers' schedules, as a function of the step.
+"""The learning rate of each optimizer step: a warm-up and one of transformers' schedules, as a function of
+the step.
 
-Knows no optimizer: a schedule that is a function of the step is resumed by knowing the step. Called by the GRPO learner.
+Knows no optimizer: a schedule that is a function of the step is resumed by knowing the step. Called by the
+GRPO learner.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class BadSchedule(ValueError):
 
 
 def learning_rate_at(step: int, *, peak: float, warmup: int, steps: int) -> float:
-    """Return the rate of a 0-based step: up to the peak over the warm-up, then in a line to 0 at `steps`."""
+    """Returns the rate of a 0-based step: up to the peak over the warm-up, then in a line to 0 at `steps`."""
     rising = (step + 1) / max(warmup, 1)
     falling = (steps - step) / max(steps - warmup, 1)
     return peak * max(0.0, min(1.0, rising, falling))
@@ -40,18 +42,18 @@ def learning_rate_at(step: int, *, peak: float, warmup: int, steps: int) -> floa
 def rate_schedule(
     name: str, *, peak: float, warmup: int, steps: int, options: Mapping[str, float] | None = None
 ) -> Rate:
-    """Return the learning rate as a function of the 0-based step. Does not block.
+    """Returns the learning rate as a function of the 0-based step. Does not block.
 
-    "linear" is `learning_rate_at`, whose first step trains already. The others are what `transformers.get_scheduler`
-    computes, whose warm-up begins with a step at rate 0.
+    "linear" is `learning_rate_at`, whose first step trains already. The others are what
+    `transformers.get_scheduler` computes, whose warm-up begins with a step at rate 0.
 
     Args:
         name: one of `SCHEDULES`.
         peak: the rate that the schedule multiplies.
         warmup: optimizer steps.
         steps: optimizer steps of the whole run.
-        options: keywords of that schedule in transformers, such as min_lr, min_lr_rate, num_cycles, power, lr_end,
-            num_decay_steps; whole numbers become int.
+        options: keywords of that schedule in transformers, such as min_lr, min_lr_rate, num_cycles, power,
+            lr_end, num_decay_steps; whole numbers become int.
 
     Raises:
         BadSchedule: there is no such schedule, or it does not take these options.
@@ -63,7 +65,9 @@ def rate_schedule(
         return functools.partial(learning_rate_at, peak=peak, warmup=warmup, steps=steps)
     if name not in SCHEDULES:
         raise BadSchedule(f"{name} is none of {', '.join(SCHEDULES)}")
-    return _of_transformers(name, peak, warmup, steps, {key: _number(value) for key, value in options.items()})
+    return _of_transformers(
+        name, peak, warmup, steps, {key: _number(value) for key, value in options.items()}
+    )
 
 
 def _of_transformers(name: str, peak: float, warmup: int, steps: int, options: dict[str, float]) -> Rate:

@@ -1,7 +1,8 @@
-"""How the ranks share one model: every rank has all of it (DDP), or a part of each tensor (FSDP2), or there is one.
+"""How the ranks share one model: every rank has all of it (DDP), or a part of each tensor (FSDP2), or there
+is one.
 
-Knows torch's wrappers, and nothing of losses, batches or files. Called by `grpo_update.py`, `publishing.py` and
-`checkpoint.py`.
+Knows torch's wrappers, and nothing of losses, batches or files. Called by `grpo_update.py`, `publishing.py`
+and `checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -34,27 +35,34 @@ class Parallel:
         self.model = model
 
     def __call__(self, compute: Callable[..., Result], *args: Any, **named: Any) -> Result:
-        """Return `compute(model, *args, **named)`; whatever needs the model's gradient goes through here."""
+        """Returns `compute(model, *args, **named)`; whatever needs the model's gradient goes through here."""
         return compute(self.model, *args, **named)
 
     def read(self, compute: Callable[..., Result], *args: Any) -> Result:
-        """Return `compute(model, *args)`, which may call the model as often as it likes, and takes no gradient. Every rank calls it."""
+        """Returns `compute(model, *args)`, which may call the model as often as it likes, and takes no
+        gradient.
+
+        Every rank calls it.
+        """
         return compute(self.model, *args)
 
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
-        """Yield this rank's micro-batches, then None as often as other ranks have more: take part in those, too.
+        """Yields this rank's micro-batches, then None as often as other ranks have more: take part in those,
+        too.
 
         Run the forward and the backward of each before the next. One may be taken ahead.
         """
         return iter(micros)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this rank's share of a loss that is a sum over all ranks."""
+        """Adds the gradient of this rank's share of a loss that is a sum over all ranks."""
         loss.backward()
 
 
 class _Through(nn.Module):
-    """A module whose forward is any function of the model: wrappers see one forward, whatever it calls of the model."""
+    """A module whose forward is any function of the model: wrappers see one forward, whatever it calls of the
+    model.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -74,7 +82,8 @@ def _owned(result: Any) -> Any:
 def _with_all_experts(module: nn.Module, args: Any, output: Any) -> Any:
     """The output as it is, with a gradient of 0 for the experts that no token of this rank went to.
 
-    A parameter without a gradient on one rank is one that DDP waits for, and in whose place FSDP2 adds up another's.
+    A parameter without a gradient on one rank is one that DDP waits for, and in whose place FSDP2 adds up
+    another's.
     """
     first, *rest = output if isinstance(output, tuple) else (output,)
     trained = [each for each in module.parameters() if each.requires_grad]
@@ -97,12 +106,12 @@ class _Wrapped(Parallel):
         self._whole: nn.Module = _Through(model)
 
     def __call__(self, compute: Callable[..., Result], *args: Any, **named: Any) -> Result:
-        """Return `compute(model, *args, **named)`; whatever needs the model's gradient goes through here."""
+        """Returns `compute(model, *args, **named)`; whatever needs the model's gradient goes through here."""
         result: Result = self._whole(compute, args, named)
         return result
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this rank's share of a loss that is a sum over all ranks."""
+        """Adds the gradient of this rank's share of a loss that is a sum over all ranks."""
         (loss * self.world.size).backward()
 
     def _any(self, own: object | None) -> bool:
@@ -116,14 +125,17 @@ class Replicated(_Wrapped):
     def __init__(self, model: nn.Module, world: World) -> None:
         super().__init__(model, world)
         wrapper: Any = nn.parallel.DistributedDataParallel
-        # Buffers are the same everywhere; an exchange in each forward would want as many forwards of every rank.
+        # Buffers are the same everywhere; an exchange in each forward would want as many forwards of every
+        # rank.
         known = inspect.signature(wrapper.__init__).parameters  # older releases of torch have the older name
         exchange_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         self._ddp = wrapper(self._whole, **{exchange_buffers: False})
         self._whole = self._ddp
 
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
-        """Yield all micro-batches but the last without an exchange; each rank has one with it, of its own or None."""
+        """Yields all micro-batches but the last without an exchange; each rank has one with it, of its own or
+        None.
+        """
         coming = iter(micros)
         micro = next(coming, None)
         if not self._any(micro):
@@ -136,7 +148,9 @@ class Replicated(_Wrapped):
 
 
 class Sharded(_Wrapped):
-    """Every rank has a part of each tensor, and they come together block by block for each forward (FSDP2)."""
+    """Every rank has a part of each tensor, and they come together block by block for each forward
+    (FSDP2).
+    """
 
     def __init__(self, model: nn.Module, world: World, device: torch.device) -> None:
         super().__init__(model, world)
@@ -149,46 +163,60 @@ class Sharded(_Wrapped):
         fully_shard(self._whole, mesh=mesh)
 
     def read(self, compute: Callable[..., Result], *args: Any) -> Result:
-        """Return `compute(model, *args)`; what lies outside of the blocks is whole meanwhile, on every rank. It must not raise."""
+        """Returns `compute(model, *args)`; what lies outside of the blocks is whole meanwhile, on every rank.
+
+        It must not raise.
+        """
         result: Result = self._whole(compute, args, {})
         self._whole.reshard()  # type: ignore[operator]  # which FSDP2 leaves to a backward pass
         return result
 
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
-        """Yield as often on every rank, None where this one has no micro-batch left: each forward takes all ranks."""
+        """Yields as often on every rank, None where this one has no micro-batch left: each forward takes all
+        ranks.
+        """
         coming = iter(micros)
         while self._any(micro := next(coming, None)):
             yield micro
 
 
 def parallel_of(model: nn.Module, how: str, world: World, device: torch.device) -> Parallel:
-    """Return the form in which the ranks share a model, "ddp" or "fsdp2". Make the optimizer after it; blocks for all ranks."""
+    """Returns the form in which the ranks share a model, "ddp" or "fsdp2".
+
+    Make the optimizer after it; blocks for all ranks.
+    """
     if world.size == 1:
         return Parallel(model)
     return Sharded(model, world, device) if how == "fsdp2" else Replicated(model, world)
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers that a Hugging Face model names as those to be kept in one piece; none for other modules."""
+    """Yields the layers that a Hugging Face model names as those to be kept in one piece; none for other
+    modules.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
     return (module for module in model.modules() if type(module).__name__ in names)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether ranks have parts of the model's tensors, so that all of them are needed for the whole."""
+    """Returns whether ranks have parts of the model's tensors, so that all of them are needed for the
+    whole.
+    """
     return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, on every rank; blocks for the others if it is a sharded one."""
+    """Returns all of a tensor, on every rank; blocks for the others if it is a sharded one."""
     full: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, Index | None]:
-    """Return the part of a tensor that this rank has, and where in the whole it lies; None: this is all of it, as on every rank.
+    """Returns the part of a tensor that this rank has, and where in the whole it lies; None: this is all of
+    it, as on every rank.
 
-    Never blocks, but for the other ranks where a tensor is split in a way that FSDP2 does not: it is whole then.
+    Never blocks, but for the other ranks where a tensor is split in a way that FSDP2 does not: it is whole
+    then.
     """
     if not hasattr(tensor, "full_tensor"):
         return tensor, None
@@ -201,12 +229,14 @@ def own_part(tensor: Tensor) -> tuple[Tensor, Index | None]:
     dimension = ways[0].dim
     size = -(-tensor.shape[dimension] // mesh.size())  # as torch.chunk: the last ones are shorter, or empty
     at = min(size * mesh.get_local_rank(), tensor.shape[dimension])
-    assert local.shape[dimension] == min(size, tensor.shape[dimension] - at), f"{tuple(local.shape)} of {tuple(tensor.shape)}"
+    assert local.shape[dimension] == min(size, tensor.shape[dimension] - at), (
+        f"{tuple(local.shape)} of {tuple(tensor.shape)}"
+    )
     return local, (*(slice(None),) * dimension, slice(at, at + local.shape[dimension]))
 
 
 def shared_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of a whole tensor, the same on all ranks, that a rank holds of a parameter."""
+    """Returns the part of a whole tensor, the same on all ranks, that a rank holds of a parameter."""
     value = value.to(parameter.device)
     if not hasattr(parameter, "full_tensor"):
         return value
@@ -217,9 +247,11 @@ def shared_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gathered(tensor: Tensor, write: bool) -> Tensor | None:
-    """Return all of a tensor where it is written, which is rank 0, and None on the others; blocks for them if it is a sharded one.
+    """Returns all of a tensor where it is written, which is rank 0, and None on the others; blocks for them
+    if it is a sharded one.
 
-    A sharded one comes to the CPU; the device of rank 0 has this one whole meanwhile, those of the others no more than their part.
+    A sharded one comes to the CPU; the device of rank 0 has this one whole meanwhile, those of the others no
+    more than their part.
     """
     if not hasattr(tensor, "full_tensor"):
         return tensor.cpu() if write else None
@@ -233,7 +265,8 @@ def gathered(tensor: Tensor, write: bool) -> Tensor | None:
         return full.cpu() if write else None
     dimension, count = ways[0].dim, tensor.shape[ways[0].dim]
     local = tensor.to_local().movedim(dimension, 0)
-    part = local.new_zeros((-(-count // mesh.size()), *local.shape[1:]))  # as torch.chunk: the last ones are shorter, or empty
+    # as torch.chunk: the last ones are shorter, or empty
+    part = local.new_zeros((-(-count // mesh.size()), *local.shape[1:]))
     part[: len(local)] = local
     parts = [torch.empty_like(part) for _ in range(mesh.size())] if write else None
     distributed.gather(part, parts, dst=0, group=mesh.get_group())
@@ -243,9 +276,12 @@ def gathered(tensor: Tensor, write: bool) -> Tensor | None:
 
 
 def whole_state(model: Any, write: bool = True) -> dict[str, Tensor]:
-    """Return the whole tensors of a sharded model's state by name, on the CPU; tied ones are one tensor. Empty if nothing is sharded.
+    """Returns the whole tensors of a sharded model's state by name, on the CPU; tied ones are one tensor.
 
-    Blocks for the other ranks: every rank calls it, and gets an empty one unless it is the one that writes, rank 0.
+    Empty if nothing is sharded.
+
+    Blocks for the other ranks: every rank calls it, and gets an empty one unless it is the one that writes,
+    rank 0.
     """
     if not is_sharded(model):
         return {}

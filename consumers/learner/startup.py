@@ -1,6 +1,8 @@
-"""What a learner begins with: the checkpoint to go on from, the model, the optimizer, what environments are told.
+"""What a learner begins with: the checkpoint to go on from, the model, the optimizer, what environments are
+told.
 
-Knows the command line and the run directory; knows nothing of batches. Called by the GRPO learner (`grpo.py`).
+Knows the command line and the run directory; knows nothing of batches. Called by the GRPO learner
+(`grpo.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Refused(Exception):
 
 
 def starting_point(options: argparse.Namespace) -> Path | None:
-    """Return the checkpoint to go on from, or None for a fresh start.
+    """Returns the checkpoint to go on from, or None for a fresh start.
 
     Raises:
         Refused: a fresh start in a run directory that already holds checkpoints, which would mix two runs.
@@ -62,14 +64,19 @@ def starting_point(options: argparse.Namespace) -> Path | None:
 
 
 def agreed_starting_point(options: argparse.Namespace, world: World) -> Path | None:
-    """Return what rank 0 found in the run directory, on every rank. Raises as `starting_point`, or PeerFailed."""
+    """Returns what rank 0 found in the run directory, on every rank.
+
+    Raises as `starting_point`, or PeerFailed.
+    """
     if options.groups < world.size:
         raise Refused(
-            f"--groups {options.groups}: each of {world.size} ranks needs a group of every batch -> raise --groups"
+            f"--groups {options.groups}: each of {world.size} ranks needs a group of every batch -> raise "
+            "--groups"
         )
     if world.size > world.machine_size:
         raise Refused(
-            f"{world.size} ranks, {world.machine_size} of them here: a bridge is one machine's -> start all on one"
+            f"{world.size} ranks, {world.machine_size} of them here: a bridge is one machine's -> start all "
+            "on one"
         )
     with world.together():
         found = starting_point(options) if world.is_main else None
@@ -85,13 +92,17 @@ def _make_run_dir(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise Refused(f"cannot write to --run-dir {folder}: {error.strerror} -> give one that can be written to") from error
+        raise Refused(
+            f"cannot write to --run-dir {folder}: {error.strerror} -> give one that can be written to"
+        ) from error
 
 
 def load_learner(
     source: Path | None, options: argparse.Namespace, world: World
 ) -> tuple[Learner, Any, Progress]:
-    """Return the learner, its tokenizer or None, and how far it is. Blocks for the disk, and for the other ranks.
+    """Returns the learner, its tokenizer or None, and how far it is.
+
+    Blocks for the disk, and for the other ranks.
 
     Raises:
         Refused: there is no such model, or no device for this rank. PeerFailed: for another one.
@@ -100,7 +111,8 @@ def load_learner(
     if options.threads:
         torch.set_num_threads(options.threads)
     if not (world.is_main and sys.stderr.isatty()):
-        disable_progress_bar()  # of files read and written: in a log they hide what is said, and every rank would draw them
+        # of files read and written: in a log they hide what is said, and every rank would draw them
+        disable_progress_bar()
     seed_all(options.seed)  # fresh adapters are drawn
     with world.together():
         device = device_of(options, world)
@@ -130,14 +142,14 @@ def load_learner(
 
 
 def device_kind(options: argparse.Namespace) -> str:
-    """Return "cuda" or "cpu": what the options say, or what is there."""
+    """Returns "cuda" or "cpu": what the options say, or what is there."""
     if options.device != "auto":
         return str(options.device)
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_of(options: argparse.Namespace, world: World) -> torch.device:
-    """Return the device of this rank, which is the current one of its kind from now on.
+    """Returns the device of this rank, which is the current one of its kind from now on.
 
     Raises:
         Refused: there is no GPU, or there are more ranks than GPUs.
@@ -158,14 +170,17 @@ def device_of(options: argparse.Namespace, world: World) -> torch.device:
 
 
 def load_model(source: Path | str, options: argparse.Namespace, device: torch.device) -> Any:
-    """Return the model on a device, in the dtype and with the adapters that the options say. Blocks for the disk.
+    """Returns the model on a device, in the dtype and with the adapters that the options say.
+
+    Blocks for the disk.
 
     Raises:
         Refused: there is no such model, or it does not go with the options.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(source).float()
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:  # the reason without a library's traceback
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        # the reason without a library's traceback
         here = "" if Path(source).exists() else "there is no such folder, and as a Hugging Face id: "
         raise Refused(f"cannot load a model from {source}: {here}{str(error).splitlines()[0]}") from error
     base = (parameter for name, parameter in model.named_parameters() if not is_adapter(name))
@@ -173,32 +188,46 @@ def load_model(source: Path | str, options: argparse.Namespace, device: torch.de
     _adapt(model, source, options)
     model.to(device)
     if options.gradient_checkpointing:
-        # transformers 5.23 has another name, and warns of the old one. The reentrant form hides gradients from DDP.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        # transformers 5.23 has another name, and warns of the old one. The reentrant form hides gradients
+        # from DDP.
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False})
         _compute_again(model)
     return model
 
 
 def _compute_again(model: Any) -> None:
-    """Have layers work again in the backward pass, which they do in training alone, and without the dropout of training.
+    """Has layers work again in the backward pass, which they do in training alone, and without the dropout of
+    training.
 
     With it, the policy that is trained would not be the one that sampled: every ratio would be noise.
     """
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
             module.training = True
-            for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+            for name in [
+                name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)
+            ]:
                 setattr(module, name, 0.0)
 
 
 def _adapt(model: Any, source: Path | str, options: argparse.Namespace) -> None:
-    """Put adapters in, or make those of a checkpoint ready."""
+    """Puts adapters in, or make those of a checkpoint ready."""
     loaded = has_adapters(model)
     if isinstance(source, Path) and loaded != bool(options.lora_rank):
         there, wanted = ("", "without") if loaded else ("no ", "with")
-        raise Refused(f"{source} has {there}adapters, and the options ask for a model {wanted} -> the --lora-* of that run")
-    lora = Lora(options.lora_rank or 0, options.lora_alpha or 2.0 * (options.lora_rank or 0), options.lora_dropout, options.lora_targets)
+        raise Refused(
+            f"{source} has {there}adapters, and the options ask for a model {wanted} -> the --lora-* of "
+            "that run"
+        )
+    lora = Lora(
+        options.lora_rank or 0,
+        options.lora_alpha or 2.0 * (options.lora_rank or 0),
+        options.lora_dropout,
+        options.lora_targets,
+    )
     if loaded:
         if isinstance(source, Path) and (others := differences(model, lora)):
             raise Refused(f"{source} was trained with {', '.join(others)} -> resume with the same")
@@ -211,7 +240,7 @@ def _adapt(model: Any, source: Path | str, options: argparse.Namespace) -> None:
 
 
 def load_tokenizer(source: Path | str) -> Any:
-    """Return the tokenizer that stands beside a model, or None. Blocks for the disk."""
+    """Returns the tokenizer that stands beside a model, or None. Blocks for the disk."""
     try:
         return AutoTokenizer.from_pretrained(source)
     except Exception as error:  # the library raises what it likes here, and training needs none
@@ -222,7 +251,8 @@ def load_tokenizer(source: Path | str) -> Any:
 def _reference(
     model: Any, source: Path | None, options: argparse.Namespace, device: torch.device, layout: Layout
 ) -> Reference | None:
-    """Return what the KL term is against, None without one: the model of the command line, also after a checkpoint.
+    """Returns what the KL term is against, None without one: the model of the command line, also after a
+    checkpoint.
 
     It is whole on every rank's device, also where the model is sharded.
     """
@@ -243,7 +273,7 @@ def new_learner(
     parallel: Parallel | None = None,
     reference: Reference | None = None,
 ) -> Learner:
-    """Return a learner at step 0 with the objective and the optimizer of the command line."""
+    """Returns a learner at step 0 with the objective and the optimizer of the command line."""
     try:
         rate = rate_schedule(
             options.schedule,
@@ -256,7 +286,9 @@ def new_learner(
         raise Refused(str(error)) from error
     return Learner(
         model,
-        dataclasses.replace(Objective.from_options(options), layout=layout, chunk_tokens=_chunk_tokens(model, options)),
+        dataclasses.replace(
+            Objective.from_options(options), layout=layout, chunk_tokens=_chunk_tokens(model, options)
+        ),
         rate,
         weight_decay=options.weight_decay,
         max_grad_norm=options.max_grad_norm,
@@ -272,7 +304,9 @@ def _chunk_tokens(model: Any, options: argparse.Namespace) -> int | None:
 
 
 def registration(options: argparse.Namespace, step: int) -> shmbridge.Run:
-    """Return what environments are told about this run when they register; its steps are batches of the bridge."""
+    """Returns what environments are told about this run when they register; its steps are batches of the
+    bridge.
+    """
     return shmbridge.Run(
         batch_size=options.groups * options.group_size,
         max_token_len=options.max_token_len,

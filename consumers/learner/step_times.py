@@ -1,7 +1,7 @@
 """Where the time of a step goes, and what it costs the host.
 
-Knows names of phases, and CUDA's events where the work is done on a GPU; nothing of learners. Called by `grpo_update.py` and by
-the GRPO learner (`grpo.py`).
+Knows names of phases, and CUDA's events where the work is done on a GPU; nothing of learners. Called by
+`grpo_update.py` and by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ PHASES = ("copy", "forward", "backward", "sync")
 
 
 class StepTimes:
-    """Adds up the seconds of each phase of a step. On a GPU they are those of the device, between two events of its stream.
+    """Adds up the seconds of each phase of a step.
+
+    On a GPU they are those of the device, between two events of its stream.
 
     One thread. Costs a microsecond a phase, and on a GPU two events.
 
@@ -34,7 +36,7 @@ class StepTimes:
 
     @contextmanager
     def of(self, phase: str) -> Iterator[None]:
-        """Count the block as one of `PHASES`. Phases do not nest."""
+        """Counts the block as one of `PHASES`. Phases do not nest."""
         if self._on_gpu:
             make: Any = torch.cuda.Event
             begin, end = make(enable_timing=True), make(enable_timing=True)
@@ -48,7 +50,7 @@ class StepTimes:
             self._seconds[phase] += time.perf_counter() - begun
 
     def each(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items; the making of each counts as a phase."""
+        """Yields the items; the making of each counts as a phase."""
         coming = iter(items)
         while True:
             with self.of(phase):
@@ -58,7 +60,10 @@ class StepTimes:
             yield item
 
     def taken(self) -> dict[str, float]:
-        """Return `<phase>_s` since the last call, and the most memory of the GPU so far. Waits for the GPU, where there is one."""
+        """Returns `<phase>_s` since the last call, and the most memory of the GPU so far.
+
+        Waits for the GPU, where there is one.
+        """
         if self._events:
             self._events[-1][2].synchronize()
         for phase, begin, end in self._events:
@@ -77,13 +82,13 @@ class StepCost:
         self._ended, self._cpu = time.monotonic(), time.process_time()
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds of this process since the last call."""
+        """Returns the CPU seconds of this process since the last call."""
         cpu = time.process_time()
         spent, self._cpu = cpu - self._cpu, cpu
         return spent
 
     def step(self, waited_s: float, cpu_s: float, tokens: int) -> dict[str, float]:
-        """Return the numbers of a step that is over now.
+        """Returns the numbers of a step that is over now.
 
         Args:
             waited_s: of it, waiting for batches.

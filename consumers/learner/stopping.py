@@ -44,13 +44,15 @@ class StopSignals:
         return self._received
 
     def check(self) -> None:
-        """Raise `Stopped` if a signal came during a hold, or was raised where Python discards exceptions."""
+        """Raises `Stopped` if a signal came during a hold, or was raised where Python discards exceptions."""
         if self._received is not None:
             raise Stopped(self._received)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep signals back until the block is done, then raise `Stopped` if one came; not while they are only noted."""
+        """Keeps signals back until the block is done, then raise `Stopped` if one came; not while they are
+        only noted.
+        """
         with self.noted() as earlier:
             yield
         if not earlier:
@@ -58,7 +60,9 @@ class StopSignals:
 
     @contextmanager
     def noted(self) -> Iterator[bool]:
-        """Only note signals until the block is done, for whoever looks at `received`; yield whether that was so already."""
+        """Only note signals until the block is done, for whoever looks at `received`; yield whether that was
+        so already.
+        """
         earlier, self._holding = self._holding, True
         try:
             yield earlier

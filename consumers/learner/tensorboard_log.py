@@ -1,7 +1,7 @@
 """A TensorBoard log that gets the learner's metrics, without ever stopping the training.
 
-The only file of the learner that uses tensorboard, and only once it is asked to. Knows nothing of the bridge. Called by
-the GRPO learner (`grpo.py`).
+The only file of the learner that uses tensorboard, and only once it is asked to. Knows nothing of the bridge.
+Called by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ class TensorboardMissing(Exception):
 class TensorboardLog:
     """Context manager over one folder of event files; a failure is said once, counted, and otherwise ignored.
 
-    A resumed learner purges what a killed one wrote of the steps that come again. One thread; blocks for the disk.
+    A resumed learner purges what a killed one wrote of the steps that come again. One thread; blocks for the
+    disk.
 
     Args:
         run_dir: the run directory.
-        source: the checkpoint that the run goes on from; what the log has of later steps is hidden. None for a fresh start.
+        source: the checkpoint that the run goes on from; what the log has of later steps is hidden. None for
+            a fresh start.
         say: takes a line for people.
 
     Raises:
@@ -50,7 +52,7 @@ class TensorboardLog:
         self._writer: Any = SummaryWriter(str(run_dir / FOLDER), purge_step=purge_step)
 
     def log(self, metrics: Metrics) -> None:
-        """Write one step's metrics, at their step and time; what is no finite number is left out."""
+        """Writes one step's metrics, at their step and time; what is no finite number is left out."""
         self._guarded(lambda: self._write(metrics))
 
     def __enter__(self) -> TensorboardLog:
@@ -61,7 +63,11 @@ class TensorboardLog:
 
     def _write(self, metrics: Metrics) -> None:
         for name, value in metrics.items():
-            if isinstance(value, (bool, int, float)) and math.isfinite(value) and name not in ("step", "time"):
+            if (
+                isinstance(value, (bool, int, float))
+                and math.isfinite(value)
+                and name not in ("step", "time")
+            ):
                 tag = name if "/" in name else f"learner/{name}"
                 self._writer.add_scalar(tag, value, metrics["step"], walltime=metrics["time"])
         self._writer.flush()
@@ -72,4 +78,6 @@ class TensorboardLog:
         except Exception as error:  # whatever it is, the training is worth more
             self.failures_total += 1
             if self.failures_total == 1:
-                self._say(f"TensorBoard cannot take metrics, training goes on: {type(error).__name__}: {error}")
+                self._say(
+                    f"TensorBoard cannot take metrics, training goes on: {type(error).__name__}: {error}"
+                )

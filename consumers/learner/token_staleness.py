@@ -1,7 +1,8 @@
-"""How many policy versions ago each token of a batch was sampled, and which tokens say that the trained version sampled them.
+"""How many policy versions ago each token of a batch was sampled, and which tokens say that the trained
+version sampled them.
 
-Pure numpy. Knows the column `token_versions` and the versions stamped on records; does not know what is done about it.
-Called by `training_rows.py`.
+Pure numpy. Knows the column `token_versions` and the versions stamped on records; does not know what is done
+about it. Called by `training_rows.py`.
 
 Letter: N tokens of the whole batch.
 """
@@ -17,10 +18,13 @@ UNKNOWN = -1
 
 
 def token_staleness(batch: Any, policy_version: int) -> npt.NDArray[np.int32]:
-    """Return int32 (N,): versions from the one that sampled the token to the current one; UNKNOWN if nothing says it. Never blocks.
+    """Returns int32 (N,): versions from the one that sampled the token to the current one; UNKNOWN if nothing
+    says it.
 
-    The token's own version if its record has it, else the one under which generation of its record began. A version below -1 or above
-    the current one is nobody's, and says nothing.
+    Never blocks.
+
+    The token's own version if its record has it, else the one under which generation of its record began. A
+    version below -1 or above the current one is nobody's, and says nothing.
 
     Args:
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
@@ -37,10 +41,10 @@ def token_staleness(batch: Any, policy_version: int) -> npt.NDArray[np.int32]:
 
 
 def says_version(batch: Any, policy_version: int) -> npt.NDArray[np.bool_]:
-    """Return bool (N,): tokens that `token_versions` says this very version sampled. Never blocks.
+    """Returns bool (N,): tokens that `token_versions` says this very version sampled. Never blocks.
 
-    The version stamped on a record does not count. It is the one that was published when generation began, and an engine that is
-    brought to it after that still samples with the one before.
+    The version stamped on a record does not count. It is the one that was published when generation began,
+    and an engine that is brought to it after that still samples with the one before.
 
     Args:
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
@@ -49,12 +53,17 @@ def says_version(batch: Any, policy_version: int) -> npt.NDArray[np.bool_]:
     own = getattr(batch, "token_versions", None)
     if own is None:
         return np.zeros(len(batch.tokens), bool)
-    said: npt.NDArray[np.bool_] = np.repeat(batch.has("token_versions"), batch.lengths) & (own >= 0) & (own == policy_version)
+    said: npt.NDArray[np.bool_] = (
+        np.repeat(batch.has("token_versions"), batch.lengths) & (own >= 0) & (own == policy_version)
+    )
     return said
 
 
 def odd_versions(batch: Any, policy_version: int) -> npt.NDArray[np.bool_]:
-    """Return bool (B,): rows that say a version above the current one, or of a token one below -1. Never blocks."""
+    """Returns bool (B,): rows that say a version above the current one, or of a token one below -1.
+
+    Never blocks.
+    """
     stamped = [meta.min_policy_version for meta in batch.meta]
     odd = np.array([version is not None and version > policy_version for version in stamped], bool)
     own = getattr(batch, "token_versions", None)

@@ -32,7 +32,10 @@ NO_LOGPROB = 1.0
 
 
 def known_count(logprobs: npt.NDArray[np.float32], where: npt.NDArray[np.bool_]) -> int:
-    """Return how many recorded log-probabilities, of those at the places, are one: not positive, and finite. Never blocks."""
+    """Returns how many recorded log-probabilities, of those at the places, are one: not positive, and finite.
+
+    Never blocks.
+    """
     return int(np.count_nonzero(where & (logprobs <= 0.0) & (logprobs > -np.inf)))
 
 
@@ -46,9 +49,12 @@ class TrainingRows:
     advantages: npt.NDArray[np.float32]  # (N,) dimensionless
     sampled_logprobs: npt.NDArray[np.float32]  # (N,) nats; NO_LOGPROB where none was recorded
     temperature: npt.NDArray[np.float32]  # (B,) > 0
-    reference_logprobs: npt.NDArray[np.float32] | None = None  # (N,) as sampled_logprobs; None if nobody asked for them
-    fresh: npt.NDArray[np.bool_] | None = None  # (N,) whose own version is the one about to be trained; None if that is not known
-    answers: npt.NDArray[np.bool_] | None = None  # (N,) `trained` before any masking of the learner's own; None: not kept
+    # (N,) as sampled_logprobs; None if nobody asked for them
+    reference_logprobs: npt.NDArray[np.float32] | None = None
+    # (N,) whose own version is the one about to be trained; None if that is not known
+    fresh: npt.NDArray[np.bool_] | None = None
+    # (N,) `trained` before any masking of the learner's own; None: not kept
+    answers: npt.NDArray[np.bool_] | None = None
 
     @property
     def trained_count(self) -> int:
@@ -75,7 +81,9 @@ def prepare(
     truncated: Literal["keep", "mask", "drop"] = "keep",
     unknown_tokens: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[TrainingRows, Metrics]:
-    """Return what the loss needs of a packed batch, and metrics that describe it. Blocks as long as `reduce` does.
+    """Returns what the loss needs of a packed batch, and metrics that describe it.
+
+    Blocks as long as `reduce` does.
 
     Args:
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
@@ -85,10 +93,12 @@ def prepare(
         with_reference: whether the reference's log-probabilities are wanted, where records have them.
         policy_version: the one about to be trained; None: the staleness of no token is known.
         max_token_staleness: tokens sampled more versions ago are not trained; None: all are.
-        whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise they train nothing. A mask that does not fit
-            its tokens trains nothing either way.
-        truncated: answers that did not end by themselves: "mask" does not train them, "drop" also takes no score from them.
-        unknown_tokens: bool (B,), rows that train nothing for a token that the model does not have; None: no such row.
+        whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise they train
+            nothing. A mask that does not fit its tokens trains nothing either way.
+        truncated: answers that did not end by themselves: "mask" does not train them, "drop" also takes no
+            score from them.
+        unknown_tokens: bool (B,), rows that train nothing for a token that the model does not have; None: no
+            such row.
 
     Raises:
         NoAdvantages: a group needs the fallback that is not allowed.
@@ -97,7 +107,11 @@ def prepare(
     known = answers if unknown_tokens is None else answers & ~np.repeat(unknown_tokens, batch.lengths)
     require_advantages(batch, answers, credit)
     staleness = None if policy_version is None else token_staleness(batch, policy_version)
-    young = known if staleness is None or max_token_staleness is None else known & (staleness <= max_token_staleness)
+    young = (
+        known
+        if staleness is None or max_token_staleness is None
+        else known & (staleness <= max_token_staleness)
+    )
     cut, unnamed = truncated_rows(batch)
     trained = young if truncated == "keep" else young & ~np.repeat(cut, batch.lengths)
     heat = temperatures(batch, temperature)
@@ -121,7 +135,12 @@ def prepare(
         **row_metrics(batch, rows),
         **credit_metrics,
         **left_out(
-            batch, credit, heat, whole_rows=whole_rows, with_reference=with_reference, unknown_tokens=unknown_tokens,
+            batch,
+            credit,
+            heat,
+            whole_rows=whole_rows,
+            with_reference=with_reference,
+            unknown_tokens=unknown_tokens,
             odd_versions=None if policy_version is None else odd_versions(batch, policy_version),
         ),
         "trajectories_odd_temperature": int(np.count_nonzero(heat.odd)),
@@ -130,7 +149,9 @@ def prepare(
         "tokens_masked_truncated": int(np.count_nonzero(young)) - rows.trained_count,
         "tokens_masked_stale": int(np.count_nonzero(known)) - int(np.count_nonzero(young)),
         "tokens_without_logprob": rows.trained_count - known_count(rows.sampled_logprobs, trained),
-        "tokens_without_reference": 0 if reference is None else rows.trained_count - known_count(reference, trained),
+        "tokens_without_reference": 0
+        if reference is None
+        else rows.trained_count - known_count(reference, trained),
         "tokens_without_version": rows.trained_count - stale_by.size,
         "token_staleness_mean": float(stale_by.mean()) if stale_by.size else 0.0,
         "token_staleness_max": int(stale_by.max(initial=0)),
@@ -138,9 +159,11 @@ def prepare(
 
 
 def trained_tokens(batch: Any, whole_rows: bool = False) -> npt.NDArray[np.bool_]:
-    """Return bool (N,): the loss mask; in rows without one, everything after the prompt, and nothing unless they say where that ends.
+    """Returns bool (N,): the loss mask; in rows without one, everything after the prompt, and nothing unless
+    they say where that ends.
 
-    With `whole_rows` those that do not say are trained whole. Rows whose mask does not fit their tokens train nothing. Never blocks.
+    With `whole_rows` those that do not say are trained whole. Rows whose mask does not fit their tokens train
+    nothing. Never blocks.
     """
     prompt = np.zeros(len(batch.meta), np.int32) if batch.prompt_length is None else batch.prompt_length
     trained: npt.NDArray[np.bool_] = batch.position_ids >= np.repeat(prompt, batch.lengths)
@@ -153,6 +176,8 @@ def trained_tokens(batch: Any, whole_rows: bool = False) -> npt.NDArray[np.bool_
 
 
 def _logprobs(batch: Any, column: str) -> npt.NDArray[np.float32]:
-    """Return float32 (N,): what the records have, NO_LOGPROB in rows of those that have none."""
+    """Returns float32 (N,): what the records have, NO_LOGPROB in rows of those that have none."""
     found, recorded = np.full(len(batch.tokens), NO_LOGPROB, np.float32), getattr(batch, column, None)
-    return found if recorded is None else np.where(np.repeat(batch.has(column), batch.lengths), recorded, found)
+    return (
+        found if recorded is None else np.where(np.repeat(batch.has(column), batch.lengths), recorded, found)
+    )

@@ -1,9 +1,10 @@
 """One optimizer step, from the batches that are taken for it to their release, and what happens around it.
 
-The order is the contract with everybody else: update, publish the weights, publish their version, save if it is time, release.
-Engines are brought to the version meanwhile, and are there before the next one is published.
-Killed before the release, a learner leaves the batches to its successor, whose checkpoint says whether it contains them. Knows
-where batches come from, the learner and everybody who wants to hear of a step. Called by the GRPO learner (`grpo.py`).
+The order is the contract with everybody else: update, publish the weights, publish their version, save if it
+is time, release. Engines are brought to the version meanwhile, and are there before the next one is
+published. Killed before the release, a learner leaves the batches to its successor, whose checkpoint says
+whether it contains them. Knows where batches come from, the learner and everybody who wants to hear of a
+step. Called by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ class Around:
         self.early_stop = EarlyStop(
             options.stop_when, options.stop_patience, options.stop_no_better, options.stop_stall, say=say
         )
-        self._hook = EvalHook(load_hook(options.eval_hook), options.eval_every, say) if options.eval_hook else None
+        self._hook = (
+            EvalHook(load_hook(options.eval_hook), options.eval_every, say) if options.eval_hook else None
+        )
         self._tokenizer = tokenizer
 
     def metrics(self, learner: Learner) -> Metrics:
-        """Return what evaluation says after a step. Blocks as long as the hook; every rank calls it."""
+        """Returns what evaluation says after a step. Blocks as long as the hook; every rank calls it."""
         found, hook = self.screen.metrics(), self._hook
         if hook is None:
             return found
@@ -113,7 +116,10 @@ class TrainingStep:
         return len(self._batches) >= int(self._options.accumulate)
 
     def take(self, batch: Any) -> None:
-        """Add a batch's gradient. Blocks for the compute, and for other ranks; raises as `Learner.accumulate`."""
+        """Adds a batch's gradient.
+
+        Blocks for the compute, and for other ranks; raises as `Learner.accumulate`.
+        """
         begun = time.monotonic()
         version = self._source.training_version
         aged = self._describe.taken(batch, int(begun * 1e9), version)
@@ -124,7 +130,9 @@ class TrainingStep:
         self._computed_s += self._waiting_since - begun
 
     def settle(self) -> None:
-        """Return when all engines had their time for the last version. Blocks, and may be interrupted; every rank calls it.
+        """Returns when all engines had their time for the last version.
+
+        Blocks, and may be interrupted; every rank calls it.
 
         Raises:
             EngineFailed: an engine has failed for too long; PeerFailed on the other ranks.
@@ -134,13 +142,17 @@ class TrainingStep:
                 self._around.engines.settled()
 
     def make(self) -> Metrics:
-        """Update, publish and save if it is time, release, log; return the step's metrics. Blocks; nothing may interrupt it."""
+        """Update, publish and save if it is time, release, log; return the step's metrics.
+
+        Blocks; nothing may interrupt it.
+        """
         learner, source = self._learner, self._source
         begun = time.monotonic()
         metrics = learner.apply()
         applied = time.monotonic()
         measured = self._measured()
-        self._saver.took(self._batches, measured)  # from here on a checkpoint of this step knows what is in it
+        # from here on a checkpoint of this step knows what is in it
+        self._saver.took(self._batches, measured)
         accounted = time.monotonic()
         version = source.training_version + 1
         if learner.step % self._options.publish_every == 0 or learner.step >= self._options.steps:
@@ -150,7 +162,10 @@ class TrainingStep:
         published = time.monotonic()
         metrics["policy_version"] = source.policy_version
         if DIFFERENCE in measured:  # once a rank
-            say(f"{measured[DIFFERENCE]} -> what was trained is not what was put: end the run, and keep this line and the lane")
+            say(
+                f"{measured[DIFFERENCE]} -> what was trained is not what was put: end the run, and keep "
+                "this line and the lane"
+            )
         self._held += self._batches
         if learner.step % self._options.save_every == 0 or learner.step >= self._options.steps:
             self.save()
@@ -180,7 +195,10 @@ class TrainingStep:
         return metrics
 
     def finish(self) -> None:
-        """Publish the weights and save them, where the last step was not one for that. Blocks; every rank calls it. Raises as `settle`."""
+        """Publishes the weights and save them, where the last step was not one for that.
+
+        Blocks; every rank calls it. Raises as `settle`.
+        """
         if (version := self._source.training_version) > self._source.policy_version:
             self.settle()
             self._publish_version(version)
@@ -192,7 +210,7 @@ class TrainingStep:
         self._around.engines.begin(version)
 
     def save(self) -> None:
-        """Write a checkpoint unless this step has one, then release what is in it. Blocks for the disk."""
+        """Writes a checkpoint unless this step has one, then release what is in it. Blocks for the disk."""
         self._saver.save(self._source.training_version)
         self._release()
 
@@ -207,7 +225,11 @@ class TrainingStep:
         rows = [rows_of_environments(batch) for batch in self._batches]
         own = merged(self._parts, rows)
         last = self._parts[-1]  # what is of all batches so far, or of more than this step
-        own |= {name: value for name, value in last.items() if name in SHARES or name in MISMATCH or name.startswith("api_perf/")}
+        own |= {
+            name: value
+            for name, value in last.items()
+            if name in SHARES or name in MISMATCH or name.startswith("api_perf/")
+        }
         own["host_cpu_s"] = self._cost.cpu_s()
         return of_all_ranks(self._learner.world, own, _summed(rows))
 

@@ -49,7 +49,7 @@ class WandbRun:
         self._guarded("start", lambda: self._start(wandb, options, resumed))
 
     def log(self, metrics: Metrics) -> None:
-        """Hand over one step's metrics, at their step; values that are not finite are left out."""
+        """Hands over one step's metrics, at their step; values that are not finite are left out."""
         if self._run is not None:
             values = {name: value for name, value in metrics.items() if _known(value)}
             self._guarded("take metrics", lambda: self._run.log(values, step=metrics["step"]))

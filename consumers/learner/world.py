@@ -46,24 +46,24 @@ class World:
         return self.rank == 0
 
     def sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the sum over all ranks, value by value. Blocks for the others."""
+        """Returns the sum over all ranks, value by value. Blocks for the others."""
         return values
 
     def most(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the largest over all ranks, value by value. Blocks for the others."""
+        """Returns the largest over all ranks, value by value. Blocks for the others."""
         return values
 
     def gathered(self, word: Word) -> list[Word]:
-        """Return what each rank says here, by rank; anything that JSON can say. Blocks for the others."""
+        """Returns what each rank says here, by rank; anything that JSON can say. Blocks for the others."""
         return [word]
 
     def told(self, word: Word) -> Word:
-        """Return what rank 0 says here. Blocks until all ranks are here."""
+        """Returns what rank 0 says here. Blocks until all ranks are here."""
         return self.gathered(word)[0]
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let all ranks finish the block, or raise on all of them if it fails on any. Blocks for the others.
+        """Lets all ranks finish the block, or raise on all of them if it fails on any. Blocks for the others.
 
         Nothing in the block may wait for other ranks: one that has failed would not answer.
 
@@ -86,8 +86,9 @@ class World:
 class TorchWorld(World):
     """One rank of a torchrun, between init_process_group and its end.
 
-    Words go through a Gloo group of their own: FSDP2 holds the default group for as long as the model lives, so that ending that one does
-    not end its threads, and a thread that lets go of a tensor while the interpreter ends aborts the process.
+    Words go through a Gloo group of their own: FSDP2 holds the default group for as long as the model lives,
+    so that ending that one does not end its threads, and a thread that lets go of a tensor while the
+    interpreter ends aborts the process.
     """
 
     def __init__(self, rank: int, size: int, local_rank: int, machine_size: int, timeout: timedelta) -> None:
@@ -97,15 +98,15 @@ class TorchWorld(World):
         self._words = distributed.new_group(backend="gloo", timeout=timeout)
 
     def sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the sum over all ranks, value by value; the same bits on each. Blocks for the others."""
+        """Returns the sum over all ranks, value by value; the same bits on each. Blocks for the others."""
         return self._reduced(values, "SUM")
 
     def most(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the largest over all ranks, value by value. Blocks for the others."""
+        """Returns the largest over all ranks, value by value. Blocks for the others."""
         return self._reduced(values, "MAX")
 
     def gathered(self, word: Word) -> list[Word]:
-        """Return what each rank says here, by rank; anything that JSON can say. Blocks for the others."""
+        """Returns what each rank says here, by rank; anything that JSON can say. Blocks for the others."""
         import torch
         from torch import distributed
 
@@ -115,7 +116,9 @@ class TorchWorld(World):
         distributed.all_reduce(lengths, group=self._words)
         longest = int(lengths.max())
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        distributed.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=self._words)
+        distributed.all_gather(
+            texts, torch.nn.functional.pad(text, (0, longest - len(text))), group=self._words
+        )
         return [
             json.loads(bytes(each[:length].tolist()))
             for each, length in zip(texts, lengths.tolist(), strict=True)
@@ -131,7 +134,10 @@ class TorchWorld(World):
         return reduced
 
     def leave(self) -> None:
-        """End the group of words; when this returns its threads are gone. Once, and nothing is said after it."""
+        """Ends the group of words; when this returns its threads are gone.
+
+        Once, and nothing is said after it.
+        """
         from torch import distributed
 
         distributed.destroy_process_group(self._words)
@@ -143,7 +149,8 @@ ALONE = World()
 
 @contextmanager
 def joined(device: str, timeout_s: float) -> Iterator[World]:
-    """Join the ranks that torchrun started with this one; outside of torchrun, or in one of one, there is nobody.
+    """Joins the ranks that torchrun started with this one; outside of torchrun, or in one of one, there is
+    nobody.
 
     Blocks until all are there. Leave it by an exception only where all ranks do.
 
@@ -162,7 +169,10 @@ def joined(device: str, timeout_s: float) -> Iterator[World]:
     from torch import distributed
 
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise BadWorld(f"WORLD_SIZE is {size}, and there is no {', '.join(missing)} -> start with torchrun, or unset WORLD_SIZE")
+        raise BadWorld(
+            f"WORLD_SIZE is {size}, and there is no {', '.join(missing)} -> start with torchrun, or unset "
+            "WORLD_SIZE"
+        )
     rank = _number("RANK")
     local_rank, machine_size = _number("LOCAL_RANK", str(rank)), _number("LOCAL_WORLD_SIZE", str(size))
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -197,7 +207,9 @@ def _number(name: str, otherwise: str = "") -> int:
     try:
         return int(said)
     except ValueError:
-        raise BadWorld(f"{name}={said} is no whole number -> start with torchrun, or unset WORLD_SIZE") from None
+        raise BadWorld(
+            f"{name}={said} is no whole number -> start with torchrun, or unset WORLD_SIZE"
+        ) from None
 
 
 def speaks() -> bool:
@@ -211,7 +223,9 @@ def _seen(error: RuntimeError) -> str:
 
 
 def is_of_a_lost_peer(error: RuntimeError) -> bool:
-    """Whether an error says that a collective found no partner; Gloo's are plain RuntimeErrors with its file names."""
+    """Whether an error says that a collective found no partner; Gloo's are plain RuntimeErrors with its file
+    names.
+    """
     from torch import distributed
 
     text = str(error).lower()

@@ -16,7 +16,7 @@ Mode = Literal["token_mean", "sequence_mean", "constant"]
 
 
 def token_mean(values: Tensor, token_count: int) -> Tensor:
-    """Return this micro-batch's share of the mean over all trained tokens of the batch.
+    """Returns this micro-batch's share of the mean over all trained tokens of the batch.
 
     Every token weighs the same, however long its trajectory, and the shares of all micro-batches add up to
     the mean over the batch, so the token budget of a forward pass does not change the gradient.
@@ -34,7 +34,7 @@ def token_mean(values: Tensor, token_count: int) -> Tensor:
 
 
 def sequence_sums(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the sum over each sequence's trained tokens.
+    """Returns the sum over each sequence's trained tokens.
 
     Args:
         values: (N,) floating; what stands outside the mask is not looked at, be it NaN.
@@ -50,7 +50,9 @@ def sequence_sums(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def predicted(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return bool (N,): the mask less the first token of each sequence, which no token of its row predicts."""
+    """Returns bool (N,): the mask less the first token of each sequence, which no token of its row
+    predicts.
+    """
     inside = mask.bool().clone()
     starts = cu_seqlens[:-1].to(inside.device, torch.int64)
     inside[starts[starts < inside.numel()]] = False
@@ -58,19 +60,19 @@ def predicted(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def sequence_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return how many trained tokens each sequence has: (N,), (B + 1,) -> (B,) float32."""
+    """Returns how many trained tokens each sequence has: (N,), (B + 1,) -> (B,) float32."""
     return sequence_sums(torch.ones_like(mask, dtype=torch.float32), mask, cu_seqlens)
 
 
 def spread(per_sequence: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Give every token the value of its sequence: (B,), (B + 1,) -> (N,), with gradient."""
+    """Gives every token the value of its sequence: (B,), (B + 1,) -> (N,), with gradient."""
     return per_sequence[_owner(cu_seqlens, per_sequence)]
 
 
 def aggregate(
     values: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: Mode, divisor: float | None = None
 ) -> Tensor:
-    """Return one number from the values of all trained tokens.
+    """Returns one number from the values of all trained tokens.
 
     `token_mean`: their sum / trained tokens; every token weighs the same. `sequence_mean`: the sum of the
     sequences' own means / sequences; a token of a long answer weighs less. `constant`: their sum / divisor.
@@ -80,9 +82,10 @@ def aggregate(
         mask: (N,) bool or 0/1, the trained tokens.
         cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
         mode: as above.
-        divisor: what to divide by. For a micro-batch, the number of the *whole* batch (its trained tokens, its
-            sequences): then the shares of all micro-batches add up. None counts those given here that have a
-            trained token; `constant` has no such default. Below 1 counts as 1, except under `constant`.
+        divisor: what to divide by. For a micro-batch, the number of the *whole* batch (its trained tokens,
+            its sequences): then the shares of all micro-batches add up. None counts those given here that
+            have a trained token; `constant` has no such default. Below 1 counts as 1, except under
+            `constant`.
 
     Returns:
         (), type and unit of `values`; 0, with a gradient of 0, if no token is trained.
@@ -95,7 +98,9 @@ def aggregate(
     """
     if mode == "constant":
         if divisor is None or not divisor > 0.0:
-            raise ValueError(f"mode 'constant' divides by {divisor}: give a divisor above 0, as sequences x longest answer")
+            raise ValueError(
+                f"mode 'constant' divides by {divisor}: give a divisor above 0, as sequences x longest answer"
+            )
         return torch.where(mask.bool(), values, 0.0).sum() / divisor
     if mode == "token_mean":
         total, count = torch.where(mask.bool(), values, 0.0).sum(), mask.bool().sum()
@@ -109,6 +114,6 @@ def aggregate(
 
 
 def _owner(cu_seqlens: Tensor, like: Tensor) -> Tensor:
-    """Return int64 (N,): the sequence of each token."""
+    """Returns int64 (N,): the sequence of each token."""
     lengths = cu_seqlens.to(like.device, torch.int64).diff()
     return torch.repeat_interleave(torch.arange(lengths.numel(), device=like.device), lengths)

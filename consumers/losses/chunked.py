@@ -49,12 +49,12 @@ def chosen_logprobs_chunked(
     *,
     with_entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the log-probability of each target under softmax(hidden @ lm_head_weight.T / temperature).
+    """Returns the log-probability of each target under softmax(hidden @ lm_head_weight.T / temperature).
 
-    Differentiable once, with respect to `hidden` and `lm_head_weight`. Beyond inputs and gradients it holds at
-    most two float32 tensors of (c, V) and two of the weight's size at a time. The weight's gradient is added up
-    in float32 whatever the weight's type. The product is made in the type that a linear layer would use:
-    autocast's where that is on, else that of `hidden`.
+    Differentiable once, with respect to `hidden` and `lm_head_weight`. Beyond inputs and gradients it holds
+    at most two float32 tensors of (c, V) and two of the weight's size at a time. The weight's gradient is
+    added up in float32 whatever the weight's type. The product is made in the type that a linear layer would
+    use: autocast's where that is on, else that of `hidden`.
 
     Args:
         hidden: (n, D) floating, the model's last hidden states *before* the chosen tokens.
@@ -71,13 +71,21 @@ def chosen_logprobs_chunked(
         ValueError: shapes disagree, or chunk_tokens is below 1.
     """
     count, vocabulary = hidden.shape[0], lm_head_weight.shape[0]
-    if hidden.ndim != 2 or lm_head_weight.ndim != 2 or hidden.shape[1] != lm_head_weight.shape[1] or targets.shape != (count,):
+    if (
+        hidden.ndim != 2
+        or lm_head_weight.ndim != 2
+        or hidden.shape[1] != lm_head_weight.shape[1]
+        or targets.shape != (count,)
+    ):
         raise ValueError(
-            f"hidden {tuple(hidden.shape)}, lm_head_weight {tuple(lm_head_weight.shape)} and targets {tuple(targets.shape)} "
-            "do not fit: give (n, D), (V, D) and (n,)"
+            f"hidden {tuple(hidden.shape)}, lm_head_weight {tuple(lm_head_weight.shape)} and targets "
+            f"{tuple(targets.shape)} do not fit: give (n, D), (V, D) and (n,)"
         )
     if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens {chunk_tokens} is not a number of tokens: give at least 1, as {2**28 // vocabulary} for 1 GiB")
+        raise ValueError(
+            f"chunk_tokens {chunk_tokens} is not a number of tokens: give at least 1, as "
+            f"{2**28 // vocabulary} for 1 GiB"
+        )
     exact = torch.promote_types(hidden.dtype, torch.float32)
     heat = torch.as_tensor(temperature, dtype=exact, device=hidden.device).expand(count)
     logprobs, entropy = _Chunked.apply(hidden, lm_head_weight, targets, heat, chunk_tokens, with_entropy)
@@ -89,7 +97,13 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, chunk: int, with_entropy: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        chunk: int,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         kind = hidden.device.type
         product = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -134,7 +148,14 @@ class _Chunked(torch.autograd.Function):
                 if weight_gradient is not None:
                     weight_gradient += typed_slope.T @ hidden[part].to(ctx.product)
                 del slope, typed_slope
-        return hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype), None, None, None, None
+        return (
+            hidden_gradient,
+            None if weight_gradient is None else weight_gradient.to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _parts(count: int, chunk: int) -> list[slice]:
@@ -142,6 +163,6 @@ def _parts(count: int, chunk: int) -> list[slice]:
 
 
 def _log_distribution(hidden: Tensor, weight: Tensor, temperature: Tensor, product: torch.dtype) -> Tensor:
-    """Return (c, V) in the temperature's type: log softmax of one chunk's tempered logits."""
+    """Returns (c, V) in the temperature's type: log softmax of one chunk's tempered logits."""
     logits = (hidden.to(product) @ weight.T).to(temperature.dtype).div_(temperature[:, None])
     return torch.log_softmax(logits, dim=-1)

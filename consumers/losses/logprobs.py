@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def log_distribution(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return the log-probabilities of the distribution that was sampled from.
+    """Returns the log-probabilities of the distribution that was sampled from.
 
     Args:
         logits: (n, V), the model's logits at the positions *before* the trained tokens, any float type.
@@ -26,7 +26,7 @@ def log_distribution(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def chosen_logprobs(log_probabilities: Tensor, targets: Tensor) -> Tensor:
-    """Return the log-probability of each trained token.
+    """Returns the log-probability of each trained token.
 
     Args:
         log_probabilities: (n, V) float32, from `log_distribution`.
@@ -39,5 +39,5 @@ def chosen_logprobs(log_probabilities: Tensor, targets: Tensor) -> Tensor:
 
 
 def entropy(log_probabilities: Tensor) -> Tensor:
-    """Return the entropy of each distribution, in nats: (n, V) float32 -> (n,) float32."""
+    """Returns the entropy of each distribution, in nats: (n, V) float32 -> (n,) float32."""
     return -(log_probabilities.exp() * log_probabilities).sum(dim=-1)

@@ -1,7 +1,8 @@
 """The named losses, each put together from a ratio, a loss per token and an aggregation.
 
-Knows which parts make which paper; the parts are in `ratio.py`, `policy.py` and `aggregation.py`. A named loss is called for
-the loss of a batch, or asked for its `terms` first, so that a learner can add to them before `share` adds them up.
+Knows which parts make which paper; the parts are in `ratio.py`, `policy.py` and `aggregation.py`. A named
+loss is called for the loss of a batch, or asked for its `terms` first, so that a learner can add to them
+before `share` adds them up.
 
 Letters: N tokens of B sequences (answers), one after the other.
 """
@@ -33,9 +34,12 @@ class Terms:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A named loss: what it makes of a token, how it adds tokens up, and the clip bounds it has by default."""
+    """A named loss: what it makes of a token, how it adds tokens up, and the clip bounds it has by
+    default.
+    """
 
-    form: Literal["clipped", "weighted", "plain"]  # the clipped surrogate; the clipped ratio as a weight; no ratio at all
+    # the clipped surrogate; the clipped ratio as a weight; no ratio at all
+    form: Literal["clipped", "weighted", "plain"]
     mode: Mode
     clip_low: float = 0.0
     clip_high: float = 0.0
@@ -57,22 +61,28 @@ class PolicyLoss:
         max_tokens: int | None = None,
         answers_only: bool = False,
     ) -> Tensor:
-        """Return the loss of a batch, or a micro-batch's share of it: lower is better. Never blocks, divides by zero nowhere.
+        """Returns the loss of a batch, or a micro-batch's share of it: lower is better.
+
+        Never blocks, divides by zero nowhere.
 
         Args:
             logprobs: (N,) float32, nats, under the policy being trained, with gradient.
-            old_logprobs: (N,) float32, nats, under the policy that the ratio is against; positive or not finite where
-                unknown, and the token then counts as unchanged.
+            old_logprobs: (N,) float32, nats, under the policy that the ratio is against; positive or not
+                finite where unknown, and the token then counts as unchanged.
             advantages: (N,) float32, dimensionless.
-            mask: (N,) bool or 0/1, the trained tokens; nothing else is looked at. The first token of a sequence is never
-                trained, whatever its mask says: what stands there is the end of the row before.
+            mask: (N,) bool or 0/1, the trained tokens; nothing else is looked at. The first token of a
+                sequence is never trained, whatever its mask says: what stands there is the end of the row
+                before.
             cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
-            clip_low, clip_high: how far the ratio may fall below and rise above 1; None is the loss's own bound.
-            clip_dual: for the clipped losses: the ratio above which a negative advantage stops pushing; None: none.
+            clip_low, clip_high: how far the ratio may fall below and rise above 1; None is the loss's own
+                bound.
+            clip_dual: for the clipped losses: the ratio above which a negative advantage stops pushing; None:
+                none.
             weights: (N,) float32 factors of the tokens' losses, as from `truncated_weights`; None is all 1.
             divisor: as in `share`.
             max_tokens: as in `share`.
-            answers_only: sequences hold no prompt, but trained tokens cut out of their rows: the first is one like the others.
+            answers_only: sequences hold no prompt, but trained tokens cut out of their rows: the first is one
+                like the others.
 
         Returns:
             () float32, dimensionless.
@@ -81,11 +91,20 @@ class PolicyLoss:
             ValueError: as `share`.
         """
         values = self.terms(
-            logprobs, old_logprobs, advantages, mask, cu_seqlens,
-            clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual, answers_only=answers_only,
-        ).values  # fmt: skip
+            logprobs,
+            old_logprobs,
+            advantages,
+            mask,
+            cu_seqlens,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            clip_dual=clip_dual,
+            answers_only=answers_only,
+        ).values
         weighed = values if weights is None else values * weights
-        return self.share(weighed, mask, cu_seqlens, divisor=divisor, max_tokens=max_tokens, answers_only=answers_only)
+        return self.share(
+            weighed, mask, cu_seqlens, divisor=divisor, max_tokens=max_tokens, answers_only=answers_only
+        )
 
     def terms(
         self,
@@ -100,7 +119,10 @@ class PolicyLoss:
         clip_dual: float | None = None,
         answers_only: bool = False,
     ) -> Terms:
-        """Return the loss of each token, and which tokens a bound holds; arguments as of the call. Never blocks."""
+        """Returns the loss of each token, and which tokens a bound holds; arguments as of the call.
+
+        Never blocks.
+        """
         mask = mask if answers_only else predicted(mask, cu_seqlens)
         low = self.clip_low if clip_low is None else clip_low
         high = self.clip_high if clip_high is None else clip_high
@@ -109,12 +131,20 @@ class PolicyLoss:
         if self.form == "plain":
             nowhere = torch.zeros_like(inside, dtype=torch.bool)
             return Terms(-advantages * inside, nowhere, nowhere, nowhere)
-        ratio = sequence_ratio(inside, old_logprobs, mask, cu_seqlens) if self.whole_answers else importance_ratio(inside, old_logprobs)
+        ratio = (
+            sequence_ratio(inside, old_logprobs, mask, cu_seqlens)
+            if self.whole_answers
+            else importance_ratio(inside, old_logprobs)
+        )
         if self.form == "weighted":
             values = cispo_policy_loss(inside, ratio, advantages, low, high)
-            return Terms(values, ratio < 1.0 - low, ratio > 1.0 + high, torch.zeros_like(ratio, dtype=torch.bool))
+            return Terms(
+                values, ratio < 1.0 - low, ratio > 1.0 + high, torch.zeros_like(ratio, dtype=torch.bool)
+            )
         values = clipped_policy_loss(ratio, advantages, low, high, clip_dual)
-        return Terms(values, *clip_sides(ratio, advantages, low, high), dual_clipped(ratio, advantages, clip_dual))
+        return Terms(
+            values, *clip_sides(ratio, advantages, low, high), dual_clipped(ratio, advantages, clip_dual)
+        )
 
     def share(
         self,
@@ -126,14 +156,15 @@ class PolicyLoss:
         max_tokens: int | None = None,
         answers_only: bool = False,
     ) -> Tensor:
-        """Return the values of all trained tokens added up as this loss does it. Never blocks.
+        """Returns the values of all trained tokens added up as this loss does it. Never blocks.
 
         Args:
             values: (N,) float32, one per token.
             mask: (N,) bool or 0/1, the trained tokens; as in the call.
             cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
-            divisor: for a micro-batch the whole batch's number of what is averaged over: trained tokens (`dapo`, `cispo`,
-                `sft`) or answers (`grpo`, `gspo`, `dr_grpo`). None counts what is given here. Below 1 counts as 1.
+            divisor: for a micro-batch the whole batch's number of what is averaged over: trained tokens
+                (`dapo`, `cispo`, `sft`) or answers (`grpo`, `gspo`, `dr_grpo`). None counts what is given
+                here. Below 1 counts as 1.
             max_tokens: for `dr_grpo`: the longest answer allowed, tokens; the same for the whole run.
             answers_only: as in the call.
 
@@ -153,21 +184,25 @@ class PolicyLoss:
 # GRPO, arXiv 2402.03300: mean over each answer, then over answers. Its KL term is `kl_estimate`.
 grpo_loss = PolicyLoss("clipped", "sequence_mean", 0.2, 0.2)
 
-# Dr. GRPO, arXiv 2503.20783: the same terms / (answers x max_tokens). Dividing by a constant instead of each answer's length
-# takes away the reward for long wrong answers. Its other half is in the advantages: score - mean, without the deviation.
+# Dr. GRPO, arXiv 2503.20783: the same terms / (answers x max_tokens). Dividing by a constant instead of each
+# answer's length takes away the reward for long wrong answers. Its other half is in the advantages: score -
+# mean, without the deviation.
 dr_grpo_loss = PolicyLoss("clipped", "constant", 0.2, 0.2)
 
-# DAPO, arXiv 2503.14476: clip-higher, mean over all tokens. Its overlong punishment is `soft_overlong_penalty`.
+# DAPO, arXiv 2503.14476: clip-higher, mean over all tokens. Its overlong punishment is
+# `soft_overlong_penalty`.
 dapo_loss = PolicyLoss("clipped", "token_mean", 0.2, 0.28)
 
-# GSPO, arXiv 2507.18071: the ratio is a geometric mean over the answer, hence the narrow bounds, those of the paper's runs (section 5.1).
+# GSPO, arXiv 2507.18071: the ratio is a geometric mean over the answer, hence the narrow bounds, those of the
+# paper's runs (section 5.1).
 gspo_loss = PolicyLoss("clipped", "sequence_mean", 3e-4, 4e-4, whole_answers=True)
 
-# CISPO, MiniMax-M1, arXiv 2506.13585: clipped ratio x advantage x log-probability, mean over all tokens, no lower bound.
-# The paper names no upper bound; 1 + 4 is what the documentation of TRL recommends.
+# CISPO, MiniMax-M1, arXiv 2506.13585: clipped ratio x advantage x log-probability, mean over all tokens, no
+# lower bound. The paper names no upper bound; 1 + 4 is what the documentation of TRL recommends.
 cispo_loss = PolicyLoss("weighted", "token_mean", 1.0, 4.0)
 
-# Advantage-weighted fine-tuning, from log-probabilities; from logits it is `compute_advantage_weighted_sft_loss`.
+# Advantage-weighted fine-tuning, from log-probabilities; from logits it is
+# `compute_advantage_weighted_sft_loss`.
 sft_loss = PolicyLoss("plain", "token_mean")
 
 NAMED: dict[Name, PolicyLoss] = {

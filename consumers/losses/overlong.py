@@ -1,4 +1,6 @@
-"""DAPO's soft overlong punishment for those who keep lengths in tensors; the formula is in `consumers/overlong.py`."""
+"""DAPO's soft overlong punishment for those who keep lengths in tensors; the formula is in
+`consumers/overlong.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,5 +11,7 @@ from shmbridge.consumers.overlong import overlong_penalty
 
 
 def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Return what to add to each answer's reward, (B,) float32 on the device of `lengths`; arguments and errors as `overlong_penalty`."""
+    """Returns what to add to each answer's reward, (B,) float32 on the device of `lengths`; arguments and
+    errors as `overlong_penalty`.
+    """
     return torch.from_numpy(overlong_penalty(lengths.cpu().numpy(), max_length, buffer)).to(lengths.device)

@@ -15,10 +15,11 @@ from torch import Tensor
 def clipped_policy_loss(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_dual: float | None = None
 ) -> Tensor:
-    """Return the clipped surrogate loss of each trained token: lower is better.
+    """Returns the clipped surrogate loss of each trained token: lower is better.
 
-    -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and where A < 0 at most -clip_dual * A. Without
-    clip_dual a token that the sampler found unlikely, and that turned out badly, has a loss without bound.
+    -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and where A < 0 at most -clip_dual * A.
+    Without clip_dual a token that the sampler found unlikely, and that turned out badly, has a loss without
+    bound.
 
     Args:
         ratio: (n,) float32, from `importance_ratio`.
@@ -42,17 +43,23 @@ def clipped_policy_loss(
 
 
 def clip_sides(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Return two bool (n,): the tokens that `clipped_policy_loss` holds at the lower, at the upper bound; arguments as there."""
+    """Returns two bool (n,): the tokens that `clipped_policy_loss` holds at the lower, at the upper bound;
+    arguments as there.
+    """
     return (ratio < 1.0 - clip_low) & (advantages < 0), (ratio > 1.0 + clip_high) & (advantages > 0)
 
 
 def dual_clipped(ratio: Tensor, advantages: Tensor, clip_dual: float | None) -> Tensor:
-    """Return bool (n,): the tokens that `clipped_policy_loss` holds at `clip_dual`; arguments as there."""
-    return torch.zeros_like(ratio, dtype=torch.bool) if clip_dual is None else (ratio > clip_dual) & (advantages < 0)
+    """Returns bool (n,): the tokens that `clipped_policy_loss` holds at `clip_dual`; arguments as there."""
+    return (
+        torch.zeros_like(ratio, dtype=torch.bool)
+        if clip_dual is None
+        else (ratio > clip_dual) & (advantages < 0)
+    )
 
 
 def clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Return bool (n,): the tokens that `clipped_policy_loss` gives no gradient; arguments as there."""
+    """Returns bool (n,): the tokens that `clipped_policy_loss` gives no gradient; arguments as there."""
     low, high = clip_sides(ratio, advantages, clip_low, clip_high)
     return low | high
 
@@ -60,7 +67,8 @@ def clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 def cispo_policy_loss(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """Return the CISPO loss of each token: every token keeps its gradient, the clipped ratio is only its weight.
+    """Returns the CISPO loss of each token: every token keeps its gradient, the clipped ratio is only its
+    weight.
 
     -stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi
 

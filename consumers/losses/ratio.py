@@ -20,12 +20,14 @@ MAX_LOG_RATIO = 20.0
 
 
 def known(logprobs: Tensor) -> Tensor:
-    """Return where a recorded log-probability is one, bool: not positive (Atropos writes 1.0 for none) and finite."""
+    """Returns where a recorded log-probability is one, bool: not positive (Atropos writes 1.0 for none) and
+    finite.
+    """
     return (logprobs <= 0.0) & logprobs.isfinite()
 
 
 def importance_ratio(logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
-    """Return pi(token) / pi_sampler(token) for each trained token.
+    """Returns pi(token) / pi_sampler(token) for each trained token.
 
     Where the sampler's log-probability is unknown (marked by a positive one, or not finite) the policy stands
     in for its own sampler: the ratio is exactly 1 and its gradient that of the plain policy gradient.
@@ -44,12 +46,12 @@ def importance_ratio(logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
 
 
 def sequence_ratio(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the length-normalised ratio of each token's whole sequence, with the gradient of that token.
+    """Returns the length-normalised ratio of each token's whole sequence, with the gradient of that token.
 
-    (prod_t pi(y_t) / pi_old(y_t)) ^ (1 / trained tokens of the sequence), times pi(y_t) / stop_gradient(pi(y_t)),
-    which is 1. With one advantage per sequence the gradient is that of the sequence's ratio itself; with an
-    advantage per token each token is pushed by its own. A token whose old log-probability is unknown counts as
-    unchanged.
+    (prod_t pi(y_t) / pi_old(y_t)) ^ (1 / trained tokens of the sequence), times pi(y_t) /
+    stop_gradient(pi(y_t)), which is 1. With one advantage per sequence the gradient is that of the sequence's
+    ratio itself; with an advantage per token each token is pushed by its own. A token whose old
+    log-probability is unknown counts as unchanged.
 
     Args:
         logprobs: (N,) float32, nats, under the policy being trained, with gradient.
@@ -76,7 +78,8 @@ def truncated_weights(
     cap: float,
     level: Literal["token", "sequence"] = "token",
 ) -> Tensor:
-    """Return the weight that makes good for a sampler that is not quite the policy: min(pi_train / pi_sampler, cap).
+    """Returns the weight that makes good for a sampler that is not quite the policy: min(pi_train /
+    pi_sampler, cap).
 
     An inference engine computes other log-probabilities than the trainer does with the same parameters; a
     token's loss times this weight corrects for it. No gradient. Unknown sampler log-probabilities count as
@@ -120,7 +123,8 @@ def outside(
     high: float,
     level: Literal["token", "sequence"] = "token",
 ) -> Tensor:
-    """Return the trained tokens whose ratio pi / pi_sampler is below `low` or above `high`, and so too far off to train.
+    """Returns the trained tokens whose ratio pi / pi_sampler is below `low` or above `high`, and so too far
+    off to train.
 
     Args:
         logprobs: (N,) float32, nats, under the policy being trained; no gradient is taken.
@@ -128,7 +132,8 @@ def outside(
         mask: (N,) bool or 0/1, the trained tokens.
         cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
         low, high: the bounds, 0 <= low <= 1 <= high.
-        level: `token`, each its own ratio, or `sequence`, all trained tokens of a sequence by their geometric mean.
+        level: `token`, each its own ratio, or `sequence`, all trained tokens of a sequence by their geometric
+            mean.
 
     Returns:
         (N,) bool; False where not trained.
@@ -152,5 +157,5 @@ def outside(
 
 
 def _log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
-    """Return logprobs - others, 0 without gradient where the others are unknown."""
+    """Returns logprobs - others, 0 without gradient where the others are unknown."""
     return torch.where(known(others), logprobs - others, 0.0)

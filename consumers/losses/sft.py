@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-# Added to the deviation of advantages, which are of the order of 1. Equal ones have deviation exactly 0: their
-# distances from the mean are then 0 too.
+# Added to the deviation of advantages, which are of the order of 1. Equal ones have deviation exactly 0:
+# their distances from the mean are then 0 too.
 EPSILON = 1e-8
 
 
 def normalised(
     advantages: Tensor, *, reduce: Callable[[Tensor], Tensor] | None = None, eps: float = EPSILON
 ) -> Tensor:
-    """Return (advantages - mean) / (deviation + eps), the deviation that of the population.
+    """Returns (advantages - mean) / (deviation + eps), the deviation that of the population.
 
     Blocks only if `reduce` does.
 
     Args:
         advantages: (n,) floating, those of trained tokens only, dimensionless.
-        reduce: takes a float64 tensor, returns its sum over all ranks; called twice by every rank, also by one
-            with n = 0. None: this rank's own mean and deviation.
+        reduce: takes a float64 tensor, returns its sum over all ranks; called twice by every rank, also by
+            one with n = 0. None: this rank's own mean and deviation.
         eps: > 0, dimensionless.
 
     Returns:
@@ -58,7 +58,7 @@ def compute_advantage_weighted_sft_loss(
     reduce: Callable[[Tensor], Tensor] | None = None,
     divisor: float | None = None,
 ) -> Tensor:
-    """Return the mean over trained tokens of -log pi(token) x advantage. Blocks only if `reduce` does.
+    """Returns the mean over trained tokens of -log pi(token) x advantage. Blocks only if `reduce` does.
 
     Weight i belongs to token i, and the logits at i - 1 predict token i; the first token of a sequence is
     predicted by nothing and never trained, whatever its mask says. Advantages are normalised over the trained
@@ -69,8 +69,8 @@ def compute_advantage_weighted_sft_loss(
         advantages: (...) floating, one per token, dimensionless.
         loss_mask: (...) bool or 0/1, the trained tokens.
         logits: (..., V) floating, those of the model for `input_ids`, unshifted, with gradient.
-        cu_seqlens: (B + 1,) integer, where each of the packed sequences begins, then N; None for (B, T), or for
-            one sequence.
+        cu_seqlens: (B + 1,) integer, where each of the packed sequences begins, then N; None for (B, T), or
+            for one sequence.
         normalization: `none`; `batch`, over the tokens given here; `global`, over those of all ranks.
         clipping: lowest and highest weight, dimensionless; None for no bounds.
         reduce: for `global`: takes a float64 tensor, returns its sum over all ranks. Every rank must call.
@@ -81,9 +81,11 @@ def compute_advantage_weighted_sft_loss(
         () float32 (float64 from float64 logits), nats; 0, with a gradient of 0, if nothing is trained.
 
     Raises:
-        ValueError: shapes disagree; an unknown normalisation; `global` without `reduce`; an empty clipping range.
+        ValueError: shapes disagree; an unknown normalisation; `global` without `reduce`; an empty clipping
+            range.
 
-    Source: the Atropos recipe for verl, `compute_advantage_weighted_sft_loss`, whose weights lie one token early.
+    Source: the Atropos recipe for verl, `compute_advantage_weighted_sft_loss`, whose weights lie one token
+    early.
     """
     _check(input_ids, advantages, loss_mask, logits, cu_seqlens)
     trained = loss_mask.bool()
@@ -94,7 +96,9 @@ def compute_advantage_weighted_sft_loss(
     trained = trained[..., 1:]
     weights = _weights(advantages[..., 1:][trained], normalization, clipping, reduce)
     exact = torch.promote_types(logits.dtype, torch.float32)
-    surprise = cross_entropy(logits[..., :-1, :][trained].to(exact), input_ids[..., 1:][trained], reduction="none")
+    surprise = cross_entropy(
+        logits[..., :-1, :][trained].to(exact), input_ids[..., 1:][trained], reduction="none"
+    )
     count = float(weights.numel()) if divisor is None else divisor
     return (surprise * weights).sum() / max(count, 1.0)
 
@@ -105,13 +109,15 @@ def _weights(
     clipping: tuple[float, float] | None,
     reduce: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Return float32 (n,): the factors of the trained tokens, without gradient."""
+    """Returns float32 (n,): the factors of the trained tokens, without gradient."""
     weights = advantages.detach().float()
     if normalization == "batch":
         weights = normalised(weights)
     elif normalization == "global":
         if reduce is None:
-            raise ValueError("normalization 'global' needs reduce: a function that adds a tensor up over all ranks")
+            raise ValueError(
+                "normalization 'global' needs reduce: a function that adds a tensor up over all ranks"
+            )
         weights = normalised(weights, reduce=reduce)
     elif normalization != "none":
         raise ValueError(f"normalization {normalization!r} is none of 'none', 'batch', 'global'")
@@ -130,6 +136,8 @@ def _check(
     given = {"advantages": advantages.shape, "loss_mask": loss_mask.shape, "logits": logits.shape[:-1]}
     for name, other in given.items():
         if tuple(other) != shape:
-            raise ValueError(f"{name} is for tokens of shape {tuple(other)}, input_ids has {shape}: one of each per token")
+            raise ValueError(
+                f"{name} is for tokens of shape {tuple(other)}, input_ids has {shape}: one of each per token"
+            )
     if len(shape) not in (1, 2) or (cu_seqlens is not None and len(shape) != 1):
         raise ValueError(f"input_ids has shape {shape}: give (B, T), or (N,) with cu_seqlens")

@@ -53,10 +53,10 @@ class WeightsSource(Protocol):
         """Newest complete version; None while there is no segment."""
 
     def lease(self, *, timeout_s: float) -> AbstractContextManager[Weights]:
-        """Hold the newest version still."""
+        """Holds the newest version still."""
 
     def close(self) -> None:
-        """Let the segment go."""
+        """Lets the segment go."""
 
 
 class WeightsFollower:
@@ -78,11 +78,14 @@ class WeightsFollower:
 
     @property
     def refused(self) -> tuple[int, str] | None:
-        """The last version that was tried, and why it is not loaded and will not be; None if it is. Any thread."""
+        """The last version that was tried, and why it is not loaded and will not be; None if it is.
+
+        Any thread.
+        """
         return self._refused
 
     def refresh(self) -> int | None:
-        """Load the newest version if it is another one; return it, or None if nothing changed.
+        """Loads the newest version if it is another one; return it, or None if nothing changed.
 
         Blocks for the copy. Trouble with the segment is logged once and leaves the module as it is.
         """
@@ -115,12 +118,16 @@ class WeightsFollower:
         return weights.version
 
     def close(self) -> None:
-        """Let the segment go; never blocks."""
+        """Lets the segment go; never blocks."""
         self._source.close()
 
 
 def copy_into(
-    module: torch.nn.Module, tensors: Tensors, dtypes: Mapping[str, str], *, only: Collection[str] | None = None
+    module: torch.nn.Module,
+    tensors: Tensors,
+    dtypes: Mapping[str, str],
+    *,
+    only: Collection[str] | None = None,
 ) -> None:
     """Copy published tensors into a module's parameters and buffers, converting dtypes. Blocks for the copy.
 
@@ -153,8 +160,17 @@ def _require_fit(
         if name in targets and tuple(array.shape) != tuple(targets[name].shape)
     ]
     # Two values in a byte are nothing that torch copies into numbers.
-    untaken = [f"{name} {dtypes[name]}" for name in tensors if not hasattr(torch, dtypes[name]) or dtypes[name].startswith("float4")]
-    faults = {"missing": missing, "unknown": unknown, "other shape": reshaped, "type that torch does not convert": untaken}
+    untaken = [
+        f"{name} {dtypes[name]}"
+        for name in tensors
+        if not hasattr(torch, dtypes[name]) or dtypes[name].startswith("float4")
+    ]
+    faults = {
+        "missing": missing,
+        "unknown": unknown,
+        "other shape": reshaped,
+        "type that torch does not convert": untaken,
+    }
     if any(faults.values()):
         told = "; ".join(
             f"{kind}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"

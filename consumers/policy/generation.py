@@ -58,7 +58,7 @@ class Row:
         return self.finish_reason is None and not self.abandoned
 
     def abandon(self) -> None:
-        """Ask for no more tokens: nobody waits for this answer. Never blocks."""
+        """Asks for no more tokens: nobody waits for this answer. Never blocks."""
         self.abandoned = True
 
 
@@ -171,7 +171,7 @@ class _Draw:
         ]
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens int64[B] and log-probabilities float32[B, V] of float32[B, V] logits."""
+        """Returns tokens int64[B] and log-probabilities float32[B, V] of float32[B, V] logits."""
         logprobs = (logits / self._temperature).log_softmax(-1)
         allowed = _nucleus(logprobs, self._top_p) if self._narrow else logprobs
         # argmax(log p - log E), E exponential, is a draw from p; a seeded row has its noise to itself.
@@ -183,7 +183,7 @@ class _Draw:
 
 
 def _nucleus(logprobs: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the likeliest tokens up to and including the one that reaches `top_p`; the others become -inf."""
+    """Keeps the likeliest tokens up to and including the one that reaches `top_p`; the others become -inf."""
     ordered, order = logprobs.sort(-1, descending=True)
     probability = ordered.exp()
     cut = probability.cumsum(-1) - probability >= top_p
@@ -201,7 +201,7 @@ def _alternatives(logprobs: Tensor, tokens: list[int], top: int) -> list[TokenLo
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return token ids and attention mask, int64[B, T]; every prompt ends in the last column."""
+    """Returns token ids and attention mask, int64[B, T]; every prompt ends in the last column."""
     width = max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)

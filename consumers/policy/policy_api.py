@@ -1,9 +1,9 @@
 """The JSON of a policy server: request bodies to questions, replies to response bodies.
 
 Speaks the OpenAI completions and chat completions API, and vLLM's token-in token-out `/generate` in the form
-that Atropos sends and parses. Every answer says which policy versions sampled it: `/generate` token by token, in `weight_versions`, the
-OpenAI API with the newest and the oldest, and with the tokens of prompt and answer. Knows nothing of sockets, threads and models. Called
-by `policy_server.py`.
+that Atropos sends and parses. Every answer says which policy versions sampled it: `/generate` token by token,
+in `weight_versions`, the OpenAI API with the newest and the oldest, and with the tokens of prompt and answer.
+Knows nothing of sockets, threads and models. Called by `policy_server.py`.
 
 A field that would change what is sampled and is not supported is refused, never ignored.
 """
@@ -123,13 +123,13 @@ class PolicyApi:
     # --- requests ------------------------------------------------------------------------------------------
 
     def completions(self, raw: bytes) -> Question:
-        """Return the question of a `/v1/completions` body; raises BadRequest. Never blocks."""
+        """Returns the question of a `/v1/completions` body; raises BadRequest. Never blocks."""
         body = _decoded(raw, _Completions)
         prompts = [self._encoded(prompt) for prompt in _prompt_list(body.prompt)]
         return self._question(body, prompts, body.max_tokens or _VLLM_DEFAULT_TOKENS, body.logprobs or 0)
 
     def chat(self, raw: bytes) -> Question:
-        """Return the question of a `/v1/chat/completions` body; raises BadRequest. Never blocks."""
+        """Returns the question of a `/v1/chat/completions` body; raises BadRequest. Never blocks."""
         body = _decoded(raw, _Chat)
         prompt = self._rendered(body)
         room = max(1, self.context - len(prompt))
@@ -137,7 +137,7 @@ class PolicyApi:
         return self._question(body, [prompt], wanted, (body.top_logprobs or 0) if body.logprobs else 0)
 
     def generate(self, raw: bytes) -> Question:
-        """Return the question of a `/generate` body; raises BadRequest. Never blocks."""
+        """Returns the question of a `/generate` body; raises BadRequest. Never blocks."""
         body = _decoded(raw, _Generate)
         given = body.prompt
         prompt = given.prompt_token_ids if isinstance(given, _PromptTokens) else self._encoded(given)
@@ -184,7 +184,7 @@ class PolicyApi:
     # --- responses -----------------------------------------------------------------------------------------
 
     def completions_response(self, question: Question, reply: Reply) -> Json:
-        """Return the body for `/v1/completions`."""
+        """Returns the body for `/v1/completions`."""
         choices = [
             {
                 "index": index,
@@ -199,7 +199,7 @@ class PolicyApi:
         return self._response("text_completion", choices, question, reply)
 
     def chat_response(self, question: Question, reply: Reply) -> Json:
-        """Return the body for `/v1/chat/completions`."""
+        """Returns the body for `/v1/chat/completions`."""
         choices = [
             {
                 "index": index,
@@ -210,10 +210,12 @@ class PolicyApi:
             }
             for index, row in enumerate(reply.rows)
         ]
-        return self._response("chat.completion", choices, question, reply) | {"prompt_token_ids": question.prompts[0]}
+        return self._response("chat.completion", choices, question, reply) | {
+            "prompt_token_ids": question.prompts[0]
+        }
 
     def generate_response(self, question: Question, reply: Reply) -> Json:
-        """Return the body for `/generate`: per answer and token `[{token id: log-probability, ...}]`."""
+        """Returns the body for `/generate`: per answer and token `[{token id: log-probability, ...}]`."""
         body: Json = {
             "text": [row.text for row in reply.rows],
             "finish_reasons": [row.finish_reason for row in reply.rows],
@@ -222,14 +224,16 @@ class PolicyApi:
             "prompt_token_ids": list(question.prompts[0]),
             "weight_version": reply.version,
             # One span each: weights change between two batches only.
-            "weight_versions": [[{"version": str(reply.version), "start": 0, "end": len(row.token_ids)}] for row in reply.rows],
+            "weight_versions": [
+                [{"version": str(reply.version), "start": 0, "end": len(row.token_ids)}] for row in reply.rows
+            ],
         }
         if reply.prompt_logprobs:
             body["prompt_logprobs"] = reply.prompt_logprobs[0]
         return body
 
     def models(self, version: int) -> Json:
-        """Return the body for `/v1/models`."""
+        """Returns the body for `/v1/models`."""
         card = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "shmbridge"}
         return {"object": "list", "data": [card | {"max_model_len": self.context, "weight_version": version}]}
 

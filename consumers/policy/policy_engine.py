@@ -85,7 +85,7 @@ class _Job:
             row.abandon()
 
     def settle(self, deliver: Callable[[], None]) -> None:
-        """Run `deliver` in the waiting loop, unless nobody waits any more."""
+        """Runs `deliver` in the waiting loop, unless nobody waits any more."""
 
         def in_loop() -> None:
             if not self.future.done():
@@ -137,7 +137,7 @@ class PolicyEngine:
         return self._thread.is_alive() and not self._closing
 
     def stats(self) -> EngineStats:
-        """Return the totals; never blocks."""
+        """Returns the totals; never blocks."""
         follower = self._follower
         if follower is None:
             return EngineStats(self._batches, self._rows, self._tokens, 0)
@@ -145,11 +145,11 @@ class PolicyEngine:
         return EngineStats(self._batches, self._rows, self._tokens, follower.loaded_total, refused, why)
 
     def start(self) -> None:
-        """Start the thread. Never blocks."""
+        """Starts the thread. Never blocks."""
         self._thread.start()
 
     async def ask(self, question: Question) -> Reply:
-        """Answer one question; cancelling the call abandons its rows and no others.
+        """Answers one question; cancelling the call abandons its rows and no others.
 
         Raises:
             ValueError: more rows than a batch has; prompts are the caller's to check.
@@ -196,7 +196,7 @@ class PolicyEngine:
                 self._follower.close()
 
     def _collect(self) -> list[_Job] | None:
-        """Wait for the next batch: no jobs after an idle tick, None once closing."""
+        """Waits for the next batch: no jobs after an idle tick, None once closing."""
         with self._changed:
             if not self._waiting and not self._closing:
                 self._changed.wait(_IDLE_TICK_S)
@@ -277,7 +277,7 @@ class PolicyEngine:
 
 
 def _rewind(rows: Sequence[Row]) -> None:
-    """Forget what a failed batch had sampled so far."""
+    """Forgets what a failed batch had sampled so far."""
     for row in rows:
         row.token_ids.clear()
         row.logprobs.clear()

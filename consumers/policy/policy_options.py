@@ -23,7 +23,7 @@ exit status: 1 refused to start, or the engine failed; 130 or 143 stopped by SIG
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of `python -m shmbridge.consumers.policy_server`."""
+    """Returns the parser of `python -m shmbridge.consumers.policy_server`."""
     root = argparse.ArgumentParser(
         prog="python -m shmbridge.consumers.policy_server",
         description="Serve a causal language model to environments; it follows the learner of a bridge.",

@@ -1,1 +1,3 @@
-"""vLLM takes its weights from a bridge: both halves of vLLM's weight transfer, and what stands before its server."""
+"""vLLM takes its weights from a bridge: both halves of vLLM's weight transfer, and what stands before its
+server.
+"""

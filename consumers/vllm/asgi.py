@@ -1,4 +1,7 @@
-"""ASGI in a few functions: reading a body, answering with JSON, noticing that a client is gone. Knows nothing of engines."""
+"""ASGI in a few functions: reading a body, answering with JSON, noticing that a client is gone.
+
+Knows nothing of engines.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class BodyTooLong(ValueError):
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Return the whole body of a request.
+    """Returns the whole body of a request.
 
     Raises:
         ClientGone: the client hung up.
@@ -51,7 +54,9 @@ async def read_body(receive: Receive) -> bytes:
 
 
 async def unless_gone(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """Return what `work` returns; cancel it once the client hangs up, wait for its end, and raise ClientGone."""
+    """Returns what `work` returns; cancel it once the client hangs up, wait for its end, and raise
+    ClientGone.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -71,7 +76,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def send_json(send: Send, body: Json, *, status: int = 200, headers: Iterable[Header] = ()) -> None:
-    """Send a whole answer."""
+    """Sends a whole answer."""
     raw = msgspec.json.encode(body)
     own = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
@@ -79,5 +84,5 @@ async def send_json(send: Send, body: Json, *, status: int = 200, headers: Itera
 
 
 async def send_error(send: Send, status: int, kind: str, message: str) -> None:
-    """Send an error in the form of the OpenAI API."""
+    """Sends an error in the form of the OpenAI API."""
     await send_json(send, {"error": {"message": message, "type": kind, "code": status}}, status=status)

@@ -1,7 +1,9 @@
-"""`POST /generate` as Atropos' server class for vLLM asks it, token ids in and out, answered by an engine in this process.
+"""`POST /generate` as Atropos' server class for vLLM asks it, token ids in and out, answered by an engine in
+this process.
 
-The form is that of the vLLM server in Atropos' example trainer, plus which policy version sampled which token. Knows nothing of bridges and
-of sockets; vLLM is imported where it is called. A field that is not known is refused, never ignored.
+The form is that of the vLLM server in Atropos' example trainer, plus which policy version sampled which
+token. Knows nothing of bridges and of sockets; vLLM is imported where it is called. A field that is not known
+is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -67,11 +69,15 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     def sampling(self) -> Json:
         """The fields that are SamplingParams', as far as they are given."""
         given = msgspec.structs.asdict(self)
-        return {name: value for name, value in given.items() if value is not None and name not in ("prompt", "model", "stream")}
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None and name not in ("prompt", "model", "stream")
+        }
 
 
 def question(raw: bytes, models: Collection[str]) -> Question:
-    """Return what a body asks.
+    """Returns what a body asks.
 
     Args:
         raw: JSON.
@@ -85,14 +91,18 @@ def question(raw: bytes, models: Collection[str]) -> Question:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadRequest(str(error)) from error
     if asked.stream:
-        raise BadRequest("stream = true is not supported: an answer is sent whole, with the versions of its tokens")
+        raise BadRequest(
+            "stream = true is not supported: an answer is sent whole, with the versions of its tokens"
+        )
     if asked.model is not None and asked.model not in models:
         raise BadRequest(f"model {asked.model!r} is not served here; served are {', '.join(sorted(models))}")
     return asked
 
 
 async def generate(client: Any, asked: Question) -> Json:
-    """Return the answer of vLLM's AsyncLLM to a question. Awaits the last token; cancelling it aborts the request in the engine.
+    """Returns the answer of vLLM's AsyncLLM to a question.
+
+    Awaits the last token; cancelling it aborts the request in the engine.
 
     Raises:
         BadRequest: the engine refuses the question.
@@ -117,14 +127,17 @@ async def generate(client: Any, asked: Question) -> Json:
 
 
 def _prompt(asked: Question) -> str | dict[str, list[int]]:
-    return asked.prompt if isinstance(asked.prompt, str) else {"prompt_token_ids": asked.prompt.prompt_token_ids}
+    return (
+        asked.prompt if isinstance(asked.prompt, str) else {"prompt_token_ids": asked.prompt.prompt_token_ids}
+    )
 
 
 def answer(final: Any, tokenizer: Any) -> Json:
-    """Return the body for a RequestOutput that is finished.
+    """Returns the body for a RequestOutput that is finished.
 
-    `logprobs` is, per answer and token, `[{token id: log-probability}]`, the token that was sampled first. `weight_versions` is, per
-    answer, the spans `[start, end)` of its tokens and the version that sampled them; null where the engine does not say.
+    `logprobs` is, per answer and token, `[{token id: log-probability}]`, the token that was sampled first.
+    `weight_versions` is, per answer, the spans `[start, end)` of its tokens and the version that sampled
+    them; null where the engine does not say.
     """
     outputs = final.outputs
     prompt_tokens = list(final.prompt_token_ids or ())
@@ -144,7 +157,9 @@ def answer(final: Any, tokenizer: Any) -> Json:
     if all(output.logprobs is not None for output in outputs):
         body["logprobs"] = [[[_plain(entry)] for entry in output.logprobs] for output in outputs]
     if final.prompt_logprobs is not None:
-        body["prompt_logprobs"] = [None if entry is None else _plain(entry) for entry in final.prompt_logprobs]
+        body["prompt_logprobs"] = [
+            None if entry is None else _plain(entry) for entry in final.prompt_logprobs
+        ]
     return body
 
 
@@ -159,6 +174,6 @@ def _spans(versions: Sequence[Any] | None) -> list[Json] | None:
 
 
 def newest(answers: Iterable[list[Json] | None]) -> int | None:
-    """Return the newest version of all spans; None if any of them is unknown, or there is none."""
+    """Returns the newest version of all spans; None if any of them is unknown, or there is none."""
     labels = [span["version"] for spans in answers for span in ([_UNKNOWN] if spans is None else spans)]
     return max(map(int, labels), default=None) if all(label.isdecimal() for label in labels) else None

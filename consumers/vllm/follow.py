@@ -1,7 +1,7 @@
 """Keeps an engine at the newest policy version of a bridge, from inside its server's event loop.
 
-Knows nothing of HTTP and of vLLM. The learner need not know of any of this, and its death between any two steps leaves the engine with
-one whole version and nothing paused.
+Knows nothing of HTTP and of vLLM. The learner need not know of any of this, and its death between any two
+steps leaves the engine with one whole version and nothing paused.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Versions(Protocol):
         """Block until the newest version is another than `after`; NotReady once the time is over."""
 
     def lease(self, *, timeout_s: float) -> AbstractContextManager[Held]:
-        """Hold the newest version still."""
+        """Holds the newest version still."""
 
     def close(self) -> None:
-        """Let the segment go."""
+        """Lets the segment go."""
 
 
 class Engine(Protocol):
@@ -68,20 +68,24 @@ class Engine(Protocol):
         """Whether somebody else has paused it."""
 
     async def pause(self) -> None:
-        """Let nothing be generated from here on."""
+        """Lets nothing be generated from here on."""
 
     async def load(self, version: int) -> None:
-        """Take a version, whole or not at all; after an error `in_doubt` says whether that can be promised."""
+        """Takes a version, whole or not at all; after an error `in_doubt` says whether that can be
+        promised.
+        """
 
     async def empty_caches(self) -> None:
-        """Forget what was computed with other weights."""
+        """Forgets what was computed with other weights."""
 
     async def resume(self) -> None:
-        """Go on generating."""
+        """Goes on generating."""
 
 
 class UpdateTimes(msgspec.Struct, frozen=True):
-    """Milliseconds of one update: until nothing was generated, for weights and caches, and from beginning to end."""
+    """Milliseconds of one update: until nothing was generated, for weights and caches, and from beginning to
+    end.
+    """
 
     pause_ms: float
     load_ms: float
@@ -127,13 +131,17 @@ class Follower:
         return self._version
 
     def stats(self) -> FollowStats:
-        """Return the state of this moment."""
+        """Returns the state of this moment."""
         error = self._unreadable or self._refused
         refused = self._considered if self._given_up else None
-        return FollowStats(self._version, self._loaded_total, self._failed_total, error, refused, self._last_update)
+        return FollowStats(
+            self._version, self._loaded_total, self._failed_total, error, refused, self._last_update
+        )
 
     async def start(self) -> None:
-        """Load the newest version, if there is one, and follow from then on; awaits that first load, whatever becomes of it."""
+        """Loads the newest version, if there is one, and follow from then on; awaits that first load,
+        whatever becomes of it.
+        """
         if (newest := await self._in_thread(self._look)) is not None:
             await self._take(newest)
         self._task = asyncio.create_task(self._follow())
@@ -155,7 +163,9 @@ class Follower:
                 await self._take(newest)
 
     async def _take(self, newest: int) -> None:
-        """Load the newest version; try again what may be trouble of the moment, unless there is another version by then."""
+        """Loads the newest version; try again what may be trouble of the moment, unless there is another
+        version by then.
+        """
         self._considered, self._given_up = newest, False
         retry_s = _FIRST_RETRY_S
         for attempt in range(1, _TRIES + 1):
@@ -179,7 +189,10 @@ class Follower:
                 return
 
     async def _update(self) -> None:
-        """One update, to what is newest once nothing is generated. An engine that somebody else has paused stays paused."""
+        """One update, to what is newest once nothing is generated.
+
+        An engine that somebody else has paused stays paused.
+        """
         began = time.perf_counter()
         engine = self._engine
         paused_before = await engine.is_paused()
@@ -196,7 +209,9 @@ class Follower:
                 await engine.resume()
         times = [1e3 * seconds for seconds in (paused - began, loaded - paused, time.perf_counter() - began)]
         self._last_update = UpdateTimes(*times)
-        logger.info("policy version %d: paused in %.1f ms, loaded in %.1f ms, %.1f ms in all", version, *times)
+        logger.info(
+            "policy version %d: paused in %.1f ms, loaded in %.1f ms, %.1f ms in all", version, *times
+        )
 
     async def _load(self, version: int) -> None:
         try:
@@ -211,10 +226,15 @@ class Follower:
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[int]:
-        """The newest version, which the workers find although the learner goes on: the slot that it is in is not written meanwhile."""
-        held = ExitStack()  # of the thread, where calls are made in order, also that of a task which was cancelled
+        """The newest version, which the workers find although the learner goes on: the slot that it is in is
+        not written meanwhile.
+        """
+        # of the thread, where calls are made in order, also that of a task which was cancelled
+        held = ExitStack()
         try:
-            yield await self._in_thread(lambda: held.enter_context(self._versions.lease(timeout_s=_LOOK_S)).version)
+            yield await self._in_thread(
+                lambda: held.enter_context(self._versions.lease(timeout_s=_LOOK_S)).version
+            )
         finally:
             await self._in_thread(held.close)
 
@@ -222,7 +242,8 @@ class Follower:
         if not repeated:
             logger.warning("%s; generation goes on with version %s", trouble, self._version)
 
-    # --- in the thread ---------------------------------------------------------------------------------------------------------------
+    # --- in the thread
+    # --------------------------------------------------------------------------------------------------------
 
     async def _in_thread(self, call: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
@@ -231,7 +252,9 @@ class Follower:
         return self._readable(lambda: self._versions.version)
 
     def _wait(self) -> int | None:
-        """The newest version, once it is another one than the last that was tried: also a lower one, of a segment made again."""
+        """The newest version, once it is another one than the last that was tried: also a lower one, of a
+        segment made again.
+        """
 
         def wait() -> int | None:
             try:

@@ -1,4 +1,7 @@
-"""What a server that follows a bridge is told, in vLLM's own `--additional-config`. Knows nothing of engines."""
+"""What a server that follows a bridge is told, in vLLM's own `--additional-config`.
+
+Knows nothing of engines.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,11 @@ class FollowSettings(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
     Args:
         bridge: whose weights segment is followed.
-        pause: what becomes of requests in flight while new weights are loaded: "keep" holds them and lets them go on, "wait" lets them end
-            first, "abort" ends them with what they have.
-        recompute: kept requests go on over a KV cache computed again with the new weights. False: over the old one; and the prefix cache,
-            which vLLM empties only while no request holds a part of it, may then serve entries of earlier versions.
+        pause: what becomes of requests in flight while new weights are loaded: "keep" holds them and lets
+            them go on, "wait" lets them end first, "abort" ends them with what they have.
+        recompute: kept requests go on over a KV cache computed again with the new weights. False: over the
+            old one; and the prefix cache, which vLLM empties only while no request holds a part of it, may
+            then serve entries of earlier versions.
     """
 
     bridge: str
@@ -31,7 +35,7 @@ class FollowSettings(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
 
 def follow_settings(additional_config: object) -> FollowSettings:
-    """Return the settings in what vLLM holds as `additional_config`; raises BadConfig."""
+    """Returns the settings in what vLLM holds as `additional_config`; raises BadConfig."""
     given: Any = additional_config.get("shmbridge") if isinstance(additional_config, Mapping) else None
     if given is None:
         raise BadConfig("vLLM is to follow a bridge, and no bridge is named", hint=_EXAMPLE)

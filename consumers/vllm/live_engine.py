@@ -1,4 +1,5 @@
-"""The steps of an update, as vLLM's AsyncLLM is asked for them: pause, load a version, forget what was computed with another, resume.
+"""The steps of an update, as vLLM's AsyncLLM is asked for them: pause, load a version, forget what was
+computed with another, resume.
 
 Knows nothing of when and why. Called by `follow.py`; vLLM is imported where it is called.
 """
@@ -36,7 +37,9 @@ class LiveEngine:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether nobody can say which version it has: the last load failed in the middle, or not in all data-parallel engines perhaps."""
+        """Whether nobody can say which version it has: the last load failed in the middle, or not in all
+        data-parallel engines perhaps.
+        """
         return self._in_doubt
 
     async def is_paused(self) -> bool:
@@ -44,31 +47,35 @@ class LiveEngine:
         return bool(await self._client.is_paused())
 
     async def pause(self) -> None:
-        """Let nothing be generated from here on; awaits what the pause mode says of requests in flight."""
+        """Lets nothing be generated from here on; awaits what the pause mode says of requests in flight."""
         await self._client.pause_generation(mode=self._settings.pause, clear_cache=False)
 
     async def resume(self) -> None:
-        """Go on generating, also with what was kept."""
+        """Goes on generating, also with what was kept."""
         await self._client.resume_generation()
 
     async def load(self, version: int) -> None:
-        """Have all workers take a version, whole or not at all. The engine is paused.
+        """Has all workers take a version, whole or not at all. The engine is paused.
 
-        Of several data-parallel engines one may take it and another not, and an accelerator cannot undo what it began: samples are then
-        stamped with no version, until one is loaded.
+        Of several data-parallel engines one may take it and another not, and an accelerator cannot undo what
+        it began: samples are then stamped with no version, until one is loaded.
 
         Raises:
-            EngineFailed: what a worker said, and nobody can say which weights it has. Exception: it has those that it had.
+            EngineFailed: what a worker said, and nobody can say which weights it has. Exception: it has those
+                that it had.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         client = self._client
         try:
             await client.start_weight_update()
-        except Exception:  # an update that somebody began and did not end; one of this backend has nothing to lose
+        except Exception:
+            # an update that somebody began and did not end; one of this backend has nothing to lose
             await client.finish_weight_update()
             await client.start_weight_update()
-        request = WeightTransferUpdateRequest(update_info={"bridge": self._settings.bridge, "version": version})
+        request = WeightTransferUpdateRequest(
+            update_info={"bridge": self._settings.bridge, "version": version}
+        )
         taken = False
         try:
             await client.update_weights(request)
@@ -78,16 +85,21 @@ class LiveEngine:
             if not (why := "it has taken it" if taken else doubt(error, self._engines)):
                 raise
             self._in_doubt = True
-            await client.update_weight_version(UNKNOWN)  # each engine does that after its load, however it ended
+            # each engine does that after its load, however it ended
+            await client.update_weight_version(UNKNOWN)
             raise EngineFailed(str(error), hint=doubt_hint(why)) from error
         self._in_doubt = False
 
     async def empty_caches(self) -> None:
-        """Forget what was computed with other weights. The engine is paused."""
+        """Forgets what was computed with other weights. The engine is paused."""
         client, settings = self._client, self._settings
         recompute = settings.pause == "keep" and settings.recompute
         emptied = await client.reset_prefix_cache(reset_running_requests=recompute, reset_connector=True)
         if not emptied:
-            logger.warning("requests in flight hold the prefix cache: it keeps entries of earlier versions (recompute is %s)", recompute)
+            logger.warning(
+                "requests in flight hold the prefix cache: it keeps entries of earlier versions (recompute "
+                "is %s)",
+                recompute,
+            )
         if client.model_config.is_multimodal_model:
             await client.reset_encoder_cache()

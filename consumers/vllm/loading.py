@@ -1,4 +1,5 @@
-"""Puts tensors into one worker's model by vLLM's layerwise reload, in two steps: everything is looked at, then everything is loaded.
+"""Puts tensors into one worker's model by vLLM's layerwise reload, in two steps: everything is looked at,
+then everything is loaded.
 
 Knows vLLM's reload and weight loaders; nothing of segments, versions and other workers.
 """
@@ -47,20 +48,32 @@ class Lease(Protocol):
 
 
 def as_tensors(lease: Lease, names: Collection[str]) -> list[tuple[str, Tensor]]:
-    """Views of some of a lease's tensors, in the table's order. Valid, and to be read only, while the lease lasts."""
-    return [(name, as_tensor(array, lease.dtypes[name])) for name, array in lease.tensors.items() if name in names]
+    """Views of some of a lease's tensors, in the table's order.
+
+    Valid, and to be read only, while the lease lasts.
+    """
+    return [
+        (name, as_tensor(array, lease.dtypes[name])) for name, array in lease.tensors.items() if name in names
+    ]
 
 
 def with_their_layers(changed: frozenset[str], names: Sequence[str]) -> frozenset[str]:
-    """The names that must be loaded for some to change: whole decoder layers, since vLLM fuses tensors of one layer, as q, k and v."""
-    return frozenset(name for group in layerwise_groups(list(names)) if not changed.isdisjoint(group) for name in group)
+    """The names that must be loaded for some to change: whole decoder layers, since vLLM fuses tensors of one
+    layer, as q, k and v.
+    """
+    return frozenset(
+        name for group in layerwise_groups(list(names)) if not changed.isdisjoint(group) for name in group
+    )
 
 
 class ModelWeights:
-    """One worker's model, ready to take new weights: `stage`, `commit`, `keep`; at any time instead `put_back`. For one thread.
+    """One worker's model, ready to take new weights: `stage`, `commit`, `keep`; at any time instead
+    `put_back`.
 
-    vLLM's reload processes a layer as soon as its last number is there; here all layers wait until every tensor is known to fit, so that
-    weights of another model change nothing.
+    For one thread.
+
+    vLLM's reload processes a layer as soon as its last number is there; here all layers wait until every
+    tensor is known to fit, so that weights of another model change nothing.
     """
 
     def __init__(self, model: Module, vllm_config: Any) -> None:
@@ -74,7 +87,9 @@ class ModelWeights:
         self._plain = self._model_config.quantization is None
 
     def stage(self, weights: Iterable[tuple[str, Tensor]], *, whole: bool) -> None:
-        """Find each tensor's place in the model. Blocks, copies nothing; the model must not run until `commit` or `put_back`.
+        """Finds each tensor's place in the model.
+
+        Blocks, copies nothing; the model must not run until `commit` or `put_back`.
 
         Args:
             weights: (name, tensor) by checkpoint name; read by `commit`.
@@ -83,7 +98,12 @@ class ModelWeights:
         Raises:
             WeightsMismatch: a tensor does not fit, or one is missing, and is named; `put_back` is to follow.
         """
-        expected = {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()} if whole else set()  # LoRA's wrapper
+        # LoRA's wrapper
+        expected = (
+            {name.replace(".base_layer.", ".") for name, _ in self._model.named_parameters()}
+            if whole
+            else set()
+        )
         came: list[tuple[str, Tensor]] = []
 
         def told() -> Iterator[tuple[str, Tensor]]:
@@ -102,28 +122,40 @@ class ModelWeights:
             self._require_whole_layers({tensor.data_ptr(): name for name, tensor in came})
             if loaded is not None and (missing := sorted(expected - loaded)):
                 others = f" and for {len(missing) - 1} more" if len(missing) > 1 else ""
-                raise WeightsMismatch(f"no tensor came for the model's {missing[0]!r}{others}", hint=_OTHER_MODEL)
+                raise WeightsMismatch(
+                    f"no tensor came for the model's {missing[0]!r}{others}", hint=_OTHER_MODEL
+                )
 
     def _require_whole_layers(self, names: dict[int, str]) -> None:
-        """Weight loaders of linear layers and experts narrow what is given or what is filled without a word: sums are looked at here."""
+        """Weight loaders of linear layers and experts narrow what is given or what is filled without a word:
+        sums are looked at here.
+        """
         parallel = self._vllm_config.parallel_config
         for name, layer in self._model.named_modules():
             info = layerwise.get_layerwise_info(layer)
             if not isinstance(layer, (LinearBase, RoutedExperts)) or not info.loaded_weights:
                 continue
             # Experts may be dealt out to the workers of all engines, each of which is given all of them.
-            ranks = parallel.tensor_parallel_size * (parallel.data_parallel_size if isinstance(layer, RoutedExperts) else 1)
+            ranks = parallel.tensor_parallel_size * (
+                parallel.data_parallel_size if isinstance(layer, RoutedExperts) else 1
+            )
             given = [_given(arguments) for _, arguments in info.loaded_weights]
             numbers = sum(tensor.numel() for tensor in given)
-            if info.load_numel < info.load_numel_total or not info.load_numel <= numbers <= info.load_numel * ranks:
+            if (
+                info.load_numel < info.load_numel_total
+                or not info.load_numel <= numbers <= info.load_numel * ranks
+            ):
                 told = ", ".join(_described(names.get(tensor.data_ptr(), "?"), tensor) for tensor in given)
                 raise WeightsMismatch(
-                    f"the model's {name!r} takes {info.load_numel_total} numbers on each of {ranks} workers, and was given {told}",
+                    f"the model's {name!r} takes {info.load_numel_total} numbers on each of {ranks} "
+                    f"workers, and was given {told}",
                     hint=_OTHER_MODEL,
                 )
 
     def commit(self) -> None:
-        """Copy what was staged into the model and have vLLM process it. Blocks for the copy; `keep` or `put_back` is to follow.
+        """Copies what was staged into the model and have vLLM process it.
+
+        Blocks for the copy; `keep` or `put_back` is to follow.
 
         Raises:
             WeightsNotLoaded: vLLM could not process a layer, which is named.
@@ -141,15 +173,19 @@ class ModelWeights:
             self._repack_shared()
         except Exception as wrong:
             raise WeightsNotLoaded(
-                f"the model's {name!r} could not take its new weights: {_reason(wrong)}", hint="is there memory for one more layer?"
+                f"the model's {name!r} could not take its new weights: {_reason(wrong)}",
+                hint="is there memory for one more layer?",
             ) from wrong
 
     def keep(self) -> None:
-        """Let go of what the model was before the last `commit`. Never blocks; idempotent."""
+        """Lets go of what the model was before the last `commit`. Never blocks; idempotent."""
         self._before = []
 
     def put_back(self) -> bool:
-        """Undo what `stage` and `commit` did, in full or in part; return whether the model is what it was before. Blocks; idempotent.
+        """Undoes what `stage` and `commit` did, in full or in part; return whether the model is what it was
+        before.
+
+        Blocks; idempotent.
 
         On an accelerator, which has no memory for a second model, layers that were processed stay new.
         """
@@ -172,17 +208,25 @@ class ModelWeights:
             finalize_layerwise_reload(self._model, self._model_config)
 
     def _repack_shared(self) -> None:
-        """vLLM's CPU build computes with a packed copy; its reload repacks the layer that was loaded, not one that is tied to it."""
+        """vLLM's CPU build computes with a packed copy; its reload repacks the layer that was loaded, not one
+        that is tied to it.
+        """
         owners: dict[int, Module] = {}
         layer: Any
         for layer in self._model.modules():
             weight = layer._parameters.get("weight")
-            if weight is not None and owners.setdefault(id(weight), layer) is not layer and hasattr(layer, "cpu_linear"):
+            if (
+                weight is not None
+                and owners.setdefault(id(weight), layer) is not layer
+                and hasattr(layer, "cpu_linear")
+            ):
                 layer.quant_method.process_weights_after_loading(layer)
 
 
 class _Before:
-    """What one layer on a CPU was before it was processed; on an accelerator, where there is no memory for it, only which layer."""
+    """What one layer on a CPU was before it was processed; on an accelerator, where there is no memory for
+    it, only which layer.
+    """
 
     def __init__(self, layer: Module, kernel_tensors: Any) -> None:
         self.layer = layer
@@ -201,7 +245,10 @@ class _Before:
 
 
 def _set_aside(tensor: Tensor, layer: Module) -> Tensor:
-    """The values of a tensor that vLLM is about to overwrite. Of an embedding, which is large, the memory itself: vLLM is given other."""
+    """The values of a tensor that vLLM is about to overwrite.
+
+    Of an embedding, which is large, the memory itself: vLLM is given other.
+    """
     old = tensor.data
     if not isinstance(layer, VocabParallelEmbedding):
         return old.clone()
@@ -211,7 +258,9 @@ def _set_aside(tensor: Tensor, layer: Module) -> Tensor:
 
 def _given(arguments: Any) -> Tensor:
     """The tensor that a weight loader was called with."""
-    return next(each for name, each in arguments.arguments.items() if name != "param" and isinstance(each, Tensor))
+    return next(
+        each for name, each in arguments.arguments.items() if name != "param" and isinstance(each, Tensor)
+    )
 
 
 def _described(name: str, tensor: Tensor) -> str:

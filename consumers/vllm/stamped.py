@@ -1,6 +1,8 @@
-"""Says on the way out which policy version an answer is from: a header on all of them, two fields in the JSON of completions.
+"""Says on the way out which policy version an answer is from: a header on all of them, two fields in the JSON
+of completions.
 
-Knows nothing of engines. The fields bound the versions of an answer's tokens; exact spans come with `/generate`.
+Knows nothing of engines. The fields bound the versions of an answer's tokens; exact spans come with
+`/generate`.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ _COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
 
 def version_header(version: int | None) -> list[Header]:
-    """Return the header `X-Policy-Version`, or nothing for a version that is unknown."""
+    """Returns the header `X-Policy-Version`, or nothing for a version that is unknown."""
     return [] if version is None else [(b"x-policy-version", str(version).encode())]
 
 
 def stamped(send: Send, path: str, version: Version) -> Send:
-    """Return a `send` that adds to what a server sends.
+    """Returns a `send` that adds to what a server sends.
 
     Args:
         send: of the request.
@@ -53,11 +55,16 @@ def stamped(send: Send, path: str, version: Version) -> Send:
 
 
 def _is_json(start: Message) -> bool:
-    return any(name.lower() == b"content-type" and value.startswith(b"application/json") for name, value in start["headers"])
+    return any(
+        name.lower() == b"content-type" and value.startswith(b"application/json")
+        for name, value in start["headers"]
+    )
 
 
 def _with_versions(raw: bytes, newest: int | None, oldest: int | None) -> bytes:
-    """The JSON object with two more fields at its end; a null says that tokens may be of a version that is unknown."""
+    """The JSON object with two more fields at its end; a null says that tokens may be of a version that is
+    unknown.
+    """
     body = raw.rstrip()
     if not body.endswith(b"}") or body == b"{}":
         return raw

@@ -1,4 +1,5 @@
-"""The learner's half of the backend, for vLLM's own trainer interface: a version goes into the segment, then vLLM is told its number.
+"""The learner's half of the backend, for vLLM's own trainer interface: a version goes into the segment, then
+vLLM is told its number.
 
 Needs vLLM where the learner runs; a learner without it uses `shmbridge.consumers.weight_sync`.
 """
@@ -30,7 +31,10 @@ class ShmBridgeTrainerInitInfo(TrainerInitInfo):
 
 
 class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridgeTrainerInitInfo]):
-    """Writes versions and has vLLM take them. `trainer_init` makes one, on every rank of the trainer; for one thread."""
+    """Writes versions and has vLLM take them.
+
+    `trainer_init` makes one, on every rank of the trainer; for one thread.
+    """
 
     init_info_cls = ShmBridgeTrainerInitInfo
 
@@ -40,7 +44,7 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
 
     @classmethod
     def trainer_init(cls, init_info: ShmBridgeTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """Open the bridge for writing and have the workers open it for reading. Blocks for the call to vLLM.
+        """Opens the bridge for writing and have the workers open it for reading. Blocks for the call to vLLM.
 
         Args:
             init_info: the bridge, and this process's rank.
@@ -52,17 +56,23 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
             ConsumerTaken: the bridge's weights have a living writer.
         """
         if source is None:
-            raise ValueError("weights are sent from a source, such as vLLM's ModuleSource(model): none was given")
-        made = cls(client=client, source=source, writer=WeightsWriter(init_info.bridge) if init_info.is_sender else None)
+            raise ValueError(
+                "weights are sent from a source, such as vLLM's ModuleSource(model): none was given"
+            )
+        made = cls(
+            client=client,
+            source=source,
+            writer=WeightsWriter(init_info.bridge) if init_info.is_sender else None,
+        )
         if made.is_sender:
             client.init_weight_transfer_engine({"bridge": init_info.bridge})
         return made
 
     def send_weights(self, version: int | None = None) -> None:
-        """Write one version and have vLLM load it. Blocks for both; call it on every rank.
+        """Writes one version and have vLLM load it. Blocks for both; call it on every rank.
 
-        After an error samples are stamped as of an unknown version until the next is loaded: a client of vLLM's does not say whether
-        all of an engine, a part of it or none took the version.
+        After an error samples are stamped as of an unknown version until the next is loaded: a client of
+        vLLM's does not say whether all of an engine, a part of it or none took the version.
 
         Args:
             version: policy version, above the segment's newest; None: the next number.
@@ -83,17 +93,19 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
             raise
 
     def _start(self) -> None:
-        """Begin an update, also where a trainer that died left one active."""
+        """Begins an update, also where a trainer that died left one active."""
         try:
             self.client.start_weight_update()
         except Exception:
-            with suppress(Exception):  # where none was active, starting fails for a reason of its own, which is said now
+            # where none was active, starting fails for a reason of its own, which is said now
+            with suppress(Exception):
                 self.client.finish_weight_update()
             self.client.start_weight_update()
 
     def _disown(self) -> str:
-        """Have samples be of no version, by an update that loads nothing; return what to say of it."""
-        with suppress(Exception):  # engines that took the version have their update open; the others begin theirs with this
+        """Has samples be of no version, by an update that loads nothing; return what to say of it."""
+        # engines that took the version have their update open; the others begin theirs with this
+        with suppress(Exception):
             self.client.start_weight_update()
         try:
             self.client.finish_weight_update(UNKNOWN)
@@ -102,6 +114,6 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
         return doubt_hint("vLLM may have taken it, whole or in part")
 
     def shutdown(self) -> None:
-        """Leave the bridge; the last version stays in the segment. Idempotent."""
+        """Leaves the bridge; the last version stays in the segment. Idempotent."""
         if self._writer is not None:
             self._writer.close()

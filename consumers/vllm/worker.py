@@ -1,4 +1,5 @@
-"""vLLM's half of the backend, in each worker: one call takes one version out of the weights segment, whole or not at all.
+"""vLLM's half of the backend, in each worker: one call takes one version out of the weights segment, whole or
+not at all.
 
 Knows leases and versions; `loading.py` knows the model, `workers.py` the other workers.
 """
@@ -12,7 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 
 from shmbridge.consumers.engines.engine import HALF_LOADED
 from shmbridge.consumers.vllm.loading import ModelWeights, WeightsNotLoaded, as_tensors, with_their_layers
@@ -42,7 +47,8 @@ class ShmBridgeUpdateInfo(WeightTransferUpdateInfo):
 
     Args:
         bridge: name of the bridge.
-        version: a policy version that is in its weights segment now; whoever tells several workers holds a lease of it, or is its writer.
+        version: a policy version that is in its weights segment now; whoever tells several workers holds a
+            lease of it, or is its writer.
     """
 
     bridge: str
@@ -50,9 +56,11 @@ class ShmBridgeUpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmBridgeUpdateInfo]):
-    """Takes versions out of a bridge's weights segment into one worker's part of the model. vLLM makes it and calls it, from one thread.
+    """Takes versions out of a bridge's weights segment into one worker's part of the model. vLLM makes it and
+    calls it, from one thread.
 
-    `start_weight_update` and `finish_weight_update` leave the model alone, so that a learner which dies between the calls leaves it whole.
+    `start_weight_update` and `finish_weight_update` leave the model alone, so that a learner which dies
+    between the calls leaves it whole.
     """
 
     init_info_cls = ShmBridgeInitInfo
@@ -67,9 +75,12 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         self._holds: int | None = None  # the version in the model, of the reader's bridge
 
     def init_transfer_engine(self, init_info: ShmBridgeInitInfo) -> None:
-        """Open the bridge's segment, and forget which version the model holds: the next is loaded whole. Never blocks.
+        """Opens the bridge's segment, and forget which version the model holds: the next is loaded whole.
 
-        Call it when something else has changed the model, as waking up from level 2 of vLLM's sleep does. Raises BadBridgeName.
+        Never blocks.
+
+        Call it when something else has changed the model, as waking up from level 2 of vLLM's sleep does.
+        Raises BadBridgeName.
         """
         self._holds = None
         if init_info.bridge:
@@ -82,32 +93,42 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         """Does nothing: `receive_weights` begins and ends the update."""
 
     def receive_weights(self, update_info: ShmBridgeUpdateInfo) -> None:
-        """Load one version into the model. Blocks for the copy; every worker of the engine must be called.
+        """Loads one version into the model. Blocks for the copy; every worker of the engine must be called.
 
-        Only what changed since the version that the model holds is loaded, where the segment can say what that is.
+        Only what changed since the version that the model holds is loaded, where the segment can say what
+        that is.
 
         Raises:
             WeightsMismatch: the segment holds another model, the tensor is named; the old weights stay.
-            NotReady: the version is not in the segment, or another worker could not take it; the old weights stay.
-            WeightsNotLoaded: vLLM failed in the middle. On a CPU the old weights stay; on an accelerator the model is of two versions.
+            NotReady: the version is not in the segment, or another worker could not take it; the old weights
+                stay.
+            WeightsNotLoaded: vLLM failed in the middle. On a CPU the old weights stay; on an accelerator the
+                model is of two versions.
 
         After any of these the next version is loaded whole.
         """
         with ExitStack() as held:
-            refused = self._attempt(lambda: self._stage(held, update_info)) or self._attempt(self._weights.commit)
+            refused = self._attempt(lambda: self._stage(held, update_info)) or self._attempt(
+                self._weights.commit
+            )
             if refused is None:
                 self._weights.keep()
                 self._holds = update_info.version
                 return
             if not self._weights.put_back():
-                refused = WeightsNotLoaded(f"{refused}; {HALF_LOADED}", hint="the next version is loaded whole")
+                refused = WeightsNotLoaded(
+                    f"{refused}; {HALF_LOADED}", hint="the next version is loaded whole"
+                )
         self._holds = None
         if not ends_quietly(self):
             raise refused
         log.warning("%s", refused)
 
     def _attempt(self, step: Callable[[], None]) -> Exception | None:
-        """Take one step of a load; why it is not to go on, here or in another worker. Blocks until every worker has taken it."""
+        """Takes one step of a load; why it is not to go on, here or in another worker.
+
+        Blocks until every worker has taken it.
+        """
         mine: Exception | None = None
         try:
             step()
@@ -115,11 +136,15 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
             mine = error
         told = first_refusal("" if mine is None else str(mine) or type(mine).__name__)
         if mine is None and told:
-            return WeightsNotLoaded(f"another worker of this engine said: {told}", hint="the workers load together or not at all")
+            return WeightsNotLoaded(
+                f"another worker of this engine said: {told}", hint="the workers load together or not at all"
+            )
         return mine
 
     def _stage(self, held: ExitStack, wanted: ShmBridgeUpdateInfo) -> None:
-        lease = held.enter_context(self._reader_of(wanted.bridge).lease(version=wanted.version, timeout_s=_LEASE_TIMEOUT_S))
+        lease = held.enter_context(
+            self._reader_of(wanted.bridge).lease(version=wanted.version, timeout_s=_LEASE_TIMEOUT_S)
+        )
         names = frozenset(lease.dtypes)
         if self._holds is not None:
             names = with_their_layers(lease.changed_since(self._holds), list(lease.dtypes))
@@ -127,7 +152,7 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         self._weights.stage(as_tensors(lease, names), whole=len(names) == len(lease.dtypes))
 
     def shutdown(self) -> None:
-        """Let the segment go; the model serves on. Idempotent."""
+        """Lets the segment go; the model serves on. Idempotent."""
         if self._reader is not None:
             self._reader.close()
             self._reader = self._holds = None

@@ -1,4 +1,7 @@
-"""What the workers of one engine say to each other while they load. Knows vLLM's groups, its multiprocess executor and its worker."""
+"""What the workers of one engine say to each other while they load.
+
+Knows vLLM's groups, its multiprocess executor and its worker.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ _SAID_BYTES = 1024
 
 
 def first_refusal(mine: str) -> str:
-    """What one of this engine's workers said against going on; empty if none did. Blocks until each has spoken.
+    """What one of this engine's workers said against going on; empty if none did.
+
+    Blocks until each has spoken.
 
     Args:
         mine: what this worker says, empty if it can go on.
@@ -37,10 +42,13 @@ def _text(said: torch.Tensor) -> str:
 
 
 def ends_quietly(engine: Any) -> bool:
-    """Whether this worker must not raise, so that the answers of vLLM's multiprocess executor stay in step. Then its update is ended here.
+    """Whether this worker must not raise, so that the answers of vLLM's multiprocess executor stay in step.
 
-    That executor reads the workers' answers in order and stops at the first error: those behind it are taken for answers to its next
-    call. So the last worker speaks for all, and in the others the update that vLLM believes to be open is closed.
+    Then its update is ended here.
+
+    That executor reads the workers' answers in order and stops at the first error: those behind it are taken
+    for answers to its next call. So the last worker speaks for all, and in the others the update that vLLM
+    believes to be open is closed.
     """
     parallel = engine.parallel_config
     if parallel.distributed_executor_backend != "mp" or parallel.rank == parallel.world_size - 1:

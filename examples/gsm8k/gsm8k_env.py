@@ -2,9 +2,9 @@
 
     python -m shmbridge.producers.atropos --bridge run1 examples/gsm8k/gsm8k_env.py serve --env.group_size 8
 
-An ordinary `BaseEnv`; it imports nothing of shmbridge. `--env.dataset` names a Hugging Face data set, or a folder with
-`train.jsonl` and `test.jsonl`. An answer is right if its last number is the worked answer's: no parser of LaTeX is
-needed. For upstream's own `environments/gsm8k_server.py` see README.md beside this file.
+An ordinary `BaseEnv`; it imports nothing of shmbridge. `--env.dataset` names a Hugging Face data set, or a
+folder with `train.jsonl` and `test.jsonl`. An answer is right if its last number is the worked answer's: no
+parser of LaTeX is needed. For upstream's own `environments/gsm8k_server.py` see README.md beside this file.
 """
 
 import json
@@ -28,14 +28,21 @@ class Problem(TypedDict):
 
 
 class Gsm8kConfig(BaseEnvConfig):
-    dataset: str = Field(default="openai/gsm8k", description="Hugging Face data set, or a folder of train.jsonl and test.jsonl")
-    system_prompt: str = Field(default=SYSTEM_PROMPT, description="What stands in front of every question; empty for nothing")
+    dataset: str = Field(
+        default="openai/gsm8k", description="Hugging Face data set, or a folder of train.jsonl and test.jsonl"
+    )
+    system_prompt: str = Field(
+        default=SYSTEM_PROMPT, description="What stands in front of every question; empty for nothing"
+    )
     temperature: float = Field(default=1.0, description="Sampling temperature of training rollouts")
     format_reward: float = Field(default=0.1, description="Score of a wrong answer that is marked with ####")
-    eval_problems: int = Field(default=200, description="Problems of the test split that an evaluation answers")
+    eval_problems: int = Field(
+        default=200, description="Problems of the test split that an evaluation answers"
+    )
     seed: int = Field(default=0, description="Seed of the order of problems")
     reward_log: str | None = Field(
-        default=None, description="File that gets one JSON line per group: its time, mean score, share of right answers and size"
+        default=None,
+        description="File that gets one JSON line per group: time, mean score, share of right answers, size",
     )
 
 
@@ -64,7 +71,11 @@ class Gsm8kEnv(BaseEnv):
         )
         server_configs = [
             APIServerConfig(
-                model_name=MODEL, tokenizer_name=MODEL, base_url="http://127.0.0.1:8001/v1", api_key="x", server_type="vllm"
+                model_name=MODEL,
+                tokenizer_name=MODEL,
+                base_url="http://127.0.0.1:8001/v1",
+                api_key="x",
+                server_type="vllm",
             )
         ]
         return env_config, server_configs
@@ -80,7 +91,9 @@ class Gsm8kEnv(BaseEnv):
         return problem
 
     def messages(self, problem: Problem) -> list[dict[str, str]]:
-        system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
+        system = (
+            [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
+        )
         return [*system, {"role": "user", "content": problem["question"]}]
 
     async def collect_trajectories(self, item: Problem) -> tuple[ScoredDataGroup, list[Problem]]:
@@ -106,21 +119,30 @@ class Gsm8kEnv(BaseEnv):
         return group, []
 
     def log_rewards(self, scores: list[float], right: list[float]) -> None:
-        """Record what was measured here, before any filter between this group and a learner."""
+        """Records what was measured here, before any filter between this group and a learner."""
         self.right.append(sum(right) / len(right))
         if self.config.reward_log is not None:
-            line = {"t": time.time(), "mean": sum(scores) / len(scores), "right": self.right[-1], "n": len(scores)}
+            line = {
+                "t": time.time(),
+                "mean": sum(scores) / len(scores),
+                "right": self.right[-1],
+                "n": len(scores),
+            }
             with open(self.config.reward_log, "a") as log:
                 log.write(json.dumps(line) + "\n")
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Answer problems of the test split greedily."""
+        """Answers problems of the test split greedily."""
         asked = self.test[: self.config.eval_problems]
         started = time.time()
         right = []
         for problem in asked:
             completion = await self.server.chat_completion(
-                messages=self.messages(problem), n=1, max_tokens=self.config.max_token_length, temperature=0.0, split="eval"
+                messages=self.messages(problem),
+                n=1,
+                max_tokens=self.config.max_token_length,
+                temperature=0.0,
+                split="eval",
             )
             right.append(float(is_right(completion.choices[0].message.content or "", problem["answer"])))
         accuracy = sum(right) / len(right)
@@ -137,17 +159,22 @@ class Gsm8kEnv(BaseEnv):
 
 
 def problems(dataset: str, split: str) -> list[Problem]:
-    """Return the problems of a split. Blocks for the disk, or for a download."""
+    """Returns the problems of a split. Blocks for the disk, or for a download."""
     if Path(dataset).is_dir():
         lines = (Path(dataset) / f"{split}.jsonl").read_text().splitlines()
         return [Problem(**json.loads(line)) for line in lines]
     from datasets import load_dataset
 
-    return [Problem(question=row["question"], answer=row["answer"]) for row in load_dataset(dataset, "main", split=split)]
+    return [
+        Problem(question=row["question"], answer=row["answer"])
+        for row in load_dataset(dataset, "main", split=split)
+    ]
 
 
 def number_of(text: str) -> float | None:
-    """Return the number that a text ends with: behind its last `####`, if there is any, else the last of all."""
+    """Returns the number that a text ends with: behind its last `####`, if there is any, else the last of
+    all.
+    """
     _, marked, behind = text.rpartition("####")
     found = NUMBER.findall(behind if marked else text)
     return float(found[0 if marked else -1].replace(",", "")) if found else None

@@ -1,10 +1,11 @@
-"""Stand-ins for what the GSM8K run downloads: small sums in the data set's form, and a tiny model of the same kind.
+"""Stand-ins for what the GSM8K run downloads: small sums in the data set's form, and a tiny model of the same
+kind.
 
     python examples/gsm8k/stand_in.py runs/gsm8k-stand-in
     shmbridge launch runs/gsm8k-stand-in/launch.yaml
 
-The folder gets `data/` (train.jsonl, test.jsonl), `model/` (a random Qwen2 with a tokenizer of 28 characters) and a
-`launch.yaml`: the real run's file with these two, on the CPU, and small numbers.
+The folder gets `data/` (train.jsonl, test.jsonl), `model/` (a random Qwen2 with a tokenizer of 28 characters)
+and a `launch.yaml`: the real run's file with these two, on the CPU, and small numbers.
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ PROBLEMS = {"train": 400, "test": 40}
 
 
 def problem(stream: random.Random) -> dict[str, str]:
-    """Return a sum of two digits below ten: `3+4?`, and its worked answer as GSM8K writes them."""
+    """Returns a sum of two digits below ten: `3+4?`, and its worked answer as GSM8K writes them."""
     total = stream.randrange(10)
     first = stream.randint(0, total)
     return {
         "question": f"{first}+{total - first}?",
-        "answer": f"{first} and {total - first} make {first}+{total - first}=<<{first}+{total - first}={total}>>{total}.\n#### {total}",
+        "answer": (
+            f"{first} and {total - first} make "
+            f"{first}+{total - first}=<<{first}+{total - first}={total}>>{total}.\n#### {total}"
+        ),
     }
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """Write both splits, the same for the same seed."""
+    """Writes both splits, the same for the same seed."""
     folder.mkdir(parents=True)
     stream = random.Random(seed)
     for split, count in PROBLEMS.items():
@@ -46,7 +50,7 @@ def write_data(folder: Path, seed: int) -> None:
 
 
 def launch_file(folder: Path, steps: int) -> dict[str, Any]:
-    """Return the real run's file with the stand-ins of a folder."""
+    """Returns the real run's file with the stand-ins of a folder."""
     config: dict[str, Any] = yaml.safe_load((HERE / "launch.yaml").read_text())
     model = str(folder / "model")
     small = {"OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1, "CUDA_VISIBLE_DEVICES": ""}
@@ -55,21 +59,36 @@ def launch_file(folder: Path, steps: int) -> dict[str, Any]:
     learner = config["learner"]
     learner |= {"model": model, "steps": steps, "env": small}
     learner["options"] |= {
-        "groups": 8, "lr": 2e-3, "warmup": 10, "entropy": 0.1, "max_token_len": 64, "threads": 1, "device": "cpu", "precision": "float32",
-        "gradient_checkpointing": False, "micro_tokens": 8192,
-    }  # fmt: skip
+        "groups": 8,
+        "lr": 2e-3,
+        "warmup": 10,
+        "entropy": 0.1,
+        "max_token_len": 64,
+        "threads": 1,
+        "device": "cpu",
+        "precision": "float32",
+        "gradient_checkpointing": False,
+        "micro_tokens": 8192,
+    }
     (environment,) = config["environments"]
     environment |= {"count": 1, "lane_bytes": "4M", "env": small}
     environment["args"] |= {
-        "env.dataset": str(folder / "data"), "env.system_prompt": "", "env.max_token_length": 4, "env.max_num_workers": 8,
-        "env.eval_problems": 8, "openai.model_name": "policy", "env.ensure_scores_are_not_same": False,
+        "env.dataset": str(folder / "data"),
+        "env.system_prompt": "",
+        "env.max_token_length": 4,
+        "env.max_num_workers": 8,
+        "env.eval_problems": 8,
+        "openai.model_name": "policy",
+        "env.ensure_scores_are_not_same": False,
         "env.reward_log": str(folder / "rewards.jsonl"),
-    }  # fmt: skip
+    }
     return config
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write stand-ins for the GSM8K run's downloads, and a file to launch.")
+    parser = argparse.ArgumentParser(
+        description="Write stand-ins for the GSM8K run's downloads, and a file to launch."
+    )
     parser.add_argument("folder", type=Path, help="where to write; must not exist")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps of the run [100]")
     parser.add_argument("--seed", type=int, default=1, help="of the data and of the weights [1]")

@@ -2,9 +2,9 @@
 
     python examples/process_rewards/compare.py --docs docs
 
-Runs one learner and one environment per variant and seed over a bridge of their own, the same but for the rewards;
-writes `results.json` into the run directory and, if asked, the table and the figure into the docs. `--from` writes them
-from a `results.json` there is.
+Runs one learner and one environment per variant and seed over a bridge of their own, the same but for the
+rewards; writes `results.json` into the run directory and, if asked, the table and the figure into the docs.
+`--from` writes them from a `results.json` there is.
 """
 
 from __future__ import annotations
@@ -60,25 +60,49 @@ class Case:
         return self.folder / "environment.jsonl"
 
     def learner(self, model: Path) -> list[str]:
-        """Return the learner's command line: the demo's recipe, and the variant's own flags."""
+        """Returns the learner's command line: the demo's recipe, and the variant's own flags."""
         recipe = {
-            "bridge": self.bridge, "model": model, "run-dir": self.folder / "run", "steps": STEPS, "seed": self.seed, "groups": 16,
-            "group-size": 8, "lr": 2e-3, "warmup": 10, "entropy": 0.1, "max-token-len": 32, "threads": 1, "log-every": 50,
-        }  # fmt: skip
+            "bridge": self.bridge,
+            "model": model,
+            "run-dir": self.folder / "run",
+            "steps": STEPS,
+            "seed": self.seed,
+            "groups": 16,
+            "group-size": 8,
+            "lr": 2e-3,
+            "warmup": 10,
+            "entropy": 0.1,
+            "max-token-len": 32,
+            "threads": 1,
+            "log-every": 50,
+        }
         flags = [word for name, value in recipe.items() for word in (f"--{name}", str(value))]
         return [sys.executable, "-m", "shmbridge.consumers.grpo", *flags, *VARIANTS[self.variant]]
 
     def environment(self, model: Path) -> list[str]:
-        """Return the environment's command line."""
+        """Returns the environment's command line."""
         return [
-            sys.executable, str(HERE / "spell_back_env.py"), "--bridge", self.bridge, "--model", str(model),
-            "--rewards", self.variant, "--seed", str(self.seed), "--log", str(self.log), "--limit", str(self.limit),
-            "--goal", str(GOAL),
-        ]  # fmt: skip
+            sys.executable,
+            str(HERE / "spell_back_env.py"),
+            "--bridge",
+            self.bridge,
+            "--model",
+            str(model),
+            "--rewards",
+            self.variant,
+            "--seed",
+            str(self.seed),
+            "--log",
+            str(self.log),
+            "--limit",
+            str(self.limit),
+            "--goal",
+            str(GOAL),
+        ]
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Run one case to its end; return its curve. Blocks for minutes.
+    """Runs one case to its end; return its curve. Blocks for minutes.
 
     Raises:
         RuntimeError: the learner or the environment failed; the message has the end of its log.
@@ -97,23 +121,35 @@ def run(case: Case) -> dict[str, Any]:
             time.sleep(0.1)
         for child, ends_well in ((learner, (None, 0)), (environment, (None, 0, NOT_REACHED))):
             if child.status not in ends_well:
-                raise RuntimeError(f"the {child.name} of {case.folder} ended with {child.status}:\n{child.last_words()}")
+                raise RuntimeError(
+                    f"the {child.name} of {case.folder} ended with {child.status}:\n{child.last_words()}"
+                )
     finally:
         stop([[environment, learner]], lambda: False)
         shmbridge.clean(case.bridge, dry_run=False)
     curve = [json.loads(line) for line in case.log.read_text().splitlines()]
     reached = curve[-1]["groups"] if environment.status == 0 else None
-    return {"variant": case.variant, "seed": case.seed, "reached": reached, "seconds": time.monotonic() - began, "curve": curve}
+    return {
+        "variant": case.variant,
+        "seed": case.seed,
+        "reached": reached,
+        "seconds": time.monotonic() - began,
+        "curve": curve,
+    }
 
 
 def write(results: list[dict[str, Any]], docs: Path, limit: int) -> None:
-    """Write the table and the figure of the docs. Blocks for a second."""
+    """Writes the table and the figure of the docs. Blocks for a second."""
     variants = [name for name in VARIANTS if any(result["variant"] == name for result in results)]
     cells: dict[int, dict[str, str]] = {}
     for result in results:
-        cells.setdefault(result["seed"], {})[result["variant"]] = f"{result['reached']:,}" if result["reached"] else f"not in {limit:,}"
+        cells.setdefault(result["seed"], {})[result["variant"]] = (
+            f"{result['reached']:,}" if result["reached"] else f"not in {limit:,}"
+        )
     rows = [[str(seed), *(row.get(name, "") for name in variants)] for seed, row in sorted(cells.items())]
-    curves.write_between(docs / PAGE, "groups", curves.table(["seed", *(TITLES[name] for name in variants)], rows))
+    curves.write_between(
+        docs / PAGE, "groups", curves.table(["seed", *(TITLES[name] for name in variants)], rows)
+    )
     lines = [
         curves.Curve(
             TITLES[result["variant"]],
@@ -124,7 +160,9 @@ def write(results: list[dict[str, Any]], docs: Path, limit: int) -> None:
         for result in results
         if result["variant"] == name
     ]
-    panel = curves.Panel("Twelve letters said back", "groups of 8 answers", "answers without a fault", lines, GOAL)
+    panel = curves.Panel(
+        "Twelve letters said back", "groups of 8 answers", "answers without a fault", lines, GOAL
+    )
     curves.draw([panel], docs / FIGURE)
 
 
@@ -134,9 +172,20 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--limit", type=int, default=3200, help="groups after which a run gives up [3200]")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a core each [1]")
-    parser.add_argument("--run-dir", type=Path, default=Path("runs") / time.strftime("process-rewards-%Y%m%d-%H%M%S"))
-    parser.add_argument("--from", dest="sources", type=Path, nargs="+", metavar="FILE", help="results.json of earlier runs: run nothing")
-    parser.add_argument("--docs", type=Path, metavar="DIR", help="folder of the docs: table and figure go there")
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs") / time.strftime("process-rewards-%Y%m%d-%H%M%S")
+    )
+    parser.add_argument(
+        "--from",
+        dest="sources",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="results.json of earlier runs: run nothing",
+    )
+    parser.add_argument(
+        "--docs", type=Path, metavar="DIR", help="folder of the docs: table and figure go there"
+    )
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     earlier = [result for source in options.sources or () for result in json.loads(source.read_text())]
@@ -147,17 +196,24 @@ def main() -> int:
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all cases and say what came of each. Blocks for minutes."""
+    """Runs all cases and say what came of each. Blocks for minutes."""
     cases = [
-        Case(variant, seed, options.run_dir / f"{variant}-{seed}", options.limit) for seed in options.seeds for variant in options.variants
+        Case(variant, seed, options.run_dir / f"{variant}-{seed}", options.limit)
+        for seed in options.seeds
+        for variant in options.variants
     ]
     results = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for result in pool.map(run, cases):
             results.append(result)
             (options.run_dir / "results.json").write_text(json.dumps(results))
-            said = f"{result['reached']} groups" if result["reached"] else f"not within {options.limit} groups"
-            print(f"{result['variant']:<8} seed {result['seed']}: {said} ({result['seconds']:.0f} s)", flush=True)
+            said = (
+                f"{result['reached']} groups" if result["reached"] else f"not within {options.limit} groups"
+            )
+            print(
+                f"{result['variant']:<8} seed {result['seed']}: {said} ({result['seconds']:.0f} s)",
+                flush=True,
+            )
     return results
 
 

@@ -1,10 +1,12 @@
-"""An environment with rewards of steps: say twelve letters back, `acdbbeadcabe` → `acdbbeadcabe`, each letter a step.
+"""An environment with rewards of steps: say twelve letters back, `acdbbeadcabe` → `acdbbeadcabe`, each letter
+a step.
 
     python examples/process_rewards/spell_back_env.py --bridge run1 --model runs/tiny --rewards steps
 
-Plain Python, no framework: it samples with the newest weights of the bridge, judges every answer, and puts one
-batch of groups into its lane, then waits for the next weights: everything it sends is on-policy, and a run with
-one seed repeats itself. Ends with status 0 once the exact answers reach the goal, 3 if they never do.
+Plain Python, no framework: it samples with the newest weights of the bridge, judges every answer, and puts
+one batch of groups into its lane, then waits for the next weights: everything it sends is on-policy, and a
+run with one seed repeats itself. Ends with status 0 once the exact answers reach the goal, 3 if they never
+do.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def exact(right: Flags) -> bool:
 
 
 def questions(seed: int) -> Iterator[str]:
-    """Yield letters to say back, without end, the same for the same seed."""
+    """Yields letters to say back, without end, the same for the same seed."""
     stream = random.Random(seed)
     while True:
         yield "".join(stream.choices(LETTERS, k=STEPS))
@@ -70,7 +72,7 @@ class Policy:
         self._follower = WeightsFollower(WeightsReader(bridge), network)
 
     def wait_newer(self, timeout_s: float) -> int:
-        """Load weights newer than the last ones; return their version. Blocks; TimeoutError if none come."""
+        """Loads weights newer than the last ones; return their version. Blocks; TimeoutError if none come."""
         deadline = time.monotonic() + timeout_s
         while (version := self._follower.refresh()) is None:
             if time.monotonic() > deadline:
@@ -85,7 +87,7 @@ class Policy:
         return rows
 
     def prompt(self, question: str) -> list[int]:
-        """Return the question's tokens."""
+        """Returns the question's tokens."""
         text = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
         )
@@ -93,12 +95,12 @@ class Policy:
         return ids
 
     def close(self) -> None:
-        """Let the bridge's weights go."""
+        """Lets the bridge's weights go."""
         self._follower.close()
 
 
 def group(rows: Sequence[Row], answer_ids: list[int], rewards: str) -> tuple[dict[str, Any], list[Flags]]:
-    """Return the group of one question's answers as the bridge takes it, and what was right in each."""
+    """Returns the group of one question's answers as the bridge takes it, and what was right in each."""
     right = [
         [token == wanted for token, wanted in zip(row.token_ids, answer_ids, strict=False)] for row in rows
     ]
@@ -147,8 +149,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Twelve letters to say back, judged letter by letter or as a whole.")
-    parser.add_argument("--bridge", required=True, metavar="NAME", help="where groups go and weights come from")
+    parser = argparse.ArgumentParser(
+        description="Twelve letters to say back, judged letter by letter or as a whole."
+    )
+    parser.add_argument(
+        "--bridge", required=True, metavar="NAME", help="where groups go and weights come from"
+    )
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="the learner's model")
     parser.add_argument("--rewards", choices=SCORES, default="steps", help="what the judge says [steps]")
     parser.add_argument("--groups", type=int, default=16, help="sent per weights: the learner's batch [16]")
@@ -157,7 +163,9 @@ def main() -> int:
     parser.add_argument("--goal", type=float, default=0.9, help="share of exact answers to reach [0.9]")
     parser.add_argument("--seed", type=int, default=1, help="of the questions and the sampling [1]")
     parser.add_argument("--log", type=Path, default=Path("spell_back.jsonl"), help="one line per batch")
-    parser.add_argument("--patience", type=float, default=120.0, metavar="SECONDS", help="for new weights [120]")
+    parser.add_argument(
+        "--patience", type=float, default=120.0, metavar="SECONDS", help="for new weights [120]"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     return run(options)

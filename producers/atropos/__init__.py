@@ -4,12 +4,12 @@
 
 The script runs as `python path/to/env.py serve ...` would; `BaseEnv`'s traffic with the rollout server takes
 the bridge instead: scored groups go into a lane, registration and status over the control plane. All else in
-BaseEnv (filters, throttling, evaluation, checkpoints, when to end) is untouched. What inference servers say of the policy versions that
-sampled their answers is heard on the way, and stands in the records.
+BaseEnv (filters, throttling, evaluation, checkpoints, when to end) is untouched. What inference servers say
+of the policy versions that sampled their answers is heard on the way, and stands in the records.
 
-Here is the way in for a program that makes its environments itself, `attach`; the command line is __main__.py. What is replaced in
-BaseEnv is attachments.py's, how one environment speaks to the bridge link.py's, where its groups go lane.py's; listening.py hears answers,
-and stamps.py finds them in groups.
+Here is the way in for a program that makes its environments itself, `attach`; the command line is
+__main__.py. What is replaced in BaseEnv is attachments.py's, how one environment speaks to the bridge
+link.py's, where its groups go lane.py's; listening.py hears answers, and stamps.py finds them in groups.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def attach(
     stop_after_refusals: int = 20,
     tickets: bool = False,
 ) -> None:
-    """Send the traffic of environments over a bridge, from now until `detach`.
+    """Sends the traffic of environments over a bridge, from now until `detach`.
 
-    Blocks while atroposlib is imported. Call it before the environment runs. One class at a time, and any number of instances, each
-    with a bridge of its own choice; an instance's wins over its class'.
+    Blocks while atroposlib is imported. Call it before the environment runs. One class at a time, and any
+    number of instances, each with a bridge of its own choice; an instance's wins over its class'.
 
     Args:
         env: an environment; or a subclass of `BaseEnv`, for all of its kind; None: all environments.
@@ -44,8 +44,10 @@ def attach(
         lane_bytes: size of each environment's lane.
         on_full: what happens to a group when the lane is full: "block" waits, "raise" and "drop" count it.
         step_rewards: fill the columns step_rewards and step_ends from what groups and their messages say.
-        stop_after_refusals: so many groups refused in a row for one reason end the environment, with GroupsRefused; 0: never.
-        tickets: a worker begins only once the consumer has room for its group: see Consumer(max_off_policy_steps=).
+        stop_after_refusals: so many groups refused in a row for one reason end the environment, with
+            GroupsRefused; 0: never.
+        tickets: a worker begins only once the consumer has room for its group: see
+            Consumer(max_off_policy_steps=).
 
     Raises:
         ImportError: atroposlib is missing or broken.
@@ -53,22 +55,27 @@ def attach(
         TypeError: `env` is no environment.
         BadBridgeName, ValueError: an argument is not what it should be.
     """
-    options = LinkOptions(check_bridge_name(bridge), parse_size(lane_bytes), on_full, step_rewards, stop_after_refusals, tickets)
+    options = LinkOptions(
+        check_bridge_name(bridge), parse_size(lane_bytes), on_full, step_rewards, stop_after_refusals, tickets
+    )
     attachments = _all()
     if env is None or isinstance(env, type):
         attachments.attach_class(env, options)
     elif hasattr(env, "env_manager"):
         attachments.attach_instance(env, options)
     else:
-        raise TypeError(f"a {type(env).__name__} is no environment: pass a BaseEnv, a subclass of it, or None")
+        raise TypeError(
+            f"a {type(env).__name__} is no environment: pass a BaseEnv, a subclass of it, or None"
+        )
 
 
 def detach(env: Any = None) -> Departure:
-    """Undo `attach`: the environment behaves as upstream again, at once. Never blocks.
+    """Undoes `attach`: the environment behaves as upstream again, at once. Never blocks.
 
-    An instance that runs is to be detached in its own event loop: then its lane gets what it has handed over, and is left; await the
-    result to know when. Environments of a detached class, those that run and those to come, ask the rollout server from now on; the lane of
-    one that runs is left when it ends. Detaching what is not attached does nothing.
+    An instance that runs is to be detached in its own event loop: then its lane gets what it has handed over,
+    and is left; await the result to know when. Environments of a detached class, those that run and those to
+    come, ask the rollout server from now on; the lane of one that runs is left when it ends. Detaching what
+    is not attached does nothing.
 
     Args:
         env: what was attached; None: everything.

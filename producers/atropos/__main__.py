@@ -25,12 +25,15 @@ examples:
 The environment waits until a consumer has announced its run:
   shmbridge.Consumer("run1", run=shmbridge.Run(batch_size=64, num_steps=100))
 
-SIGTERM and Ctrl-C end it in order: what waits for room gets two seconds, exit code 143 or upstream's. A second one ends it at once.
+SIGTERM and Ctrl-C end it in order: what waits for room gets two seconds, exit code 143 or upstream's. A
+second one ends it at once.
 """
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run an environment script on a bridge; returns the exit code: 2 if it could not start or was refused, 143 after SIGTERM."""
+    """Runs an environment script on a bridge; returns the exit code: 2 if it could not start or was refused,
+    143 after SIGTERM.
+    """
     options = _parser().parse_args(argv)
     script = Path(options.script)
     if not script.is_file():
@@ -103,7 +106,9 @@ def _parser() -> argparse.ArgumentParser:
         default="block",
         help="when the lane is full: wait (default), or count the group and go on",
     )
-    parser.add_argument("--step-rewards", action="store_true", help="carry rewards of steps in columns of their own, too")
+    parser.add_argument(
+        "--step-rewards", action="store_true", help="carry rewards of steps in columns of their own, too"
+    )
     parser.add_argument(
         "--stop-after-refusals",
         type=int,
@@ -112,7 +117,9 @@ def _parser() -> argparse.ArgumentParser:
         help="end after N groups in a row that were refused for one reason (default: 20; 0: never)",
     )
     parser.add_argument(
-        "--tickets", action="store_true", help="let a worker begin only when the consumer has room: its max_off_policy_steps"
+        "--tickets",
+        action="store_true",
+        help="let a worker begin only when the consumer has room: its max_off_policy_steps",
     )
     parser.add_argument("script", help="the environment's script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments, such as: serve ...")

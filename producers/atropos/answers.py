@@ -1,8 +1,9 @@
 """What an inference server's answer says of the policy versions that sampled it, as `Answer`s.
 
-Knows the JSON of four kinds of answers, and nothing of who asked or of what becomes of them: `/generate` as vLLM has it for Atropos, with
-`weight_versions`; `/inference/v1/generate` of vLLM itself; the OpenAI API, with `weight_version` and `oldest_weight_version`; SGLang's.
-Called by `shmbridge.producers.atropos.listening`; never raises, whatever the answer is.
+Knows the JSON of four kinds of answers, and nothing of who asked or of what becomes of them: `/generate` as
+vLLM has it for Atropos, with `weight_versions`; `/inference/v1/generate` of vLLM itself; the OpenAI API, with
+`weight_version` and `oldest_weight_version`; SGLang's. Called by `shmbridge.producers.atropos.listening`;
+never raises, whatever the answer is.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ UNKNOWN = Answer()
 
 
 def answers_in(body: Any) -> list[Answer]:
-    """What a decoded body says, or an object with its fields as attributes. One of an unknown form is one answer of which nothing is known.
+    """What a decoded body says, or an object with its fields as attributes.
+
+    One of an unknown form is one answer of which nothing is known.
 
     Answers without tokens are left out, and so is what only scored a prompt.
     """
     if isinstance(body, (list, tuple)):
-        return [answer for one in body for answer in (_of_sglang(one) if isinstance(one, Mapping) else [UNKNOWN])]
+        return [
+            answer for one in body for answer in (_of_sglang(one) if isinstance(one, Mapping) else [UNKNOWN])
+        ]
     if isinstance(choices := _field(body, "choices"), (list, tuple)):
         return _of_choices(body, choices)
     if not isinstance(body, Mapping):
@@ -62,7 +67,11 @@ def token_array(row: Any) -> Tokens | None:
         array = np.asarray(row)
     except (TypeError, ValueError, RuntimeError):
         return None
-    if array.ndim != 1 or array.dtype.kind not in "iu" or (array.size and not -_END_OF_INT32 <= array.min() <= array.max() < _END_OF_INT32):
+    if (
+        array.ndim != 1
+        or array.dtype.kind not in "iu"
+        or (array.size and not -_END_OF_INT32 <= array.min() <= array.max() < _END_OF_INT32)
+    ):
         return None
     return array.astype(np.int32)
 
@@ -82,7 +91,9 @@ def _of_generate(body: Mapping[str, Any]) -> list[Answer]:
         said = [None] * len(outputs)
     if len(said) != len(outputs):
         return [Answer(contradicts=True) for _ in outputs]
-    return _with_tokens([_answer(prompt, output, spans, None, newest) for output, spans in zip(outputs, said, strict=True)])
+    return _with_tokens(
+        [_answer(prompt, output, spans, None, newest) for output, spans in zip(outputs, said, strict=True)]
+    )
 
 
 def _of_choices(body: Any, choices: list[Any] | tuple[Any, ...]) -> list[Answer]:
@@ -95,7 +106,9 @@ def _of_choices(body: Any, choices: list[Any] | tuple[Any, ...]) -> list[Answer]
     answers = []
     for choice in choices:
         prompt = shared if shared is not None else _prompt(_field(choice, "prompt_token_ids"))
-        answer = _answer(prompt, _field(choice, "token_ids"), _field(choice, "weight_versions"), oldest, newest)
+        answer = _answer(
+            prompt, _field(choice, "token_ids"), _field(choice, "weight_versions"), oldest, newest
+        )
         answers.append(replace(answer, text=_text(choice)))
     return _with_tokens(answers)
 

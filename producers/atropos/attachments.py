@@ -1,6 +1,8 @@
-"""Which environments of this process are attached, and how: the methods of `BaseEnv` that are replaced, and what they do instead.
+"""Which environments of this process are attached, and how: the methods of `BaseEnv` that are replaced, and
+what they do instead.
 
-Knows BaseEnv and links; knows nothing of lanes or of the control plane's messages. Called through `shmbridge.producers.atropos`.
+Knows BaseEnv and links; knows nothing of lanes or of the control plane's messages. Called through
+`shmbridge.producers.atropos`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ _asking: ContextVar[EnvLink | None] = ContextVar("link_of_the_asking_environment
 
 
 class Departure:
-    """What `detach` returns. Await it to know that all the environment had handed over is in its lane, or counted, and the lane is left.
+    """What `detach` returns.
+
+    Await it to know that all the environment had handed over is in its lane, or counted, and the lane is
+    left.
 
     It comes to that also if nobody awaits it.
     """
@@ -56,12 +61,12 @@ class Changes:
         self._before: list[tuple[ref[Any], str, Any]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set `owner.name`, whether it is its own or inherited."""
+        """Sets `owner.name`, whether it is its own or inherited."""
         self._before.append((ref(owner), name, vars(owner).get(name, _INHERITED)))
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Put everything back, the last first."""
+        """Puts everything back, the last first."""
         while self._before:
             alive, name, value = self._before.pop()
             if (owner := alive()) is None:
@@ -116,7 +121,9 @@ class Attachments:
     def attach_class(self, env_class: type[Any] | None, options: LinkOptions) -> None:
         """All environments of a class, those that exist and those to come."""
         if self._class is not None:
-            raise RuntimeError(f"the environment class {self._class.__name__} is attached already: detach() first")
+            raise RuntimeError(
+                f"the environment class {self._class.__name__} is attached already: detach() first"
+            )
         self._answer_sessions()
         self._class, self._class_options = env_class or self._base.BaseEnv, options
         for name, wrapped in self._methods.items():
@@ -127,7 +134,10 @@ class Attachments:
         """One environment, before it runs; whatever its class is attached to."""
         seat = self._seats.get(env)
         if seat is not None and (seat.alone or seat.runs):
-            raise RuntimeError(f"this {type(env).__name__} is attached to bridge {seat.options.bridge!r} already: detach(env) first")
+            raise RuntimeError(
+                f"this {type(env).__name__} is attached to bridge {seat.options.bridge!r} already: "
+                "detach(env) first"
+            )
         self._answer_sessions()
         seat = self._seats[env] = _Seat(options, alone=True)
         for name, wrapped in self._methods.items():
@@ -150,7 +160,9 @@ class Attachments:
         link = seat.link
         running = _running_loop()
         if link is not None and not link.closed and link.loop is not running and link.loop.is_running():
-            raise RuntimeError("detach(env) is for the environment's own event loop, or for when that has ended")
+            raise RuntimeError(
+                "detach(env) is for the environment's own event loop, or for when that has ended"
+            )
         del self._seats[env]
         seat.running.undo()
         seat.attached.undo()
@@ -165,7 +177,9 @@ class Attachments:
     def detach_all(self) -> Departure:
         """Every class and every instance."""
         self.detach_class()
-        closing = [task for env in list(self._seats) if (task := self.detach_instance(env)._closing) is not None]
+        closing = [
+            task for env in list(self._seats) if (task := self.detach_instance(env)._closing) is not None
+        ]
         return Departure(_kept(asyncio.ensure_future(_all(closing)))) if closing else Departure()
 
     @property
@@ -324,7 +338,9 @@ def _without_self(own: Callable[..., Any]) -> Callable[..., Any]:
 def _give_plain_tokens(env: Any, changes: Changes | None = None) -> None:
     """To the environment's own tokenizer, as long as it lives or until the changes are undone."""
     tokenizer = getattr(env, "tokenizer", None)
-    if hasattr(tokenizer, "apply_chat_template") and not isinstance(vars(tokenizer).get("apply_chat_template"), traps.PlainTokens):
+    if hasattr(tokenizer, "apply_chat_template") and not isinstance(
+        vars(tokenizer).get("apply_chat_template"), traps.PlainTokens
+    ):
         (changes or Changes()).replace(tokenizer, "apply_chat_template", traps.PlainTokens(tokenizer))
 
 

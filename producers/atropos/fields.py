@@ -1,7 +1,8 @@
-"""What an Atropos group says, as what a lane is told: which keys are columns, which go into `extra`, where rewards of steps end.
+"""What an Atropos group says, as what a lane is told: which keys are columns, which go into `extra`, where
+rewards of steps end.
 
-Knows the keys of upstream's wire and nothing of lanes. Called by `shmbridge.producers.atropos.lane`; docs/reference/atropos-fields.md is
-the table.
+Knows the keys of upstream's wire and nothing of lanes. Called by `shmbridge.producers.atropos.lane`;
+docs/reference/atropos-fields.md is the table.
 """
 
 from __future__ import annotations
@@ -11,17 +12,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-WIRE = frozenset({
-    "tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "messages", "generation_params", "overrides",
-    "group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs",
-})  # fmt: skip
+WIRE = frozenset(
+    {
+        "tokens",
+        "masks",
+        "scores",
+        "advantages",
+        "ref_logprobs",
+        "inference_logprobs",
+        "messages",
+        "generation_params",
+        "overrides",
+        "group_overrides",
+        "images",
+        "env_id",
+        "distill_token_ids",
+        "distill_logprobs",
+    }
+)
 
 _LARGEST = 3.4e38  # of float32, about
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A group for `Producer.put(foreign=True)`, and what could not be taken from it though it is delivered."""
+    """A group for `Producer.put(foreign=True)`, and what could not be taken from it though it is
+    delivered.
+    """
 
     group: dict[str, Any]
     left_out: tuple[str, ...] = ()
@@ -30,10 +47,11 @@ class Carried:
 def carried(group: Mapping[str, Any], step_rewards: bool = False, token_versions: Any = None) -> Carried:
     """Sorts the keys of a group; never raises, never changes it.
 
-    Upstream drops every key but its fourteen. Here they go into `extra` under their own names, also where a column of ours is called the
-    same: what an environment means by `temperature` or `rewards` is its own affair. One that has no JSON is left out, as upstream would.
-    With `step_rewards`, the columns step_rewards and step_ends are filled where the group says them. `token_versions`, in a form that a
-    lane takes, is a column; where they are the group's own, they are in `extra`, too, and come back with its other keys.
+    Upstream drops every key but its fourteen. Here they go into `extra` under their own names, also where a
+    column of ours is called the same: what an environment means by `temperature` or `rewards` is its own
+    affair. One that has no JSON is left out, as upstream would. With `step_rewards`, the columns step_rewards
+    and step_ends are filled where the group says them. `token_versions`, in a form that a lane takes, is a
+    column; where they are the group's own, they are in `extra`, too, and come back with its other keys.
     """
     versions = {} if token_versions is None else {"token_versions": token_versions}
     if WIRE.issuperset(group) and not step_rewards:
@@ -51,7 +69,9 @@ def carried(group: Mapping[str, Any], step_rewards: bool = False, token_versions
 def _has_json(value: Any) -> bool:
     """Whether upstream's client could write it, and a strict reader read it."""
     if isinstance(value, Mapping):
-        return all(key is None or isinstance(key, (str, int)) for key in value) and all(map(_has_json, (*value, *value.values())))
+        return all(key is None or isinstance(key, (str, int)) for key in value) and all(
+            map(_has_json, (*value, *value.values()))
+        )
     if isinstance(value, (list, tuple)):
         return all(map(_has_json, value))
     if isinstance(value, str):
@@ -63,7 +83,9 @@ def _has_json(value: Any) -> bool:
 
 
 def _steps(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of step rewards that can be made of a group, each in itself right; none if there are none, or they are no numbers."""
+    """The columns of step rewards that can be made of a group, each in itself right; none if there are none,
+    or they are no numbers.
+    """
     tokens = group.get("tokens")
     rows = len(tokens) if isinstance(tokens, (list, tuple)) else -1
     if "step_rewards" in group:
@@ -73,7 +95,11 @@ def _steps(group: Mapping[str, Any]) -> dict[str, Any]:
         ends = _ends_of_turns(group.get("masks"), rewards)
     if rewards is None or not _is_table(rewards, rows, float) or not any(rewards):
         return {}
-    fits = ends is not None and _is_table(ends, rows, int) and [len(row) for row in ends] == [len(row) for row in rewards]
+    fits = (
+        ends is not None
+        and _is_table(ends, rows, int)
+        and [len(row) for row in ends] == [len(row) for row in rewards]
+    )
     return {"step_rewards": rewards, "step_ends": ends} if fits else {"step_rewards": rewards}
 
 
@@ -86,24 +112,44 @@ def _rewards_of_messages(messages: Any) -> list[list[Any]] | None:
     """`reward` of every message that has one, in order; a list per row, or None."""
     if not isinstance(messages, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in messages):
         return None
-    return [[m["reward"] for m in row if isinstance(m, Mapping) and m.get("reward") is not None] for row in messages]
+    return [
+        [m["reward"] for m in row if isinstance(m, Mapping) and m.get("reward") is not None]
+        for row in messages
+    ]
 
 
 def _ends_of_turns(masks: Any, rewards: list[list[Any]] | None) -> list[list[int]] | None:
-    """The index after each trained span of a row, where there are as many spans as rewards: then the n-th reward is that of the n-th."""
+    """The index after each trained span of a row, where there are as many spans as rewards: then the n-th
+    reward is that of the n-th.
+    """
     if rewards is None or not _is_table(masks, len(rewards), object):
         return None
-    ends = [[at + 1 for at, mask in enumerate(row) if mask != -100 and (at + 1 == len(row) or row[at + 1] == -100)] for row in masks]
+    ends = [
+        [
+            at + 1
+            for at, mask in enumerate(row)
+            if mask != -100 and (at + 1 == len(row) or row[at + 1] == -100)
+        ]
+        for row in masks
+    ]
     return [row if turns else [] for row, turns in zip(ends, rewards, strict=True)]
 
 
 def _is_table(value: Any, rows: int, kind: type) -> bool:
     """A list per row: of anything, of indices of tokens, or of numbers that float32 holds."""
-    if not isinstance(value, (list, tuple)) or len(value) != rows or not all(isinstance(row, (list, tuple)) for row in value):
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) != rows
+        or not all(isinstance(row, (list, tuple)) for row in value)
+    ):
         return False
     if kind is object:
         return True
     numbers = [each for row in value for each in row]
     if any(isinstance(each, bool) or not isinstance(each, (int, kind)) for each in numbers):
         return False
-    return all(0 <= each < 1 << 31 for each in numbers) if kind is int else all(abs(each) <= _LARGEST for each in numbers)
+    return (
+        all(0 <= each < 1 << 31 for each in numbers)
+        if kind is int
+        else all(abs(each) <= _LARGEST for each in numbers)
+    )

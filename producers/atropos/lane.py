@@ -1,7 +1,7 @@
 """Where one environment's groups go: its lane, or the next one where the bridge was removed under it.
 
-Knows producers, what is refused and how often. Knows nothing of the control plane or of Atropos beyond a group's keys. Called by
-`shmbridge.producers.atropos.link`, in the environment's event loop.
+Knows producers, what is refused and how often. Knows nothing of the control plane or of Atropos beyond a
+group's keys. Called by `shmbridge.producers.atropos.link`, in the environment's event loop.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class GroupsRefused(ShmBridgeError):
 
 
 class EnvLane:
-    """One environment's way into the bridge. Opening it reserves memory, which takes milliseconds for each MiB at worst."""
+    """One environment's way into the bridge.
+
+    Opening it reserves memory, which takes milliseconds for each MiB at worst.
+    """
 
     def __init__(self, options: LinkOptions, env_name: str) -> None:
         self._options, self._env_name = options, env_name
@@ -72,7 +75,9 @@ class EnvLane:
 
     def _open(self) -> Producer:
         options = self._options
-        return Producer(options.bridge, env_name=self._env_name, lane_bytes=options.lane_bytes, on_full=options.on_full)
+        return Producer(
+            options.bridge, env_name=self._env_name, lane_bytes=options.lane_bytes, on_full=options.on_full
+        )
 
     @property
     def producer_id(self) -> str:
@@ -94,9 +99,11 @@ class EnvLane:
         return self._committed - self._lost
 
     async def ticket(self) -> AbstractContextManager[object]:
-        """Leave for a worker to begin, once the consumer has room for what it generates; nothing at all unless that was asked for.
+        """Leaves for a worker to begin, once the consumer has room for what it generates; nothing at all
+        unless that was asked for.
 
-        Without a lane, or when the bridge drains, a worker goes on without: what is too old is cut by the consumer.
+        Without a lane, or when the bridge drains, a worker goes on without: what is too old is cut by the
+        consumer.
         """
         while self._options.tickets and self.is_there:
             producer = self._producer
@@ -111,7 +118,9 @@ class EnvLane:
     # --- groups -------------------------------------------------------------------------------------------
 
     async def send(self, groups: Sequence[dict[str, Any]], stamps: Sequence[Stamp]) -> None:
-        """Put groups into the lane, in order; returns once each is committed or counted, and goes on if the awaiting task is cancelled."""
+        """Puts groups into the lane, in order; returns once each is committed or counted, and goes on if the
+        awaiting task is cancelled.
+        """
         self.unsent += len(groups)
         task = asyncio.create_task(self._put_all(groups, stamps))
         self._sending.add(task)
@@ -152,8 +161,13 @@ class EnvLane:
             except (LaneQuarantined, LaneRemoved) as gone:
                 if self._closing:
                     raise
-                why = "the bridge was removed" if isinstance(gone, LaneRemoved) else f"the consumer reads it no more: {gone.message}"
-                if producer is self._producer and self.is_there:  # else another that waited was faster: this one goes where that goes
+                why = (
+                    "the bridge was removed"
+                    if isinstance(gone, LaneRemoved)
+                    else f"the consumer reads it no more: {gone.message}"
+                )
+                # else another that waited was faster: this one goes where that goes
+                if producer is self._producer and self.is_there:
                     self._replace(why)
             except Closed:
                 if self._closing or (producer is self._producer and self.is_there):
@@ -167,7 +181,9 @@ class EnvLane:
         self._last_refusal, self._in_a_row = "", 0
         self._count_stamp(stamp)
         for name in took.left_out:
-            self._count(name, f"groups are delivered without {name!r}, which cannot be carried", self.left_out)
+            self._count(
+                name, f"groups are delivered without {name!r}, which cannot be carried", self.left_out
+            )
 
     def _count_stamp(self, stamp: Stamp) -> None:
         if stamp.column is None:
@@ -175,19 +191,30 @@ class EnvLane:
         else:
             self._stamped += 1
         for kind, count in stamp.unclear.items():
-            self._count(kind, f"some tokens go without their version, further cases are only counted: {kind}", self.unclear)
+            self._count(
+                kind,
+                f"some tokens go without their version, further cases are only counted: {kind}",
+                self.unclear,
+            )
             self.unclear[kind] += count - 1
 
     def _refuse(self, kind: str, details: str = "", *, passing: bool = False) -> None:
-        """Count a group that is not in the lane; many in a row for the same reason are the environment's end."""
-        self._count(kind, f"a group is not delivered, further ones like it are only counted: {details or kind}", self.not_delivered)
+        """Counts a group that is not in the lane; many in a row for the same reason are the environment's
+        end.
+        """
+        self._count(
+            kind,
+            f"a group is not delivered, further ones like it are only counted: {details or kind}",
+            self.not_delivered,
+        )
         if passing:
             return
         self._in_a_row = self._in_a_row + 1 if kind == self._last_refusal else 1
         self._last_refusal = kind
         if self._in_a_row == self._options.stop_after_refusals:
             self.fatal = GroupsRefused(
-                f"environment {self._env_name}: {self._in_a_row} groups in a row were refused for one reason, the last: {details or kind}",
+                f"environment {self._env_name}: {self._in_a_row} groups in a row were refused for one "
+                f"reason, the last: {details or kind}",
                 hint="mend the environment; --stop-after-refusals 0 lets it run on",
             )
             log.error("%s", self.fatal)
@@ -200,7 +227,10 @@ class EnvLane:
     # --- a bridge that was removed ------------------------------------------------------------------------
 
     async def stay(self) -> bool:
-        """Open another lane if the present one, or its bridge, was removed; whether that was done. Reserves memory then, else two stats."""
+        """Open another lane if the present one, or its bridge, was removed; whether that was done.
+
+        Reserves memory then, else two stats.
+        """
         if self.is_there and not self._producer.removed:
             return False
         if self.is_there or time.monotonic() >= self._retry_at:
@@ -218,34 +248,48 @@ class EnvLane:
             self._producer = self._open()
         except (ShmBridgeError, OSError) as cannot:
             self._retry_at = time.monotonic() + self._retry_s
-            log.error("no new lane on bridge %s, again in %.3g s: %s", self._options.bridge, self._retry_s, cannot)
+            log.error(
+                "no new lane on bridge %s, again in %.3g s: %s", self._options.bridge, self._retry_s, cannot
+            )
             self._retry_s = min(2 * self._retry_s, LONGEST_PAUSE_S)
             return False
         self.is_there, self._retry_s = True, 0.5
-        log.warning("environment %s goes on in a new lane of bridge %s, as %s", self._env_name, self._options.bridge, self.producer_id)
+        log.warning(
+            "environment %s goes on in a new lane of bridge %s, as %s",
+            self._env_name,
+            self._options.bridge,
+            self.producer_id,
+        )
         return True
 
     def _leave_behind(self, reason: str) -> None:
-        """Count what the old lane held; what waits for room in it goes to the new one."""
+        """Counts what the old lane held; what waits for room in it goes to the new one."""
         old, before = self._producer, self._producer.stats()
         self.is_there = False
         with suppress(ShmBridgeError, OSError):
             old.close()
-        held = before["held"] + old.stats()["records_total"] - before["records_total"]  # closing may have found room for some
-        lost = max(0, min(int(held), self._committed - self._lost + self.unsent))  # whatever the words of an overwritten lane say
+        # closing may have found room for some
+        held = before["held"] + old.stats()["records_total"] - before["records_total"]
+        # whatever the words of an overwritten lane say
+        lost = max(0, min(int(held), self._committed - self._lost + self.unsent))
         self._lost += lost
         self.not_delivered["in a lane that was removed"] += lost
-        log.error("lane %s is lost, %s; it held %d groups that no consumer had released: counted", old.producer_id, reason, lost)
+        log.error(
+            "lane %s is lost, %s; it held %d groups that no consumer had released: counted",
+            old.producer_id,
+            reason,
+            lost,
+        )
 
     # --- the end ------------------------------------------------------------------------------------------
 
     async def flush(self, flush_s: float) -> None:
-        """Wait until what was handed over is in the lane, at most `flush_s`."""
+        """Waits until what was handed over is in the lane, at most `flush_s`."""
         if self._sending:
             await asyncio.wait(self._sending, timeout=flush_s)
 
     async def close(self) -> None:
-        """Leave the bridge: what still waits for room is counted as dropped."""
+        """Leaves the bridge: what still waits for room is counted as dropped."""
         self._closing = True
         self._producer.close()
         async with self._returned:
@@ -255,7 +299,9 @@ class EnvLane:
         self._report()
 
     def leave(self) -> None:
-        """`close` where the event loop runs no more: whatever had not come to its end there is not delivered."""
+        """`close` where the event loop runs no more: whatever had not come to its end there is not
+        delivered.
+        """
         self._closing = True
         self._producer.close()
         if self.unsent:
@@ -269,5 +315,9 @@ class EnvLane:
             without += f"; with versions of tokens: {self._stamped}, without: {self._unstamped}"
         without += "".join(f"; {kind}: {count}" for kind, count in self.unclear.items())
         log.info(
-            "environment %s ends: %d groups delivered, not delivered: %s%s", self._env_name, self.records_total, lost or "none", without
+            "environment %s ends: %d groups delivered, not delivered: %s%s",
+            self._env_name,
+            self.records_total,
+            lost or "none",
+            without,
         )

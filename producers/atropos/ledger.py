@@ -1,7 +1,9 @@
-"""The answers that one worker heard, looked up by their tokens: by the beginning of a row, or by a run of trained tokens.
+"""The answers that one worker heard, looked up by their tokens: by the beginning of a row, or by a run of
+trained tokens.
 
-Knows answers and tokens; knows nothing of groups and masks. Tokens are compared by sums with random weights, for all answers in one
-pass. Called by `shmbridge.producers.atropos.stamps`, and filled by `shmbridge.producers.atropos.listening`, both in the worker's context.
+Knows answers and tokens; knows nothing of groups and masks. Tokens are compared by sums with random weights,
+for all answers in one pass. Called by `shmbridge.producers.atropos.stamps`, and filled by
+`shmbridge.producers.atropos.listening`, both in the worker's context.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from shmbridge.producers.atropos.answers import Answer, Span, Tokens
 # What stands for a token's version beside versions: said to be unknown, and answers that disagree.
 NOT_KNOWN, ANSWERS_DISAGREE = -1, -2
 
-# An answer that was cut is known by so many of its first tokens at least; one that stands in a longer run, or without its end, by so many.
+# An answer that was cut is known by so many of its first tokens at least; one that stands in a longer run, or
+# without its end, by so many.
 LONG, SHORT = 16, 4
 
 
@@ -30,7 +33,8 @@ class Heard:
     answer: Answer
     start: int = -1  # the length of its prompt; -1 if it is not known
     total: int = 0  # of prompt and output
-    alike: bool = False  # to one of another version, but for its tokens: which of them a row was made of cannot be seen
+    # to one of another version, but for its tokens: which of them a row was made of cannot be seen
+    alike: bool = False
 
     @property
     def length(self) -> int:
@@ -55,7 +59,9 @@ class Heard:
 
 
 class _Sums:
-    """Sums over tokens with a random weight for each position: those of two beginnings of one length are equal only if they are."""
+    """Sums over tokens with a random weight for each position: those of two beginnings of one length are
+    equal only if they are.
+    """
 
     def __init__(self) -> None:
         self._random = np.random.default_rng()
@@ -83,7 +89,7 @@ class Ledger:
         self._contradictory = 0
 
     def note(self, answers: Sequence[Answer]) -> None:
-        """Keep what a server said; not after `close`."""
+        """Keeps what a server said; not after `close`."""
         if self._closed:
             return
         self._index = None
@@ -106,7 +112,9 @@ class Ledger:
 
     def index(self) -> Index | None:
         """To look rows up by; None if no answer says anything of versions."""
-        if self._index is None and any(each.answer.newest is not None or each.answer.spans for each in self._heard):
+        if self._index is None and any(
+            each.answer.newest is not None or each.answer.spans for each in self._heard
+        ):
             self._index = Index(self._heard)
         return self._index
 
@@ -140,10 +148,11 @@ class Index:
         return [self._placeable[at] for at in np.flatnonzero(same)]
 
     def fitting(self, run: Tokens) -> list[tuple[Heard, int]]:
-        """Answers that a run of trained tokens begins with, or is the beginning of, and how many tokens each explains.
+        """Answers that a run of trained tokens begins with, or is the beginning of, and how many tokens each
+        explains.
 
-        All of it, all but its last token, or all of the run. Those that explain most, and those that end one token before: an
-        environment may have added an end token to one of these.
+        All of it, all but its last token, or all of the run. Those that explain most, and those that end one
+        token before: an environment may have added an end token to one of these.
         """
         if self._outputs is None:
             self._outputs = _Outputs(self.heard)
@@ -153,7 +162,9 @@ class Index:
 
 
 class _Outputs:
-    """Outputs by their tokens, whatever was asked, and once: a game's worker gets the same few a thousand times."""
+    """Outputs by their tokens, whatever was asked, and once: a game's worker gets the same few a thousand
+    times.
+    """
 
     def __init__(self, heard: Sequence[Heard]) -> None:
         self.same: dict[Heard, list[Heard]] = {}
@@ -181,7 +192,11 @@ class _Outputs:
         fits = [(self._heard[at], int(lengths[at])) for at in np.flatnonzero(whole)]
         fits += [(self._heard[at], int(lengths[at]) - 1) for at in np.flatnonzero(ended)]
         if len(run) >= LONG:
-            fits += [(self._heard[at], len(run)) for at in self._longer(run.tobytes()) if lengths[at] > len(run) + 1]
+            fits += [
+                (self._heard[at], len(run))
+                for at in self._longer(run.tobytes())
+                if lengths[at] > len(run) + 1
+            ]
         return fits
 
     def _longer(self, run: bytes) -> list[int]:
@@ -194,10 +209,12 @@ class _Outputs:
 
 
 def _mark_alike(heard: Sequence[Heard]) -> None:
-    """Answers of several versions that a row can be made of equally, though its tokens are found as those of some.
+    """Answers of several versions that a row can be made of equally, though its tokens are found as those of
+    some.
 
-    Of one text, or of one that another begins with: rows that environments make of texts have the tokenizer's tokens, which any of these
-    may have had, or its server did not say which it had. Of the same tokens: where only some say what they were asked.
+    Of one text, or of one that another begins with: rows that environments make of texts have the tokenizer's
+    tokens, which any of these may have had, or its server did not say which it had. Of the same tokens: where
+    only some say what they were asked.
     """
     by_text: dict[str, list[Heard]] = defaultdict(list)
     by_output: dict[bytes, list[Heard]] = defaultdict(list)
@@ -211,7 +228,10 @@ def _mark_alike(heard: Sequence[Heard]) -> None:
             _mark_unless_of_one_version(several)
     begun: list[str] = []  # texts that the next may begin with, the longest last
     for text, several in sorted(by_text.items()):
-        if len({None if each.answer.output is None else each.answer.output.tobytes() for each in several}) > 1:
+        if (
+            len({None if each.answer.output is None else each.answer.output.tobytes() for each in several})
+            > 1
+        ):
             _mark_unless_of_one_version(several)
         while begun and not text.startswith(begun[-1]):
             begun.pop()

@@ -42,7 +42,8 @@ _began_at: ContextVar[int] = ContextVar("policy_version_when_generation_began")
 class EnvLink:
     """One environment on one bridge, for as long as it runs.
 
-    Opening reserves the lane, which takes milliseconds for each MiB at worst; nothing else here blocks the event loop.
+    Opening reserves the lane, which takes milliseconds for each MiB at worst; nothing else here blocks the
+    event loop.
     """
 
     def __init__(self, options: LinkOptions, env_name: str) -> None:
@@ -70,7 +71,7 @@ class EnvLink:
         return {"group": self._run.wandb_group, "project": self._run.wandb_project}
 
     async def register(self, wish: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask to be admitted. Returns once a consumer has announced its run, and has admitted."""
+        """Asks to be admitted. Returns once a consumer has announced its run, and has admitted."""
         self._registered = Register(
             desired_name=wish["desired_name"] or self._env_name,
             max_token_length=wish["max_token_length"],
@@ -158,7 +159,9 @@ class EnvLink:
 
     @property
     def env_id(self) -> int:
-        """The environment's number, -1 before it has one; another one where the bridge was made again and the old one was taken."""
+        """The environment's number, -1 before it has one; another one where the bridge was made again and the
+        old one was taken.
+        """
         return self._env_id
 
     # --- asking -------------------------------------------------------------------------------------------
@@ -166,12 +169,17 @@ class EnvLink:
     async def _until(self, ask: Callable[[float], Awaitable[str]]) -> None:
         """Asks until there is no reason against it, and says why not: now, and at growing intervals.
 
-        A consumer that is not there yet is waited for in the asking itself, ever longer: it is answered the moment it comes.
+        A consumer that is not there yet is waited for in the asking itself, ever longer: it is answered the
+        moment it comes.
         """
         patience = _Patience(self._bridge)
         while True:
             try:
-                reason = "there is no lane" if await self._missing_lane() else await ask(max(ASK_S, patience.pause_s))
+                reason = (
+                    "there is no lane"
+                    if await self._missing_lane()
+                    else await ask(max(ASK_S, patience.pause_s))
+                )
             except NoConsumer:
                 reason = "no consumer answers"
             if not reason:
@@ -190,18 +198,23 @@ class EnvLink:
         return ""
 
     async def _ask_admission(self, timeout_s: float) -> str:
-        """Ask to be admitted, with the number and name it has, if it has some."""
+        """Asks to be admitted, with the number and name it has, if it has some."""
         assert self._registered is not None
         admitted = await self._control.request(self._registered, timeout_s)
         if not isinstance(admitted, Registered):
             return "the consumer has announced no run"
-        self._registered = msgspec.structs.replace(self._registered, env_id=admitted.env_id, wandb_name=admitted.wandb_name)
+        self._registered = msgspec.structs.replace(
+            self._registered, env_id=admitted.env_id, wandb_name=admitted.wandb_name
+        )
         self._env_id, self._hub_epoch, self._run = admitted.env_id, admitted.hub_epoch, admitted.run
         self._status = _status(admitted.current_step)
         return ""
 
     async def _missing_lane(self) -> bool:
-        """Sees that the lane is one that a consumer can find; whether there is none now. A new lane has a conversation of its own."""
+        """Sees that the lane is one that a consumer can find; whether there is none now.
+
+        A new lane has a conversation of its own.
+        """
         if await self._lane.stay():
             self._control.close()
             self._control = self._client()
@@ -228,18 +241,21 @@ class EnvLink:
     # --- groups -------------------------------------------------------------------------------------------
 
     async def ticket(self) -> AbstractContextManager[object]:
-        """Leave to begin, for as long as what it is for is generated and sent; returns once there is room for it."""
+        """Leaves to begin, for as long as what it is for is generated and sent; returns once there is room
+        for it.
+        """
         return await self._lane.ticket()
 
     def generation_begins(self) -> None:
-        """Remember the policy version for what the calling task is about to generate."""
+        """Remembers the policy version for what the calling task is about to generate."""
         _began_at.set(self._lane.policy_version)
 
     async def send(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Put groups into the lane, in order; returns once each is committed or counted.
+        """Puts groups into the lane, in order; returns once each is committed or counted.
 
-        They go there also if the awaiting worker is cancelled, which Atropos does to a worker at any moment. Their versions are
-        those that the worker's inference servers named; where these named none, the one when it began and the one now.
+        They go there also if the awaiting worker is cancelled, which Atropos does to a worker at any moment.
+        Their versions are those that the worker's inference servers named; where these named none, the one
+        when it began and the one now.
         """
         now = self._lane.policy_version
         began, ledger = _began_at.get(now), heard()
@@ -248,7 +264,7 @@ class EnvLink:
     # --- the end ------------------------------------------------------------------------------------------
 
     async def close(self, flush_s: float) -> None:
-        """Leave the bridge: what waits for room gets `flush_s` to find it and is then counted as dropped."""
+        """Leaves the bridge: what waits for room gets `flush_s` to find it and is then counted as dropped."""
         self.closed = True
         await self._lane.flush(flush_s)
         with suppress(ShmBridgeError):  # a consumer that is not there needs no goodbye

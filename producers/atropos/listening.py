@@ -1,8 +1,9 @@
-"""What a worker's inference servers say, heard where their answers arrive: in aiohttp and in the client of the OpenAI API.
+"""What a worker's inference servers say, heard where their answers arrive: in aiohttp and in the client of
+the OpenAI API.
 
-Every worker has a ledger in its context, which its own tasks inherit; outside of workers (evaluation, health checks) nothing is heard.
-Knows how answers come in; what they say answers.py knows, what becomes of it stamps.py. Called by
-`shmbridge.producers.atropos.attachments`.
+Every worker has a ledger in its context, which its own tasks inherit; outside of workers (evaluation, health
+checks) nothing is heard. Knows how answers come in; what they say answers.py knows, what becomes of it
+stamps.py. Called by `shmbridge.producers.atropos.attachments`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def heard() -> Ledger | None:
 
 
 def put_on_hooks(changes: Changes) -> None:
-    """Begin to hear, for workers in `listening` blocks; undoing the changes ends it. Never blocks."""
+    """Begins to hear, for workers in `listening` blocks; undoing the changes ends it. Never blocks."""
     from aiohttp import ClientResponse
     from atroposlib.envs.server_handling import openai_server, sglang_server, vllm_server
     from openai.resources.chat.completions import AsyncCompletions as AsyncChatCompletions
@@ -71,7 +72,10 @@ def _heard_json(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _heard_create(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The OpenAI API has no tokens. Servers of ours, known by what they said before, are asked for them, as vLLM has it."""
+    """The OpenAI API has no tokens.
+
+    Servers of ours, known by what they said before, are asked for them, as vLLM has it.
+    """
     ours: WeakSet[Any] = WeakSet()
 
     @functools.wraps(original)

@@ -27,7 +27,7 @@ class RolloutSession:
         pass
 
     def get(self, url: str, *, json: Any = None) -> _Response:
-        """Ask one of the routes; the question goes out when the response is entered."""
+        """Asks one of the routes; the question goes out when the response is entered."""
         return self._ask(url, json)
 
     def post(self, url: str, *, json: Any = None) -> _Response:
@@ -77,9 +77,9 @@ class _Response:
         """Nothing to raise."""
 
     async def json(self) -> Mapping[str, Any]:
-        """Return the answer."""
+        """Returns the answer."""
         return self._answer
 
     async def text(self) -> str:
-        """Return the answer as BaseEnv logs it."""
+        """Returns the answer as BaseEnv logs it."""
         return json.dumps(self._answer)

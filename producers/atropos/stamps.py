@@ -1,9 +1,11 @@
-"""Which policy version sampled each token of a group: its rows looked up among the answers that its worker heard.
+"""Which policy version sampled each token of a group: its rows looked up among the answers that its worker
+heard.
 
-Knows answers and rows of tokens; knows nothing of HTTP and of lanes. A row says nothing of where it is from but its tokens, so they are
-what is looked up: first a row's beginning, prompt and output together, in one pass for all answers; then, for trained tokens that leaves
-open, answers that begin where a run of them begins (an end token cut off or added, a prompt that was tokenised again). Where answers of
-different versions fit equally, none is taken. Called by `shmbridge.producers.atropos.link`, in the worker's context.
+Knows answers and rows of tokens; knows nothing of HTTP and of lanes. A row says nothing of where it is from
+but its tokens, so they are what is looked up: first a row's beginning, prompt and output together, in one
+pass for all answers; then, for trained tokens that leaves open, answers that begin where a run of them begins
+(an end token cut off or added, a prompt that was tokenised again). Where answers of different versions fit
+equally, none is taken. Called by `shmbridge.producers.atropos.link`, in the worker's context.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from shmbridge.producers.atropos.ledger import ANSWERS_DISAGREE, LONG, NOT_KNOWN
 # What stands in a row of versions until it is looked up, beside what the ledger has there.
 _OPEN = -3
 
-# So many trained tokens may follow an answer of few tokens: end tokens. With more, it was the beginning of another that is not known.
+# So many trained tokens may follow an answer of few tokens: end tokens. With more, it was the beginning of
+# another that is not known.
 _ENDING = 2
 
 _MASKED = -100
@@ -34,11 +37,14 @@ NOT_TAKEN = "groups whose own token_versions are none"
 
 @dataclass(frozen=True)
 class Stamp:
-    """What a record is to say: the oldest and the newest version, the column `token_versions`, and what was unclear, by kind."""
+    """What a record is to say: the oldest and the newest version, the column `token_versions`, and what was
+    unclear, by kind.
+    """
 
     oldest: int
     newest: int
-    column: Any = None  # the group's own, or (int32 of all rows, lengths); None: nothing is known of any token
+    # the group's own, or (int32 of all rows, lengths); None: nothing is known of any token
+    column: Any = None
     unclear: Counter[str] = field(default_factory=Counter)
 
 
@@ -49,9 +55,11 @@ def stamp(group: Mapping[str, Any], ledger: Ledger | None, began: int, now: int)
     """What the record of a group is to say of versions. Never raises, never changes the group.
 
     Args:
-        group: as the environment sends it. Its own `token_versions` are taken where it has them, one integer per token.
+        group: as the environment sends it. Its own `token_versions` are taken where it has them, one integer
+            per token.
         ledger: what its worker heard.
-        began: the version the learner had published when the worker began; with `now`, bounds for what no server speaks of.
+        began: the version the learner had published when the worker began; with `now`, bounds for what no
+            server speaks of.
         now: the version it has published.
     """
     rows = _rows(group.get("tokens"))
@@ -77,7 +85,10 @@ class _Stamping:
         self.unclear: Counter[str] = Counter()
 
     def by_the_group(self, own: Any, versions: list[Tokens]) -> Stamp:
-        complete = all(bool((row[_trained(mask, len(row))] >= 0).all()) for row, mask in zip(versions, self._masks, strict=True))
+        complete = all(
+            bool((row[_trained(mask, len(row))] >= 0).all())
+            for row, mask in zip(versions, self._masks, strict=True)
+        )
         known = np.concatenate(versions)
         known = known[known >= 0]
         if not known.size:
@@ -111,13 +122,14 @@ class _Stamping:
         return Stamp(*bounds, (flat, lengths) if found else None, self.unclear)
 
     def _look_up(self, index: Index, row: Tokens, mask: Tokens | None, versions: Tokens) -> bool:
-        """Find what of a row was sampled; whether the version of every trained token is known."""
+        """Finds what of a row was sampled; whether the version of every trained token is known."""
         stretches = []
         for answers in _by_start(_believable(index.beginnings(row), mask, len(row)), mask):
             for heard in answers:
                 self._place(heard, versions[heard.start :])
             begin, end, longest = answers[0].start, answers[0].end, answers[-1].end
-            versions[end:longest] = ANSWERS_DISAGREE  # the rest of a longer answer, or what came after a shorter one
+            # the rest of a longer answer, or what came after a shorter one
+            versions[end:longest] = ANSWERS_DISAGREE
             stretches.append((begin, longest))
         gaps = _gaps(stretches, len(row))
         if all(_is_masked(mask, begin, end) for begin, end in gaps):
@@ -151,20 +163,25 @@ class _Stamping:
                 self._placed.update(index.same(heard))
         fewest, most = min(count for _, count in fits), max(count for _, count in fits)
         if bool((versions[:fewest] == ANSWERS_DISAGREE).any()):
-            versions[fewest:most] = ANSWERS_DISAGREE  # the last token of one, or an end token behind the other
+            # the last token of one, or an end token behind the other
+            versions[fewest:most] = ANSWERS_DISAGREE
 
     def _place(self, heard: Heard, versions: Tokens) -> None:
-        """An answer's versions, as far as there is room; what another one says otherwise of a token is unclear."""
+        """An answer's versions, as far as there is room; what another one says otherwise of a token is
+        unclear.
+        """
         said = heard.versions()[: len(versions)]
         there = versions[: len(said)]
         there[:] = np.where((there == _OPEN) | (there == said), said, ANSWERS_DISAGREE)
         self._placed.add(heard)
 
     def _widened(self, index: Index, found: tuple[int, int] | None, without: int) -> tuple[int, int]:
-        """Bounds where some trained token is of unknown version: of all that the worker was answered, if that can be all there is.
+        """Bounds where some trained token is of unknown version: of all that the worker was answered, if that
+        can be all there is.
 
-        A row of which nothing was found can be one of the answers that were found nowhere. Where there are too few of these, or
-        one says nothing of versions, what the learner had published when the worker began and now are bounds as well.
+        A row of which nothing was found can be one of the answers that were found nowhere. Where there are
+        too few of these, or one says nothing of versions, what the learner had published when the worker
+        began and now are bounds as well.
         """
         answers = [heard.answer for heard in index.heard]
         elsewhere = sum(heard not in self._placed for heard in index.heard)
@@ -195,12 +212,17 @@ def _masks(masks: Any, rows: list[Tokens]) -> list[Tokens | None]:
     if not isinstance(masks, (list, tuple)) or len(masks) != len(rows):
         return [None] * len(rows)
     arrays = map(token_array, masks)
-    return [mask if mask is not None and len(mask) == len(row) else None for mask, row in zip(arrays, rows, strict=True)]
+    return [
+        mask if mask is not None and len(mask) == len(row) else None
+        for mask, row in zip(arrays, rows, strict=True)
+    ]
 
 
 def _own(own: Any, rows: list[Tokens]) -> list[Tokens] | None:
     """The group's `token_versions`, if there is one for each token."""
-    if not isinstance(own, (list, tuple)) or any(isinstance(row, (list, tuple)) and bool in set(map(type, row)) for row in own):
+    if not isinstance(own, (list, tuple)) or any(
+        isinstance(row, (list, tuple)) and bool in set(map(type, row)) for row in own
+    ):
         return None
     versions = _rows(own)
     if versions is None or [len(row) for row in versions] != [len(row) for row in rows]:
@@ -218,27 +240,40 @@ def _trained(mask: Tokens | None, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _believable(heard: list[Heard], mask: Tokens | None, length: int) -> list[Heard]:
-    """Without short ones at the end that the row goes on from: those may be how another answer begins, too."""
+    """Without short ones at the end that the row goes on from: those may be how another answer begins,
+    too.
+    """
     last = max((each.start for each in heard), default=0)
 
     def is_whole(each: Heard) -> bool:
         return each.length >= LONG or _run_end(mask, each.end, length) - each.end <= _ENDING
 
-    return [each for each in heard if each.start < last or _is_masked(mask, each.start, each.end) or is_whole(each)]
+    return [
+        each
+        for each in heard
+        if each.start < last or _is_masked(mask, each.start, each.end) or is_whole(each)
+    ]
 
 
 def _by_start(heard: list[Heard], mask: Tokens | None) -> list[list[Heard]]:
     """Answers that begin at one place together, shorter first.
 
-    Of several lengths, the one that fills its run of trained tokens; and those that do so with an end token, where they say otherwise.
+    Of several lengths, the one that fills its run of trained tokens; and those that do so with an end token,
+    where they say otherwise.
     """
     by_start: dict[int, list[Heard]] = defaultdict(list)
     for each in heard:
         by_start[each.start].append(each)
     for start, answers in by_start.items():
-        if answers[0].end < answers[-1].end and (filling := [each for each in answers if _fills_a_run(mask, start, each.end)]):
+        if answers[0].end < answers[-1].end and (
+            filling := [each for each in answers if _fills_a_run(mask, start, each.end)]
+        ):
             said = filling[0].versions()
-            others = [each for each in answers if each.end == filling[0].end - 1 and bool((each.versions() != said[:-1]).any())]
+            others = [
+                each
+                for each in answers
+                if each.end == filling[0].end - 1 and bool((each.versions() != said[:-1]).any())
+            ]
             by_start[start] = others + filling
     return list(by_start.values())
 
@@ -250,7 +285,11 @@ def _run_end(mask: Tokens | None, begin: int, length: int) -> int:
 
 
 def _fills_a_run(mask: Tokens | None, begin: int, end: int) -> bool:
-    return mask is not None and not (mask[begin:end] == _MASKED).any() and (end == len(mask) or mask[end] == _MASKED)
+    return (
+        mask is not None
+        and not (mask[begin:end] == _MASKED).any()
+        and (end == len(mask) or mask[end] == _MASKED)
+    )
 
 
 def _gaps(stretches: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:

@@ -21,7 +21,9 @@ class Stopped:
         self.by_sigterm = False
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """Do what SIGINT would do now: asyncio cancels the main task, which flushes and says goodbye; elsewhere KeyboardInterrupt."""
+        """Does what SIGINT would do now: asyncio cancels the main task, which flushes and says goodbye;
+        elsewhere KeyboardInterrupt.
+        """
         self.by_sigterm = True
         as_if_interrupted = signal.getsignal(signal.SIGINT)
         for each in (signal.SIGTERM, signal.SIGINT):
@@ -34,7 +36,10 @@ class Stopped:
 
 @contextlib.contextmanager
 def orderly_sigterm() -> Iterator[Stopped]:
-    """Within the block SIGTERM interrupts as Ctrl-C does; a script's own handler takes its place. In other threads it does nothing."""
+    """Within the block SIGTERM interrupts as Ctrl-C does; a script's own handler takes its place.
+
+    In other threads it does nothing.
+    """
     stopped = Stopped()
     if threading.current_thread() is not threading.main_thread():
         yield stopped

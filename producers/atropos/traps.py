@@ -1,7 +1,8 @@
-"""What upstream stumbles over on its own, made good from outside: chat templates of transformers 5, a lone server config, scripts that are
-broken as shipped.
+"""What upstream stumbles over on its own, made good from outside: chat templates of transformers 5, a lone
+server config, scripts that are broken as shipped.
 
-Knows upstream's classes by what they do, and nothing of bridges. Called by `shmbridge.producers.atropos.attachments` and the command line.
+Knows upstream's classes by what they do, and nothing of bridges. Called by
+`shmbridge.producers.atropos.attachments` and the command line.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class PlainTokens:
-    """A tokenizer's `apply_chat_template` that returns token ids, as in transformers 4, unless the caller says what it wants.
+    """A tokenizer's `apply_chat_template` that returns token ids, as in transformers 4, unless the caller
+    says what it wants.
 
-    transformers 5 returns a BatchEncoding, whose length is that of its keys: masks made with it are wrong, groups cannot be sent.
+    transformers 5 returns a BatchEncoding, whose length is that of its keys: masks made with it are wrong,
+    groups cannot be sent.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -50,17 +53,23 @@ def _ids(result: Any, asked: Mapping[str, Any]) -> Any:
 # --- server configs ---------------------------------------------------------------------------------------
 
 
-def with_its_own_url(original: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> inspect.BoundArguments:
+def with_its_own_url(
+    original: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
+) -> inspect.BoundArguments:
     """The arguments of `BaseEnv.__init__`, where a lone server config with an address becomes a list of one.
 
-    For one that is not in a list, upstream's ServerManager forgets `base_url` and asks localhost:9004 to 9007. On a cluster (slurm), and
-    for servers of its own tests, that is left as it is.
+    For one that is not in a list, upstream's ServerManager forgets `base_url` and asks localhost:9004 to
+    9007. On a cluster (slurm), and for servers of its own tests, that is left as it is.
     """
     bound = inspect.signature(original).bind(*arguments, **named)
     servers = bound.arguments.get("server_configs")
-    chosen = bound.arguments.get("slurm") or bound.arguments.get("testing") or "SLURM_JOB_NODELIST" in os.environ
+    chosen = (
+        bound.arguments.get("slurm") or bound.arguments.get("testing") or "SLURM_JOB_NODELIST" in os.environ
+    )
     if (url := getattr(servers, "base_url", None)) and not chosen:
-        log.warning("the environment has a lone server config: its %s is used, not localhost:9004 to 9007", url)
+        log.warning(
+            "the environment has a lone server config: its %s is used, not localhost:9004 to 9007", url
+        )
         bound.arguments["server_configs"] = [servers]
     return bound
 
@@ -68,11 +77,22 @@ def with_its_own_url(original: Callable[..., Any], arguments: tuple[Any, ...], n
 # --- scripts that end before they begin -------------------------------------------------------------------
 
 _HINTS = {
-    "teacher_server_configs": "broken as shipped with Atropos 0.4.0: its __init__ has to take teacher_server_configs and pass it on",
-    "OpenaiConfig": "broken as shipped with Atropos 0.4.0, where OpenaiConfig is called APIServerConfig: put that name into the script",
-    "tokenize_for_trainer_dpo": "broken as shipped with Atropos 0.4.0, which has no tokenize_for_trainer_dpo any more: use Atropos 0.3",
+    "teacher_server_configs": (
+        "broken as shipped with Atropos 0.4.0: its __init__ has to take teacher_server_configs and pass it on"
+    ),
+    "OpenaiConfig": (
+        "broken as shipped with Atropos 0.4.0, where OpenaiConfig is called APIServerConfig: put that name "
+        "into the script"
+    ),
+    "tokenize_for_trainer_dpo": (
+        "broken as shipped with Atropos 0.4.0, which has no tokenize_for_trainer_dpo any more: use Atropos "
+        "0.3"
+    ),
     "Taxi-v3": "gymnasium 1.3 has Taxi-v4 instead: pip install 'gymnasium<1.3'",
-    "BatchEncoding": "apply_chat_template of transformers 5 returns a dict: pass return_dict=False there, or pip install 'transformers<5'",
+    "BatchEncoding": (
+        "apply_chat_template of transformers 5 returns a dict: pass return_dict=False there, or pip install "
+        "'transformers<5'"
+    ),
 }
 
 

@@ -1,1 +1,1 @@
-"""The compiled core: shared words, waiting, packing. Knows nothing of Python schemas, processes' roles or names."""
+"""The compiled core: shared words, waiting, packing. Knows nothing of schemas, processes' roles or names."""

@@ -14,7 +14,15 @@ class Form:
     per_record: bool
     finite: bool
     def __init__(
-        self, name: str, number: int, kind: int, dtype: np.dtype[Any], *, per_token: bool, per_record: bool, finite: bool
+        self,
+        name: str,
+        number: int,
+        kind: int,
+        dtype: np.dtype[Any],
+        *,
+        per_token: bool,
+        per_record: bool,
+        finite: bool,
     ) -> None: ...
 
 class Column:

@@ -9,7 +9,9 @@ class Stamp:
     group_id: bytes
     group_size: int
     is_eval: bool
-    def __init__(self, group_id: bytes, group_size: int, oldest: int, newest: int, is_eval: bool, said: int = 2) -> None: ...
+    def __init__(
+        self, group_id: bytes, group_size: int, oldest: int, newest: int, is_eval: bool, said: int = 2
+    ) -> None: ...
 
 class RowSampler:
     every: int

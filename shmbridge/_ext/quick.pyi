@@ -5,7 +5,9 @@ from shmbridge._ext.plan import Plan, RowSampler, Stamp
 from shmbridge._ext.ring import LaneWriter
 
 class Forms:
-    def __init__(self, by_key: dict[str, Form], sampler: RowSampler | None = None, foreign: bool = False) -> None: ...
+    def __init__(
+        self, by_key: dict[str, Form], sampler: RowSampler | None = None, foreign: bool = False
+    ) -> None: ...
     def plan(self, group: Any, stamp: Stamp, source: Any) -> Plan | None: ...
 
 class Door:

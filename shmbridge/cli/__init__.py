@@ -1,4 +1,7 @@
-"""The `shmbridge` command: one file per subcommand, each with `prepare_parser` and `run`. Nothing of the package imports this."""
+"""The `shmbridge` command: one file per subcommand, each with `prepare_parser` and `run`.
+
+Nothing of the package imports this.
+"""
 
 import argparse
 import sys
@@ -23,13 +26,22 @@ class Command(Protocol):
 
 
 _COMMANDS: dict[str, Command] = {
-    "bench": bench, "clean": clean, "gateway": gateway, "inspect": inspect, "launch": launch, "report": report,
+    "bench": bench,
+    "clean": clean,
+    "gateway": gateway,
+    "inspect": inspect,
+    "launch": launch,
+    "report": report,
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the `shmbridge` command; returns the exit code: 2 for a usage error, 1 for an error of shmbridge."""
-    parser = argparse.ArgumentParser(prog="shmbridge", description="Run, look at, clean up after and measure bridges in shared memory.")
+    """Entry point of the `shmbridge` command; returns the exit code: 2 for a usage error, 1 for an error of
+    shmbridge.
+    """
+    parser = argparse.ArgumentParser(
+        prog="shmbridge", description="Run, look at, clean up after and measure bridges in shared memory."
+    )
     parser.add_argument("--version", action="version", version=f"shmbridge {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():

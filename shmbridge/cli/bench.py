@@ -1,4 +1,6 @@
-"""`shmbridge bench`: how fast this host is, from the installed package: the limit, the ring, and whatever peers are installed."""
+"""`shmbridge bench`: how fast this host is, from the installed package: the limit, the ring, and whatever
+peers are installed.
+"""
 
 import argparse
 import itertools
@@ -25,8 +27,9 @@ EXAMPLES = """examples:
   shmbridge bench --plot bench.svg   and a picture (needs matplotlib)
   shmbridge bench --json             for programs
 
-Each contender moves the same groups through 64 MiB in flight, one process per side, each on a core; the reader reads every byte. `of limit`
-is the ratio to a C twin of memcpy and a flag, measured in turn with it. Other load on the host shows as a wide range: run it again.
+Each contender moves the same groups through 64 MiB in flight, one process per side, each on a core; the
+reader reads every byte. `of limit` is the ratio to a C twin of memcpy and a flag, measured in turn with it.
+Other load on the host shows as a wide range: run it again.
 
 exit codes: 0 measured; 2 wrong arguments; 3 nothing could be measured"""
 SLOW_TO_START = ("ray_actor", "transfer_queue_store")  # left out of --quick
@@ -37,14 +40,23 @@ LONG_S, QUICK_S = 0.4, 0.08  # of a round
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `bench`."""
     parser.add_argument("--quick", action="store_true", help="short rounds, and only what starts quickly")
-    parser.add_argument("--only", metavar="NAMES", help="contenders, with commas between them (default: all that are installed)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw throughput by size there: .png, .svg or .pdf")
+    parser.add_argument(
+        "--only",
+        metavar="NAMES",
+        help="contenders, with commas between them (default: all that are installed)",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw throughput by size there: .png, .svg or .pdf"
+    )
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)  # of a round
     parser.add_argument("--lengths", help=argparse.SUPPRESS)  # of trajectories
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, and prints a table per size, or JSON. Ended by SIGTERM, it leaves as little behind as when it is interrupted."""
+    """Measures, and prints a table per size, or JSON.
+
+    Ended by SIGTERM, it leaves as little behind as when it is interrupted.
+    """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _run(arguments)
@@ -61,7 +73,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.plot and not _can_draw(arguments.plot):
         return 2
     absent = {name: how for name in wanted if (how := baselines.missing(name))}
-    skipped = [name for name in wanted if arguments.quick and not arguments.only and name in SLOW_TO_START and name not in absent]
+    skipped = [
+        name
+        for name in wanted
+        if arguments.quick and not arguments.only and name in SLOW_TO_START and name not in absent
+    ]
     plans = _plans([name for name in wanted if name not in absent and name not in skipped], arguments)
     seconds = arguments.seconds or (QUICK_S if arguments.quick else LONG_S)
     rows: list[Figures] = []
@@ -83,7 +99,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.plot and rows:
         _plot(rows, arguments.plot)
     if arguments.json:
-        said = {"machine": about, "quick": arguments.quick, "took_s": round(took, 1), "not_installed": absent, "left_out": skipped}
+        said = {
+            "machine": about,
+            "quick": arguments.quick,
+            "took_s": round(took, 1),
+            "not_installed": absent,
+            "left_out": skipped,
+        }
         print(json.dumps(said | {"rows": rows}))
     else:
         print(_footer(absent, skipped, took))
@@ -103,7 +125,9 @@ def _chosen(only: str | None, contenders: Collection[str]) -> list[str]:
 def _can_draw(path: Path) -> bool:
     """Whether a picture can be made there; says why not."""
     if path.suffix not in (".png", ".svg", ".pdf") or not path.absolute().parent.is_dir():
-        print(f"shmbridge bench: --plot {path}: a .png, .svg or .pdf in a folder that is there", file=sys.stderr)
+        print(
+            f"shmbridge bench: --plot {path}: a .png, .svg or .pdf in a folder that is there", file=sys.stderr
+        )
     elif find_spec("matplotlib") is None:
         print("shmbridge bench: --plot needs matplotlib -> pip install matplotlib", file=sys.stderr)
     else:
@@ -116,7 +140,11 @@ def _plans(names: list[str], arguments: argparse.Namespace) -> "list[Plan]":
     from shmbridge.bench.contract import Plan
     from shmbridge.bench.groups import LARGE, MIDDLE, SMALL, Shape
 
-    shapes = [Shape(length=int(length)) for length in arguments.lengths.split(",")] if arguments.lengths else [SMALL, MIDDLE, LARGE]
+    shapes = (
+        [Shape(length=int(length)) for length in arguments.lengths.split(",")]
+        if arguments.lengths
+        else [SMALL, MIDDLE, LARGE]
+    )
     plans = []
     for shape in shapes:
         for name in names:
@@ -126,15 +154,19 @@ def _plans(names: list[str], arguments: argparse.Namespace) -> "list[Plan]":
     return plans
 
 
-_HEADS = f"  {'':30}{'groups/s':>10}{'(range)':>20}{'MB/s':>9}{'of limit':>10}{'producer CPU':>15}{'consumer CPU':>15}"
+_HEADS = (
+    f"  {'':30}{'groups/s':>10}{'(range)':>20}{'MB/s':>9}{'of limit':>10}"
+    f"{'producer CPU':>15}{'consumer CPU':>15}"
+)
 
 
 def _line(row: "Figures") -> str:
     low, high = row["groups_per_s_range"]
     name = _name(row["contender"]) + (f", from {row['form']}" if row["contender"] == "ring" else "")
     return (
-        f"  {name:30}{row['groups_per_s']:>10,.0f}{f'({low:,.0f} - {high:,.0f})':>20}{row['mb_per_s']:>9,.0f}{row['of_limit']:>10.1%}"
-        f"{row['producer_cpu_us_per_group']:>12,.1f} µs{row['consumer_cpu_us_per_group']:>12,.1f} µs"
+        f"  {name:30}{row['groups_per_s']:>10,.0f}{f'({low:,.0f} - {high:,.0f})':>20}{row['mb_per_s']:>9,.0f}"
+        f"{row['of_limit']:>10.1%}{row['producer_cpu_us_per_group']:>12,.1f} µs"
+        f"{row['consumer_cpu_us_per_group']:>12,.1f} µs"
     )
 
 
@@ -142,8 +174,11 @@ def _header(about: dict[str, Any]) -> str:
     cores = about["pinned"]
     lines = [
         f"{about['cpu']}, {about['cores']} cores, load {about['load_before']} before",
-        f"shmbridge {about['shmbridge']} ({about['revision']}{', with changes' if about['dirty'] else ''}), Python {about['python']}, "
-        f"numpy {about['versions']['numpy']}, seed {about['seed']}",
+        (
+            f"shmbridge {about['shmbridge']} "
+            f"({about['revision']}{', with changes' if about['dirty'] else ''}), Python {about['python']}, "
+            f"numpy {about['versions']['numpy']}, seed {about['seed']}"
+        ),
         f"producer on core {cores['producers'][0]}, consumer on {cores['consumer']}",
     ]
     if cores["consumer"] in cores["producers"]:

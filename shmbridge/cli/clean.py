@@ -36,5 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not report.removed and not report.kept:
         print("nothing to clean")
     elif report.dry_run and report.removed:
-        print(f"nothing was touched -> shmbridge clean {arguments.bridge + ' ' if arguments.bridge else ''}--yes")
+        print(
+            "nothing was touched -> shmbridge clean "
+            f"{arguments.bridge + ' ' if arguments.bridge else ''}--yes"
+        )
     return 4 if report.kept else 0

@@ -8,7 +8,9 @@ import sys
 
 from shmbridge.config import check_bridge_name, parse_port, parse_size
 
-HELP = "serve the Atropos HTTP API over a bridge: remote environments post into it, trainers poll /batch from it"
+HELP = (
+    "serve the Atropos HTTP API over a bridge: remote environments post into it, trainers poll /batch from it"
+)
 EXAMPLES = """examples:
   shmbridge gateway --bridge run1                       on http://127.0.0.1:8000
   shmbridge gateway --bridge run1 --compat strict       the Atropos server's own numbers and order
@@ -21,17 +23,48 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `gateway`."""
     parser.add_argument("--bridge", required=True, help="name of the bridge")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind to (default: %(default)s)")
-    parser.add_argument("--port", type=parse_port, default=8000, help="0: one that is free (default: %(default)s)")
-    parser.add_argument("--compat", choices=("default", "strict"), default="default", help="strict: the Atropos server's numbers and order")
-    parser.add_argument("--policy", choices=("fair", "atropos"), default="fair", help="how batches are formed in default mode")
-    parser.add_argument("--token", default="", help="bearer token that requests must have; better SHMBRIDGE_GATEWAY_TOKEN")
-    parser.add_argument("--host-name", action="append", default=[], metavar="NAME", help="name with a dot that clients use; repeatable")
-    parser.add_argument("--lane-bytes", default="64M", help="memory of each remote environment's lane (default: %(default)s)")
-    parser.add_argument("--lanes", type=int, default=256, help="most lanes that are taken from at once (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=parse_port, default=8000, help="0: one that is free (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compat",
+        choices=("default", "strict"),
+        default="default",
+        help="strict: the Atropos server's numbers and order",
+    )
+    parser.add_argument(
+        "--policy", choices=("fair", "atropos"), default="fair", help="how batches are formed in default mode"
+    )
+    parser.add_argument(
+        "--token", default="", help="bearer token that requests must have; better SHMBRIDGE_GATEWAY_TOKEN"
+    )
+    parser.add_argument(
+        "--host-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name with a dot that clients use; repeatable",
+    )
+    parser.add_argument(
+        "--lane-bytes", default="64M", help="memory of each remote environment's lane (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--lanes", type=int, default=256, help="most lanes that are taken from at once (default: %(default)s)"
+    )
     parser.add_argument("--max-body", default="256M", help="largest body, gunzipped (default: %(default)s)")
-    parser.add_argument("--held-bytes", default="512M", help="most memory of posts that wait for room (default: %(default)s)")
-    parser.add_argument("--post-deadline", type=float, default=240.0, metavar="S", help="how long a post waits for room")
-    parser.add_argument("--env-timeout", type=float, default=60.0, metavar="S", help="silence that costs an environment weight and lane")
+    parser.add_argument(
+        "--held-bytes", default="512M", help="most memory of posts that wait for room (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--post-deadline", type=float, default=240.0, metavar="S", help="how long a post waits for room"
+    )
+    parser.add_argument(
+        "--env-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="silence that costs an environment weight and lane",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,7 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def ready() -> None:
-        print(json.dumps({"url": url, "pid": os.getpid()}) if arguments.json else f"bridge {options.bridge} is served on {url}", flush=True)
+        print(
+            json.dumps({"url": url, "pid": os.getpid()})
+            if arguments.json
+            else f"bridge {options.bridge} is served on {url}",
+            flush=True,
+        )
 
     serve(options, listener, ready)
     return 0

@@ -1,4 +1,6 @@
-"""`shmbridge inspect`: which bridges there are, who is alive on them, what their lanes hold, and which weights they have."""
+"""`shmbridge inspect`: which bridges there are, who is alive on them, what their lanes hold, and which
+weights they have.
+"""
 
 import argparse
 from dataclasses import asdict
@@ -36,21 +38,40 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _block(info: BridgeInfo) -> str:
     consumer = f"consumer pid {info.consumer_pid}" if info.consumer_pid else "no consumer"
-    lines = [f"{info.name}  {consumer}  policy version {info.policy_version}  {len(info.lanes)} lanes, {format_size(info.size_bytes)}"]
+    lines = [
+        (
+            f"{info.name}  {consumer}  policy version {info.policy_version}  {len(info.lanes)} lanes, "
+            f"{format_size(info.size_bytes)}"
+        )
+    ]
     for lane in info.lanes:
-        state = ("live" if lane.alive else "dead") + (", waits for a lane," if lane.name in info.waiting else "")
-        counts = f"{lane.records:>10} records  {lane.held:>6} held{f', {lane.dropped} dropped without release' if lane.dropped else ''}"
-        lines.append(f"  {printable(lane.producer_id):<32} {state} pid {lane.pid:<8} {counts}  {format_size(lane.size_bytes)}")
+        state = ("live" if lane.alive else "dead") + (
+            ", waits for a lane," if lane.name in info.waiting else ""
+        )
+        counts = (
+            f"{lane.records:>10} records  {lane.held:>6} "
+            f"held{f', {lane.dropped} dropped without release' if lane.dropped else ''}"
+        )
+        lines.append(
+            f"  {printable(lane.producer_id):<32} {state} pid {lane.pid:<8} {counts}  "
+            f"{format_size(lane.size_bytes)}"
+        )
         if lane.data_writable:
-            lines.append("    its data is mapped writable by a reader, whose GPU registers no read-only memory")
+            lines.append(
+                "    its data is mapped writable by a reader, whose GPU registers no read-only memory"
+            )
         if lane.unaccounted:
             by_slots = lane.released + lane.unaccounted
-            lines.append(f"    {lane.released} releases counted, {by_slots} by its slots: lost, unless its consumer was killed")
+            lines.append(
+                f"    {lane.released} releases counted, {by_slots} by its slots: lost, unless its consumer "
+                "was killed"
+            )
     if info.waiting:
         read = len(info.lanes) - len(info.waiting)
         lines.append(
-            f"  {len(info.waiting)} of these wait for a lane: the consumer reads {read} at once -> start it with a higher --lanes "
-            "(learner; launch: learner.options.lanes; Consumer(lanes=), BridgeDataset(lanes=))"
+            f"  {len(info.waiting)} of these wait for a lane: the consumer reads {read} at once -> start it "
+            "with a higher --lanes (learner; launch: learner.options.lanes; Consumer(lanes=), "
+            "BridgeDataset(lanes=))"
         )
     if (weights := info.weights) is not None:
         version = "no version yet" if weights.version is None else f"version {weights.version}"
@@ -60,5 +81,10 @@ def _block(info: BridgeInfo) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would act on, or not show, written out: any process may have chosen it."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode() for each in text)
+    """The text with what a terminal would act on, or not show, written out: any process may have chosen
+    it.
+    """
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
+        for each in text
+    )

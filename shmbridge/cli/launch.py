@@ -4,16 +4,20 @@ import argparse
 import sys
 from pathlib import Path
 
-HELP = "start a whole run from a YAML file: inference server, learner or gateway, environments; stop it as one"
+HELP = (
+    "start a whole run from a YAML file: inference server, learner or gateway, environments; stop it as one"
+)
 EXAMPLES = """examples:
   shmbridge launch run.yaml --dry-run   what would run, in which order, with which commands
   shmbridge launch run.yaml             run it; Ctrl-C stops it orderly, a second Ctrl-C at once
   shmbridge launch run.yaml --json      the same, one JSON object per event on standard output
 
-The run directory gets logs/NAME.log per process, events.jsonl, and config.json and plan.json: what the file came to. docs/how-to/launch.md
-explains the file. Whoever is killed, kill -9 of this command included, no process is left behind.
+The run directory gets logs/NAME.log per process, events.jsonl, and config.json and plan.json: what the file
+came to. docs/how-to/launch.md explains the file. Whoever is killed, kill -9 of this command included, no
+process is left behind.
 
-exit codes: 0 the learner has done all its steps; 1 a process failed, its log's end is shown; 2 the file is wrong; 128 + signal stopped"""
+exit codes: 0 the learner has done all its steps; 1 a process failed, its log's end is shown; 2 the file is
+wrong; 128 + signal stopped"""
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(start.as_json(plan) if arguments.json else start.as_text(plan))
         return 0
-    return start.become_guardian(wanted, plan, label=f"shmbridge launch {arguments.config}", as_json=arguments.json)
+    return start.become_guardian(
+        wanted, plan, label=f"shmbridge launch {arguments.config}", as_json=arguments.json
+    )
 
 
 def _gateway_parser() -> argparse.ArgumentParser:

@@ -18,9 +18,13 @@ exit codes: 0 done; 1 no metrics in a folder, or no picture (the summary is prin
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `report`."""
-    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with the metrics.jsonl of a run")
+    parser.add_argument(
+        "run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with the metrics.jsonl of a run"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the picture [the first RUN_DIR]")
-    parser.add_argument("--format", choices=("svg", "png", "none"), default="svg", help="of the picture [svg]")
+    parser.add_argument(
+        "--format", choices=("svg", "png", "none"), default="svg", help="of the picture [svg]"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,7 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"shmbridge report: {error}", file=sys.stderr)
         return 1
     found = [summary(each) for each in runs]
-    file = None if arguments.format == "none" else (arguments.out or arguments.run_dirs[0]) / f"report.{arguments.format}"
+    file = (
+        None
+        if arguments.format == "none"
+        else (arguments.out or arguments.run_dirs[0]) / f"report.{arguments.format}"
+    )
     wrong = ""
     try:
         if file is not None:
@@ -42,7 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     except MatplotlibMissing as error:
         file, wrong = None, str(error)
     except OSError as error:
-        file, wrong = None, f"no picture in {file}: {error.strerror} -> --out DIR for another folder, --format none for none"
+        file, wrong = (
+            None,
+            f"no picture in {file}: {error.strerror} -> --out DIR for another folder, --format none for none",
+        )
     if arguments.json:
         print(msgspec.json.encode({"runs": found, "plot": None if file is None else str(file)}).decode())
     else:

@@ -1,1 +1,4 @@
-"""`shmbridge launch`: a training run as one command. Stands on top: imports public things, is imported by the command alone."""
+"""`shmbridge launch`: a training run as one command.
+
+Stands on top: imports public things, is imported by the command alone.
+"""

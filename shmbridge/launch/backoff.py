@@ -18,7 +18,9 @@ class Backoff:
         self._restarts: deque[float] = deque()
 
     def after(self, *, started: float, ended: float) -> float | None:
-        """Seconds until it may start again; None: it has been restarted `max_restarts` times within the window."""
+        """Seconds until it may start again; None: it has been restarted `max_restarts` times within the
+        window.
+        """
         rule = self._rule
         while self._restarts and self._restarts[0] <= ended - rule.window:
             self._restarts.popleft()

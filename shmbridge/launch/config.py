@@ -1,4 +1,7 @@
-"""What `shmbridge launch` is told: the YAML file as typed structs, and what is wrong with it, by path. Starts nothing."""
+"""What `shmbridge launch` is told: the YAML file as typed structs, and what is wrong with it, by path.
+
+Starts nothing.
+"""
 
 import difflib
 import re
@@ -34,8 +37,8 @@ class PolicyServer(Struct, kw_only=True):
 class Vllm(Struct, kw_only=True):
     """vLLM's own OpenAI server. `args` go to it as they are.
 
-    `python`: the interpreter that has vLLM and shmbridge; the launcher's own if empty. `follow`: it keeps to the newest weights of the
-    bridge; `pause` says what becomes of requests in flight meanwhile.
+    `python`: the interpreter that has vLLM and shmbridge; the launcher's own if empty. `follow`: it keeps to
+    the newest weights of the bridge; `pause` says what becomes of requests in flight meanwhile.
     """
 
     model: str
@@ -51,7 +54,10 @@ class Vllm(Struct, kw_only=True):
 
 
 class Learner(Struct, kw_only=True):
-    """`shmbridge.consumers.grpo`. `options` are its flags without their dashes; it gets time to save a checkpoint when it is stopped."""
+    """`shmbridge.consumers.grpo`.
+
+    `options` are its flags without their dashes; it gets time to save a checkpoint when it is stopped.
+    """
 
     model: str
     steps: Count
@@ -62,8 +68,9 @@ class Learner(Struct, kw_only=True):
 
 
 class Gateway(Struct, kw_only=True):
-    """`shmbridge gateway`, the rollout server for trainers that poll one. Its address: given here, or `trainer.atropos.api_url`, or
-    127.0.0.1:8000.
+    """`shmbridge gateway`, the rollout server for trainers that poll one.
+
+    Its address: given here, or `trainer.atropos.api_url`, or 127.0.0.1:8000.
     """
 
     host: str = ""
@@ -77,9 +84,11 @@ class Gateway(Struct, kw_only=True):
 
 
 class Restart(Struct, kw_only=True):
-    """When a dead environment starts again: after `first_delay` seconds, twice as long each time, `max_delay` at most.
+    """When a dead environment starts again: after `first_delay` seconds, twice as long each time, `max_delay`
+    at most.
 
-    `reset_after` seconds of running start the delays afresh. More than `max_restarts` within `window` seconds end the launch.
+    `reset_after` seconds of running start the delays afresh. More than `max_restarts` within `window` seconds
+    end the launch.
     """
 
     when: Literal["failure", "always", "never"] = "failure"
@@ -91,7 +100,9 @@ class Restart(Struct, kw_only=True):
 
 
 class Environment(Struct, kw_only=True):
-    """`count` processes of an Atropos environment's script. `args`: its flags, as a mapping without dashes or as a list of words.
+    """`count` processes of an Atropos environment's script.
+
+    `args`: its flags, as a mapping without dashes or as a list of words.
 
     `settle`: seconds it has to stay alive to count as started.
     """
@@ -110,10 +121,11 @@ class Environment(Struct, kw_only=True):
 
 
 class Atropos(Struct, kw_only=True):
-    """The recipe's keys: times in seconds; `retry_delay` is the first one, `max_wait_time` the sum for a batch.
+    """The recipe's keys: times in seconds; `retry_delay` is the first one, `max_wait_time` the sum for a
+    batch.
 
-    Without any of the four that limit the waiting, the learner waits as long as it takes: a group's rollouts may take longer than the 30 s
-    that the recipe waits by default.
+    Without any of the four that limit the waiting, the learner waits as long as it takes: a group's rollouts
+    may take longer than the 30 s that the recipe waits by default.
     """
 
     api_url: str = ""
@@ -148,20 +160,28 @@ def load(path: Path) -> Config:
     """The config of a YAML file.
 
     Raises:
-        BadConfig: it cannot be read, or something in it is not what it should be; the message names the path of each key at fault.
+        BadConfig: it cannot be read, or something in it is not what it should be; the message names the path
+            of each key at fault.
         ImportError: PyYAML is not installed.
     """
     try:
         import yaml
     except ImportError as missing:
-        raise ImportError("shmbridge launch reads YAML with PyYAML, which is not installed -> pip install 'shmbridge[launch]'") from missing
+        raise ImportError(
+            "shmbridge launch reads YAML with PyYAML, which is not installed -> pip install "
+            "'shmbridge[launch]'"
+        ) from missing
     try:
         text = path.read_text()
         document, tree = yaml.safe_load(text), yaml.compose(text)
     except OSError as error:
-        raise BadConfig(f"{path}: {error.strerror}", hint="give the path of a YAML file; docs/how-to/launch.md has one") from error
+        raise BadConfig(
+            f"{path}: {error.strerror}", hint="give the path of a YAML file; docs/how-to/launch.md has one"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadConfig(f"{path} is not YAML: {' '.join(str(error).split())}", hint="mend that line") from error
+        raise BadConfig(
+            f"{path} is not YAML: {' '.join(str(error).split())}", hint="mend that line"
+        ) from error
     if wrong := list(_lost_in_reading(tree, "", set())):
         raise BadConfig("; ".join(wrong), hint="mend those lines")
     return parse(document)
@@ -170,13 +190,18 @@ def load(path: Path) -> Config:
 def parse(document: object) -> Config:
     """The config of what YAML has made of a file; raises BadConfig."""
     if not isinstance(document, Mapping):
-        raise BadConfig(f"the file holds {_kind(document)} and no keys", hint="it needs at least bridge: and learner: or gateway:")
+        raise BadConfig(
+            f"the file holds {_kind(document)} and no keys",
+            hint="it needs at least bridge: and learner: or gateway:",
+        )
     if unknown := list(_unknown_keys(document, Config, "")):
         raise BadConfig("; ".join(unknown), hint="mend the names: a key that is not known is never skipped")
     try:
         config = msgspec.convert(document, Config)
     except msgspec.ValidationError as error:
-        raise BadConfig(_by_path(str(error)), hint="docs/how-to/launch.md lists the keys and their types") from error
+        raise BadConfig(
+            _by_path(str(error)), hint="docs/how-to/launch.md lists the keys and their types"
+        ) from error
     _check(config)
     return config
 
@@ -185,7 +210,11 @@ def nearest(path: str, name: str, known: list[str]) -> str:
     """What to say of a name that is not known: `path.name: did you mean this?`, or all that are known."""
     close = difflib.get_close_matches(name, known, n=1)
     where = f"{path}.{name}" if path else name
-    return f"{where}: did you mean {close[0]}?" if close else f"{where} is not known; known are {', '.join(sorted(known))}"
+    return (
+        f"{where}: did you mean {close[0]}?"
+        if close
+        else f"{where} is not known; known are {', '.join(sorted(known))}"
+    )
 
 
 def _unknown_keys(value: object, annotation: Any, path: str) -> Iterator[str]:
@@ -208,8 +237,8 @@ def _unknown_keys(value: object, annotation: Any, path: str) -> Iterator[str]:
 
 
 def _lost_in_reading(node: Any, path: str, seen: set[int]) -> Iterator[str]:
-    """One line per thing in PyYAML's tree of the file that nobody could tell from its values: a key given twice, of which the last would
-    hold, and NUL, which ends a word for the kernel.
+    """One line per thing in PyYAML's tree of the file that nobody could tell from its values: a key given
+    twice, of which the last would hold, and NUL, which ends a word for the kernel.
     """
     if node is None or id(node) in seen:  # an anchor's node is there once
         return
@@ -266,13 +295,24 @@ def _check(config: Config) -> None:
     except ShmBridgeError as error:
         raise BadConfig(f"bridge: {error.message}", hint=error.hint) from error
     if config.policy_server and config.vllm:
-        raise BadConfig("policy_server and vllm are both given", hint="keep the one that environments are to ask")
+        raise BadConfig(
+            "policy_server and vllm are both given", hint="keep the one that environments are to ask"
+        )
     if bool(config.learner) == bool(config.gateway):
         both = "both" if config.learner else "neither"
-        raise BadConfig(f"a bridge has one hub: of learner and gateway {both} is given", hint="give exactly one of them")
+        raise BadConfig(
+            f"a bridge has one hub: of learner and gateway {both} is given", hint="give exactly one of them"
+        )
     sections: dict[str, PolicyServer | Vllm | Learner | Gateway | Environment | None]
-    sections = {"policy_server": config.policy_server, "vllm": config.vllm, "learner": config.learner, "gateway": config.gateway}
-    sections |= {f"environments[{index}]": environment for index, environment in enumerate(config.environments)}
+    sections = {
+        "policy_server": config.policy_server,
+        "vllm": config.vllm,
+        "learner": config.learner,
+        "gateway": config.gateway,
+    }
+    sections |= {
+        f"environments[{index}]": environment for index, environment in enumerate(config.environments)
+    }
     for path, section in sections.items():
         for name in section.env if section else ():
             if not name or "=" in name:
@@ -286,24 +326,43 @@ def _check(config: Config) -> None:
 
 def _check_vllm(vllm: Vllm) -> None:
     if vllm.python and not Path(vllm.python).is_file():
-        raise BadConfig(f"vllm.python: there is no file {vllm.python}", hint="paths count from where the command runs")
+        raise BadConfig(
+            f"vllm.python: there is no file {vllm.python}", hint="paths count from where the command runs"
+        )
     for each in vllm.args if vllm.follow else ():
-        if (flag := str(each).partition("=")[0].replace("_", "-")) in ("--weight-transfer-config", "--additional-config"):
-            raise BadConfig(f"vllm.args: {flag} is set by vllm.follow", hint="leave it out, or say follow: false and give it all")
+        if (flag := str(each).partition("=")[0].replace("_", "-")) in (
+            "--weight-transfer-config",
+            "--additional-config",
+        ):
+            raise BadConfig(
+                f"vllm.args: {flag} is set by vllm.follow",
+                hint="leave it out, or say follow: false and give it all",
+            )
 
 
 def _check_environment(environment: Environment, path: str, names: set[str]) -> None:
     environment.name = environment.name or Path(environment.script).stem
     if not _ENV_NAME.fullmatch(environment.name):
-        raise BadConfig(f"{path}.name: {environment.name!r} is not 1 to 64 of A-Z a-z 0-9 _ . -", hint="it names the log file")
+        raise BadConfig(
+            f"{path}.name: {environment.name!r} is not 1 to 64 of A-Z a-z 0-9 _ . -",
+            hint="it names the log file",
+        )
     for name in instances(environment):
         if name in names:
-            raise BadConfig(f"{path}.name: {name} is taken", hint="give each environment a name of its own, or use count:")
+            raise BadConfig(
+                f"{path}.name: {name} is taken", hint="give each environment a name of its own, or use count:"
+            )
         names.add(name)
     if not Path(environment.script).is_file():
-        raise BadConfig(f"{path}.script: there is no file {environment.script}", hint="paths count from where the command runs")
+        raise BadConfig(
+            f"{path}.script: there is no file {environment.script}",
+            hint="paths count from where the command runs",
+        )
     if environment.cwd and not Path(environment.cwd).is_dir():
-        raise BadConfig(f"{path}.cwd: there is no folder {environment.cwd}", hint="paths count from where the command runs")
+        raise BadConfig(
+            f"{path}.cwd: there is no folder {environment.cwd}",
+            hint="paths count from where the command runs",
+        )
     try:
         if parse_size(environment.lane_bytes) <= 0:
             raise ValueError(f"{environment.lane_bytes} is no size to hold a record")

@@ -1,4 +1,6 @@
-"""What a launch says: one line per change on stderr, or one JSON object on stdout, and always one in the run's events.jsonl."""
+"""What a launch says: one line per change on stderr, or one JSON object on stdout, and always one in the
+run's events.jsonl.
+"""
 
 import contextlib
 import os
@@ -35,7 +37,9 @@ class Events:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """Writes what the reader takes; a stopped terminal or a full pipe costs a moment and the rest of the line, not the run."""
+    """Writes what the reader takes; a stopped terminal or a full pipe costs a moment and the rest of the
+    line, not the run.
+    """
     with contextlib.suppress(OSError):
         for begin in range(0, len(data), select.PIPE_BUF):
             if not select.select([], [descriptor], [], 0.2)[1]:

@@ -1,18 +1,23 @@
-"""Runs one program and lets nothing it started outlive it. A script of the standard library alone; knows nothing of shmbridge.
+"""Runs one program and lets nothing it started outlive it.
+
+A script of the standard library alone; knows nothing of shmbridge.
 
     python -I -S guardian.py PARENT DEATH_SIGNAL FOLDER LABEL PROGRAM [ARGUMENT ...]
 
-Three facts of the kernel: a process that asks for it becomes the parent of its descendants' orphans, whatever sessions they opened
-(PR_SET_CHILD_SUBREAPER); a process can have itself signalled when its parent dies (PR_SET_PDEATHSIG); a child that has ended keeps its
-pid until its parent has waited for it, so that killing children hits nobody else. From these:
+Three facts of the kernel: a process that asks for it becomes the parent of its descendants' orphans, whatever
+sessions they opened (PR_SET_CHILD_SUBREAPER); a process can have itself signalled when its parent dies
+(PR_SET_PDEATHSIG); a child that has ended keeps its pid until its parent has waited for it, so that killing
+children hits nobody else. From these:
 
-- the program ends: whatever it left becomes a child of the guardian and is killed, until there is none; but if it ends since it was told
-  to, those of its process group, who were told the same, end by themselves first (a shell is gone before the program it has started);
-- the guardian is killed: the program gets DEATH_SIGNAL, and what else there is goes to the guardian's own guardian;
+- the program ends: whatever it left becomes a child of the guardian and is killed, until there is none; but
+  if it ends since it was told to, those of its process group, who were told the same, end by themselves first
+  (a shell is gone before the program it has started);
+- the guardian is killed: the program gets DEATH_SIGNAL, and what else there is goes to the guardian's own
+  guardian;
 - PARENT dies (0: it may): the guardian kills the program at once, then sweeps as above.
 
-SIGINT, SIGTERM and SIGHUP go on to the program's process group. LABEL is there for those who read a list of processes.
-Exit status: that of the program, 128 + signal if one killed it; 127 if it could not be started.
+SIGINT, SIGTERM and SIGHUP go on to the program's process group. LABEL is there for those who read a list of
+processes. Exit status: that of the program, 128 + signal if one killed it; 127 if it could not be started.
 """
 
 import contextlib
@@ -39,7 +44,8 @@ def children() -> dict[int, int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
-                with open(f"/proc/{name}/stat", "rb") as file:  # a name is any bytes, cut off within a character too
+                # a name is any bytes, cut off within a character too
+                with open(f"/proc/{name}/stat", "rb") as file:
                     after_name = file.read().rpartition(b")")[2].split()
             except OSError:  # it has ended, or is another user's and hidden
                 continue
@@ -49,7 +55,10 @@ def children() -> dict[int, int]:
 
 
 def sweep(spared: Collection[int] = ()) -> None:
-    """Kills the children of this process, and theirs as they become its own, until there is none. Blocks until it is done."""
+    """Kills the children of this process, and theirs as they become its own, until there is none.
+
+    Blocks until it is done.
+    """
     beyond = set(spared)
     while remaining := children().keys() - beyond:
         for pid in remaining:
@@ -62,8 +71,11 @@ def sweep(spared: Collection[int] = ()) -> None:
 
 
 def block_signals() -> set[signal.Signals]:
-    """Has the ending signals and SIGCHLD wait for `sigwait`; SIGINT and SIGHUP stay ignored if they came so (nohup, a shell's `&`)."""
-    for signum in (signal.SIGCHLD, signal.SIGTERM):  # how we learn of ends, and of a parent's death: whoever called may ignore them
+    """Has the ending signals and SIGCHLD wait for `sigwait`; SIGINT and SIGHUP stay ignored if they came so
+    (nohup, a shell's `&`).
+    """
+    # how we learn of ends, and of a parent's death: whoever called may ignore them
+    for signum in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)
     wanted = {signum for signum in ENDING if signal.getsignal(signum) != signal.SIG_IGN} | {signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_SETMASK, wanted)
@@ -90,7 +102,11 @@ def main(argv: list[str]) -> int:
     sweep(spared)
     if parent == "0" and status == 128 + signal.SIGKILL:
         with contextlib.suppress(OSError):  # of a reader that has gone away
-            print(f"{label}: its supervisor was killed; all that it ran has been ended", file=sys.stderr, flush=True)
+            print(
+                f"{label}: its supervisor was killed; all that it ran has been ended",
+                file=sys.stderr,
+                flush=True,
+            )
     return status
 
 
@@ -102,7 +118,8 @@ def _start(command: list[str], folder: str, death_signal: int) -> int:
     if pid == 0:
         try:
             os.setsid()
-            for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; programs should not have to
+            # Python ignores them; programs should not have to
+            for signum in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(signum, signal.SIG_DFL)
             _prctl(_PR_SET_PDEATHSIG, death_signal)
             if os.getppid() == me:
@@ -123,7 +140,10 @@ def _start(command: list[str], folder: str, death_signal: int) -> int:
 
 
 def _wait(program: int, parent: int, awaited: set[signal.Signals]) -> tuple[int, bool]:
-    """The wait status of the program, and whether it was told to end. Signals are passed on; a dead parent is the program's death."""
+    """The wait status of the program, and whether it was told to end.
+
+    Signals are passed on; a dead parent is the program's death.
+    """
     told = False
     while True:
         signum = signal.sigwait(awaited)
@@ -137,7 +157,10 @@ def _wait(program: int, parent: int, awaited: set[signal.Signals]) -> tuple[int,
 
 
 def _wait_for_group(program: int, parent: int, awaited: set[signal.Signals]) -> None:
-    """Until nobody of the group is left. Whoever has no more patience kills this guardian; a dead parent has none."""
+    """Until nobody of the group is left.
+
+    Whoever has no more patience kills this guardian; a dead parent has none.
+    """
     while True:
         while _ended()[0]:
             pass

@@ -1,4 +1,6 @@
-"""Whether a service is up, and whether the run would get in somebody's way: seen from outside, half a second at most per look."""
+"""Whether a service is up, and whether the run would get in somebody's way: seen from outside, half a second
+at most per look.
+"""
 
 import contextlib
 import http.client
@@ -20,16 +22,22 @@ def is_up(check: Check, bridge: str, alive_s: float) -> bool:
 
 
 def look_around(plan: Plan) -> None:
-    """Raises LaunchFailed if the run's bridge or one of its ports is in other hands: their owner would pass our health checks."""
+    """Raises LaunchFailed if the run's bridge or one of its ports is in other hands: their owner would pass
+    our health checks.
+    """
     for info in shmbridge.list_bridges():
         if info.name == plan.bridge and info.consumer_pid is not None:
-            raise LaunchFailed(f"bridge {plan.bridge} has a living consumer, pid {info.consumer_pid}", hint="end it, or use another bridge")
+            raise LaunchFailed(
+                f"bridge {plan.bridge} has a living consumer, pid {info.consumer_pid}",
+                hint="end it, or use another bridge",
+            )
     for service in plan.services:
         if service.check.kind == "http":
             parts = urlsplit(service.check.url)
             try:
                 socket.create_connection((parts.hostname or "", parts.port or 80), _LOOK_S).close()
-            except (OSError, UnicodeError):  # nobody there; a name that is none is the service's to complain about
+            except (OSError, UnicodeError):
+                # nobody there; a name that is none is the service's to complain about
                 continue
             taken = f"port {parts.port}, which is for {service.name}, is in use"
             raise LaunchFailed(taken, hint=f"set another {service.key}.port, or 0 for a free one")
@@ -42,8 +50,12 @@ def _has_hub(bridge: str) -> bool:
 def _answers(url: str, token: str) -> bool:
     parts = urlsplit(url)
     try:
-        with contextlib.closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_LOOK_S)) as connection:
-            connection.request("GET", parts.path, headers={"Authorization": f"Bearer {token}"} if token else {})
+        with contextlib.closing(
+            http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_LOOK_S)
+        ) as connection:
+            connection.request(
+                "GET", parts.path, headers={"Authorization": f"Bearer {token}"} if token else {}
+            )
             return connection.getresponse().status == 200
     except (OSError, UnicodeError, http.client.HTTPException):
         return False

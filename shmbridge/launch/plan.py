@@ -1,4 +1,8 @@
-"""What the supervisor is told: services in the order of their starts, each with its command, health check and restarts. Plain data."""
+"""What the supervisor is told: services in the order of their starts, each with its command, health check and
+restarts.
+
+Plain data.
+"""
 
 import os
 from pathlib import Path
@@ -11,9 +15,11 @@ from shmbridge.launch.config import Restart
 
 
 class Check(Struct, kw_only=True):
-    """When a service counts as up: `http` answers 200 at `url`, `hub` is a living consumer of the bridge, `alive` is `within_s` of life.
+    """When a service counts as up: `http` answers 200 at `url`, `hub` is a living consumer of the bridge,
+    `alive` is `within_s` of life.
 
-    For the first two, `within_s` is the deadline. `token` is the bearer token that the question needs, if any.
+    For the first two, `within_s` is the deadline. `token` is the bearer token that the question needs, if
+    any.
     """
 
     kind: Literal["http", "hub", "alive"]
@@ -23,8 +29,10 @@ class Check(Struct, kw_only=True):
 
 
 class Service(Struct, kw_only=True):
-    """One program. `env` is added to the launcher's own; `restart` None: its end is the end of the run, an orderly one if its status is 0
-    and it is the `hub`. `key` is where the config speaks of it.
+    """One program.
+
+    `env` is added to the launcher's own; `restart` None: its end is the end of the run, an orderly one if its
+    status is 0 and it is the `hub`. `key` is where the config speaks of it.
     """
 
     name: str
@@ -39,7 +47,9 @@ class Service(Struct, kw_only=True):
 
 
 class Plan(Struct, kw_only=True):
-    """A run: `stages` start one after the other, each when the one before is up, and stop the other way round."""
+    """A run: `stages` start one after the other, each when the one before is up, and stop the other way
+    round.
+    """
 
     bridge: str
     run_dir: str

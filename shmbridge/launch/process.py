@@ -56,9 +56,19 @@ class Process:
             log.flush()
             self.pid = os.posix_spawn(
                 sys.executable,
-                # Isolated and without site: the guardian takes no part in the run's Python environment, and is up in a blink.
-                [sys.executable, "-I", "-S", _GUARDIAN, str(os.getpid()), str(int(signal.SIGKILL)), self.service.folder or os.getcwd(),
-                 self.name, *self.service.command],
+                # Isolated and without site: the guardian takes no part in the run's Python environment, and
+                # is up in a blink.
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    _GUARDIAN,
+                    str(os.getpid()),
+                    str(int(signal.SIGKILL)),
+                    self.service.folder or os.getcwd(),
+                    self.name,
+                    *self.service.command,
+                ],
                 os.environ | self.service.env,
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -66,7 +76,7 @@ class Process:
                     (os.POSIX_SPAWN_DUP2, log.fileno(), 2),
                 ],
                 setsid=True,
-            )  # fmt: skip
+            )
 
     def ended(self, status: int) -> None:
         """Notes an end. `status`: the exit status, or 128 + signal."""
@@ -74,7 +84,10 @@ class Process:
         self.lived_s = time.monotonic() - self.started
 
     def send(self, signum: signal.Signals) -> None:
-        """Signals the guardian, which passes it on; if it is SIGKILL, the kernel does. Harmless once it has ended."""
+        """Signals the guardian, which passes it on; if it is SIGKILL, the kernel does.
+
+        Harmless once it has ended.
+        """
         if self.pid:
             os.kill(self.pid, signum)  # not waited for yet: the pid is still its own
 

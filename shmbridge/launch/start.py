@@ -1,4 +1,7 @@
-"""From a plan to a running supervisor: the run directory, and the process that becomes its guardian. Or the plan on paper."""
+"""From a plan to a running supervisor: the run directory, and the process that becomes its guardian.
+
+Or the plan on paper.
+"""
 
 import fcntl
 import os
@@ -18,8 +21,9 @@ _GUARDIAN = str(Path(__file__).with_name("guardian.py"))
 
 
 def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) -> NoReturn:
-    """Writes the run directory, becomes the guardian of a supervisor; raises LaunchFailed if the directory is in use or cannot be
-    written."""
+    """Writes the run directory, becomes the guardian of a supervisor; raises LaunchFailed if the directory is
+    in use or cannot be written.
+    """
     _open_standard_descriptors()
     run_dir = Path(plan.run_dir)
     try:
@@ -28,18 +32,39 @@ def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) ->
         write_private(run_dir / "config.json", msgspec.json.format(msgspec.json.encode(config)))
         plan.save(run_dir / "plan.json")
     except OSError as error:
-        raise LaunchFailed(f"run directory {run_dir}: {error}", hint="set a run_dir that this user can write to") from error
-    supervisor = ["-m", "shmbridge.launch.supervisor", str(run_dir / "plan.json"), str(lock), "json" if as_json else "text"]
-    words = ["-I", "-S", _GUARDIAN, "0", str(int(signal.SIGTERM)), os.getcwd(), label, sys.executable, *supervisor]
+        raise LaunchFailed(
+            f"run directory {run_dir}: {error}", hint="set a run_dir that this user can write to"
+        ) from error
+    supervisor = [
+        "-m",
+        "shmbridge.launch.supervisor",
+        str(run_dir / "plan.json"),
+        str(lock),
+        "json" if as_json else "text",
+    ]
+    words = [
+        "-I",
+        "-S",
+        _GUARDIAN,
+        "0",
+        str(int(signal.SIGTERM)),
+        os.getcwd(),
+        label,
+        sys.executable,
+        *supervisor,
+    ]
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # as it is where it came closed
             stream.flush()
-    # A small process with one thread is what the user's shell, terminal and `kill` see from here on; it has little to fail at.
+    # A small process with one thread is what the user's shell, terminal and `kill` see from here on; it has
+    # little to fail at.
     os.execv(sys.executable, [sys.executable, *words])
 
 
 def _open_standard_descriptors() -> None:
-    """Those that came closed (`2>&-`) lead nowhere from here on; else the lock or a log would get their numbers, and their words."""
+    """Those that came closed (`2>&-`) lead nowhere from here on; else the lock or a log would get their
+    numbers, and their words.
+    """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -55,7 +80,9 @@ def _lock(path: Path) -> int:
     except BlockingIOError:
         holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
         os.close(lock)
-        raise LaunchFailed(f"{path.parent} is in use by a launch, pid {holder}", hint="stop that one, or set another run_dir") from None
+        raise LaunchFailed(
+            f"{path.parent} is in use by a launch, pid {holder}", hint="stop that one, or set another run_dir"
+        ) from None
     os.truncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     os.set_inheritable(lock, True)
@@ -68,7 +95,9 @@ def as_json(plan: Plan) -> str:
 
 
 def as_text(plan: Plan) -> str:
-    """The plan for people: services in the order of their starts, each with a command that a shell would take."""
+    """The plan for people: services in the order of their starts, each with a command that a shell would
+    take.
+    """
     lines = [f"bridge {plan.bridge}, run directory {plan.run_dir}", *(f"note: {note}" for note in plan.notes)]
     for place, stage in enumerate(plan.stages, 1):
         for service in stage:

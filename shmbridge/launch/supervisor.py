@@ -1,9 +1,12 @@
-"""Starts the services of a plan in order, watches them, restarts environments, stops all in reverse order. Knows nothing of YAML.
+"""Starts the services of a plan in order, watches them, restarts environments, stops all in reverse order.
+
+Knows nothing of YAML.
 
     python -m shmbridge.launch.supervisor PLAN LOCK_FD text|json
 
-Runs under a guardian, which is what the user started: the guardian passes signals on, and its death is a SIGTERM here. All of it happens in
-one thread that waits for signals in one place, so nothing is ever interrupted half-way.
+Runs under a guardian, which is what the user started: the guardian passes signals on, and its death is a
+SIGTERM here. All of it happens in one thread that waits for signals in one place, so nothing is ever
+interrupted half-way.
 """
 
 import os
@@ -52,7 +55,10 @@ class Supervisor:
         self._awaited: set[signal.Signals] = set()
 
     def run(self) -> int:
-        """The exit status: 0 the hub has done its work, 1 something failed, 128 + signal stopped. Blocks until nothing runs any more."""
+        """The exit status: 0 the hub has done its work, 1 something failed, 128 + signal stopped.
+
+        Blocks until nothing runs any more.
+        """
         guardian.adopt_orphans()
         self._awaited = guardian.block_signals()
         try:
@@ -62,8 +68,12 @@ class Supervisor:
         for left in shmbridge.list_bridges():
             held = sum(lane.held for lane in left.lanes)
             if left.name == self._plan.bridge and held:
-                clean = f"another run of this bridge takes them, shmbridge clean {left.name} --yes removes them"
-                self._events.say("left", f"{held} groups that reached no batch are in shared memory: {clean}", records=held)
+                clean = (
+                    f"another run of this bridge takes them, shmbridge clean {left.name} --yes removes them"
+                )
+                self._events.say(
+                    "left", f"{held} groups that reached no batch are in shared memory: {clean}", records=held
+                )
         self._events.say("end", f"everything has ended; status {status}", status=status)
         return status
 
@@ -73,7 +83,9 @@ class Supervisor:
             for stage in self._stages:
                 self._start(stage)
             if not self._done:
-                self._events.say("up", f"all {len(self._plan.services)} services are up; logs in {self._plan.run_dir}/logs")
+                self._events.say(
+                    "up", f"all {len(self._plan.services)} services are up; logs in {self._plan.run_dir}/logs"
+                )
             while not self._done:
                 self._watch()
         except Stopped as stopped:
@@ -90,7 +102,10 @@ class Supervisor:
     # --- start ----------------------------------------------------------------------------------------------
 
     def _start(self, stage: list[Process]) -> None:
-        """Starts a stage and returns once it is up. Raises LaunchFailed for an end or a deadline before that."""
+        """Starts a stage and returns once it is up.
+
+        Raises LaunchFailed for an end or a deadline before that.
+        """
         for process in stage:
             self._begin(process)
         while not self._done and any(process.coming_up for process in stage):
@@ -105,19 +120,31 @@ class Supervisor:
             return
         process.start()
         again = f" again, start {process.starts}" if process.starts > 1 else ""
-        self._events.say("start", f"{process.name}: starting{again}", service=process.name, starts=process.starts, log=str(process.log))
+        self._events.say(
+            "start",
+            f"{process.name}: starting{again}",
+            service=process.name,
+            starts=process.starts,
+            log=str(process.log),
+        )
 
     def _look_at(self, process: Process) -> None:
         check, alive_s = process.service.check, time.monotonic() - process.started
         if is_up(check, self._plan.bridge, alive_s):
             process.up = True
-            self._events.say("up", f"{process.name}: up after {alive_s:.1f} s", service=process.name, after_s=alive_s)
+            self._events.say(
+                "up", f"{process.name}: up after {alive_s:.1f} s", service=process.name, after_s=alive_s
+            )
         elif alive_s > check.within_s:
-            waited_for = f"an answer at {check.url}" if check.url else f"a consumer of bridge {self._plan.bridge}"
+            waited_for = (
+                f"an answer at {check.url}" if check.url else f"a consumer of bridge {self._plan.bridge}"
+            )
             raise LaunchFailed(
-                f"{process.name} is not up after {check.within_s:g} s: there is no sign of {waited_for}; the end of {process.log}:\n"
-                f"{process.last_words()}\n", hint=f"is it loading something large? raise {process.service.key}.ready_timeout",
-            )  # fmt: skip
+                f"{process.name} is not up after {check.within_s:g} s: there is no sign of {waited_for}; "
+                f"the end of {process.log}:\n"
+                f"{process.last_words()}\n",
+                hint=f"is it loading something large? raise {process.service.key}.ready_timeout",
+            )
 
     # --- watch ----------------------------------------------------------------------------------------------
 
@@ -148,15 +175,25 @@ class Supervisor:
             process.over = True
             self._events.say("ended", how, service=process.name, status=status)
             if all(each.over for each in self._processes() if each.service.role == "environment"):
-                self._events.say("ended", "no environment runs any more: what the hub has is all it gets from here")
+                self._events.say(
+                    "ended", "no environment runs any more: what the hub has is all it gets from here"
+                )
             return
         if status == _REFUSED or (process.starts == 1 and process.lived_s < process.service.check.within_s):
             raise _failed(process, "ended at its start")
         delay = process.backoff.after(started=process.started, ended=time.monotonic())
         if delay is None:
-            raise _failed(process, f"ended more than {rule.max_restarts} times within {rule.window:g} s, at last")
+            raise _failed(
+                process, f"ended more than {rule.max_restarts} times within {rule.window:g} s, at last"
+            )
         process.due = time.monotonic() + delay
-        self._events.say("ended", f"{how}; starting again in {delay:g} s", service=process.name, status=status, delay_s=delay)
+        self._events.say(
+            "ended",
+            f"{how}; starting again in {delay:g} s",
+            service=process.name,
+            status=status,
+            delay_s=delay,
+        )
 
     def _processes(self) -> list[Process]:
         return [process for stage in self._stages for process in stage]
@@ -194,7 +231,9 @@ class Supervisor:
     # --- stop -----------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """Ends everything, the last stage first; whoever outstays its grace, or all if there is a hurry, is killed."""
+        """Ends everything, the last stage first; whoever outstays its grace, or all if there is a hurry, is
+        killed.
+        """
         self._stopping_since = time.monotonic()
         for stage in reversed(self._stages):
             self._stop_stage([process for process in stage if process.pid])
@@ -210,12 +249,21 @@ class Supervisor:
                 left = began + process.service.stop_grace_s - time.monotonic()
                 if process.pid and process not in killed and (self._hurry or left <= 0):
                     killed.append(process)
-                    why = "there is a hurry" if self._hurry else f"it did not end within {process.service.stop_grace_s:g} s"
+                    why = (
+                        "there is a hurry"
+                        if self._hurry
+                        else f"it did not end within {process.service.stop_grace_s:g} s"
+                    )
                     self._events.say("kill", f"{process.name}: killing, {why}", service=process.name)
                     process.send(signal.SIGKILL)
             self._wait(_TICK_S)
         for process in stage:
-            self._events.say("stopped", f"{process.name}: ended with {process.how()}", service=process.name, status=process.status)
+            self._events.say(
+                "stopped",
+                f"{process.name}: ended with {process.how()}",
+                service=process.name,
+                status=process.status,
+            )
 
 
 def _failed(process: Process, what: str) -> LaunchFailed:

@@ -1,12 +1,13 @@
 """For tests of code that uses shmbridge: what the ring promises, where it may be made to break, and fixtures.
 
-    from shmbridge.testing import RingModel, wait_until             the lane's specification in plain Python; waiting with a deadline
-    from shmbridge.testing.faults import Fault, FaultyChild         children that die at a labelled step
-    from shmbridge.testing.fault_build import fault_build           the build they need
-    from shmbridge.testing.conformance import ring_machine          the state machine over any ring; needs hypothesis
-    pytest_plugins = ["shmbridge.testing.fixtures"]                 in a conftest.py; needs pytest
+    from shmbridge.testing import RingModel, wait_until      the lane's specification; waiting with a deadline
+    from shmbridge.testing.faults import Fault, FaultyChild  children that die at a labelled step
+    from shmbridge.testing.fault_build import fault_build    the build they need
+    from shmbridge.testing.conformance import ring_machine   the state machine over any ring; needs hypothesis
+    pytest_plugins = ["shmbridge.testing.fixtures"]          in a conftest.py; needs pytest
 
-Knows only public words; imports neither pytest nor hypothesis itself. Imported by tests, never by the package.
+Knows only public words; imports neither pytest nor hypothesis itself. Imported by tests, never by the
+package.
 """
 
 import time

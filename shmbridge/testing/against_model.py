@@ -1,6 +1,7 @@
 """Any ring beside the model: every step is taken by both, and whatever can be seen must agree.
 
-Is itself a ring under test, so that the same suite drives it. Where the ring may choose, its choice is put to the model.
+Is itself a ring under test, so that the same suite drives it. Where the ring may choose, its choice is put to
+the model.
 """
 # ruff: noqa: D102, the methods are RingUnderTest's and documented there
 
@@ -21,7 +22,9 @@ class AgainstModel(RingUnderTest):
         must = self.models[lane].place_for(size) is not None
         at = self.ring.claim(lane, size)
         room = "room" if must else "no room"
-        assert (at is not None) == must, f"a claim of {size} bytes in lane {lane} gave {at}, in the model there is {room}"
+        assert (at is not None) == must, (
+            f"a claim of {size} bytes in lane {lane} gave {at}, in the model there is {room}"
+        )
         if at is not None:
             self.models[lane].claim(at, size)
         return at
@@ -58,13 +61,17 @@ class AgainstModel(RingUnderTest):
         seen = self.ring.take()
         if seen is not None:
             taken = self.models[seen.lane].take()
-            assert taken is not None, f"lane {seen.lane} gave {seen.sequence}, in the model it has nothing to give"
+            assert taken is not None, (
+                f"lane {seen.lane} gave {seen.sequence}, in the model it has nothing to give"
+            )
             expected = Seen(seen.lane, taken.sequence, taken.payload, taken.redelivered)
             assert seen == expected, f"the ring gave {_short(seen)}, the model {_short(expected)}"
         for lane, model in enumerate(self.models):
             if not model.quarantined and self.ring.words(lane).quarantined:
                 assert model.take() is None, f"lane {lane} is quarantined for nothing"
-        assert seen is not None or not any(model.waiting for model in self.models), "nothing was given, and a record waits"
+        assert seen is not None or not any(model.waiting for model in self.models), (
+            "nothing was given, and a record waits"
+        )
         self._check()
         return seen
 

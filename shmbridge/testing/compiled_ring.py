@@ -1,7 +1,8 @@
 """The compiled ring under test: lanes in real shared memory, `_ext.ring` at both ends, within one process.
 
-Knows segments and the ring; the lanes' round robin and what a quarantine counts are written out here as shmbridge.lanes does them, for the
-ring alone is what is tested. A producer or hub that dies is one whose object is dropped: kills of processes are the crash tests'.
+Knows segments and the ring; the lanes' round robin and what a quarantine counts are written out here as
+shmbridge.lanes does them, for the ring alone is what is tested. A producer or hub that dies is one whose
+object is dropped: kills of processes are the crash tests'.
 """
 # ruff: noqa: D102, the methods are RingUnderTest's and documented there
 
@@ -40,9 +41,18 @@ class CompiledRing(RingUnderTest):
         writer = self._lanes[lane].writer
         writer.claimed_memory()[:] = payload
         return writer.commit(
-            rows=1, columns=0, index_bytes=0, group_id_bytes=0, flags=0, tokens=0, min_policy_version=-1, max_policy_version=-1,
-            t_created_ns=0, group_size=1, env_id=-1,
-        )  # fmt: skip
+            rows=1,
+            columns=0,
+            index_bytes=0,
+            group_id_bytes=0,
+            flags=0,
+            tokens=0,
+            min_policy_version=-1,
+            max_policy_version=-1,
+            t_created_ns=0,
+            group_size=1,
+            env_id=-1,
+        )
 
     def abort(self, lane: int) -> None:
         memory = self._lanes[lane].writer.claimed_memory()
@@ -83,7 +93,9 @@ class CompiledRing(RingUnderTest):
         self._leases.pop((lane, sequence)).release()
 
     def abandon(self, lane: int, sequence: int) -> None:
-        """In turns by abandon() and by the loss of the object: take() has looked at it, so either leaves it to the next hub."""
+        """In turns by abandon() and by the loss of the object: take() has looked at it, so either leaves it
+        to the next hub.
+        """
         lease = self._leases.pop((lane, sequence))
         if sequence % 2:
             lease.abandon()
@@ -130,7 +142,10 @@ class _Lane:
     def claim(self, size: int) -> int | None:
         if not self.writer.claim(size):
             return None
-        memory, whole = np.frombuffer(self.writer.claimed_memory(), np.uint8), np.frombuffer(memoryview(self.mapping), np.uint8)
+        memory, whole = (
+            np.frombuffer(self.writer.claimed_memory(), np.uint8),
+            np.frombuffer(memoryview(self.mapping), np.uint8),
+        )
         return int(memory.ctypes.data - whole.ctypes.data) - self.data_at
 
     def take(self) -> ring.Lease | None:
@@ -149,7 +164,15 @@ class _Lane:
         waiting = 0 if self.reader is None or quarantined else self.reader.waiting
         held = 0 if self.reader is None else self.reader.held
         discarded = sum(counted["discarded"]) + counted["quarantined"]
-        return Words(counted["tail"], counted["head"], header.undelivered(self.mapping), discarded, quarantined, waiting, held)
+        return Words(
+            counted["tail"],
+            counted["head"],
+            header.undelivered(self.mapping),
+            discarded,
+            quarantined,
+            waiting,
+            held,
+        )
 
     def damage(self) -> None:
         """An extent that is not on a line, in the oldest slot that is not released and not leased out."""

@@ -1,6 +1,8 @@
-"""The conformance suite: a Hypothesis state machine that drives any ring and states what must be true of it, step by step.
+"""The conformance suite: a Hypothesis state machine that drives any ring and states what must be true of it,
+step by step.
 
-Knows RingUnderTest only. What it holds against a ring is the history of its own steps: no model, no implementation. Imports hypothesis.
+Knows RingUnderTest only. What it holds against a ring is the history of its own steps: no model, no
+implementation. Imports hypothesis.
 
     TestMine = ring_machine(MyRing).TestCase
 """
@@ -21,7 +23,9 @@ _BEFORE_TROUBLE = 3  # records of a lane before its producer may die or its word
 
 
 def ring_machine(make_ring: MakeRing) -> type["RingMachine"]:
-    """A state machine over rings made by `make_ring(lane_count, slots, data_bytes)`; its TestCase is what pytest collects."""
+    """A state machine over rings made by `make_ring(lane_count, slots, data_bytes)`; its TestCase is what
+    pytest collects.
+    """
     return type("RingMachineOf", (RingMachine,), {"make_ring": staticmethod(make_ring)})
 
 
@@ -47,18 +51,26 @@ class LaneHistory:
     @property
     def due(self) -> list[int]:
         """Those that the present hub has not given yet, in order; none of a quarantined lane."""
-        return [] if self.quarantined else [sequence for sequence in self.unreleased if sequence not in self.given]
+        return (
+            []
+            if self.quarantined
+            else [sequence for sequence in self.unreleased if sequence not in self.given]
+        )
 
 
 class RingMachine(RuleBasedStateMachine):
-    """Lanes small enough that slots, bytes and gaps all run out; hubs and producers that die; a peer that writes nonsense."""
+    """Lanes small enough that slots, bytes and gaps all run out; hubs and producers that die; a peer that
+    writes nonsense.
+    """
 
     @staticmethod
     def make_ring(lane_count: int, slots: int, data_bytes: int) -> RingUnderTest:
         """What is driven; see ring_machine."""
         raise NotImplementedError
 
-    @initialize(lane_count=st.integers(1, 3), slots=st.sampled_from([1, 2, 4, 8]), data_lines=st.integers(4, 14))
+    @initialize(
+        lane_count=st.integers(1, 3), slots=st.sampled_from([1, 2, 4, 8]), data_lines=st.integers(4, 14)
+    )
     def open(self, lane_count: int, slots: int, data_lines: int) -> None:
         """A new bridge, no hub yet."""
         self.ring = self.make_ring(lane_count, slots, data_lines * LINE)
@@ -87,10 +99,15 @@ class RingMachine(RuleBasedStateMachine):
         self.take()
         self.words_agree_with_history()
 
-    # -- the producers ------------------------------------------------------------------------------------------------------------
+    # -- the producers
+    # --------------------------------------------------------------------------------------------------------
 
-    def _lanes_with(self, data: st.DataObject, true: Callable[[LaneHistory], bool]) -> tuple[int, LaneHistory]:
-        number = data.draw(st.sampled_from([number for number, lane in enumerate(self.lanes) if true(lane)]), "lane")
+    def _lanes_with(
+        self, data: st.DataObject, true: Callable[[LaneHistory], bool]
+    ) -> tuple[int, LaneHistory]:
+        number = data.draw(
+            st.sampled_from([number for number, lane in enumerate(self.lanes) if true(lane)]), "lane"
+        )
         return number, self.lanes[number]
 
     @precondition(lambda self: any(_can_claim(lane) for lane in self.lanes))
@@ -101,12 +118,18 @@ class RingMachine(RuleBasedStateMachine):
         at, size_taken = self.ring.claim(number, size), lines(size)
         if at is None:
             full = len(lane.extents) == self.ring.slots
-            assert full or size_taken > _widest_gap(lane, self.ring.data_bytes), f"no room for {size} beside {lane.extents}"
+            assert full or size_taken > _widest_gap(lane, self.ring.data_bytes), (
+                f"no room for {size} beside {lane.extents}"
+            )
             return
-        assert at % LINE == 0 and 0 <= at <= self.ring.data_bytes - size_taken, f"{at}+{size_taken} is not in the data area"  # noqa: PT018
+        assert at % LINE == 0 and 0 <= at <= self.ring.data_bytes - size_taken, (  # noqa: PT018
+            f"{at}+{size_taken} is not in the data area"
+        )
         assert len(lane.extents) < self.ring.slots, "more records than slots"
         for sequence, (begin, length) in lane.extents.items():
-            assert at + size_taken <= begin or begin + length <= at, f"{at}+{size_taken} lies on record {sequence} at {begin}+{length}"
+            assert at + size_taken <= begin or begin + length <= at, (
+                f"{at}+{size_taken} lies on record {sequence} at {begin}+{length}"
+            )
         lane.claim = (at, size_taken)
 
     @precondition(lambda self: any(lane.claim for lane in self.lanes))
@@ -137,7 +160,8 @@ class RingMachine(RuleBasedStateMachine):
         self.ring.producer_dies(number)
         lane.alive, lane.claim = False, None
 
-    # -- the hub ------------------------------------------------------------------------------------------------------------------
+    # -- the hub
+    # --------------------------------------------------------------------------------------------------------
 
     @precondition(lambda self: not self.hub)
     @rule()
@@ -161,7 +185,9 @@ class RingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.hub)
     @rule()
     def take(self) -> None:
-        """Whole, in order per lane, once per hub, marked exactly where an earlier hub had it; nothing only if nothing is due."""
+        """Whole, in order per lane, once per hub, marked exactly where an earlier hub had it; nothing only if
+        nothing is due.
+        """
         seen = self.ring.take()
         self._notice_quarantines()
         if seen is None:
@@ -174,20 +200,36 @@ class RingMachine(RuleBasedStateMachine):
 
     def _check_given(self, seen: Seen) -> None:
         lane = self.lanes[seen.lane]
-        assert seen.sequence not in lane.given, f"record {seen.sequence} of lane {seen.lane} was given twice by one hub"
-        assert seen.sequence in lane.extents, f"record {seen.sequence} of lane {seen.lane} was released, or never committed"
-        assert lane.due and seen.sequence == lane.due[0], f"lane {seen.lane} gave {seen.sequence}, due are {lane.due}"  # noqa: PT018
-        assert seen.sequence != lane.damaged, f"record {seen.sequence} of lane {seen.lane} was given, its slot is nonsense"
-        assert seen.payload == lane.committed[seen.sequence], f"record {seen.sequence} of lane {seen.lane} is not what was committed"
+        assert seen.sequence not in lane.given, (
+            f"record {seen.sequence} of lane {seen.lane} was given twice by one hub"
+        )
+        assert seen.sequence in lane.extents, (
+            f"record {seen.sequence} of lane {seen.lane} was released, or never committed"
+        )
+        assert lane.due and seen.sequence == lane.due[0], (  # noqa: PT018
+            f"lane {seen.lane} gave {seen.sequence}, due are {lane.due}"
+        )
+        assert seen.sequence != lane.damaged, (
+            f"record {seen.sequence} of lane {seen.lane} was given, its slot is nonsense"
+        )
+        assert seen.payload == lane.committed[seen.sequence], (
+            f"record {seen.sequence} of lane {seen.lane} is not what was committed"
+        )
         marked = seen.sequence in lane.handed_out
-        assert seen.redelivered == marked, f"record {seen.sequence} of lane {seen.lane}: redelivered={seen.redelivered}, is {marked}"
+        assert seen.redelivered == marked, (
+            f"record {seen.sequence} of lane {seen.lane}: redelivered={seen.redelivered}, is {marked}"
+        )
 
     def _notice_quarantines(self) -> None:
-        """A lane may be quarantined when its damaged record is due, and then only; all that was due is lost, and counted."""
+        """A lane may be quarantined when its damaged record is due, and then only; all that was due is lost,
+        and counted.
+        """
         for number, lane in enumerate(self.lanes):
             if self.ring.words(number).quarantined and not lane.quarantined:
                 assert lane.due, f"lane {number} is quarantined, and nothing of it was due"
-                assert lane.due[0] == lane.damaged, f"lane {number} is quarantined, its record {lane.due[0]} is good"
+                assert lane.due[0] == lane.damaged, (
+                    f"lane {number} is quarantined, its record {lane.due[0]} is good"
+                )
                 lane.discarded += len(lane.due)
                 lane.quarantined = True
 
@@ -243,7 +285,8 @@ class RingMachine(RuleBasedStateMachine):
         self.ring.abandon(*key)
         self.adrift.add(key)
 
-    # -- trouble, and what can be seen ----------------------------------------------------------------------------------------------
+    # -- trouble, and what can be seen
+    # ----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.hub and any(_may_be_damaged(lane) for lane in self.lanes))
     @rule(data=st.data())
@@ -255,24 +298,38 @@ class RingMachine(RuleBasedStateMachine):
 
     @invariant()
     def words_agree_with_history(self) -> None:
-        """Produced = released + held + discarded, lane by lane; every word is what the steps so far make it."""
+        """Produced = released + held + discarded, lane by lane; every word is what the steps so far make
+        it.
+        """
         for number, lane in enumerate(getattr(self, "lanes", [])):
             words = self.ring.words(number)
             handed_out = lane.handed_out.union(lane.given)
-            assert words.committed == len(lane.committed), f"lane {number}: {words}, committed were {len(lane.committed)}"
-            assert words.head == max(handed_out, default=-1) + 1, f"lane {number}: {words}, handed out were {handed_out}"
-            assert words.unreleased == len(lane.extents), f"lane {number}: {words}, un-released are {lane.unreleased}"
-            assert words.discarded == lane.discarded, f"lane {number}: {words}, discarded were {lane.discarded}"
+            assert words.committed == len(lane.committed), (
+                f"lane {number}: {words}, committed were {len(lane.committed)}"
+            )
+            assert words.head == max(handed_out, default=-1) + 1, (
+                f"lane {number}: {words}, handed out were {handed_out}"
+            )
+            assert words.unreleased == len(lane.extents), (
+                f"lane {number}: {words}, un-released are {lane.unreleased}"
+            )
+            assert words.discarded == lane.discarded, (
+                f"lane {number}: {words}, discarded were {lane.discarded}"
+            )
             assert words.quarantined == lane.quarantined, f"lane {number}: {words}"
             if self.hub:
                 held = sum(key[0] == number for key in self.leases | self.views)
-                assert (words.waiting, words.held) == (len(lane.due), held), f"lane {number}: {words}, due are {lane.due}, held {held}"
+                assert (words.waiting, words.held) == (len(lane.due), held), (
+                    f"lane {number}: {words}, due are {lane.due}, held {held}"
+                )
 
     @invariant()
     def nobody_writes_where_somebody_reads(self) -> None:
         """Leased and viewed bytes never change."""
         for lane, sequence in getattr(self, "leases", set()) | getattr(self, "views", set()):
-            assert self.ring.read(lane, sequence) == self.lanes[lane].committed[sequence], f"record {sequence} of lane {lane} has changed"
+            assert self.ring.read(lane, sequence) == self.lanes[lane].committed[sequence], (
+                f"record {sequence} of lane {lane} has changed"
+            )
 
 
 def _can_claim(lane: LaneHistory) -> bool:

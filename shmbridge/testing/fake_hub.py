@@ -9,7 +9,18 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shmbridge.config import Run
-from shmbridge.messages import NO_RANKS, Ack, BeginGroup, Full, Manifest, MayBegin, NextShare, NoMoreShares, Refused, SharesDone
+from shmbridge.messages import (
+    NO_RANKS,
+    Ack,
+    BeginGroup,
+    Full,
+    Manifest,
+    MayBegin,
+    NextShare,
+    NoMoreShares,
+    Refused,
+    SharesDone,
+)
 
 
 @dataclass
@@ -27,26 +38,26 @@ class FakeHub:
     announced: int = 0
 
     def announce_run(self, run: Run) -> None:
-        """Take it over, and count it."""
+        """Takes it over, and count it."""
         self.run = run
         self.announced += 1
 
     def publish_policy_version(self, version: int) -> None:
-        """Take it over; ValueError if it goes backwards, as in a consumer."""
+        """Takes it over; ValueError if it goes backwards, as in a consumer."""
         if version < self.policy_version:
             raise ValueError(f"policy version {version} is before {self.policy_version}")
         self.policy_version = version
 
     def pause(self) -> None:
-        """Set `paused`."""
+        """Sets `paused`."""
         self.paused = True
 
     def resume(self) -> None:
-        """Clear `paused`."""
+        """Clears `paused`."""
         self.paused = False
 
     def drain(self) -> None:
-        """Set `draining`."""
+        """Sets `draining`."""
         self.draining = True
 
     def queue_groups(self, producer_id: str | None = None) -> int:

@@ -1,6 +1,7 @@
 """A build with fail-points, made from a source tree beside whatever is installed.
 
-Knows setup.py and time stamps; which labels there are, and how a child dies on one, is faults.py's. Imported by tests only.
+Knows setup.py and time stamps; which labels there are, and how a child dies on one, is faults.py's. Imported
+by tests only.
 """
 
 import fcntl
@@ -13,9 +14,11 @@ _SOURCES = {".py", ".pyx", ".pxd", ".h", ".c"}
 
 
 def fault_build(source_tree: str | os.PathLike[str], into: str | os.PathLike[str]) -> Path:
-    """Builds shmbridge with fail-points, if a source is newer than the last such build; the folder for a child's PYTHONPATH.
+    """Builds shmbridge with fail-points, if a source is newer than the last such build; the folder for a
+    child's PYTHONPATH.
 
-    Blocks for the build (about a minute), and while another process builds into the same folder. Needs Cython and a C compiler.
+    Blocks for the build (about a minute), and while another process builds into the same folder. Needs Cython
+    and a C compiler.
 
     Args:
         source_tree: a clone or an unpacked source archive: the folder of setup.py.
@@ -43,18 +46,29 @@ def fault_build(source_tree: str | os.PathLike[str], into: str | os.PathLike[str
 def _build(tree: Path, folder: Path) -> None:
     build = ["build", "--build-base", f"{folder}-base", "--build-lib", str(folder), "build_ext", "-j2"]
     done = subprocess.run(
-        [sys.executable, "setup.py", "-q", *build], cwd=tree, env={**os.environ, "SHMBRIDGE_FAULTS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "setup.py", "-q", *build],
+        cwd=tree,
+        env={**os.environ, "SHMBRIDGE_FAULTS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     if done.returncode != 0:
         raise RuntimeError(f"the build with fail-points failed:\n{done.stdout[-4000:]}")
-    subprocess.run([sys.executable, "-m", "compileall", "-q", str(folder)], check=False, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "compileall", "-q", str(folder)], check=False, stdout=subprocess.DEVNULL
+    )
 
 
 def _newest_source(tree: Path) -> float:
     sources = [tree / "setup.py", tree / "pyproject.toml"]
     for package in ("shmbridge", "producers", "consumers"):
-        sources += [path for path in (tree / package).rglob("*") if path.suffix in _SOURCES and not _is_generated(path)]
+        sources += [
+            path
+            for path in (tree / package).rglob("*")
+            if path.suffix in _SOURCES and not _is_generated(path)
+        ]
     return max(path.stat().st_mtime for path in sources)
 
 

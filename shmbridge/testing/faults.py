@@ -1,8 +1,8 @@
 """Fail-points: where a process can be made to die or to stop, and children that do so there.
 
-A build with SHMBRIDGE_FAULTS=1 (fault_build.py makes one) passes a labelled point at every step that matters if the process ends on it;
-SHMBRIDGE_FAULT in the environment arms one. Knows labels and processes; knows nothing of what a child does. Imported by tests, never by
-the package itself.
+A build with SHMBRIDGE_FAULTS=1 (fault_build.py makes one) passes a labelled point at every step that matters
+if the process ends on it; SHMBRIDGE_FAULT in the environment arms one. Knows labels and processes; knows
+nothing of what a child does. Imported by tests, never by the package itself.
 """
 
 import difflib
@@ -18,11 +18,21 @@ from typing import Self
 
 # Per role, in the order in which a run passes them.
 CREATING_CONTROL = ("control.locked", "control.before_magic")
-CREATING_LANE = ("segment.created", "segment.locked", "segment.reserved", "lane.before_magic", "lane.after_magic")
+CREATING_LANE = (
+    "segment.created",
+    "segment.locked",
+    "segment.reserved",
+    "lane.before_magic",
+    "lane.after_magic",
+)
 BEFORE_COMMIT = (
-    "producer.claimed", "producer.payload_written", "producer.body_written", "producer.generation_stored", "producer.ring_written",
+    "producer.claimed",
+    "producer.payload_written",
+    "producer.body_written",
+    "producer.generation_stored",
+    "producer.ring_written",
     "producer.before_tail",
-)  # fmt: skip
+)
 AFTER_COMMIT = ("producer.committed", "producer.woken_hub")
 WAITING_FOR_SPACE = ("producer.waiting",)
 ASKING_FOR_TICKETS = ("ticket.granted", "ticket.shown")
@@ -37,9 +47,14 @@ RANK_JOINING = ("rank.locked", "rank.epoch_loaded", "rank.epoch_locked", "rank.j
 RANK_READING = ("rank.looking", "rank.holding", "rank.told_done")
 SWEEPING = ("segment.unlinking",)
 WEIGHTS = (
-    "weights.before_magic", "weights.filling", "weights.numbered", "weights.filled", "weights.stamped", "weights.slot_whole",
+    "weights.before_magic",
+    "weights.filling",
+    "weights.numbered",
+    "weights.filled",
+    "weights.stamped",
+    "weights.slot_whole",
     "weights.committed",
-)  # fmt: skip
+)
 WEIGHTS_REPLACING = ("weights.floor_raised", "weights.removed", "weights.created")
 WEIGHTS_TENSORS = ("weights.tensor_written",)
 WEIGHTS_FILLING = ("weights.parts_refused",)
@@ -71,21 +86,29 @@ class Fault:
 
     def __post_init__(self) -> None:
         if not any(self.label in labels for labels in LABELS.values()):
-            near = difflib.get_close_matches(self.label, [label for labels in LABELS.values() for label in labels], n=3)
-            raise ValueError(f"no fail-point is called {self.label!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+            near = difflib.get_close_matches(
+                self.label, [label for labels in LABELS.values() for label in labels], n=3
+            )
+            raise ValueError(
+                f"no fail-point is called {self.label!r}"
+                + (f"; did you mean {' or '.join(near)}?" if near else "")
+            )
 
     def __str__(self) -> str:
         return f"{self.label}:{self.skip}:{int(self.signal_number)}"
 
 
 class FaultyChild:
-    """A Python child that imports the build with fail-points and may die on one. Its standard output is read line by line.
+    """A Python child that imports the build with fail-points and may die on one.
+
+    Its standard output is read line by line.
 
     A context manager: the child never outlives the block. For one thread.
 
     Args:
         argv: arguments after the interpreter; the child runs in `/`, so paths are absolute.
-        build: folder the build with fail-points was installed into; nothing else is on the child's PYTHONPATH.
+        build: folder the build with fail-points was installed into; nothing else is on the child's
+            PYTHONPATH.
         fault: what is armed, or None.
         environment: more variables for the child.
     """
@@ -98,14 +121,19 @@ class FaultyChild:
         fault: Fault | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        variables = {**os.environ, **(environment or {}), "PYTHONPATH": os.fspath(build), "PYTHONUNBUFFERED": "1"}
+        variables = {
+            **os.environ,
+            **(environment or {}),
+            "PYTHONPATH": os.fspath(build),
+            "PYTHONUNBUFFERED": "1",
+        }
         variables.pop("SHMBRIDGE_FAULT", None)
         if fault is not None:
             variables["SHMBRIDGE_FAULT"] = str(fault)
         self.fault = fault
         self.process = subprocess.Popen(
             [sys.executable, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables, cwd="/"
-        )  # fmt: skip
+        )
         self.said: list[str] = []
         self._rest = b""
 
@@ -115,14 +143,20 @@ class FaultyChild:
         return self.process.pid
 
     def line(self, timeout_s: float = 20.0) -> str | None:
-        """The next line it says; None at the end of its output. AssertionError after `timeout_s` seconds of silence."""
+        """The next line it says; None at the end of its output.
+
+        AssertionError after `timeout_s` seconds of silence.
+        """
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._rest:
                 if not selector.select(max(deadline - time.monotonic(), 0)):
-                    raise AssertionError(f"child {self.pid} ({self.fault}) has said nothing for {timeout_s} s after {self.said[-3:]}")
+                    raise AssertionError(
+                        f"child {self.pid} ({self.fault}) has said nothing for {timeout_s} s after "
+                        f"{self.said[-3:]}"
+                    )
                 chunk = os.read(self.process.stdout.fileno(), 1 << 16)
                 if not chunk:
                     return None
@@ -134,7 +168,9 @@ class FaultyChild:
     def until(self, wanted: str, timeout_s: float = 20.0) -> None:
         """Reads until it has said `wanted`; AssertionError if it ends first."""
         while (line := self.line(timeout_s)) != wanted:
-            assert line is not None, f"child {self.pid} ({self.fault}) ended before {wanted!r}: {self.said[-3:]}"
+            assert line is not None, (
+                f"child {self.pid} ({self.fault}) ended before {wanted!r}: {self.said[-3:]}"
+            )
 
     def tell(self, line: str = "") -> None:
         """Writes one line to its standard input."""
@@ -143,7 +179,9 @@ class FaultyChild:
         self.process.stdin.flush()
 
     def end(self, timeout_s: float = 20.0) -> int:
-        """Reads the rest of its output, waits for its end, and returns the return code: minus the signal if one killed it."""
+        """Reads the rest of its output, waits for its end, and returns the return code: minus the signal if
+        one killed it.
+        """
         while self.line(timeout_s) is not None:
             pass
         return self.process.wait(timeout_s)
@@ -152,7 +190,9 @@ class FaultyChild:
         """As `end`, and the armed fault must have been what ended it."""
         code = self.end(timeout_s)
         assert self.fault is not None
-        assert code == -self.fault.signal_number, f"child ended with {code}, not on {self.fault}: {self.said[-3:]}"
+        assert code == -self.fault.signal_number, (
+            f"child ended with {code}, not on {self.fault}: {self.said[-3:]}"
+        )
 
     def wait_stopped(self, timeout_s: float = 20.0) -> None:
         """Waits until a signal has stopped it; AssertionError if it ends or goes on."""
@@ -160,9 +200,13 @@ class FaultyChild:
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
             if pid:
-                assert os.WIFSTOPPED(status), f"child ended with status {status:#x}, not on {self.fault}: {self.said[-3:]}"
+                assert os.WIFSTOPPED(status), (
+                    f"child ended with status {status:#x}, not on {self.fault}: {self.said[-3:]}"
+                )
                 return
-            assert time.monotonic() < deadline, f"child {self.pid} did not reach {self.fault} within {timeout_s} s: {self.said[-3:]}"
+            assert time.monotonic() < deadline, (
+                f"child {self.pid} did not reach {self.fault} within {timeout_s} s: {self.said[-3:]}"
+            )
             time.sleep(0.002)
 
     def go_on(self) -> None:

@@ -1,7 +1,8 @@
-"""pytest fixtures for tests of code that uses a bridge: `pytest_plugins = ["shmbridge.testing.fixtures"]` in the top conftest.py.
+"""pytest fixtures for tests of code that uses a bridge: `pytest_plugins = ["shmbridge.testing.fixtures"]` in
+the top conftest.py.
 
-A name nobody else uses, ends that are closed, children that do not outlive the test. Not loaded by itself: names as short as `child` are a
-project's own to give away. The only module of shmbridge that imports pytest.
+A name nobody else uses, ends that are closed, children that do not outlive the test. Not loaded by itself:
+names as short as `child` are a project's own to give away. The only module of shmbridge that imports pytest.
 """
 
 import contextlib
@@ -33,7 +34,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def bridge(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A bridge name nobody else uses. After a test that passed, nothing of it may be left, and whoever still holds it is named."""
+    """A bridge name nobody else uses.
+
+    After a test that passed, nothing of it may be left, and whoever still holds it is named.
+    """
     stem = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[:28].strip("-")
     name = f"t-{stem}-{os.getpid()}-{os.urandom(2).hex()}"
     yield name
@@ -48,13 +52,16 @@ def bridge(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def segments(bridge: str) -> Callable[[], list[str]]:
-    """Call it for the names of what of the bridge stands on the mount now."""
+    """Calls it for the names of what of the bridge stands on the mount now."""
     return lambda: segments_of(bridge)
 
 
 @pytest.fixture
 def make_producer(bridge: str) -> Iterator[Callable[..., shmbridge.Producer]]:
-    """Call it for a Producer of the bridge, with Producer's options; lanes of 64 KiB unless said otherwise. Closed at the end."""
+    """Calls it for a Producer of the bridge, with Producer's options; lanes of 64 KiB unless said otherwise.
+
+    Closed at the end.
+    """
     with contextlib.ExitStack() as made:
 
         def make(**options: Any) -> shmbridge.Producer:
@@ -67,7 +74,7 @@ def make_producer(bridge: str) -> Iterator[Callable[..., shmbridge.Producer]]:
 
 @pytest.fixture
 def make_consumer(bridge: str) -> Iterator[Callable[..., shmbridge.Consumer]]:
-    """Call it for a Consumer of the bridge, with Consumer's options. Closed at the end."""
+    """Calls it for a Consumer of the bridge, with Consumer's options. Closed at the end."""
     with contextlib.ExitStack() as made:
 
         def make(**options: Any) -> shmbridge.Consumer:
@@ -80,7 +87,8 @@ def make_consumer(bridge: str) -> Iterator[Callable[..., shmbridge.Consumer]]:
 
 @pytest.fixture
 def child(bridge: str) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """Call it with Python code to run in a child, where `bridge` is defined; it returns once the child has printed `until`.
+    """Calls it with Python code to run in a child, where `bridge` is defined; it returns once the child has
+    printed `until`.
 
     Standard input and output are pipes, in text. Killed at the end of the test, if it still runs.
     """
@@ -88,7 +96,10 @@ def child(bridge: str) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 
         def start(code: str, *, until: str = "ready") -> "subprocess.Popen[str]":
             process = subprocess.Popen(
-                [sys.executable, "-c", f"bridge = {bridge!r}\n{code}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, "-c", f"bridge = {bridge!r}\n{code}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             children.callback(_end, process)
             line = _pipe(process.stdout).readline().strip()

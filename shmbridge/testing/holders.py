@@ -1,4 +1,5 @@
-"""What of a bridge stands on the mount, and which processes still have it open or mapped: what a test says when it leaves something.
+"""What of a bridge stands on the mount, and which processes still have it open or mapped: what a test says
+when it leaves something.
 
 Looks at names and at /proc only; touches no segment. Called by the fixtures.
 """
@@ -30,7 +31,11 @@ def holders(bridge: str) -> list[str]:
 
 def _mapped(process: Path, prefix: str) -> list[str]:
     with contextlib.suppress(OSError):  # it has ended meanwhile, or is somebody else's
-        paths = [line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines() if prefix in line]
+        paths = [
+            line.split(maxsplit=5)[-1]
+            for line in (process / "maps").read_text().splitlines()
+            if prefix in line
+        ]
         return sorted({path.removeprefix(f"{MOUNT}/").removesuffix(" (deleted)") for path in paths})
     return []
 

@@ -1,7 +1,8 @@
-"""The specification of a bridge's lanes and their hub, in plain Python: what each step may do, and what must be seen after it.
+"""The specification of a bridge's lanes and their hub, in plain Python: what each step may do, and what must
+be seen after it.
 
-No memory, no locks, no waiting: only the rules of docs/adr/0001-lanes.md. Where a ring has a choice (the place of an extent, the lane it
-serves next) the model is told the choice and checks that it was allowed.
+No memory, no locks, no waiting: only the rules of docs/adr/0001-lanes.md. Where a ring has a choice (the
+place of an extent, the lane it serves next) the model is told the choice and checks that it was allowed.
 """
 
 from dataclasses import dataclass
@@ -55,11 +56,17 @@ class RingModel:
         self._has_hub = False
         self._head_found = 0  # `head` when the present hub came
 
-    # -- the producer -------------------------------------------------------------------------------------------------------------
+    # -- the producer
+    # --------------------------------------------------------------------------------------------------------
 
     def place_for(self, size: int) -> int | None:
-        """The first place for a claim of `size` bytes, which must succeed if there is one: a free slot, and a gap that is wide enough."""
-        taken = sorted([(record.at, record.size) for record in self._records.values()] + ([self._claim] if self._claim else []))
+        """The first place for a claim of `size` bytes, which must succeed if there is one: a free slot, and a
+        gap that is wide enough.
+        """
+        taken = sorted(
+            [(record.at, record.size) for record in self._records.values()]
+            + ([self._claim] if self._claim else [])
+        )
         if len(taken) == self.slots:
             return None
         begin = 0
@@ -70,7 +77,10 @@ class RingModel:
         return None
 
     def claim(self, at: int, size: int) -> None:
-        """The ring reserved `size` bytes at `at`. Nothing un-released may lie there: a reader still looks at it."""
+        """The ring reserved `size` bytes at `at`.
+
+        Nothing un-released may lie there: a reader still looks at it.
+        """
         assert self._alive, "the producer is dead"
         assert self._claim is None, "one open claim per producer"
         size = lines(size)
@@ -79,7 +89,9 @@ class RingModel:
         assert len(self._records) < self.slots, "no slot is free"
         for sequence, record in self._records.items():
             apart = at + size <= record.at or record.at + record.size <= at
-            assert apart, f"extent {at}+{size} overlaps un-released record {sequence} at {record.at}+{record.size}"
+            assert apart, (
+                f"extent {at}+{size} overlaps un-released record {sequence} at {record.at}+{record.size}"
+            )
         self._claim = (at, size)
 
     def abort(self) -> None:
@@ -99,7 +111,8 @@ class RingModel:
         """The open claim never existed; what is committed stays."""
         self._claim, self._alive = None, False
 
-    # -- the hub ------------------------------------------------------------------------------------------------------------------
+    # -- the hub
+    # --------------------------------------------------------------------------------------------------------
 
     def hub_starts(self) -> None:
         """A hub comes: every committed, un-released record can be taken again, in order."""
@@ -114,14 +127,19 @@ class RingModel:
         self._has_hub = False
 
     def take(self) -> Taken | None:
-        """The oldest record that can be taken, or None. `redelivered` exactly where an earlier hub may have handed it out.
+        """The oldest record that can be taken, or None.
 
-        If its slot makes no sense the lane is quarantined: nothing more is taken from it, and all that waited is counted as discarded.
+        `redelivered` exactly where an earlier hub may have handed it out.
+
+        If its slot makes no sense the lane is quarantined: nothing more is taken from it, and all that waited
+        is counted as discarded.
         """
         assert self._has_hub
         if not self.waiting:
             return None
-        sequence = min(sequence for sequence, record in self._records.items() if record.state is State.WAITING)
+        sequence = min(
+            sequence for sequence, record in self._records.items() if record.state is State.WAITING
+        )
         record = self._records[sequence]
         if record.damaged:
             self.discarded += self.waiting
@@ -152,7 +170,8 @@ class RingModel:
         waiting = [sequence for sequence, record in self._records.items() if record.state is State.WAITING]
         self._records[min(waiting)].damaged = True
 
-    # -- what can be seen -----------------------------------------------------------------------------------------------------------
+    # -- what can be seen
+    # --------------------------------------------------------------------------------------------------------
 
     @property
     def unreleased(self) -> int:

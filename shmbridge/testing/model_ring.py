@@ -1,7 +1,8 @@
-"""The model as a ring of its own: its lanes, memory that is really overwritten, and the choices that the rules leave open.
+"""The model as a ring of its own: its lanes, memory that is really overwritten, and the choices that the
+rules leave open.
 
-Extents are placed first-fit, lanes are served in turn. Driven by the conformance suite to show that the rules have the properties asked
-of every ring.
+Extents are placed first-fit, lanes are served in turn. Driven by the conformance suite to show that the rules
+have the properties asked of every ring.
 """
 # ruff: noqa: D102, the methods are RingUnderTest's and documented there
 
@@ -95,4 +96,12 @@ class ModelRing(RingUnderTest):
 
 def words_of(model: RingModel) -> Words:
     """What a lane must say by the rules."""
-    return Words(model.tail, model.head, model.unreleased, model.discarded, model.quarantined, model.waiting, model.held)
+    return Words(
+        model.tail,
+        model.head,
+        model.unreleased,
+        model.discarded,
+        model.quarantined,
+        model.waiting,
+        model.held,
+    )

@@ -1,7 +1,8 @@
-"""What a ring must offer to be driven by the conformance suite: some lanes, a producer each, and at most one hub at a time.
+"""What a ring must offer to be driven by the conformance suite: some lanes, a producer each, and at most one
+hub at a time.
 
-Knows the words of docs/adr/0001-lanes.md and no implementation. A ring of your own derives from RingUnderTest; the model and the
-compiled ring do.
+Knows the words of docs/adr/0001-lanes.md and no implementation. A ring of your own derives from
+RingUnderTest; the model and the compiled ring do.
 """
 
 from abc import ABC, abstractmethod
@@ -41,7 +42,8 @@ class Words:
 class RingUnderTest(ABC):
     """One bridge. Lanes are numbered from 0; a record is known by lane and sequence.
 
-    The suite never calls what the protocol forbids, such as a second claim of one lane. A ring may answer such a call as it likes.
+    The suite never calls what the protocol forbids, such as a second claim of one lane. A ring may answer
+    such a call as it likes.
 
     Args:
         lane_count: how many lanes, each with a living producer.
@@ -52,11 +54,14 @@ class RingUnderTest(ABC):
     def __init__(self, lane_count: int, slots: int, data_bytes: int) -> None:
         self.lane_count, self.slots, self.data_bytes = lane_count, slots, data_bytes
 
-    # -- a lane's producer --------------------------------------------------------------------------------------------------------
+    # -- a lane's producer
+    # --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def claim(self, lane: int, size: int) -> int | None:
-        """Reserves `size` bytes, rounded up to lines: their place in the data area; None while there is no room."""
+        """Reserves `size` bytes, rounded up to lines: their place in the data area; None while there is no
+        room.
+        """
 
     @abstractmethod
     def commit(self, lane: int, payload: bytes) -> int:
@@ -70,7 +75,8 @@ class RingUnderTest(ABC):
     def producer_dies(self, lane: int) -> None:
         """The lane's producer is no more, with or without an open claim; nobody calls it again."""
 
-    # -- the hub ------------------------------------------------------------------------------------------------------------------
+    # -- the hub
+    # --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def hub_starts(self) -> None:
@@ -82,7 +88,10 @@ class RingUnderTest(ABC):
 
     @abstractmethod
     def take(self) -> Seen | None:
-        """The next record of any lane, leased; None if no lane has one. A lane whose words cannot be true is quarantined on the way."""
+        """The next record of any lane, leased; None if no lane has one.
+
+        A lane whose words cannot be true is quarantined on the way.
+        """
 
     @abstractmethod
     def read(self, lane: int, sequence: int) -> bytes:
@@ -108,7 +117,8 @@ class RingUnderTest(ABC):
     def drop_view(self, lane: int, sequence: int) -> None:
         """Lets the kept view go."""
 
-    # -- whoever looks, and whoever breaks ------------------------------------------------------------------------------------------
+    # -- whoever looks, and whoever breaks
+    # ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def words(self, lane: int) -> Words:

@@ -1,6 +1,8 @@
-"""Short stories that every ring must live through, each a function of `make_ring(lane_count, slots, data_bytes)`.
+"""Short stories that every ring must live through, each a function of
+`make_ring(lane_count, slots, data_bytes)`.
 
-They name what the state machine finds at random: read them first, and run them first on a ring of your own. Know RingUnderTest only.
+They name what the state machine finds at random: read them first, and run them first on a ring of your own.
+Know RingUnderTest only.
 """
 
 from collections.abc import Callable
@@ -8,7 +10,8 @@ from collections.abc import Callable
 from shmbridge.testing.ring_under_test import LINE, RingUnderTest, Seen
 
 Scenario = Callable[[RingUnderTest], None]
-SCENARIOS: dict[str, tuple[tuple[int, int, int], Scenario]] = {}  # name -> (lane_count, slots, data_bytes), story
+# name -> (lane_count, slots, data_bytes), story
+SCENARIOS: dict[str, tuple[tuple[int, int, int], Scenario]] = {}
 
 
 def run_scenario(name: str, make_ring: Callable[[int, int, int], RingUnderTest]) -> None:
@@ -117,7 +120,9 @@ def a_view_outlives_the_release(ring: RingUnderTest) -> None:
 
 @_scenario(2, 4, 4)
 def lanes_do_not_disturb_each_other(ring: RingUnderTest) -> None:
-    """One is full and held, the other goes on; which one is served first is nobody's business, but both are."""
+    """One is full and held, the other goes on; which one is served first is nobody's business, but both
+    are.
+    """
     ring.hub_starts()
     _put(ring, 0, 4)
     _put(ring, 1, 2)
@@ -202,7 +207,9 @@ def discards_are_counted_where_they_happen(ring: RingUnderTest) -> None:
 
 @_scenario(2, 4, 4)
 def nonsense_quarantines_its_own_lane(ring: RingUnderTest) -> None:
-    """What waited there is counted as lost; what is held stays whole; the neighbour and the next hub are not concerned."""
+    """What waited there is counted as lost; what is held stays whole; the neighbour and the next hub are not
+    concerned.
+    """
     _put(ring, 0, 2)
     ring.hub_starts()
     (held,) = _take(ring, 1)

@@ -32,7 +32,13 @@ class EnvProcess:
                 [sys.executable, "-m", "shmbridge.producers.atropos", *arguments],
                 stdout=output,
                 stderr=output,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1"},
+                env=os.environ
+                | {
+                    "PYTHONPATH": str(ROOT),
+                    "HF_HUB_OFFLINE": "1",
+                    "WANDB_MODE": "disabled",
+                    "PYTHONUNBUFFERED": "1",
+                },
             )
 
     @property
@@ -64,13 +70,19 @@ class EnvProcess:
 
 @pytest.fixture
 def start_env(tmp_path: Path, bridge: str, tokenizer: str) -> Iterator[Callable[..., EnvProcess]]:
-    """Start an environment of envs/: `start_env(*arguments of its own, script=..., lane_bytes=..., options=(those of the bridge))`."""
+    """Start an environment of envs/: `start_env(*arguments of its own, script=..., lane_bytes=...,
+    options=(those of the bridge))`.
+    """
     started: list[EnvProcess] = []
 
     def start(
-        *arguments: str, script: str = "seeded_env.py", command: str = "serve", lane_bytes: str = "1M", options: tuple[str, ...] = (),
+        *arguments: str,
+        script: str = "seeded_env.py",
+        command: str = "serve",
+        lane_bytes: str = "1M",
+        options: tuple[str, ...] = (),
         tokenizer: str = tokenizer,
-    ) -> EnvProcess:  # fmt: skip
+    ) -> EnvProcess:
         ours = ["--bridge", bridge, "--lane-bytes", lane_bytes, *options, str(ENVS / script), command]
         log = tmp_path / f"env{len(started)}.log"
         started.append(EnvProcess(log, *ours, "--env.tokenizer_name", tokenizer, *arguments))
@@ -86,7 +98,11 @@ def start_env(tmp_path: Path, bridge: str, tokenizer: str) -> Iterator[Callable[
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the examples' tiny model, with its tokenizer and chat template."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    subprocess.run([sys.executable, str(ROOT / "examples" / "tiny_model.py"), str(folder), "--seed", "1"], check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "tiny_model.py"), str(folder), "--seed", "1"],
+        check=True,
+        timeout=100,
+    )
     return folder
 
 
@@ -94,11 +110,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def policy_url(model: Path) -> Iterator[str]:
     """The address of a policy server with the tiny model."""
     log = model.parent / "server.log"
-    command = [sys.executable, "-m", "shmbridge.consumers.policy_server", "--model", str(model), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "shmbridge.consumers.policy_server",
+        "--model",
+        str(model),
+        "--port",
+        "0",
+    ]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with log.open("wb") as output:
         server = subprocess.Popen(
-            command, stdout=output, stderr=output, env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            command,
+            stdout=output,
+            stderr=output,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         )
     try:
         deadline = time.monotonic() + 60
@@ -131,14 +158,20 @@ def script() -> ModuleType:
 
 
 @pytest.fixture
-def make_env(script: ModuleType, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Make an environment in this process: `make_env(class or None, **fields of its config)`. Everything is detached at the end."""
+def make_env(
+    script: ModuleType, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Any]]:
+    """Make an environment in this process: `make_env(class or None, **fields of its config)`.
+
+    Everything is detached at the end.
+    """
     from atroposlib.envs import base
 
     from shmbridge.producers import atropos
 
     sleep = asyncio.sleep
-    monkeypatch.setattr(base.asyncio, "sleep", lambda seconds, *rest: sleep(min(seconds, 0.05), *rest))  # BaseEnv waits 5 s at its start
+    # BaseEnv waits 5 s at its start
+    monkeypatch.setattr(base.asyncio, "sleep", lambda seconds, *rest: sleep(min(seconds, 0.05), *rest))
 
     def make(env_class: type | None = None, **config: Any) -> Any:
         defaults, servers = script.SeededEnv.config_init()

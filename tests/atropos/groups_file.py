@@ -1,4 +1,6 @@
-"""What an environment recorded with `data_path_to_save_groups`, beside what came out of a bridge: the same text for the same group."""
+"""What an environment recorded with `data_path_to_save_groups`, beside what came out of a bridge: the same
+text for the same group.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ def rounded(value: Any) -> Any:
 
 def as_text(group: dict[str, Any]) -> str:
     """A group without its nulls and without what is added on the way."""
-    kept = {key: rounded(value) if key in FLOAT32 else value for key, value in group.items() if key not in NOT_RECORDED}
+    kept = {
+        key: rounded(value) if key in FLOAT32 else value
+        for key, value in group.items()
+        if key not in NOT_RECORDED
+    }
     return json.dumps({key: value for key, value in kept.items() if value is not None}, sort_keys=True)
 
 

@@ -1,4 +1,6 @@
-"""Answers as servers give them, rows as environments send them, and what is read of a stamp, for the tests of both."""
+"""Answers as servers give them, rows as environments send them, and what is read of a stamp, for the tests of
+both.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def said(*spans: tuple[Any, int, int]) -> list[dict[str, Any]]:
     return [{"version": str(version), "start": start, "end": end} for version, start, end in spans]
 
 
-def generated(prompt: list[int] | None, *answers: tuple[list[int], list[dict[str, Any]] | None], **more: Any) -> dict[str, Any]:
+def generated(
+    prompt: list[int] | None, *answers: tuple[list[int], list[dict[str, Any]] | None], **more: Any
+) -> dict[str, Any]:
     body = {"token_ids": [tokens for tokens, _ in answers], "finish_reasons": ["stop"] * len(answers), **more}
     if any(spans is not None for _, spans in answers):
         body["weight_versions"] = [spans for _, spans in answers]

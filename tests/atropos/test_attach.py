@@ -140,7 +140,9 @@ async def test_the_name_falls_back_to_that_of_the_class(make_env: Callable[..., 
     await left(other)
 
 
-async def test_the_name_may_be_the_instances(make_env: Callable[..., Any], consumer: Any, script: ModuleType) -> None:
+async def test_the_name_may_be_the_instances(
+    make_env: Callable[..., Any], consumer: Any, script: ModuleType
+) -> None:
     class Named(script.SeededEnv):  # type: ignore[misc, name-defined]
         @property
         def name(self) -> str:
@@ -349,7 +351,11 @@ async def test_a_group_that_cannot_be_carried_is_said_once_and_counted(
     for item in (10, 20, 30):
         await env.handle_send_to_api(good_group(script, item, **fault))
     await env.handle_send_to_api(good_group(script, 40))
-    errors = [record.getMessage() for record in caplog.records if record.name.startswith("shmbridge.") and record.levelname == "ERROR"]
+    errors = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("shmbridge.") and record.levelname == "ERROR"
+    ]
     assert len(errors) == 1
     assert named in errors[0]
     with consumer.get(5) as record:

@@ -173,7 +173,9 @@ def test_a_kill_leaves_the_other_environment_alone(bridge: str, start_env: Calla
 def test_workers_cancelled_by_the_throttle_lose_nothing(
     bridge: str, start_env: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """A lane of 256 KiB, records of 40: it is full long before the queue is, workers wait for room, BaseEnv cancels them."""
+    """A lane of 256 KiB, records of 40: it is full long before the queue is, workers wait for room, BaseEnv
+    cancels them.
+    """
     truth, cancelled = tmp_path / "groups.jsonl", tmp_path / "cancelled"
     small = shmbridge.Run(batch_size=4, max_token_len=4096, num_steps=1000)
     groups: list[str] = []
@@ -184,14 +186,17 @@ def test_workers_cancelled_by_the_throttle_lose_nothing(
             lane_bytes="256K",
         )
         env.until(lambda: consumer.stats()["producer_wait_s"] > 0)
-        with shmbridge.Producer(bridge, env_name="flood", lane_bytes="1M") as flood:  # now the queue is too long, too
+        # now the queue is too long, too
+        with shmbridge.Producer(bridge, env_name="flood", lane_bytes="1M") as flood:
             flood.put_many([{"tokens": [[1]]}] * 20)
         env.until(cancelled.exists)
         env.until(lambda: take(consumer, groups, timeout_s=0.1) and len(groups) == 44 + 20, timeout_s=100)
         assert env.end(signal.SIGINT) != 0
         assert consumer.stats()["producer_wait_s"] > 0
         assert consumer.stats()["dropped_total"] == 0
-    assert sorted(group for group in groups if json.loads(group)["tokens"] != [[1]]) == sorted(recorded(truth))
+    assert sorted(group for group in groups if json.loads(group)["tokens"] != [[1]]) == sorted(
+        recorded(truth)
+    )
 
 
 def test_an_environment_evaluates_and_ends_when_its_steps_are_done(
@@ -278,11 +283,7 @@ def test_too_little_memory_is_said_before_anything_runs(
 
 def test_a_missing_atroposlib_is_said_with_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "atroposlib.py").write_text("raise ImportError('No module named atroposlib')")
-    finished = command(
-        *MODULE,
-        *("--bridge", "b", SCRIPT),
-        PYTHONPATH=f"{tmp_path}:{ROOT}",
-    )
+    finished = command(*MODULE, *("--bridge", "b", SCRIPT), PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert finished.returncode == 2
     assert "pip install 'shmbridge[atropos]'" in finished.stderr
     assert "Traceback" not in finished.stderr

@@ -1,7 +1,9 @@
-"""Every field of a group arrives as upstream's own server would have delivered it, or is refused where it was made.
+"""Every field of a group arrives as upstream's own server would have delivered it, or is refused where it was
+made.
 
-Equal means: the same value and type under each of the fourteen keys; a key that was not sent is null on upstream's wire and absent here,
-and both read as None; floats per token are those of upstream rounded to float32; scores are not rounded.
+Equal means: the same value and type under each of the fourteen keys; a key that was not sent is null on
+upstream's wire and absent here, and both read as None; floats per token are those of upstream rounded to
+float32; scores are not rounded.
 """
 
 from __future__ import annotations
@@ -35,18 +37,38 @@ JSON = st.recursive(
     max_leaves=6,
 )
 KEYED = st.dictionaries(TEXT, JSON, max_size=3)
-MESSAGE = st.fixed_dictionaries({"role": TEXT, "content": JSON}, optional={"reward": FLOAT | st.none(), "tool_calls": JSON})
+MESSAGE = st.fixed_dictionaries(
+    {"role": TEXT, "content": JSON}, optional={"reward": FLOAT | st.none(), "tool_calls": JSON}
+)
 PER_TOKEN = ("advantages", "ref_logprobs", "inference_logprobs")
 KEYS = (
-    "tokens", "masks", "scores", *PER_TOKEN, "messages", "generation_params", "overrides", "group_overrides", "images", "env_id",
-    "distill_token_ids", "distill_logprobs",
-)  # fmt: skip
-REGISTRATION = {"wandb_group": "g", "wandb_project": "p", "checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0}
+    "tokens",
+    "masks",
+    "scores",
+    *PER_TOKEN,
+    "messages",
+    "generation_params",
+    "overrides",
+    "group_overrides",
+    "images",
+    "env_id",
+    "distill_token_ids",
+    "distill_logprobs",
+)
+REGISTRATION = {
+    "wandb_group": "g",
+    "wandb_project": "p",
+    "checkpoint_dir": "",
+    "save_checkpoint_interval": -1,
+    "starting_step": 0,
+}
 
 
 @st.composite
 def groups(draw: st.DrawFn, rows: int | None = None) -> dict[str, Any]:
-    """A group of any kind that upstream takes: fields there, null, empty or absent; rows that agree or do not."""
+    """A group of any kind that upstream takes: fields there, null, empty or absent; rows that agree or do
+    not.
+    """
     rows = draw(st.integers(1, 5)) if rows is None else rows
     tokens = [draw(st.lists(TOKEN, max_size=6)) for _ in range(rows)]
 
@@ -57,7 +79,10 @@ def groups(draw: st.DrawFn, rows: int | None = None) -> dict[str, Any]:
         return like_tokens(value) | st.lists(st.lists(value, max_size=6), max_size=rows + 1)
 
     def masked(trained: list[list[bool]]) -> list[list[int]]:
-        return [[token if on else -100 for token, on in zip(*pair, strict=True)] for pair in zip(tokens, trained, strict=True)]
+        return [
+            [token if on else -100 for token, on in zip(*pair, strict=True)]
+            for pair in zip(tokens, trained, strict=True)
+        ]
 
     group = {
         "tokens": tokens,
@@ -83,7 +108,9 @@ def groups(draw: st.DrawFn, rows: int | None = None) -> dict[str, Any]:
 
 
 class Upstream:
-    """The original rollout server, in this process: what goes in by POST /scored_data comes out by GET /batch."""
+    """The original rollout server, in this process: what goes in by POST /scored_data comes out by GET
+    /batch.
+    """
 
     def __init__(self) -> None:
         self._client = testclient.TestClient(server.app, raise_server_exceptions=False)
@@ -93,10 +120,14 @@ class Upstream:
         route, groups = ("scored_data_list", sent) if isinstance(sent, list) else ("scored_data", [sent])
         server.app.state = SimpleNamespace()
         rows = sum(len(group["tokens"]) for group in groups)
-        self._client.post("/register", json=REGISTRATION | {"batch_size": rows, "max_token_len": -1, "num_steps": 1}).raise_for_status()
+        self._client.post(
+            "/register", json=REGISTRATION | {"batch_size": rows, "max_token_len": -1, "num_steps": 1}
+        ).raise_for_status()
         assert self._client.get("/batch").json() == {"batch": None}
         body = json.dumps(sent)  # as BaseEnv's client: NaN stays NaN
-        self._client.post(f"/{route}", content=body, headers={"Content-Type": "application/json"}).raise_for_status()
+        self._client.post(
+            f"/{route}", content=body, headers={"Content-Type": "application/json"}
+        ).raise_for_status()
         return self._client.get("/batch").raise_for_status().json()["batch"]
 
 
@@ -107,7 +138,9 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> Upstream:
 
 
 @pytest.fixture
-def bridged(make_producer: Callable[..., Any], consumer: shmbridge.Consumer) -> Iterator[Callable[[dict], dict]]:
+def bridged(
+    make_producer: Callable[..., Any], consumer: shmbridge.Consumer
+) -> Iterator[Callable[[dict], dict]]:
     producer = make_producer(lane_bytes="1M", on_full="raise")
 
     def deliver(group: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +160,10 @@ def comparable(group: dict[str, Any], *, rounded: bool) -> dict[str, str]:
     """Every key as text that tells 1 from 1.0 and True, and -0.0 from 0.0."""
     floats = (*PER_TOKEN, "distill_logprobs")
     values = {key: group.get(key) for key in KEYS}
-    return {key: repr(float32(value) if rounded and key in floats and value is not None else value) for key, value in values.items()}
+    return {
+        key: repr(float32(value) if rounded and key in floats and value is not None else value)
+        for key, value in values.items()
+    }
 
 
 SLOW = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -136,7 +172,9 @@ EXAMPLES = settings(max_examples=120, deadline=None, suppress_health_check=SLOW)
 
 @EXAMPLES
 @given(group=groups())
-def test_a_group_is_what_upstream_delivers(upstream: Upstream, bridged: Callable[[dict], dict], group: dict[str, Any]) -> None:
+def test_a_group_is_what_upstream_delivers(
+    upstream: Upstream, bridged: Callable[[dict], dict], group: dict[str, Any]
+) -> None:
     [theirs] = upstream.deliver(copy.deepcopy(group))
     ours = bridged(copy.deepcopy(group))
     assert comparable(ours, rounded=False) == comparable(theirs, rounded=True)
@@ -145,16 +183,27 @@ def test_a_group_is_what_upstream_delivers(upstream: Upstream, bridged: Callable
 
 @settings(EXAMPLES, max_examples=25)
 @given(data=st.data(), rows=st.integers(1, 4))
-def test_a_list_of_groups_is_what_upstream_delivers(upstream: Upstream, bridged: Callable[[dict], dict], data: Any, rows: int) -> None:
+def test_a_list_of_groups_is_what_upstream_delivers(
+    upstream: Upstream, bridged: Callable[[dict], dict], data: Any, rows: int
+) -> None:
     sent = data.draw(st.lists(groups(rows), min_size=1, max_size=4))
     theirs = upstream.deliver(copy.deepcopy(sent))
     ours = [bridged(copy.deepcopy(group)) for group in sent]
-    assert [comparable(each, rounded=False) for each in ours] == [comparable(each, rounded=True) for each in theirs]
+    assert [comparable(each, rounded=False) for each in ours] == [
+        comparable(each, rounded=True) for each in theirs
+    ]
 
 
 @settings(EXAMPLES, max_examples=40)
-@given(group=groups(), unknown=st.dictionaries(st.sampled_from(["seed", "parsed_actions", "ground_truths", "ä"]), JSON, min_size=1))
-def test_unknown_keys_which_upstream_loses_are_carried(bridged: Callable[[dict], dict], group: dict[str, Any], unknown: dict) -> None:
+@given(
+    group=groups(),
+    unknown=st.dictionaries(
+        st.sampled_from(["seed", "parsed_actions", "ground_truths", "ä"]), JSON, min_size=1
+    ),
+)
+def test_unknown_keys_which_upstream_loses_are_carried(
+    bridged: Callable[[dict], dict], group: dict[str, Any], unknown: dict
+) -> None:
     back = bridged({**group, **copy.deepcopy(unknown)})
     assert repr({key: back[key] for key in unknown}) == repr(unknown)
 
@@ -186,8 +235,12 @@ SPOILED: dict[str, tuple[int, Callable[[Any, float], None]]] = {
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(("name", "alone"), [*((name, False) for name in SPOILED), *((name, True) for name in PER_TOKEN)])
-def test_what_has_no_json_is_refused_with_its_field_and_row(upstream: Upstream, bridged: Any, name: str, alone: bool, bad: float) -> None:
+@pytest.mark.parametrize(
+    ("name", "alone"), [*((name, False) for name in SPOILED), *((name, True) for name in PER_TOKEN)]
+)
+def test_what_has_no_json_is_refused_with_its_field_and_row(
+    upstream: Upstream, bridged: Any, name: str, alone: bool, bad: float
+) -> None:
     row, spoil = SPOILED[name]
     group = {key: FULL[key] for key in ("tokens", "masks", "scores", name)} if alone else FULL
     group = copy.deepcopy(group)

@@ -1,7 +1,8 @@
-"""Four kinds of environments on one bridge, one of them killed and started again in the middle: nothing is lost, nothing comes twice.
+"""Four kinds of environments on one bridge, one of them killed and started again in the middle: nothing is
+lost, nothing comes twice.
 
-The count is the lanes' own: produced = released + held + discarded. The content is what BaseEnv records, and, for the killed one whose file
-nobody flushed, what it can have made.
+The count is the lanes' own: produced = released + held + discarded. The content is what BaseEnv records, and,
+for the killed one whose file nobody flushed, what it can have made.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def module_of(name: str) -> Any:
 
 
 class Learner:
-    """Takes batches of four groups in a thread of its own, and keeps every group under its producer and sequence."""
+    """Takes batches of four groups in a thread of its own, and keeps every group under its producer and
+    sequence.
+    """
 
     def __init__(self, consumer: shmbridge.Consumer) -> None:
         self._consumer = consumer
@@ -74,7 +77,12 @@ class Learner:
 
 
 def test_nothing_is_lost_and_nothing_comes_twice(
-    bridge: str, start_env: Callable[..., Any], groups_file: ModuleType, model: Path, policy_url: str, tmp_path: Path
+    bridge: str,
+    start_env: Callable[..., Any],
+    groups_file: ModuleType,
+    model: Path,
+    policy_url: str,
+    tmp_path: Path,
 ) -> None:
     truth = {name: tmp_path / f"{name}.jsonl" for name in ("single", "multi", "stepwise", "again")}
 
@@ -85,7 +93,8 @@ def test_nothing_is_lost_and_nothing_comes_twice(
         learner = Learner(consumer)
         server = ("--openai.base_url", policy_url)
         single = (*server, "--openai.tokenizer_name", str(model), *saving("single"))
-        # The groups of a killed environment are those it can have made: 40 ms each, so that some are under way.
+        # The groups of a killed environment are those it can have made: 40 ms each, so that some are under
+        # way.
         killed = start_env("--env.collect_s", "0.04", script="seeded_env.py")
         living = [
             start_env(*single, script="single_turn.py", tokenizer=str(model)),
@@ -100,7 +109,9 @@ def test_nothing_is_lost_and_nothing_comes_twice(
         before = len(learner.groups["seeded"])
         living.append(start_env(*saving("again"), "--env.items", "20", script="seeded_env.py"))
         enough = {"single": 3, "multi": 3, "stepwise": 12, "seeded": before + 22}
-        living[0].until(lambda: all(len(learner.groups[name]) >= least for name, least in enough.items()), timeout_s=120)
+        living[0].until(
+            lambda: all(len(learner.groups[name]) >= least for name, least in enough.items()), timeout_s=120
+        )
         for env in living:
             env.send(signal.SIGTERM)
         for env in living:
@@ -127,7 +138,9 @@ def test_nothing_is_lost_and_nothing_comes_twice(
 
 
 def check_seeded(groups: list[dict[str, Any]], again: list[str], groups_file: ModuleType) -> None:
-    """Twice as many as the second wrote, less what the first had not committed: every one that it can have made, once."""
+    """Twice as many as the second wrote, less what the first had not committed: every one that it can have
+    made, once.
+    """
     module = module_of("seeded_env")
     got = sorted(map(groups_file.as_text, groups))
     of_first = list(got)

@@ -24,9 +24,15 @@ from shmbridge.producers import atropos
 
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000)
 REPLACED = (
-    "setup_wandb", "_register_env", "get_server_info", "get_status", "_send_scored_data_to_api", "_post_json_with_compression",
-    "env_manager", "handle_env",
-)  # fmt: skip
+    "setup_wandb",
+    "_register_env",
+    "get_server_info",
+    "get_status",
+    "_send_scored_data_to_api",
+    "_post_json_with_compression",
+    "env_manager",
+    "handle_env",
+)
 
 
 @pytest.fixture
@@ -52,7 +58,9 @@ def tokens_of(consumer: shmbridge.Consumer, into: list[Any]) -> list[Any]:
 
 def made(script: ModuleType, items: int) -> list[Any]:
     each = [script.groups_of(item) for item in range(items)]
-    return [group["tokens"] for groups in each for group in (groups if isinstance(groups, list) else [groups])]
+    return [
+        group["tokens"] for groups in each for group in (groups if isinstance(groups, list) else [groups])
+    ]
 
 
 async def test_two_environments_of_one_process_serve_two_bridges(
@@ -87,7 +95,8 @@ async def test_an_instance_goes_its_own_way_and_its_class_another(
         assert tokens_of(two, []) == [[[1]]]
         assert tokens_of(one, []) == [[[2]]]
         await atropos.detach(special)
-        await special._send_scored_data_to_api({"tokens": [[3]], "masks": [[3]], "scores": [1.0]})  # its class is attached still
+        # its class is attached still
+        await special._send_scored_data_to_api({"tokens": [[3]], "masks": [[3]], "scores": [1.0]})
         await usual._send_scored_data_to_api({"tokens": [[4]], "masks": [[4]], "scores": [1.0]})
         assert sorted(tokens_of(one, [])) == [[[3]], [[4]]]
         for env in (special, usual):
@@ -116,12 +125,16 @@ async def test_an_environments_own_sending_and_asking_are_kept(
             self.asked = True
 
     env = make_env(Doubling)
-    atropos.attach({"the instance": env, "its class": Doubling, "all": None}[attached], bridge=bridge, lane_bytes="1M")
+    atropos.attach(
+        {"the instance": env, "its class": Doubling, "all": None}[attached], bridge=bridge, lane_bytes="1M"
+    )
     with shmbridge.Consumer(bridge, run=RUN) as consumer:
         await env.register_env()
         await env.get_status()
         await env._send_scored_data_to_api({"tokens": [[1]], "masks": [[1]], "scores": [1.5]})
-        await env._send_scored_data_to_api([{"tokens": [[1]], "masks": [[1]], "scores": [score]} for score in (2.5, 3.5)])
+        await env._send_scored_data_to_api(
+            [{"tokens": [[1]], "masks": [[1]], "scores": [score]} for score in (2.5, 3.5)]
+        )
         assert env.asked
         got = [record.to_scored_data() for record in consumer.poll()]
         assert [group["scores"] for group in got] == [[3.0], [5.0], [7.0]]
@@ -157,7 +170,12 @@ async def test_detaching_puts_in_the_lane_what_waits_and_leaves_the_environment_
         assert got == [group["tokens"] for group in groups]
         assert consumer.stats()["dropped_total"] == 0
         await until(lambda: consumer.stats()["lanes_live"] == 0)
-    assert set(vars(env)) - set(before) <= {"env_id", "wandb_prepend", "checkpoint_dir", "checkpoint_interval"}
+    assert set(vars(env)) - set(before) <= {
+        "env_id",
+        "wandb_prepend",
+        "checkpoint_dir",
+        "checkpoint_interval",
+    }
     assert all(vars(env)[name] is value for name, value in before.items() if callable(value))
     with pytest.raises(Exception, match=r"RetryError|ConnectionError|Cannot connect"):
         await env._register_env()  # the rollout server again, which is not there
@@ -180,7 +198,9 @@ async def test_an_environment_runs_again_after_it_ended_or_was_attached_anew(
             await atropos.detach(env)
 
 
-def test_an_instance_is_detached_also_when_its_loop_has_ended(make_env: Callable[..., Any], bridge: str) -> None:
+def test_an_instance_is_detached_also_when_its_loop_has_ended(
+    make_env: Callable[..., Any], bridge: str
+) -> None:
     env = make_env()
     atropos.attach(env, bridge=bridge, lane_bytes="256K")
     with shmbridge.Consumer(bridge, run=RUN) as consumer:
@@ -213,11 +233,16 @@ def test_what_waits_for_room_is_counted_when_the_event_loop_ends_with_all_its_ta
         asyncio.run(main())
         in_lane = int(consumer.stats()["records_total"])
         assert 0 < in_lane < 12
-        assert f"{in_lane} groups delivered, not delivered: {12 - in_lane} with the event loop ended" in caplog.text
+        assert (
+            f"{in_lane} groups delivered, not delivered: {12 - in_lane} with the event loop ended"
+            in caplog.text
+        )
         tokens_of(consumer, [])
 
 
-def test_what_cannot_be_attached_is_said(make_env: Callable[..., Any], bridge: str, other_bridge: str) -> None:
+def test_what_cannot_be_attached_is_said(
+    make_env: Callable[..., Any], bridge: str, other_bridge: str
+) -> None:
     env = make_env()
     with pytest.raises(TypeError, match="a str is no environment"):
         atropos.attach("env", bridge=bridge)

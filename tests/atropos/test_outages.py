@@ -1,4 +1,6 @@
-"""What an attached environment outlives: a consumer that is away for seconds, a bridge that is removed under it, and what ends it."""
+"""What an attached environment outlives: a consumer that is away for seconds, a bridge that is removed under
+it, and what ends it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def remove_by_force(bridge: str) -> None:
 
 
 @pytest.fixture
-def attached(make_env: Callable[..., Any], bridge: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def attached(
+    make_env: Callable[..., Any], bridge: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Any]]:
     monkeypatch.setattr(link, "ASK_S", 0.3)
 
     def make(env_class: type | None = None, lane_bytes: str = "256K", **config: Any) -> Any:
@@ -110,7 +114,9 @@ async def test_a_bridge_removed_by_force_is_made_anew_and_what_it_held_is_counte
     remove_by_force(bridge)
     await env.get_status()
     said = [record.getMessage() for record in caplog.records]
-    assert any(re.search(rf"lane {lane.producer_id} is lost.* held {lost} groups", message) for message in said)
+    assert any(
+        re.search(rf"lane {lane.producer_id} is lost.* held {lost} groups", message) for message in said
+    )
     with shmbridge.Consumer(bridge, run=RUN) as consumer:
         await env.get_status()
         assert env.env_id == 0
@@ -130,7 +136,10 @@ async def test_a_bridge_removed_by_force_is_made_anew_and_what_it_held_is_counte
         await env._send_scored_data_to_api(copy.deepcopy(groups[0]))
         await until(lambda: consumer.poll())
         await atropos.detach(env)
-    assert f"{len(groups) - lost + 1} groups delivered, not delivered: {lost} in a lane that was removed" in caplog.text
+    assert (
+        f"{len(groups) - lost + 1} groups delivered, not delivered: {lost} in a lane that was removed"
+        in caplog.text
+    )
 
 
 def held(bridge: str) -> int:
@@ -138,11 +147,17 @@ def held(bridge: str) -> int:
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["at once", "after a while without memory"])
-async def test_all_that_wait_for_room_in_a_removed_lane_go_into_the_next(bridge: str, monkeypatch: pytest.MonkeyPatch, again: bool) -> None:
-    """Each finds out by itself; the first one opens the next lane, or, if that cannot be, whoever asks for status later."""
+async def test_all_that_wait_for_room_in_a_removed_lane_go_into_the_next(
+    bridge: str, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Each finds out by itself; the first one opens the next lane, or, if that cannot be, whoever asks for
+    status later.
+    """
     with shmbridge.Consumer(bridge) as consumer:
         lane = EnvLane(LinkOptions(bridge, lane_bytes="64K"), "env")
-        groups = [{"tokens": [[number] * 2000], "masks": [[number] * 2000], "scores": [1.0]} for number in range(12)]
+        groups = [
+            {"tokens": [[number] * 2000], "masks": [[number] * 2000], "scores": [1.0]} for number in range(12)
+        ]
         sends = [asyncio.create_task(lane.send([group], [Stamp(-1, -1)])) for group in groups]
         await until(lambda: lane.records_total > 2)
         steady = time.monotonic()
@@ -205,7 +220,10 @@ async def test_a_lane_that_the_consumer_quarantined_is_replaced(
 
 
 async def test_waiting_is_said_at_growing_intervals(
-    attached: Callable[..., Any], bridge: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    attached: Callable[..., Any],
+    bridge: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: 10 * time.monotonic()))
@@ -269,7 +287,8 @@ def test_sigterm_while_it_waits_for_a_consumer(start_env: Callable[..., Any]) ->
 def test_the_second_sigterm_ends_at_once(bridge: str, start_env: Callable[..., Any], tmp_path: Path) -> None:
     patient = tmp_path / "patient.py"
     patient.write_text(
-        "import runpy\nfrom shmbridge.producers.atropos import attachments\nattachments.FLUSH_WHEN_STOPPED_S = 1000\n"
+        "import runpy\nfrom shmbridge.producers.atropos import attachments\n"
+        "attachments.FLUSH_WHEN_STOPPED_S = 1000\n"
         f"runpy.run_path({str(ENVS / 'seeded_env.py')!r}, run_name='__main__')\n"
     )
     with shmbridge.Consumer(bridge, run=RUN) as consumer:

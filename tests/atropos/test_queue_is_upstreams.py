@@ -1,4 +1,6 @@
-"""Policy "atropos" is upstream's server: the same batches in the same order, the same buffers, the same numbers, for any arrivals."""
+"""Policy "atropos" is upstream's server: the same batches in the same order, the same buffers, the same
+numbers, for any arrivals.
+"""
 
 import asyncio
 import random
@@ -66,10 +68,19 @@ class Upstream:
 
     def __init__(self, state: SimpleNamespace, batch_size: int) -> None:
         self.state = state
-        self.ask(server.register, server.Registration(
-            wandb_group="", wandb_project="", batch_size=batch_size, max_token_len=1, checkpoint_dir="", save_checkpoint_interval=-1,
-            starting_step=3, num_steps=9,
-        ))  # fmt: skip
+        self.ask(
+            server.register,
+            server.Registration(
+                wandb_group="",
+                wandb_project="",
+                batch_size=batch_size,
+                max_token_len=1,
+                checkpoint_dir="",
+                save_checkpoint_interval=-1,
+                starting_step=3,
+                num_steps=9,
+            ),
+        )
         state.started = True
 
     def ask(self, function, *arguments):
@@ -80,7 +91,9 @@ class Upstream:
 
     def post(self, number: int, size: int, env_id: int | None) -> dict:
         tokens = [[number]] * size
-        data = server.ScoredData(tokens=tokens, masks=tokens, scores=[0.0] * size, images=number, env_id=env_id)
+        data = server.ScoredData(
+            tokens=tokens, masks=tokens, scores=[0.0] * size, images=number, env_id=env_id
+        )
         return self.ask(server.scored_data, data)
 
     def batch(self) -> list[int] | None:
@@ -99,7 +112,16 @@ def follow(upstream, batch_size: int, envs: list[dict], steps: list[tuple]) -> N
 
     def register(env: dict) -> None:
         number = upstream.register_env({key: value for key, value in env.items() if key != "late"})
-        ours.register(EnvShare(number, "e", env["weight"], env["min_batch_allocation"], env["group_size"], env["max_token_length"]))
+        ours.register(
+            EnvShare(
+                number,
+                "e",
+                env["weight"],
+                env["min_batch_allocation"],
+                env["group_size"],
+                env["max_token_length"],
+            )
+        )
 
     for env in envs:
         register(env)
@@ -150,7 +172,9 @@ def test_any_script_ends_as_upstreams(batch_size: int, envs: list[dict], steps: 
 
 
 def crowded(rng: random.Random) -> tuple[int, list[dict], list[tuple]]:
-    """A script in which much is queued when a batch is asked for, so that the order of packs and the scaling of minima decide."""
+    """A script in which much is queued when a batch is asked for, so that the order of packs and the scaling
+    of minima decide.
+    """
     sizes = rng.choice([(1, 2, 4, 8), (2, 4), (1, 2, 3, 6, 4), (4, 8, 16)])
     envs = [
         {
@@ -158,7 +182,8 @@ def crowded(rng: random.Random) -> tuple[int, list[dict], list[tuple]]:
             "weight": rng.choice([0.5, 1.0, 3.0]),
             "group_size": rng.choice(sizes),
             "min_batch_allocation": rng.choice([None, 0.1, 0.3, 0.5, 0.7]) if rng.random() < 0.7 else None,
-            "late": number == 1 and rng.random() < 0.5,  # it has posted before it registers, groups of any size
+            # it has posted before it registers, groups of any size
+            "late": number == 1 and rng.random() < 0.5,
         }
         for number in range(rng.randint(1, 4))
     ]
@@ -172,7 +197,9 @@ def crowded(rng: random.Random) -> tuple[int, list[dict], list[tuple]]:
     return rng.choice([8, 12, 16, 32]), envs, steps
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 50)) for seed in range(600)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 50)) for seed in range(600)]
+)
 def test_a_crowded_script_ends_as_upstreams(seed: int) -> None:
     state, before = SimpleNamespace(), server.app.state
     server.app.state = state
@@ -191,8 +218,18 @@ class OverHttp(Upstream):
         client.get("/reset_data")
         self.state.queue = []
         del self.state.queue
-        self.say("post", "/register", wandb_group="", wandb_project="", batch_size=batch_size, max_token_len=1, checkpoint_dir="",
-                 save_checkpoint_interval=-1, starting_step=3, num_steps=9)  # fmt: skip
+        self.say(
+            "post",
+            "/register",
+            wandb_group="",
+            wandb_project="",
+            batch_size=batch_size,
+            max_token_len=1,
+            checkpoint_dir="",
+            save_checkpoint_interval=-1,
+            starting_step=3,
+            num_steps=9,
+        )
         self.state.started = True
 
     def say(self, method: str, path: str, **body) -> dict:
@@ -206,7 +243,15 @@ class OverHttp(Upstream):
 
     def post(self, number: int, size: int, env_id: int | None) -> dict:
         tokens = [[number]] * size
-        return self.say("post", "/scored_data", tokens=tokens, masks=tokens, scores=[0.0] * size, images=number, env_id=env_id)
+        return self.say(
+            "post",
+            "/scored_data",
+            tokens=tokens,
+            masks=tokens,
+            scores=[0.0] * size,
+            images=number,
+            env_id=env_id,
+        )
 
     def batch(self) -> list[int] | None:
         batch = self.say("get", "/batch")["batch"]
@@ -222,7 +267,11 @@ def test_any_script_ends_as_the_real_apps() -> None:
 
     with TestClient(server.app, raise_server_exceptions=False) as client:
 
-        @given(st.sampled_from([4, 8, 12, 16]), st.lists(ENVS, min_size=1, max_size=3), st.lists(STEPS, max_size=25))
+        @given(
+            st.sampled_from([4, 8, 12, 16]),
+            st.lists(ENVS, min_size=1, max_size=3),
+            st.lists(STEPS, max_size=25),
+        )
         @settings(deadline=None, max_examples=25)
         def compare(batch_size: int, envs: list[dict], steps: list[tuple]) -> None:
             client.get("/reset_data")
@@ -244,7 +293,12 @@ def test_what_is_put_back_whole_comes_next_and_is_no_further_step() -> None:
     ours.put_back([("c", 2, None), ("d", 2, None)])
     assert (ours.next_batch(), ours.next_batch(), ours.step) == (["c", "d"], ["a", "b"], 2)
     ours.put_back([(name, 2, None) for name in "abcd"])
-    assert (ours.next_batch(), ours.next_batch(), ours.next_batch(), ours.step) == (["a", "b"], ["c", "d"], None, 2)
+    assert (ours.next_batch(), ours.next_batch(), ours.next_batch(), ours.step) == (
+        ["a", "b"],
+        ["c", "d"],
+        None,
+        2,
+    )
     ours.put_back([])
     assert ours.next_batch() is None
 

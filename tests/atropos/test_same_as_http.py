@@ -1,4 +1,6 @@
-"""The same seeded environment over Atropos' own server and over a bridge: the same groups, the same values."""
+"""The same seeded environment over Atropos' own server and over a bridge: the same groups, the same
+values.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,16 @@ ITEMS = 40
 RUN = shmbridge.Run(batch_size=4, max_token_len=4096, num_steps=100_000, wandb_group="g", wandb_project="p")
 PER_TOKEN = ("advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs")
 FIELDS = {
-    *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs"),
+    *(
+        "tokens",
+        "masks",
+        "scores",
+        "advantages",
+        "ref_logprobs",
+        "messages",
+        "generation_params",
+        "inference_logprobs",
+    ),
     *("overrides", "group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs"),
 }
 
@@ -38,7 +49,13 @@ class Server:
         from shmbridge.bench.atropos_http import _free_port
 
         self.url = f"http://127.0.0.1:{_free_port()}"
-        command = [str(Path(sys.executable).with_name("run-api")), "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
+        command = [
+            str(Path(sys.executable).with_name("run-api")),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            self.url.rpartition(":")[2],
+        ]
         with log.open("wb") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=output)
 
@@ -87,7 +104,10 @@ def start_unattached(tmp_path: Path, tokenizer: str) -> Iterator[Callable[..., s
         with (tmp_path / "unattached.log").open("wb") as output:
             started.append(
                 subprocess.Popen(
-                    [sys.executable, str(ENV), "serve", *flags], stdout=output, stderr=output, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+                    [sys.executable, str(ENV), "serve", *flags],
+                    stdout=output,
+                    stderr=output,
+                    env=os.environ | {"HF_HUB_OFFLINE": "1"},
                 )
             )
         return started[-1]
@@ -99,7 +119,9 @@ def start_unattached(tmp_path: Path, tokenizer: str) -> Iterator[Callable[..., s
 
 
 def comparable(group: dict[str, Any]) -> dict[str, Any]:
-    """What both paths are to agree on: upstream's fields, absent ones null as its server makes them, per-token floats as float32."""
+    """What both paths are to agree on: upstream's fields, absent ones null as its server makes them,
+    per-token floats as float32.
+    """
     fields = {name: group.get(name) for name in FIELDS - {"env_id"}}
     return fields | {name: as_float32(fields[name]) for name in PER_TOKEN}
 
@@ -116,13 +138,25 @@ def identity(group: dict[str, Any]) -> tuple[int, int]:
 
 
 def test_a_seeded_environment_gives_the_same_groups_over_http_and_over_a_bridge(
-    bridge: str, server: Server, start_unattached: Callable[..., subprocess.Popen[bytes]], start_env: Callable[..., Any]
+    bridge: str,
+    server: Server,
+    start_unattached: Callable[..., subprocess.Popen[bytes]],
+    start_env: Callable[..., Any],
 ) -> None:
     over_http: dict[tuple[int, int], dict[str, Any]] = {}
     over_bridge: dict[tuple[int, int], dict[str, Any]] = {}
-    names = ("batch_size", "max_token_len", "num_steps", "starting_step", "checkpoint_dir", "save_checkpoint_interval")
+    names = (
+        "batch_size",
+        "max_token_len",
+        "num_steps",
+        "starting_step",
+        "checkpoint_dir",
+        "save_checkpoint_interval",
+    )
     server.ask(
-        "register", {name: getattr(RUN, name) for name in names} | {"wandb_group": RUN.wandb_group, "wandb_project": RUN.wandb_project}
+        "register",
+        {name: getattr(RUN, name) for name in names}
+        | {"wandb_group": RUN.wandb_group, "wandb_project": RUN.wandb_project},
     )
     server.ask("batch")  # lets environments in
     start_unattached(server.url)
@@ -147,7 +181,9 @@ def test_a_seeded_environment_gives_the_same_groups_over_http_and_over_a_bridge(
         larger = ITEMS // 10  # and one has twice the rows, which upstream's server buffers for ever
         env.until(lambda: (poll_http(), poll_bridge()) == (made - larger, made), timeout_s=90)
 
-    assert {identity(group) for group in over_bridge.values()} - set(over_http) == {(item, 0) for item in range(4, ITEMS, 10)}
+    assert {identity(group) for group in over_bridge.values()} - set(over_http) == {
+        (item, 0) for item in range(4, ITEMS, 10)
+    }
     for which, group in over_http.items():
         assert comparable(over_bridge[which]) == comparable(group), which
     carried = {name for group in over_bridge.values() for name in group} - FIELDS

@@ -1,4 +1,6 @@
-"""Rows of tokens looked up among the answers a worker heard: what is found, what is not, and what is never guessed."""
+"""Rows of tokens looked up among the answers a worker heard: what is found, what is not, and what is never
+guessed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_every_token_has_the_version_of_its_span() -> None:
 
 def test_several_turns_have_a_stretch_each() -> None:
     first, second = [*PROMPT, 5, 6], [*PROMPT, 5, 6, 9, 9, 4]
-    ledger = ledger_of(under(PROMPT, [5, 6], 3), under([*first, 9, 9], [4], 5), under([*second, 9], [5, 6], 6))
+    ledger = ledger_of(
+        under(PROMPT, [5, 6], 3), under([*first, 9, 9], [4], 5), under([*second, 9], [5, 6], 6)
+    )
     stamped = stamp(group((PROMPT, [5, 6], [9, 9], [4], [9], [5, 6])), ledger, BEGAN, NOW)
     assert column(stamped) == [[-1, -1, -1, 3, 3, -1, -1, 5, -1, 6, 6]]
     assert bounds(stamped) == (3, 6)
@@ -57,7 +61,9 @@ def test_answers_without_a_prompt_are_found() -> None:
 
 def test_turns_with_nothing_between_them() -> None:
     ledger = ledger_of(under(None, [1, 2, 3, 4], 3), under(None, [5, 6, 7, 8], 4))
-    assert column(stamp(group((PROMPT, [1, 2, 3, 4, 5, 6, 7, 8])), ledger, BEGAN, NOW)) == [[-1, -1, -1, 3, 3, 3, 3, 4, 4, 4, 4]]
+    assert column(stamp(group((PROMPT, [1, 2, 3, 4, 5, 6, 7, 8])), ledger, BEGAN, NOW)) == [
+        [-1, -1, -1, 3, 3, 3, 3, 4, 4, 4, 4]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +77,9 @@ def test_turns_with_nothing_between_them() -> None:
     ids=["cut", "added", "dropped", "replaced"],
 )
 @pytest.mark.parametrize("prompt", [PROMPT, None, [1, *PROMPT]])
-def test_an_answer_that_was_cut_or_ended_anew(trained: list[int], expected: list[int], prompt: list[int] | None) -> None:
+def test_an_answer_that_was_cut_or_ended_anew(
+    trained: list[int], expected: list[int], prompt: list[int] | None
+) -> None:
     ledger = ledger_of(generated(prompt, (LONG, said((3, 0, 10), (4, 10, 30)))))
     stamped = stamp(group((PROMPT, trained)), ledger, BEGAN, NOW)
     assert column(stamped) == [[-1, -1, -1, *expected]]
@@ -96,7 +104,12 @@ def test_rows_in_any_form(form: Any) -> None:
 
 
 def test_without_any_version_all_is_as_before() -> None:
-    for ledger in (None, Ledger(), ledger_of(generated(PROMPT, ([5], None))), ledger_of(under(PROMPT, [5], "default"))):
+    for ledger in (
+        None,
+        Ledger(),
+        ledger_of(generated(PROMPT, ([5], None))),
+        ledger_of(under(PROMPT, [5], "default")),
+    ):
         stamped = stamp(group((PROMPT, [5])), ledger, NOW, BEGAN)
         assert (bounds(stamped), stamped.column, stamped.unclear) == ((BEGAN, NOW), None, {})
 
@@ -127,7 +140,9 @@ def test_the_newest_alone_bounds_the_newest() -> None:
     sglang = [{"meta_info": {"weight_version": "61"}}, {"meta_info": {"weight_version": "62"}}]
     stamped = stamp(group((PROMPT, [5]), (PROMPT, [6])), ledger_of(sglang), BEGAN, NOW)
     assert (bounds(stamped), stamped.column) == ((BEGAN, 62), None)
-    assert stamp(group((PROMPT, [5])), ledger_of({"meta_info": {"weight_version": "3"}}), BEGAN, NOW).oldest == 3
+    assert (
+        stamp(group((PROMPT, [5])), ledger_of({"meta_info": {"weight_version": "3"}}), BEGAN, NOW).oldest == 3
+    )
 
 
 def test_spans_of_unknown_version_leave_their_tokens_open() -> None:
@@ -161,10 +176,14 @@ def test_without_masks_only_whole_answers_from_the_beginning_are_found() -> None
     assert column(stamp(bare, ledger_of(under(PROMPT, [5, 6], 3)), BEGAN, NOW)) == [[-1, -1, -1, 3, 3]]
 
 
-@pytest.mark.parametrize("tokens", [None, [], [[]], [["x"]], [[1.5]], [[1 << 40]], 3, "text", [3], [[1], None], [[[1]]]])
+@pytest.mark.parametrize(
+    "tokens", [None, [], [[]], [["x"]], [[1.5]], [[1 << 40]], 3, "text", [3], [[1], None], [[[1]]]]
+)
 def test_what_are_no_tokens_is_left_alone(tokens: Any) -> None:
     for masks in (None, tokens, [[1]]):
-        assert bounds(stamp({"tokens": tokens, "masks": masks}, ledger_of(under([1], [2], 3)), BEGAN, NOW)) == (BEGAN, NOW)
+        assert bounds(
+            stamp({"tokens": tokens, "masks": masks}, ledger_of(under([1], [2], 3)), BEGAN, NOW)
+        ) == (BEGAN, NOW)
 
 
 # --- never guessed ----------------------------------------------------------------------------------------
@@ -183,8 +202,12 @@ def test_of_two_lengths_the_one_that_is_trained_as_a_whole_is_meant() -> None:
     stamped = stamp(group((PROMPT, [5], [6, 7]), (PROMPT, [5, 6, 7])), ledger, BEGAN, NOW)
     assert column(stamped) == [[-1, -1, -1, 3, -1, -1], [-1, -1, -1, 4, 4, 4]]
     assert not stamped.unclear
-    neither = stamp(group(([*PROMPT, 5, 6], [1])), ledger_of(under(PROMPT, [5], 3), under(PROMPT, [5, 6], 3)), BEGAN, NOW)
-    assert column(neither) == [[-1, -1, -1, 3, -1, -1]], "the second token was sampled after the first, or is the environment's"
+    neither = stamp(
+        group(([*PROMPT, 5, 6], [1])), ledger_of(under(PROMPT, [5], 3), under(PROMPT, [5, 6], 3)), BEGAN, NOW
+    )
+    assert column(neither) == [[-1, -1, -1, 3, -1, -1]], (
+        "the second token was sampled after the first, or is the environment's"
+    )
 
 
 def test_where_they_agree_they_are_believed() -> None:
@@ -200,7 +223,16 @@ def test_a_cut_row_that_two_answers_begin_with_is_unclear() -> None:
 
 @pytest.mark.parametrize(
     "spans",
-    [said((3, 0, 2), (4, 1, 3)), said((3, 0, 4)), said((3, -1, 3)), said((3, 2, 1)), [3], "3", 7, [{"version": "3"}]],
+    [
+        said((3, 0, 2), (4, 1, 3)),
+        said((3, 0, 4)),
+        said((3, -1, 3)),
+        said((3, 2, 1)),
+        [3],
+        "3",
+        7,
+        [{"version": "3"}],
+    ],
 )
 def test_spans_that_contradict_each_other_are_counted_once(spans: Any) -> None:
     ledger = ledger_of(generated(PROMPT, ([5, 6, 7], spans)), under(PROMPT, [9], 60))
@@ -211,8 +243,13 @@ def test_spans_that_contradict_each_other_are_counted_once(spans: Any) -> None:
 
 
 def test_spans_for_another_number_of_answers_are_believed_for_none() -> None:
-    body = generated(PROMPT, ([5], None), ([6], None)) | {"weight_versions": [said((3, 0, 1))], "weight_version": 3}
-    assert stamp(group((PROMPT, [5])), ledger_of(body, under([1], [1], 2)), BEGAN, NOW).unclear == {CONTRADICTORY: 2}
+    body = generated(PROMPT, ([5], None), ([6], None)) | {
+        "weight_versions": [said((3, 0, 1))],
+        "weight_version": 3,
+    }
+    assert stamp(group((PROMPT, [5])), ledger_of(body, under([1], [1], 2)), BEGAN, NOW).unclear == {
+        CONTRADICTORY: 2
+    }
 
 
 def test_after_its_worker_has_ended_a_ledger_hears_nothing_more() -> None:
@@ -236,12 +273,19 @@ def test_the_same_few_tokens_a_thousand_times_are_looked_at_once(monkeypatch: py
     monkeypatch.setattr(stamps._Stamping, "_place", counted)
     turns = 50
     move = generated(PROMPT, *[([5, 6], said((3, 0, 2)))] * turns)
-    stamped = stamp(group(([1], [5, 6]), *[([1, 2], [5, 6])] * (turns - 1)), ledger_of(move, under(PROMPT, [5, 7], 9)), BEGAN, NOW)
+    stamped = stamp(
+        group(([1], [5, 6]), *[([1, 2], [5, 6])] * (turns - 1)),
+        ledger_of(move, under(PROMPT, [5, 7], 9)),
+        BEGAN,
+        NOW,
+    )
     assert {version for row in column(stamped) for version in row[-2:]} == {3}
     assert bounds(stamped) == (3, 3)
     assert placed == turns
     one_more = group(([1], [5, 6]), ([1], [8]))
-    assert bounds(stamp(one_more, ledger_of(move, under(PROMPT, [4, 4], 9)), BEGAN, NOW)) == (3, 9), "all that are alike are accounted for"
+    assert bounds(stamp(one_more, ledger_of(move, under(PROMPT, [4, 4], 9)), BEGAN, NOW)) == (3, 9), (
+        "all that are alike are accounted for"
+    )
 
 
 # --- the environment's own --------------------------------------------------------------------------------
@@ -255,7 +299,10 @@ def test_what_the_environment_says_itself_wins() -> None:
 
 
 def test_where_it_says_nothing_of_trained_tokens_the_worker_bounds_it() -> None:
-    assert bounds(stamp(group((PROMPT, [5, 6]), token_versions=[[-1, -1, -1, 8, -1]]), None, BEGAN, NOW)) == (8, NOW)
+    assert bounds(stamp(group((PROMPT, [5, 6]), token_versions=[[-1, -1, -1, 8, -1]]), None, BEGAN, NOW)) == (
+        8,
+        NOW,
+    )
     assert bounds(stamp(group((PROMPT, [5, 6]), token_versions=[[-1] * 5]), None, BEGAN, NOW)) == (BEGAN, NOW)
 
 
@@ -271,7 +318,9 @@ def test_what_are_no_versions_is_counted_and_not_taken(own: Any) -> None:
 @settings(deadline=None)
 @given(st.data())
 def test_rollouts_of_several_turns_under_changing_weights(data: st.DataObject) -> None:
-    """Few words, so that answers often begin alike; every token that is stamped has the version it was sampled under."""
+    """Few words, so that answers often begin alike; every token that is stamped has the version it was
+    sampled under.
+    """
     words = st.lists(st.integers(0, 2), min_size=1, max_size=6)
     ledger, truth, rows, version = Ledger(), [], [], 1
     for _ in range(data.draw(st.integers(1, 4))):
@@ -300,9 +349,33 @@ def test_rollouts_of_several_turns_under_changing_weights(data: st.DataObject) -
 
 
 @settings(deadline=None)
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(
-    st.sampled_from(["choices", "weight_version", "weight_versions", "token_ids", "prompt_token_ids", "meta_info", "version", "start",
-                     "end", "prompt_logprobs", "metadata", "oldest_weight_version"]), inner)))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: (
+            st.lists(inner)
+            | st.dictionaries(
+                st.sampled_from(
+                    [
+                        "choices",
+                        "weight_version",
+                        "weight_versions",
+                        "token_ids",
+                        "prompt_token_ids",
+                        "meta_info",
+                        "version",
+                        "start",
+                        "end",
+                        "prompt_logprobs",
+                        "metadata",
+                        "oldest_weight_version",
+                    ]
+                ),
+                inner,
+            )
+        ),
+    )
+)
 def test_no_answer_of_any_form_is_an_error(body: Any) -> None:
     ledger = ledger_of(body)
     stamp(group((PROMPT, [5])), ledger, BEGAN, NOW)
@@ -323,10 +396,16 @@ def forms() -> dict[str, Any]:
     message = {"role": "assistant", "content": "x"}
     return {
         "generate": generated(PROMPT, ([5, 6], spans)),
-        "vllm": {"request_id": "a", "choices": [choice | {"weight_versions": spans}], "prompt_token_ids": PROMPT},
+        "vllm": {
+            "request_id": "a",
+            "choices": [choice | {"weight_versions": spans}],
+            "prompt_token_ids": PROMPT,
+        },
         "chat": ChatCompletion.model_validate(chat | told | {"choices": [choice | {"message": message}]}),
         "chat as JSON": json.loads(json.dumps(chat | told | {"choices": [choice | {"message": message}]})),
-        "text": Completion.model_validate(text | told | {"choices": [choice | {"text": "x", "prompt_token_ids": PROMPT}]}),
+        "text": Completion.model_validate(
+            text | told | {"choices": [choice | {"text": "x", "prompt_token_ids": PROMPT}]}
+        ),
     }
 
 

@@ -1,4 +1,6 @@
-"""Answers that look like those a row was made of and are not: no token of it gets another's version, and no lookup holds the event loop."""
+"""Answers that look like those a row was made of and are not: no token of it gets another's version, and no
+lookup holds the event loop.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from shmbridge.producers.atropos.answers import answers_in
 from shmbridge.producers.atropos.stamps import NOT_TAKEN, UNCLEAR, stamp
 
 
-def chat(text: Any, version: int, output: list[int] | None = None, prompt: list[int] | None = None, **message: Any) -> dict[str, Any]:
+def chat(
+    text: Any, version: int, output: list[int] | None = None, prompt: list[int] | None = None, **message: Any
+) -> dict[str, Any]:
     choice = {"index": 0, "message": {"role": "assistant", "content": text, **message}}
     if output is not None:
         choice["token_ids"] = output
@@ -52,7 +56,12 @@ def test_a_call_of_a_tool_is_a_text_too() -> None:
 
 
 def test_texts_of_one_version_or_with_other_thoughts_are_no_trouble() -> None:
-    stamped = stamp(group((PROMPT, [56])), ledger_of(chat("56", 3, [5, 6]), chat("56", 3, [56]), chat("56", 3)), BEGAN, NOW)
+    stamped = stamp(
+        group((PROMPT, [56])),
+        ledger_of(chat("56", 3, [5, 6]), chat("56", 3, [56]), chat("56", 3)),
+        BEGAN,
+        NOW,
+    )
     assert (column(stamped), stamped.unclear) == ([[-1, -1, -1, 3]], {})
     thoughts = [chat("56", version, [version, *LONG], reasoning_content=f"{version}") for version in (3, 4)]
     stamped = stamp(group((PROMPT, [3, *LONG]), (PROMPT, [4, *LONG])), ledger_of(*thoughts), BEGAN, NOW)
@@ -64,7 +73,9 @@ def test_texts_of_one_version_or_with_other_thoughts_are_no_trouble() -> None:
 
 @pytest.mark.parametrize("prompt", [PROMPT, None])
 @pytest.mark.parametrize("answer", [[1, 2, 3, 4], [1, 2, 3, 4, 77]])
-def test_a_short_answer_is_not_the_beginning_of_a_longer_one(answer: list[int], prompt: list[int] | None) -> None:
+def test_a_short_answer_is_not_the_beginning_of_a_longer_one(
+    answer: list[int], prompt: list[int] | None
+) -> None:
     """The longer one is of another version, and its end was tokenised again."""
     heard = ledger_of(under(prompt, answer, 9), under(prompt, [*range(1, 12), 99, 99], 3))
     stamped = stamp(group((PROMPT, list(range(1, 13)))), heard, BEGAN, NOW)
@@ -74,7 +85,9 @@ def test_a_short_answer_is_not_the_beginning_of_a_longer_one(answer: list[int], 
 def test_a_short_turn_before_another_is_still_found() -> None:
     """The environment trains its own words between them."""
     heard = ledger_of(under(PROMPT, [5], 3), under([*PROMPT, 5, 1, 1, 1, 1], [6], 4))
-    assert column(stamp(group((PROMPT, [5, 1, 1, 1, 1, 6])), heard, BEGAN, NOW)) == [[-1, -1, -1, 3, -1, -1, -1, -1, 4]]
+    assert column(stamp(group((PROMPT, [5, 1, 1, 1, 1, 6])), heard, BEGAN, NOW)) == [
+        [-1, -1, -1, 3, -1, -1, -1, -1, 4]
+    ]
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, None])
@@ -84,17 +97,25 @@ def test_an_end_token_may_be_the_environments_or_the_answers(prompt: list[int] |
         stamped = stamp(group((PROMPT, [*output, 2])), heard, BEGAN, NOW)
         assert (stamped.column, bounds(stamped), stamped.unclear) == (None, (3, 4), {UNCLEAR: 1})
         heard = ledger_of(under(prompt, output, 3), under(prompt, [*output, 2], 3))
-        assert column(stamp(group((PROMPT, [*output, 2])), heard, BEGAN, NOW)) == [[-1] * 3 + [3] * (len(output) + 1)]
+        assert column(stamp(group((PROMPT, [*output, 2])), heard, BEGAN, NOW)) == [
+            [-1] * 3 + [3] * (len(output) + 1)
+        ]
 
 
 def test_an_end_token_is_not_an_answer_of_nothing() -> None:
-    assert column(stamp(group((PROMPT, [5, 2])), ledger_of(under(None, [5], 3), under(None, [2], 9)), BEGAN, NOW)) == [[-1, -1, -1, 3, -1]]
+    assert column(
+        stamp(group((PROMPT, [5, 2])), ledger_of(under(None, [5], 3), under(None, [2], 9)), BEGAN, NOW)
+    ) == [[-1, -1, -1, 3, -1]]
 
 
-# --- what is no version, no token, no mask -------------------------------------------------------------------
+# --- what is no version, no token, no mask
+# -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("own", [[[True] * 4], [np.array([-1, -1, -1, (1 << 32) + 3])], [np.array([True] * 4)], [[float("nan")] * 4]])
+@pytest.mark.parametrize(
+    "own",
+    [[[True] * 4], [np.array([-1, -1, -1, (1 << 32) + 3])], [np.array([True] * 4)], [[float("nan")] * 4]],
+)
 def test_own_versions_of_another_type_or_size_are_not_taken(own: Any) -> None:
     stamped = stamp(group((PROMPT, [5]), token_versions=own), ledger_of(under(PROMPT, [5], 3)), BEGAN, NOW)
     assert (bounds(stamped), column(stamped), stamped.unclear) == ((3, 3), [[-1, -1, -1, 3]], {NOT_TAKEN: 1})
@@ -105,7 +126,10 @@ def test_wide_tokens_are_not_taken_for_what_their_low_bits_are() -> None:
     assert stamp({"tokens": [row]}, ledger_of(under(PROMPT, [5], 3)), BEGAN, NOW).column is None
 
 
-@pytest.mark.parametrize("masks", [[[np.array([1, 2])] * 4], [["x"] * 4], [[float("nan")] * 4], [[None] * 4], [[[1]] * 4], [np.array(3)]])
+@pytest.mark.parametrize(
+    "masks",
+    [[[np.array([1, 2])] * 4], [["x"] * 4], [[float("nan")] * 4], [[None] * 4], [[[1]] * 4], [np.array(3)]],
+)
 @pytest.mark.parametrize("prompt", [PROMPT, None])
 def test_what_is_no_mask_is_none(masks: Any, prompt: list[int] | None) -> None:
     heard = ledger_of(under(prompt, [5], 3), under(prompt, [5, 6], 4))
@@ -118,7 +142,9 @@ def test_what_is_no_mask_is_none(masks: Any, prompt: list[int] | None) -> None:
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_rows_made_of_texts_cut_and_ended_by_the_environment(data: st.DataObject) -> None:
-    """Few words of several spellings; servers that say tokens or not; answers that the environment drops, ends or spells again."""
+    """Few words of several spellings; servers that say tokens or not; answers that the environment drops,
+    ends or spells again.
+    """
     spellings = {5: [5], 6: [6], 56: [5, 6], 7: [7]}
     words = st.lists(st.sampled_from(sorted(spellings)), min_size=1, max_size=3)
     heard, rows, truth, version = [], [], [], 0
@@ -131,7 +157,11 @@ def test_rows_made_of_texts_cut_and_ended_by_the_environment(data: st.DataObject
         heard.append(chat(text, version, ended if with_tokens else None, prompt if with_tokens else None))
         if data.draw(st.booleans()):
             continue  # dropped
-        row = list(tokens) if data.draw(st.booleans()) else [56 if pair == "56" else int(pair) for pair in _canonical(text)]
+        row = (
+            list(tokens)
+            if data.draw(st.booleans())
+            else [56 if pair == "56" else int(pair) for pair in _canonical(text)]
+        )
         row += [2] * data.draw(st.integers(0, 1))
         rows.append((PROMPT, row))
         truth.append(version)
@@ -148,7 +178,9 @@ def _canonical(text: str) -> list[str]:
 
 
 def test_answers_that_begin_alike_are_not_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of tools begin with the same twenty tokens; each run took a comparison with each answer, seconds of the event loop."""
+    """Calls of tools begin with the same twenty tokens; each run took a comparison with each answer, seconds
+    of the event loop.
+    """
     looked = 0
 
     class Counted(ledger.Heard):

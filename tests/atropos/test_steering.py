@@ -39,7 +39,9 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 30)) for seed in range(200)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 30)) for seed in range(200)]
+)
 def test_status_is_what_upstream_says(upstream: SimpleNamespace, seed: int) -> None:
     rng = random.Random(seed)
     wishes = [
@@ -108,9 +110,13 @@ class Seen:
         return len(self.upstream.queue)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 20)) for seed in range(100)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 20)) for seed in range(100)]
+)
 def test_groups_of_any_size_count_as_upstream_counts_them(upstream: SimpleNamespace, seed: int) -> None:
-    """Also the second time: an environment's group size grows to the largest it was seen with, and stays so."""
+    """Also the second time: an environment's group size grows to the largest it was seen with, and stays
+    so.
+    """
     rng = random.Random(seed)
     hub = QueueOf(rng.choice([8, 16, 64]), rng.randrange(100), {})
     ours = Environments(hub, Seen(upstream))
@@ -128,11 +134,19 @@ def test_groups_of_any_size_count_as_upstream_counts_them(upstream: SimpleNamesp
         asyncio.run(server.register_env_url(server.RegisterEnv(desired_name="env", **asks)))
     for _ in range(6):
         senders = [None, *range(count)]
-        upstream.queue = [{"env_id": rng.choice(senders), "tokens": [[1]] * rng.choice([1, 2, 3, 8])} for _ in range(rng.randint(0, 12))]
-        hub.queued = {str(number): sum(item["env_id"] == number for item in upstream.queue) for number in range(count)}
+        upstream.queue = [
+            {"env_id": rng.choice(senders), "tokens": [[1]] * rng.choice([1, 2, 3, 8])}
+            for _ in range(rng.randint(0, 12))
+        ]
+        hub.queued = {
+            str(number): sum(item["env_id"] == number for item in upstream.queue) for number in range(count)
+        }
         hub.queued["stranger"] = sum(item["env_id"] is None for item in upstream.queue)
         asker = rng.randrange(count)
         wanted = asyncio.run(server.get_status_env(server.EnvIdentifier(env_id=asker)))
         status = ours.status(asker)
-        assert (status.queue_groups, status.self_queue_groups) == (wanted["queue_size"], wanted["self_queue_size"])
+        assert (status.queue_groups, status.self_queue_groups) == (
+            wanted["queue_size"],
+            wanted["self_queue_size"],
+        )
         assert status.max_group_size == wanted["max_group_size"]

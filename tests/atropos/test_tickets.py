@@ -1,4 +1,6 @@
-"""An unedited environment whose workers begin only when the consumer has room: what is under way is bounded, also while they generate."""
+"""An unedited environment whose workers begin only when the consumer has room: what is under way is bounded,
+also while they generate.
+"""
 
 import time
 

@@ -30,9 +30,17 @@ class BatchEncoding(UserDict):
 
 @pytest.fixture
 def like_five(monkeypatch: pytest.MonkeyPatch) -> None:
-    def apply_chat_template(self: Any, chat: list[Any], *, return_dict: bool = True, tokenize: bool = True, **_: Any) -> Any:
+    def apply_chat_template(
+        self: Any, chat: list[Any], *, return_dict: bool = True, tokenize: bool = True, **_: Any
+    ) -> Any:
         ids = list(range(3 * len(chat)))
-        return BatchEncoding(input_ids=ids, attention_mask=[1] * len(ids)) if tokenize and return_dict else ids if tokenize else "text"
+        return (
+            BatchEncoding(input_ids=ids, attention_mask=[1] * len(ids))
+            if tokenize and return_dict
+            else ids
+            if tokenize
+            else "text"
+        )
 
     monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", apply_chat_template)
     if "apply_chat_template" in vars(PreTrainedTokenizerFast):
@@ -60,16 +68,23 @@ def test_chat_templates_of_transformers_5_are_tokens_for_attached_environments(
 
 @pytest.mark.usefixtures("like_five")
 def test_on_the_command_line_also_tokenizers_that_a_script_makes_itself(
-    bridge: str, tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bridge: str,
+    tokenizer: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from transformers import AutoTokenizer\n"
-        f"print(AutoTokenizer.from_pretrained({tokenizer!r}).apply_chat_template([{{'role': 'user', 'content': 'w1'}}]))\n"
+        f"print(AutoTokenizer.from_pretrained({tokenizer!r}).apply_chat_template([{{'role': 'user', "
+        f"'content': 'w1'}}]))\n"
     )
     assert run(monkeypatch, bridge, script) == 0
     assert "[0, 1, 2]" in capsys.readouterr().out
-    assert isinstance(PreTrainedTokenizerFast.from_pretrained(tokenizer).apply_chat_template(CHAT), BatchEncoding)
+    assert isinstance(
+        PreTrainedTokenizerFast.from_pretrained(tokenizer).apply_chat_template(CHAT), BatchEncoding
+    )
 
 
 def run(monkeypatch: pytest.MonkeyPatch, bridge: str, script: Path) -> int:
@@ -84,7 +99,9 @@ def run(monkeypatch: pytest.MonkeyPatch, bridge: str, script: Path) -> int:
 
 @pytest.fixture
 def lone() -> base.APIServerConfig:
-    return base.APIServerConfig(model_name="m", base_url="http://127.0.0.1:9/v1", api_key="x", health_check=False)
+    return base.APIServerConfig(
+        model_name="m", base_url="http://127.0.0.1:9/v1", api_key="x", health_check=False
+    )
 
 
 def urls(env: Any) -> list[str]:
@@ -92,9 +109,16 @@ def urls(env: Any) -> list[str]:
 
 
 def test_a_lone_server_config_is_the_server_that_is_asked(
-    make_env: Callable[..., Any], script: Any, bridge: str, tokenizer: str, lone: Any, caplog: pytest.LogCaptureFixture
+    make_env: Callable[..., Any],
+    script: Any,
+    bridge: str,
+    tokenizer: str,
+    lone: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = script.SeededConfig(**script.SeededEnv.config_init()[0].model_dump() | {"tokenizer_name": tokenizer})
+    config = script.SeededConfig(
+        **script.SeededEnv.config_init()[0].model_dump() | {"tokenizer_name": tokenizer}
+    )
     assert len(urls(script.SeededEnv(config, lone))) == 4  # upstream: localhost, 9004 to 9007
     atropos.attach(script.SeededEnv, bridge=bridge)
     with caplog.at_level(logging.WARNING, "shmbridge"):
@@ -102,12 +126,15 @@ def test_a_lone_server_config_is_the_server_that_is_asked(
             assert urls(env) == [lone.base_url]
     assert f"{lone.base_url} is used" in caplog.text
     assert urls(script.SeededEnv(config, [lone, lone])) == [lone.base_url] * 2
-    assert len(urls(script.SeededEnv(config, base.ServerBaseline()))) == 4  # it names no server: upstream's choice
+    # it names no server: upstream's choice
+    assert len(urls(script.SeededEnv(config, base.ServerBaseline()))) == 4
     atropos.detach()
     assert len(urls(script.SeededEnv(config, lone))) == 4
 
 
-def test_on_a_cluster_a_lone_server_config_is_left_to_upstream(monkeypatch: pytest.MonkeyPatch, lone: Any) -> None:
+def test_on_a_cluster_a_lone_server_config_is_left_to_upstream(
+    monkeypatch: pytest.MonkeyPatch, lone: Any
+) -> None:
     def begin(env: Any, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
         pass
 
@@ -126,15 +153,29 @@ def test_on_a_cluster_a_lone_server_config_is_left_to_upstream(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("script", "hint"),
     [
-        ("class Env:\n    def __init__(self): pass\nEnv(teacher_server_configs=None)", "has to take teacher_server_configs"),
+        (
+            "class Env:\n    def __init__(self): pass\nEnv(teacher_server_configs=None)",
+            "has to take teacher_server_configs",
+        ),
         ("from atroposlib.envs.base import OpenaiConfig", "is called APIServerConfig"),
-        ("import atroposlib.utils.tokenize_for_trainer as t\nt.tokenize_for_trainer_dpo", "has no tokenize_for_trainer_dpo any more"),
-        ("raise RuntimeError('Environment version v3 for `Taxi-v3` is deprecated')", "pip install 'gymnasium<1.3'"),
+        (
+            "import atroposlib.utils.tokenize_for_trainer as t\nt.tokenize_for_trainer_dpo",
+            "has no tokenize_for_trainer_dpo any more",
+        ),
+        (
+            "raise RuntimeError('Environment version v3 for `Taxi-v3` is deprecated')",
+            "pip install 'gymnasium<1.3'",
+        ),
         ("import no_such_package_as_this", "needs the package 'no_such_package_as_this'"),
     ],
 )
 def test_a_broken_script_ends_with_upstreams_error_and_one_hint(
-    bridge: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, script: str, hint: str
+    bridge: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    hint: str,
 ) -> None:
     path = tmp_path / "env.py"
     path.write_text(script)
@@ -145,7 +186,9 @@ def test_a_broken_script_ends_with_upstreams_error_and_one_hint(
     assert hint in said[-1]
 
 
-def test_other_errors_are_the_scripts_own(bridge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_the_scripts_own(
+    bridge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "env.py"
     path.write_text("raise ZeroDivisionError('mine')")
     with pytest.raises(ZeroDivisionError, match="mine"):
@@ -153,5 +196,7 @@ def test_other_errors_are_the_scripts_own(bridge: str, tmp_path: Path, monkeypat
 
 
 def test_hints_are_given_for_what_is_known() -> None:
-    assert "transformers<5" in traps.hint_for(TypeError("Object of type BatchEncoding is not JSON serializable"))
+    assert "transformers<5" in traps.hint_for(
+        TypeError("Object of type BatchEncoding is not JSON serializable")
+    )
     assert traps.hint_for(ValueError("x")) == ""

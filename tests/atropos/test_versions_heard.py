@@ -1,6 +1,8 @@
-"""Versions end to end: from what an inference server says, through Atropos' own server classes and an unedited environment, to the record.
+"""Versions end to end: from what an inference server says, through Atropos' own server classes and an
+unedited environment, to the record.
 
-The server is a stand-in that samples tokens at random and says of each which version it chose for it; it speaks HTTP, and keeps the truth.
+The server is a stand-in that samples tokens at random and says of each which version it chose for it; it
+speaks HTTP, and keeps the truth.
 """
 
 from __future__ import annotations
@@ -55,15 +57,19 @@ class StandIn:
 
     def application(self) -> web.Application:
         app = web.Application()
-        app.add_routes([
-            web.post("/generate", self.generate),
-            web.post("/v1/chat/completions", self.chat),
-            web.post("/v1/completions", self.text),
-            web.post("/sglang/generate", self.sglang),
-        ])  # fmt: skip
+        app.add_routes(
+            [
+                web.post("/generate", self.generate),
+                web.post("/v1/chat/completions", self.chat),
+                web.post("/v1/completions", self.text),
+                web.post("/sglang/generate", self.sglang),
+            ]
+        )
         return app
 
-    async def sample(self, request: web.Request, prompt: list[int], n: int) -> list[tuple[list[int], list[int]]]:
+    async def sample(
+        self, request: web.Request, prompt: list[int], n: int
+    ) -> list[tuple[list[int], list[int]]]:
         """The wanted answers, each token with the version that is said to have sampled it."""
         self.asked.append(request.path)
         if self.gate is not None:
@@ -101,12 +107,17 @@ class StandIn:
     async def sglang(self, request: web.Request) -> web.Response:
         asked = await request.json()
         ((output, versions),) = await self.sample(request, asked["input_ids"], 1)
-        meta = {"output_token_logprobs": [[-0.5, token, None] for token in output], "finish_reason": {"type": "stop"}}
+        meta = {
+            "output_token_logprobs": [[-0.5, token, None] for token in output],
+            "finish_reason": {"type": "stop"},
+        }
         return web.json_response({"text": "", "meta_info": meta | {"weight_version": str(versions[-1])}})
 
     async def chat(self, request: web.Request) -> web.Response:
         asked = await request.json()
-        text = self.tokenizer.apply_chat_template(asked["messages"], tokenize=False, add_generation_prompt=True)
+        text = self.tokenizer.apply_chat_template(
+            asked["messages"], tokenize=False, add_generation_prompt=True
+        )
         prompt = self.tokenizer.encode(text, add_special_tokens=False)
         body = await self.choices(request, asked, prompt)
         for choice in body["choices"]:
@@ -121,7 +132,9 @@ class StandIn:
         return web.json_response(await self.choices(request, asked, self.tokenizer.encode(asked["prompt"])))
 
     async def choices(self, request: web.Request, asked: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
-        """As the OpenAI API, with what a server of ours adds: versions where they are one for the whole answer, or their bounds."""
+        """As the OpenAI API, with what a server of ours adds: versions where they are one for the whole
+        answer, or their bounds.
+        """
         answers = await self.sample(request, prompt, asked.get("n") or 1)
         sampled_under = [version for _, versions in answers for version in versions]
         choices: list[dict[str, Any]] = []
@@ -129,8 +142,18 @@ class StandIn:
             choices.append({"index": index, "text": self.tokenizer.decode(output), "finish_reason": "stop"})
             if self.names_tokens or asked.get("return_token_ids"):
                 choices[-1] |= {"token_ids": output, "prompt_token_ids": prompt}
-        told = {"weight_version": max(sampled_under), "oldest_weight_version": min(sampled_under)} if self.says else {}
-        return {"id": "1", "object": "text_completion", "created": 1, "model": "policy", "choices": choices} | told
+        told = (
+            {"weight_version": max(sampled_under), "oldest_weight_version": min(sampled_under)}
+            if self.says
+            else {}
+        )
+        return {
+            "id": "1",
+            "object": "text_completion",
+            "created": 1,
+            "model": "policy",
+            "choices": choices,
+        } | told
 
     def versions_of(self, row: list[int]) -> list[int]:
         """The truth about a row: the versions of all answers that it begins with."""
@@ -169,7 +192,10 @@ class Managed(BaseEnv):
         messages = [{"role": "user", "content": f">{item:02}"}]
         for turn in range(self.turns):
             completion = await managed.chat_completion(messages=messages, n=1, max_tokens=10)
-            messages += [{"role": "assistant", "content": completion.choices[0].message.content}, {"role": "user", "content": f"?{turn}"}]
+            messages += [
+                {"role": "assistant", "content": completion.choices[0].message.content},
+                {"role": "user", "content": f"?{turn}"},
+            ]
 
     async def nodes(self, item: int) -> list[Any]:
         async def one() -> Any:
@@ -177,7 +203,11 @@ class Managed(BaseEnv):
                 await self.rollout(managed, item)
                 return managed.get_state()["nodes"]
 
-        return [node for nodes in await asyncio.gather(*(one() for _ in range(self.config.group_size))) for node in nodes]
+        return [
+            node
+            for nodes in await asyncio.gather(*(one() for _ in range(self.config.group_size)))
+            for node in nodes
+        ]
 
     def group(self, nodes: list[Any]) -> dict[str, Any]:
         return {
@@ -191,7 +221,9 @@ class Managed(BaseEnv):
         return self.group(await self.nodes(item)), []
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        await self.server.chat_completion(messages=[{"role": "user", "content": ">07"}], n=1, max_tokens=6, split="eval")
+        await self.server.chat_completion(
+            messages=[{"role": "user", "content": ">07"}], n=1, max_tokens=6, split="eval"
+        )
 
 
 class Together(Managed):
@@ -199,7 +231,9 @@ class Together(Managed):
 
     async def nodes(self, item: int) -> list[Any]:
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            await managed.chat_completion(messages=[{"role": "user", "content": f">{item:02}"}], n=self.config.group_size, max_tokens=10)
+            await managed.chat_completion(
+                messages=[{"role": "user", "content": f">{item:02}"}], n=self.config.group_size, max_tokens=10
+            )
             return managed.get_state()["nodes"]
 
 
@@ -258,15 +292,31 @@ async def make_env(
     bridge: str, model: Path, server: StandIn, consumer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[..., Any]]:
     sleep = asyncio.sleep
-    monkeypatch.setattr("tenacity.asyncio._portable_async_sleep", lambda seconds: sleep(0))  # between attempts
+    # between attempts
+    monkeypatch.setattr("tenacity.asyncio._portable_async_sleep", lambda seconds: sleep(0))
     atropos.attach(bridge=bridge, lane_bytes="256K")
 
     async def make(
-        env_class: type[BaseEnv], *, server_type: str = "vllm", path: str = "/v1", health_check: bool = False, **config: Any
+        env_class: type[BaseEnv],
+        *,
+        server_type: str = "vllm",
+        path: str = "/v1",
+        health_check: bool = False,
+        **config: Any,
     ) -> Any:
-        settings = {"group_size": 4, "use_wandb": False, "steps_per_eval": 0, "total_steps": 1000, "tokenizer_name": str(model)} | config
+        settings = {
+            "group_size": 4,
+            "use_wandb": False,
+            "steps_per_eval": 0,
+            "total_steps": 1000,
+            "tokenizer_name": str(model),
+        } | config
         config_of = APIServerConfig(
-            model_name=str(model), base_url=server.url + path, api_key="x", server_type=server_type, health_check=health_check
+            model_name=str(model),
+            base_url=server.url + path,
+            api_key="x",
+            server_type=server_type,
+            health_check=health_check,
         )
         env = env_class(BaseEnvConfig(**settings), [config_of])
         await env.setup()
@@ -307,7 +357,9 @@ def trained_of(versions: Any, record: shmbridge.Record) -> list[int]:
 
 
 def as_it_was(record: shmbridge.Record, server: StandIn) -> None:
-    """Every trained token has the version that sampled it, no other token has one, and the record's bounds are theirs."""
+    """Every trained token has the version that sampled it, no other token has one, and the record's bounds
+    are theirs.
+    """
     expected = [server.versions_of(row.tolist()) for row in record["tokens"]]
     assert [row.tolist() for row in record["token_versions"]] == expected
     trained = trained_of(expected, record)
@@ -319,7 +371,9 @@ def as_it_was(record: shmbridge.Record, server: StandIn) -> None:
 # --- token by token ---------------------------------------------------------------------------------------
 
 
-async def test_one_request_for_a_group_each_of_its_answers_spans_an_update(make_env: Any, consumer: Any, server: StandIn) -> None:
+async def test_one_request_for_a_group_each_of_its_answers_spans_an_update(
+    make_env: Any, consumer: Any, server: StandIn
+) -> None:
     record = await record_of(await make_env(Together), consumer)
     assert "token_versions" not in record.to_scored_data(), "which is what the environment sent"
     as_it_was(record, server)
@@ -332,10 +386,14 @@ async def test_several_turns(make_env: Any, consumer: Any, server: StandIn) -> N
     record = await record_of(env, consumer)
     as_it_was(record, server)
     assert len(server.truth) == 3 * 4
-    assert all(len({version for version in row.tolist() if version >= 0}) > 3 for row in record["token_versions"]), "of every turn"
+    assert all(
+        len({version for version in row.tolist() if version >= 0}) > 3 for row in record["token_versions"]
+    ), "of every turn"
 
 
-async def test_a_tree_of_sequences_whose_earlier_turns_are_masked(make_env: Any, consumer: Any, server: StandIn) -> None:
+async def test_a_tree_of_sequences_whose_earlier_turns_are_masked(
+    make_env: Any, consumer: Any, server: StandIn
+) -> None:
     record = await record_of(await make_env(Tree, group_size=3), consumer)
     as_it_was(record, server)
     last = max(record["token_versions"], key=len)
@@ -345,7 +403,9 @@ async def test_a_tree_of_sequences_whose_earlier_turns_are_masked(make_env: Any,
 async def test_more_answers_than_a_request_may_ask_for(make_env: Any, consumer: Any, server: StandIn) -> None:
     class Many(Managed):
         async def collect_trajectories(self, item: int) -> Any:
-            prompt, outputs, _, _ = await self.server.tokens_and_logprobs_completion(prompt=">01", n=12, max_tokens=10)
+            prompt, outputs, _, _ = await self.server.tokens_and_logprobs_completion(
+                prompt=">01", n=12, max_tokens=10
+            )
             rows = [prompt + output for output in outputs]
             masks = [[-100] * len(prompt) + output for output in outputs]
             return {"tokens": rows, "masks": masks, "scores": [float(at) for at in range(12)]}, []
@@ -367,10 +427,16 @@ async def test_rows_that_the_environment_cut_or_ended(make_env: Any, consumer: A
     record = await record_of(await make_env(Ending), consumer)
     added, dropped, *whole = record["token_versions"]
     assert added.tolist() == [*server.versions_of(record["tokens"][0].tolist()[:-1]), -1]
-    (prompt, _, versions), *_ = [each for each in server.truth if (each[0] + each[1])[:-1] == record["tokens"][1].tolist()]
+    (prompt, _, versions), *_ = [
+        each for each in server.truth if (each[0] + each[1])[:-1] == record["tokens"][1].tolist()
+    ]
     assert dropped.tolist() == [-1] * len(prompt) + versions[:-1]
-    assert [row.tolist() for row in whole] == [server.versions_of(row.tolist()) for row in list(record["tokens"])[2:]]
-    assert span(record) == (3, 7), "the token that was added is of nobody: it is no older than what the worker was answered"
+    assert [row.tolist() for row in whole] == [
+        server.versions_of(row.tolist()) for row in list(record["tokens"])[2:]
+    ]
+    assert span(record) == (3, 7), (
+        "the token that was added is of nobody: it is no older than what the worker was answered"
+    )
 
 
 async def test_a_list_of_groups_of_one_worker(make_env: Any, consumer: Any, server: StandIn) -> None:
@@ -389,7 +455,9 @@ async def test_a_list_of_groups_of_one_worker(make_env: Any, consumer: Any, serv
 # --- several workers --------------------------------------------------------------------------------------
 
 
-async def test_workers_beside_each_other_hear_their_own(make_env: Any, consumer: Any, server: StandIn) -> None:
+async def test_workers_beside_each_other_hear_their_own(
+    make_env: Any, consumer: Any, server: StandIn
+) -> None:
     env = await make_env(Managed)
     env.turns = 2
     workers = [work_on(env, item) for item in range(6)]
@@ -400,7 +468,9 @@ async def test_workers_beside_each_other_hear_their_own(make_env: Any, consumer:
     assert listening.heard() is None
 
 
-async def test_a_cancelled_worker_leaves_nothing_behind(make_env: Any, consumer: Any, server: StandIn) -> None:
+async def test_a_cancelled_worker_leaves_nothing_behind(
+    make_env: Any, consumer: Any, server: StandIn
+) -> None:
     env = await make_env(Together)
     server.gate = asyncio.Event()
     worker = work_on(env, 1)
@@ -412,7 +482,9 @@ async def test_a_cancelled_worker_leaves_nothing_behind(make_env: Any, consumer:
     as_it_was(await record_of(env, consumer, 1), server)
 
 
-async def test_a_worker_cancelled_as_it_sends_delivers_its_stamps(make_env: Any, consumer: Any, server: StandIn) -> None:
+async def test_a_worker_cancelled_as_it_sends_delivers_its_stamps(
+    make_env: Any, consumer: Any, server: StandIn
+) -> None:
     env = await make_env(Together)
     sends = type(env)._send_scored_data_to_api
 
@@ -429,8 +501,12 @@ async def test_a_worker_cancelled_as_it_sends_delivers_its_stamps(make_env: Any,
 
 
 @pytest.mark.parametrize("trouble", ["failures", "broken"])
-async def test_answers_to_what_atropos_asks_again(make_env: Any, consumer: Any, server: StandIn, trouble: str) -> None:
-    """An error, and an answer that upstream's parser cannot read and asks for again: the rows are the last answer's."""
+async def test_answers_to_what_atropos_asks_again(
+    make_env: Any, consumer: Any, server: StandIn, trouble: str
+) -> None:
+    """An error, and an answer that upstream's parser cannot read and asks for again: the rows are the last
+    answer's.
+    """
     setattr(server, trouble, 2)
     record = await record_of(await make_env(Together), consumer)
     assert len(server.asked) == 3
@@ -438,7 +514,9 @@ async def test_answers_to_what_atropos_asks_again(make_env: Any, consumer: Any, 
 
 
 async def test_evaluation_is_not_heard_by_a_worker(make_env: Any, consumer: Any, server: StandIn) -> None:
-    """The worker's rows come from text, so it goes by all it was answered; what evaluation was answered is older."""
+    """The worker's rows come from text, so it goes by all it was answered; what evaluation was answered is
+    older.
+    """
     server.names_tokens, server.updates = False, False
     env = await make_env(Chat, server_type="openai")
     await env.evaluate()
@@ -454,8 +532,12 @@ async def test_evaluation_is_not_heard_by_a_worker(make_env: Any, consumer: Any,
     assert span(await consumer.get_async(timeout_s=5)) == (5, 5)
 
 
-async def test_health_checks_are_not_heard(make_env: Any, consumer: Any, server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first worker that asks starts them, in its own context: its ledger would grow for ever, with answers to nobody."""
+async def test_health_checks_are_not_heard(
+    make_env: Any, consumer: Any, server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first worker that asks starts them, in its own context: its ledger would grow for ever, with
+    answers to nobody.
+    """
     noted = []
     monkeypatch.setattr(listening.Ledger, "note", lambda ledger, answers: noted.extend(answers))
     env = await make_env(Chat, server_type="openai", health_check=True)
@@ -480,7 +562,10 @@ class Direct(Managed):
         second = prompt + first[0] + [FIRST]
         _, then, _, _ = await self.server.tokens_and_logprobs_completion(input_ids=second, n=1, max_tokens=6)
         rows = [second + then[0], *(prompt + output for output in first[1:])]
-        masks = [[-100] * len(prompt) + first[0] + [-100] + then[0], *([-100] * len(prompt) + output for output in first[1:])]
+        masks = [
+            [-100] * len(prompt) + first[0] + [-100] + then[0],
+            *([-100] * len(prompt) + output for output in first[1:]),
+        ]
         return {"tokens": rows, "masks": masks, "scores": [1.0, 2.0, 3.0, 4.0]}, []
 
 
@@ -488,7 +573,9 @@ class Direct(Managed):
 async def test_the_policy_server_takes_new_weights_while_a_worker_generates(
     make_env: Any, consumer: Any, server: StandIn, bridge: str, model: Path, pushed: bool
 ) -> None:
-    """The learner publishes a version before and one between two turns: what a token is stamped with is what the server held."""
+    """The learner publishes a version before and one between two turns: what a token is stamped with is what
+    the server held.
+    """
     from transformers import AutoModelForCausalLM
 
     from shmbridge.consumers.policy.follow_weights import WeightsFollower
@@ -505,7 +592,11 @@ async def test_the_policy_server_takes_new_weights_while_a_worker_generates(
     with WeightsWriter(bridge) as writer:
 
         async def publish(version: int) -> None:
-            await asyncio.to_thread(writer.publish, version, [(name, value.detach()) for name, value in learner.named_parameters()])
+            await asyncio.to_thread(
+                writer.publish,
+                version,
+                [(name, value.detach()) for name, value in learner.named_parameters()],
+            )
             consumer.publish_policy_version(version)
             await until(lambda: engine.version == version)
 
@@ -530,7 +621,9 @@ async def test_the_policy_server_takes_new_weights_while_a_worker_generates(
 # --- less than tokens -------------------------------------------------------------------------------------
 
 
-async def test_chats_with_tokens_are_found_in_rows_by_the_template(make_env: Any, consumer: Any, server: StandIn) -> None:
+async def test_chats_with_tokens_are_found_in_rows_by_the_template(
+    make_env: Any, consumer: Any, server: StandIn
+) -> None:
     server.updates = False
     env = await make_env(Chat, server_type="openai")
     env.turns = 2
@@ -541,7 +634,9 @@ async def test_chats_with_tokens_are_found_in_rows_by_the_template(make_env: Any
     assert span(record) == (3, 3)
 
 
-async def test_a_server_that_names_versions_is_asked_for_tokens(make_env: Any, consumer: Any, server: StandIn) -> None:
+async def test_a_server_that_names_versions_is_asked_for_tokens(
+    make_env: Any, consumer: Any, server: StandIn
+) -> None:
     """As vLLM's, which names none unless asked to; what an environment asks for beside stays."""
     server.updates = server.names_tokens = False
     env = await make_env(Chat, server_type="openai")
@@ -555,21 +650,29 @@ async def test_a_server_that_names_versions_is_asked_for_tokens(make_env: Any, c
 
 
 @pytest.mark.parametrize("names_tokens", [True, False])
-async def test_chats_under_changing_weights_have_bounds(make_env: Any, consumer: Any, server: StandIn, names_tokens: bool) -> None:
+async def test_chats_under_changing_weights_have_bounds(
+    make_env: Any, consumer: Any, server: StandIn, names_tokens: bool
+) -> None:
     server.names_tokens = names_tokens
     record = await record_of(await make_env(Chat, server_type="openai"), consumer)
     assert span(record) == (3, 7)
     assert "token_versions" not in record
 
 
-async def test_choices_of_several_requests_that_upstream_puts_together(make_env: Any, consumer: Any, server: StandIn) -> None:
+async def test_choices_of_several_requests_that_upstream_puts_together(
+    make_env: Any, consumer: Any, server: StandIn
+) -> None:
     class Text(Managed):
         async def collect_trajectories(self, item: int) -> Any:
             completion = await self.server.completion(prompt=">01", n=4, max_tokens=10)
             prompt = self.tokenizer.encode(">01")
             rows = [self.tokenizer.encode(choice.text) for choice in completion.choices]
             masks = [[-100] * len(prompt) + row for row in rows]
-            return {"tokens": [prompt + row for row in rows], "masks": masks, "scores": [1.0, 2.0, 3.0, 4.0]}, []
+            return {
+                "tokens": [prompt + row for row in rows],
+                "masks": masks,
+                "scores": [1.0, 2.0, 3.0, 4.0],
+            }, []
 
     server.updates = False
     env = await make_env(Text, server_type="openai")
@@ -585,7 +688,10 @@ async def test_sglang_bounds_the_newest(make_env: Any, consumer: Any, server: St
     assert "token_versions" not in record
     assert span(record) == (4, 7)
     server.version = 70
-    assert span(await record_of(await make_env(Managed, server_type="sglang", path="/sglang"), consumer)) == (PUBLISHED, 74)
+    assert span(await record_of(await make_env(Managed, server_type="sglang", path="/sglang"), consumer)) == (
+        PUBLISHED,
+        74,
+    )
 
 
 @pytest.mark.parametrize(("env_class", "server_type"), [(Together, "vllm"), (Chat, "openai")])
@@ -601,7 +707,11 @@ async def test_a_server_that_says_nothing_leaves_the_record_as_it_was(
 
 
 async def test_contradictions_are_counted_and_said_once(
-    make_env: Any, consumer: Any, server: StandIn, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_env: Any,
+    consumer: Any,
+    server: StandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setitem(globals(), "spans", lambda versions: [{"version": "3", "start": 0, "end": 99}])
     env = await make_env(Together)
@@ -615,10 +725,15 @@ async def test_contradictions_are_counted_and_said_once(
 # --- what the environment says itself, what the learner does of it ------------------------------------------
 
 
-async def test_the_environments_own_versions_win_and_come_back(make_env: Any, consumer: Any, server: StandIn) -> None:
+async def test_the_environments_own_versions_win_and_come_back(
+    make_env: Any, consumer: Any, server: StandIn
+) -> None:
     class Knowing(Together):
         def group(self, nodes: list[Any]) -> dict[str, Any]:
-            return super().group(nodes) | {"token_versions": [[9] * len(node.tokens) for node in nodes], "seed": 1}
+            return super().group(nodes) | {
+                "token_versions": [[9] * len(node.tokens) for node in nodes],
+                "seed": 1,
+            }
 
     record = await record_of(await make_env(Knowing), consumer)
     assert set(record["token_versions"].values.tolist()) == {9}
@@ -628,7 +743,9 @@ async def test_the_environments_own_versions_win_and_come_back(make_env: Any, co
     assert record.json("extra") == {"seed": 1, "token_versions": back["token_versions"]}
 
 
-async def test_own_versions_that_are_none_stay_what_they_were(make_env: Any, consumer: Any, server: StandIn) -> None:
+async def test_own_versions_that_are_none_stay_what_they_were(
+    make_env: Any, consumer: Any, server: StandIn
+) -> None:
     class Mistaken(Together):
         def group(self, nodes: list[Any]) -> dict[str, Any]:
             return super().group(nodes) | {"token_versions": "newest"}
@@ -644,7 +761,9 @@ async def test_the_cut_goes_by_the_oldest_that_sampled(make_env: Any, consumer: 
     await work_on(env, 1)
     server.version = PUBLISHED - 1
     await work_on(env, 2)
-    batch = await asyncio.to_thread(lambda: next(consumer.batches(groups=1, max_staleness=2, prefetch=0, timeout_s=5)))
+    batch = await asyncio.to_thread(
+        lambda: next(consumer.batches(groups=1, max_staleness=2, prefetch=0, timeout_s=5))
+    )
     assert batch.meta[0].min_policy_version == PUBLISHED - 1
     assert consumer.stats()["discarded_total{stale}"] == 1
     batch.release()
@@ -657,10 +776,14 @@ async def test_without_an_attachment_nothing_is_heard(bridge: str) -> None:
     from openai.resources.completions import AsyncCompletions
 
     hooked = [
-        (ClientResponse, "json"), (AsyncChatCompletions, "create"), (AsyncCompletions, "create"),
-        *((server, "check_server_status_task") for server in
-          (openai_server.OpenAIServer, vllm_server.VLLMServer, sglang_server.SGLangServer)),
-    ]  # fmt: skip
+        (ClientResponse, "json"),
+        (AsyncChatCompletions, "create"),
+        (AsyncCompletions, "create"),
+        *(
+            (server, "check_server_status_task")
+            for server in (openai_server.OpenAIServer, vllm_server.VLLMServer, sglang_server.SGLangServer)
+        ),
+    ]
     before = [vars(owner)[name] for owner, name in hooked]
     atropos.attach(bridge=bridge)
     assert all(vars(owner)[name] is not was for (owner, name), was in zip(hooked, before, strict=True))

@@ -17,10 +17,23 @@ SHORT = ["--seconds", "0.01", "--lengths", "16,32"]
 def test_json_has_its_fields(capsys):
     assert main(["bench", "--quick", "--json", "--only", "limit,ring", *SHORT]) == 0
     said = json.loads(capsys.readouterr().out)
-    about = {"cpu", "cores", "load_before", "kernel", "versions", "revision", "dirty", "seed", "pinned", "lane_bytes"}
+    about = {
+        "cpu",
+        "cores",
+        "load_before",
+        "kernel",
+        "versions",
+        "revision",
+        "dirty",
+        "seed",
+        "pinned",
+        "lane_bytes",
+    }
     assert about <= set(said["machine"])
     assert [(row["contender"], row["form"], row["length"]) for row in said["rows"]] == [
-        (name, form, length) for length in (16, 32) for name, form in (("limit", "arrays"), ("ring", "arrays"), ("ring", "lists"))
+        (name, form, length)
+        for length in (16, 32)
+        for name, form in (("limit", "arrays"), ("ring", "arrays"), ("ring", "lists"))
     ]
     for row in said["rows"]:
         assert row["groups_per_s"] > 0
@@ -28,7 +41,9 @@ def test_json_has_its_fields(capsys):
         assert row["groups_per_s_range"][0] <= row["groups_per_s"] <= row["groups_per_s_range"][1]
 
 
-@pytest.mark.parametrize("wrong", [["--only", "foo"], ["--only", ""], ["--plot", "x.xyz"], ["--plot", "/not/there/x.svg"]])
+@pytest.mark.parametrize(
+    "wrong", [["--only", "foo"], ["--only", ""], ["--plot", "x.xyz"], ["--plot", "/not/there/x.svg"]]
+)
 def test_wrong_arguments_are_said_before_anything_is_measured(capsys, wrong):
     try:
         code = main(["bench", *wrong])
@@ -78,15 +93,34 @@ def ran(tmp_path):
         "test_peers[ring]": ("peers", figures),
         "test_producers[2]": ("producers", figures),
         "test_wake": ("latency", {"samples_us": [float(n) for n in range(1, 2001)]}),
-        "test_both": ("latency", {"label": "asleep", "samples_us": {"get": [3.0, 1.0, 2.0], "eventfd": [2.0]}}),
+        "test_both": (
+            "latency",
+            {"label": "asleep", "samples_us": {"get": [3.0, 1.0, 2.0], "eventfd": [2.0]}},
+        ),
         "test_http": ("end to end", {"cpu_s_per_million_tokens": 24.0, "tokens_per_s": 60000.0}),
-        "test_ways": ("ways", {"cpu_s_per_million_tokens": {"environment": 0.5, "server": 1.5}} | {f"fact_{n}": n for n in range(8)}),
+        "test_ways": (
+            "ways",
+            {"cpu_s_per_million_tokens": {"environment": 0.5, "server": 1.5}}
+            | {f"fact_{n}": n for n in range(8)},
+        ),
         "test_other": (None, {}),
     }
-    benchmarks = [{"name": name, "group": group, "extra_info": extra, "stats": {"median": 0.5}} for name, (group, extra) in kinds.items()]
+    benchmarks = [
+        {"name": name, "group": group, "extra_info": extra, "stats": {"median": 0.5}}
+        for name, (group, extra) in kinds.items()
+    ]
     path = tmp_path / "ran.json"
     missing = {"ray_actor": "pip install ray"}
-    path.write_text(json.dumps({"machine_info": machine.about(), "datetime": "now", "benchmarks": benchmarks, "not_installed": missing}))
+    path.write_text(
+        json.dumps(
+            {
+                "machine_info": machine.about(),
+                "datetime": "now",
+                "benchmarks": benchmarks,
+                "not_installed": missing,
+            }
+        )
+    )
     return path
 
 

@@ -1,4 +1,6 @@
-"""The end-to-end run: groups come through whole and are counted, what differs is refused, processes end and leave nothing."""
+"""The end-to-end run: groups come through whole and are counted, what differs is refused, processes end and
+leave nothing.
+"""
 
 import json
 import os
@@ -44,7 +46,10 @@ def test_no_more_groups_are_under_way_than_were_allowed():
 
 @pytest.mark.parametrize("who", ["trainer", "environment"])
 def test_a_process_that_ends_is_said(who):
-    with pytest.raises(RuntimeError, match=f"the {who} of 'put' has ended"), Flow("put", LENGTH, lane_bytes=1 << 20) as flow:
+    with (
+        pytest.raises(RuntimeError, match=f"the {who} of 'put' has ended"),
+        Flow("put", LENGTH, lane_bytes=1 << 20) as flow,
+    ):
         flow.go(groups=1)
         process = getattr(flow, f"_{who}")
         process.terminate()

@@ -1,4 +1,6 @@
-"""`make gpu` runs whole where there is no GPU, the processor taken for it, so that it works on the first GPU machine it meets."""
+"""`make gpu` runs whole where there is no GPU, the processor taken for it, so that it works on the first GPU
+machine it meets.
+"""
 
 import json
 import os
@@ -16,9 +18,21 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.timeout(400)
 def test_it_runs_whole_on_the_processor(tmp_path):
-    command = [sys.executable, "-m", "bench.gpu.run", "--device", "cpu", "--size", "smallest", "--into", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu.run",
+        "--device",
+        "cpu",
+        "--size",
+        "smallest",
+        "--into",
+        str(tmp_path),
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "SHMBRIDGE_CHECK_ROWS"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=380)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=380
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     (written,) = tmp_path.glob("*.json")
     parts = json.loads(written.read_text())["parts"]
@@ -48,8 +62,22 @@ def test_what_a_machine_lacks_is_said_with_its_consequence():
 
 def test_a_run_that_is_cut_off_leaves_a_whole_page(tmp_path):
     machine = preflight.look()
-    results = {"device": "cpu", "size": "smallest", "machine": machine, "lacking": [], "revision": "abc", "taken": "now"}
-    parts = {"weights": {"state": "ended after 9 s", "seconds": 9.0, "rows": [{"what": "1 MiB", "out_s": 0.5}], "log": "..."}}
+    results = {
+        "device": "cpu",
+        "size": "smallest",
+        "machine": machine,
+        "lacking": [],
+        "revision": "abc",
+        "taken": "now",
+    }
+    parts = {
+        "weights": {
+            "state": "ended after 9 s",
+            "seconds": 9.0,
+            "rows": [{"what": "1 MiB", "out_s": 0.5}],
+            "log": "...",
+        }
+    }
     page.write(tmp_path / "here", results | {"parts": parts})
     assert "| 1 MiB | 0.5 |" in (tmp_path / "here.md").read_text()
     assert json.loads((tmp_path / "here.json").read_text())["parts"]["weights"]["rows"][0]["out_s"] == 0.5

@@ -1,6 +1,8 @@
-"""What must not become slow, as ratios within one run: never nanoseconds, for machines differ and neighbours are noisy.
+"""What must not become slow, as ratios within one run: never nanoseconds, for machines differ and neighbours
+are noisy.
 
-Each guard takes the best of a few looks, as a neighbour only ever makes a look worse. Planted slow-downs have to be noticed: tests, too.
+Each guard takes the best of a few looks, as a neighbour only ever makes a look worse. Planted slow-downs have
+to be noticed: tests, too.
 """
 
 import time
@@ -70,7 +72,10 @@ def lists_over_numpy(producer, consumer):
     types = {name: DTYPES.get(name) for name in lists}
 
     def as_arrays():
-        return {name: [np.array(row, types[name]) for row in rows] if types[name] else np.array(rows) for name, rows in lists.items()}
+        return {
+            name: [np.array(row, types[name]) for row in rows] if types[name] else np.array(rows)
+            for name, rows in lists.items()
+        }
 
     def spent(put):
         times = []

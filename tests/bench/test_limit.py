@@ -1,4 +1,6 @@
-"""The read of every byte, and the limit: two sides of one segment move what was written, and give up on a side that is gone."""
+"""The read of every byte, and the limit: two sides of one segment move what was written, and give up on a
+side that is gone.
+"""
 
 import threading
 

@@ -1,4 +1,7 @@
-"""The state machine over the model alone: the rules have the properties. And over the compiled ring beside it: the ring keeps the rules."""
+"""The state machine over the model alone: the rules have the properties.
+
+And over the compiled ring beside it: the ring keeps the rules.
+"""
 
 from hypothesis import HealthCheck, Phase, settings
 
@@ -8,9 +11,15 @@ from shmbridge.testing.conformance import ring_machine
 from shmbridge.testing.model_ring import ModelRing
 
 STEADY = settings(
-    max_examples=300, stateful_step_count=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
-    phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+    max_examples=300,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    report_multiple_bugs=False,
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+)
 
 TestModel = ring_machine(ModelRing).TestCase
 TestModel.settings = STEADY

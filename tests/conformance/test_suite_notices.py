@@ -1,4 +1,6 @@
-"""The suite against rings with one planted error each: the state machine must find every one, with no model beside them."""
+"""The suite against rings with one planted error each: the state machine must find every one, with no model
+beside them.
+"""
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -54,7 +56,9 @@ class MarksEverythingCommitted(ModelRing):
 class DeathOfAHubReleasesItsLeases(ModelRing):
     def hub_dies(self):
         for model in self.models:
-            for sequence in [sequence for sequence, record in model._records.items() if record.state is State.HELD]:
+            for sequence in [
+                sequence for sequence, record in model._records.items() if record.state is State.HELD
+            ]:
                 model.release(sequence)
         super().hub_dies()
 
@@ -72,7 +76,13 @@ class GivesTheSecondFirst(ModelRing):
         passed_over = []
         for model in self.models:
             if model.waiting > 1:
-                passed_over.append(next(record for _, record in sorted(model._records.items()) if record.state is State.WAITING))
+                passed_over.append(
+                    next(
+                        record
+                        for _, record in sorted(model._records.items())
+                        if record.state is State.WAITING
+                    )
+                )
                 passed_over[-1].state = State.ADRIFT
         try:
             return super().take()
@@ -138,18 +148,40 @@ class ServesTheFirstLaneOnly(ModelRing):
 
 
 BROKEN = [
-    ClaimsOneLineTooFew, FullWithOneSlotLeft, AbortPublishes, DeathOfAProducerLosesItsLastRecord, ForgetsMarks, MarksEverythingCommitted,
-    DeathOfAHubReleasesItsLeases, SuccessorMissesTheOldest, GivesTheSecondFirst, AbandonedComesAgainAtOnce, ViewsAreNotWaitedFor,
-    DiscardsInSilence, ReadsNonsense, QuarantinesItsNeighbour, QuarantineCountsOneOnly, ServesTheFirstLaneOnly,
-]  # fmt: skip
+    ClaimsOneLineTooFew,
+    FullWithOneSlotLeft,
+    AbortPublishes,
+    DeathOfAProducerLosesItsLastRecord,
+    ForgetsMarks,
+    MarksEverythingCommitted,
+    DeathOfAHubReleasesItsLeases,
+    SuccessorMissesTheOldest,
+    GivesTheSecondFirst,
+    AbandonedComesAgainAtOnce,
+    ViewsAreNotWaitedFor,
+    DiscardsInSilence,
+    ReadsNonsense,
+    QuarantinesItsNeighbour,
+    QuarantineCountsOneOnly,
+    ServesTheFirstLaneOnly,
+]
 
 
 @pytest.mark.parametrize("ring", BROKEN, ids=lambda ring: ring.__name__)
 def test_a_planted_error_is_found(ring):
-    """Not shrunk: that it is found is all that counts. How soon depends on what else is imported: Hypothesis takes constants from there."""
+    """Not shrunk: that it is found is all that counts.
+
+    How soon depends on what else is imported: Hypothesis takes constants from there.
+    """
     found = settings(
-        max_examples=3000, stateful_step_count=60, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
-    )  # fmt: skip
+        max_examples=3000,
+        stateful_step_count=60,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(ring_machine(ring), settings=found)

@@ -21,7 +21,10 @@ ROLES = Path(__file__).with_name("roles.py")
 
 @pytest.fixture(scope="session")
 def fault_build() -> Path:
-    """Folder of a build with fail-points, made again if a source is newer. It shares nothing with the in-place extensions."""
+    """Folder of a build with fail-points, made again if a source is newer.
+
+    It shares nothing with the in-place extensions.
+    """
     return build_with_faults(ROOT, ROOT / "build" / "faults")
 
 
@@ -39,7 +42,9 @@ def actor(fault_build: Path, bridge: str) -> Iterator[Callable[..., FaultyChild]
         yield _starter(ROLES.with_name("takeover_roles.py"), fault_build, bridge, children)
 
 
-def _starter(script: Path, build: Path, bridge: str, children: contextlib.ExitStack) -> Callable[..., FaultyChild]:
+def _starter(
+    script: Path, build: Path, bridge: str, children: contextlib.ExitStack
+) -> Callable[..., FaultyChild]:
     def start(role: str, *arguments: object, fault: Fault | None = None) -> FaultyChild:
         argv = [str(script), role, bridge, *map(str, arguments)]
         return children.enter_context(FaultyChild(argv, build=build, fault=fault))
@@ -69,7 +74,9 @@ def lane_words(bridge: str) -> Callable[[], dict[str, LaneWords]]:
             info = header.read_lane(mapping)
             words = header.lane_counters(mapping)
             held = header.undelivered(mapping)
-            found[_given(info["producer_id"])] = LaneWords(name, words["tail"], words["head"], held, words["discarded"])
+            found[_given(info["producer_id"])] = LaneWords(
+                name, words["tail"], words["head"], held, words["discarded"]
+            )
         return found
 
     return read
@@ -97,18 +104,25 @@ def roles() -> ModuleType:
 
 @pytest.fixture
 def take(roles: ModuleType) -> Callable[..., dict[str, list[tuple[int, bool]]]]:
-    """Takes, checks and releases records until each producer has given what is wanted: producer -> [(sequence, redelivered)].
+    """Takes, checks and releases records until each producer has given what is wanted: producer ->
+    [(sequence, redelivered)].
 
     None may come that is not wanted, and nothing may come afterwards.
     """
 
-    def take_all(consumer: shmbridge.Consumer, wanted: dict[str, int], timeout_s: float = 10.0) -> dict[str, list[tuple[int, bool]]]:
+    def take_all(
+        consumer: shmbridge.Consumer, wanted: dict[str, int], timeout_s: float = 10.0
+    ) -> dict[str, list[tuple[int, bool]]]:
         taken: dict[str, list[tuple[int, bool]]] = {producer: [] for producer in wanted}
         while any(len(taken[producer]) < count for producer, count in wanted.items()):
             with consumer.get(timeout_s) as record:
-                taken[roles.given(record.meta.producer_id)].append((roles.check(record), record.meta.redelivered))
+                taken[roles.given(record.meta.producer_id)].append(
+                    (roles.check(record), record.meta.redelivered)
+                )
         late = consumer.poll()
-        assert not late, f"nobody has put these: {[(each.meta.producer_id, each.meta.sequence) for each in late]}"
+        assert not late, (
+            f"nobody has put these: {[(each.meta.producer_id, each.meta.sequence) for each in late]}"
+        )
         return taken
 
     return take_all

@@ -1,6 +1,9 @@
-"""What a child of the crash tests does: `python roles.py ROLE BRIDGE ...`. Every step is said on standard output as it happens.
+"""What a child of the crash tests does: `python roles.py ROLE BRIDGE ...`.
 
-Payloads are a function of (producer, sequence) with a checksum beside them, so that any reader can tell a torn record.
+Every step is said on standard output as it happens.
+
+Payloads are a function of (producer, sequence) with a checksum beside them, so that any reader can tell a
+torn record.
 """
 
 import json
@@ -137,7 +140,9 @@ def serve_ranks(bridge: str, world_size: str, groups: str) -> None:
 
 
 def read_shares(bridge: str, rank: str, world_size: str, shares: str) -> None:
-    """Is a learner rank: reads so many shares, says every record, and is done with a share before it asks for the next."""
+    """Is a learner rank: reads so many shares, says every record, and is done with a share before it asks for
+    the next.
+    """
     with shmbridge.Rank(bridge, int(rank), int(world_size)) as reader:
         say("ready")
         for _ in range(int(shares)):
@@ -178,7 +183,9 @@ def limit(bridge: str, steps: str, groups: str) -> None:
 
 
 def enter(bridge: str) -> None:
-    """Opens a producer, puts one record, enters as the hub, takes it, leaves: passes every point of creation."""
+    """Opens a producer, puts one record, enters as the hub, takes it, leaves: passes every point of
+    creation.
+    """
     with shmbridge.Producer(bridge, producer_id="enter", lane_bytes="64K") as producer:
         producer.put(pattern("enter", 0), group_id=0)
         say("ready")
@@ -244,7 +251,9 @@ def third_weights(version: int) -> list[tuple[str, np.ndarray]]:
 
 
 def write_changed_weights(bridge: str) -> None:
-    """Publishes version 1 whole, then in turns the first tensor alone and the second alone, up to version 5."""
+    """Publishes version 1 whole, then in turns the first tensor alone and the second alone, up to version
+    5.
+    """
     from shmbridge.weights import WeightsWriter
 
     writer = WeightsWriter(bridge)
@@ -255,12 +264,16 @@ def write_changed_weights(bridge: str) -> None:
 
 
 def fill_weights(bridge: str, first: str, last: str) -> None:
-    """Fills versions first..last: says the ticket, writes the first tensor, and commits when it is told that the rest is there."""
+    """Fills versions first..last: says the ticket, writes the first tensor, and commits when it is told that
+    the rest is there.
+    """
     from shmbridge.weights import WeightsWriter
 
     writer = WeightsWriter(bridge)
     for version in range(int(first), int(last) + 1):
-        with writer.fill(version, [(name, "float32", tensor.shape) for name, tensor in weights(version)]) as filling:
+        with writer.fill(
+            version, [(name, "float32", tensor.shape) for name, tensor in weights(version)]
+        ) as filling:
             filling.write(*weights(version)[0])
             say(json.dumps(filling.ticket))
             sys.stdin.readline()

@@ -1,4 +1,5 @@
-"""What a child of the takeover tests does: `python takeover_roles.py ROLE BRIDGE ...`; roles.py has those of a single end.
+"""What a child of the takeover tests does: `python takeover_roles.py ROLE BRIDGE ...`; roles.py has those of
+a single end.
 
 A nursery is one process that has imported everything and forks what is to start at the same moment.
 """
@@ -36,14 +37,21 @@ def learn(bridge: str, groups: str, hold: str, prefetch: str) -> None:
         for first in range(0, len(batch), 2):
             meta = batch.meta[first]
             wanted = pattern(meta.producer_id, meta.sequence)["tokens"]
-            assert all(np.array_equal(row, want) for row, want in zip(rows[first : first + 2], wanted, strict=True))
-        say("batch", *(f"{given(meta.producer_id)}/{meta.sequence}/{meta.redelivered}" for meta in batch.meta[::2]))
+            assert all(
+                np.array_equal(row, want) for row, want in zip(rows[first : first + 2], wanted, strict=True)
+            )
+        say(
+            "batch",
+            *(f"{given(meta.producer_id)}/{meta.sequence}/{meta.redelivered}" for meta in batch.meta[::2]),
+        )
         if not sys.stdin.readline():
             return
 
 
 def keep_a_view(bridge: str, how: str) -> None:
-    """Keeps a view of a record beyond the end of its consumer, and says when asked whether it still reads the same."""
+    """Keeps a view of a record beyond the end of its consumer, and says when asked whether it still reads the
+    same.
+    """
     try:
         with shmbridge.Consumer(bridge) as consumer:
             record = consumer.get(30)
@@ -67,7 +75,8 @@ def keep_a_view(bridge: str, how: str) -> None:
     del kept, view
 
 
-# -- a nursery: many start at once ------------------------------------------------------------------------------------------------------
+# -- a nursery: many start at once
+# ------------------------------------------------------------------------------------------------------
 
 
 def import_all() -> None:
@@ -76,7 +85,10 @@ def import_all() -> None:
 
 
 def fork_all(jobs: list[Callable[[], None]], armed: dict[int, faults.Fault]) -> dict[int, int]:
-    """Forks a child per job, held back until the last one is there: pid -> number of the job. Children never come back."""
+    """Forks a child per job, held back until the last one is there: pid -> number of the job.
+
+    Children never come back.
+    """
     gate, opener = os.pipe()
     pids = {}
     for number, job in enumerate(jobs):
@@ -99,20 +111,33 @@ def fork_all(jobs: list[Callable[[], None]], armed: dict[int, faults.Fault]) -> 
 
 
 def nursery(bridge: str, seed: str) -> None:
-    """Twenty starters at one moment: ten want to be the consumer and try again for ever, ten are producers; some are killed on the way."""
+    """Twenty starters at one moment: ten want to be the consumer and try again for ever, ten are producers;
+    some are killed on the way.
+    """
     import_all()
     rng = random.Random(int(seed))
     killers = [
-        *faults.CREATING_CONTROL, *faults.CREATING_LANE, *faults.ENTERING_HUB, *faults.TAKING, *faults.SWEEPING, "producer.before_tail",
-    ]  # fmt: skip
+        *faults.CREATING_CONTROL,
+        *faults.CREATING_LANE,
+        *faults.ENTERING_HUB,
+        *faults.TAKING,
+        *faults.SWEEPING,
+        "producer.before_tail",
+    ]
     wants = [n % 2 == 0 for n in range(20)]
     jobs = [lambda n=n: (compete if wants[n] else deliver)(bridge, n) for n in range(20)]
     armed = {n: faults.Fault(rng.choice(killers), rng.randrange(2)) for n in rng.sample(range(20), 7)}
     pids = fork_all(jobs, armed)
-    signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGKILL) for pid in list(pids)])  # the race is over
+    # the race is over
+    signal.signal(signal.SIGTERM, lambda *_: [os.kill(pid, signal.SIGKILL) for pid in list(pids)])
     while pids:
         pid, status = os.wait()
-        say("ended", pids[pid], "consumer" if wants[pids.pop(pid)] else "producer", os.waitstatus_to_exitcode(status))
+        say(
+            "ended",
+            pids[pid],
+            "consumer" if wants[pids.pop(pid)] else "producer",
+            os.waitstatus_to_exitcode(status),
+        )
 
 
 def compete(bridge: str, number: int) -> None:
@@ -139,7 +164,9 @@ def deliver(bridge: str, number: int) -> None:
 
 
 def come_and_go(bridge: str, rounds: str, seed: str) -> None:
-    """Producers and both ends of the weights start and stop `rounds` times in all, consumers as they like; four processes only clean."""
+    """Producers and both ends of the weights start and stop `rounds` times in all, consumers as they like;
+    four processes only clean.
+    """
     import_all()
     share = int(rounds) // 6
     stop, stopper = os.pipe()
@@ -173,7 +200,9 @@ def sweep_for_ever(bridge: str, over: Callable[[], bool]) -> None:
 
 
 def put_rounds(bridge: str, number: int, rounds: int, seed: int) -> None:
-    """Each round is a producer that puts a few records, waits until they were released, and looks whether its segments are still there."""
+    """Each round is a producer that puts a few records, waits until they were released, and looks whether its
+    segments are still there.
+    """
     rng = random.Random(seed * 100 + number)
     for turn in range(rounds):
         who = f"{number}-{turn}"
@@ -244,7 +273,9 @@ def there(fd: int, name: str) -> None:
 
 
 def look(bridge: str) -> None:
-    """Says how many lanes have a living producer and whether a consumer lives, as seen from here, and tries to clean."""
+    """Says how many lanes have a living producer and whether a consumer lives, as seen from here, and tries
+    to clean.
+    """
     (info,) = [each for each in shmbridge.list_bridges() if each.name == bridge]
     say("sees", sum(lane.alive for lane in info.lanes), info.consumer_pid is not None)
     say("removed", len(shmbridge.clean(bridge, dry_run=False).removed))

@@ -12,13 +12,19 @@ from shmbridge import segment
 from shmbridge.testing.faults import Fault
 
 
-@pytest.mark.parametrize("label", ["producer.claimed", "producer.body_written", "producer.before_tail", "producer.committed"])
-def test_a_producer_stopped_in_mid_put_is_alive(label, bridge, faulty, make_producer, make_consumer, roles, take, segments):
+@pytest.mark.parametrize(
+    "label", ["producer.claimed", "producer.body_written", "producer.before_tail", "producer.committed"]
+)
+def test_a_producer_stopped_in_mid_put_is_alive(
+    label, bridge, faulty, make_producer, make_consumer, roles, take, segments
+):
     consumer, bystander = make_consumer(), make_producer(producer_id="bystander", on_full="raise")
     child = faulty("produce", "stopped", 4, fault=Fault(label, 2, signal.SIGSTOP))
     child.wait_stopped()
     before = 2 + (label == "producer.committed")
-    assert take(consumer, {"stopped": before}) == {"stopped": [(sequence, False) for sequence in range(before)]}
+    assert take(consumer, {"stopped": before}) == {
+        "stopped": [(sequence, False) for sequence in range(before)]
+    }
     report = shmbridge.clean(bridge, dry_run=False)
     assert not report.removed
     assert len(segment.lane_names(bridge)) == 2
@@ -26,7 +32,9 @@ def test_a_producer_stopped_in_mid_put_is_alive(label, bridge, faulty, make_prod
     assert take(consumer, {"bystander": 1}) == {"bystander": [(0, False)]}
     assert consumer.stats()["lanes_live"] == 2
     child.go_on()
-    assert take(consumer, {"stopped": 4 - before}) == {"stopped": [(sequence, False) for sequence in range(before, 4)]}
+    assert take(consumer, {"stopped": 4 - before}) == {
+        "stopped": [(sequence, False) for sequence in range(before, 4)]
+    }
     assert child.end() == 0
     bystander.close()
     consumer.close()
@@ -85,8 +93,12 @@ def test_a_child_left_behind_keeps_no_dead_producer_alive(how, faulty, make_cons
 
 
 @pytest.mark.parametrize("label", ["segment.created", "segment.locked", "segment.reserved", "control.locked"])
-def test_a_child_forked_while_a_segment_is_made_keeps_nobody_alive(label, faulty, make_consumer, take, segments, until):
-    """Another thread may fork at any time: the descriptor must be known to the fork handler from the start."""
+def test_a_child_forked_while_a_segment_is_made_keeps_nobody_alive(
+    label, faulty, make_consumer, take, segments, until
+):
+    """Another thread may fork at any time: the descriptor must be known to the fork handler from the
+    start.
+    """
     child = faulty("fork_while_creating", "parent", fault=Fault(label, 0, signal.SIGUSR1))
     with ended(said_pid(child)):
         child.until("put 0")

@@ -1,4 +1,6 @@
-"""Whoever creates or sweeps a segment is killed, stopped or overtaken at every step: the next start is as good as the first."""
+"""Whoever creates or sweeps a segment is killed, stopped or overtaken at every step: the next start is as
+good as the first.
+"""
 
 import signal
 import time
@@ -49,7 +51,9 @@ def test_killed_on_a_bridge_in_use(label, faulty, make_producer, make_consumer, 
     assert segments() == []
 
 
-def test_the_hub_is_killed_while_it_buries_a_lane(faulty, make_producer, make_consumer, roles, take, segments):
+def test_the_hub_is_killed_while_it_buries_a_lane(
+    faulty, make_producer, make_consumer, roles, take, segments
+):
     """Its death watch was about to unlink: the next start does it."""
     dead = faulty("produce", "dead", 1)
     assert dead.end() == 0
@@ -89,7 +93,9 @@ def test_stopped_while_it_makes_a_lane(label, bridge, faulty, make_consumer, tak
 
 
 def test_two_sweepers_meet_at_one_lane(bridge, faulty, make_producer, make_consumer, roles, take, segments):
-    """One holds the lock and is stopped: the other leaves the lane alone and does not wait; a new lane is none of their business."""
+    """One holds the lock and is stopped: the other leaves the lane alone and does not wait; a new lane is
+    none of their business.
+    """
     faulty("produce", "victim", 1, fault=Fault("lane.after_magic")).end_on_fault()
     (name,) = segment.lane_names(bridge)
     sweeper = faulty("sweep", fault=Fault("segment.unlinking", 0, signal.SIGSTOP))
@@ -108,7 +114,9 @@ def test_two_sweepers_meet_at_one_lane(bridge, faulty, make_producer, make_consu
 
 
 def test_two_that_leave_at_once_leave_nothing(bridge, faulty, make_producer, segments):
-    """The first saw the second alive, and the second finds the first's lane locked by the first's own sweep."""
+    """The first saw the second alive, and the second finds the first's lane locked by the first's own
+    sweep.
+    """
     child = faulty("attend", fault=Fault("segment.unlinking", 0, signal.SIGSTOP))
     child.until("ready")
     (theirs,) = segment.lane_names(bridge)
@@ -126,20 +134,27 @@ def test_two_that_leave_at_once_leave_nothing(bridge, faulty, make_producer, seg
 
 
 def test_many_sweepers_and_many_dead(bridge, faulty, segments):
-    victims = [faulty("produce", f"victim-{n}", 1, fault=Fault("lane.after_magic", 0, signal.SIGSTOP)) for n in range(4)]
+    victims = [
+        faulty("produce", f"victim-{n}", 1, fault=Fault("lane.after_magic", 0, signal.SIGSTOP))
+        for n in range(4)
+    ]
     for victim in victims:
         victim.wait_stopped()
     for victim in victims:
         victim.kill()
     sweepers = [faulty("sweep") for _ in range(4)]
     assert [sweeper.end() for sweeper in sweepers] == [0] * 4
-    removed = [name for sweeper in sweepers for line in sweeper.said for name in line.split()[1:] if ".l." in name]
+    removed = [
+        name for sweeper in sweepers for line in sweeper.said for name in line.split()[1:] if ".l." in name
+    ]
     assert len(removed) == len(set(removed)) == 4, "each lane is removed once"
     participation.sweep(bridge)
     assert segments() == []
 
 
-def test_undelivered_records_survive_every_sweep(bridge, faulty, make_producer, make_consumer, take, segments):
+def test_undelivered_records_survive_every_sweep(
+    bridge, faulty, make_producer, make_consumer, take, segments
+):
     faulty("produce", "victim", 9, fault=Fault("producer.committed", 2)).end_on_fault()
     assert participation.sweep(bridge).undelivered
     assert shmbridge.clean(bridge).undelivered, "a dry run says what would go"

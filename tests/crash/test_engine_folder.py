@@ -1,4 +1,6 @@
-"""The copy of a model's weights that an engine loads from a path goes when its writer was killed: at any start, and by clean."""
+"""The copy of a model's weights that an engine loads from a path goes when its writer was killed: at any
+start, and by clean.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ with WeightsWriter(sys.argv[1]) as writer:
 @pytest.fixture
 def left(bridge: str) -> tuple[subprocess.Popen[str], Path]:
     """A living writer, and its folder."""
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, bridge], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, bridge], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert writer.stdout is not None
     yield writer, Path(writer.stdout.readline().strip())
     writer.kill()
@@ -59,7 +63,9 @@ def no_descriptor_left() -> Callable[[], contextlib.AbstractContextManager[None]
 
 
 def test_without_a_descriptor_there_is_an_error_and_no_folder(
-    bridge: str, no_descriptor_left: Callable[[], contextlib.AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+    bridge: str,
+    no_descriptor_left: Callable[[], contextlib.AbstractContextManager[None]],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     made = []
 
@@ -74,7 +80,9 @@ def test_without_a_descriptor_there_is_an_error_and_no_folder(
     assert [path.exists() for path in made] == [False]
 
 
-def test_what_cannot_be_opened_is_kept(bridge: str, no_descriptor_left: Callable[[], contextlib.AbstractContextManager[None]]):
+def test_what_cannot_be_opened_is_kept(
+    bridge: str, no_descriptor_left: Callable[[], contextlib.AbstractContextManager[None]]
+):
     """Whether its writer lives is not known then."""
     folder = EngineFolder(bridge)
     folder._file.close()  # as by the death of its process
@@ -107,7 +115,9 @@ def test_clean_knows_it(bridge: str, left: tuple[subprocess.Popen[str], Path]):
     assert bridge not in {each.name for each in shmbridge.list_bridges()}
 
 
-def test_any_start_removes_it(left: tuple[subprocess.Popen[str], Path], make_consumer: Callable[..., shmbridge.Consumer]):
+def test_any_start_removes_it(
+    left: tuple[subprocess.Popen[str], Path], make_consumer: Callable[..., shmbridge.Consumer]
+):
     writer, folder = left
     with make_consumer():
         assert folder.exists()

@@ -1,4 +1,6 @@
-"""Everybody is killed at once, many start at once, many sweep: what is committed waits for the next consumer, nothing live is touched."""
+"""Everybody is killed at once, many start at once, many sweep: what is committed waits for the next consumer,
+nothing live is touched.
+"""
 
 import os
 import shutil
@@ -23,15 +25,21 @@ def clean_command(bridge: str, *options: str) -> tuple[int, list[str]]:
     """`shmbridge clean`: exit code and lines."""
     done = subprocess.run(
         [sys.executable, "-m", "shmbridge.cli", "clean", bridge, *options],
-        env={**os.environ, "PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert not done.stderr, done.stderr
     return done.returncode, done.stdout.splitlines()
 
 
 @pytest.fixture
 def orphan(faulty):
-    """A child that its producer forked and that will outlive it: the producer, already killed, put two records."""
+    """A child that its producer forked and that will outlive it: the producer, already killed, put two
+    records.
+    """
     parent = faulty("produce_and_fork", "parent", "fork")
     while not (line := parent.line()).startswith("child "):
         pass
@@ -43,7 +51,9 @@ def orphan(faulty):
 
 @pytest.fixture
 def wreck(faulty, actor, orphan, lane_words):
-    """Producers, the learner they fed and a writer of weights, killed at once: by producer, its lane's last words and what was released."""
+    """Producers, the learner they fed and a writer of weights, killed at once: by producer, its lane's last
+    words and what was released.
+    """
     producers = [faulty("produce", f"p{number}", COUNT) for number in range(5)]
     learner = actor("learn", 2, "step", 1)
     weights = faulty("write_weights", 1, 2)
@@ -64,7 +74,8 @@ def wreck(faulty, actor, orphan, lane_words):
     released: dict[str, list[int]] = {"parent": []}
     for producer, sequence, _ in (record.split("/") for record in batches):
         released.setdefault(producer, []).append(int(sequence))
-    words = lane_words()  # without the parent's lane, if both of its records were released in time for the learner to remove it
+    # without the parent's lane, if both of its records were released in time for the learner to remove it
+    words = lane_words()
     assert set(words) | {"parent"} == {"parent", *(f"p{number}" for number in range(5))}
     assert "parent" in words or len(released["parent"]) == 2
     for name, lane in words.items():
@@ -72,13 +83,22 @@ def wreck(faulty, actor, orphan, lane_words):
     return words, released
 
 
-def test_the_next_consumer_gets_what_was_committed_and_not_released(wreck, orphan, make_consumer, make_producer, take, segments):
-    """First that, then the sweep; also where a child of a dead producer lives on. A producer that starts before it takes nothing away."""
+def test_the_next_consumer_gets_what_was_committed_and_not_released(
+    wreck, orphan, make_consumer, make_producer, take, segments
+):
+    """First that, then the sweep; also where a child of a dead producer lives on.
+
+    A producer that starts before it takes nothing away.
+    """
     words, released = wreck
     make_producer(producer_id="early").close()
     consumer = make_consumer()
     due = {
-        name: [(sequence, sequence < lane.head) for sequence in range(lane.committed) if sequence not in released.get(name, [])]
+        name: [
+            (sequence, sequence < lane.head)
+            for sequence in range(lane.committed)
+            if sequence not in released.get(name, [])
+        ]
         for name, lane in words.items()
     }
     assert take(consumer, {name: len(records) for name, records in due.items()}) == due
@@ -93,8 +113,16 @@ def test_clean_shows_and_then_removes(bridge, wreck, orphan, make_consumer, segm
     words, _ = wreck
     before = segments()
     code, lines = clean_command(bridge)
-    shown = [f"{lane.name} with {lane.unreleased} undelivered records" for lane in words.values() if lane.unreleased]
-    others = [segment.control_name(bridge), segment.weights_name(bridge), *(lane.name for lane in words.values() if not lane.unreleased)]
+    shown = [
+        f"{lane.name} with {lane.unreleased} undelivered records"
+        for lane in words.values()
+        if lane.unreleased
+    ]
+    others = [
+        segment.control_name(bridge),
+        segment.weights_name(bridge),
+        *(lane.name for lane in words.values() if not lane.unreleased),
+    ]
     assert code == 0
     assert sorted(lines[:-1]) == sorted(f"would remove {name}" for name in shown + others)
     assert lines[-1] == f"nothing was touched -> shmbridge clean {bridge} --yes"
@@ -108,8 +136,12 @@ def test_clean_shows_and_then_removes(bridge, wreck, orphan, make_consumer, segm
     assert make_consumer().poll() == []
 
 
-def test_clean_leaves_a_living_consumer_what_it_has_not_had_yet(bridge, faulty, make_consumer, take, segments, until):
-    """Dead and closed producers' records are on their way to it, adopted or not; once it is gone they are nobody's."""
+def test_clean_leaves_a_living_consumer_what_it_has_not_had_yet(
+    bridge, faulty, make_consumer, take, segments, until
+):
+    """Dead and closed producers' records are on their way to it, adopted or not; once it is gone they are
+    nobody's.
+    """
     consumer = make_consumer(lanes=1)
     for name in ("first", "second"):
         assert faulty("produce", name, 2).end() == 0
@@ -135,7 +167,9 @@ def test_clean_tells_whose_records_wait_once_the_consumer_is_gone(bridge, faulty
 
 
 @pytest.mark.parametrize("end", ["producer", "consumer"])
-def test_a_bridge_swept_between_open_and_lock_is_entered_anew(end, bridge, make_producer, make_consumer, monkeypatch):
+def test_a_bridge_swept_between_open_and_lock_is_entered_anew(
+    end, bridge, make_producer, make_consumer, monkeypatch
+):
     """The window is too narrow for the races below: here a sweeper comes exactly then, once."""
     opened = participation.open_segment
     swept = []
@@ -150,11 +184,14 @@ def test_a_bridge_swept_between_open_and_lock_is_entered_anew(end, bridge, make_
     monkeypatch.setattr(participation, "open_segment", open_and_lose)
     first = (make_producer if end == "producer" else make_consumer)()
     assert swept
-    assert segment.still_named(first._control.mapping.fd, segment.control_name(bridge)), "it takes part in a bridge nobody else can find"
+    assert segment.still_named(first._control.mapping.fd, segment.control_name(bridge)), (
+        "it takes part in a bridge nobody else can find"
+    )
 
 
 needs_namespaces = pytest.mark.skipif(
-    shutil.which("unshare") is None or subprocess.run(["unshare", "-pf", "--mount-proc", "true"], capture_output=True).returncode != 0,
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "-pf", "--mount-proc", "true"], capture_output=True).returncode != 0,
     reason="no pid namespaces to be had",
 )
 
@@ -164,12 +201,18 @@ def elsewhere(fault_build, role: str, *arguments: str) -> "subprocess.Popen[str]
     script = Path(__file__).with_name("takeover_roles.py" if role == "look" else "roles.py")
     return subprocess.Popen(
         ["unshare", "-pf", "--mount-proc", "--kill-child", sys.executable, str(script), role, *arguments],
-        env={**os.environ, "PYTHONPATH": str(fault_build)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(fault_build)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    )
 
 
 @needs_namespaces
-def test_nothing_live_is_touched_across_pid_namespaces(bridge, fault_build, make_producer, make_consumer, roles, segments):
+def test_nothing_live_is_touched_across_pid_namespaces(
+    bridge, fault_build, make_producer, make_consumer, roles, segments
+):
     """Pids mean nothing over there, where ours do not even exist: the locks say who lives."""
     producer = make_producer(producer_id="here", on_full="raise")
     consumer = make_consumer()
@@ -184,7 +227,9 @@ def test_nothing_live_is_touched_across_pid_namespaces(bridge, fault_build, make
 
 
 @needs_namespaces
-def test_a_death_in_another_pid_namespace_is_noticed(bridge, fault_build, make_consumer, take, segments, until):
+def test_a_death_in_another_pid_namespace_is_noticed(
+    bridge, fault_build, make_consumer, take, segments, until
+):
     consumer = make_consumer()
     with elsewhere(fault_build, "produce_when_told", bridge, "there") as there:
         assert there.stdout.readline() == "ready\n"
@@ -216,7 +261,8 @@ class Race:
         while not condition():
             word, number, *rest = self.nursery.line().split()
             if word == "hub":
-                wait_until(lambda: not any(map(alive, self.hubs)), 10.0)  # whoever was it before is dead, or there are two
+                # whoever was it before is dead, or there are two
+                wait_until(lambda: not any(map(alive, self.hubs)), 10.0)
                 self.hubs.append(int(rest[0]))
                 self.epochs.append(int(rest[1]))
             elif word == "delivered":
@@ -235,7 +281,10 @@ class Race:
 
     def everything_came(self) -> bool:
         """Of the producers that live, to a consumer that lives."""
-        came = all(number in self.lanes and len({each[0] for each in self.got.get(number, [])}) == 3 for number in self.living)
+        came = all(
+            number in self.lanes and len({each[0] for each in self.got.get(number, [])}) == 3
+            for number in self.living
+        )
         return came and bool(self.hubs) and alive(self.hubs[-1])
 
 
@@ -248,7 +297,9 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_twenty_starters_race_and_some_are_killed(seed, actor):
-    """One consumer at a time; nothing of a living producer is lost, also over two consumers more that are killed."""
+    """One consumer at a time; nothing of a living producer is lost, also over two consumers more that are
+    killed.
+    """
     race = Race(actor("nursery", seed))
     for _ in range(3):
         race.hear_until(race.everything_came)
@@ -266,7 +317,9 @@ def test_twenty_starters_race_and_some_are_killed(seed, actor):
 
 
 def test_sweepers_race_with_all_who_come_and_go(bridge, actor, segments):
-    """198 starts and stops of producers, writers and readers of weights, and some of consumers, under four that do nothing but clean."""
+    """198 starts and stops of producers, writers and readers of weights, and some of consumers, under four
+    that do nothing but clean.
+    """
     children = actor("come_and_go", 198, 7)
     put: dict[str, list[int]] = {}
     got: dict[str, list[int]] = {}

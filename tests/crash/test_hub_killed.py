@@ -1,4 +1,6 @@
-"""A consumer is killed at every step: the next one gets what was not released, marked exactly where it may have been handed out."""
+"""A consumer is killed at every step: the next one gets what was not released, marked exactly where it may
+have been handed out.
+"""
 
 import signal
 
@@ -53,7 +55,11 @@ def test_killed_while_releasing(label, skip, filled, faulty, make_consumer, take
 def check_successor(filled, make_consumer, take, roles, segments, wanted) -> None:
     consumer = make_consumer()
     stats = consumer.stats()
-    assert (stats["records_total"], stats["held"], stats["released_total"]) == (COUNT, len(wanted), COUNT - len(wanted))
+    assert (stats["records_total"], stats["held"], stats["released_total"]) == (
+        COUNT,
+        len(wanted),
+        COUNT - len(wanted),
+    )
     assert take(consumer, {"p": len(wanted)}) == {"p": wanted}
     filled.put(roles.pattern("p", COUNT), group_id="after")
     assert take(consumer, {"p": 1}) == {"p": [(COUNT, False)]}

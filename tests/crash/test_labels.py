@@ -10,7 +10,11 @@ ROOT = Path(__file__).parents[2]
 
 def labels_in_sources() -> list[str]:
     found: list[str] = []
-    for path in [*(ROOT / "shmbridge").glob("*.py"), *(ROOT / "shmbridge/_ext").glob("*.pyx"), *(ROOT / "shmbridge/_ext").glob("*.[ch]")]:
+    for path in [
+        *(ROOT / "shmbridge").glob("*.py"),
+        *(ROOT / "shmbridge/_ext").glob("*.pyx"),
+        *(ROOT / "shmbridge/_ext").glob("*.[ch]"),
+    ]:
         if path.suffix == ".c" and path.with_suffix(".pyx").exists():
             continue
         found += re.findall(r"""\bfault(?:_hit)?\(\s*b?["']([\w.]+)["']""", path.read_text())
@@ -24,11 +28,19 @@ def test_every_label_of_the_sources_is_listed_once():
 
 
 def test_every_listed_label_is_used_by_a_test():
-    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py") if path.name != Path(__file__).name)
-    groups = {name: value for name, value in vars(faults).items() if name.isupper() and isinstance(value, tuple)}
+    tests = "".join(
+        path.read_text()
+        for path in Path(__file__).parent.glob("test_*.py")
+        if path.name != Path(__file__).name
+    )
+    groups = {
+        name: value for name, value in vars(faults).items() if name.isupper() and isinstance(value, tuple)
+    }
     unused = [name for name in groups if f"faults.{name}" not in tests]
     assert not unused
-    assert {label for labels in groups.values() for label in labels} == {label for labels in faults.LABELS.values() for label in labels}
+    assert {label for labels in groups.values() for label in labels} == {
+        label for labels in faults.LABELS.values() for label in labels
+    }
 
 
 def test_the_build_has_fail_points(faulty):

@@ -1,7 +1,8 @@
 """How soon a killed producer is noticed, and how soon its memory is back: guarantees 3 and 4 in milliseconds.
 
-The median of several deaths is held against the bound: one death on a busy machine says nothing. Where even the kernel's own news of the
-death, through a pidfd that this test waits on, takes a third of the bound or more, the bound is three times that.
+The median of several deaths is held against the bound: one death on a busy machine says nothing. Where even
+the kernel's own news of the death, through a pidfd that this test waits on, takes a third of the bound or
+more, the bound is three times that.
 """
 
 import os
@@ -30,12 +31,17 @@ time.sleep(600)
 
 
 class Idle:
-    """A producer of one record, which then does nothing until it is killed; `prefix` starts it, such as in a pid namespace of its own."""
+    """A producer of one record, which then does nothing until it is killed; `prefix` starts it, such as in a
+    pid namespace of its own.
+    """
 
     def __init__(self, bridge: str, prefix: list[str]) -> None:
         self._wrapped = bool(prefix)
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-c", IDLE, bridge], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*prefix, sys.executable, "-c", IDLE, bridge],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def wait(self) -> None:
@@ -109,7 +115,9 @@ def within(what: str, seconds: list[float], kernel: list[float], bound_s: float)
 
 
 def see_deaths(producers: list[Idle], consumer) -> tuple[list[float], list[float]]:
-    """From SIGKILL until the consumer says that the lane's producer lives no more; and until the kernel says so."""
+    """From SIGKILL until the consumer says that the lane's producer lives no more; and until the kernel says
+    so.
+    """
     while len(consumer.poll()) + consumer.stats()["released_total"] < len(producers):
         time.sleep(0.01)
     seconds, kernel = [], []
@@ -127,7 +135,11 @@ def test_a_death_is_seen(idle, make_consumer):
 
 def test_a_death_in_another_pid_namespace_is_seen(idle, make_consumer):
     """There are no pidfds across: the lock is looked at from time to time."""
-    within("death seen across pid namespaces", *see_deaths(idle(TRIES, own_namespace()), make_consumer()), SEEN_ACROSS_S)
+    within(
+        "death seen across pid namespaces",
+        *see_deaths(idle(TRIES, own_namespace()), make_consumer()),
+        SEEN_ACROSS_S,
+    )
 
 
 def own_namespace() -> list[str]:

@@ -1,4 +1,6 @@
-"""A producer is killed at every step of a put: what it committed arrives once and whole, what it had not never existed."""
+"""A producer is killed at every step of a put: what it committed arrives once and whole, what it had not
+never existed.
+"""
 
 import os
 import signal
@@ -20,7 +22,9 @@ def committed(label: str, skip: int) -> int:
 
 @pytest.mark.parametrize("skip", [0, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("label", STEPS)
-def test_killed_with_no_consumer_there(label, skip, faulty, make_producer, make_consumer, take, roles, segments):
+def test_killed_with_no_consumer_there(
+    label, skip, faulty, make_producer, make_consumer, take, roles, segments
+):
     bystander = make_producer(producer_id="bystander")
     bystander.put(roles.pattern("bystander", 0), group_id=0)
     child = faulty("produce", "victim", 9, fault=Fault(label, skip))
@@ -43,7 +47,9 @@ def test_killed_with_no_consumer_there(label, skip, faulty, make_producer, make_
 
 
 @pytest.mark.parametrize("label", STEPS)
-def test_killed_while_a_consumer_reads(label, faulty, make_producer, make_consumer, roles, take, segments, until):
+def test_killed_while_a_consumer_reads(
+    label, faulty, make_producer, make_consumer, roles, take, segments, until
+):
     """On the sixth record: slots and extents have been used before."""
     consumer, bystander = make_consumer(), make_producer(producer_id="bystander", on_full="raise")
     child = faulty("produce", "victim", 99, fault=Fault(label, 5))
@@ -52,8 +58,11 @@ def test_killed_while_a_consumer_reads(label, faulty, make_producer, make_consum
         bystander.put(roles.pattern("bystander", turn), group_id=turn)
         taken += [take_one(consumer, roles), take_one(consumer, roles)]
     child.end_on_fault()
-    assert sorted(taken) == sorted((who, turn) for who in ("bystander", "victim") for turn in range(committed(label, 5)))
-    until(lambda: len(segments()) == 3, 1.0)  # control, its socket's folder, the bystander's lane: the victim's is gone
+    assert sorted(taken) == sorted(
+        (who, turn) for who in ("bystander", "victim") for turn in range(committed(label, 5))
+    )
+    # control, its socket's folder, the bystander's lane: the victim's is gone
+    until(lambda: len(segments()) == 3, 1.0)
     bystander.put(roles.pattern("bystander", committed(label, 5)), group_id="after")
     assert take(consumer, {"bystander": 1}) == {"bystander": [(committed(label, 5), False)]}
     bystander.close()
@@ -91,7 +100,9 @@ def test_killed_in_its_sleep_on_a_full_lane(faulty, make_producer, make_consumer
 
 
 @pytest.mark.parametrize("label", faults.AFTER_COMMIT)
-def test_a_record_committed_but_not_announced_wakes_the_sleeping_consumer(label, faulty, make_consumer, roles):
+def test_a_record_committed_but_not_announced_wakes_the_sleeping_consumer(
+    label, faulty, make_consumer, roles
+):
     """The producer dies between its commit and its wake: its death must do, not the tick."""
     consumer = make_consumer()
     child = faulty("produce_when_told", "victim", fault=Fault(label, 1))
@@ -136,16 +147,22 @@ def test_a_consumer_asleep_hears_of_a_death(faulty, make_consumer, until):
     assert time.perf_counter() - began < 1
     assert consumer.stats()["held"] == 1
     record.release()
-    until(lambda: consumer.stats()["lanes_dead"] == 0, 1.0)  # burying a lane whose last lease ended: a busy tick
+    # burying a lane whose last lease ended: a busy tick
+    until(lambda: consumer.stats()["lanes_dead"] == 0, 1.0)
 
 
 def test_sixteen_producers_and_every_other_one_is_killed(faulty, make_consumer, take, segments):
     """At sixteen different steps and records, a consumer reading all the while."""
     consumer = make_consumer()
     steps = [(STEPS[n % len(STEPS)], n % 6) for n in range(0, 16, 2)]
-    victims = {f"victim-{n}": faulty("produce", f"victim-{n}", 12, fault=Fault(*step)) for n, step in enumerate(steps)}
+    victims = {
+        f"victim-{n}": faulty("produce", f"victim-{n}", 12, fault=Fault(*step))
+        for n, step in enumerate(steps)
+    }
     others = {f"other-{n}": faulty("produce", f"other-{n}", 12) for n in range(8)}
-    wanted = {name: committed(*step) for name, step in zip(victims, steps, strict=True)} | dict.fromkeys(others, 12)
+    wanted = {name: committed(*step) for name, step in zip(victims, steps, strict=True)} | dict.fromkeys(
+        others, 12
+    )
     taken = take(consumer, wanted, timeout_s=30)
     assert taken == {name: [(sequence, False) for sequence in range(count)] for name, count in wanted.items()}
     for child in victims.values():

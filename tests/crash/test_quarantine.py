@@ -1,4 +1,6 @@
-"""A lane with garbage in it: what is thrown away with it is counted, record by record, also when the consumer dies of a kill just then."""
+"""A lane with garbage in it: what is thrown away with it is counted, record by record, also when the consumer
+dies of a kill just then.
+"""
 
 import struct
 
@@ -29,7 +31,9 @@ def test_every_record_of_a_quarantined_lane_is_counted(bridge, make_producer, ma
 
 
 @pytest.mark.parametrize(("label", "lost"), [*zip(faults.QUARANTINING, (3, 4), strict=True)])
-def test_a_hub_killed_as_it_quarantines_has_counted_all_or_nothing(label, lost, faulty, make_producer, make_consumer, roles):
+def test_a_hub_killed_as_it_quarantines_has_counted_all_or_nothing(
+    label, lost, faulty, make_producer, make_consumer, roles
+):
     """The first of four was handed out: it comes again, unless the lane was given up before."""
     producer = make_producer(producer_id="p", on_full="raise")
     for sequence in range(4):
@@ -40,7 +44,11 @@ def test_a_hub_killed_as_it_quarantines_has_counted_all_or_nothing(label, lost, 
         with make_consumer() as consumer:
             assert [record.meta.sequence for record in consumer.poll()] == [0] * (4 - lost)
             stats = consumer.stats()
-            assert (stats["discarded_total{corrupt}"], stats["held"], stats["released_total"]) == (lost, 4 - lost, 0)
+            assert (stats["discarded_total{corrupt}"], stats["held"], stats["released_total"]) == (
+                lost,
+                4 - lost,
+                0,
+            )
         lost = 4  # a later consumer takes nothing of it
 
 
@@ -49,7 +57,9 @@ def spoil(producer: shmbridge.Producer) -> None:
     mapping = segment.open_mapping(producer.lane_name)
     memory, (_, slots_at, *_) = memoryview(mapping), header.lane_geometry(producer.lane_bytes, 64)
     (place,) = [
-        at for at in range(slots_at, slots_at + 64 * SLOT_BYTES, SLOT_BYTES) if struct.unpack_from("<QQ", memory, at) == (1, 1)
+        at
+        for at in range(slots_at, slots_at + 64 * SLOT_BYTES, SLOT_BYTES)
+        if struct.unpack_from("<QQ", memory, at) == (1, 1)
     ]  # generation 1, sequence 1
     struct.pack_into("<Q", memory, place + EXTENT_BYTES_AT, 1 << 40)
     del memory, mapping

@@ -1,4 +1,6 @@
-"""Ranks and the hub that serves them die at every step: every record is read, marked where it may have been, and never changes in use."""
+"""Ranks and the hub that serves them die at every step: every record is read, marked where it may have been,
+and never changes in use.
+"""
 
 import signal
 import time
@@ -48,17 +50,23 @@ def fill(producer, roles) -> int:
             return int(sequence)
 
 
-# -- the rank dies ----------------------------------------------------------------------------------------------------------------
+# -- the rank dies
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("label", faults.RANK_JOINING + faults.RANK_READING)
 def test_a_rank_is_killed(label, filled, faulty, make_consumer, make_rank, read):
-    """Its successor gets what it was not done with, `redelivered` where it may have seen it; afterwards nothing is held."""
+    """Its successor gets what it was not done with, `redelivered` where it may have seen it; afterwards
+    nothing is held.
+    """
     consumer = make_consumer()
     consumer.serve_ranks(1, groups=1, prefetch=0)
     done, seen = int(label == "rank.told_done"), label in ("rank.looking", "rank.holding")
-    faulty("read_shares", 0, 1, GROUPS, fault=Fault(label, skip=done)).end_on_fault()  # told_done is passed once before anything is read
-    assert read(make_rank(), GROUPS - done) == [(sequence, seen and sequence == 0) for sequence in range(done, GROUPS)]
+    # told_done is passed once before anything is read
+    faulty("read_shares", 0, 1, GROUPS, fault=Fault(label, skip=done)).end_on_fault()
+    assert read(make_rank(), GROUPS - done) == [
+        (sequence, seen and sequence == 0) for sequence in range(done, GROUPS)
+    ]
     stats = consumer.stats()
     assert (stats["held"], stats["released_total"], stats["ranks_reissued_total"]) == (0, GROUPS, seen)
 
@@ -77,7 +85,9 @@ def test_a_rank_is_killed_after_it_was_done(filled, faulty, make_consumer, make_
 
 @pytest.mark.parametrize("label", faults.RANK_JOINING + faults.RANK_READING)
 def test_a_rank_is_stopped(label, filled, faulty, make_consumer, make_rank, read):
-    """The other rank reads on, and whoever was stopped goes on as if nothing had been: every record once, none marked."""
+    """The other rank reads on, and whoever was stopped goes on as if nothing had been: every record once,
+    none marked.
+    """
     consumer = make_consumer()
     consumer.serve_ranks(2, groups=2, prefetch=1)
     child = faulty("read_shares", 0, 2, 2, fault=Fault(label, 0, signal.SIGSTOP))
@@ -121,7 +131,9 @@ def test_a_stopped_rank_is_alive(filled, faulty, make_consumer, make_rank, bridg
     assert consumer.stats()["held"] == GROUPS
     child.go_on()
     child.until(f"done {GROUPS - 1}")
-    assert [line for line in child.said if line.startswith("read ")] == [f"read {sequence} False" for sequence in range(GROUPS)]
+    assert [line for line in child.said if line.startswith("read ")] == [
+        f"read {sequence} False" for sequence in range(GROUPS)
+    ]
     assert consumer.stats()["held"] == 0
 
 
@@ -139,11 +151,16 @@ def test_a_dead_ranks_share_goes_to_the_living(filled, faulty, make_consumer, ma
     assert consumer.stats()["held"] == 0
 
 
-# -- the hub dies -----------------------------------------------------------------------------------------------------------------
+# -- the hub dies
+# ------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_changes_under_a_rank_when_another_hub_comes(filled, faulty, make_consumer, make_rank, roles, until):
-    """The next hub gets the record again and releases it, twice over; the producer gets the room only when the rank has let go."""
+def test_nothing_changes_under_a_rank_when_another_hub_comes(
+    filled, faulty, make_consumer, make_rank, roles, until
+):
+    """The next hub gets the record again and releases it, twice over; the producer gets the room only when
+    the rank has let go.
+    """
     hub = faulty("serve_ranks", 1, 1)
     hub.until("ready")
     rank = make_rank()
@@ -162,7 +179,9 @@ def test_nothing_changes_under_a_rank_when_another_hub_comes(filled, faulty, mak
         del each, again
         marked = consumer.stats()
         assert marked["put_off"] >= 1
-        assert marked["records_total"] == marked["released_total"] + marked["held"] + marked["discarded_total"]
+        assert (
+            marked["records_total"] == marked["released_total"] + marked["held"] + marked["discarded_total"]
+        )
         assert fill(filled, roles) >= committed
         assert roles.check(record) == 0
         assert before.tolist() == wanted
@@ -182,8 +201,12 @@ def test_nothing_changes_under_a_rank_when_another_hub_comes(filled, faulty, mak
     assert room > committed
 
 
-def test_a_rank_goes_on_with_the_next_hub(filled, faulty, make_consumer, make_rank, roles, read, bridge, until):
-    """It keeps its view of the old hub's share and reads the new one's; the old epoch's lock goes with the view."""
+def test_a_rank_goes_on_with_the_next_hub(
+    filled, faulty, make_consumer, make_rank, roles, read, bridge, until
+):
+    """It keeps its view of the old hub's share and reads the new one's; the old epoch's lock goes with the
+    view.
+    """
     hub = faulty("serve_ranks", 1, 1)
     hub.until("ready")
     rank = make_rank()
@@ -206,7 +229,9 @@ def test_a_rank_goes_on_with_the_next_hub(filled, faulty, make_consumer, make_ra
 
 
 @pytest.mark.parametrize("looked_at", [False, True])
-def test_what_was_dropped_of_an_earlier_hub_keeps_no_room(looked_at, filled, faulty, make_consumer, make_rank, roles, read, until):
+def test_what_was_dropped_of_an_earlier_hub_keeps_no_room(
+    looked_at, filled, faulty, make_consumer, make_rank, roles, read, until
+):
     """The next hub hands it out again, so the rank's old share is over, released or not."""
     hub = faulty("serve_ranks", 1, 1)
     hub.until("ready")
@@ -233,10 +258,20 @@ def test_discards_that_are_put_off_add_up(filled, faulty, make_consumer, make_ra
     hub.kill()
     consumer = make_consumer(resume="discard")
     stats = consumer.stats()
-    assert (stats["discarded_total{resume}"], stats["released_total"], stats["held"], stats["put_off"]) == (GROUPS, 0, 0, 1)
+    assert (stats["discarded_total{resume}"], stats["released_total"], stats["held"], stats["put_off"]) == (
+        GROUPS,
+        0,
+        0,
+        1,
+    )
     consumer.close()  # the one that was put off comes again, so it was not discarded
     stats = make_consumer().stats()
-    assert (stats["discarded_total{resume}"], stats["released_total"], stats["held"], stats["put_off"]) == (GROUPS - 1, 0, 1, 0)
+    assert (stats["discarded_total{resume}"], stats["released_total"], stats["held"], stats["put_off"]) == (
+        GROUPS - 1,
+        0,
+        1,
+        0,
+    )
     del share
 
 
@@ -258,7 +293,9 @@ def test_a_hub_is_killed_while_it_serves(filled, faulty, make_consumer, make_ran
 
 
 def test_a_rank_that_joins_while_the_hub_changes(filled, faulty, make_consumer, bridge):
-    """Stopped between loading the epoch and locking it, while another hub comes: it must not believe the old one."""
+    """Stopped between loading the epoch and locking it, while another hub comes: it must not believe the old
+    one.
+    """
     first = make_consumer()
     first.serve_ranks(1, groups=1)
     child = faulty("read_shares", 0, 1, GROUPS, fault=Fault("rank.epoch_loaded", 0, signal.SIGSTOP))

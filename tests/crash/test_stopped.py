@@ -1,6 +1,8 @@
-"""Whoever is stopped at any step is alive: nobody takes its place, the others go on, and when it goes on nothing is lost, doubled or torn.
+"""Whoever is stopped at any step is alive: nobody takes its place, the others go on, and when it goes on
+nothing is lost, doubled or torn.
 
-SIGSTOP at every label of the producer and of the hub; the hub's while it serves ranks are in test_rank_killed.py.
+SIGSTOP at every label of the producer and of the hub; the hub's while it serves ranks are in
+test_rank_killed.py.
 """
 
 import signal
@@ -15,9 +17,11 @@ from shmbridge.testing.faults import Fault
 
 COUNT = 4  # records that fill a lane of 64 KiB
 MANY = 9
-NEVER_PASSED = faults.SERVING_RANKS + faults.GRANTING_TICKETS + faults.QUARANTINING  # by a hub that only takes and releases
+# by a hub that only takes and releases
+NEVER_PASSED = faults.SERVING_RANKS + faults.GRANTING_TICKETS + faults.QUARANTINING
 HUB = [label for label in faults.LABELS["hub"] if label not in NEVER_PASSED]
-PRODUCER = [label for label in faults.LABELS["producer"] if label not in faults.ASKING_FOR_TICKETS]  # those: test_tickets_killed.py
+# those: test_tickets_killed.py
+PRODUCER = [label for label in faults.LABELS["producer"] if label not in faults.ASKING_FOR_TICKETS]
 
 
 def stop(label: str, skip: int) -> Fault:
@@ -36,7 +40,9 @@ class Taken:
         while len(self.sequences.get(producer, [])) < count:
             with self.consumer.get(10) as record:
                 assert not record.meta.redelivered, record
-                self.sequences.setdefault(self.roles.given(record.meta.producer_id), []).append(self.roles.check(record))
+                self.sequences.setdefault(self.roles.given(record.meta.producer_id), []).append(
+                    self.roles.check(record)
+                )
 
     def no_more(self) -> None:
         late = self.consumer.poll()
@@ -78,11 +84,15 @@ def test_a_producer_is_stopped(label, faulty, make_producer, make_consumer, role
 
 @pytest.mark.parametrize("label", HUB)
 def test_a_hub_is_stopped(label, faulty, make_producer, make_consumer, roles, segments):
-    """Nobody becomes the hub in its place; a producer has its lane and then waits; what it took and what is left is all there is."""
+    """Nobody becomes the hub in its place; a producer has its lane and then waits; what it took and what is
+    left is all there is.
+    """
     producer = make_producer(producer_id="p", on_full="raise")
     if label not in faults.HUB_SLEEPING:
         put_until_full(producer, roles, 0)
-    child = faulty("consume", COUNT, 0, fault=stop(label, 1 if label in faults.TAKING + faults.RELEASING else 0))
+    child = faulty(
+        "consume", COUNT, 0, fault=stop(label, 1 if label in faults.TAKING + faults.RELEASING else 0)
+    )
     child.wait_stopped()
     with pytest.raises(shmbridge.ConsumerTaken):
         make_consumer()
@@ -91,7 +101,9 @@ def test_a_hub_is_stopped(label, faulty, make_producer, make_consumer, roles, se
         producer.put(roles.pattern("p", count), group_id=count)
     child.go_on()
     child.until("done")
-    assert [line for line in child.said if line.startswith("got ")] == [f"got p {sequence} False" for sequence in range(COUNT)]
+    assert [line for line in child.said if line.startswith("got ")] == [
+        f"got p {sequence} False" for sequence in range(COUNT)
+    ]
     child.tell()
     assert child.end() == 0
     taken = Taken(make_consumer(), roles)
@@ -120,7 +132,8 @@ def test_the_first_of_a_bridge_is_stopped(label, bridge, faulty, make_consumer, 
     first = faulty("produce", "first", 2, fault=stop(label, 0))
     first.wait_stopped()
     second = faulty("produce", "second", 2)
-    until(lambda: "_ext/ring." in Path(f"/proc/{second.pid}/maps").read_text(), 20)  # it is about to take part
+    # it is about to take part
+    until(lambda: "_ext/ring." in Path(f"/proc/{second.pid}/maps").read_text(), 20)
     with pytest.raises(AssertionError, match="has said nothing"):
         second.line(timeout_s=0.5)
     assert segment.lane_names(bridge) == []

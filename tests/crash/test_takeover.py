@@ -1,4 +1,6 @@
-"""A learner dies over its batches: many producers wait, what it had not released comes again in order, and nobody is started again."""
+"""A learner dies over its batches: many producers wait, what it had not released comes again in order, and
+nobody is started again.
+"""
 
 import pytest
 
@@ -22,11 +24,16 @@ def parse(line: str) -> list[tuple[str, int, bool]]:
     """(producer, sequence, redelivered) of each record of a batch, as a learner says it."""
     word, *records = line.split()
     assert word == "batch", line
-    return [(who, int(sequence), marked == "True") for who, sequence, marked in (record.split("/") for record in records)]
+    return [
+        (who, int(sequence), marked == "True")
+        for who, sequence, marked in (record.split("/") for record in records)
+    ]
 
 
 def take_batches(learner, count: int) -> list[list[tuple[str, int, bool]]]:
-    """`count` batches; the last is still in the learner's hands, those before it are released under hold="step"."""
+    """`count` batches; the last is still in the learner's hands, those before it are released under
+    hold="step".
+    """
     learner.until("ready")
     batches = []
     for turn in range(count):
@@ -52,7 +59,9 @@ def finish(producers, consumer, segments, total: int, discarded: int = 0) -> Non
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_killed_over_a_batch_and_three_times_in_the_takeover(prefetch, producers, actor, faulty, lane_words, make_consumer, take, segments):
+def test_killed_over_a_batch_and_three_times_in_the_takeover(
+    prefetch, producers, actor, faulty, lane_words, make_consumer, take, segments
+):
     learner = actor("learn", 3, "step", prefetch)
     batches = take_batches(learner, 4)
     learner.kill()
@@ -63,20 +72,30 @@ def test_killed_over_a_batch_and_three_times_in_the_takeover(prefetch, producers
     after = lane_words()
     assert all(after[name].head >= before[name].head for name in producers)
     in_hand = batches[-1]
-    assert all(sequence < after[name].head for name, sequence, _ in in_hand), "the batch in hand was handed out"
+    assert all(sequence < after[name].head for name, sequence, _ in in_hand), (
+        "the batch in hand was handed out"
+    )
 
     consumer = make_consumer()
     released = {name: sequences(batches[:-1], name) for name in producers}
     taken = take(consumer, {name: COUNT - len(released[name]) for name in producers}, timeout_s=20)
     for name in producers:
-        due = [(sequence, sequence < after[name].head) for sequence in range(COUNT) if sequence not in released[name]]
+        due = [
+            (sequence, sequence < after[name].head)
+            for sequence in range(COUNT)
+            if sequence not in released[name]
+        ]
         assert taken[name] == due, f"{name}: released were {released[name]}, head was {after[name].head}"
     finish(producers, consumer, segments, PRODUCERS * COUNT)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_gathered_batches_come_at_most_once(prefetch, producers, actor, lane_words, make_consumer, take, segments):
-    """hold="gather": what the dead learner was given never comes again, what it had only prefetched does, marked."""
+def test_gathered_batches_come_at_most_once(
+    prefetch, producers, actor, lane_words, make_consumer, take, segments
+):
+    """hold="gather": what the dead learner was given never comes again, what it had only prefetched does,
+    marked.
+    """
     learner = actor("learn", 4, "gather", prefetch)
     batches = take_batches(learner, 3)
     learner.kill()
@@ -85,10 +104,16 @@ def test_gathered_batches_come_at_most_once(prefetch, producers, actor, lane_wor
     consumer = make_consumer()
     taken = take(consumer, {name: COUNT - len(given[name]) for name in producers}, timeout_s=20)
     for name in producers:
-        due = [(sequence, sequence < words[name].head) for sequence in range(COUNT) if sequence not in given[name]]
+        due = [
+            (sequence, sequence < words[name].head)
+            for sequence in range(COUNT)
+            if sequence not in given[name]
+        ]
         assert taken[name] == due, f"{name} had given {given[name]}, head was {words[name].head}"
     if prefetch == 0:
-        assert not any(marked for records in taken.values() for _, marked in records), "nothing was taken ahead"
+        assert not any(marked for records in taken.values() for _, marked in records), (
+            "nothing was taken ahead"
+        )
     finish(producers, consumer, segments, PRODUCERS * COUNT)
 
 
@@ -98,14 +123,19 @@ def test_discard_drops_what_was_left_lane_by_lane_and_the_producers_go_on(
     learner = actor("learn", 3, "step", 1)
     batches = take_batches(learner, 4)
     learner.kill()
-    until(lambda: all(words.unreleased == FULL for words in lane_words().values()), 10.0)  # whoever had room has filled it
+    # whoever had room has filled it
+    until(lambda: all(words.unreleased == FULL for words in lane_words().values()), 10.0)
     before = lane_words()
     released = {name: sequences(batches[:-1], name) for name in producers}
-    assert {name: words.committed - len(released[name]) for name, words in before.items()} == dict.fromkeys(producers, FULL)
+    assert {name: words.committed - len(released[name]) for name, words in before.items()} == dict.fromkeys(
+        producers, FULL
+    )
 
     consumer = make_consumer(resume="discard")
     after = lane_words()
-    assert {name: words.discarded[Discard.RESUME] for name, words in after.items()} == dict.fromkeys(producers, FULL)
+    assert {name: words.discarded[Discard.RESUME] for name, words in after.items()} == dict.fromkeys(
+        producers, FULL
+    )
     assert all(sum(words.discarded) == FULL for words in after.values()), "for no other reason"
     taken = take(consumer, {name: COUNT - words.committed for name, words in before.items()}, timeout_s=20)
     for name, words in before.items():
@@ -116,7 +146,9 @@ def test_discard_drops_what_was_left_lane_by_lane_and_the_producers_go_on(
 
 @pytest.mark.parametrize("end", ["dropped", "killed"])
 @pytest.mark.parametrize("how", ["released", "held", "error"])
-def test_views_of_a_consumer_that_has_closed_never_change(how, end, actor, make_producer, make_consumer, roles, take, segments):
+def test_views_of_a_consumer_that_has_closed_never_change(
+    how, end, actor, make_producer, make_consumer, roles, take, segments
+):
     """They keep the hub lock: nobody can succeed it, and so nobody can release what they look at."""
     producer = make_producer(producer_id="p", on_full="raise")
     for sequence in range(FULL):
@@ -133,10 +165,13 @@ def test_views_of_a_consumer_that_has_closed_never_change(how, end, actor, make_
         child.tell()
         assert child.line() == "same"
         child.until("dropped")
-    comes_again = end == "killed" or how != "released"  # a released lease ends with its last view; a dropped one is never released
+    # a released lease ends with its last view; a dropped one is never released
+    comes_again = end == "killed" or how != "released"
     consumer = make_consumer()
     left = [(0, True)] if comes_again else []
-    assert take(consumer, {"p": FULL - 1 + comes_again}) == {"p": left + [(sequence, False) for sequence in range(1, FULL)]}
+    assert take(consumer, {"p": FULL - 1 + comes_again}) == {
+        "p": left + [(sequence, False) for sequence in range(1, FULL)]
+    }
     producer.put(roles.pattern("p", FULL), group_id=FULL)
     assert take(consumer, {"p": 1}) == {"p": [(FULL, False)]}
     producer.close()

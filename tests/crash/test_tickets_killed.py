@@ -1,4 +1,6 @@
-"""Tickets when their holder, or the hub that granted them, is killed or stopped: none is lost, and no more are held than the limit says."""
+"""Tickets when their holder, or the hub that granted them, is killed or stopped: none is lost, and no more
+are held than the limit says.
+"""
 
 import signal
 
@@ -83,7 +85,10 @@ def test_a_hub_killed_before_it_answers_has_granted_nothing(label, limited, faul
 
 @pytest.mark.parametrize("label", faults.ASKING_FOR_TICKETS)
 def test_a_ticket_of_a_hub_that_died_meanwhile_is_asked_for_again(label, limited, faulty, make_producer):
-    """The answer is there, the producer is stopped; another hub comes and gives the only place away. Never two are held."""
+    """The answer is there, the producer is stopped; another hub comes and gives the only place away.
+
+    Never two are held.
+    """
     hub = faulty("limit", 0, 1)
     hub.until("ready")
     late = faulty("begin", "victim", 1, fault=Fault(label, 0, signal.SIGSTOP))

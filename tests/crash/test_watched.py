@@ -1,4 +1,6 @@
-"""Who reads a process' /proc/<pid>/smaps keeps its memory meanwhile, and with it its locks: its successor waits for that."""
+"""Who reads a process' /proc/<pid>/smaps keeps its memory meanwhile, and with it its locks: its successor
+waits for that.
+"""
 
 import contextlib
 import subprocess
@@ -60,7 +62,9 @@ def monitored(pid: int) -> Iterator[None]:
 def test_the_successor_of_one_killed_under_a_monitor_is_not_refused(role, bridge, until):
     with WeightsReader(bridge):  # as long as it is there, the dead one's segments are
         for _ in range(ROUNDS):
-            with subprocess.Popen([sys.executable, "-c", VICTIM, role, bridge], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as victim:
+            with subprocess.Popen(
+                [sys.executable, "-c", VICTIM, role, bridge], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            ) as victim:
                 assert victim.stdout.readline() == b"ready\n"
                 with monitored(victim.pid):
                     victim.kill()

@@ -1,4 +1,6 @@
-"""The writer of the weights is killed at every step, or a rank that writes a part, or a reader with a lease: the last version stays."""
+"""The writer of the weights is killed at every step, or a rank that writes a part, or a reader with a lease:
+the last version stays.
+"""
 
 import itertools
 import json
@@ -23,7 +25,9 @@ def newest(reader: WeightsReader) -> int:
 
 
 def values(reader: WeightsReader) -> list[int]:
-    """What each tensor of the newest version says, if all its values say one thing; first of all the version."""
+    """What each tensor of the newest version says, if all its values say one thing; first of all the
+    version.
+    """
     with reader.lease(timeout_s=5) as lease:
         assert all(len(np.unique(tensor)) == 1 for tensor in lease.tensors.values())
         lease.verify()
@@ -35,7 +39,12 @@ def specs(roles) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 STEPS = [("weights.created", 0)]
-STEPS += [(label, skip) for label in faults.WEIGHTS for skip in (0, 3) if not (label == "weights.before_magic" and skip)]
+STEPS += [
+    (label, skip)
+    for label in faults.WEIGHTS
+    for skip in (0, 3)
+    if not (label == "weights.before_magic" and skip)
+]
 SAFE = {"weights.committed"}
 
 
@@ -58,12 +67,22 @@ def test_writer_killed(label, skip, bridge, faulty, roles, segments):
 
 
 @pytest.mark.parametrize(
-    "successor", ["the old model", *(pytest.param(other, marks=pytest.mark.long) for other in ("the killed one's", "a third"))]
+    "successor",
+    [
+        "the old model",
+        *(pytest.param(other, marks=pytest.mark.long) for other in ("the killed one's", "a third")),
+    ],
 )
 @pytest.mark.parametrize("label", faults.WEIGHTS_REPLACING + faults.WEIGHTS)
 def test_writer_of_another_model_killed(label, successor, bridge, faulty, roles, segments):
-    """Wherever it is killed, the next one's versions are above all that readers have seen, and each of them is noticed."""
-    models = {"the old model": roles.weights, "the killed one's": roles.other_weights, "a third": roles.third_weights}
+    """Wherever it is killed, the next one's versions are above all that readers have seen, and each of them
+    is noticed.
+    """
+    models = {
+        "the old model": roles.weights,
+        "the killed one's": roles.other_weights,
+        "a third": roles.third_weights,
+    }
     given = models[successor]
     with WeightsReader(bridge) as reader, WeightsReader(bridge) as other:
         with WeightsWriter(bridge) as writer:
@@ -92,12 +111,16 @@ def test_writer_of_another_model_killed(label, successor, bridge, faulty, roles,
 
 
 def test_versions_rise_over_any_number_of_killed_writers(bridge, faulty, roles):
-    """Models in turns, each killed in the midst of replacing the last one's segment: what is remembered is the highest."""
+    """Models in turns, each killed in the midst of replacing the last one's segment: what is remembered is
+    the highest.
+    """
     steps = faults.WEIGHTS_REPLACING[1:] + faults.WEIGHTS[:2]
     with WeightsReader(bridge) as reader:
         with WeightsWriter(bridge) as writer:
             writer.publish(4, roles.weights(4))
-        for label, role in zip(steps, itertools.cycle(["write_other_weights", "write_weights"]), strict=False):
+        for label, role in zip(
+            steps, itertools.cycle(["write_other_weights", "write_weights"]), strict=False
+        ):
             faulty(role, 5, 5, fault=Fault(label)).end_on_fault()
             assert reader.version is None
             with WeightsWriter(bridge) as writer:
@@ -111,10 +134,13 @@ CHANGED_STEPS += [(label, skip) for label in faults.WEIGHTS[1:] for skip in rang
 
 # One filling of each kind for every change, the others for make test-long.
 @pytest.mark.parametrize(
-    ("label", "skip"), [pytest.param(label, skip, marks=[pytest.mark.long] * (skip > 3)) for label, skip in CHANGED_STEPS]
+    ("label", "skip"),
+    [pytest.param(label, skip, marks=[pytest.mark.long] * (skip > 3)) for label, skip in CHANGED_STEPS],
 )
 def test_writer_of_changed_tensors_killed(label, skip, bridge, faulty, roles):
-    """What its torn slot holds is never taken for a tensor that has not changed: the next writer gives one, the other is the last one's."""
+    """What its torn slot holds is never taken for a tensor that has not changed: the next writer gives one,
+    the other is the last one's.
+    """
     with WeightsReader(bridge) as reader:
         faulty("write_changed_weights", fault=Fault(label, skip)).end_on_fault()
         whole = (skip // 2 if label in faults.WEIGHTS_TENSORS else skip) + (label in SAFE)
@@ -161,7 +187,9 @@ def test_writer_killed_while_ranks_write(label, skip, bridge, faulty, roles):
 @pytest.mark.parametrize("skip", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("label", faults.WEIGHTS_PARTS)
 def test_rank_killed(label, skip, bridge, faulty, roles):
-    """In its first half or its second: what it had not counted is missing, by name, and nothing is published."""
+    """In its first half or its second: what it had not counted is missing, by name, and nothing is
+    published.
+    """
 
     def fill(version: int, fault: Fault | None) -> None:
         part = faulty("write_parts", fault=fault)
@@ -186,13 +214,18 @@ def test_rank_killed(label, skip, bridge, faulty, roles):
 
 @pytest.mark.parametrize("label", faults.WEIGHTS_PARTS)
 def test_nobody_shares_a_slot_with_a_rank_that_is_stopped(label, bridge, faulty, roles):
-    """Neither its own writer commits, nor does a later one begin, while it stands in mid write; what it then does hurts nobody."""
+    """Neither its own writer commits, nor does a later one begin, while it stands in mid write; what it then
+    does hurts nobody.
+    """
     with WeightsReader(bridge) as reader:
         with WeightsWriter(bridge) as writer:
             writer.publish(1, roles.weights(1))
             part = faulty("write_parts", fault=Fault(label, 0, signal.SIGSTOP))
             part.until("ready")
-            with pytest.raises(WeightsBusy, match="a rank has been writing"), writer.fill(2, specs(roles), timeout_s=0.05) as filling:
+            with (
+                pytest.raises(WeightsBusy, match="a rank has been writing"),
+                writer.fill(2, specs(roles), timeout_s=0.05) as filling,
+            ):
                 filling.write(*roles.weights(2)[0])
                 part.tell(json.dumps(filling.ticket))
                 part.wait_stopped()

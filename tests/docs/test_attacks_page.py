@@ -13,4 +13,6 @@ def test_every_test_it_names_is_there() -> None:
     for path, name in named:
         source = (ROOT / "tests" / path).read_text()
         for part in filter(None, name.split("::")):
-            assert part == "runTest" or re.search(rf"(?:def|class) {part}\b|^{part} = ", source, re.MULTILINE), f"{path}::{name}"
+            assert part == "runTest" or re.search(
+                rf"(?:def|class) {part}\b|^{part} = ", source, re.MULTILINE
+            ), f"{path}::{name}"

@@ -1,4 +1,6 @@
-"""The table of planted errors in the crash model is the one that `make mutations` runs, and the lines it breaks are still there."""
+"""The table of planted errors in the crash model is the one that `make mutations` runs, and the lines it
+breaks are still there.
+"""
 
 import re
 import runpy
@@ -31,6 +33,8 @@ def test_the_tests_that_went_red_exist() -> None:
     for *_, red in ROW.findall(TEXT):
         path, _, test = red.partition("::")
         name = re.sub(r"\[.*", "", test.split("::")[-1])
-        if not (ROOT / path).is_file() or (name != "runTest" and f"def {name}(" not in (ROOT / path).read_text()):
+        if not (ROOT / path).is_file() or (
+            name != "runTest" and f"def {name}(" not in (ROOT / path).read_text()
+        ):
             wrong.append(red)
     assert not wrong

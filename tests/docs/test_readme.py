@@ -20,7 +20,9 @@ def test_the_readme_has_its_examples() -> None:
 
 def test_the_examples_run_as_written(capsys, caplog) -> None:
     for bridge in BRIDGES:
-        assert not [info for info in shmbridge.list_bridges() if info.name == bridge], f"bridge {bridge} is in use on this machine"
+        assert not [info for info in shmbridge.list_bridges() if info.name == bridge], (
+            f"bridge {bridge} is in use on this machine"
+        )
     scope: dict[str, object] = {}
     try:
         for block in blocks():

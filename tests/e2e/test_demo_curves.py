@@ -1,4 +1,6 @@
-"""The demo's curves for the docs: from logs of runs to a table and a figure, and an exit status that says whether the goal was met."""
+"""The demo's curves for the docs: from logs of runs to a table and a figure, and an exit status that says
+whether the goal was met.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,25 @@ def a_run(folder, last):
     """Write the logs of a run whose reward rises in a line to `last` within 100 s."""
     folder.mkdir()
     for name in ("larger_digit", "echo_letters"):
-        lines = [{"t": 1000.0 + second, "mean": min(last, last * second / 80), "n": 8} for second in range(101)]
+        lines = [
+            {"t": 1000.0 + second, "mean": min(last, last * second / 80), "n": 8} for second in range(101)
+        ]
         (folder / f"rewards-{name}.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     steps = [
-        {"step": step, "time": 1000.0 + step, "tokens": 1500, "reward_mean": 0.5, "staleness_mean": 2.0, "wait_s": 0.25, "forward_s": 0.5,
-         "backward_s": 0.25, "dropped_total": 0, "host_cpu_s_per_mtoken": 3.125}
+        {
+            "step": step,
+            "time": 1000.0 + step,
+            "tokens": 1500,
+            "reward_mean": 0.5,
+            "staleness_mean": 2.0,
+            "wait_s": 0.25,
+            "forward_s": 0.5,
+            "backward_s": 0.25,
+            "dropped_total": 0,
+            "host_cpu_s_per_mtoken": 3.125,
+        }
         for step in range(1, 41)
-    ]  # fmt: skip
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
     return folder
 
@@ -46,7 +60,9 @@ def write_docs(docs, *runs):
 
 def run(*command):
     quiet = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    return subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=os.environ | quiet, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_runs_that_met_the_goal_stand_in_the_page(docs, tmp_path):

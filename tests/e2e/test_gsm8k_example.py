@@ -1,4 +1,6 @@
-"""The GSM8K example without its downloads: its environment, learner and file with small sums and a tiny model; its rewards."""
+"""The GSM8K example without its downloads: its environment, learner and file with small sums and a tiny
+model; its rewards.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,22 @@ pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gsm8k"
-ENV = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"}
+ENV = os.environ | {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    "OMP_NUM_THREADS": "1",
+}
 STEPS = 4
 
 
 def run(*words, within_s=60):
     return subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=within_s, check=False
+        [sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        check=False,
     )
 
 
@@ -44,13 +55,22 @@ def gsm8k_env():
 def test_the_real_file_is_one_that_launch_takes(tmp_path, engine):
     text = (EXAMPLE / "launch.yaml").read_text()
     if engine == "vllm":  # as its comment says
-        text = re.sub(r"^#: ", "", re.sub(r"^policy_server:.*\n(  .*\n)+", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
-        text = text.replace(".venvs/vllm/bin/python", sys.executable)  # vLLM lives apart; a dry run starts nothing
+        text = re.sub(
+            r"^#: ",
+            "",
+            re.sub(r"^policy_server:.*\n(  .*\n)+", "", text, flags=re.MULTILINE),
+            flags=re.MULTILINE,
+        )
+        # vLLM lives apart; a dry run starts nothing
+        text = text.replace(".venvs/vllm/bin/python", sys.executable)
     path = tmp_path / "launch.yaml"
     path.write_text(text)
     shown = run("-m", "shmbridge.cli", "launch", path, "--dry-run")
     assert shown.returncode == 0, shown.stderr
-    server = {"policy_server": "shmbridge.consumers.policy_server --bridge gsm8k", "vllm": "vllm.entrypoints.openai.api_server"}[engine]
+    server = {
+        "policy_server": "shmbridge.consumers.policy_server --bridge gsm8k",
+        "vllm": "vllm.entrypoints.openai.api_server",
+    }[engine]
     assert f"-m {server} --model Qwen/Qwen2.5-0.5B-Instruct" in shown.stdout
     assert "-m shmbridge.consumers.grpo --bridge gsm8k --model Qwen/Qwen2.5-0.5B-Instruct" in shown.stdout
     assert shown.stdout.count("examples/gsm8k/gsm8k_env.py serve") == 2

@@ -1,4 +1,6 @@
-"""A learner-like loop over environments that generate in processes of their own: how stale what it trains is, with the rule and without."""
+"""A learner-like loop over environments that generate in processes of their own: how stale what it trains is,
+with the rule and without.
+"""
 
 import time
 
@@ -13,7 +15,8 @@ import shmbridge
 async def main():
     with shmbridge.Producer(bridge, lane_bytes="1M") as producer:
         print("ready", flush=True)
-        await asyncio.gather(*(work(producer, random.Random(f"{seed}/{number}")) for number in range(workers)))
+        dice = [random.Random(f"{seed}/{number}") for number in range(workers)]
+        await asyncio.gather(*(work(producer, each) for each in dice))
 
 async def work(producer, random):
     while not producer._control.draining:
@@ -58,7 +61,9 @@ def learn(consumer: shmbridge.Consumer, steps: int) -> list[int]:
 
 @pytest.mark.parametrize("steps", [0, 1, pytest.param(3, marks=pytest.mark.long)])
 def test_with_the_rule_what_is_trained_is_within_its_steps(generators, make_consumer, steps) -> None:
-    """And hardly anything is generated in vain: the rule keeps it at the source, the cut takes stragglers only."""
+    """And hardly anything is generated in vain: the rule keeps it at the source, the cut takes stragglers
+    only.
+    """
     consumer = make_consumer(policy="oldest", max_off_policy_steps=steps, groups_per_step=GROUPS)
     consumer.publish_policy_version(0)
     generators(asks=True)
@@ -69,7 +74,10 @@ def test_with_the_rule_what_is_trained_is_within_its_steps(generators, make_cons
     assert max(seen) <= steps
     assert stats["staleness_max"] == max(seen)
     assert stats["discarded_total{stale}"] <= STEPS * GROUPS // 10
-    assert sum(value for key, value in stats.items() if key.startswith("staleness_groups_total")) == STEPS * GROUPS
+    assert (
+        sum(value for key, value in stats.items() if key.startswith("staleness_groups_total"))
+        == STEPS * GROUPS
+    )
 
 
 def test_without_the_rule_it_is_not(generators, make_consumer) -> None:

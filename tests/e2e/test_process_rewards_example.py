@@ -1,4 +1,6 @@
-"""The example of rewards of steps: what its environment puts, and that a learner gets on faster with them over a real bridge."""
+"""The example of rewards of steps: what its environment puts, and that a learner gets on faster with them
+over a real bridge.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def test_each_step_has_its_reward_and_its_end(environment, answers, tmp_path):
     shmbridge.clean(bridge, dry_run=False)
 
 
-@pytest.mark.parametrize(("rewards", "scores"), [("graded", [1.0, 11 / 12, 1 / 12]), ("binary", [1.0, 0.0, 0.0])])
+@pytest.mark.parametrize(
+    ("rewards", "scores"), [("graded", [1.0, 11 / 12, 1 / 12]), ("binary", [1.0, 0.0, 0.0])]
+)
 def test_an_outcome_is_one_number(environment, answers, rewards, scores):
     columns, _ = environment.group(answers, list(range(1, 13)), rewards)
     assert columns["score"] == pytest.approx(scores)
@@ -76,13 +80,31 @@ def test_questions_repeat_themselves_by_seed(environment):
 
 
 def test_with_rewards_of_steps_it_learns_in_fewer_groups(tmp_path):
-    quiet = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(EXAMPLE / "compare.py"), "--variants", "steps", "graded", "--seeds", "1", "--jobs", "2"]
+    quiet = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [
+        sys.executable,
+        str(EXAMPLE / "compare.py"),
+        "--variants",
+        "steps",
+        "graded",
+        "--seeds",
+        "1",
+        "--jobs",
+        "2",
+    ]
     command += ["--limit", str(GROUPS), "--run-dir", str(tmp_path / "run")]
-    ran = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, timeout=280, check=False)
+    ran = subprocess.run(
+        command, env=os.environ | quiet, capture_output=True, text=True, timeout=280, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     assert f"not within {GROUPS} groups" in ran.stdout
-    curves = {result["variant"]: result["curve"] for result in json.loads((tmp_path / "run" / "results.json").read_text())}
+    curves = {
+        result["variant"]: result["curve"]
+        for result in json.loads((tmp_path / "run" / "results.json").read_text())
+    }
     right = {name: sum(point["right"] for point in curve[-4:]) / 4 for name, curve in curves.items()}
     assert right["steps"] > right["graded"] + 0.05
     assert curves["graded"][-1]["groups"] == GROUPS
@@ -95,9 +117,15 @@ def test_the_docs_get_a_table_and_a_figure(tmp_path):
     page.write_text("before\n<!-- groups -->\nold\n<!-- end of groups -->\nafter\n")
     curve = [{"groups": 16 * (step + 1), "exact": step / 50, "right": step / 50} for step in range(50)]
     results = [
-        {"variant": variant, "seed": seed, "reached": None if variant == "binary" else 800 + seed, "curve": curve}
-        for variant in ("steps", "binary") for seed in (2, 1)
-    ]  # fmt: skip
+        {
+            "variant": variant,
+            "seed": seed,
+            "reached": None if variant == "binary" else 800 + seed,
+            "curve": curve,
+        }
+        for variant in ("steps", "binary")
+        for seed in (2, 1)
+    ]
     compare.write(results, tmp_path, 1600)
     assert page.read_text().splitlines() == [
         "before",

@@ -1,4 +1,6 @@
-"""How a process ends that uses a bridge: silently, with its own exit code, and with nothing left on the mount but undelivered records."""
+"""How a process ends that uses a bridge: silently, with its own exit code, and with nothing left on the mount
+but undelivered records.
+"""
 
 import os
 import subprocess
@@ -28,8 +30,12 @@ def run(bridge):
     def run_child(code: str, *interpreter: str) -> tuple[int, str, str]:
         done = subprocess.run(
             [sys.executable, *interpreter, "-c", PREAMBLE + textwrap.dedent(code), bridge],
-            cwd="/", env={**os.environ, "PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=30,
-        )  # fmt: skip
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": ROOT},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
         return done.returncode, done.stdout, done.stderr
 
     return run_child
@@ -84,7 +90,8 @@ LEAVING_NOTHING = {
     "put_async": """
         async def main():
             asyncio.get_running_loop().slow_callback_duration = 60  # of interest to -X dev only
-            with shmbridge.Producer(bridge, lane_bytes='64K') as producer, shmbridge.Consumer(bridge) as consumer:
+            lane = shmbridge.Producer(bridge, lane_bytes='64K')
+            with lane as producer, shmbridge.Consumer(bridge) as consumer:
                 await producer.put_async(group)
                 (await consumer.get_async(5)).release()
         asyncio.run(main())
@@ -146,7 +153,9 @@ def test_leaves_nothing_and_says_nothing(case, run, segments):
     assert segments() == []
 
 
-@pytest.mark.parametrize("case", ["both, closed inside out", "put_async", "batches, prefetched", "a view kept until after close"])
+@pytest.mark.parametrize(
+    "case", ["both, closed inside out", "put_async", "batches, prefetched", "a view kept until after close"]
+)
 def test_dev_mode_has_nothing_to_say_either(case, run, segments):
     """Unclosed files, wrong uses of the allocator, unraisable errors: all would be on standard error."""
     assert run(LEAVING_NOTHING[case], "-X", "dev") == (0, "", "")
@@ -165,7 +174,10 @@ UNCLOSED = {
         [(0, False)],
     ),
     "producer in a cycle": (
-        "producer = shmbridge.Producer(bridge, lane_bytes='64K'); producer.put(group); producer.itself = producer; del producer",
+        (
+            "producer = shmbridge.Producer(bridge, lane_bytes='64K'); producer.put(group); producer.itself = "
+            "producer; del producer"
+        ),
         [(0, False)],
     ),
     "consumer": ("consumer = shmbridge.Consumer(bridge)", []),
@@ -261,7 +273,10 @@ UNCLOSED = {
         """,
         [(0, False), (1, False)],
     ),
-    "os._exit": ("producer = shmbridge.Producer(bridge, lane_bytes='64K'); producer.put(group); os._exit(0)", [(0, False)]),
+    "os._exit": (
+        "producer = shmbridge.Producer(bridge, lane_bytes='64K'); producer.put(group); os._exit(0)",
+        [(0, False)],
+    ),
     "in atexit": (
         """
         producer = shmbridge.Producer(bridge, lane_bytes='64K')
@@ -338,7 +353,8 @@ def test_interrupted(run, next_consumer):
     """As Ctrl-C does, while it waits for a record."""
     code, out, err = run("""
         import signal
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits it ignored
+        # a background job of a shell inherits it ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with shmbridge.Producer(bridge, lane_bytes='64K') as producer, shmbridge.Consumer(bridge) as consumer:
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
             consumer.get(20)
@@ -351,9 +367,11 @@ def test_interrupted(run, next_consumer):
 
 @pytest.mark.parametrize("closed", ["closed", "unclosed"])
 def test_views_at_exit_do_not_release_what_the_next_consumer_holds(closed, run, make_consumer, segments):
-    """The interpreter's end gives the hub lock back before it drops the last views: from then on they may not touch the lane.
+    """The interpreter's end gives the hub lock back before it drops the last views: from then on they may not
+    touch the lane.
 
-    An exit handler registered before the bridge was opened runs after the bridge's own: it plays the next consumer in that gap.
+    An exit handler registered before the bridge was opened runs after the bridge's own: it plays the next
+    consumer in that gap.
     """
     code, out, err = run(f"""
         from shmbridge import participation, segment

@@ -27,8 +27,14 @@ def start_gateway(bridge: str, tmp_path: Path) -> Iterator[Callable[..., Gateway
 
         def start(*arguments: str, lane_bytes: str = "1M", own_socket: bool = True) -> GatewayProcess:
             log = tmp_path / f"gateway{os.urandom(2).hex()}.log"
-            listener = None if own_socket else started.enter_context(socket.create_server(("127.0.0.1", 0), backlog=100))
-            gateway = GatewayProcess(log, "--bridge", bridge, "--lane-bytes", lane_bytes, *arguments, listener=listener)
+            listener = (
+                None
+                if own_socket
+                else started.enter_context(socket.create_server(("127.0.0.1", 0), backlog=100))
+            )
+            gateway = GatewayProcess(
+                log, "--bridge", bridge, "--lane-bytes", lane_bytes, *arguments, listener=listener
+            )
             started.callback(lambda: gateway.process.poll() is None and gateway.end())
             return gateway
 

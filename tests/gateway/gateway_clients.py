@@ -1,4 +1,6 @@
-"""Gateways and the Atropos server as processes on ports of the kernel's choice, and what their clients say."""
+"""Gateways and the Atropos server as processes on ports of the kernel's choice, and what their clients
+say.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,15 @@ import requests
 
 ROOT = Path(__file__).parents[2]
 RUN = {
-    "wandb_group": "group", "wandb_project": "project", "batch_size": 8, "max_token_len": 64, "checkpoint_dir": "/ckpt",
-    "save_checkpoint_interval": 5, "starting_step": 0, "num_steps": 100,
-}  # fmt: skip
+    "wandb_group": "group",
+    "wandb_project": "project",
+    "batch_size": 8,
+    "max_token_len": 64,
+    "checkpoint_dir": "/ckpt",
+    "save_checkpoint_interval": 5,
+    "starting_step": 0,
+    "num_steps": 100,
+}
 UPSTREAM = """
 import socket, sys, uvicorn
 from atroposlib.api.server import app
@@ -36,8 +44,12 @@ uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[listener]
 
 def group(mark: int, rows: int = 4, **more: Any) -> dict[str, Any]:
     """A group whose first token says which it is."""
-    return {"tokens": [[mark, row, 3] for row in range(rows)], "masks": [[-100, row, 3] for row in range(rows)],
-            "scores": [float(row) for row in range(rows)], **more}  # fmt: skip
+    return {
+        "tokens": [[mark, row, 3] for row in range(rows)],
+        "masks": [[-100, row, 3] for row in range(rows)],
+        "scores": [float(row) for row in range(rows)],
+        **more,
+    }
 
 
 def marks(batch: Any) -> list[int]:
@@ -72,8 +84,16 @@ class Api:
         self.register(**changes)
         self.get("/batch")
 
-    def register_env(self, name: str = "env", group_size: int = 4, weight: float = 1.0, share: float | None = None) -> Any:
-        wish = {"max_token_length": 64, "desired_name": name, "weight": weight, "group_size": group_size, "min_batch_allocation": share}
+    def register_env(
+        self, name: str = "env", group_size: int = 4, weight: float = 1.0, share: float | None = None
+    ) -> Any:
+        wish = {
+            "max_token_length": 64,
+            "desired_name": name,
+            "weight": weight,
+            "group_size": group_size,
+            "min_batch_allocation": share,
+        }
         return self.post("/register-env", wish).json()
 
     def put(self, mark: int, rows: int = 4, **more: Any) -> Any:
@@ -111,7 +131,6 @@ class Api:
             assert time.monotonic() < deadline, f"{name} is {found}, not {value}: {self.stats()}"
             time.sleep(0.02)
 
-
     def until_at_least(self, name: str, value: float, timeout_s: float = 20.0) -> None:
         """Waits until a counter has reached a value."""
         deadline = time.monotonic() + timeout_s
@@ -148,14 +167,33 @@ class GatewayProcess(ServerProcess):
         super().__init__(self._launch)
 
     def _launch(self, port: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "shmbridge.cli", "gateway", "--json", "--port", str(port), *self._arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "shmbridge.cli",
+            "gateway",
+            "--json",
+            "--port",
+            str(port),
+            *self._arguments,
+        ]
         handed: tuple[int, ...] = ()
         if self._listener is not None:
             handed = (self._listener.fileno(),)
-            command = ["bash", "-c", f'exec 3<&{handed[0]}; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"', "-", *command]
+            command = [
+                "bash",
+                "-c",
+                f'exec 3<&{handed[0]}; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"',
+                "-",
+                *command,
+            ]
         with self._log.open("ab") as errors:
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, env=os.environ | {"PYTHONPATH": str(ROOT)}, pass_fds=handed
+                command,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                pass_fds=handed,
             )
         line = process.stdout.readline()
         assert line, self.output
@@ -204,7 +242,14 @@ class RawClient:
         self.received = b""
 
     def ask(self, path: str, *headers: str, body: bytes = b"", method: str = "GET") -> None:
-        lines = [f"{method} {path} HTTP/1.1", "host: here", *headers, *([f"content-length: {len(body)}"] if body else []), "", ""]
+        lines = [
+            f"{method} {path} HTTP/1.1",
+            "host: here",
+            *headers,
+            *([f"content-length: {len(body)}"] if body else []),
+            "",
+            "",
+        ]
         self.socket.sendall("\r\n".join(lines).encode() + body)
 
     def read_head(self) -> int:

@@ -21,7 +21,8 @@ from gateway_clients import Api, GatewayProcess, RawClient, group, marks
 
 from shmbridge.consumers.gateway.proof import _Lingering
 
-LONG = {"advantages": [[0.123456789 + at for at in range(20_000)]] * 4}  # so that a batch does not fit into the buffers of a socket
+# so that a batch does not fit into the buffers of a socket
+LONG = {"advantages": [[0.123456789 + at for at in range(20_000)]] * 4}
 MODES = pytest.mark.parametrize("mode", ["default", "strict"])
 JSON, GZIP, CLOSE = "content-type: application/json", "accept-encoding: gzip", "connection: close"
 
@@ -79,18 +80,27 @@ def reset_after_the_head(api: Api) -> bytes:
 
 def killed_while_it_reads(api: Api) -> bytes:
     code = (
-        "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2])));"
-        "s.sendall(b'GET /batch HTTP/1.1\\r\\nhost: h\\r\\n\\r\\n'); s.recv(1000); print('got some', flush=True); sys.stdin.read()"
+        "import socket, sys; s = socket.create_connection((sys.argv[1], int(sys.argv[2])));s.sendall(b'GET "
+        "/batch HTTP/1.1\\r\\nhost: h\\r\\n\\r\\n'); s.recv(1000); print('got some', flush=True); "
+        "sys.stdin.read()"
     )
-    child = subprocess.Popen([sys.executable, "-c", code, *map(str, api.address)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, api.address)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert child.stdout.readline() == b"got some\n"
     child.send_signal(signal.SIGKILL)
     child.wait()
     return b""
 
 
-WAYS = [drop_before_the_answer, drop_after_the_head, drop_in_the_middle, drop_one_byte_before_the_end, reset_after_the_head,
-        killed_while_it_reads]  # fmt: skip
+WAYS = [
+    drop_before_the_answer,
+    drop_after_the_head,
+    drop_in_the_middle,
+    drop_one_byte_before_the_end,
+    reset_after_the_head,
+    killed_while_it_reads,
+]
 
 
 @MODES
@@ -148,7 +158,9 @@ def test_closing_without_reading_after_connection_close(api: GatewayProcess):
 
 
 @pytest.mark.parametrize("numbers", [2_000, 100_000], ids=["in the kernel", "in the gateway"])
-def test_an_orderly_end_with_bytes_under_way_is_no_proof(start_gateway: Callable[..., GatewayProcess], numbers: int):
+def test_an_orderly_end_with_bytes_under_way_is_no_proof(
+    start_gateway: Callable[..., GatewayProcess], numbers: int
+):
     """The peer's FIN comes while bytes are not yet acknowledged: whoever sent it has not read them."""
     api = start_gateway(lane_bytes="16M")
     api.start(batch_size=4)
@@ -217,11 +229,15 @@ def test_a_post_whose_answer_was_lost_is_taken_once(api: GatewayProcess, how: st
     lossy_post(api, "/scored_data", group(0), how)
     assert api.put(0) == {"status": "received"}
     lossy_post(api, "/scored_data_list", [group(1), group(2)], how)
-    assert api.post("/scored_data_list", [group(1), group(2)]).json() == {"status": "received", "groups_processed": 2}
+    assert api.post("/scored_data_list", [group(1), group(2)]).json() == {
+        "status": "received",
+        "groups_processed": 2,
+    }
     api.put(1)  # not the same body: a new group
     assert sorted(mark for _ in range(4) for mark in api.batch_marks()) == [0, 1, 1, 2]
     assert api.batch_marks() is None
-    assert how == "close" or api.stats()["posts_repeated_total"] == 2  # who goes at once may not have been heard at all
+    # who goes at once may not have been heard at all
+    assert how == "close" or api.stats()["posts_repeated_total"] == 2
 
 
 @pytest.mark.parametrize("mode", ["strict"])
@@ -255,7 +271,9 @@ def test_trainers_that_are_killed_all_the_time(start_gateway: Callable[..., Gate
     """Six posters, a trainer that drops every second answer: every group is read once."""
     api = start_gateway(lane_bytes="4M")
     api.start(batch_size=8)
-    posters = [threading.Thread(target=lambda n=n: [api.put(100 * n + at) for at in range(20)]) for n in range(6)]
+    posters = [
+        threading.Thread(target=lambda n=n: [api.put(100 * n + at) for at in range(20)]) for n in range(6)
+    ]
     for poster in posters:
         poster.start()
     read: list[int] = []
@@ -281,7 +299,10 @@ def test_trainers_that_are_killed_all_the_time(start_gateway: Callable[..., Gate
 
 
 def test_a_connection_that_is_reset_when_its_answer_ends_is_given_up():
-    """Our end of the stream cannot be said any more: the connection goes, and with it the batch comes again."""
+    """Our end of the stream cannot be said any more: the connection goes, and with it the batch comes
+    again.
+    """
+
     class Reset:
         aborted = False
 

@@ -9,8 +9,22 @@ from typing import Any
 import pytest
 from gateway_clients import RUN, Api, GatewayProcess, group, marks
 
-KEYS = ["tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params", "inference_logprobs", "overrides",
-        "group_overrides", "images", "env_id", "distill_token_ids", "distill_logprobs"]  # fmt: skip
+KEYS = [
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "generation_params",
+    "inference_logprobs",
+    "overrides",
+    "group_overrides",
+    "images",
+    "env_id",
+    "distill_token_ids",
+    "distill_logprobs",
+]
 
 
 @pytest.fixture(params=["default", "strict"])
@@ -23,7 +37,11 @@ def test_before_anybody_registers(api: Api):
     assert api.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
     assert api.get("/wandb_info").json() == {"group": None, "project": None}
     assert api.get("/status").json() == {"current_step": 0, "queue_size": 0}
-    assert api.get("/batch").json() == {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+    assert api.get("/batch").json() == {
+        "status": "error",
+        "message": "Trainer not registered. Call /register first.",
+        "batch": [],
+    }
     assert api.register_env() == {"status": "wait for trainer to start"}
     assert api.get("/latest_example").json()["tokens"] == []
     assert api.post("/disconnect-env", {"env_id": 3}).json()["status"] == "failure"
@@ -55,9 +73,16 @@ def test_environments_get_names_numbers_and_the_run(api: Api):
     admitted = [api.register_env(name) for name in ("a", "b", "a")]
     assert [each["env_id"] for each in admitted] == [0, 1, 2]
     assert [each["wandb_name"] for each in admitted] == ["a_0", "b_0", "a_1"]
-    assert {key: admitted[0][key] for key in ("status", "checkpoint_dir", "starting_step", "checkpoint_interval", "num_steps")} == {
-        "status": "success", "checkpoint_dir": "/ckpt", "starting_step": 3, "checkpoint_interval": 5, "num_steps": 100,
-    }  # fmt: skip
+    assert {
+        key: admitted[0][key]
+        for key in ("status", "checkpoint_dir", "starting_step", "checkpoint_interval", "num_steps")
+    } == {
+        "status": "success",
+        "checkpoint_dir": "/ckpt",
+        "starting_step": 3,
+        "checkpoint_interval": 5,
+        "num_steps": 100,
+    }
     wish = {"max_token_length": 1, "desired_name": None, "weight": 1.0, "group_size": 1}
     assert api.post("/register-env", wish).status_code == 422
     assert api.post("/disconnect-env", {"env_id": 1}).json() == {"status": "success"}
@@ -66,32 +91,58 @@ def test_environments_get_names_numbers_and_the_run(api: Api):
 
 def test_a_share_that_is_none_is_refused(gateway: GatewayProcess):
     gateway.start()
-    wish = {"max_token_length": 1, "desired_name": "e", "weight": 1.0, "group_size": 1, "min_batch_allocation": 7.0}
+    wish = {
+        "max_token_length": 1,
+        "desired_name": "e",
+        "weight": 1.0,
+        "group_size": 1,
+        "min_batch_allocation": 7.0,
+    }
     answer = gateway.post("/register-env", wish)
     assert (answer.status_code, "min_batch_allocation" in answer.text) == (422, True)
 
 
 def test_an_environment_steers_by_its_status(api: Api):
     api.start(batch_size=16)
-    one, other = api.register_env("one", weight=3.0)["env_id"], api.register_env("other", share=0.25)["env_id"]
+    one, other = (
+        api.register_env("one", weight=3.0)["env_id"],
+        api.register_env("other", share=0.25)["env_id"],
+    )
     for mark in range(3):
         api.put(mark, env_id=one)
     assert api.env_status(one) == {
-        "current_step": 0, "queue_size": 3, "unallocated_fraction": 0.75, "self_queue_size": 3, "max_group_size": 4, "env_weight": 0.75,
-    }  # fmt: skip
+        "current_step": 0,
+        "queue_size": 3,
+        "unallocated_fraction": 0.75,
+        "self_queue_size": 3,
+        "max_group_size": 4,
+        "env_weight": 0.75,
+    }
     answer = api.env_status(other)
     assert (answer["queue_size"], answer["self_queue_size"], answer["env_weight"]) == (3, 0, 0.25)
 
 
 FULL = {
-    "advantages": [[0.5, -0.25, 0.0]] * 4, "ref_logprobs": [], "messages": [[{"role": "user", "content": "é", "reward": 0.5}]] * 4,
-    "generation_params": {"temperature": 0.7, "stop": None}, "inference_logprobs": [[1.0, -0.5, -2.0]] * 4,
-    "overrides": [{"set_advantage_to_zero": True}, {}, {}, {}], "group_overrides": {}, "images": [None, ["a", "b"], "c", {"d": 1}],
-    "distill_token_ids": [[[1, 2], [3, 4], [5, 6]]] * 4, "distill_logprobs": [[[0.5, -0.5], [0.0, 1.0], [-1.0, -2.0]]] * 4,
-}  # fmt: skip
+    "advantages": [[0.5, -0.25, 0.0]] * 4,
+    "ref_logprobs": [],
+    "messages": [[{"role": "user", "content": "é", "reward": 0.5}]] * 4,
+    "generation_params": {"temperature": 0.7, "stop": None},
+    "inference_logprobs": [[1.0, -0.5, -2.0]] * 4,
+    "overrides": [{"set_advantage_to_zero": True}, {}, {}, {}],
+    "group_overrides": {},
+    "images": [None, ["a", "b"], "c", {"d": 1}],
+    "distill_token_ids": [[[1, 2], [3, 4], [5, 6]]] * 4,
+    "distill_logprobs": [[[0.5, -0.5], [0.0, 1.0], [-1.0, -2.0]]] * 4,
+}
 
 
-FORMS: list[dict[str, Any]] = [{}, FULL, dict.fromkeys(FULL), {"images": "one for all"}, {"overrides": [{"of": "another length"}]}]
+FORMS: list[dict[str, Any]] = [
+    {},
+    FULL,
+    dict.fromkeys(FULL),
+    {"images": "one for all"},
+    {"overrides": [{"of": "another length"}]},
+]
 
 
 def test_a_group_comes_back_as_it_was_posted(gateway: GatewayProcess):
@@ -126,7 +177,10 @@ def test_masks_that_are_more_than_masks(api: Api):
 
 def test_lists_of_groups(api: Api):
     api.start(batch_size=8)
-    assert api.post("/scored_data_list", [group(0), group(1)]).json() == {"status": "received", "groups_processed": 2}
+    assert api.post("/scored_data_list", [group(0), group(1)]).json() == {
+        "status": "received",
+        "groups_processed": 2,
+    }
     assert api.post("/scored_data_list", []).json() == {"status": "received", "groups_processed": 0}
     assert api.batch_marks() == [0, 1]
     assert api.get("/status").json() == {"current_step": 1, "queue_size": 0}

@@ -1,4 +1,6 @@
-"""What bodies cost: time that grows with their size alone, memory that is booked before it is used, nothing where nobody takes them."""
+"""What bodies cost: time that grows with their size alone, memory that is booked before it is used, nothing
+where nobody takes them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,11 @@ def test_gunzip_takes_what_gzip_takes():
 def at_once(gateway: GatewayProcess, path: str, body: bytes, count: int) -> list[int]:
     statuses: list[int] = []
     threads = [
-        threading.Thread(target=lambda: statuses.append(gateway.post(path, data=body, headers=ZIPPED, timeout=120).status_code))
+        threading.Thread(
+            target=lambda: statuses.append(
+                gateway.post(path, data=body, headers=ZIPPED, timeout=120).status_code
+            )
+        )
         for _ in range(count)
     ]
     for thread in threads:
@@ -63,7 +69,9 @@ def peak_bytes(gateway: GatewayProcess) -> int:
 
 
 def test_a_dozen_bombs_at_once_have_the_memory_of_one(start_gateway: Callable[..., GatewayProcess]):
-    """48 MiB of blanks each, 47 KiB when gzipped: they are unpacked one after the other, and on other paths not at all."""
+    """48 MiB of blanks each, 47 KiB when gzipped: they are unpacked one after the other, and on other paths
+    not at all.
+    """
     gateway = start_gateway("--held-bytes", "64M", "--max-body", "64M")
     gateway.start()
     before = peak_bytes(gateway)
@@ -77,11 +85,17 @@ def test_a_dozen_bombs_at_once_have_the_memory_of_one(start_gateway: Callable[..
 
 
 def test_what_nobody_takes_is_not_read(gateway: GatewayProcess):
-    """The answer comes before the body: to an unknown path, a wrong method, and where nothing as large is taken."""
+    """The answer comes before the body: to an unknown path, a wrong method, and where nothing as large is
+    taken.
+    """
     for method, path, size, status in (
-        ("POST", "/nowhere", 4 * MIB, 404), ("GET", "/nowhere", 4 * MIB, 404), ("POST", "/batch", 4 * MIB, 405),
-        ("GET", "/scored_data", 4 * MIB, 405), ("POST", "/register", 4 * MIB, 413), ("GET", "/status-env", MIB + 1, 413),
-    ):  # fmt: skip
+        ("POST", "/nowhere", 4 * MIB, 404),
+        ("GET", "/nowhere", 4 * MIB, 404),
+        ("POST", "/batch", 4 * MIB, 405),
+        ("GET", "/scored_data", 4 * MIB, 405),
+        ("POST", "/register", 4 * MIB, 413),
+        ("GET", "/status-env", MIB + 1, 413),
+    ):
         client = RawClient(gateway)
         client.ask(path, f"content-length: {size}", method=method)
         client.read_head()
@@ -89,7 +103,9 @@ def test_what_nobody_takes_is_not_read(gateway: GatewayProcess):
         client.close()
 
 
-def test_a_token_is_asked_for_before_the_body(start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch):
+def test_a_token_is_asked_for_before_the_body(
+    start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("SHMBRIDGE_GATEWAY_TOKEN", "secret")
     gateway = start_gateway()
     client = RawClient(gateway)

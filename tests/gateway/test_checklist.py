@@ -80,7 +80,9 @@ def group_of_another_size(api: Any) -> Any:
 
 @item(original=("buffered", None), here=("received", [9, 1]))
 def normal_groups_after_a_large_one(api: Any) -> Any:
-    """An environment's size grows to the largest group of it in the queue and never back; normal groups are parts from then on."""
+    """An environment's size grows to the largest group of it in the queue and never back; normal groups are
+    parts from then on.
+    """
     api.start(batch_size=12)
     api.put(9, rows=8, env_id=0)  # of an environment that goes on under its number after a reset
     assert api.register_env(group_size=4)["env_id"] == 0
@@ -163,7 +165,9 @@ def post_whose_answer_was_lost(api: Any) -> Any:
     """The client sends it again, and it counts twice."""
     api.start(batch_size=4)
     client = RawClient(api)
-    client.ask("/scored_data", "content-type: application/json", body=json.dumps(group(0)).encode(), method="POST")
+    client.ask(
+        "/scored_data", "content-type: application/json", body=json.dumps(group(0)).encode(), method="POST"
+    )
     client.read_head()
     client.reset()
     api.put(0)
@@ -224,18 +228,26 @@ def step_rewards(api: Any) -> Any:
     return (served["step_rewards"], served["step_ends"]) if "step_rewards" in served else None
 
 
-@pytest.mark.parametrize(("scenario", "expected"), [pytest.param(each[1], each[2], id=each[0]) for each in ITEMS])
+@pytest.mark.parametrize(
+    ("scenario", "expected"), [pytest.param(each[1], each[2], id=each[0]) for each in ITEMS]
+)
 def test_at_the_original(upstream: UpstreamProcess, scenario: Scenario, expected: Any):
     assert scenario(upstream) == expected
 
 
-@pytest.mark.parametrize(("scenario", "expected"), [pytest.param(each[1], each[3], id=each[0]) for each in ITEMS])
+@pytest.mark.parametrize(
+    ("scenario", "expected"), [pytest.param(each[1], each[3], id=each[0]) for each in ITEMS]
+)
 def test_here(gateway: GatewayProcess, scenario: Scenario, expected: Any):
     assert scenario(gateway) == expected
 
 
-def test_a_dead_environment_loses_its_weight(start_gateway: Callable[..., GatewayProcess], upstream: UpstreamProcess):
-    """Who says nothing for a while counts no more, and counts again when it speaks; at the original the dead weigh for ever."""
+def test_a_dead_environment_loses_its_weight(
+    start_gateway: Callable[..., GatewayProcess], upstream: UpstreamProcess
+):
+    """Who says nothing for a while counts no more, and counts again when it speaks; at the original the dead
+    weigh for ever.
+    """
     gateway = start_gateway("--env-timeout", "0.5")
     for api in (upstream, gateway):
         api.start()
@@ -254,7 +266,9 @@ def until_weight(api: Api, env_id: int, weight: float) -> None:
 
 
 def test_a_trainer_that_registers_anew_after_a_restart_is_heard(gateway: GatewayProcess):
-    """What an earlier gateway knew of a run gives way to another run, so that what was left behind stops nobody."""
+    """What an earlier gateway knew of a run gives way to another run, so that what was left behind stops
+    nobody.
+    """
     gateway.register(batch_size=8)
     gateway.restart()
     assert gateway.get("/info").json()["batch_size"] == 8

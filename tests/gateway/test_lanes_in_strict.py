@@ -1,4 +1,6 @@
-"""`--compat strict` and what the original knows nothing of: groups in lanes before anybody registers, attached environments, fragments."""
+"""`--compat strict` and what the original knows nothing of: groups in lanes before anybody registers,
+attached environments, fragments.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ WISH = {"desired_name": "http", "max_token_length": 64, "weight": 1.0, "min_batc
 
 @pytest.fixture
 def start(bridge: str) -> Iterator[Callable[..., StrictTaker]]:
-    """Starts the taking side of a strict gateway, after an earlier one that left this state. One at a time: it ends the one before."""
+    """Starts the taking side of a strict gateway, after an earlier one that left this state.
+
+    One at a time: it ends the one before.
+    """
     ends: list[Callable[[], None]] = []
 
     def end() -> None:
@@ -60,10 +65,13 @@ def stats(taker: StrictTaker, *names: str) -> list[float]:
     return [found[name] for name in names]
 
 
-# -- groups that are there before a trainer is ------------------------------------------------------------------------------------
+# -- groups that are there before a trainer is
+# ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("earlier", [None, Run(batch_size=16)], ids=["first run", "another run than an earlier gateway's"])
+@pytest.mark.parametrize(
+    "earlier", [None, Run(batch_size=16)], ids=["first run", "another run than an earlier gateway's"]
+)
 def test_groups_that_came_before_the_registration_are_served(
     start: Callable[..., StrictTaker], make_producer: Callable[..., Producer], earlier: Run | None
 ):
@@ -73,12 +81,16 @@ def test_groups_that_came_before_the_registration_are_served(
     taker = start(**({} if earlier is None else {"run": earlier}))
     taker.register(RUN)
     assert taker.status() == {"current_step": 0, "queue_size": 2}
-    assert [b"[[%d,0,3]" % mark in (read(taker) or b"") for mark in (8, 7)] == [True, True], "the newest first, as there"
+    assert [b"[[%d,0,3]" % mark in (read(taker) or b"") for mark in (8, 7)] == [True, True], (
+        "the newest first, as there"
+    )
     assert read(taker) is None
     assert stats(taker, "released_total", "held", "queue_groups", "leases_dropped_total") == [2, 0, 0, 0]
 
 
-def test_a_second_registration_keeps_the_queue_as_it_is(start: Callable[..., StrictTaker], make_producer: Callable[..., Producer]):
+def test_a_second_registration_keeps_the_queue_as_it_is(
+    start: Callable[..., StrictTaker], make_producer: Callable[..., Producer]
+):
     """It is void: neither the batch size nor what is formed already changes, and nothing is queued twice."""
     producer = make_producer()
     taker = start()
@@ -93,20 +105,25 @@ def test_a_second_registration_keeps_the_queue_as_it_is(start: Callable[..., Str
     assert read(taker) is None
 
 
-# -- one control plane for attached environments, one table for those that post ----------------------------------------------------
+# -- one control plane for attached environments, one table for those that post
+# ----------------------------------------------------
 
 
 def admit(bridge: str, producer: Producer, env_id: int | None = None) -> int:
     """What an attached environment is numbered."""
     with ControlClient(bridge, role="env", name="attached") as client:
-        return client.request(Register("attached", 64, 16, producer_id=producer.producer_id, env_id=env_id), 5.0).env_id
+        return client.request(
+            Register("attached", 64, 16, producer_id=producer.producer_id, env_id=env_id), 5.0
+        ).env_id
 
 
 @pytest.mark.parametrize("had", [None, 0], ids=["new", "with a number of an earlier hub"])
 def test_attached_environments_have_numbers_of_their_own(
     start: Callable[..., StrictTaker], make_producer: Callable[..., Producer], bridge: str, had: int | None
 ):
-    """Else their groups would be taken for those of an environment that posts, with another group size, and fit into no batch."""
+    """Else their groups would be taken for those of an environment that posts, with another group size, and
+    fit into no batch.
+    """
     taker = start()
     taker.register(Run(batch_size=16, max_token_len=64))
     read(taker)
@@ -121,10 +138,13 @@ def test_attached_environments_have_numbers_of_their_own(
     assert taker.upstream.queue.buffered == 0
 
 
-# -- after a restart --------------------------------------------------------------------------------------------------------------
+# -- after a restart
+# ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_control_plane_counts_on_after_a_restart(start: Callable[..., StrictTaker], make_producer: Callable[..., Producer]):
+def test_the_control_plane_counts_on_after_a_restart(
+    start: Callable[..., StrictTaker], make_producer: Callable[..., Producer]
+):
     """Attached environments are told the step that HTTP tells."""
     taker = start(run=RUN, step=500, started=True)
     assert taker.consumer is not None
@@ -136,10 +156,13 @@ def test_the_control_plane_counts_on_after_a_restart(start: Callable[..., Strict
     assert (taker.status()["current_step"], taker.consumer.current_step) == (501, 501)
 
 
-# -- fragments --------------------------------------------------------------------------------------------------------------------
+# -- fragments
+# ------------------------------------------------------------------------------------------------------------
 
 
-def test_fragments_of_a_producer_that_ended_are_discarded(start: Callable[..., StrictTaker], make_producer: Callable[..., Producer]):
+def test_fragments_of_a_producer_that_ended_are_discarded(
+    start: Callable[..., StrictTaker], make_producer: Callable[..., Producer]
+):
     """Its lane goes then. Whatever is whole is served."""
     taker = start()
     taker.register(RUN)
@@ -157,7 +180,9 @@ def test_fragments_of_a_producer_that_ended_are_discarded(start: Callable[..., S
     wait_until(lambda: (taker.take_all(), stats(taker, "held", "lanes_dead"))[1] == [0, 0], 10)
 
 
-def test_fragments_that_are_late_are_discarded(start: Callable[..., StrictTaker], make_producer: Callable[..., Producer]):
+def test_fragments_that_are_late_are_discarded(
+    start: Callable[..., StrictTaker], make_producer: Callable[..., Producer]
+):
     taker = start()
     taker.register(RUN)
     producer = make_producer()

@@ -24,14 +24,19 @@ JSON = {"content-type": "application/json"}
 
 
 def post_raw(api: Api, body: bytes | str, path: str = "/scored_data", **headers: str) -> requests.Response:
-    return api.post(path, data=body, headers=JSON | {name.replace("_", "-"): value for name, value in headers.items()})
+    return api.post(
+        path, data=body, headers=JSON | {name.replace("_", "-"): value for name, value in headers.items()}
+    )
 
 
 MALFORMED = {
     "not json": ("{", "the body is not a group"),
     "a list": ("[]", "the body is not a group"),
     "empty": ("", "the body is not a group"),
-    "not utf-8": (b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": "\xff"}', "the body is not a group"),
+    "not utf-8": (
+        b'{"tokens": [[1]], "masks": [[1]], "scores": [1], "images": "\xff"}',
+        "the body is not a group",
+    ),
     "no scores": ('{"tokens": [[1]], "masks": [[1]]}', "no scores"),
     "nothing": ("{}", "no tokens and no masks and no scores"),
     "no rows": ('{"tokens": [], "masks": [], "scores": []}', "`tokens` has no rows"),
@@ -39,15 +44,25 @@ MALFORMED = {
     "a token too large": ('{"tokens": [[1, 3000000000]], "masks": [[1]], "scores": [1]}', "tokens[0][1]"),
     "NaN": ('{"tokens": [[1]], "masks": [[1]], "scores": [NaN]}', "scores[0] is nan"),
     "infinity deep inside": (
-        json.dumps(group(0) | {"overrides": [{"a": [1, float("-inf")]}]}), "overrides[0].a[1] is -inf"
+        json.dumps(group(0) | {"overrides": [{"a": [1, float("-inf")]}]}),
+        "overrides[0].a[1] is -inf",
     ),
     "a number beyond doubles": ('{"tokens": [[1]], "masks": [[1]], "scores": [1e999]}', "scores[0] is inf"),
-    "beyond float32": ('{"tokens": [[1]], "masks": [[1]], "scores": [1], "advantages": [[1e39]]}', "advantages[0][0]"),
-    "messages without role": ('{"tokens": [[1]], "masks": [[1]], "scores": [1], "messages": [[{"content": "x"}]]}', "messages[0][0]"),
+    "beyond float32": (
+        '{"tokens": [[1]], "masks": [[1]], "scores": [1], "advantages": [[1e39]]}',
+        "advantages[0][0]",
+    ),
+    "messages without role": (
+        '{"tokens": [[1]], "masks": [[1]], "scores": [1], "messages": [[{"content": "x"}]]}',
+        "messages[0][0]",
+    ),
     "a negative number": ('{"tokens": [[1]], "masks": [[1]], "scores": [1], "env_id": -1}', "env_id"),
     "a null row": ('{"tokens": [[1]], "masks": [null], "scores": [1]}', "masks[0]"),
-    "too large for a lane": (json.dumps({"tokens": [[1] * 300_000], "masks": [[1] * 300_000], "scores": [1.0]}), "half of the lane"),
-}  # fmt: skip
+    "too large for a lane": (
+        json.dumps({"tokens": [[1] * 300_000], "masks": [[1] * 300_000], "scores": [1.0]}),
+        "half of the lane",
+    ),
+}
 
 
 def test_a_malformed_body_is_422_with_the_reason(gateway: GatewayProcess):
@@ -58,7 +73,9 @@ def test_a_malformed_body_is_422_with_the_reason(gateway: GatewayProcess):
         assert answer.status_code == 422, name
         assert reason in answer.json()["detail"], (name, answer.text)
         raw = body if isinstance(body, bytes) else body.encode()
-        answer = post_raw(gateway, b"[" + json.dumps(group(1)).encode() + b"," + raw + b"]", "/scored_data_list")
+        answer = post_raw(
+            gateway, b"[" + json.dumps(group(1)).encode() + b"," + raw + b"]", "/scored_data_list"
+        )
         assert answer.status_code == 422, name
     assert gateway.batch_marks() is None
     assert gateway.stats()["groups_total"] == 0
@@ -70,8 +87,13 @@ def test_a_malformed_body_is_422_with_the_reason(gateway: GatewayProcess):
 def test_gzip_both_ways(gateway: GatewayProcess):
     gateway.start(batch_size=8)
     packed = gzip.compress(json.dumps([group(0), group(1)]).encode())
-    assert post_raw(gateway, packed, "/scored_data_list", content_encoding="gzip").json()["groups_processed"] == 2
-    two_members = gzip.compress(json.dumps(group(2)).encode()[:50]) + gzip.compress(json.dumps(group(2)).encode()[50:])
+    assert (
+        post_raw(gateway, packed, "/scored_data_list", content_encoding="gzip").json()["groups_processed"]
+        == 2
+    )
+    two_members = gzip.compress(json.dumps(group(2)).encode()[:50]) + gzip.compress(
+        json.dumps(group(2)).encode()[50:]
+    )
     assert post_raw(gateway, two_members, content_encoding="gzip").status_code == 200
     found = gateway.get("/batch", headers={"accept-encoding": "gzip"})
     assert found.headers["content-encoding"] == "gzip"
@@ -109,7 +131,12 @@ def test_a_token(start_gateway: Callable[..., GatewayProcess], monkeypatch: pyte
     """Every route wants it, before it reads anything."""
     monkeypatch.setenv("SHMBRIDGE_GATEWAY_TOKEN", "secret")
     gateway = start_gateway()
-    for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer secret2"}):
+    for header in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "secret"},
+        {"authorization": "Bearer secret2"},
+    ):
         for path in ("/batch", "/stats", "/reset_data", "/docs"):
             answer = gateway.get(path, headers=header)
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
@@ -118,7 +145,9 @@ def test_a_token(start_gateway: Callable[..., GatewayProcess], monkeypatch: pyte
 
 
 def test_pages_of_other_sites_are_kept_out(gateway: GatewayProcess):
-    """A browser says where a request comes from; a page must not be able to reset a run that happens to be on this machine."""
+    """A browser says where a request comes from; a page must not be able to reset a run that happens to be on
+    this machine.
+    """
     gateway.start()
     gateway.put(0)
     for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
@@ -161,7 +190,9 @@ def test_a_post_is_held_while_its_lane_is_full(gateway: GatewayProcess):
     assert sorted(found) == [*range(sent), 100]
 
 
-def test_past_the_deadline_503_counted_and_whole_again_when_sent_again(start_gateway: Callable[..., GatewayProcess]):
+def test_past_the_deadline_503_counted_and_whole_again_when_sent_again(
+    start_gateway: Callable[..., GatewayProcess],
+):
     """A list that went in by half goes on where it was, when the client sends it again."""
     gateway = start_gateway("--post-deadline", "0.3")
     gateway.register(batch_size=1)
@@ -194,7 +225,12 @@ def test_a_poster_that_goes_while_it_waits_has_posted(gateway: GatewayProcess):
     sent = 0
     while gateway.stats()["posts_waiting"] == 0:
         client = RawClient(gateway)
-        client.ask("/scored_data", "content-type: application/json", body=json.dumps(big(sent)).encode(), method="POST")
+        client.ask(
+            "/scored_data",
+            "content-type: application/json",
+            body=json.dumps(big(sent)).encode(),
+            method="POST",
+        )
         gateway.until("posts_total", sent + 1)
         settled = time.monotonic() + 0.5
         while time.monotonic() < settled and gateway.stats()["groups_total"] != sent + 1:
@@ -253,14 +289,19 @@ def test_bodies_in_memory_have_a_limit(start_gateway: Callable[..., GatewayProce
     """With that much waiting for room, further posts are not even read, and are refused past the deadline."""
     gateway = start_gateway("--held-bytes", "1K", "--post-deadline", "1")
     gateway.register(batch_size=64)
-    held = [in_thread(lambda mark=mark: gateway.post("/scored_data", big(mark)).status_code) for mark in range(6)]
+    held = [
+        in_thread(lambda mark=mark: gateway.post("/scored_data", big(mark)).status_code) for mark in range(6)
+    ]
     seen: list[float] = []
     while any(thread.is_alive() for thread, _ in held):
         seen.append(gateway.stats()["posts_waiting"])
     assert max(seen) == 1
     refused = gateway.stats()
     assert sorted({answers[0] for _, answers in held}) == [200, 503]
-    assert refused.get("refused_total{held bytes}", 0) + refused["posts_timed_out_total"] == refused["refused_total"]
+    assert (
+        refused.get("refused_total{held bytes}", 0) + refused["posts_timed_out_total"]
+        == refused["refused_total"]
+    )
     assert refused["held_bytes"] == 0
 
 
@@ -272,7 +313,9 @@ def test_it_listens_to_this_machine_only_unless_told_otherwise(gateway: GatewayP
     assert [row[1] for row in rows] == [f"0100007F{port}"]
 
 
-def test_what_it_cannot_do_it_says(gateway: GatewayProcess, bridge: str, make_consumer: Callable[..., shmbridge.Consumer]):
+def test_what_it_cannot_do_it_says(
+    gateway: GatewayProcess, bridge: str, make_consumer: Callable[..., shmbridge.Consumer]
+):
     """An address that is taken, a name that is none, a hub where strict mode must be it."""
     gateway.put(0)
     make_consumer()
@@ -285,28 +328,48 @@ def test_what_it_cannot_do_it_says(gateway: GatewayProcess, bridge: str, make_co
         (["--bridge", bridge, "--port", "0", "--compat", "strict"], 1, f"pid {os.getpid()}"),
     ):
         done = subprocess.run(
-            [sys.executable, "-m", "shmbridge.cli", "gateway", *arguments], capture_output=True, text=True, timeout=60,
+            [sys.executable, "-m", "shmbridge.cli", "gateway", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        )
         assert (done.returncode, said in done.stderr) == (code, True), done.stderr
 
 
 def test_a_name_that_was_led_here_is_refused(start_gateway: Callable[..., GatewayProcess]):
-    """A page can have its name lead to this machine; it cannot have another name, nor hide where it comes from."""
+    """A page can have its name lead to this machine; it cannot have another name, nor hide where it comes
+    from.
+    """
     gateway = start_gateway("--host-name", "gate.example.com")
     gateway.start()
     gateway.put(0)
     port = gateway.address[1]
     for host, status in (
-        ("evil.example", 403), (f"evil.example:{port}", 403), ("127.0.0.1.evil.example", 403), ("[::1", 403),
-        (f"127.0.0.1:{port}", 200), (f"localhost:{port}", 200), ("a.localhost", 200), (f"[::1]:{port}", 200), ("10.1.2.3", 200),
-        ("gate.example.com.evil", 403), ("trainer", 200), (f"GATE.example.com:{port}", 200), ("evil.localhost.example", 403),
-    ):  # fmt: skip
+        ("evil.example", 403),
+        (f"evil.example:{port}", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("[::1", 403),
+        (f"127.0.0.1:{port}", 200),
+        (f"localhost:{port}", 200),
+        ("a.localhost", 200),
+        (f"[::1]:{port}", 200),
+        ("10.1.2.3", 200),
+        ("gate.example.com.evil", 403),
+        ("trainer", 200),
+        (f"GATE.example.com:{port}", 200),
+        ("evil.localhost.example", 403),
+    ):
         for site in ({}, {"sec-fetch-site": "same-origin"}):
             assert gateway.get("/info", headers={"host": host} | site).status_code == status, host
     refused = gateway.get("/reset_data", headers={"host": "evil.example"})
     assert "--host-name evil.example" in refused.json()["detail"]
-    for origin, status in (("http://evil.example", 403), ("null", 403), ("http://localhost:1", 403), (gateway.url, 200)):
+    for origin, status in (
+        ("http://evil.example", 403),
+        ("null", 403),
+        ("http://localhost:1", 403),
+        (gateway.url, 200),
+    ):
         assert gateway.get("/status", headers={"origin": origin}).status_code == status, origin
     assert gateway.get("/reset_data", headers={"origin": "http://evil.example"}).status_code == 403
     assert gateway.get("/status").json()["queue_size"] == 1

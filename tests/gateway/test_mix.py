@@ -1,4 +1,6 @@
-"""Environments that post, environments in lanes, trainers that poll and learners that attach, in any mix on one bridge."""
+"""Environments that post, environments in lanes, trainers that poll and learners that attach, in any mix on
+one bridge.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SEEDED = ROOT / "tests" / "atropos" / "envs" / "seeded_env.py"
 MODES = pytest.mark.parametrize("mode", ["default", "strict"])
 
 
-def test_posting_beside_a_native_consumer(gateway: GatewayProcess, make_consumer: Callable[..., shmbridge.Consumer]):
+def test_posting_beside_a_native_consumer(
+    gateway: GatewayProcess, make_consumer: Callable[..., shmbridge.Consumer]
+):
     """The learner is the hub; remote environments get its run, its step and the numbers of its one table."""
     run = shmbridge.Run(**RUN)
     consumer = make_consumer(run=run)
@@ -49,7 +53,9 @@ def test_posting_beside_a_native_consumer(gateway: GatewayProcess, make_consumer
     assert gateway.env_status(second)["current_step"] == 1
 
 
-def test_a_learner_that_ends_gives_way_to_a_trainer_that_polls(gateway: GatewayProcess, make_consumer: Callable[..., shmbridge.Consumer]):
+def test_a_learner_that_ends_gives_way_to_a_trainer_that_polls(
+    gateway: GatewayProcess, make_consumer: Callable[..., shmbridge.Consumer]
+):
     """What it has not released comes to whoever is next; environments go on under their numbers."""
     consumer = make_consumer(run=shmbridge.Run(**RUN))
     env_id = gateway.register_env()["env_id"]
@@ -63,10 +69,15 @@ def test_a_learner_that_ends_gives_way_to_a_trainer_that_polls(gateway: GatewayP
     assert sorted(gateway.until_batch() + gateway.until_batch()) == [0, 1, 2, 3]
 
 
-def test_a_learner_that_is_started_anew_knows_all_environments(gateway: GatewayProcess, make_consumer: Callable[..., shmbridge.Consumer]):
+def test_a_learner_that_is_started_anew_knows_all_environments(
+    gateway: GatewayProcess, make_consumer: Callable[..., shmbridge.Consumer]
+):
     """They ask on as if nothing had been, and weigh what they weighed."""
     first = make_consumer(run=shmbridge.Run(**RUN))
-    numbers = [gateway.register_env(name, weight=weight)["env_id"] for name, weight in (("a", 1.0), ("b", 3.0), ("c", 4.0))]
+    numbers = [
+        gateway.register_env(name, weight=weight)["env_id"]
+        for name, weight in (("a", 1.0), ("b", 3.0), ("c", 4.0))
+    ]
     first.close()
     gateway.put(1, env_id=numbers[0])
     assert gateway.env_status(numbers[0])["env_weight"] == 1.0  # nobody knows better
@@ -80,20 +91,32 @@ def test_a_learner_that_is_started_anew_knows_all_environments(gateway: GatewayP
 def test_strict_order_is_that_of_the_commits(strict: GatewayProcess, bridge: str):
     """Over lanes, too, that are looked at late."""
     strict.start(batch_size=24)
-    with shmbridge.Producer(bridge, lane_bytes="64K") as one, shmbridge.Producer(bridge, lane_bytes="64K") as other:
+    with (
+        shmbridge.Producer(bridge, lane_bytes="64K") as one,
+        shmbridge.Producer(bridge, lane_bytes="64K") as other,
+    ):
         for mark, lane in enumerate([one, one, other, one, other, other]):
             lane.put(group(mark), foreign=True)
         assert strict.batch_marks() == list(range(6))
 
 
 @MODES
-def test_a_producer_in_a_lane_beside_a_poster(start_gateway: Callable[..., GatewayProcess], bridge: str, mode: str):
-    """Groups that never went over HTTP come out of /batch, fragments made whole, columns of ours under their names in default mode."""
+def test_a_producer_in_a_lane_beside_a_poster(
+    start_gateway: Callable[..., GatewayProcess], bridge: str, mode: str
+):
+    """Groups that never went over HTTP come out of /batch, fragments made whole, columns of ours under their
+    names in default mode.
+    """
     gateway = start_gateway("--compat", mode)
     gateway.start()
     with shmbridge.Producer(bridge, lane_bytes="256K") as producer:
-        rows = {"tokens": [np.array([1, 0, 3]), np.array([1, 1, 3])], "loss_mask": [[0, 1, 1]] * 2, "score": [0.0, 1.0],
-                "step_rewards": [[0.5], [0.25, 1.0]], "messages": [json.dumps([{"role": "user", "content": "x"}])] * 2}  # fmt: skip
+        rows = {
+            "tokens": [np.array([1, 0, 3]), np.array([1, 1, 3])],
+            "loss_mask": [[0, 1, 1]] * 2,
+            "score": [0.0, 1.0],
+            "step_rewards": [[0.5], [0.25, 1.0]],
+            "messages": [json.dumps([{"role": "user", "content": "x"}])] * 2,
+        }
         for _ in range(2):
             producer.put(rows, group_id="whole", group_size=4)
         gateway.put(2)
@@ -108,22 +131,51 @@ def test_a_producer_in_a_lane_beside_a_poster(start_gateway: Callable[..., Gatew
 
 
 @pytest.mark.timeout(180)
-def test_an_attached_environment_and_one_that_posts(gateway: GatewayProcess, bridge: str, tmp_path: Path, tokenizer: str):
-    """The same unedited file twice, in a lane and over HTTP: a trainer that polls gets everything both have recorded, byte for byte."""
+def test_an_attached_environment_and_one_that_posts(
+    gateway: GatewayProcess, bridge: str, tmp_path: Path, tokenizer: str
+):
+    """The same unedited file twice, in a lane and over HTTP: a trainer that polls gets everything both have
+    recorded, byte for byte.
+    """
     gateway.start(batch_size=4, num_steps=10_000, max_token_len=4096)
-    common = ["--env.tokenizer_name", tokenizer, "--env.items", "20", "--env.max_num_workers", "4", "--env.max_batches_offpolicy", "20",
-              "--env.ensure_scores_are_not_same", "false", "--env.wandb_name"]  # fmt: skip
+    common = [
+        "--env.tokenizer_name",
+        tokenizer,
+        "--env.items",
+        "20",
+        "--env.max_num_workers",
+        "4",
+        "--env.max_batches_offpolicy",
+        "20",
+        "--env.ensure_scores_are_not_same",
+        "false",
+        "--env.wandb_name",
+    ]
     commands = [
-        ["-m", "shmbridge.producers.atropos", "--bridge", bridge, "--lane-bytes", "1M", str(SEEDED), "serve", *common, "attached"],
+        [
+            "-m",
+            "shmbridge.producers.atropos",
+            "--bridge",
+            bridge,
+            "--lane-bytes",
+            "1M",
+            str(SEEDED),
+            "serve",
+            *common,
+            "attached",
+        ],
         [str(SEEDED), "serve", "--env.rollout_server_url", gateway.url, *common, "posting"],
     ]
     logs = [tmp_path / f"env{number}.log" for number in range(2)]
     envs = [
         subprocess.Popen(
-            [sys.executable, *command], stdout=log.open("wb"), stderr=subprocess.STDOUT,
+            [sys.executable, *command],
+            stdout=log.open("wb"),
+            stderr=subprocess.STDOUT,
             env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-        ) for command, log in zip(commands, logs, strict=True)
-    ]  # fmt: skip
+        )
+        for command, log in zip(commands, logs, strict=True)
+    ]
     read: list[dict[str, Any]] = []
     deadline = time.monotonic() + 120
     try:
@@ -147,7 +199,9 @@ def test_an_attached_environment_and_one_that_posts(gateway: GatewayProcess, bri
     assert one == other
 
 
-def test_step_rewards_that_were_posted_are_a_column(gateway: GatewayProcess, make_consumer: Callable[..., shmbridge.Consumer]):
+def test_step_rewards_that_were_posted_are_a_column(
+    gateway: GatewayProcess, make_consumer: Callable[..., shmbridge.Consumer]
+):
     consumer = make_consumer()
     gateway.put(1, step_rewards=[[0.5, 1.0]] * 4, step_ends=[[1, 3]] * 4)
     gateway.put(2, step_rewards="of another form")

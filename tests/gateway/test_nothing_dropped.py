@@ -1,4 +1,6 @@
-"""All that goes through a gateway is released by a word: at the end nothing keeps its room, and no lease was dropped."""
+"""All that goes through a gateway is released by a word: at the end nothing keeps its room, and no lease was
+dropped.
+"""
 
 from __future__ import annotations
 

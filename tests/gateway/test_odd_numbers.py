@@ -24,10 +24,17 @@ def test_numbers_as_text_are_numbers_as_they_are_to_the_server():
     (said,) = read_post(body, many=False, extras=True).groups
     assert said["scores"] == [1.5]
     assert all(said[name] == [[-0.5, 1.0]] for name in floats)
-    assert (said["tokens"], said["masks"], said["distill_logprobs"], said["env_id"]) == ([[1, 2]], [[-100, 2]], [[[-0.1], [0.0]]], 3)
+    assert (said["tokens"], said["masks"], said["distill_logprobs"], said["env_id"]) == (
+        [[1, 2]],
+        [[-100, 2]],
+        [[[-0.1], [0.0]]],
+        3,
+    )
 
 
-@pytest.mark.parametrize("wrong", ["nan", "inf", "-Infinity", "1e999", " 1", "+1", "one", "", True, None, [1.0]], ids=str)
+@pytest.mark.parametrize(
+    "wrong", ["nan", "inf", "-Infinity", "1e999", " 1", "+1", "one", "", True, None, [1.0]], ids=str
+)
 def test_text_of_no_number_is_refused_by_column(wrong: object):
     for columns in ({"scores": [wrong]}, {"advantages": [[0.5, wrong]]}):
         with pytest.raises(Refused, match=next(iter(columns))) as caught:
@@ -53,8 +60,14 @@ def test_only_who_says_it_is_refused(start_gateway: Callable[..., GatewayProcess
         assert gateway.post("/register-env", ENV | {field: value}).status_code == 422, field
     for path, ask in (("/status-env", gateway.get), ("/disconnect-env", gateway.post)):
         assert ask(path, {"env_id": BEYOND}).status_code == 422
-        assert ask(path, data='{"env_id": 1e999}', headers={"content-type": "application/json"}).status_code == 422
+        assert (
+            ask(path, data='{"env_id": 1e999}', headers={"content-type": "application/json"}).status_code
+            == 422
+        )
     assert gateway.env_status(number)["env_weight"] == 1.0
     assert gateway.register_env()["wandb_name"] == "env_1"
     assert gateway.post("/disconnect-env", {"env_id": number}).json() == {"status": "success"}
-    assert gateway.get("/info").json() == {"batch_size": RUN["batch_size"], "max_token_len": RUN["max_token_len"]}
+    assert gateway.get("/info").json() == {
+        "batch_size": RUN["batch_size"],
+        "max_token_len": RUN["max_token_len"],
+    }

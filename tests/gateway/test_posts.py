@@ -1,4 +1,6 @@
-"""Posts on their way: what a refused one leaves behind, how long one is remembered, who gets a turn meanwhile, and lanes that go."""
+"""Posts on their way: what a refused one leaves behind, how long one is remembered, who gets a turn
+meanwhile, and lanes that go.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ async def until(holds: Callable[[], Any], timeout_s: float = 20.0) -> None:
         await asyncio.sleep(0.01)
 
 
-# -- what is kept -----------------------------------------------------------------------------------------------------------------
+# -- what is kept
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["answered", "answer lost"])
@@ -83,7 +86,11 @@ async def test_a_refused_post_keeps_no_body(lane: RemoteLane, lost: bool, length
         while status not in answers:
             rows = Rows([[len(answers), *[1] * length]])
             gone = weakref.ref(rows)
-            answers.append(await post(ledger, lane, {"tokens": rows, "masks": [[1] * (length + 1)], "scores": [1.0]}, lost=lost))
+            answers.append(
+                await post(
+                    ledger, lane, {"tokens": rows, "masks": [[1] * (length + 1)], "scores": [1.0]}, lost=lost
+                )
+            )
             del rows
             await asyncio.sleep(0)  # the task's end is told
             assert gone() is None, answers
@@ -93,7 +100,9 @@ async def test_a_refused_post_keeps_no_body(lane: RemoteLane, lost: bool, length
 
 
 @pytest.mark.parametrize("kind", [DefaultMode, StrictMode])
-async def test_what_is_remembered_goes_by_itself(kind: type[Mode], bridge: str, monkeypatch: pytest.MonkeyPatch):
+async def test_what_is_remembered_goes_by_itself(
+    kind: type[Mode], bridge: str, monkeypatch: pytest.MonkeyPatch
+):
     """Also when nothing is posted any more."""
     monkeypatch.setattr(modes, "_LOOK_EVERY_S", 0.01)
     mode = kind(GatewayOptions(bridge))  # type: ignore[call-arg]
@@ -106,7 +115,8 @@ async def test_what_is_remembered_goes_by_itself(kind: type[Mode], bridge: str, 
         await mode.close()
 
 
-# -- whose turn it is -------------------------------------------------------------------------------------------------------------
+# -- whose turn it is
+# ------------------------------------------------------------------------------------------------------------
 
 
 class Endless:
@@ -126,7 +136,10 @@ class Endless:
 
 @pytest.mark.parametrize("lanes", [1, 200])
 async def test_a_body_of_very_many_groups_leaves_turns_to_others(lanes: int):
-    endless, many = [Endless() for _ in range(lanes)], [{"env_id": number, **group(1)} for number in range(50_000)]
+    endless, many = (
+        [Endless() for _ in range(lanes)],
+        [{"env_id": number, **group(1)} for number in range(50_000)],
+    )
     turns, longest, last = 0, 0.0, time.thread_time()
 
     async def others() -> None:
@@ -138,7 +151,9 @@ async def test_a_body_of_very_many_groups_leaves_turns_to_others(lanes: int):
 
     waiting = asyncio.create_task(others())
     ledger = PostLedger(60.0)
-    await ledger.take(Posted(many, b"digest"), lambda group: endless[group["env_id"] % lanes], Connection(), 0.0)  # type: ignore[arg-type]
+    await ledger.take(
+        Posted(many, b"digest"), lambda group: endless[group["env_id"] % lanes], Connection(), 0.0
+    )  # type: ignore[arg-type]
     waiting.cancel()
     with suppress(asyncio.CancelledError):
         await waiting
@@ -148,7 +163,8 @@ async def test_a_body_of_very_many_groups_leaves_turns_to_others(lanes: int):
     assert longest < 0.2  # of this thread's own work
 
 
-# -- lanes that are lost ----------------------------------------------------------------------------------------------------------
+# -- lanes that are lost
+# ----------------------------------------------------------------------------------------------------------
 
 
 def remove(lane: RemoteLane) -> None:
@@ -178,7 +194,9 @@ async def test_posts_go_on_in_a_new_lane_when_theirs_is_removed(
 async def more_posts_than_fit(ledger: PostLedger, lane: RemoteLane) -> tuple[list[asyncio.Task[int]], int]:
     """Ten posts under way, and how many of them are in the lane; the others wait for room."""
     waiting = [
-        asyncio.create_task(post(ledger, lane, {"tokens": [[mark] * 2000], "masks": [[mark] * 2000], "scores": [1.0]}))
+        asyncio.create_task(
+            post(ledger, lane, {"tokens": [[mark] * 2000], "masks": [[mark] * 2000], "scores": [1.0]})
+        )
         for mark in range(10)
     ]
     await until(lambda: 0 < ledger.counts["groups_total"] == 10 - ledger.waiting)

@@ -1,4 +1,6 @@
-"""A gateway that is killed: the queue, the batches that were out, who trains and who environs are there when it comes back."""
+"""A gateway that is killed: the queue, the batches that were out, who trains and who environs are there when
+it comes back.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_everything_is_there_again(api: GatewayProcess, bridge: str):
     api.put(10, env_id=first)
     api.put(11, env_id=second)
     lanes = [lane for info in shmbridge.list_bridges() if info.name == bridge for lane in info.lanes]
-    assert {lane.env_name for lane in lanes if lane.alive and lane.records} == {"one", "two"}, "an environment's metrics keep their name"
+    assert {lane.env_name for lane in lanes if lane.alive and lane.records} == {"one", "two"}, (
+        "an environment's metrics keep their name"
+    )
     found = list(read)
     for _ in range(5):
         found += api.until_batch()
@@ -97,7 +101,9 @@ def test_an_unreadable_state_is_ignored_with_a_line(gateway: GatewayProcess, bri
 
 
 def test_clean_knows_the_state(gateway: GatewayProcess, bridge: str):
-    """Kept while the bridge lives, also after a kill -9 while others leave; removed with the rest by clean."""
+    """Kept while the bridge lives, also after a kill -9 while others leave; removed with the rest by
+    clean.
+    """
     name = f"/{gateway_directory(bridge).name}"
     gateway.start()
     assert name in shmbridge.clean(bridge, dry_run=False).kept
@@ -119,7 +125,9 @@ def test_it_is_up_again_before_an_environment_gives_up(gateway: GatewayProcess):
     assert time.monotonic() - began < 6  # two cores that others use too; 0.6 s alone
 
 
-def test_a_second_gateway_posts_beside_the_first(gateway: GatewayProcess, start_gateway: Callable[..., GatewayProcess]):
+def test_a_second_gateway_posts_beside_the_first(
+    gateway: GatewayProcess, start_gateway: Callable[..., GatewayProcess]
+):
     """Only one serves batches; what is posted to either comes."""
     gateway.start()
     other = start_gateway()
@@ -138,28 +146,63 @@ class Env:
     def __init__(self, log: Path, url: str, tokenizer: str, record: Path, *arguments: str) -> None:
         self.log = log
         self.process = subprocess.Popen(
-            [sys.executable, str(SEEDED), "serve", "--env.rollout_server_url", url, "--env.tokenizer_name", tokenizer,
-             "--env.wandb_name", "seeded", "--env.data_path_to_save_groups", str(record), *arguments],
-            stdout=log.open("wb"), stderr=subprocess.STDOUT, env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+            [
+                sys.executable,
+                str(SEEDED),
+                "serve",
+                "--env.rollout_server_url",
+                url,
+                "--env.tokenizer_name",
+                tokenizer,
+                "--env.wandb_name",
+                "seeded",
+                "--env.data_path_to_save_groups",
+                str(record),
+                *arguments,
+            ],
+            stdout=log.open("wb"),
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+        )
 
 
 @pytest.mark.timeout(180)
-def test_a_real_environment_survives_it(start_gateway: Callable[..., GatewayProcess], tmp_path: Path, tokenizer: str):
-    """Killed twice while an unedited BaseEnv posts: it lives on, and every group it recorded is read, at least once.
+def test_a_real_environment_survives_it(
+    start_gateway: Callable[..., GatewayProcess], tmp_path: Path, tokenizer: str
+):
+    """Killed twice while an unedited BaseEnv posts: it lives on, and every group it recorded is read, at
+    least once.
 
-    The listening socket is another's, as with systemd's socket activation, so that nobody is refused meanwhile.
+    The listening socket is another's, as with systemd's socket activation, so that nobody is refused
+    meanwhile.
     """
     api = start_gateway(own_socket=False)
     api.start(batch_size=4, num_steps=10_000, max_token_len=4096)
     record = tmp_path / "groups.jsonl"
-    env = Env(tmp_path / "env.log", api.url, tokenizer, record, "--env.items", "60", "--env.collect_s", "0.05", "--env.group_size", "4",
-              "--env.max_num_workers", "4", "--env.max_batches_offpolicy", "8", "--env.ensure_scores_are_not_same", "false")  # fmt: skip
+    env = Env(
+        tmp_path / "env.log",
+        api.url,
+        tokenizer,
+        record,
+        "--env.items",
+        "60",
+        "--env.collect_s",
+        "0.05",
+        "--env.group_size",
+        "4",
+        "--env.max_num_workers",
+        "4",
+        "--env.max_batches_offpolicy",
+        "8",
+        "--env.ensure_scores_are_not_same",
+        "false",
+    )
     read: list[Any] = []
     kills = [5, 25]
     deadline = time.monotonic() + 150
     try:
-        while len({item_of(each) for each in read}) < 66:  # 60 items, a tenth of which are lists of two groups
+        # 60 items, a tenth of which are lists of two groups
+        while len({item_of(each) for each in read}) < 66:
             assert env.process.poll() is None, env.log.read_text()[-3000:]
             assert time.monotonic() < deadline, (len(read), api.stats(), env.log.read_text()[-2000:])
             batch = api.batch()
@@ -197,7 +240,11 @@ try:
     for env in envs:
         assert gateway.get("/status-env", {"env_id": env}).status_code == 200
     answers = []
-    posts = [threading.Thread(target=lambda m=m: answers.append(gateway.post("/scored_data", group(m, env_id=0)))) for m in (10, 11, 12)]
+
+    def post_group(mark: int) -> None:
+        answers.append(gateway.post("/scored_data", group(mark, env_id=0)))
+
+    posts = [threading.Thread(target=post_group, args=(mark,)) for mark in (10, 11, 12)]
     for post in posts:
         post.start()
     gateway.until("posts_waiting", 3)
@@ -212,12 +259,16 @@ finally:
 
 
 def test_a_mount_without_room_for_new_lanes_ends_no_environment(tmp_path: Path):
-    """Every environment needs a new lane after a kill, while the old ones are still to be read: posts wait, and questions are answered."""
+    """Every environment needs a new lane after a kill, while the old ones are still to be read: posts wait,
+    and questions are answered.
+    """
     apart = ["unshare", "-m", "bash", "-ec", 'mount -t tmpfs -o size=4m tmpfs /dev/shm; exec "$@"', "bash"]
     if subprocess.run([*apart, "true"], capture_output=True).returncode:
         pytest.skip("needs a mount namespace")
     command = [*apart, sys.executable, "-c", TIGHT, str(Path(__file__).parent), str(tmp_path / "log")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     assert done.returncode == 0, done.stderr + (tmp_path / "log").read_text()
 
 
@@ -228,7 +279,8 @@ from shmbridge.consumers.gateway.state import SavedEnv, StateFile
 state = StateFile(sys.argv[1])
 assert state.open()
 state.update(next_env_id=7)
-resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))  # as a full mount: the first pages are taken, the rest is not
+# as a full mount: the first pages are taken, the rest is not
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 state.update(next_env_id=8, envs=[SavedEnv(number, "env" * 99, "env", 64, 4, 1.0) for number in range(99)])
 again = StateFile(sys.argv[1])
 state.close()
@@ -241,7 +293,11 @@ again.close()
 
 def test_a_state_that_is_half_written_takes_no_place(bridge: str):
     done = subprocess.run(
-        [sys.executable, "-c", HALF_WRITTEN, bridge], capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", HALF_WRITTEN, bridge],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
 
@@ -250,7 +306,14 @@ def test_a_state_that_is_half_written_takes_no_place(bridge: str):
 def test_listen_fds_without_a_socket_is_an_error_of_one_line(third, why, bridge):
     command = [sys.executable, "-m", "shmbridge.cli", "gateway", "--bridge", bridge, "--port", "0"]
     shell = ["bash", "-c", f'exec {third}; LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"', "-", *command]
-    ended = subprocess.run(shell, capture_output=True, text=True, timeout=60, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    ended = subprocess.run(
+        shell,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
     assert why in ended.stderr
     assert "LISTEN_FDS" in ended.stderr

@@ -1,4 +1,6 @@
-"""Remote environments that say nothing any more: they hold no lane that others could have, and some time nothing at all."""
+"""Remote environments that say nothing any more: they hold no lane that others could have, and some time
+nothing at all.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ SILENT_S, LANES = 60.0, 4  # one of them shared
 
 
 @pytest.fixture
-def begin(bridge: str, make_consumer: Callable[..., shmbridge.Consumer]) -> Iterator[Callable[[], RemoteEnvs]]:
+def begin(
+    bridge: str, make_consumer: Callable[..., shmbridge.Consumer]
+) -> Iterator[Callable[[], RemoteEnvs]]:
     """The table of a gateway beside a learner, after the one before has ended."""
     make_consumer(run=shmbridge.Run(batch_size=4, max_token_len=64))
     ends: list[Callable[[], None]] = []
@@ -76,7 +80,9 @@ async def test_one_that_speaks_again_is_who_it_was(begin: Callable[[], RemoteEnv
     assert len(lane_names(bridge)) == 2
 
 
-async def test_one_that_speaks_again_when_all_lanes_are_taken_shares_one(begin: Callable[[], RemoteEnvs], bridge: str):
+async def test_one_that_speaks_again_when_all_lanes_are_taken_shares_one(
+    begin: Callable[[], RemoteEnvs], bridge: str
+):
     """From a lane of its own nobody would take."""
     envs = begin()
     number = await register(envs, weight=3.0)
@@ -88,7 +94,9 @@ async def test_one_that_speaks_again_when_all_lanes_are_taken_shares_one(begin: 
     assert len(lane_names(bridge)) == LANES - 1
 
 
-async def test_a_gateway_that_is_started_again_opens_no_lanes_for_the_silent(begin: Callable[[], RemoteEnvs], bridge: str):
+async def test_a_gateway_that_is_started_again_opens_no_lanes_for_the_silent(
+    begin: Callable[[], RemoteEnvs], bridge: str
+):
     envs = begin()
     for _ in range(LANES):
         number = await register(envs, weight=3.0)

@@ -1,4 +1,6 @@
-"""Posters that stop in the middle, or say nothing of how much will come, and environments for which no lane is taken from."""
+"""Posters that stop in the middle, or say nothing of how much will come, and environments for which no lane
+is taken from.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ async def test_a_body_that_stalls_is_given_up():
     async def send(message: Any) -> None:
         said.append(message)
 
-    scope = {"type": "http", "path": "/scored_data", "method": "POST", "headers": [(b"content-length", b"900")]}
+    scope = {
+        "type": "http",
+        "path": "/scored_data",
+        "method": "POST",
+        "headers": [(b"content-length", b"900")],
+    }
     async with asyncio.timeout(5):
         await Gate(None, options, refusals, held)(scope, receive, send)
     assert said[0]["status"] == 408
@@ -80,10 +87,17 @@ def test_environments_beyond_the_lanes_share_one_in_strict_mode(start_gateway: C
     assert sorted(mark for _ in range(6) for mark in gateway.batch_marks() or ()) == list(range(6))
 
 
-def test_a_token_out_of_a_file_that_ends_with_a_newline(start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch):
+def test_a_token_out_of_a_file_that_ends_with_a_newline(
+    start_gateway: Callable[..., GatewayProcess], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("SHMBRIDGE_GATEWAY_TOKEN", "secret\n")
     gateway = start_gateway()
-    assert requests.get(gateway.url + "/info", headers={"authorization": "Bearer secret"}, timeout=10).status_code == 200
+    assert (
+        requests.get(
+            gateway.url + "/info", headers={"authorization": "Bearer secret"}, timeout=10
+        ).status_code
+        == 200
+    )
     with socket.create_connection(gateway.address) as client:
         client.sendall(b"GET /info HTTP/1.1\r\nhost: here\r\n\r\n")
         assert b" 401 " in client.recv(1000)
@@ -93,12 +107,21 @@ def test_memory_is_bounded_while_nobody_takes(start_gateway: Callable[..., Gatew
     """Thirty posts of 8 x 2048 before a full lane: as lists they would take some 280 MB."""
     rows = [[token % 1000 for token in range(2048)]] * 8
     floats = [[-0.123456789 * token for token in range(2048)]] * 8
-    group = {"tokens": rows, "masks": rows, "scores": [0.5] * 8, "advantages": floats, "inference_logprobs": floats}
+    group = {
+        "tokens": rows,
+        "masks": rows,
+        "scores": [0.5] * 8,
+        "advantages": floats,
+        "inference_logprobs": floats,
+    }
     gateway = start_gateway("--held-bytes", "64M", "--post-deadline", "6")
     gateway.start(batch_size=8, max_token_len=4096)
     before = resident(gateway.pid)
     body = json.dumps(group)
-    posts = [threading.Thread(target=requests.post, args=(gateway.url + "/scored_data", body), daemon=True) for _ in range(30)]
+    posts = [
+        threading.Thread(target=requests.post, args=(gateway.url + "/scored_data", body), daemon=True)
+        for _ in range(30)
+    ]
     for post in posts:
         post.start()
     gateway.until_at_least("held_bytes", 50 << 20)

@@ -1,4 +1,6 @@
-"""A record that was overwritten in shared memory: it is discarded and counted, and all other groups are served."""
+"""A record that was overwritten in shared memory: it is discarded and counted, and all other groups are
+served.
+"""
 
 from __future__ import annotations
 
@@ -57,11 +59,19 @@ def read(taker: Taker) -> list[int] | None:
 
 def counted(taker: Taker) -> dict[str, float]:
     stats = taker.stats()
-    names = ("bridge_discarded_total{corrupt}", "groups_discarded_total", "batches_out", "batches_to_serve_again", "bridge_queue_groups")
+    names = (
+        "bridge_discarded_total{corrupt}",
+        "groups_discarded_total",
+        "batches_out",
+        "batches_to_serve_again",
+        "bridge_queue_groups",
+    )
     return {name: stats[name] for name in names}
 
 
-def test_others_are_served_and_it_is_counted(taker: Taker, lanes: list[Producer], caplog: pytest.LogCaptureFixture):
+def test_others_are_served_and_it_is_counted(
+    taker: Taker, lanes: list[Producer], caplog: pytest.LogCaptureFixture
+):
     taker.register(RUN)
     put_bad(lanes[0], 1)
     lanes[1].put(group(2), foreign=True)
@@ -70,9 +80,12 @@ def test_others_are_served_and_it_is_counted(taker: Taker, lanes: list[Producer]
     assert taker.step() == 0
     assert "is discarded" in caplog.text
     assert counted(taker) == {
-        "bridge_discarded_total{corrupt}": 1, "groups_discarded_total": 1, "batches_out": 0, "batches_to_serve_again": 0,
+        "bridge_discarded_total{corrupt}": 1,
+        "groups_discarded_total": 1,
+        "batches_out": 0,
+        "batches_to_serve_again": 0,
         "bridge_queue_groups": 1,
-    }  # fmt: skip
+    }
     for mark in (3, 4, 5):
         lanes[1].put(group(mark), foreign=True)
     assert sorted([*(read(taker) or ()), *(read(taker) or ())]) == [2, 3, 4, 5]
@@ -106,7 +119,9 @@ def test_a_batch_of_nothing_else(taker: Taker, lanes: list[Producer]):
 
 
 def test_an_overwritten_group_that_was_read_is_released(taker: Taker, lanes: list[Producer]):
-    """In strict mode it is the latest example; it cannot be shown, and the batch's records have their word all the same."""
+    """In strict mode it is the latest example; it cannot be shown, and the batch's records have their word
+    all the same.
+    """
     taker.register(RUN)
     lanes[1].put(group(2), foreign=True)
     put_bad(lanes[0], 1)

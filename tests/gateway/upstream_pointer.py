@@ -1,6 +1,7 @@
 """A pytest plugin for the tests that atroposlib ships: the server that they start is a strict gateway.
 
-They start `atroposlib.cli.run_api` and ask http://localhost:8000. Both are exchanged, nothing else: loaded with `-p upstream_pointer`.
+They start `atroposlib.cli.run_api` and ask http://localhost:8000. Both are exchanged, nothing else: loaded
+with `-p upstream_pointer`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,19 @@ class Popen(subprocess.Popen):
         swap = isinstance(command, list) and "atroposlib.cli.run_api" in command
         if swap:
             bridge = f"{_BRIDGE}-{next(_numbers)}"
-            command = [sys.executable, "-m", "shmbridge.cli", "gateway", "--json", "--port", "0", "--compat", "strict", "--bridge", bridge]
+            command = [
+                sys.executable,
+                "-m",
+                "shmbridge.cli",
+                "gateway",
+                "--json",
+                "--port",
+                "0",
+                "--compat",
+                "strict",
+                "--bridge",
+                bridge,
+            ]
         super().__init__(command, *arguments, **options)
         if swap:
             assert self.stdout is not None

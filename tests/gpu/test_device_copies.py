@@ -1,7 +1,7 @@
 """What is done on a device: registered lanes, copies on a side stream, packs through its attentions.
 
-Skipped where there is no CUDA device; with SHMBRIDGE_TEST_DEVICE=cpu the processor is taken for it, and only what needs CUDA's own
-memory is left out.
+Skipped where there is no CUDA device; with SHMBRIDGE_TEST_DEVICE=cpu the processor is taken for it, and only
+what needs CUDA's own memory is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from shmbridge.consumers.pinned import CudaDriver, PinnedLanes  # noqa: E402
 
 DEVICE = os.environ.get("SHMBRIDGE_TEST_DEVICE", "cuda")
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no CUDA device")
-needs_cuda = pytest.mark.skipif(DEVICE != "cuda", reason="registers memory with CUDA, or compiles kernels for it")
+needs_cuda = pytest.mark.skipif(
+    DEVICE != "cuda", reason="registers memory with CUDA, or compiles kernels for it"
+)
 
 
 def group(count, seed=0):
@@ -35,11 +37,15 @@ def test_values_on_the_device_are_those_of_the_ring(make_producer, make_consumer
     with DeviceCopies(DEVICE, ("tokens", "inference_logprobs")) as copies:
         for seed in range(4):
             producer.put(group(50_000, seed))
-        for seed, batch in zip(range(4), consumer.batches(groups=1, prefetch=2, make=copies.batch, timeout_s=20), strict=False):
+        for seed, batch in zip(
+            range(4), consumer.batches(groups=1, prefetch=2, make=copies.batch, timeout_s=20), strict=False
+        ):
             expected = group(50_000, seed)
             assert batch.tokens.device.type == DEVICE
             np.testing.assert_array_equal(batch.tokens.cpu().numpy(), np.concatenate(expected["tokens"]))
-            np.testing.assert_array_equal(batch.inference_logprobs.cpu().numpy(), np.concatenate(expected["inference_logprobs"]))
+            np.testing.assert_array_equal(
+                batch.inference_logprobs.cpu().numpy(), np.concatenate(expected["inference_logprobs"])
+            )
             batch.release()
 
 
@@ -68,7 +74,8 @@ def test_a_refused_registration_is_not_raised_by_the_next_kernel():
 
 
 @pytest.mark.parametrize(
-    "implementation", ["sdpa", "eager", attention.ROWS, pytest.param("flex_attention", marks=needs_cuda), "flash_attention_2"]
+    "implementation",
+    ["sdpa", "eager", attention.ROWS, pytest.param("flex_attention", marks=needs_cuda), "flash_attention_2"],
 )
 def test_packed_rows_are_apart(implementation):
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -77,7 +84,14 @@ def test_packed_rows_are_apart(implementation):
         pytest.importorskip("flash_attn")
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=28, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        Qwen2Config(
+            vocab_size=28,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
     ).to(DEVICE)
     attention.use(model, implementation)
     precision = torch.bfloat16 if implementation == "flash_attention_2" else torch.float32

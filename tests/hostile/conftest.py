@@ -1,4 +1,6 @@
-"""A child that lives through hostile bytes, one plan after another; its death is a finding that names the plan."""
+"""A child that lives through hostile bytes, one plan after another; its death is a finding that names the
+plan.
+"""
 
 import contextlib
 import io
@@ -22,7 +24,9 @@ Report = dict[str, Any]
 
 
 class Victim:
-    """`ask(plan)` plays one plan in a child and returns its report; the child is started again after a death."""
+    """`ask(plan)` plays one plan in a child and returns its report; the child is started again after a
+    death.
+    """
 
     _numbers = itertools.count()
 
@@ -33,7 +37,9 @@ class Victim:
         plan["bridge"] = f"t-hostile-{os.getpid()}-{next(self._numbers)}"
         if self._child is None:
             self._child = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("victim.py"))], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [sys.executable, str(Path(__file__).with_name("victim.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
         assert self._child.stdin is not None
         self._child.stdin.write(json.dumps(plan).encode() + b"\n")
@@ -42,7 +48,10 @@ class Victim:
         if not line.endswith(b"\n"):
             code = self.end()
             shmbridge.clean(plan["bridge"], dry_run=False)
-            raise AssertionError(f"the process that reads {'hung' if code == -9 else f'ended with {code}'}; plan: {json.dumps(plan)}")
+            raise AssertionError(
+                f"the process that reads {'hung' if code == -9 else f'ended with {code}'}; plan: "
+                f"{json.dumps(plan)}"
+            )
         return {**json.loads(line), "plan": plan}
 
     def _line(self) -> bytes:
@@ -80,16 +89,21 @@ def victim() -> Iterator[Victim]:
 
 @pytest.fixture(scope="session")
 def survive(victim: Victim) -> Callable[..., Report]:
-    """Plays a plan; nothing untyped may be raised, nobody may die, and the good lane's records come exactly once, in order."""
+    """Plays a plan; nothing untyped may be raised, nobody may die, and the good lane's records come exactly
+    once, in order.
+    """
 
     def play(**plan: Any) -> Report:
         report = victim.ask(**plan)
         assert report["wrong"] == [], f"{report['wrong']}; plan: {json.dumps(report['plan'])}"
         good = report["good"]
         missing = plan.get("groups", 1) - 1  # groups that are too few for a batch stay behind
-        first = 3 if plan.get("resume") == "discard" else 0  # what is there when the consumer comes is discarded
+        # what is there when the consumer comes is discarded
+        first = 3 if plan.get("resume") == "discard" else 0
         wanted = list(range(first, 6))
-        assert good in (wanted, wanted[: len(wanted) - missing]), f"the good lane brought {good}; {json.dumps(report)}"
+        assert good in (wanted, wanted[: len(wanted) - missing]), (
+            f"the good lane brought {good}; {json.dumps(report)}"
+        )
         return report
 
     return play
@@ -103,7 +117,12 @@ def look_around() -> Callable[[str], None]:
         with contextlib.redirect_stdout(io.StringIO()):
             shmbridge.list_bridges()
             shmbridge.clean(bridge)
-            for argv in (["inspect", bridge], ["inspect", "--json"], ["clean", bridge], ["clean", bridge, "--json"]):
+            for argv in (
+                ["inspect", bridge],
+                ["inspect", "--json"],
+                ["clean", bridge],
+                ["clean", bridge, "--json"],
+            ):
                 assert cli.main(argv) in (0, 3, 4), argv
 
     return look

@@ -1,7 +1,8 @@
-"""Names for the bytes of a lane that others believe: `header.tail`, `slot.2.extent_at`, `entry.2.1.entries`, `lengths.2.1.0`, `byte.4711`.
+"""Names for the bytes of a lane that others believe: `header.tail`, `slot.2.extent_at`, `entry.2.1.entries`,
+`lengths.2.1.0`, `byte.4711`.
 
-Knows the layout (layout.h) and a memory to look into; knows nothing of the package. Used by the child that scribbles, and to make seeds for
-the C fuzzer.
+Knows the layout (layout.h) and a memory to look into; knows nothing of the package. Used by the child that
+scribbles, and to make seeds for the C fuzzer.
 """
 
 import struct
@@ -42,7 +43,14 @@ HEADER = {
     "releasing": (0x348, 8),
     "space_bell": (0x400, 4),
 }
-COLUMN = {"name": (0, 8), "name_end": (48, 8), "kind": (56, 1), "dtype": (57, 1), "item_bytes": (58, 1), "flags": (59, 1)}
+COLUMN = {
+    "name": (0, 8),
+    "name_end": (48, 8),
+    "kind": (56, 1),
+    "dtype": (57, 1),
+    "item_bytes": (58, 1),
+    "flags": (59, 1),
+}
 SLOT = {
     "generation": (0, 8),
     "sequence": (8, 8),
@@ -88,16 +96,26 @@ BEHIND = {
 
 
 class LaneBytes:
-    """A lane's memory, as it was when this was made: where things lie is remembered, so that changes do not move the names."""
+    """A lane's memory, as it was when this was made: where things lie is remembered, so that changes do not
+    move the names.
+    """
 
     def __init__(self, memory: MutableSequence[Any] | Any, records: int) -> None:
         self.memory = memory
         self.slot_count, self.column_count = self._read(32, 4), self._read(36, 4)
-        self.ring_at, self.slots_at, self.released_at, self.data_at = (self._read(at, 8) for at in (40, 48, 56, 64))
+        self.ring_at, self.slots_at, self.released_at, self.data_at = (
+            self._read(at, 8) for at in (40, 48, 56, 64)
+        )
         self.size = self._read(80, 8)
         self._slots = [self._read(self.ring_at + 4 * sequence, 4) for sequence in range(records)]
-        self._bodies = [{name: self._read(self._slot(n) + at, width) for name, (at, width) in SLOT.items()} for n in range(records)]
-        self.index_end = max((self._extent(n) + body["index_bytes"] for n, body in enumerate(self._bodies)), default=self.data_at)
+        self._bodies = [
+            {name: self._read(self._slot(n) + at, width) for name, (at, width) in SLOT.items()}
+            for n in range(records)
+        ]
+        self.index_end = max(
+            (self._extent(n) + body["index_bytes"] for n, body in enumerate(self._bodies)),
+            default=self.data_at,
+        )
 
     def _read(self, at: int, width: int) -> int:
         return int.from_bytes(self.memory[at : at + width], "little")
@@ -130,7 +148,9 @@ class LaneBytes:
             return self._slot(record) + at, width
         body = self._bodies[record]
         if what == "group_id":
-            return self._extent(record) + body["columns"] * ENTRY_BYTES + numbers[1] % body["group_id_bytes"], 1
+            return self._extent(record) + body["columns"] * ENTRY_BYTES + numbers[1] % body[
+                "group_id_bytes"
+            ], 1
         entry = self._extent(record) + numbers[1] % body["columns"] * ENTRY_BYTES
         if what == "entry":
             at, width = ENTRY[field]

@@ -1,4 +1,5 @@
-"""Seeds for fuzz_lane.c and fuzz_writer.c: `python seeds.py FOLDER`; the former are real lanes with records of every kind, in compact form.
+"""Seeds for fuzz_lane.c and fuzz_writer.c: `python seeds.py FOLDER`; the former are real lanes with records
+of every kind, in compact form.
 
 Knows the recipe of fuzz_lane.c. The lanes are the packer's own bytes; only the slot table is shortened.
 """
@@ -21,19 +22,43 @@ BEFORE_OPEN, OPENED, ADOPTED, FOUND, COPIED = range(5)
 
 def groups() -> dict[str, list[dict[str, Any]]]:
     """Name of the seed -> what is put."""
-    many = {"tokens": [[1] * 5] * 8, "loss_mask": [[1] * 5] * 8, "advantages": [[0.5] * 5] * 8, "score": [1.0] * 8}
+    many = {
+        "tokens": [[1] * 5] * 8,
+        "loss_mask": [[1] * 5] * 8,
+        "advantages": [[0.5] * 5] * 8,
+        "score": [1.0] * 8,
+    }
     return {
         "rich": [rich(1), rich(2)],
         "tokens": [{"tokens": [[1, 2, 3]]} for _ in range(6)],
         "many": [many, many, {"tokens": [[]]}],
         "text": [{"tokens": [[1]], "instance_id": ["a" * 300], "routed_experts": [b"\0" * 70]}],
         "maps": [{"tokens": [[1], [2]], "reward_components": [{"a": 1.0, "bb": 2.0}, {"ccc": 3.0}]}],
-        "lists": [{"tokens": [[1, 2]], "distill_token_ids": [[[1, 2, 3], []]], "distill_logprobs": [[[0.1, 0.2], [0.3]]]}],
+        "lists": [
+            {
+                "tokens": [[1, 2]],
+                "distill_token_ids": [[[1, 2, 3], []]],
+                "distill_logprobs": [[[0.1, 0.2], [0.3]]],
+            }
+        ],
         "uneven": [
             {"tokens": [[1, 2], [3]], "masks": [[1], [2, 3, 4]], "step_rewards": [[1.0]], "score": [1.0]},
-            {"tokens": [[1]], "distill_token_ids": [[[1]], [[2, 3]]], "score": [1.0, 2.0], "advantages": [[], [1.0]]},
+            {
+                "tokens": [[1]],
+                "distill_token_ids": [[[1]], [[2, 3]]],
+                "score": [1.0, 2.0],
+                "advantages": [[], [1.0]],
+            },
         ],
-        "nulls": [{"tokens": [[1], [2]], "score": [None, 1.0], "advantages": [None, [1.0]], "images": None, "ref_logprobs": []}],
+        "nulls": [
+            {
+                "tokens": [[1], [2]],
+                "score": [None, 1.0],
+                "advantages": [None, [1.0]],
+                "images": None,
+                "ref_logprobs": [],
+            }
+        ],
     }
 
 
@@ -48,8 +73,20 @@ def compact(memory: bytes, records: int, released: int = 0, patches: bytes = b""
         words += pack("Q", 1 if number < released else 0)
     end = max(memory_end(memory, lane, number) for number in range(records))
     data = memory[lane.data_at : end]
-    head = pack("BBBBHHQQ", SLOTS_LOG2, lane.column_count, len(patches) // 16, 0, -(-len(data) // 64), 0, records, released)
-    return head + patches + memory[PAGE : PAGE + lane.column_count * COLUMN_BYTES] + ring + slots + words + data
+    head = pack(
+        "BBBBHHQQ",
+        SLOTS_LOG2,
+        lane.column_count,
+        len(patches) // 16,
+        0,
+        -(-len(data) // 64),
+        0,
+        records,
+        released,
+    )
+    return (
+        head + patches + memory[PAGE : PAGE + lane.column_count * COLUMN_BYTES] + ring + slots + words + data
+    )
 
 
 def memory_end(memory: bytes, lane: LaneBytes, record: int) -> int:
@@ -58,7 +95,9 @@ def memory_end(memory: bytes, lane: LaneBytes, record: int) -> int:
     return lane.data_at + begin + size
 
 
-def patch(moment: int, round_: int, at: int, value: int, *, width_log2: int = 3, relative: bool = False) -> bytes:
+def patch(
+    moment: int, round_: int, at: int, value: int, *, width_log2: int = 3, relative: bool = False
+) -> bytes:
     return pack("BBBBIQ", moment, round_, width_log2, relative, at, value)
 
 
@@ -80,12 +119,22 @@ def main(folder: Path) -> None:
         (folder / f"lane-{name}-released").write_bytes(compact(memory, len(puts), released=len(puts) - 1))
     grows = [patch(BEFORE_OPEN, 0, 0x200, 0), patch(ADOPTED, 0, 0x200, len(puts))]
     assert len(puts) == GROWING
-    for field in ("slot_count", "column_count", "ring_at", "slots_at", "released_at", "data_at", "data_bytes", "segment_bytes"):
+    for field in (
+        "slot_count",
+        "column_count",
+        "ring_at",
+        "slots_at",
+        "released_at",
+        "data_at",
+        "data_bytes",
+        "segment_bytes",
+    ):
         at, width = HEADER[field]
         lies = [patch(BEFORE_OPEN, 0, at, value, width_log2=2 if width == 4 else 3) for value in (0, 1 << 20)]
         for number, lie in enumerate(lies):
             (folder / f"lane-header-{field}-{number}").write_bytes(compact(memory, len(puts), patches=lie))
-    (folder / "lane-grows").write_bytes(compact(memory, len(puts), patches=b"".join(grows)))  # adopted empty, then all is committed
+    # adopted empty, then all is committed
+    (folder / "lane-grows").write_bytes(compact(memory, len(puts), patches=b"".join(grows)))
     life = [
         *[step(0, value=100), step(2)] * 6,
         *(step(4, which=slot) for slot in range(8)),
@@ -94,7 +143,9 @@ def main(folder: Path) -> None:
         *[step(1, value=900), step(2)] * 3,
     ]
     (folder / "writer-life").write_bytes(b"".join(life))
-    (folder / "writer-abort").write_bytes(b"".join([*[step(0, value=4000), step(3)] * 4, *life, step(6, which=1), step(5)]))
+    (folder / "writer-abort").write_bytes(
+        b"".join([*[step(0, value=4000), step(3)] * 4, *life, step(6, which=1), step(5)])
+    )
 
 
 if __name__ == "__main__":

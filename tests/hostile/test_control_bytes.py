@@ -1,4 +1,6 @@
-"""The control segment is scribbled over: who comes gets a typed error, who is there goes on, who looks from outside sees it or not."""
+"""The control segment is scribbled over: who comes gets a typed error, who is there goes on, who looks from
+outside sees it or not.
+"""
 
 import mmap
 import os
@@ -43,7 +45,10 @@ COMERS = (
 
 @contextmanager
 def control_bytes(bridge: str) -> Iterator[mmap.mmap]:
-    with open(f"/dev/shm{segment.control_name(bridge)}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+    with (
+        open(f"/dev/shm{segment.control_name(bridge)}", "r+b") as file,
+        mmap.mmap(file.fileno(), 0) as memory,
+    ):
         yield memory
 
 
@@ -75,15 +80,24 @@ def test_words(bridge, make_producer, look_around: Callable[[str], None], word) 
 
 @pytest.mark.parametrize("word", [2**60 + 1, 2**63, 2**64 - 1])
 def test_weights_of_a_version_that_cannot_be(bridge, word) -> None:
-    """Who would write weights is told whose fault it is and what to do, at once and later; who reads them goes on; nothing is removed."""
+    """Who would write weights is told whose fault it is and what to do, at once and later; who reads them
+    goes on; nothing is removed.
+    """
     at, width = WORDS["weights_floor"]
     values = [("a", np.zeros(8, np.float32))]
     with WeightsReader(bridge) as reader:
         with WeightsWriter(bridge) as writer, control_bytes(bridge) as memory:
             writer.publish(1, values)
             memory[at : at + width] = word.to_bytes(width, "little")
-            for call in (lambda: writer.publish(2, values), lambda: writer.last_version, lambda: writer.fill(2, []).__enter__()):
-                with pytest.raises(shmbridge.LayoutMismatch, match=rf"weights had version {word - 1}, .* shmbridge clean <bridge> --yes"):
+            for call in (
+                lambda: writer.publish(2, values),
+                lambda: writer.last_version,
+                lambda: writer.fill(2, []).__enter__(),
+            ):
+                with pytest.raises(
+                    shmbridge.LayoutMismatch,
+                    match=rf"weights had version {word - 1}, .* shmbridge clean <bridge> --yes",
+                ):
                     call()
         with pytest.raises(shmbridge.LayoutMismatch, match="weights had version") as kept:
             WeightsWriter(bridge)
@@ -116,13 +130,19 @@ def test_a_wrong_magic_is_a_typed_error_and_keeps_no_lock(bridge, make_producer)
 
 @pytest.mark.parametrize("what", ["kind", "dtype", "item_bytes", "name", "count"])
 def test_the_hub_s_column_table(bridge, make_consumer, what) -> None:
-    """A producer that comes cannot compare itself: a typed error, and the hub goes on with whoever is there."""
+    """A producer that comes cannot compare itself: a typed error, and the hub goes on with whoever is
+    there.
+    """
     consumer = make_consumer()
     early = shmbridge.Producer(bridge, lane_bytes="64K")
     with control_bytes(bridge) as memory:
         whole = bytes(memory)
-        at = {"kind": 4096 + 56, "dtype": 4096 + 57, "item_bytes": 4096 + 58, "name": 4096, "count": 0x138}[what]
-        memory[at : at + (1 if at > 4096 else 8)] = b"\x63" if at > 4096 else struct.pack("<Q", 2**63 if what == "count" else 0)
+        at = {"kind": 4096 + 56, "dtype": 4096 + 57, "item_bytes": 4096 + 58, "name": 4096, "count": 0x138}[
+            what
+        ]
+        memory[at : at + (1 if at > 4096 else 8)] = (
+            b"\x63" if at > 4096 else struct.pack("<Q", 2**63 if what == "count" else 0)
+        )
         with suppress(shmbridge.ShmBridgeError):
             shmbridge.Producer(bridge, lane_bytes="64K").close()
         early.put({"tokens": [[5]]})
@@ -151,7 +171,9 @@ def test_a_control_segment_of_garbage(bridge, look_around: Callable[[str], None]
 
 @pytest.mark.parametrize("kind", ["directory", "fifo", "link", "dangling link"])
 @pytest.mark.parametrize("of", ["lane", "weights"])
-def test_what_is_no_segment_but_has_the_name_of_one(bridge, look_around: Callable[[str], None], tmp_path, kind, of) -> None:
+def test_what_is_no_segment_but_has_the_name_of_one(
+    bridge, look_around: Callable[[str], None], tmp_path, kind, of
+) -> None:
     path = f"/dev/shm/shmbridge.{bridge}." + ("w" if of == "weights" else "l.0123456789abcdef")
     (tmp_path / "target").write_bytes(b"\x5a" * 40960)
     make = {"directory": os.mkdir, "fifo": os.mkfifo}.get(
@@ -166,10 +188,14 @@ def test_what_is_no_segment_but_has_the_name_of_one(bridge, look_around: Callabl
     assert (tmp_path / "target").read_bytes() == b"\x5a" * 40960
 
 
-@settings(derandomize=True, database=None, max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    derandomize=True, database=None, max_examples=25, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(
     changes=st.lists(
-        st.tuples(st.one_of(st.integers(0, 0x310), st.integers(4096, 4096 + 31 * 64)), st.integers(0, 255)), min_size=1, max_size=8
+        st.tuples(st.one_of(st.integers(0, 0x310), st.integers(4096, 4096 + 31 * 64)), st.integers(0, 255)),
+        min_size=1,
+        max_size=8,
     )
 )
 def test_whatever_hypothesis_writes(make_producer, bridge, changes) -> None:

@@ -1,4 +1,6 @@
-"""Whatever is sent to a hub's control socket: it answers those who ask properly, records keep flowing, and it counts what it was sent."""
+"""Whatever is sent to a hub's control socket: it answers those who ask properly, records keep flowing, and it
+counts what it was sent.
+"""
 
 import contextlib
 import os
@@ -23,7 +25,13 @@ from shmbridge.testing import wait_until
 
 
 def bounded(examples: int) -> settings:
-    return settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 class Hub:
@@ -100,10 +108,26 @@ def head(number: object = 1, protocol: object = messages.PROTOCOL) -> bytes:
 FRAMES = st.one_of(
     st.binary(max_size=64),
     st.sampled_from(
-        [head(), head(2**64 - 1), head(-(2**63)), head(1, 2), head("1"), head(None), b"", b"\xc1", b"\x91" * 3000, b"\xdd\xff\xff\xff\xff"]
+        [
+            head(),
+            head(2**64 - 1),
+            head(-(2**63)),
+            head(1, 2),
+            head("1"),
+            head(None),
+            b"",
+            b"\xc1",
+            b"\x91" * 3000,
+            b"\xdd\xff\xff\xff\xff",
+        ]
     ),
     st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8) | st.binary(max_size=8),
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**63), 2**64 - 1)
+        | st.floats()
+        | st.text(max_size=8)
+        | st.binary(max_size=8),
         lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
         max_leaves=12,
     ).map(msgspec.msgpack.encode),
@@ -119,10 +143,15 @@ def test_random_frames_are_answered_with_a_refusal(hub: Hub, frames: list[bytes]
 
 
 NUMBERS = st.one_of(
-    st.sampled_from([0, 1, -1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)]), st.integers(-(2**63), 2**64 - 1)
+    st.sampled_from([0, 1, -1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)]),
+    st.integers(-(2**63), 2**64 - 1),
 )
-TEXTS = st.one_of(st.sampled_from(["", "x", "\0", "x" * 20_000, "🙂" * 500, "../../etc", "\n\x1b[2J"]), st.text(max_size=20))
-FLOATS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 1e308, -1e308, 1e-300, float("inf"), float("-inf"), float("nan")])
+TEXTS = st.one_of(
+    st.sampled_from(["", "x", "\0", "x" * 20_000, "🙂" * 500, "../../etc", "\n\x1b[2J"]), st.text(max_size=20)
+)
+FLOATS = st.sampled_from(
+    [0.0, -0.0, 1.0, -1.0, 0.5, 1e308, -1e308, 1e-300, float("inf"), float("-inf"), float("nan")]
+)
 
 
 def values_for(kind: Any) -> st.SearchStrategy[Any]:
@@ -148,7 +177,10 @@ def requests() -> st.SearchStrategy[dict[str, Any]]:
     ]  # those two are meant to stop records
     return st.one_of(
         st.fixed_dictionaries(
-            {"kind": st.just(kind.__name__.lower()), **{field.name: values_for(field.type) for field in msgspec.structs.fields(kind)}}
+            {
+                "kind": st.just(kind.__name__.lower()),
+                **{field.name: values_for(field.type) for field in msgspec.structs.fields(kind)},
+            }
         )
         for kind in harmless
     )
@@ -156,7 +188,9 @@ def requests() -> st.SearchStrategy[dict[str, Any]]:
 
 @bounded(250)
 @given(request=requests(), number=NUMBERS)
-def test_every_request_with_extreme_values_is_answered(hub: Hub, request: dict[str, Any], number: int) -> None:
+def test_every_request_with_extreme_values_is_answered(
+    hub: Hub, request: dict[str, Any], number: int
+) -> None:
     if request["kind"] == "nextshare":  # may be answered later, when there is a share: on a socket of its own
         with hub.dealer() as apart:
             apart.send_multipart([head(number), msgspec.msgpack.encode(request)])
@@ -268,7 +302,8 @@ print(len(held), flush=True); sys.stdin.readline()
 '''
 with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, lane_bytes="64K") as producer:
     for _ in range(2):
-        child = subprocess.Popen([sys.executable, "-c", leaker, control_address(bridge)[6:]], stdin=-1, stdout=-1)
+        command = [sys.executable, "-c", leaker, control_address(bridge)[6:]]
+        child = subprocess.Popen(command, stdin=-1, stdout=-1)
         assert int(child.stdout.readline()) == 240
         producer.put({"tokens": [[1]]})
         assert consumer.get(5)["tokens"].values.tolist() == [1]
@@ -278,8 +313,12 @@ print("survived", flush=True)
 
 
 def test_a_peer_that_leaks_connections_does_not_end_the_learner(bridge) -> None:
-    """libzmq aborts the process that has no descriptor left for a connection it accepts: the hub may have more than one peer can use up."""
-    ended = subprocess.run([sys.executable, "-c", f"bridge = {bridge!r}\n{LEAK}"], capture_output=True, text=True, timeout=60)
+    """libzmq aborts the process that has no descriptor left for a connection it accepts: the hub may have
+    more than one peer can use up.
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", f"bridge = {bridge!r}\n{LEAK}"], capture_output=True, text=True, timeout=60
+    )
     assert ended.stdout == "survived\n", f"the hub ended with {ended.returncode}: {ended.stderr[-300:]}"
 
 

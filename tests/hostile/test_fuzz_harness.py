@@ -1,4 +1,7 @@
-"""The C fuzz targets build, their seeds hold good records, and a short seeded run finds nothing. The long run is a make target."""
+"""The C fuzz targets build, their seeds hold good records, and a short seeded run finds nothing.
+
+The long run is a make target.
+"""
 
 import shutil
 import struct
@@ -12,7 +15,15 @@ from . import seeds
 
 HERE = Path(__file__).parent
 EXT = HERE.parents[1] / "shmbridge" / "_ext"
-SANITIZED = ["-std=gnu11", "-g", "-O1", "-Wall", "-Wno-unused-function", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+SANITIZED = [
+    "-std=gnu11",
+    "-g",
+    "-O1",
+    "-Wall",
+    "-Wno-unused-function",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+]
 
 Run = Callable[..., str]
 
@@ -36,8 +47,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     def build_and_run(target: str, *arguments: object) -> str:
         program = folder / target
         if not program.exists():
-            subprocess.run([compiler, *SANITIZED, f"-I{EXT}", str(HERE / f"{target}.c"), "-o", str(program)], check=True)
-        ended = subprocess.run([str(program), *map(str, arguments)], cwd=folder, capture_output=True, text=True, timeout=120)
+            subprocess.run(
+                [compiler, *SANITIZED, f"-I{EXT}", str(HERE / f"{target}.c"), "-o", str(program)], check=True
+            )
+        ended = subprocess.run(
+            [str(program), *map(str, arguments)], cwd=folder, capture_output=True, text=True, timeout=120
+        )
         assert ended.returncode == 0, ended.stderr[-3000:]
         return ended.stdout
 

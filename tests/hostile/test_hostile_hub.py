@@ -1,4 +1,6 @@
-"""What answers on the control socket is no hub: clients raise a typed error within their timeout, whatever it says or does not say."""
+"""What answers on the control socket is no hub: clients raise a typed error within their timeout, whatever it
+says or does not say.
+"""
 
 import asyncio
 import contextlib
@@ -20,7 +22,8 @@ from shmbridge.control_client import AsyncControlClient, ControlClient
 
 TIMEOUT_S = 0.3
 SLACK_S = 1.0
-Say = Callable[[bytes, list[bytes]], list[list[bytes]]]  # peer's request -> what is sent back, message by message
+# peer's request -> what is sent back, message by message
+Say = Callable[[bytes, list[bytes]], list[list[bytes]]]
 
 
 class FalseHub:
@@ -72,7 +75,10 @@ def clients(false_hub: FalseHub) -> Iterator[list[Callable[[messages.Request], o
         return AsyncControlClient(false_hub.bridge, role="env", name="y")
 
     later = loop.run_until_complete(make())
-    yield [lambda request: client.request(request, TIMEOUT_S), lambda request: loop.run_until_complete(later.request(request, TIMEOUT_S))]
+    yield [
+        lambda request: client.request(request, TIMEOUT_S),
+        lambda request: loop.run_until_complete(later.request(request, TIMEOUT_S)),
+    ]
     client.close()
     later.close()
     loop.close()
@@ -101,7 +107,13 @@ ANSWERS = st.lists(
         st.tuples(
             st.just(b"ECHO"),
             st.sampled_from(
-                [*(msgspec.msgpack.encode({"kind": kind}) for kind in ("ack", "status", "registered", "refused")), b"\x91" * 4000]
+                [
+                    *(
+                        msgspec.msgpack.encode({"kind": kind})
+                        for kind in ("ack", "status", "registered", "refused")
+                    ),
+                    b"\x91" * 4000,
+                ]
             ),
         ).map(list),
     ),
@@ -109,11 +121,15 @@ ANSWERS = st.lists(
 )
 
 
-@settings(derandomize=True, database=None, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    derandomize=True, database=None, max_examples=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(answers=ANSWERS)
 def test_garbage_is_a_typed_error(false_hub: FalseHub, clients, answers: list[list[bytes]]) -> None:
     """ECHO stands for the request's own header."""
-    false_hub.say = lambda _, frames: [[frames[0] if frame == b"ECHO" else frame for frame in answer] for answer in answers]
+    false_hub.say = lambda _, frames: [
+        [frames[0] if frame == b"ECHO" else frame for frame in answer] for answer in answers
+    ]
     for client in clients:
         found = ask(client, messages.Hello("env", "x", 1))
         assert isinstance(found, messages.Welcome | shmbridge.ShmBridgeError), found
@@ -143,13 +159,17 @@ WRONG_KIND = [
 
 
 @pytest.mark.parametrize(("request_", "answer"), WRONG_KIND, ids=lambda each: type(each).__name__)
-def test_an_answer_to_another_question_is_a_typed_error(false_hub: FalseHub, clients, request_, answer) -> None:
+def test_an_answer_to_another_question_is_a_typed_error(
+    false_hub: FalseHub, clients, request_, answer
+) -> None:
     """Not something that the caller looks for `env_id` in."""
     false_hub.say = lambda _, frames: [[frames[0], msgspec.msgpack.encode(answer)]]
     for client in clients:
         found, answered = ask(client, request_), false_hub.answered
         assert isinstance(found, shmbridge.ShmBridgeError), found
-        assert not isinstance(found, shmbridge.NoConsumer), f"it was not heard, though {answered} were answered"
+        assert not isinstance(found, shmbridge.NoConsumer), (
+            f"it was not heard, though {answered} were answered"
+        )
 
 
 def test_a_hub_that_vanishes_between_question_and_sending(false_hub: FalseHub, monkeypatch) -> None:

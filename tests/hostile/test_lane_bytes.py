@@ -1,7 +1,9 @@
-"""A lane is scribbled over: the consumer refuses or quarantines that lane, or delivers what lies within it, and everything else goes on.
+"""A lane is scribbled over: the consumer refuses or quarantines that lane, or delivers what lies within it,
+and everything else goes on.
 
-Numbers beside their limits in every field that somebody believes, then whatever Hypothesis finds; before the lane is adopted, after, and
-while records are held. The child (victim.py) says what it met; a crash of the child names the plan.
+Numbers beside their limits in every field that somebody believes, then whatever Hypothesis finds; before the
+lane is adopted, after, and while records are held. The child (victim.py) says what it met; a crash of the
+child names the plan.
 """
 
 import subprocess
@@ -19,23 +21,48 @@ Survive = Callable[..., dict[str, Any]]
 Change = tuple[str, str, int]
 
 MOMENTS = ("before", "adopted", "held", "taken")
-COLUMN_OF_KIND = {"tokens": 0, "score": 4, "reward_components": 14, "distill_token_ids": 16, "instance_id": 18, "group_overrides": 26}
+COLUMN_OF_KIND = {
+    "tokens": 0,
+    "score": 4,
+    "reward_components": 14,
+    "distill_token_ids": 16,
+    "instance_id": 18,
+    "group_overrides": 26,
+}
 RICH = 14  # entries of a rich record
-LIMITS = [("set", 0), ("set", 1), ("add", 1), ("add", -1), ("set", 2**31), ("set", 2**32 - 1), ("set", 2**63), ("set", 2**64 - 1)]
+LIMITS = [
+    ("set", 0),
+    ("set", 1),
+    ("add", 1),
+    ("add", -1),
+    ("set", 2**31),
+    ("set", 2**32 - 1),
+    ("set", 2**63),
+    ("set", 2**64 - 1),
+]
 
 
 def test_nothing_changed_everything_comes(survive: Survive) -> None:
     """What the other tests compare with."""
     for how in ("poll", "batches"):
         report = survive(moment="before", how=how, changes=[])
-        assert (report["typed"], report["quarantined"], report["refused"]) == ([] if how == "poll" else ["bad.put: BridgeDraining"], 0, 0)
+        assert (report["typed"], report["quarantined"], report["refused"]) == (
+            [] if how == "poll" else ["bad.put: BridgeDraining"],
+            0,
+            0,
+        )
         assert report["bad"] == {"poll": 6, "batches": 9}[how]
 
 
 @pytest.mark.parametrize("field", HEADER)
 def test_header_fields(survive: Survive, field: str) -> None:
     for number, (how, value) in enumerate(LIMITS):
-        survive(moment=MOMENTS[number % 2], how="poll", changes=[(f"header.{field}", how, value)], dead=number % 3 == 0)
+        survive(
+            moment=MOMENTS[number % 2],
+            how="poll",
+            changes=[(f"header.{field}", how, value)],
+            dead=number % 3 == 0,
+        )
 
 
 @pytest.mark.parametrize("column", COLUMN_OF_KIND.values(), ids=list(COLUMN_OF_KIND))
@@ -52,10 +79,14 @@ def test_two_columns_of_one_name(survive: Survive) -> None:
     assert report["refused"] == 1, report
 
 
-@pytest.mark.parametrize("field", ["magic", "slot_count", "slots_at", "released_at", "data_at", "segment_bytes"])
+@pytest.mark.parametrize(
+    "field", ["magic", "slot_count", "slots_at", "released_at", "data_at", "segment_bytes"]
+)
 def test_a_header_that_lies_when_its_lane_is_quarantined(survive: Survive, field: str) -> None:
     """What is lost is counted where the lane had it when it was adopted."""
-    report = survive(moment="adopted", how="poll", changes=[(f"header.{field}", "set", 0), ("slot.0.columns", "set", 0)])
+    report = survive(
+        moment="adopted", how="poll", changes=[(f"header.{field}", "set", 0), ("slot.0.columns", "set", 0)]
+    )
     assert (report["bad"], report["quarantined"], report["discarded"]) == (0, 1, 5), report
 
 
@@ -63,7 +94,12 @@ def test_a_header_that_lies_when_its_lane_is_quarantined(survive: Survive, field
 @pytest.mark.parametrize("how", ["poll", "batches"])
 def test_slot_fields(survive: Survive, field: str, how: str) -> None:
     for number, (change, value) in enumerate(LIMITS if how == "poll" else [*LIMITS[:5:2], ("set", 2**30)]):
-        survive(moment=MOMENTS[number % 3], how=how, changes=[(f"slot.{number % 4}.{field}", change, value)], groups=1 + number % 2)
+        survive(
+            moment=MOMENTS[number % 3],
+            how=how,
+            changes=[(f"slot.{number % 4}.{field}", change, value)],
+            groups=1 + number % 2,
+        )
 
 
 @pytest.mark.parametrize("entry", [0, 2, 4, 6, 7, 8, 11])
@@ -71,12 +107,16 @@ def test_directory_entries(survive: Survive, entry: int) -> None:
     """Of every kind of column."""
     for number, field in enumerate(ENTRY):
         for how, value in (("set", 0), ("add", 1), ("set", 2**64 - 1)):
-            survive(moment=MOMENTS[number % 2], how="poll", changes=[(f"entry.0.{entry}.{field}", how, value)])
+            survive(
+                moment=MOMENTS[number % 2], how="poll", changes=[(f"entry.0.{entry}.{field}", how, value)]
+            )
 
 
 @pytest.mark.parametrize("what", BEHIND)
 def test_what_entries_lead_to(survive: Survive, what: str) -> None:
-    """Lengths that no longer add up, or that do but say something else; text that is no text; truth values that are neither."""
+    """Lengths that no longer add up, or that do but say something else; text that is no text; truth values
+    that are neither.
+    """
     for entry in (0, 2, 6, 7, 8, 10, 11):
         for changes in (
             [(0, "add", 1)],
@@ -85,19 +125,47 @@ def test_what_entries_lead_to(survive: Survive, what: str) -> None:
             [(0, "set", 2**31), (1, "set", 2**31)],
             [(0, "set", 255)],
         ):
-            survive(moment="before", how="poll", changes=[(f"{what}.0.{entry}.{item}", how, value) for item, how, value in changes])
+            survive(
+                moment="before",
+                how="poll",
+                changes=[(f"{what}.0.{entry}.{item}", how, value) for item, how, value in changes],
+            )
 
 
 @pytest.mark.parametrize("tail", [-1, -5, 1, 63, 64, 65, 2**32, 2**63])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_tail_that_jumps(survive: Survive, moment: str, tail: int) -> None:
-    survive(moment=moment, how="poll", changes=[("header.tail", "add", tail)], resume="discard" if tail % 2 else "redeliver")
+    survive(
+        moment=moment,
+        how="poll",
+        changes=[("header.tail", "add", tail)],
+        resume="discard" if tail % 2 else "redeliver",
+    )
 
 
 VALUES = st.one_of(
     st.tuples(
         st.just("set"),
-        st.sampled_from([0, 1, 2, 3, 63, 64, 127, 128, 255, 2**15, 2**16 - 1, 2**30, 2**31 - 1, 2**32 - 1, 2**62, 2**64 - 1]),
+        st.sampled_from(
+            [
+                0,
+                1,
+                2,
+                3,
+                63,
+                64,
+                127,
+                128,
+                255,
+                2**15,
+                2**16 - 1,
+                2**30,
+                2**31 - 1,
+                2**32 - 1,
+                2**62,
+                2**64 - 1,
+            ]
+        ),
     ),
     st.tuples(st.just("add"), st.sampled_from([-64, -8, -2, -1, 1, 2, 8, 64, 2**31])),
     st.tuples(st.just("set"), st.integers(0, 2**64 - 1)),
@@ -105,11 +173,19 @@ VALUES = st.one_of(
 RECORDS, ENTRIES = st.integers(0, 4), st.integers(0, RICH - 1)
 PLACES = st.one_of(
     st.sampled_from(sorted(HEADER)).map("header.{}".format),
-    st.tuples(st.integers(0, 30), st.sampled_from(sorted(COLUMN))).map(lambda place: "column.{}.{}".format(*place)),
+    st.tuples(st.integers(0, 30), st.sampled_from(sorted(COLUMN))).map(
+        lambda place: "column.{}.{}".format(*place)
+    ),
     st.tuples(RECORDS, st.sampled_from(sorted(SLOT))).map(lambda place: "slot.{}.{}".format(*place)),
-    st.tuples(RECORDS, ENTRIES, st.sampled_from(sorted(ENTRY))).map(lambda place: "entry.{}.{}.{}".format(*place)),
-    st.tuples(st.sampled_from(sorted(BEHIND)), RECORDS, ENTRIES, st.integers(0, 7)).map(lambda place: "{}.{}.{}.{}".format(*place)),
-    st.tuples(st.sampled_from(["ring", "released"]), st.integers(0, 8)).map(lambda place: "{}.{}".format(*place)),
+    st.tuples(RECORDS, ENTRIES, st.sampled_from(sorted(ENTRY))).map(
+        lambda place: "entry.{}.{}.{}".format(*place)
+    ),
+    st.tuples(st.sampled_from(sorted(BEHIND)), RECORDS, ENTRIES, st.integers(0, 7)).map(
+        lambda place: "{}.{}.{}.{}".format(*place)
+    ),
+    st.tuples(st.sampled_from(["ring", "released"]), st.integers(0, 8)).map(
+        lambda place: "{}.{}".format(*place)
+    ),
     st.tuples(st.just("group_id"), RECORDS, st.integers(0, 20)).map(lambda place: "{}.{}.{}".format(*place)),
     st.integers(0, 2**20).map("byte.{}".format),
 )
@@ -125,9 +201,15 @@ CHANGES = st.lists(st.tuples(PLACES, VALUES).map(lambda both: (both[0], *both[1]
     phases=[Phase.generate, Phase.shrink],
 )
 @given(
-    moment=st.sampled_from(MOMENTS), changes=CHANGES, dead=st.booleans(), resume=st.sampled_from(["redeliver", "discard"]),
-    form=st.sampled_from([{"how": "poll"}] * 3 + [{"how": "batches"}, {"how": "batches", "groups": 2, "layout": "padded", "prefetch": 1}]),
-)  # fmt: skip
+    moment=st.sampled_from(MOMENTS),
+    changes=CHANGES,
+    dead=st.booleans(),
+    resume=st.sampled_from(["redeliver", "discard"]),
+    form=st.sampled_from(
+        [{"how": "poll"}] * 3
+        + [{"how": "batches"}, {"how": "batches", "groups": 2, "layout": "padded", "prefetch": 1}]
+    ),
+)
 def test_whatever_hypothesis_writes(
     survive: Survive, moment: str, changes: list[Change], dead: bool, resume: str, form: dict[str, Any]
 ) -> None:
@@ -135,11 +217,15 @@ def test_whatever_hypothesis_writes(
 
 
 def test_many_bytes_at_once(survive: Survive) -> None:
-    """A run of garbage over one part after the other: header, columns, ring, slots, released words, extents."""
+    """A run of garbage over one part after the other: header, columns, ring, slots, released words,
+    extents.
+    """
     for begin in (0, 0x200, 0x300, 4096, 20480, 24576, 32768, 36864):
         for filler in (0, 0xFF, 0x5A):
             survive(
-                moment="adopted" if filler else "before", how="poll", changes=[(f"byte.{begin + at}", "set", filler) for at in range(256)]
+                moment="adopted" if filler else "before",
+                how="poll",
+                changes=[(f"byte.{begin + at}", "set", filler) for at in range(256)],
             )
 
 
@@ -151,7 +237,8 @@ with shmbridge.Producer(bridge, lane_bytes="64K", producer_id="good") as good:
         bad.put({"tokens": [[2]]})
         path = "/dev/shm" + bad.lane_name
     whole = open(path, "rb").read()
-    for size in (0, 1, 4095, 4096, 20479, 20480, 24576, 28672, 36863, 40960, len(whole) - 4096, len(whole) - 1):
+    sizes = (0, 1, 4095, 4096, 20479, 20480, 24576, 28672, 36863, 40960)
+    for size in (*sizes, len(whole) - 4096, len(whole) - 1):
         with open(path, "wb") as file:
             file.write(whole[:size])
         assert cli.main(["inspect", bridge]) == 0 and shmbridge.clean(bridge) is not None
@@ -165,6 +252,11 @@ print("survived")
 
 
 def test_a_lane_that_is_shorter_than_it_says(bridge) -> None:
-    """Cut before it is adopted. One that is cut while it is read is SIGBUS for whoever reads it: no peer of shmbridge ever does that."""
-    ended = subprocess.run([sys.executable, "-c", f"bridge = {bridge!r}\n{SHORT}"], capture_output=True, text=True, timeout=60)
+    """Cut before it is adopted.
+
+    One that is cut while it is read is SIGBUS for whoever reads it: no peer of shmbridge ever does that.
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", f"bridge = {bridge!r}\n{SHORT}"], capture_output=True, text=True, timeout=60
+    )
     assert ended.stdout.endswith("survived\n"), f"ended with {ended.returncode}: {ended.stderr[-600:]}"

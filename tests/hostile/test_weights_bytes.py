@@ -1,4 +1,6 @@
-"""A weights segment is scribbled over: a reader gets a typed error or nothing, or weights that are whole; a new writer begins again."""
+"""A weights segment is scribbled over: a reader gets a typed error or nothing, or weights that are whole; a
+new writer begins again.
+"""
 
 import contextlib
 import mmap
@@ -40,12 +42,18 @@ def weights(bridge) -> Iterator[tuple[str, mmap.mmap]]:
     with WeightsWriter(bridge) as writer:
         writer.publish(1, [("a", VALUES)])
         writer.publish(2, [("a", VALUES + 1)])
-        with open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        with (
+            open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file,
+            mmap.mmap(file.fileno(), 0) as memory,
+        ):
             yield bridge, memory
 
 
 def look(bridge: str) -> dict[str, np.ndarray] | None:
-    """What a reader gets: tensors, or None and a typed error. Anything else it raises is the test's failure."""
+    """What a reader gets: tensors, or None and a typed error.
+
+    Anything else it raises is the test's failure.
+    """
     with WeightsReader(bridge) as reader:
         with contextlib.suppress(shmbridge.ShmBridgeError):
             assert reader.version is None or isinstance(reader.version, int)
@@ -85,7 +93,9 @@ def test_words_of_the_header(weights, word) -> None:
     for value in (0, 1, 2, 7, 63, 4095, 4097, 2**31, 2**32, 2**63, 2**64 - 4096, 2**64 - 1):
         memory[at : at + 8] = struct.pack("<Q", value)
         found = look(bridge)
-        assert found is None or any(np.array_equal(found.get("a"), VALUES + version) for version in (0, 1)), f"{word} = {value}: {found}"
+        assert found is None or any(np.array_equal(found.get("a"), VALUES + version) for version in (0, 1)), (
+            f"{word} = {value}: {found}"
+        )
         memory[:TABLE_AT] = whole
 
 
@@ -105,16 +115,24 @@ def test_the_version_before_the_first_is_none(weights) -> None:
 def words_of_tensor(memory: mmap.mmap) -> dict[str, int]:
     """Places of the words of the one tensor there is."""
     (begin,) = struct.unpack("<Q", memory[48:56])
-    return {name: begin + 8 * number for number, name in enumerate(("written", "stamp_0", "checksum_0", "stamp_1", "checksum_1"))}
+    return {
+        name: begin + 8 * number
+        for number, name in enumerate(("written", "stamp_0", "checksum_0", "stamp_1", "checksum_1"))
+    }
 
 
 @pytest.mark.parametrize("word", [(2**60 + 1) * 2, 2**63, 2**64 - 2])
 def test_a_version_that_cannot_be_is_none(bridge, word) -> None:
-    """Although slot and word agree on it: readers have none, the next writer goes on, and is not refused for ever."""
+    """Although slot and word agree on it: readers have none, the next writer goes on, and is not refused for
+    ever.
+    """
     with WeightsReader(bridge) as reader:
         with WeightsWriter(bridge) as writer:
             writer.publish(1, [("a", VALUES)])
-        with open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        with (
+            open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file,
+            mmap.mmap(file.fileno(), 0) as memory,
+        ):
             memory[LATEST_AT : LATEST_AT + 16] = struct.pack("<QQ", word, word // 2)
         assert reader.version is None
         for name in ("a", "b"):
@@ -124,13 +142,20 @@ def test_a_version_that_cannot_be_is_none(bridge, word) -> None:
             assert reader.version == version
 
 
-@pytest.mark.parametrize("word", ["layout_version", "table_bytes", "data_at", "slot_bytes", "tensors", "words_at"])
+@pytest.mark.parametrize(
+    "word", ["layout_version", "table_bytes", "data_at", "slot_bytes", "tensors", "words_at"]
+)
 def test_the_version_of_remains_is_not_forgotten(bridge, word) -> None:
-    """What two words agree on was there, and readers have seen it, whatever has become of the rest of the header."""
+    """What two words agree on was there, and readers have seen it, whatever has become of the rest of the
+    header.
+    """
     with WeightsReader(bridge):
         with WeightsWriter(bridge) as writer:
             writer.publish(7, [("a", VALUES)])
-        with open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        with (
+            open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file,
+            mmap.mmap(file.fileno(), 0) as memory,
+        ):
             memory[WORDS[word] : WORDS[word] + 8] = struct.pack("<Q", 2**40 - 1)
         with WeightsWriter(bridge) as writer:
             assert writer.last_version == 7
@@ -142,7 +167,9 @@ def test_the_version_of_remains_is_not_forgotten(bridge, word) -> None:
 @pytest.mark.parametrize("value", [0, 1, 2, 4, 2**32, 2**63, 2**64 - 1])
 @pytest.mark.parametrize("word", ["written", "stamp_0", "checksum_0", "stamp_1", "checksum_1"])
 def test_words_of_a_tensor(weights, word, value) -> None:
-    """The values are there all the same; what changed since is all, or what the stamp says; no checksum fits but its own."""
+    """The values are there all the same; what changed since is all, or what the stamp says; no checksum fits
+    but its own.
+    """
     bridge, memory = weights
     at = words_of_tensor(memory)[word]
     memory[at : at + 8] = struct.pack("<Q", value)
@@ -158,12 +185,17 @@ def test_words_of_a_tensor(weights, word, value) -> None:
 
 @pytest.mark.parametrize("word", [*WORDS, "written", "stamp_0", "checksum_0", "stamp_1", "checksum_1"])
 def test_a_writer_goes_on_over_garbage_words_or_says_why(bridge, word) -> None:
-    """Its successor publishes whole versions, whatever a dead writer's words were, or begins again; readers see them."""
+    """Its successor publishes whole versions, whatever a dead writer's words were, or begins again; readers
+    see them.
+    """
     for value in (0, 1, 7, 2**32, 2**63, 2**64 - 1):
         with WeightsReader(bridge) as reader:
             with WeightsWriter(bridge) as writer:
                 writer.publish(1 if writer.last_version is None else writer.last_version + 1, [("a", VALUES)])
-            with open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            with (
+                open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file,
+                mmap.mmap(file.fileno(), 0) as memory,
+            ):
                 at = (WORDS | words_of_tensor(memory))[word]
                 memory[at : at + 8] = struct.pack("<Q", value)
             with WeightsWriter(bridge) as writer:
@@ -173,7 +205,10 @@ def test_a_writer_goes_on_over_garbage_words_or_says_why(bridge, word) -> None:
                     with WeightsReader(bridge) as fresh, fresh.lease(timeout_s=2) as lease:
                         assert lease.version == number
                         assert np.array_equal(lease.tensors["a"], VALUES + number)
-                with writer.fill(version + 2, [("a", "float32", (8,))]) as filling, WeightsPart(bridge) as part:
+                with (
+                    writer.fill(version + 2, [("a", "float32", (8,))]) as filling,
+                    WeightsPart(bridge) as part,
+                ):
                     part.write(filling.ticket, "a", VALUES + 3)
                 with reader.lease(timeout_s=2) as lease:
                     assert np.array_equal(lease.tensors["a"], VALUES + 3)
@@ -182,13 +217,19 @@ def test_a_writer_goes_on_over_garbage_words_or_says_why(bridge, word) -> None:
 
 
 def test_a_part_meets_garbage(weights) -> None:
-    """Words that are scribbled over while a filling is under way: a part writes where its own table says, or is refused."""
+    """Words that are scribbled over while a filling is under way: a part writes where its own table says, or
+    is refused.
+    """
     bridge, memory = weights
     whole = memory[:8192]
     with WeightsPart(bridge) as fresh:
         for word, at in (WORDS | words_of_tensor(memory)).items():
             for value in (0, 1, 63, 4097, 2**32, 2**63, 2**64 - 1):
-                ticket = {"segment": f"{struct.unpack('<Q', whole[56:64])[0]:016x}", "filling": 5, "version": 3}
+                ticket = {
+                    "segment": f"{struct.unpack('<Q', whole[56:64])[0]:016x}",
+                    "filling": 5,
+                    "version": 3,
+                }
                 memory[256:264] = struct.pack("<Q", 5)
                 memory[at : at + 8] = struct.pack("<Q", value)
                 with contextlib.suppress(shmbridge.ShmBridgeError), WeightsPart(bridge) as part:
@@ -196,7 +237,9 @@ def test_a_part_meets_garbage(weights) -> None:
                 with contextlib.suppress(shmbridge.ShmBridgeError):
                     fresh.write(ticket, "a", VALUES, (slice(0, 8),))
                 memory[:8192] = whole
-    assert np.array_equal(look(bridge)["a"], VALUES + 1), f"slot 1 is the newest, ticket 5 is for slot 0: {word}"
+    assert np.array_equal(look(bridge)["a"], VALUES + 1), (
+        f"slot 1 is the newest, ticket 5 is for slot 0: {word}"
+    )
 
 
 TABLES = [
@@ -251,7 +294,9 @@ LIES = [
 
 
 def test_a_tensor_that_is_not_where_it_says(weights) -> None:
-    """Outside its slot, misaligned, of no number's type, or of another size than its shape: none is handed out."""
+    """Outside its slot, misaligned, of no number's type, or of another size than its shape: none is handed
+    out.
+    """
     bridge, memory = weights
     for lie in LIES:
         write_table(memory, msgspec.json.encode([["a", *lie]]))
@@ -259,11 +304,14 @@ def test_a_tensor_that_is_not_where_it_says(weights) -> None:
         assert found is None or found["a"].size == 0, f"{lie}: {found}"
 
 
-@settings(derandomize=True, database=None, max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    derandomize=True, database=None, max_examples=80, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(
     changes=st.lists(
         st.tuples(
-            st.one_of(st.integers(0, 160), st.integers(256, 264), st.integers(TABLE_AT, TABLE_AT + 90)), st.integers(0, 255)
+            st.one_of(st.integers(0, 160), st.integers(256, 264), st.integers(TABLE_AT, TABLE_AT + 90)),
+            st.integers(0, 255),
         ),
         min_size=1,
         max_size=6,
@@ -294,7 +342,10 @@ def test_a_writer_begins_anew_on_a_dead_one_s_garbage(bridge, table) -> None:
     with WeightsReader(bridge) as reader:
         with WeightsWriter(bridge) as writer:
             writer.publish(1, [("a", VALUES)])
-        with open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        with (
+            open(f"/dev/shm{segment.weights_name(bridge)}", "r+b") as file,
+            mmap.mmap(file.fileno(), 0) as memory,
+        ):
             write_table(memory, table)
             memory[32:40] = struct.pack("<Q", 1)  # slots of one byte
         with WeightsWriter(bridge) as writer:

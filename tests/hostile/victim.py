@@ -1,7 +1,9 @@
-"""A process that takes records from a lane while its bytes are changed, and tells what came of it. Run by the tests as a child.
+"""A process that takes records from a lane while its bytes are changed, and tells what came of it.
 
-Standard input: one plan per line, JSON. Standard output: one report per line. What is not a ShmBridgeError is reported with its place; a
-crash shows as the end of this process.
+Run by the tests as a child.
+
+Standard input: one plan per line, JSON. Standard output: one report per line. What is not a ShmBridgeError is
+reported with its place; a crash shows as the end of this process.
 """
 
 import contextlib
@@ -72,7 +74,8 @@ class Scene:
         self.bad_seen = 0
         self.stats: dict[str, float] = {}
 
-    # -- asking -----------------------------------------------------------------------------------------------------------------
+    # -- asking
+    # --------------------------------------------------------------------------------------------------------
 
     def ask(self, what: str, call: Any) -> Any:
         """Calls; typed errors are noted, others are wrong."""
@@ -83,7 +86,10 @@ class Scene:
             self.said.append(str(error)[:200])
         except BaseException as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
-            self.wrong.append(f"{what}: {type(error).__name__}: {str(error)[:120]} at {Path(where.filename).name}:{where.lineno}")
+            self.wrong.append(
+                f"{what}: {type(error).__name__}: {str(error)[:120]} at "
+                f"{Path(where.filename).name}:{where.lineno}"
+            )
         return None
 
     def read(self, record: Record) -> None:
@@ -104,7 +110,8 @@ class Scene:
         else:
             self.bad_seen += 1
 
-    # -- the story --------------------------------------------------------------------------------------------------------------
+    # -- the story
+    # --------------------------------------------------------------------------------------------------------
 
     def scribble(self, moment: str) -> None:
         if self.plan["moment"] == moment:
@@ -126,7 +133,10 @@ class Scene:
             if self.plan.get("dead"):
                 bad.close()
             self.scribble("before")
-            consumer = self.ask("Consumer()", lambda: shmbridge.Consumer(self.bridge, resume=self.plan.get("resume", "redeliver")))
+            consumer = self.ask(
+                "Consumer()",
+                lambda: shmbridge.Consumer(self.bridge, resume=self.plan.get("resume", "redeliver")),
+            )
             if consumer is not None:
                 self.consume(consumer, good, bad)
             self.ask("bad.put", lambda: self.plan.get("dead") or put_bad(bad))
@@ -141,7 +151,9 @@ class Scene:
             self.ask("poll again", successor.poll)
             self.ask("close again", successor.close)
 
-    def consume(self, consumer: shmbridge.Consumer, good: shmbridge.Producer, bad: shmbridge.Producer) -> None:
+    def consume(
+        self, consumer: shmbridge.Consumer, good: shmbridge.Producer, bad: shmbridge.Producer
+    ) -> None:
         self.scribble("adopted")
         held: list[Record] = []
         if self.plan["how"] == "poll":
@@ -177,7 +189,11 @@ class Scene:
 
     def batches(self, consumer: shmbridge.Consumer) -> None:
         consumer.drain()
-        form = {"groups": self.plan.get("groups", 1), "layout": self.plan.get("layout", "packed"), "prefetch": self.plan.get("prefetch", 0)}
+        form = {
+            "groups": self.plan.get("groups", 1),
+            "layout": self.plan.get("layout", "packed"),
+            "prefetch": self.plan.get("prefetch", 0),
+        }
         for _ in range(20):  # a typed error of one record may end an iteration; the next one goes on
             before = len(self.wrong) + len(self.typed)
             self.ask("batches", lambda: self.iterate(consumer, form))
@@ -197,7 +213,9 @@ class Scene:
                     self.bad_seen += 1
             for name in batch.columns:
                 value = batch[name]
-                per_token = form["layout"] == "packed" and getattr(value, "shape", None) == (batch.token_count,)
+                per_token = form["layout"] == "packed" and getattr(value, "shape", None) == (
+                    batch.token_count,
+                )
                 if not per_token and len(value) != rows:
                     self.wrong.append(f"batch[{name!r}] has {len(value)} rows of {rows}")
                 if len(batch.has(name)) != rows:
@@ -238,8 +256,12 @@ def main() -> None:
     thread_errors: list[str] = []
     import threading
 
-    threading.excepthook = lambda args: thread_errors.append(f"thread {args.thread and args.thread.name}: {args.exc_type.__name__}")
-    sys.unraisablehook = lambda args: thread_errors.append(f"unraisable: {args.exc_type.__name__} {args.exc_value}")
+    threading.excepthook = lambda args: thread_errors.append(
+        f"thread {args.thread and args.thread.name}: {args.exc_type.__name__}"
+    )
+    sys.unraisablehook = lambda args: thread_errors.append(
+        f"unraisable: {args.exc_type.__name__} {args.exc_value}"
+    )
     for line in sys.stdin:
         gc.freeze()
         scene = Scene(json.loads(line))
@@ -250,10 +272,16 @@ def main() -> None:
         scene.wrong += thread_errors
         thread_errors.clear()
         report = {
-            "wrong": scene.wrong, "typed": scene.typed, "said": scene.said, "good": scene.good_seen, "bad": scene.bad_seen,
-            "quarantined": scene.stats.get("lanes_quarantined", 0), "refused": scene.stats.get("lanes_refused", 0),
-            "discarded": scene.stats.get("discarded_total", 0), "pid": os.getpid(),
-        }  # fmt: skip
+            "wrong": scene.wrong,
+            "typed": scene.typed,
+            "said": scene.said,
+            "good": scene.good_seen,
+            "bad": scene.bad_seen,
+            "quarantined": scene.stats.get("lanes_quarantined", 0),
+            "refused": scene.stats.get("lanes_refused", 0),
+            "discarded": scene.stats.get("discarded_total", 0),
+            "pid": os.getpid(),
+        }
         print(json.dumps(report), flush=True)
 
 

@@ -47,28 +47,46 @@ class Launch:
         self._output = folder / "output"
         self._errors = folder / "errors"
 
-    def service(self, name, *flags, role="environment", http=None, within_s=0.1, grace_s=5.0, restart=None) -> Service:
-        words = [sys.executable, "-S", str(HERE / "fake.py"), "--name", name, "--notes", str(self.notes_file), *map(str, flags)]
+    def service(
+        self, name, *flags, role="environment", http=None, within_s=0.1, grace_s=5.0, restart=None
+    ) -> Service:
+        words = [
+            sys.executable,
+            "-S",
+            str(HERE / "fake.py"),
+            "--name",
+            name,
+            "--notes",
+            str(self.notes_file),
+            *map(str, flags),
+        ]
         check = Check(kind="alive", within_s=within_s)
         if http:
             words += ["--port", str(http)]
             check = Check(kind="http", url=f"http://127.0.0.1:{http}/health", within_s=within_s)
         if role == "environment":
             restart = restart or Restart(first_delay=0.05)
-        return Service(name=name, role=role, key=name, command=words, check=check, stop_grace_s=grace_s, restart=restart)
+        return Service(
+            name=name, role=role, key=name, command=words, check=check, stop_grace_s=grace_s, restart=restart
+        )
 
     def start(self, *stages, form="json", before=(), **popen) -> "Launch":
         """`before`: the words of a command that becomes the launcher."""
         path = self.folder / "wanted.json"
-        Plan(bridge=f"launch-{os.getpid()}-{self.folder.name[:30]}", run_dir=str(self.run_dir), stages=list(stages)).save(path)
+        Plan(
+            bridge=f"launch-{os.getpid()}-{self.folder.name[:30]}",
+            run_dir=str(self.run_dir),
+            stages=list(stages),
+        ).save(path)
         return self.command(sys.executable, self.script, str(path), form, before=before, **popen)
 
     def command(self, *words, before=(), **popen) -> "Launch":
         with self._output.open("ab") as output, self._errors.open("ab") as errors:
             self.process = subprocess.Popen(
-                [*before, *words], env=os.environ | {"PYTHONPATH": str(ROOT)},
+                [*before, *words],
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
                 **{"stdout": output, "stderr": errors} | popen,
-            )  # fmt: skip
+            )
         return self
 
     script = str(HERE / "run_plan.py")
@@ -97,7 +115,11 @@ class Launch:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def said(self, event, service=None) -> list[dict]:
-        return [each for each in self.events if each["event"] == event and (service is None or each.get("service") == service)]
+        return [
+            each
+            for each in self.events
+            if each["event"] == event and (service is None or each.get("service") == service)
+        ]
 
     @property
     def notes(self) -> list[tuple[str, str, int]]:
@@ -147,7 +169,11 @@ class Launch:
         self.until(lambda: any(each["event"] == "up" and "service" not in each for each in self.events))
         plan = Plan.load(self.run_dir / "plan.json")
         self.until(lambda: {each.name for each in plan.services} == set(self.noted("start")))
-        self.until(lambda: {each.name for each in plan.services if "--stray" in each.command} == set(self.noted("stray")))
+        self.until(
+            lambda: (
+                {each.name for each in plan.services if "--stray" in each.command} == set(self.noted("stray"))
+            )
+        )
 
     def send(self, signum):
         self.process.send_signal(signum)

@@ -1,4 +1,7 @@
-"""A service that does as it is told: lives, answers, dies, ignores signals, leaves processes behind. Standard library alone."""
+"""A service that does as it is told: lives, answers, dies, ignores signals, leaves processes behind.
+
+Standard library alone.
+"""
 
 import argparse
 import http.server

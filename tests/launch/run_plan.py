@@ -1,4 +1,6 @@
-"""What `shmbridge launch` does once it has a plan, with a plan from a file: python run_plan.py PLAN text|json."""
+"""What `shmbridge launch` does once it has a plan, with a plan from a file: python run_plan.py PLAN
+text|json.
+"""
 
 import sys
 from pathlib import Path
@@ -8,4 +10,6 @@ from shmbridge.launch.plan import Plan
 from shmbridge.launch.start import become_guardian
 
 plan = Plan.load(Path(sys.argv[1]))
-become_guardian(Config(bridge=plan.bridge), plan, label=f"launch of {sys.argv[1]}", as_json=sys.argv[2] == "json")
+become_guardian(
+    Config(bridge=plan.bridge), plan, label=f"launch of {sys.argv[1]}", as_json=sys.argv[2] == "json"
+)

@@ -28,4 +28,10 @@ def test_patience_ends_after_so_many_restarts():
 
 
 def test_restarts_older_than_the_window_are_forgiven():
-    assert delays(Restart(max_restarts=2, window=100, reset_after=50), [10, 10, 99, 99, 99]) == [0.5, 1, 0.5, 0.5, 0.5]
+    assert delays(Restart(max_restarts=2, window=100, reset_after=50), [10, 10, 99, 99, 99]) == [
+        0.5,
+        1,
+        0.5,
+        0.5,
+        0.5,
+    ]

@@ -1,4 +1,7 @@
-"""The example's file with the real programs: policy server, learner, two Atropos environments. From the first process to status 0."""
+"""The example's file with the real programs: policy server, learner, two Atropos environments.
+
+From the first process to status 0.
+"""
 
 import json
 import os
@@ -62,8 +65,11 @@ def test_from_a_file_to_a_trained_model(launch, config, bridge):
     assert not launch.said("failed")
     assert not launch.said("kill")
     assert sorted(each.name for each in (launch.run_dir / "logs").iterdir()) == [
-        "echo_letters_env.log", "larger_digit_env.log", "learner.log", "policy_server.log",
-    ]  # fmt: skip
+        "echo_letters_env.log",
+        "larger_digit_env.log",
+        "learner.log",
+        "policy_server.log",
+    ]
     assert (launch.run_dir / "checkpoints").is_dir()
     assert json.loads((launch.run_dir / "config.json").read_text())["learner"]["steps"] == STEPS
     launch.until_nothing_lives()
@@ -75,7 +81,13 @@ def test_killed_while_environments_collect_it_leaves_no_process(launch, config, 
     launch.command(sys.executable, "-m", "shmbridge.cli", "launch", str(config))
 
     def lanes():
-        return [lane for info in shmbridge.list_bridges() if info.name == bridge for lane in info.lanes if lane.alive]
+        return [
+            lane
+            for info in shmbridge.list_bridges()
+            if info.name == bridge
+            for lane in info.lanes
+            if lane.alive
+        ]
 
     launch.until(lambda: len(lanes()) == 2)
     everything = [launch.supervisor(), *launch.guardians(), *(lane.pid for lane in lanes())]
@@ -92,7 +104,10 @@ def test_a_gateway_serves_batches_to_a_trainer_that_polls_it(launch, config, bri
     document = yaml.safe_load(config.read_text())
     url = f"http://localhost:{launch.free_port()}"
     del document["learner"]
-    document |= {"gateway": {"token": "secret", "options": {"env_timeout": 30}}, "trainer": {"atropos": {"api_url": url}}}
+    document |= {
+        "gateway": {"token": "secret", "options": {"env_timeout": 30}},
+        "trainer": {"atropos": {"api_url": url}},
+    }
     config.write_text(yaml.safe_dump(document))
     launch.command(sys.executable, "-m", "shmbridge.cli", "launch", str(config))
     launch.until(lambda: launch.said("failed") or launch.said("up", "gateway"))
@@ -104,7 +119,13 @@ def test_a_gateway_serves_batches_to_a_trainer_that_polls_it(launch, config, bri
         with urllib.request.urlopen(urllib.request.Request(url + path, data, headers), timeout=20) as answer:
             return json.load(answer)
 
-    run = {"batch_size": 16, "max_token_len": 128, "num_steps": 5, "starting_step": 0, "save_checkpoint_interval": -1}
+    run = {
+        "batch_size": 16,
+        "max_token_len": 128,
+        "num_steps": 5,
+        "starting_step": 0,
+        "save_checkpoint_interval": -1,
+    }
     ask("/register", run | {"checkpoint_dir": "", "wandb_group": "", "wandb_project": ""})
     batches = []
     launch.until(lambda: batches.append(ask("/batch")["batch"]) or batches[-1])

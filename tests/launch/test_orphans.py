@@ -1,4 +1,6 @@
-"""No orphan ever: whoever of a launch is killed, by SIGKILL and at any time, every process it started is gone, by pid."""
+"""No orphan ever: whoever of a launch is killed, by SIGKILL and at any time, every process it started is
+gone, by pid.
+"""
 
 import ctypes
 import os
@@ -10,15 +12,22 @@ import pytest
 
 
 def stubborn_run(launch, **options):
-    """Services that ignore SIGTERM and have processes in sessions of their own, whose parents are gone, which do so too."""
+    """Services that ignore SIGTERM and have processes in sessions of their own, whose parents are gone, which
+    do so too.
+    """
     flags = ("--stubborn", "--stray")
     hub = launch.service("hub", *flags, role="hub", grace_s=0.3)
     envs = [launch.service(name, *flags, grace_s=0.3) for name in ("one", "two")]
-    return launch.start([launch.service("server", *flags, role="server", grace_s=0.3)], [hub], envs, **options)
+    return launch.start(
+        [launch.service("server", *flags, role="server", grace_s=0.3)], [hub], envs, **options
+    )
 
 
 def test_an_orderly_end_takes_the_strays_too(launch):
-    launch.start([launch.service("hub", "--stray", "--until", launch.folder / "enough", role="hub")], [launch.service("env", "--stray")])
+    launch.start(
+        [launch.service("hub", "--stray", "--until", launch.folder / "enough", role="hub")],
+        [launch.service("env", "--stray")],
+    )
     launch.until_up()
     assert len(launch.started_pids()) == 4
     (launch.folder / "enough").touch()
@@ -34,7 +43,8 @@ def test_the_front_is_killed(launch):
     launch.wait()
     launch.until_nothing_lives()
     launch.until(lambda: not os.path.exists(f"/proc/{supervisor}"))
-    assert [each["signal"] for each in launch.said("signal")] == ["SIGTERM"]  # an orderly end, for those who listen
+    # an orderly end, for those who listen
+    assert [each["signal"] for each in launch.said("signal")] == ["SIGTERM"]
 
 
 def test_the_front_is_killed_and_its_terminal_is_gone_too(launch):

@@ -1,4 +1,7 @@
-"""The supervisor with fake services: order, health, restarts, stops. What no kill may leave behind is next door, in test_orphans.py."""
+"""The supervisor with fake services: order, health, restarts, stops.
+
+What no kill may leave behind is next door, in test_orphans.py.
+"""
 
 import contextlib
 import os
@@ -18,8 +21,12 @@ from shmbridge.testing import wait_until
 
 
 def test_each_stage_waits_for_the_health_of_the_one_before_and_stops_in_reverse(launch):
-    server = launch.service("server", "--answer-after", 0.4, role="server", http=launch.free_port(), within_s=20)
-    hub = launch.service("hub", "--until", launch.folder / "enough", role="hub", http=launch.free_port(), within_s=20)
+    server = launch.service(
+        "server", "--answer-after", 0.4, role="server", http=launch.free_port(), within_s=20
+    )
+    hub = launch.service(
+        "hub", "--until", launch.folder / "enough", role="hub", http=launch.free_port(), within_s=20
+    )
     envs = [launch.service("one"), launch.service("two")]
     launch.start([server], [hub], envs).until_up()
     (launch.folder / "enough").touch()
@@ -39,7 +46,9 @@ def test_each_stage_waits_for_the_health_of_the_one_before_and_stops_in_reverse(
 
 
 def test_without_json_each_change_is_a_line_on_stderr(launch):
-    launch.start([launch.service("hub", "--until", launch.folder / "enough", role="hub")], form="text").until_up()
+    launch.start(
+        [launch.service("hub", "--until", launch.folder / "enough", role="hub")], form="text"
+    ).until_up()
     (launch.folder / "enough").touch()
     assert launch.wait() == 0
     assert launch.output == ""
@@ -58,7 +67,9 @@ def test_json_is_one_object_per_event_on_stdout_and_nothing_else(launch):
 
 
 def test_a_deadline_shows_the_end_of_the_log_and_ends_the_run(launch):
-    server = launch.service("server", "--answer-after", 60, role="server", http=launch.free_port(), within_s=3)
+    server = launch.service(
+        "server", "--answer-after", 60, role="server", http=launch.free_port(), within_s=3
+    )
     launch.start([server], [launch.service("env")])
     assert launch.wait() == 1
     (failed,) = launch.said("failed")
@@ -78,7 +89,9 @@ def test_a_question_of_health_has_its_token(launch):
 
 
 def test_a_server_that_refuses_to_answer_is_not_up(launch):
-    launch.start([launch.service("hub", "--token", "secret", role="hub", http=launch.free_port(), within_s=2)])
+    launch.start(
+        [launch.service("hub", "--token", "secret", role="hub", http=launch.free_port(), within_s=2)]
+    )
     launch.until(lambda: launch.noted("answers"))
     assert launch.wait() == 1
     assert not launch.said("up")
@@ -115,7 +128,10 @@ def test_the_log_of_an_earlier_run_is_kept_and_not_shown(launch):
 
 def test_an_environment_is_restarted_with_growing_delays_until_patience_ends(launch):
     rule = Restart(first_delay=0.05, max_delay=0.15, max_restarts=4, window=600)
-    hub, env = launch.service("hub", role="hub"), launch.service("env", "--live", 0.3, "--status", 1, restart=rule)
+    hub, env = (
+        launch.service("hub", role="hub"),
+        launch.service("env", "--live", 0.3, "--status", 1, restart=rule),
+    )
     launch.start([hub], [env])
     assert launch.wait() == 1
     assert [each["delay_s"] for each in launch.said("ended", "env")] == [0.05, 0.1, 0.15, 0.15]
@@ -140,7 +156,10 @@ def test_an_environment_called_wrongly_or_dead_at_once_is_not_restarted(launch, 
 
 
 def test_an_environment_that_has_finished_stays_so_and_the_run_goes_on(launch):
-    envs = [launch.service("env", "--live", 0.3), launch.service("other", "--live", 0.3, restart=Restart(when="always", first_delay=0.05))]
+    envs = [
+        launch.service("env", "--live", 0.3),
+        launch.service("other", "--live", 0.3, restart=Restart(when="always", first_delay=0.05)),
+    ]
     launch.start([launch.service("hub", "--until", launch.folder / "enough", role="hub")], envs)
     launch.until(lambda: launch.noted("start").count("other") == 3)
     assert launch.noted("start").count("env") == 1
@@ -166,7 +185,9 @@ def test_restarts_leave_no_zombie_and_no_stray(launch):
 @pytest.mark.parametrize("role", ["server", "hub"])
 def test_the_death_of_server_or_hub_stops_everything(launch, role):
     dying = ("--until", launch.folder / "enough", "--status", 4)
-    server, hub = (launch.service(each, *(dying if each == role else ()), role=each) for each in ("server", "hub"))
+    server, hub = (
+        launch.service(each, *(dying if each == role else ()), role=each) for each in ("server", "hub")
+    )
     launch.start([server], [hub], [launch.service("env")]).until_up()
     (launch.folder / "enough").touch()
     assert launch.wait() == 1
@@ -175,9 +196,15 @@ def test_the_death_of_server_or_hub_stops_everything(launch, role):
     launch.until_nothing_lives()
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_stops_orderly_environments_first(launch, signum, status):
-    launch.start([launch.service("server", role="server")], [launch.service("hub", role="hub")], [launch.service("env")]).until_up()
+    launch.start(
+        [launch.service("server", role="server")],
+        [launch.service("hub", role="hub")],
+        [launch.service("env")],
+    ).until_up()
     launch.send(signum)
     assert launch.wait() == status
     assert launch.noted("SIGTERM") == ["env", "hub", "server"]
@@ -186,7 +213,10 @@ def test_a_signal_stops_orderly_environments_first(launch, signum, status):
 
 
 def test_a_signal_while_it_starts(launch):
-    launch.start([launch.service("server", role="server", within_s=60, http=launch.free_port())], [launch.service("hub", role="hub")])
+    launch.start(
+        [launch.service("server", role="server", within_s=60, http=launch.free_port())],
+        [launch.service("hub", role="hub")],
+    )
     launch.until(lambda: launch.noted("start"))
     launch.send(signal.SIGINT)
     assert launch.wait() == 130
@@ -195,7 +225,9 @@ def test_a_signal_while_it_starts(launch):
 
 
 def test_who_outstays_its_grace_is_killed(launch):
-    launch.start([launch.service("hub", role="hub")], [launch.service("env", "--stubborn", grace_s=0.4)]).until_up()
+    launch.start(
+        [launch.service("hub", role="hub")], [launch.service("env", "--stubborn", grace_s=0.4)]
+    ).until_up()
     launch.send(signal.SIGTERM)
     assert launch.wait() == 143
     assert [each["service"] for each in launch.said("kill")] == ["env"]
@@ -205,7 +237,9 @@ def test_who_outstays_its_grace_is_killed(launch):
 
 def test_the_second_signal_ends_all_at_once(launch):
     stubborn = [launch.service(name, "--stubborn", "--stray", grace_s=3600) for name in ("one", "two")]
-    launch.start([launch.service("hub", "--stubborn", "--stray", role="hub", grace_s=3600)], stubborn).until_up()
+    launch.start(
+        [launch.service("hub", "--stubborn", "--stray", role="hub", grace_s=3600)], stubborn
+    ).until_up()
     launch.send(signal.SIGINT)
     launch.until(lambda: set(launch.noted("SIGTERM")) >= {"one", "two"})
     launch.until(lambda: launch.send(signal.SIGINT) or launch.said("kill"))
@@ -275,7 +309,11 @@ def test_a_wrapped_program_has_its_grace_and_no_more(launch):
     for service, script in zip(shells, (slow, never), strict=True):
         service.command, service.stop_grace_s = ["sh", "-c", f"sh -c {shlex.quote(script)}; exit $?"], 2.0
     launch.start(shells)
-    launch.until(lambda: all(f"{word} waits" in log_of(launch, name) for word, name in (("slow", "hub"), ("never", "server"))))
+    launch.until(
+        lambda: all(
+            f"{word} waits" in log_of(launch, name) for word, name in (("slow", "hub"), ("never", "server"))
+        )
+    )
     launch.send(signal.SIGTERM)
     assert launch.wait() == 143
     assert "slow has ended" in log_of(launch, "hub")
@@ -288,7 +326,11 @@ def log_of(launch, name):
 
 def test_a_service_has_its_folder_and_variables(launch):
     service = launch.service("hub", role="hub")
-    service.command, service.folder, service.env = ["sh", "-c", "echo $COLOUR in $PWD; sleep 0.3"], "/usr", {"COLOUR": "blue"}
+    service.command, service.folder, service.env = (
+        ["sh", "-c", "echo $COLOUR in $PWD; sleep 0.3"],
+        "/usr",
+        {"COLOUR": "blue"},
+    )
     launch.start([service])
     assert launch.wait() == 0
     assert "blue in /usr" in (launch.run_dir / "logs" / "hub.log").read_text()
@@ -316,7 +358,9 @@ def test_a_bridge_in_other_hands_is_named_before_anything_starts(launch, bridge,
 def test_one_launch_per_run_directory(launch):
     launch.start([launch.service("hub", role="hub")]).until_up()
     path = launch.folder / "wanted.json"
-    second = subprocess.run([sys.executable, launch.script, path, "json"], capture_output=True, text=True, timeout=60)
+    second = subprocess.run(
+        [sys.executable, launch.script, path, "json"], capture_output=True, text=True, timeout=60
+    )
     assert second.returncode == 1
     assert f"is in use by a launch, pid {launch.pid}" in second.stderr
     launch.send(signal.SIGTERM)

@@ -1,4 +1,5 @@
-"""The tables of docs/reference/agreement.md: what TRL's and verl's numbers are away from ours, as test_*_agree.py find it.
+"""The tables of docs/reference/agreement.md: what TRL's and verl's numbers are away from ours, as
+test_*_agree.py find it.
 
     PYTHONPATH=build/peers python tests/learner/agreement.py            # print them
     PYTHONPATH=build/peers python tests/learner/agreement.py --write    # into the page
@@ -54,9 +55,15 @@ def tables(rows: list[Row]) -> dict[str, str]:
         for package, what, value, gradient, tolerance, why in rows
         if why is None
     )
-    differ = "".join(f"| {package} | {what} | {value:.1e} | {why} |\n" for package, what, value, _, _, why in rows if why)
+    differ = "".join(
+        f"| {package} | {what} | {value:.1e} | {why} |\n" for package, what, value, _, _, why in rows if why
+    )
     return {
-        "agree": "| package | loss or estimator | value | gradient | tolerance |\n| --- | --- | --- | --- | --- |\n" + agree,
+        "agree": (
+            "| package | loss or estimator | value | gradient | tolerance |\n"
+            "| --- | --- | --- | --- | --- |\n"
+        )
+        + agree,
         "differ": "| package | estimator | value | why |\n| --- | --- | --- | --- |\n" + differ,
     }
 

@@ -1,4 +1,6 @@
-"""The learner as a program in which something raises at a step: python breaking_learner.py WHERE STEP <the learner's options>."""
+"""The learner as a program in which something raises at a step: python breaking_learner.py WHERE STEP <the
+learner's options>.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def main() -> int:
 
     def oom(*args: object, **named: object) -> None:
         if calls + 1 >= step:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 79 GiB")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has a total capacity of 79 GiB"
+            )
         own["backward"](*args, **named)
 
     def bug(*args: object, **named: object) -> None:

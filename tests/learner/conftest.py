@@ -1,4 +1,6 @@
-"""A tiny model and hand-made packed batches, so that the learner is tested without a transport; W&B's files read back."""
+"""A tiny model and hand-made packed batches, so that the learner is tested without a transport; W&B's files
+read back.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def differences_allowed() -> None:
 
 @pytest.fixture
 def bridge() -> Iterator[str]:
-    """Yield the name of a bridge; afterwards nothing of it is left, once those who were killed, and their children, are gone."""
+    """Yield the name of a bridge; afterwards nothing of it is left, once those who were killed, and their
+    children, are gone.
+    """
     name = f"learner-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     yield name
     deadline = time.monotonic() + 20.0
@@ -124,7 +128,8 @@ class HandMadeBatch:
         self.released += 1
 
 
-Answer = Callable[[str, str, dict[str, str], Any], tuple[int, Any]]  # method, path, query, body -> status, body
+# method, path, query, body -> status, body
+Answer = Callable[[str, str, dict[str, str], Any], tuple[int, Any]]
 
 
 @pytest.fixture
@@ -141,7 +146,9 @@ def served(answer: Answer, port: int = 0) -> Iterator[str]:
             where = urlsplit(self.path)
             raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             assert not raw or self.headers["Content-Type"] == "application/json"
-            status, said = answer(self.command, where.path, dict(parse_qsl(where.query)), json.loads(raw) if raw else None)
+            status, said = answer(
+                self.command, where.path, dict(parse_qsl(where.query)), json.loads(raw) if raw else None
+            )
             body = said.encode() if isinstance(said, str) else json.dumps(said).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
@@ -206,7 +213,8 @@ def packed_batch() -> Callable[..., HandMadeBatch]:
             present[name] = np.array([row is not None for row in values])
             filled = [np.zeros(0) if row is None else np.asarray(row) for row in values]
             return SimpleNamespace(
-                values=np.concatenate(filled).astype(dtype), lengths=np.array([len(row) for row in filled], np.int32)
+                values=np.concatenate(filled).astype(dtype),
+                lengths=np.array([len(row) for row in filled], np.int32),
             )
 
         def scalar(name: str, values: Sequence[float | None] | None, dtype: type) -> np.ndarray | None:
@@ -290,7 +298,12 @@ def agreement(record_property: Callable[[str, object], None]) -> Callable[..., N
     """Return a recorder of what another package's numbers are away from ours; see agreement.py."""
 
     def record(
-        package: str, what: str, value: float, gradient: float | None, tolerance: float | None, why: str | None = None
+        package: str,
+        what: str,
+        value: float,
+        gradient: float | None,
+        tolerance: float | None,
+        why: str | None = None,
     ) -> None:
         record_property("agreement", [package, what, value, gradient, tolerance, why])
 
@@ -298,10 +311,23 @@ def agreement(record_property: Callable[[str, object], None]) -> Callable[..., N
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = [report for outcome in terminalreporter.stats.values() for report in outcome if isinstance(report, pytest.TestReport)]
-    rows = [row for report in reports if report.when == "call" for name, row in report.user_properties if name == "agreement"]
+    reports = [
+        report
+        for outcome in terminalreporter.stats.values()
+        for report in outcome
+        if isinstance(report, pytest.TestReport)
+    ]
+    rows = [
+        row
+        for report in reports
+        if report.when == "call"
+        for name, row in report.user_properties
+        if name == "agreement"
+    ]
     for package, what, value, gradient, *_ in rows:
-        terminalreporter.write_line(f"{package:5} {what:70} {value:9.1e} {'' if gradient is None else f'{gradient:9.1e}'}")
+        terminalreporter.write_line(
+            f"{package:5} {what:70} {value:9.1e} {'' if gradient is None else f'{gradient:9.1e}'}"
+        )
 
 
 def records(path: Path) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """One of two ranks that publish a module in parts; started by test_publishing.py.
 
-    python publishing_rank.py BRIDGE HOW DTYPE     with torchrun's environment variables
+python publishing_rank.py BRIDGE HOW DTYPE     with torchrun's environment variables
 """
 
 import sys
@@ -41,7 +41,10 @@ def main(bridge: str, how: str, dtype: str) -> None:
                 for parameter in made.parameters():
                     parameter.add_(version)
             publisher.publish(version)
-        gathered = {name: whole(parameter.detach()).to(getattr(torch, dtype)) for name, parameter in made.named_parameters()}
+        gathered = {
+            name: whole(parameter.detach()).to(getattr(torch, dtype))
+            for name, parameter in made.named_parameters()
+        }
         world.told(0)
         if world.is_main:
             with WeightsReader(bridge) as reader, reader.lease() as lease:

@@ -1,7 +1,8 @@
-"""Starts learner ranks as processes of their own, in a tenth of the time: imports everything once, then forks.
+"""Starts learner ranks as processes of their own, in a tenth of the time: imports everything once, then
+forks.
 
     stdin:  {"start": {"argv": [...], "env": {...}, "out": path, "err": path}}   ->  stdout: pid
-            {"wait": pid}                                                        ->  stdout: exit status, as Popen's
+            {"wait": pid} -> stdout: exit status, as Popen's
 """
 
 import atexit
@@ -40,7 +41,11 @@ def start(argv, env, out, err):
 def main():
     for line in sys.stdin:
         asked = json.loads(line)
-        answer = start(**asked["start"]) if "start" in asked else os.waitstatus_to_exitcode(os.waitpid(asked["wait"], 0)[1])
+        answer = (
+            start(**asked["start"])
+            if "start" in asked
+            else os.waitstatus_to_exitcode(os.waitpid(asked["wait"], 0)[1])
+        )
         print(answer, flush=True)
 
 

@@ -1,4 +1,6 @@
-"""Run once per rank: a model of experts that are modules, each rank's tokens going to some of them, gets the gradient of one rank."""
+"""Run once per rank: a model of experts that are modules, each rank's tokens going to some of them, gets the
+gradient of one rank.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class Model(nn.Module):
 
 
 def gradients(how: str, world: World) -> None:
-    tokens = [torch.tensor([0, 1, 1]), torch.tensor([2, 0])]  # rank 0 uses as many experts as rank 1, and others
+    # rank 0 uses as many experts as rank 1, and others
+    tokens = [torch.tensor([0, 1, 1]), torch.tensor([2, 0])]
     alone = Model()
     sum(alone(each).sum() for each in tokens).backward()
     own = Model()
@@ -57,7 +60,9 @@ def gradients(how: str, world: World) -> None:
             parallel.backward(parallel(lambda model, each: model(each).sum(), micro))
     for (name, expected), found in zip(alone.named_parameters(), own.parameters(), strict=True):
         wanted = torch.zeros_like(expected) if expected.grad is None else expected.grad
-        torch.testing.assert_close(whole(found.grad), wanted, msg=lambda text, name=name: f"{how} {name}: {text}")
+        torch.testing.assert_close(
+            whole(found.grad), wanted, msg=lambda text, name=name: f"{how} {name}: {text}"
+        )
 
 
 if __name__ == "__main__":

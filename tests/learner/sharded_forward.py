@@ -1,4 +1,6 @@
-"""Run once per rank: log-probabilities and gradients through a model wrapped for DDP or FSDP2 equal those of the model alone."""
+"""Run once per rank: log-probabilities and gradients through a model wrapped for DDP or FSDP2 equal those of
+the model alone.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,17 @@ CASES = [("ddp", False), ("ddp", True), ("fsdp2", False), ("fsdp2", True), ("fsd
 def model(tied: bool) -> Qwen2ForCausalLM:
     torch.manual_seed(4)
     made = Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=28, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                    num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=tied)
-    )  # fmt: skip
+        Qwen2Config(
+            vocab_size=28,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.2,
+            tie_word_embeddings=tied,
+        )
+    )
     attention.use(made, attention.ROWS)
     return made
 
@@ -51,7 +61,9 @@ def run(own: torch.nn.Module, rank: int, chunk: int | None) -> tuple[torch.Tenso
     own.zero_grad(set_to_none=True)
     found = []
     for micro in micro_batches(rows(rank), 20, torch.device("cpu"), "packed"):
-        values, entropy = forward.trained_logprobs(own, micro, precision=torch.float32, chunk_tokens=chunk, with_entropy=True)
+        values, entropy = forward.trained_logprobs(
+            own, micro, precision=torch.float32, chunk_tokens=chunk, with_entropy=True
+        )
         assert entropy is not None
         (values.sum() + entropy.square().sum()).backward()
         found.append(values.detach())
@@ -74,7 +86,8 @@ def wrap(own: Qwen2ForCausalLM, wrapper: str) -> torch.nn.Module:
 def check(wrapper: str, tied: bool) -> None:
     rank = dist.get_rank()
     alone = [run(model(tied), each, None) for each in range(dist.get_world_size())]
-    gradients = [torch.stack(each).mean(0) for each in zip(*(one[1] for one in alone), strict=True)]  # as both wrappers do
+    # as both wrappers do
+    gradients = [torch.stack(each).mean(0) for each in zip(*(one[1] for one in alone), strict=True)]
     wrapped = wrap(model(tied), wrapper)
     for chunk in (None, 4):
         values, found = run(wrapped, rank, chunk)

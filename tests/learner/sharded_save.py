@@ -1,4 +1,6 @@
-"""Run once per rank: what a checkpoint of a sharded model takes of each rank's memory, and that the file is the whole."""
+"""Run once per rank: what a checkpoint of a sharded model takes of each rank's memory, and that the file is
+the whole.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,17 @@ class Allocated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if type(each) is torch.Tensor}
+        given = {
+            each.untyped_storage()._cdata
+            for each in tree_leaves((args, kwargs))
+            if type(each) is torch.Tensor
+        }
         for each in tree_leaves(out):
-            if type(each) is not torch.Tensor or (key := each.untyped_storage()._cdata) in given or key in self._seen:
+            if (
+                type(each) is not torch.Tensor
+                or (key := each.untyped_storage()._cdata) in given
+                or key in self._seen
+            ):
                 continue
             size = each.untyped_storage().nbytes()
             self._seen.add(key)
@@ -60,13 +70,22 @@ def main() -> None:
     loss = parallel(lambda it: it(input_ids=torch.arange(12)[None], use_cache=False).logits.square().mean())
     parallel.backward(loss)
     optimizer.step()  # of learning rate 0: the parameters stay
-    shard = sum(each.to_local().nbytes for state in optimizer.state.values() for each in state.values() if hasattr(each, "to_local"))
+    shard = sum(
+        each.to_local().nbytes
+        for state in optimizer.state.values()
+        for each in state.values()
+        if hasattr(each, "to_local")
+    )
     largest = max(each.nbytes for each in expected.values())
     folder = Path(sys.argv[1])
     with Allocated() as allocated:
         path = checkpoint.save(folder, Progress(1, 1), own, None, optimizer, write=rank == 0)
     dist.barrier()
-    print(f"rank {rank}: shard {shard}, largest tensor {largest}, most beside them while saving {allocated.most}", flush=True)
+    print(
+        f"rank {rank}: shard {shard}, largest tensor {largest}, most beside them while saving "
+        f"{allocated.most}",
+        flush=True,
+    )
     assert shard > 4 * largest
     if rank:
         assert allocated.most <= 2 * largest, "a rank that writes nothing gathers"

@@ -1,4 +1,6 @@
-"""Several batches of the bridge in one optimizer step: the gradient is that of one batch with all their groups."""
+"""Several batches of the bridge in one optimizer step: the gradient is that of one batch with all their
+groups.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from shmbridge.consumers.learner.objective import SHARES
 
 PARTS = (  # of unequal sizes, so that means of means would be wrong
     ([[3, 4, 5, 6], [3, 4, 7, 8]], [1.0, 0.0], [[0, 0, 1, 1], [0, 0, 1, 1]]),
-    ([[9, 1, 2, 5, 6, 7], [9, 1, 3, 3, 3, 3], [9, 1, 3]], [0.0, 1.0, 3.0], [[0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 1]]),
+    (
+        [[9, 1, 2, 5, 6, 7], [9, 1, 3, 3, 3, 3], [9, 1, 3]],
+        [0.0, 1.0, 3.0],
+        [[0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 1]],
+    ),
     ([[2, 2, 4], [2, 2, 6]], [0.5, 0.0], [[0, 0, 1], [0, 0, 0]]),
 )
 
@@ -34,12 +40,16 @@ def test_parts_leave_the_gradient_and_the_numbers_of_the_whole(tiny_model, packe
     split, whole = (Learner(tiny_model(1), objective, lambda step: 1e-2) for _ in range(2))
     for number, (rows, scores, masks) in enumerate(PARTS):
         logprobs = [[-0.5] * len(row) for row in rows]
-        found = split.accumulate(packed_batch(rows, scores=scores, masks=masks, logprobs=logprobs), first=number == 0)
+        found = split.accumulate(
+            packed_batch(rows, scores=scores, masks=masks, logprobs=logprobs), first=number == 0
+        )
 
     rows, scores, masks = ([value for part in PARTS for value in part[each]] for each in range(3))
     groups = np.repeat([0, 1, 2], [2, 3, 2]).tolist()
     logprobs = [[-0.5] * len(row) for row in rows]
-    expected = whole.accumulate(packed_batch(rows, scores=scores, masks=masks, logprobs=logprobs, groups=groups))
+    expected = whole.accumulate(
+        packed_batch(rows, scores=scores, masks=masks, logprobs=logprobs, groups=groups)
+    )
 
     for name in SHARES:
         assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name

@@ -81,5 +81,7 @@ def test_the_records_own_advantages_win_row_by_row():
 
 
 def test_scores_too_large_to_square_count_as_broken():
-    np.testing.assert_allclose(group_normalised([1e308, 1e308, 1.0, 3.0], [0, 0, 0, 0]), [0, 0, -1, 1], atol=1e-3)
+    np.testing.assert_allclose(
+        group_normalised([1e308, 1e308, 1.0, 3.0], [0, 0, 0, 0]), [0, 0, -1, 1], atol=1e-3
+    )
     np.testing.assert_array_equal(group_normalised([1e200, -1e200], [0, 0]), [0, 0])

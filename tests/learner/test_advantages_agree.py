@@ -1,4 +1,5 @@
-"""The estimators and what verl and TRL compute for the same random batches, where those packages are installed.
+"""The estimators and what verl and TRL compute for the same random batches, where those packages are
+installed.
 
 TRL computes its advantages inside a method of GRPOTrainer, so that block of its source runs as it is written.
 """
@@ -34,14 +35,20 @@ ON_PURPOSE = {
 
 
 class Batch:
-    """Random rows in groups of several sizes, some flat, some alone; responses of several lengths, unpadded and padded."""
+    """Random rows in groups of several sizes, some flat, some alone; responses of several lengths, unpadded
+    and padded.
+    """
 
     def __init__(self, seed, groups=24, longest=17, sizes=(1, 2, 4, 8)):
         rng = np.random.default_rng(seed)
         counts = rng.choice(sizes, groups)
         self.group = rng.permutation(np.repeat(np.arange(groups), counts))
         flat = np.isin(self.group, [0, 1])
-        self.scores = np.where(flat, 0.5, rng.choice([0.0, 1.0, rng.normal()], self.group.size) + rng.normal(0, 0.3, self.group.size))
+        self.scores = np.where(
+            flat,
+            0.5,
+            rng.choice([0.0, 1.0, rng.normal()], self.group.size) + rng.normal(0, 0.3, self.group.size),
+        )
         self.scores = self.scores.astype(np.float32)
         self.lengths = rng.integers(1, longest + 1, self.group.size)
         self.cu_seqlens = np.concatenate([[0], np.cumsum(self.lengths)])
@@ -63,14 +70,22 @@ class Batch:
 
 
 def verl_rows(seed):
-    verl = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError)
+    verl = pytest.importorskip(
+        "verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError
+    )
     config = SimpleNamespace(gamma=0.9, get=lambda key, default=None: default)
     batches = {"no group alone": Batch(seed, sizes=(2, 4, 8)), "some groups alone": Batch(seed)}
     like = {"ddof": 1, "eps": 1e-6, "floor": 0.0}
 
     def theirs(name, it, rewards=None, **options):
         function = getattr(verl, f"compute_{name}_outcome_advantage")
-        return function(it.outcome() if rewards is None else rewards, it.padded(it.mask), index=it.group, config=config, **options)[0]
+        return function(
+            it.outcome() if rewards is None else rewards,
+            it.padded(it.mask),
+            index=it.group,
+            config=config,
+            **options,
+        )[0]
 
     for what, it in batches.items():
         normalised = group_advantages(it.scores, it.group, **like)
@@ -83,7 +98,10 @@ def verl_rows(seed):
             ("rloo_vectorized", leave_one_out(it.scores, it.group), {}),
         ):
             label = ", ".join([name, *(f"{key}={value}" for key, value in options.items())])
-            made, ours = theirs(name, it, **options), it.padded(spread_to_tokens(per_row, it.cu_seqlens, it.mask))
+            made, ours = (
+                theirs(name, it, **options),
+                it.padded(spread_to_tokens(per_row, it.cu_seqlens, it.mask)),
+            )
             yield label, what, made, ours
             if what == "some groups alone":
                 company = torch.from_numpy(np.bincount(it.group)[it.group] > 1).unsqueeze(1)
@@ -93,14 +111,23 @@ def verl_rows(seed):
         yield name, what, theirs(name, it), it.padded(batch_normalised(on_tokens, it.mask, ddof=1))
 
     name, count = "reinforce_plus_plus", int(it.mask.sum())
-    dense = it.padded(token_reward_advantages(it.dense, it.group, it.cu_seqlens, it.mask, discount=0.9, over="batch"))
+    dense = it.padded(
+        token_reward_advantages(it.dense, it.group, it.cu_seqlens, it.mask, discount=0.9, over="batch")
+    )
     yield name, "rewards on all tokens", theirs(name, it, it.padded(it.dense)), dense
     sampled = dense * math.sqrt((count - 1) / count)
-    yield name, "rewards on all tokens, for a sample's deviation", theirs(name, it, it.padded(it.dense)), sampled
+    yield (
+        name,
+        "rewards on all tokens, for a sample's deviation",
+        theirs(name, it, it.padded(it.dense)),
+        sampled,
+    )
 
 
 def trl_block():
-    """The statement of GRPOTrainer that makes advantages of rewards, and its `nanstd`, compiled from TRL's own files."""
+    """The statement of GRPOTrainer that makes advantages of rewards, and its `nanstd`, compiled from TRL's
+    own files.
+    """
     package = importlib.util.find_spec("trl")
     if package is None:
         pytest.skip("TRL is not installed")
@@ -108,10 +135,12 @@ def trl_block():
     trainer = ast.parse((where / "grpo_trainer.py").read_text())
     # The outermost `if` on the aggregation is found first: ast.walk goes breadth first.
     block = next(
-        node for node in ast.walk(trainer)
-        if isinstance(node, ast.If) and "self.multi_objective_aggregation ==" in ast.unparse(node.test)
+        node
+        for node in ast.walk(trainer)
+        if isinstance(node, ast.If)
+        and "self.multi_objective_aggregation ==" in ast.unparse(node.test)
         and "advantages = " in ast.unparse(node)
-    )  # fmt: skip
+    )
     tools = ast.parse((where / "utils.py").read_text())
     nanstd = next(node for node in tools.body if isinstance(node, ast.FunctionDef) and node.name == "nanstd")
     scope = {"torch": torch}
@@ -124,17 +153,30 @@ def trl_rows(seed):
     batch = Batch(seed, sizes=(8,))
     group = np.sort(batch.group)  # TRL has its groups one after another
     for scale, options in (("group", {"scale": "std", "ddof": 1, "floor": 0.0}), ("none", {"scale": "none"})):
-        trainer = SimpleNamespace(multi_objective_aggregation="sum_then_normalize", scale_rewards=scale, reward_weights=torch.ones(1))
+        trainer = SimpleNamespace(
+            multi_objective_aggregation="sum_then_normalize",
+            scale_rewards=scale,
+            reward_weights=torch.ones(1),
+        )
         for what, broken in (("all scored", 0), ("some rows without a score", 9)):
             scores = np.where(np.arange(group.size) < broken, np.nan, batch.scores).astype(np.float32)
             rewards = torch.from_numpy(scores).unsqueeze(1)
             names = {
-                **scope, "self": trainer, "rewards_per_func": rewards, "device": torch.device("cpu"), "num_generations": 8,
+                **scope,
+                "self": trainer,
+                "rewards_per_func": rewards,
+                "device": torch.device("cpu"),
+                "num_generations": 8,
                 "unscorable_mask": torch.isnan(rewards).all(dim=1),
-            }  # fmt: skip
+            }
             exec(code, names)
             theirs = torch.nan_to_num(names["advantages"], nan=0.0)  # as the trainer does after that block
-            yield f"GRPOTrainer, scale_rewards={scale}", what, theirs, torch.from_numpy(group_advantages(scores, group, **options))
+            yield (
+                f"GRPOTrainer, scale_rewards={scale}",
+                what,
+                theirs,
+                torch.from_numpy(group_advantages(scores, group, **options)),
+            )
 
 
 @pytest.mark.parametrize(("package", "rows"), [("verl", verl_rows), ("TRL", trl_rows)])
@@ -143,7 +185,9 @@ def test_estimators(agreement, package, rows):
     for seed in range(5):
         for estimator, what, theirs, ours in rows(seed):
             assert theirs.shape == ours.shape
-            worst[estimator, what] = max(worst.get((estimator, what), 0.0), float((theirs.float() - ours).abs().max()))
+            worst[estimator, what] = max(
+                worst.get((estimator, what), 0.0), float((theirs.float() - ours).abs().max())
+            )
     for (estimator, what), difference in worst.items():
         why = ON_PURPOSE.get((estimator, what)) if package == "verl" else None
         agreement(package, f"{estimator}: {what}", difference, None, TOLERANCE if why is None else None, why)

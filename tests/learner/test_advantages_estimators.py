@@ -1,4 +1,6 @@
-"""The estimators over a group and over the batch: formulas against loops, guards, invariants, who wins on a token."""
+"""The estimators over a group and over the batch: formulas against loops, guards, invariants, who wins on a
+token.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_group_advantages_are_those_of_a_loop(rows, scale, ddof, floor):
     scores, group, usable = columns(rows)
     result = group_advantages(scores, group, usable=usable, scale=scale, ddof=ddof, floor=floor)
     assert result.dtype == np.float32
-    np.testing.assert_allclose(result, slowly(scores, group, usable, scale=scale, ddof=ddof, floor=floor), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        result, slowly(scores, group, usable, scale=scale, ddof=ddof, floor=floor), rtol=1e-5, atol=1e-5
+    )
 
 
 @given(ROWS)
@@ -71,7 +75,9 @@ def test_hand_made_values():
     scores, group = [1.0, 0.0, 0.0, 1.0, 5.0], [0, 0, 0, 0, 1]
     np.testing.assert_array_equal(group_advantages(scores, group, eps=0.0), [1, -1, -1, 1, 0])
     np.testing.assert_array_equal(group_advantages(scores, group, scale="none"), [0.5, -0.5, -0.5, 0.5, 0])
-    np.testing.assert_allclose(group_advantages(scores, group, eps=0.0, ddof=1), np.array([1, -1, -1, 1, 0]) * 0.75**0.5, rtol=1e-6)
+    np.testing.assert_allclose(
+        group_advantages(scores, group, eps=0.0, ddof=1), np.array([1, -1, -1, 1, 0]) * 0.75**0.5, rtol=1e-6
+    )
     np.testing.assert_allclose(leave_one_out(scores, group), [2 / 3, -2 / 3, -2 / 3, 2 / 3, 0], rtol=1e-6)
 
 
@@ -106,7 +112,9 @@ def test_groups_sum_to_zero_and_the_order_of_rows_does_not_matter(estimate, rows
     assert np.abs(np.bincount(group, weights=result)).max(initial=0.0) < 1e-4
     assert not result[~usable].any()
     order = np.random.default_rng(len(rows)).permutation(len(rows))
-    np.testing.assert_allclose(estimate(scores[order], group[order], usable=usable[order]), result[order], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        estimate(scores[order], group[order], usable=usable[order]), result[order], rtol=1e-5, atol=1e-6
+    )
 
 
 @given(ROWS, st.sampled_from([0.25, 4.0, 1024.0]))
@@ -115,18 +123,24 @@ def test_a_larger_unit_changes_nothing_but_what_is_in_that_unit(rows, unit):
     for options in ({"eps": 0.0}, {"eps": 0.0, "floor": 0.3}):
         np.testing.assert_allclose(
             group_advantages(scores * unit, group, usable=usable, **options),
-            group_advantages(scores, group, usable=usable, **options), rtol=1e-5, atol=1e-6,
-        )  # fmt: skip
+            group_advantages(scores, group, usable=usable, **options),
+            rtol=1e-5,
+            atol=1e-6,
+        )
     for estimate in ESTIMATORS[1:]:
         in_unit = unit * estimate(scores, group, usable=usable)
-        np.testing.assert_allclose(estimate(scores * unit, group, usable=usable), in_unit, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            estimate(scores * unit, group, usable=usable), in_unit, rtol=1e-5, atol=1e-6
+        )
 
 
 @given(ROWS, st.sampled_from([1e-4, 0.5]))
 def test_losses_are_gains_the_other_way_round(rows, floor):
     scores, group, usable = columns(rows)
     gains = group_advantages(scores, group, usable=usable, floor=floor)
-    np.testing.assert_allclose(group_advantages(-scores, group, usable=usable, floor=floor), -gains, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        group_advantages(-scores, group, usable=usable, floor=floor), -gains, rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -138,14 +152,18 @@ def test_the_floor_is_a_share_of_the_mean_whatever_its_sign(sign):
 def test_the_floor_keeps_noise_small():
     scores = 1e6 + np.array([0.0, 1e-3, 0.0, 1e-3])
     np.testing.assert_allclose(np.abs(group_advantages(scores, [0] * 4, eps=0.0, floor=0.0)), 1.0, rtol=1e-4)
-    np.testing.assert_allclose(np.abs(group_normalised(scores, [0] * 4, eps=0.0)), 1.0, rtol=1e-4)  # which has none
+    # which has none
+    np.testing.assert_allclose(np.abs(group_normalised(scores, [0] * 4, eps=0.0)), 1.0, rtol=1e-4)
     assert np.abs(group_advantages(scores, [0] * 4, eps=0.0)).max() == pytest.approx(0.5e-3 / 100, rel=1e-3)
 
 
 @given(ROWS)
 def test_group_normalised_is_the_same_without_a_floor(rows):
     scores, group, usable = columns(rows)
-    np.testing.assert_array_equal(group_normalised(scores, group, usable=usable), group_advantages(scores, group, usable=usable, floor=0.0))
+    np.testing.assert_array_equal(
+        group_normalised(scores, group, usable=usable),
+        group_advantages(scores, group, usable=usable, floor=0.0),
+    )
 
 
 def test_what_cannot_be_is_refused():
@@ -207,7 +225,11 @@ def test_no_trained_token():
 
 def on_ranks(parts, **options):
     """Every part on a thread of its own, with a sum over the threads: what a collective does."""
-    barrier, sent, results = threading.Barrier(len(parts), timeout=30), [None] * len(parts), [None] * len(parts)
+    barrier, sent, results = (
+        threading.Barrier(len(parts), timeout=30),
+        [None] * len(parts),
+        [None] * len(parts),
+    )
 
     def rank(number, values, mask):
         def reduce(sums):
@@ -236,7 +258,9 @@ def test_ranks_normalise_as_one_batch_however_it_is_cut(options):
     mask[:20] = False  # the first rank trains nothing, and must call all the same
     cuts = [slice(0, 20), slice(20, 31), slice(31, 90)]
     together = batch_normalised(values, mask, **options)
-    np.testing.assert_allclose(on_ranks([(values[c], mask[c]) for c in cuts], **options), together, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        on_ranks([(values[c], mask[c]) for c in cuts], **options), together, rtol=1e-5, atol=1e-6
+    )
     assert not on_ranks([([0.1] * 3, [1] * 3), ([0.1] * 5, [1] * 5)]).any()
 
 

@@ -1,4 +1,6 @@
-"""docs/reference/agreement.md has every comparison, within its tolerance; so are today's numbers, where TRL and verl are installed."""
+"""docs/reference/agreement.md has every comparison, within its tolerance; so are today's numbers, where TRL
+and verl are installed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_every_number_on_the_page_is_within_its_tolerance():
 def test_the_page_has_what_the_comparisons_find():
     if not (importlib.util.find_spec("trl") and importlib.util.find_spec("verl")):
         pytest.skip("TRL and verl are not both installed")
-    ran = subprocess.run([sys.executable, SCRIPT, "--json"], check=True, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run(
+        [sys.executable, SCRIPT, "--json"], check=True, capture_output=True, text=True, timeout=100
+    )
     agree, differ = {}, set()
     for package, what, value, gradient, tolerance, why in json.loads(ran.stdout):
         if why is None:

@@ -27,7 +27,7 @@ from transformers import (
     MambaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
-)  # fmt: skip
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from shmbridge.consumers.learner import attention
@@ -36,18 +36,32 @@ from shmbridge.consumers.learner.microbatch import micro_batches
 from shmbridge.consumers.learner.training_rows import prepare
 
 CPU = torch.device("cpu")
-ROWS = [[3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [1, 2, 3, 4, 5], [20, 21], [8, 8, 8, 9, 9, 1, 2, 3, 4, 5, 6], [13, 14]]
+ROWS = [
+    [3, 4, 5, 6, 7, 8, 9],
+    [10, 11, 12],
+    [1, 2, 3, 4, 5],
+    [20, 21],
+    [8, 8, 8, 9, 9, 1, 2, 3, 4, 5, 6],
+    [13, 14],
+]
 
 
 def model(implementation, *, key_heads=2, window=None):
     torch.manual_seed(1)
     made = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=28, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=key_heads, initializer_range=0.1, use_sliding_window=window is not None,
-            sliding_window=window, max_window_layers=0,
+            vocab_size=28,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=key_heads,
+            initializer_range=0.1,
+            use_sliding_window=window is not None,
+            sliding_window=window,
+            max_window_layers=0,
         )
-    ).eval()  # fmt: skip
+    ).eval()
     attention.use(made, implementation)
     assert made.config._attn_implementation == implementation
     return made
@@ -58,16 +72,23 @@ def logprobs(own, batch, layout, budget=1000):
     rows, _ = prepare(batch, 1.0)
     found = {}
     for micro in micro_batches(rows, budget, CPU, layout):
-        values, _ = trained_logprobs(own, micro, precision=torch.float32, chunk_tokens=None, with_entropy=False)
+        values, _ = trained_logprobs(
+            own, micro, precision=torch.float32, chunk_tokens=None, with_entropy=False
+        )
         row_tokens = micro.tokens[0].split(micro.row_lengths) if layout == "packed" else micro.tokens
-        for tokens, length, each in zip(row_tokens, micro.row_lengths, values.split(micro.trained_lengths.tolist()), strict=True):
+        for tokens, length, each in zip(
+            row_tokens, micro.row_lengths, values.split(micro.trained_lengths.tolist()), strict=True
+        ):
             found[tuple(tokens[:length].tolist())] = each
     return found
 
 
 @pytest.mark.parametrize(
     ("implementation", "window"),
-    [*((name, window) for name in ("sdpa", "eager", attention.ROWS) for window in (None, 3)), ("flex_attention", None)],
+    [
+        *((name, window) for name in ("sdpa", "eager", attention.ROWS) for window in (None, 3)),
+        ("flex_attention", None),
+    ],
 )
 def test_a_row_of_a_pack_gives_what_it_gives_alone(packed_batch, implementation, window):
     own = model(implementation, window=window)
@@ -91,7 +112,9 @@ def test_a_row_of_a_pack_gives_what_it_gives_alone(packed_batch, implementation,
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", attention.ROWS])
 def test_gradients_of_packs_are_those_of_padded_rows(packed_batch, implementation):
     def gradients(layout, own):
-        torch.cat(list(logprobs(own, packed_batch(ROWS), layout, budget=16).values())).square().sum().backward()
+        torch.cat(
+            list(logprobs(own, packed_batch(ROWS), layout, budget=16).values())
+        ).square().sum().backward()
         return {name: each.grad for name, each in own.named_parameters()}
 
     padded = gradients("padded", model("sdpa", key_heads=4))
@@ -136,7 +159,8 @@ def test_auto_packs_with_an_attention_that_needs_no_mask(monkeypatch):
     assert attention.settle(own, "padded", torch.float32, said.append) == "padded"
     assert own.config._attn_implementation == "eager"
     own = model("flex_attention")
-    monkeypatch.setattr(attention, "keeps_rows_apart", lambda model, precision: True)  # seen above; here it compiles for long
+    # seen above; here it compiles for long
+    monkeypatch.setattr(attention, "keeps_rows_apart", lambda model, precision: True)
     assert attention.settle(own, "auto", torch.float32, said.append) == "packed"
     assert own.config._attn_implementation == "flex_attention"
 
@@ -161,7 +185,13 @@ def grown(own):
 
 
 def test_families_that_pack():
-    sizes = {"vocab_size": 28, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 28,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     for own in (
         LlamaForCausalLM(LlamaConfig(**sizes)),
         GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)),
@@ -172,7 +202,9 @@ def test_families_that_pack():
 
 
 def test_families_that_take_no_borders_or_mix_rows_are_padded(packed_batch):
-    """Some raise at words they do not know, some carry a state from token to token; whatever they do, learning goes on."""
+    """Some raise at words they do not know, some carry a state from token to token; whatever they do,
+    learning goes on.
+    """
     for own in (
         BloomForCausalLM(BloomConfig(vocab_size=28, hidden_size=32, n_layer=2, n_head=4)),
         MambaForCausalLM(MambaConfig(vocab_size=28, hidden_size=32, num_hidden_layers=2, state_size=4)),
@@ -184,15 +216,33 @@ def test_families_that_take_no_borders_or_mix_rows_are_padded(packed_batch):
 
 
 def test_an_attention_that_knows_more_than_the_one_for_packs_stays():
-    """Sinks, capped scores and chunks would be gone, and the rows of a pack still be apart: of a model that is another one."""
-    sizes = {"vocab_size": 28, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    """Sinks, capped scores and chunks would be gone, and the rows of a pack still be apart: of a model that
+    is another one.
+    """
+    sizes = {
+        "vocab_size": 28,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     grouped = {"num_key_value_heads": 2, "head_dim": 8}
-    sinks = GptOssForCausalLM(GptOssConfig(**sizes, **grouped, num_local_experts=2, num_experts_per_tok=1, sliding_window=8))
+    sinks = GptOssForCausalLM(
+        GptOssConfig(**sizes, **grouped, num_local_experts=2, num_experts_per_tok=1, sliding_window=8)
+    )
     capped = Gemma2ForCausalLM(
-        Gemma2Config(**sizes, **grouped, attn_logit_softcapping=1.0, query_pre_attn_scalar=8, attn_implementation="eager")
+        Gemma2Config(
+            **sizes,
+            **grouped,
+            attn_logit_softcapping=1.0,
+            query_pre_attn_scalar=8,
+            attn_implementation="eager",
+        )
     )
     chunks = Llama4ForCausalLM(
-        Llama4TextConfig(**sizes, **grouped, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=64)
+        Llama4TextConfig(
+            **sizes, **grouped, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=64
+        )
     )
     tokens = torch.randint(0, 28, (1, 30))
     for own in (sinks, capped, chunks):
@@ -220,7 +270,9 @@ def test_a_padded_mask_still_counts_with_the_attention_for_packs():
     own, plain = model(attention.ROWS), model("sdpa")
     tokens, mask = torch.tensor([[0, 0, 3, 4, 5]]), torch.tensor([[0, 0, 1, 1, 1]])
     with torch.no_grad():
-        torch.testing.assert_close(own(tokens, attention_mask=mask).logits[:, 2:], plain(tokens, attention_mask=mask).logits[:, 2:])
+        torch.testing.assert_close(
+            own(tokens, attention_mask=mask).logits[:, 2:], plain(tokens, attention_mask=mask).logits[:, 2:]
+        )
         torch.testing.assert_close(own(tokens).logits, plain(tokens).logits)
 
 
@@ -233,9 +285,17 @@ def test_a_checkpoint_names_no_attention_of_ours(tmp_path):
 def a_qwen2(**options):
     torch.manual_seed(0)
     return Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=28, hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4,
-                    num_key_value_heads=2, initializer_range=0.2, **options)
-    )  # fmt: skip
+        Qwen2Config(
+            vocab_size=28,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=5,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            initializer_range=0.2,
+            **options,
+        )
+    )
 
 
 def test_an_attention_that_is_there_but_does_not_run_is_no_reason_to_pad(monkeypatch):
@@ -260,14 +320,22 @@ def test_an_attention_that_is_there_but_does_not_run_is_no_reason_to_pad(monkeyp
     assert (model.config._attn_implementation, len(said)) == (before, 2)
 
 
-def old_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-    """Torch's attention for packs as releases before 2.12 have it: it runs on GPUs only, this stands for it on a CPU."""
+def old_kernel(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    """Torch's attention for packs as releases before 2.12 have it: it runs on GPUs only, this stands for it
+    on a CPU.
+    """
     assert query.shape[1] == key.shape[1], "as many heads of keys as of queries"
     assert window_size == (-1, 0)
     rows = []
     for begin, end in pairwise(cu_seq_q.tolist()):
         q, k, v = (each[begin:end].transpose(0, 1) for each in (query, key, value))
-        rows.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1))
+        rows.append(
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(
+                0, 1
+            )
+        )
     return torch.cat(rows)
 
 
@@ -303,7 +371,9 @@ def test_what_is_tried_depends_on_the_device_and_the_precision(monkeypatch, prec
 
 @pytest.mark.parametrize("windows", [False, True])
 def test_a_model_that_comes_in_parts_is_settled_by_a_few_layers_on_its_device(monkeypatch, windows):
-    """What is asked of which device a model's passes run on is that of the few, and the model takes what they took."""
+    """What is asked of which device a model's passes run on is that of the few, and the model takes what they
+    took.
+    """
     options = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 3} if windows else {}
     model = a_qwen2(**options)
     seen = []
@@ -318,5 +388,7 @@ def test_a_model_that_comes_in_parts_is_settled_by_a_few_layers_on_its_device(mo
 
 def test_a_model_of_which_no_few_layers_can_be_made_is_looked_at_itself(monkeypatch):
     model = a_qwen2()
-    monkeypatch.setattr(type(model.config), "get_text_config", lambda self, **named: (_ for _ in ()).throw(KeyError("layers")))
+    monkeypatch.setattr(
+        type(model.config), "get_text_config", lambda self, **named: (_ for _ in ()).throw(KeyError("layers"))
+    )
     assert attention._few_layers(model, CPU) is None

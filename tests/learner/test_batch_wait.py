@@ -20,7 +20,9 @@ from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 
 
 class Lanes:
-    """The consumer of a test: batches that it feeds, waited for as long as is asked; says how often it was asked."""
+    """The consumer of a test: batches that it feeds, waited for as long as is asked; says how often it was
+    asked.
+    """
 
     paused = False
     policy_version = 0
@@ -119,7 +121,9 @@ def test_a_batch_that_comes_in_a_later_attempt_or_in_a_delay_is_taken(when, monk
 
 
 def test_an_attempt_for_the_next_batch_is_as_long_as_any(monkeypatch):
-    """The first batch comes in a delay of a minute; the attempt for the second is over in 0.05 s all the same."""
+    """The first batch comes in a delay of a minute; the attempt for the second is over in 0.05 s all the
+    same.
+    """
     lanes = Lanes()
     monkeypatch.setattr(batch_source, "say", lanes.queue.put)
     batches = waited_for(lanes, batch_timeout=0.05, batch_attempts=20, batch_retry_delay=60.0)

@@ -24,6 +24,15 @@ def test_a_device_that_fails_again_while_memory_is_freed_hides_nothing(tiny_mode
     monkeypatch.setattr(learner, "drop_gradient", fails("gradient"))
     monkeypatch.setattr(torch.cuda, "empty_cache", fails("cache"))
     options = parser().parse_args(["--bridge", "b", "--model", "m", "--steps", "3"])
-    said = str(broken_step(RuntimeError("CUDA error: device-side assert triggered"), options, learner, lambda: "step 0 is saved"))
-    assert said.startswith("step 1 broke off: RuntimeError: CUDA error: device-side assert triggered; step 0 is saved")
+    said = str(
+        broken_step(
+            RuntimeError("CUDA error: device-side assert triggered"),
+            options,
+            learner,
+            lambda: "step 0 is saved",
+        )
+    )
+    assert said.startswith(
+        "step 1 broke off: RuntimeError: CUDA error: device-side assert triggered; step 0 is saved"
+    )
     assert freed == ["gradient", "cache"]

@@ -105,7 +105,9 @@ def test_no_folder_no_checkpoint(tmp_path):
     assert checkpoint.complete(tmp_path / "nothing") == []
 
 
-def test_what_an_older_release_wrote_is_read_and_what_a_newer_one_wrote_is_refused(tiny_model, batch, tmp_path):
+def test_what_an_older_release_wrote_is_read_and_what_a_newer_one_wrote_is_refused(
+    tiny_model, batch, tmp_path
+):
     own = learner(tiny_model(1))
     train(own, batch, 1)
     path = checkpoint.save(tmp_path, Progress(1, 4, groups=2), own.model, None, own.optimizer)

@@ -1,4 +1,6 @@
-"""What a checkpoint says was consumed: enough to know a redelivered record, and no more however long the run."""
+"""What a checkpoint says was consumed: enough to know a redelivered record, and no more however long the
+run.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ def test_what_was_held_at_the_checkpoint_is_known_again_and_nothing_else():
     first.released()
     took(first, meta("a", 1), meta("b", 7))
     saved = first.progress(2, 5)
-    assert (saved.step, saved.policy_version, saved.groups, saved.trajectories, saved.tokens) == (2, 5, 4, 16, 200)
+    assert (saved.step, saved.policy_version, saved.groups, saved.trajectories, saved.tokens) == (
+        2,
+        5,
+        4,
+        16,
+        200,
+    )
     assert saved.last_sequences == {"a": 2, "b": 7}
     assert saved.held == {"a": [1], "b": [7]}
 
@@ -79,7 +87,10 @@ def test_what_the_loaded_checkpoint_held_stays_in_each_next_one():
 
 
 class Once:
-    """A learner that takes some groups, saves, and ends: after the release, or before it. Nothing of torch."""
+    """A learner that takes some groups, saves, and ends: after the release, or before it.
+
+    Nothing of torch.
+    """
 
     def __init__(self, bridge: str) -> None:
         self._bridge, self.progress = bridge, START
@@ -107,7 +118,10 @@ class Once:
 
 
 def test_two_resumes_over_uneven_lanes_train_each_record_once(bridge):
-    """Each learner but the last ends after a save and before the release. The second takes few groups, so few records come to it."""
+    """Each learner but the last ends after a save and before the release.
+
+    The second takes few groups, so few records come to it.
+    """
     learner = Once(bridge)
     with shmbridge.Producer(bridge, env_name="a") as few, shmbridge.Producer(bridge, env_name="b") as many:
         for producer, count in ((few, 1), (many, 9)):
@@ -127,7 +141,8 @@ def test_checkpoints_do_not_grow_with_resumes(bridge, released):
         for _ in range(6):
             producer.put_many([GROUP] * 2)
             held = learner.run(2, released=released)
-            assert len(held[producer.producer_id]) <= 4  # what this learner holds, and what the one before held
+            # what this learner holds, and what the one before held
+            assert len(held[producer.producer_id]) <= 4
         assert len(learner.trained) == 12 == len(set(learner.trained))
 
 

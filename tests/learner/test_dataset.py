@@ -23,10 +23,15 @@ def producer(bridge):
 
 
 def put(producer, first, count, **more):
-    """Put groups whose tokens say which they are: 1000 + group, then the row, then as many tokens as the row has."""
+    """Put groups whose tokens say which they are: 1000 + group, then the row, then as many tokens as the row
+    has.
+    """
     for number in range(first, first + count):
         rows = range(SIZE)
-        group = {"tokens": [[1000 + number, row, *range(row + 1)] for row in rows], "score": [float(row) for row in rows]}
+        group = {
+            "tokens": [[1000 + number, row, *range(row + 1)] for row in rows],
+            "score": [float(row) for row in rows],
+        }
         producer.put(group | more, policy_version=number, timeout_s=10.0)
 
 
@@ -52,12 +57,41 @@ def take(data, count):
 
 @pytest.mark.filterwarnings("error")
 def test_a_batch_has_every_column_of_numbers_as_a_tensor(bridge, producer):
-    more = {"step_rewards": [[0.5], [], [1.0, 2.0]], "finish_reason": [0, 1, 0], "instance_id": ["a", "b", "c"]}
+    more = {
+        "step_rewards": [[0.5], [], [1.0, 2.0]],
+        "finish_reason": [0, 1, 0],
+        "instance_id": ["a", "b", "c"],
+    }
     put(producer, 0, 1, loss_mask=[[0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1, 1]], **more)
     put(producer, 1, 1)
     with BridgeDataset(bridge, groups=2) as data:
         batch = next(iter(DataLoader(data, batch_size=None)))
-    assert batch["tokens"].tolist() == [1000, 0, 0, 1000, 1, 0, 1, 1000, 2, 0, 1, 2, 1001, 0, 0, 1001, 1, 0, 1, 1001, 2, 0, 1, 2]
+    assert batch["tokens"].tolist() == [
+        1000,
+        0,
+        0,
+        1000,
+        1,
+        0,
+        1,
+        1000,
+        2,
+        0,
+        1,
+        2,
+        1001,
+        0,
+        0,
+        1001,
+        1,
+        0,
+        1,
+        1001,
+        2,
+        0,
+        1,
+        2,
+    ]
     assert batch["tokens"].dtype == torch.int32
     assert batch["cu_seqlens"].tolist() == [0, 3, 7, 12, 15, 19, 24]
     assert batch["position_ids"].tolist()[:7] == [0, 1, 2, 0, 1, 2, 3]
@@ -81,7 +115,11 @@ OF_COLUMNS = ["mine_lengths", "has_mine", "has_score"]  # beside those that brin
 
 @pytest.mark.parametrize(
     ("items", "name"),
-    [*(("batches", name) for name in OF_BATCHES + OF_COLUMNS), *(("rows", name) for name in OF_ROWS), ("rows", "deep_inner_lengths")],
+    [
+        *(("batches", name) for name in OF_BATCHES + OF_COLUMNS),
+        *(("rows", name) for name in OF_ROWS),
+        ("rows", "deep_inner_lengths"),
+    ],
 )
 def test_a_column_with_the_name_of_a_key_of_the_items_is_refused(bridge, items, name):
     deep = [("deep", pa.list_(pa.list_(pa.int32())))] if items == "rows" else []
@@ -91,15 +129,28 @@ def test_a_column_with_the_name_of_a_key_of_the_items_is_refused(bridge, items, 
         with pytest.raises(ValueError, match=says):
             BridgeDataset(bridge, items=items, schema=schema)
     with shmbridge.Producer(bridge, lane_bytes="1M", schema=schema) as producer:
-        put(producer, 0, 1, mine=[[1]] * SIZE, **{name: [900] * SIZE}, **({"deep": [[[1]]] * SIZE} if deep else {}))
-        with BridgeDataset(bridge, groups=1, items=items, timeout_s=10) as data, pytest.raises(shmbridge.SchemaMismatch, match=says):
+        put(
+            producer,
+            0,
+            1,
+            mine=[[1]] * SIZE,
+            **{name: [900] * SIZE},
+            **({"deep": [[[1]]] * SIZE} if deep else {}),
+        )
+        with (
+            BridgeDataset(bridge, groups=1, items=items, timeout_s=10) as data,
+            pytest.raises(shmbridge.SchemaMismatch, match=says),
+        ):
             next(iter(data))
         assert left_over(bridge) == [0]
 
 
 def test_a_column_whose_name_only_looks_like_a_key_is_handed_out(bridge):
     schema = pa.schema([("mine_lengths", pa.int32()), ("has_answer", pa.int32())])
-    with shmbridge.Producer(bridge, lane_bytes="1M", schema=schema) as producer, BridgeDataset(bridge, groups=1, schema=schema) as data:
+    with (
+        shmbridge.Producer(bridge, lane_bytes="1M", schema=schema) as producer,
+        BridgeDataset(bridge, groups=1, schema=schema) as data,
+    ):
         put(producer, 0, 1, mine_lengths=[7] * SIZE, has_answer=[1, 0, 1])
         batch = next(iter(data))
     assert (batch["mine_lengths"].tolist(), batch["has_answer"].tolist()) == ([7] * SIZE, [1, 0, 1])
@@ -115,7 +166,13 @@ def test_a_padded_batch_is_a_rectangle(bridge, producer):
 
 @pytest.mark.filterwarnings("error")
 def test_a_row_has_what_it_has_and_no_more(bridge, producer):
-    put(producer, 0, 1, step_rewards=[[0.5], [], [1.0, 2.0]], distill_token_ids=[[[1, 2]] * 3, [[3]] * 4, [[]] * 5])
+    put(
+        producer,
+        0,
+        1,
+        step_rewards=[[0.5], [], [1.0, 2.0]],
+        distill_token_ids=[[[1, 2]] * 3, [[3]] * 4, [[]] * 5],
+    )
     put(producer, 1, 1)
     with BridgeDataset(bridge, groups=2, items="rows") as data:
         rows = take(data, 2 * SIZE)
@@ -216,13 +273,20 @@ def test_a_state_in_the_middle_of_a_group_goes_on_with_its_next_row(bridge, prod
 
 @pytest.mark.parametrize("items", ["batches", "rows"])
 def test_two_resumes_over_uneven_lanes_hand_each_group_out_once(bridge, items):
-    """Each process but the last ends after a state is saved and before the release. The second takes little, so little comes to it."""
+    """Each process but the last ends after a state is saved and before the release.
+
+    The second takes little, so little comes to it.
+    """
     size = SIZE if items == "rows" else 1  # items of a group
     found, state = [], None
     with shmbridge.Producer(bridge, env_name="a") as few, shmbridge.Producer(bridge, env_name="b") as many:
         put(few, 0, 1)
         put(many, 100, 9)
-        for groups, count in ((10, 10 if items == "rows" else 1), (2, 2 if items == "rows" else 1), (2, 14 if items == "rows" else 7)):
+        for groups, count in (
+            (10, 10 if items == "rows" else 1),
+            (2, 2 if items == "rows" else 1),
+            (2, 14 if items == "rows" else 7),
+        ):
             with BridgeDataset(bridge, groups=groups, items=items, hold="checkpoint", timeout_s=10.0) as data:
                 if state is not None:
                     data.load_state_dict(state)
@@ -246,7 +310,8 @@ def test_a_state_names_skipped_records_until_their_leases_have_surely_ended(brid
         data.load_state_dict(state)
         assert numbers(take(data, 1)) == [1]
         assert data.stats()["rows_skipped_total"] == SIZE
-        assert (first in data.state_dict()["held"]) == (items == "rows")  # a batch's is released at once, rows hold their whole batch
+        # a batch's is released at once, rows hold their whole batch
+        assert (first in data.state_dict()["held"]) == (items == "rows")
         data.release()
         assert first not in data.state_dict()["held"]
 
@@ -286,7 +351,10 @@ def test_an_environment_restarted_under_its_own_id_has_all_its_groups_read(bridg
         with BridgeDataset(bridge, groups=1) as data:
             assert numbers(take(data, 3)) == [0, 1, 2]
             state = json.loads(json.dumps(data.state_dict()))
-    with shmbridge.Producer(bridge, lane_bytes="4M", producer_id="env1") as second, BridgeDataset(bridge, groups=1, timeout_s=20.0) as data:
+    with (
+        shmbridge.Producer(bridge, lane_bytes="4M", producer_id="env1") as second,
+        BridgeDataset(bridge, groups=1, timeout_s=20.0) as data,
+    ):
         data.load_state_dict(state)
         put(second, 10, 3)
         assert [number for number in numbers(take(data, 3)) if number >= 10] == [10, 11, 12]
@@ -344,7 +412,9 @@ def test_arguments_that_cannot_be_are_named(bridge, wrong, said):
 
 def test_several_workers_are_refused_with_the_reason(bridge, producer):
     loader = DataLoader(BridgeDataset(bridge), batch_size=None, num_workers=2)
-    with pytest.raises(TooManyWorkers, match=r"2 workers over bridge .* has one consumer -> num_workers=0, or 1"):
+    with pytest.raises(
+        TooManyWorkers, match=r"2 workers over bridge .* has one consumer -> num_workers=0, or 1"
+    ):
         next(iter(loader))
 
 
@@ -378,11 +448,16 @@ def test_rows_without_a_mask_train_nothing_unless_that_is_asked_for(bridge, prod
 
 
 def test_environments_that_wait_for_a_run_are_told_of_one(bridge):
-    """The snippet of the docs names no run, and an Atropos environment puts nothing before it has heard of one."""
+    """The snippet of the docs names no run, and an Atropos environment puts nothing before it has heard of
+    one.
+    """
     from shmbridge.control_client import ControlClient
     from shmbridge.messages import Register, Registered
 
-    with BridgeDataset(bridge, groups=16, timeout_s=0.1) as data, shmbridge.Producer(bridge, env_name="env", lane_bytes="1M") as producer:
+    with (
+        BridgeDataset(bridge, groups=16, timeout_s=0.1) as data,
+        shmbridge.Producer(bridge, env_name="env", lane_bytes="1M") as producer,
+    ):
         with pytest.raises(shmbridge.ConsumerEmpty):
             next(iter(data))  # opens the bridge
         client = ControlClient(bridge, role="env", name="env")
@@ -397,8 +472,16 @@ def test_environments_that_wait_for_a_run_are_told_of_one(bridge):
 
 def test_a_consumer_without_a_run_says_that_environments_wait_for_one(bridge, producer):
     with shmbridge.Consumer(bridge) as consumer:
-        for empty in (lambda: consumer.get(timeout_s=0.05), lambda: next(consumer.batches(groups=1, prefetch=0, timeout_s=0.05))):
-            with pytest.raises(shmbridge.ConsumerEmpty, match=r"announced no run.*Consumer\(run=shmbridge.Run\("):
+        for empty in (
+            lambda: consumer.get(timeout_s=0.05),
+            lambda: next(consumer.batches(groups=1, prefetch=0, timeout_s=0.05)),
+        ):
+            with pytest.raises(
+                shmbridge.ConsumerEmpty, match=r"announced no run.*Consumer\(run=shmbridge.Run\("
+            ):
                 empty()
-    with shmbridge.Consumer(bridge, run=shmbridge.Run()) as consumer, pytest.raises(shmbridge.ConsumerEmpty, match="are environments"):
+    with (
+        shmbridge.Consumer(bridge, run=shmbridge.Run()) as consumer,
+        pytest.raises(shmbridge.ConsumerEmpty, match="are environments"),
+    ):
         consumer.get(timeout_s=0.05)

@@ -1,4 +1,6 @@
-"""A bridge as a torch data set in real processes: killed and resumed, in a worker, under ranks, with torchdata."""
+"""A bridge as a torch data set in real processes: killed and resumed, in a worker, under ranks, with
+torchdata.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[2]
 
-# A training run: its whole memory is the checkpoint. It kills itself where the test says, for a kill to hit that very place.
+# A training run: its whole memory is the checkpoint. It kills itself where the test says, for a kill to hit
+# that very place.
 TRAINER = """
 import json, os, signal, sys
 from shmbridge.consumers.dataset import BridgeDataset
@@ -77,9 +80,15 @@ def test_a_worker_that_waits_too_long_says_how_long_it_waited(bridge, producer):
 
 
 def started(program, *arguments, **env):
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
     return subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)], env=os.environ | quiet | env, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, *map(str, arguments)],
+        env=os.environ | quiet | env,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -93,11 +102,17 @@ def train(bridge, folder, hold, *, steps, save_every, kill_at="never", kill_step
 
 
 @pytest.mark.parametrize(
-    ("kill_at", "in_checkpoint", "skipped"), [("item", 4, 0), ("saved", 8, 4), ("released", 8, 0)], ids=["training", "saved", "released"]
+    ("kill_at", "in_checkpoint", "skipped"),
+    [("item", 4, 0), ("saved", 8, 4), ("released", 8, 0)],
+    ids=["training", "saved", "released"],
 )
-def test_with_leases_until_the_checkpoint_every_group_is_trained_once(bridge, producer, tmp_path, kill_at, in_checkpoint, skipped):
+def test_with_leases_until_the_checkpoint_every_group_is_trained_once(
+    bridge, producer, tmp_path, kill_at, in_checkpoint, skipped
+):
     put(producer, 0, 12)
-    status, _, saved = train(bridge, tmp_path, "checkpoint", steps=6, save_every=2, kill_at=kill_at, kill_step=4)
+    status, _, saved = train(
+        bridge, tmp_path, "checkpoint", steps=6, save_every=2, kill_at=kill_at, kill_step=4
+    )
     assert status == -signal.SIGKILL
     assert saved["trained"] == list(range(in_checkpoint))
 
@@ -110,7 +125,9 @@ def test_with_leases_until_the_checkpoint_every_group_is_trained_once(bridge, pr
     assert (4 in saved["again"]) == (kill_at == "item")
 
 
-def test_without_them_a_kill_costs_what_was_released_since_the_checkpoint_and_says_how_much(bridge, producer, tmp_path):
+def test_without_them_a_kill_costs_what_was_released_since_the_checkpoint_and_says_how_much(
+    bridge, producer, tmp_path
+):
     put(producer, 0, 14)
     status, _, saved = train(bridge, tmp_path, "step", steps=7, save_every=2, kill_at="item", kill_step=4)
     assert status == -signal.SIGKILL
@@ -118,7 +135,8 @@ def test_without_them_a_kill_costs_what_was_released_since_the_checkpoint_and_sa
 
     status, stats, saved = train(bridge, tmp_path, "step", steps=6, save_every=2)
     assert status == 0
-    assert saved["trained"] == [0, 1, 2, 3, *range(6, 14)]  # 4 and 5 had been given back when the fourth item was asked for
+    # 4 and 5 had been given back when the fourth item was asked for
+    assert saved["trained"] == [0, 1, 2, 3, *range(6, 14)]
     assert saved["again"][:2] == [6, 7]
     assert stats["records_gone_total"] == 2
 

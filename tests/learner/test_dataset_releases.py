@@ -1,4 +1,6 @@
-"""What a BridgeDataset releases, and when: every row and column of docs/reference/releases.md that is the data set's."""
+"""What a BridgeDataset releases, and when: every row and column of docs/reference/releases.md that is the
+data set's.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Stop(Exception):
 
 @dataclass(frozen=True)
 class Way:
-    """One way to read: the data set's options, items of a group, and how many groups are released once `items` were handed out."""
+    """One way to read: the data set's options, items of a group, and how many groups are released once
+    `items` were handed out.
+    """
 
     name: str
     options: dict[str, Any]
@@ -73,7 +77,9 @@ def from_(first: int) -> list[int]:
 
 
 @ways
-def test_a_step_releases_what_the_last_one_yielded_or_nothing(way: Way, data: BridgeDataset, left: Any) -> None:
+def test_a_step_releases_what_the_last_one_yielded_or_nothing(
+    way: Way, data: BridgeDataset, left: Any
+) -> None:
     handed_out = HANDED_OUT + way.items
     with data:
         items = iter(data)
@@ -82,7 +88,8 @@ def test_a_step_releases_what_the_last_one_yielded_or_nothing(way: Way, data: Br
     assert left() == from_(way.released(handed_out))
 
 
-@pytest.mark.parametrize("way", WAYS[:-1], ids=lambda way: way.name)  # a rank's shares are released by its steps alone
+# a rank's shares are released by its steps alone
+@pytest.mark.parametrize("way", WAYS[:-1], ids=lambda way: way.name)
 def test_its_own_word_releases_what_was_handed_out(way: Way, data: BridgeDataset, left: Any) -> None:
     with data:
         items = iter(data)
@@ -99,7 +106,8 @@ def test_break_releases_nothing(way: Way, data: BridgeDataset, left: Any) -> Non
             if number == HANDED_OUT:
                 break
         gc.collect()
-        assert data.stats()["released_total"] <= way.released(HANDED_OUT)  # of a rank's, those that the hub has heard of
+        # of a rank's, those that the hub has heard of
+        assert data.stats()["released_total"] <= way.released(HANDED_OUT)
         assert data.stats()["leases_dropped_total"] == 0
     assert left() == from_(way.released(HANDED_OUT))
 
@@ -141,7 +149,9 @@ def test_its_end_releases_nothing(way: Way, data: BridgeDataset, left: Any, end:
 def test_a_worker_releases_at_its_own_steps_and_nothing_at_an_end(
     bridge: str, producer: shmbridge.Producer, left: Any, until: Any, end: str, kind: str
 ) -> None:
-    """The worker is asked for one item ahead: with two taken it goes on to its third, or waits for it, and has given two back."""
+    """The worker is asked for one item ahead: with two taken it goes on to its third, or waits for it, and
+    has given two back.
+    """
     data = BridgeDataset(bridge, groups=1, items=kind, timeout_s=30.0)
     loader = DataLoader(data, batch_size=None, num_workers=1, prefetch_factor=1)
     taken = 2 if kind == "batches" else 2 * ROWS
@@ -164,15 +174,20 @@ def test_a_worker_releases_at_its_own_steps_and_nothing_at_an_end(
 def test_a_break_in_a_worker_loses_what_the_page_says(
     bridge: str, make_producer: Any, until: Any, persistent: bool, lost: int
 ) -> None:
-    """With two items asked for ahead: what a loader has in its hands is dropped, and a worker that ends holds its last one still."""
+    """With two items asked for ahead: what a loader has in its hands is dropped, and a worker that ends holds
+    its last one still.
+    """
     producer = make_producer(lane_bytes="1M")
     for number in range(12):
         producer.put({"tokens": [[number]], "loss_mask": [[1]]}, timeout_s=10.0)
     data = BridgeDataset(bridge, groups=1, timeout_s=30.0)
-    loader = DataLoader(data, batch_size=None, num_workers=1, prefetch_factor=2, persistent_workers=persistent)
+    loader = DataLoader(
+        data, batch_size=None, num_workers=1, prefetch_factor=2, persistent_workers=persistent
+    )
     for item in loader:
         if item["tokens"].tolist() == [2]:
-            until(lambda: producer.stats()["held"] <= 12 - 4)  # the worker holds the last one that it was asked for
+            # the worker holds the last one that it was asked for
+            until(lambda: producer.stats()["held"] <= 12 - 4)
             break
     again = next(iter(loader))
     assert (again["tokens"].tolist(), again["redelivered"].tolist()) == ([3 + lost], [not persistent])
@@ -195,7 +210,9 @@ def test_ten_thousand_records_and_none_dropped(bridge: str, make_producer: Any, 
     assert numbers == list(range(RECORDS))
     assert (stats["leases_dropped_total"], stats["leases_returned_total"]) == (0, 0)
     with shmbridge.Consumer(bridge) as hub:
-        assert [record.meta.sequence for record in hub.poll()] == ([] if data.world_size is None else from_last(at_once))
+        assert [record.meta.sequence for record in hub.poll()] == (
+            [] if data.world_size is None else from_last(at_once)
+        )
 
 
 def from_last(count: int) -> list[int]:

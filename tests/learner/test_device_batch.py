@@ -1,4 +1,6 @@
-"""Columns that go straight from the ring to the device: the values of a gathered batch, leases kept as long, lanes registered once."""
+"""Columns that go straight from the ring to the device: the values of a gathered batch, leases kept as long,
+lanes registered once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from shmbridge.consumers.pinned import PinnedLanes
 
 COLUMNS = ("tokens", "inference_logprobs", "advantages", "loss_mask", "token_rewards")
 GROUPS = [
-    {"tokens": [[1, 2, 3], [4]], "advantages": [[0.5, 1, 1.5], [2]], "score": [1.0, 0.0], "inference_logprobs": [[-1, -2, -3], [-4]]},
+    {
+        "tokens": [[1, 2, 3], [4]],
+        "advantages": [[0.5, 1, 1.5], [2]],
+        "score": [1.0, 0.0],
+        "inference_logprobs": [[-1, -2, -3], [-4]],
+    },
     {"tokens": [[5, 6]], "score": [0.5], "inference_logprobs": [[-5, -6]]},
     {"tokens": [[7], [8, 9], []], "loss_mask": [[1], [0, 1], []]},
 ]
@@ -65,7 +72,9 @@ def batches(producer, consumer):
     def make(copies, groups=GROUPS, **options):
         for number, group in enumerate(groups):
             producer.put(group, group_id=f"g{number}")
-        return consumer.batches(groups=len(groups), **{"prefetch": 0, "hold": "caller", "make": copies and copies.batch} | options)
+        return consumer.batches(
+            groups=len(groups), **{"prefetch": 0, "hold": "caller", "make": copies and copies.batch} | options
+        )
 
     return make
 
@@ -76,11 +85,13 @@ def test_values_are_those_of_a_gathered_batch(batches, producer, consumer, prefe
     groups = [*GROUPS]
     for _ in range(20):
         lengths = random.integers(1, 40, 4)
-        groups.append({
-            "tokens": [random.integers(0, 1000, length) for length in lengths],
-            "inference_logprobs": [-random.random(length) for length in lengths],
-            "score": random.random(4),
-        })  # fmt: skip
+        groups.append(
+            {
+                "tokens": [random.integers(0, 1000, length) for length in lengths],
+                "inference_logprobs": [-random.random(length) for length in lengths],
+                "score": random.random(4),
+            }
+        )
     plain = next(batches(None, groups))
     expected = {name: plain[name] for name in COLUMNS if name in plain}
     with DeviceCopies("cpu", COLUMNS) as copies:
@@ -115,7 +126,11 @@ def test_a_ring_is_never_written(batches):
     with DeviceCopies("cpu", ("tokens",)) as copies:
         found = next(batches(copies))
         found.tokens.fill_(0)
-        assert [record["tokens"].values.tolist() for record in found.records] == [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
+        assert [record["tokens"].values.tolist() for record in found.records] == [
+            [1, 2, 3, 4],
+            [5, 6],
+            [7, 8, 9],
+        ]
         found.release()
 
 
@@ -204,7 +219,9 @@ def test_what_is_refused_is_said_once_and_copied_all_the_same(batches, caplog):
 
 
 def test_a_lane_is_not_let_go_while_a_batch_is_formed_from_it(producer, consumer):
-    """Closing waits for the thread that forms batches ahead, and none is formed after it: what it had taken stays in the lane."""
+    """Closing waits for the thread that forms batches ahead, and none is formed after it: what it had taken
+    stays in the lane.
+    """
     inside, go_on = threading.Event(), threading.Event()
     driver = Recorder()
 
@@ -220,7 +237,11 @@ def test_a_lane_is_not_let_go_while_a_batch_is_formed_from_it(producer, consumer
         producer.put(GROUPS[0], group_id=f"g{number}")
     formed = []
     with ThreadPoolExecutor(2) as pool:
-        iterating = pool.submit(lambda: formed.append(next(consumer.batches(groups=1, prefetch=1, hold="caller", make=copies.batch))))
+        iterating = pool.submit(
+            lambda: formed.append(
+                next(consumer.batches(groups=1, prefetch=1, hold="caller", make=copies.batch))
+            )
+        )
         assert inside.wait(30.0)
         closing = pool.submit(copies.close)
         assert not closing.done()
@@ -256,7 +277,11 @@ def test_the_learner_gets_the_same_gradient_either_way(batches, tiny_model):
         metrics = own.accumulate(batch)
         return metrics["policy_loss"], [each.grad for each in own.model.parameters()]
 
-    group = {"tokens": [[3, 4, 5], [6, 7]], "score": [1.0, 0.0], "inference_logprobs": [[1.0, -2, -3], [1.0, -2]]}
+    group = {
+        "tokens": [[3, 4, 5], [6, 7]],
+        "score": [1.0, 0.0],
+        "inference_logprobs": [[1.0, -2, -3], [1.0, -2]],
+    }
     groups = [group | {"prompt_length": [1, 1]}] * 2
     plain = next(batches(None, groups))
     with DeviceCopies("cpu") as copies:
@@ -276,10 +301,18 @@ with shmbridge.Consumer(sys.argv[1]) as consumer, DeviceCopies("cpu") as copies:
 """
 
 
-def test_a_learner_killed_before_release_leaves_the_batch_to_its_successor(bridge, make_producer, make_consumer):
+def test_a_learner_killed_before_release_leaves_the_batch_to_its_successor(
+    bridge, make_producer, make_consumer
+):
     producer = make_producer()
     env = os.environ | {"PYTHONPATH": str(Path(shmbridge.__file__).parents[1])}
-    learner = subprocess.Popen([sys.executable, "-c", KILLED, bridge], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    learner = subprocess.Popen(
+        [sys.executable, "-c", KILLED, bridge],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
     try:
         for number in range(2):
             producer.put({"tokens": [[number, 2, 3]]})
@@ -302,7 +335,22 @@ def test_the_learners_option_takes_tokens_straight_from_the_ring(producer, consu
 
     for way, kind in (("direct", torch.Tensor), ("auto", np.ndarray), ("batch", np.ndarray)):
         producer.put({"tokens": [[1, 2]]})
-        flags = ["--bridge", "b", "--model", "m", "--steps", "1", "--groups", "1", "--device", "cpu", "--host-copy", way, "--prefetch", "2"]
+        flags = [
+            "--bridge",
+            "b",
+            "--model",
+            "m",
+            "--steps",
+            "1",
+            "--groups",
+            "1",
+            "--device",
+            "cpu",
+            "--host-copy",
+            way,
+            "--prefetch",
+            "2",
+        ]
         with HubSource(consumer, parser().parse_args(flags), StopSignals()).batches() as found:
             batch = next(found)
             assert isinstance(batch.tokens, kind)

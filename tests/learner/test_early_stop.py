@@ -69,4 +69,6 @@ def test_a_name_that_the_first_step_does_not_know_is_said_once():
     said = []
     stop = EarlyStop(parse_condition("reward_men>=1"), goal=parse_goal("loss:min"), stall=9, say=said.append)
     assert [stop.reason({"loss": loss}) for loss in (1.0, 0.5)] == [None, None]
-    assert said == ["no metric reward_men in the first step: until there is one, it does not end this run early"]
+    assert said == [
+        "no metric reward_men in the first step: until there is one, it does not end this run early"
+    ]

@@ -1,4 +1,6 @@
-"""What kind of engine listens at an address, by what it answers, and what an answer that says trouble is taken for."""
+"""What kind of engine listens at an address, by what it answers, and what an answer that says trouble is
+taken for.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +52,17 @@ def test_one_that_follows_is_not_pushed_to_and_one_that_says_no_health_is_not_as
 @pytest.mark.parametrize("status", [401, 500, 503])
 @pytest.mark.parametrize("path", KINDS)
 def test_a_server_in_trouble_is_not_taken_for_another_kind(bridge, serving, path, status):
-    """A follower whose front says 503 has vLLM's own routes behind it: it would be pushed to, and follow, at once."""
+    """A follower whose front says 503 has vLLM's own routes behind it: it would be pushed to, and follow, at
+    once.
+    """
     later = list(KINDS)[list(KINDS).index(path) + 1 :]
     routes = {each[1:]: (200, KINDS[each][0]) for each in later}
     server = Answering(**routes, **{path[1:]: (status, {"error": {"message": "the engine is dead"}})})
     url = serving(server)
-    with WeightSync(bridge, url) as sync, pytest.raises(EngineFailed, match=f"{url}: {path} answered {status}: the engine is dead"):
+    with (
+        WeightSync(bridge, url) as sync,
+        pytest.raises(EngineFailed, match=f"{url}: {path} answered {status}: the engine is dead"),
+    ):
         sync.push({"a": np.zeros(2)}, version=0)
     assert server.asked[-1] == path
 

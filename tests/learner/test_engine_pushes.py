@@ -1,4 +1,6 @@
-"""The learner's engines: brought to each version while it waits, in order; failures are said, counted, and end it when they last."""
+"""The learner's engines: brought to each version while it waits, in order; failures are said, counted, and
+end it when they last.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,12 @@ def said():
 def test_a_push_goes_on_while_the_learner_does(said):
     engine = Fake()
     pushes = EnginePushes([engine], "b", say=said.append)
-    assert pushes.metrics() == {"engines/version": -1, "engines/push_s": 0.0, "engines/wait_s": 0.0, "engines/failures_total": 0}
+    assert pushes.metrics() == {
+        "engines/version": -1,
+        "engines/push_s": 0.0,
+        "engines/wait_s": 0.0,
+        "engines/failures_total": 0,
+    }
     pushes.settled()
     engine.may.clear()
     pushes.begin(3)
@@ -94,7 +101,10 @@ def test_one_failure_ends_nothing_and_lasting_ones_do(said):
     pushes.begin(0)
     pushes.settled()
     pushes.begin(1)
-    with pytest.raises(EngineFailed, match=r"http://fake has taken none of the last 2 versions, in \d+ s: .*gone.*--engine-patience"):
+    with pytest.raises(
+        EngineFailed,
+        match=r"http://fake has taken none of the last 2 versions, in \d+ s: .*gone.*--engine-patience",
+    ):
         pushes.settled()
 
 
@@ -145,8 +155,26 @@ def start_learner(bridge, tiny_model, tmp_path):
     started = []
 
     def start(*flags):
-        command = [sys.executable, "-u", "-m", "shmbridge.consumers.grpo", "--bridge", bridge, "--model", str(tmp_path / "model")]
-        command += ["--run-dir", str(tmp_path / "run"), "--device", "cpu", "--threads", "1", "--groups", str(GROUPS)]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "shmbridge.consumers.grpo",
+            "--bridge",
+            bridge,
+            "--model",
+            str(tmp_path / "model"),
+        ]
+        command += [
+            "--run-dir",
+            str(tmp_path / "run"),
+            "--device",
+            "cpu",
+            "--threads",
+            "1",
+            "--groups",
+            str(GROUPS),
+        ]
         command += ["--group-size", "4", "--lr", "1e-3", *flags]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         return started[-1]
@@ -168,7 +196,9 @@ def metrics(tmp_path):
     return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_learner_brings_its_engine_to_every_version_and_the_page_has_its_metrics(bridge, serving, start_learner, tmp_path):
+def test_the_learner_brings_its_engine_to_every_version_and_the_page_has_its_metrics(
+    bridge, serving, start_learner, tmp_path
+):
     server = StandIn(bridge)
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         put_groups(producer, GROUPS * 4)
@@ -178,13 +208,18 @@ def test_the_learner_brings_its_engine_to_every_version_and_the_page_has_its_met
     assert sorted(set(server.asked)) == [0, 1, 2, 3, 4]
     assert server.asked == sorted(server.asked)
     lines = metrics(tmp_path)
-    assert all(line["engines/version"] in (step, step + 1) for step, line in enumerate(lines))  # its own push goes on, or is over
+    # its own push goes on, or is over
+    assert all(line["engines/version"] in (step, step + 1) for step, line in enumerate(lines))
     assert [line["engines/failures_total"] for line in lines] == [0] * 4
     section = PAGE.read_text().split("\n## Engines\n")[1].split("\n## ")[0]
-    assert {name for name in lines[0] if name.startswith("engines/")} == set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
+    assert {name for name in lines[0] if name.startswith("engines/")} == set(
+        re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    )
 
 
-def test_versions_every_second_step_and_after_the_last_and_when_it_stops_early(bridge, serving, start_learner, tmp_path):
+def test_versions_every_second_step_and_after_the_last_and_when_it_stops_early(
+    bridge, serving, start_learner, tmp_path
+):
     server = StandIn(bridge)
     url = serving(server)
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
@@ -195,7 +230,17 @@ def test_versions_every_second_step_and_after_the_last_and_when_it_stops_early(b
         assert [line["policy_version"] for line in metrics(tmp_path)] == [0, 2, 2, 4, 5]
         assert sorted(set(server.asked)) == [0, 2, 4, 5]
         put_groups(producer, GROUPS)
-        flags = ("--resume", "--publish-every", "4", "--stop-when", "reward_mean>=0", "--stop-patience", "1", "--engine", url)
+        flags = (
+            "--resume",
+            "--publish-every",
+            "4",
+            "--stop-when",
+            "reward_mean>=0",
+            "--stop-patience",
+            "1",
+            "--engine",
+            url,
+        )
         learner = start_learner("--steps", "9", *flags)
         out, err = learner.communicate(timeout=90)
         assert learner.returncode == 0, err
@@ -212,7 +257,10 @@ def test_an_engine_that_does_not_come_is_said_and_the_training_goes_on(bridge, s
         learner = start_learner("--steps", "3", "--engine", url)
         out, err = learner.communicate(timeout=90)
         assert learner.returncode == 0, err
-        assert out.count(f"an engine has old weights, training goes on: [SB505] {url}: nobody listens there") == 1
+        assert (
+            out.count(f"an engine has old weights, training goes on: [SB505] {url}: nobody listens there")
+            == 1
+        )
         failures = [line["engines/failures_total"] for line in metrics(tmp_path)]
         assert all(count in (step, step + 1) for step, count in enumerate(failures, 1))
 
@@ -227,7 +275,9 @@ def test_an_engine_that_does_not_come_is_said_and_the_training_goes_on(bridge, s
         assert len(consumer.poll()) == GROUPS * 2
 
 
-def test_a_stop_does_not_wait_for_an_engine_and_nothing_of_the_batch_is_lost(bridge, serving, start_learner, tmp_path):
+def test_a_stop_does_not_wait_for_an_engine_and_nothing_of_the_batch_is_lost(
+    bridge, serving, start_learner, tmp_path
+):
     hanging, server = threading.Event(), StandIn(bridge)
 
     def answer(method, path, query, body):
@@ -253,14 +303,31 @@ def test_a_stop_does_not_wait_for_an_engine_and_nothing_of_the_batch_is_lost(bri
 
 
 def test_the_policy_server_answers_with_what_was_pushed(bridge, start_learner, tiny_model, tmp_path):
-    """From end to end: a learner that waits for its policy server, a request, the tokens of the checkpoint."""
+    """From end to end: a learner that waits for its policy server, a request, the tokens of the
+    checkpoint.
+    """
     pytest.importorskip("aiohttp")
     from shmbridge.consumers.engines.http_calls import ask
 
     folder = tmp_path / "served"
-    subprocess.run([sys.executable, Path(__file__).parents[2] / "examples" / "tiny_model.py", str(folder)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, Path(__file__).parents[2] / "examples" / "tiny_model.py", str(folder)],
+        check=True,
+        capture_output=True,
+    )
     tiny_model(7).save_pretrained(folder)
-    command = [sys.executable, "-u", "-m", "shmbridge.consumers.policy_server", "--bridge", bridge, "--model", str(folder), "--port", "0"]
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "shmbridge.consumers.policy_server",
+        "--bridge",
+        bridge,
+        "--model",
+        str(folder),
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             url = server.stdout.readline().split()[2]
@@ -270,7 +337,12 @@ def test_the_policy_server_answers_with_what_was_pushed(bridge, start_learner, t
                 out, err = learner.communicate(timeout=90)
             assert learner.returncode == 0, err
             assert "old weights" not in out
-            greedy = {"prompt": {"prompt_token_ids": [2, 7, 9]}, "temperature": 0, "max_tokens": 8, "logprobs": 0}
+            greedy = {
+                "prompt": {"prompt_token_ids": [2, 7, 9]},
+                "temperature": 0,
+                "max_tokens": 8,
+                "logprobs": 0,
+            }
             answer = ask(url, "/generate", greedy, timeout_s=30)
             assert answer["weight_version"] == 3
             from transformers import AutoModelForCausalLM

@@ -1,4 +1,6 @@
-"""Evaluation: its groups are never trained and always counted, and a user's function that fails ends nothing."""
+"""Evaluation: its groups are never trained and always counted, and a user's function that fails ends
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ START = Progress(step=0, policy_version=-1)
 
 def test_groups_of_the_split_eval_are_scored_and_in_no_batch(bridge):
     screen = TrainingScreen(Consumed(START))
-    with shmbridge.Producer(bridge, env_name="sums", lane_bytes="1M") as producer, shmbridge.Consumer(bridge) as consumer:
+    with (
+        shmbridge.Producer(bridge, env_name="sums", lane_bytes="1M") as producer,
+        shmbridge.Consumer(bridge) as consumer,
+    ):
         consumer.screen(screen)
         assert screen.metrics() == {"eval/groups_total": 0, "resume/known_groups_total": 0}
         for number in range(4):
@@ -33,12 +38,10 @@ def test_groups_of_the_split_eval_are_scored_and_in_no_batch(bridge):
         assert batch.tokens.tolist() == [0, 1, 0, 1, 2, 1, 2, 1]
         found = screen.metrics()
         assert consumer.stats()["screened_total"] == 3
-    assert {name: found[name] for name in ("eval/mean_score", "eval/groups", "eval/trajectories", "eval/groups_total")} == {
-        "eval/mean_score": 2.5,
-        "eval/groups": 3,
-        "eval/trajectories": 5,
-        "eval/groups_total": 3,
-    }
+    assert {
+        name: found[name]
+        for name in ("eval/mean_score", "eval/groups", "eval/trajectories", "eval/groups_total")
+    } == {"eval/mean_score": 2.5, "eval/groups": 3, "eval/trajectories": 5, "eval/groups_total": 3}
     assert found["eval/sums/mean_score"] == 2.5
     assert screen.metrics() == {"eval/groups_total": 3, "resume/known_groups_total": 0}
 
@@ -86,7 +89,9 @@ def test_a_hook_that_fails_is_said_and_counted(said):
 
 
 def test_a_hook_is_found_by_its_name_or_refused_in_words(tmp_path, monkeypatch):
-    (tmp_path / "my_hooks.py").write_text("def score(step, model, tokenizer):\n    return {'x': step}\nnumber = 3\n")
+    (tmp_path / "my_hooks.py").write_text(
+        "def score(step, model, tokenizer):\n    return {'x': step}\nnumber = 3\n"
+    )
     (tmp_path / "my_broken_hooks.py").write_text("def score(:\n")
     (tmp_path / "my_raising_hooks.py").write_text("raise RuntimeError('no moons here')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -104,20 +109,28 @@ def test_a_hook_is_found_by_its_name_or_refused_in_words(tmp_path, monkeypatch):
     sys.modules.pop("my_hooks")
 
 
-def test_a_learner_scores_evaluation_groups_under_the_names_of_the_page_and_trains_the_others(bridge, tiny_model, tmp_path):
+def test_a_learner_scores_evaluation_groups_under_the_names_of_the_page_and_trains_the_others(
+    bridge, tiny_model, tmp_path
+):
     tiny_model(5).save_pretrained(tmp_path / "model")
     arguments = ["--bridge", bridge, "--model", str(tmp_path / "model"), "--run-dir", str(tmp_path / "run")]
     arguments += ["--device", "cpu", "--threads", "1", "--steps", "2", "--groups", "2", "--group-size", "2"]
     with shmbridge.Producer(bridge, env_name="sums", lane_bytes="1M") as producer:
         for number in range(6):
-            rows = {"tokens": [[1, 2, 3], [1, 2, 4]], "loss_mask": [[0, 1, 1]] * 2, "score": [0.0, 1.0 + 8.0 * (number % 3 == 2)]}
+            rows = {
+                "tokens": [[1, 2, 3], [1, 2, 4]],
+                "loss_mask": [[0, 1, 1]] * 2,
+                "score": [0.0, 1.0 + 8.0 * (number % 3 == 2)],
+            }
             producer.put(rows, split="eval" if number % 3 == 2 else "train")
         assert grpo.main(arguments) == 0
         assert producer.stats()["held"] == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["reward_mean"] for line in lines] == [0.5, 0.5]
     assert lines[-1]["eval/groups_total"] == 2
-    found = {name.replace("/sums/", "/{env_name}/") for line in lines for name in line if name.startswith("eval/")}
+    found = {
+        name.replace("/sums/", "/{env_name}/") for line in lines for name in line if name.startswith("eval/")
+    }
     page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
     section = page.split("\n## Evaluation\n")[1].split("\n## ")[0]
     on_the_page = set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))

@@ -1,4 +1,6 @@
-"""Log-probabilities of trained tokens: in chunks or whole, packed or padded, the numbers and gradients of the model's own logits."""
+"""Log-probabilities of trained tokens: in chunks or whole, packed or padded, the numbers and gradients of the
+model's own logits.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from transformers import (
     PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
-)  # fmt: skip
+)
 
 from shmbridge.consumers.learner import attention, forward
 from shmbridge.consumers.learner.microbatch import micro_batches
@@ -30,16 +32,28 @@ from shmbridge.consumers.learner.training_rows import prepare
 CPU = torch.device("cpu")
 ROWS = [[3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [1, 2, 3, 4, 5], [20, 21], [8, 8, 8, 9, 9, 1, 2, 3, 4, 5, 6]]
 MASKS = [[0, 0, 1, 1, 0, 1, 1], [1, 1, 1], [0, 0, 0, 0, 1], [0, 1], [0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0]]
-SIZES = {"vocab_size": 28, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0}  # fmt: skip
+SIZES = {
+    "vocab_size": 28,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
 FAMILIES = {
     "plain": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
     "tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
     "bias": lambda: PhiForCausalLM(PhiConfig(**SIZES, attn_implementation="eager")),
-    "capped": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0, attn_implementation="eager")),
+    "capped": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=2.0, attn_implementation="eager")
+    ),
     "scaled up": lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=3.0)),
     "scaled down": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0)),
-    "other names": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=28, n_embd=32, n_layer=2, n_head=2, initializer_range=0.2)),
+    "other names": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=28, n_embd=32, n_layer=2, n_head=2, initializer_range=0.2)
+    ),
 }
 CHUNKED = {"plain", "tied", "bias", "other names"}
 
@@ -56,22 +70,33 @@ def family(name):
 def lora(name, targets):
     peft = pytest.importorskip("peft")
     torch.manual_seed(5)
-    made = peft.get_peft_model(family(name), peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    made = peft.get_peft_model(
+        family(name), peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    )
     return made.eval()
 
 
 def micros(packed_batch, layout="padded"):
-    rows, _ = prepare(packed_batch(ROWS, masks=MASKS, temperatures=[0.7, 1.0, 1.3, 0.5, 1.0], groups=range(5)), 1.0)
+    rows, _ = prepare(
+        packed_batch(ROWS, masks=MASKS, temperatures=[0.7, 1.0, 1.3, 0.5, 1.0], groups=range(5)), 1.0
+    )
     return list(micro_batches(rows, 24, CPU, layout))
 
 
 def results(model, parts, **how):
     """Log-probabilities, entropies, and the gradient of some function of both."""
     model.zero_grad(set_to_none=True)
-    found = [forward.trained_logprobs(model, micro, precision=torch.float32, with_entropy=True, **how) for micro in parts]
+    found = [
+        forward.trained_logprobs(model, micro, precision=torch.float32, with_entropy=True, **how)
+        for micro in parts
+    ]
     logprobs, entropy = (torch.cat([pair[at] for pair in found]) for at in (0, 1))
     (logprobs * torch.arange(1.0, len(logprobs) + 1) + entropy.square()).sum().backward()
-    return logprobs.detach(), entropy.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return (
+        logprobs.detach(),
+        entropy.detach(),
+        {name: each.grad for name, each in model.named_parameters() if each.grad is not None},
+    )
 
 
 def by_hand(model, parts):
@@ -79,7 +104,9 @@ def by_hand(model, parts):
     model.zero_grad(set_to_none=True)
     logprobs, entropies = [], []
     for micro in parts:
-        logits = model(input_ids=micro.tokens, attention_mask=torch.ones_like(micro.tokens), use_cache=False).logits
+        logits = model(
+            input_ids=micro.tokens, attention_mask=torch.ones_like(micro.tokens), use_cache=False
+        ).logits
         for row, heat in enumerate(micro.temperature.tolist()):
             at = micro.trained[row].nonzero()[:, 0]
             spread = torch.distributions.Categorical(logits=logits[row, at - 1] / heat)
@@ -87,7 +114,11 @@ def by_hand(model, parts):
             entropies.append(spread.entropy())
     logprobs, entropy = torch.cat(logprobs), torch.cat(entropies)
     (logprobs * torch.arange(1.0, len(logprobs) + 1) + entropy.square()).sum().backward()
-    return logprobs.detach(), entropy.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return (
+        logprobs.detach(),
+        entropy.detach(),
+        {name: each.grad for name, each in model.named_parameters() if each.grad is not None},
+    )
 
 
 def assert_equal(found, expected):
@@ -149,7 +180,8 @@ def test_bfloat16_in_chunks_is_bfloat16_whole(packed_batch):
     model, parts = family("plain"), micros(packed_batch)
     half = {"precision": torch.bfloat16, "with_entropy": False}
     whole, chunked = (
-        torch.cat([forward.trained_logprobs(model, each, chunk_tokens=chunk, **half)[0] for each in parts]) for chunk in (None, 3)
+        torch.cat([forward.trained_logprobs(model, each, chunk_tokens=chunk, **half)[0] for each in parts])
+        for chunk in (None, 3)
     )
     torch.testing.assert_close(chunked, whole, rtol=1e-3, atol=1e-3)
 
@@ -170,8 +202,8 @@ from shmbridge.consumers.learner.microbatch import MicroBatch
 
 chunk, tokens, length = int(sys.argv[1]), int(sys.argv[2]), 512
 torch.set_num_threads(1)
-model = Qwen2ForCausalLM(Qwen2Config(vocab_size=150_000, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                                     num_attention_heads=1, num_key_value_heads=1))
+sizes = dict(vocab_size=150_000, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=1, num_key_value_heads=1))
 attention.use(model, attention.ROWS)
 count = tokens // length
 trained = torch.zeros(1, tokens, dtype=torch.bool)
@@ -180,26 +212,39 @@ trained[0, ::length] = False
 nothing = torch.zeros(1, tokens)
 lengths = trained[0].view(count, length).sum(1)
 micro = MicroBatch(
-    tokens=torch.randint(0, 150_000, (1, tokens)), trained=trained, advantages=nothing, sampled_logprobs=nothing,
+    tokens=torch.randint(0, 150_000, (1, tokens)), trained=trained, advantages=nothing,
+    sampled_logprobs=nothing,
     temperature=torch.ones(count), trained_lengths=lengths, row_lengths=(length,) * count,
-    position_ids=torch.arange(length).repeat(count)[None], cu_seqlens=torch.arange(0, tokens + 1, length, dtype=torch.int32),
+    position_ids=torch.arange(length).repeat(count)[None],
+    cu_seqlens=torch.arange(0, tokens + 1, length, dtype=torch.int32),
 )
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-logprobs, _ = forward.trained_logprobs(model, micro, precision=torch.float32, chunk_tokens=chunk or None, with_entropy=False)
+logprobs, _ = forward.trained_logprobs(
+    model, micro, precision=torch.float32, chunk_tokens=chunk or None, with_entropy=False
+)
 logprobs.sum().backward()
 print(int(trained.sum()), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
 
 def peak_mib(chunk, tokens, every):
-    """Trained tokens, and what a forward and backward pass over so many tokens took beyond what was there before."""
-    done = subprocess.run([sys.executable, "-c", PEAK, str(chunk), str(tokens), str(every)], capture_output=True, text=True, check=True)
+    """Trained tokens, and what a forward and backward pass over so many tokens took beyond what was there
+    before.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(chunk), str(tokens), str(every)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     trained, mib = done.stdout.split()
     return int(trained), int(mib)
 
 
 def test_131072_tokens_of_a_large_vocabulary_never_have_all_their_logits():
-    """One trained token of 80, so that two cores do it in seconds; docs/explanation/batches.md has a longer run."""
+    """One trained token of 80, so that two cores do it in seconds; docs/explanation/batches.md has a longer
+    run.
+    """
     trained, mib = peak_mib(64, 131_072, 80)
     all_logits = trained * 150_000 * 4 / 2**20
     assert all_logits > 400

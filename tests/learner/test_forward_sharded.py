@@ -18,13 +18,23 @@ def on_two_ranks(script, *words):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     env["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), env.get("PYTHONPATH", "")])
     ranks = [
-        subprocess.Popen([sys.executable, str(HERE / script), *words], env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [sys.executable, str(HERE / script), *words],
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         return [rank.communicate(timeout=100)[0] for rank in ranks]
     finally:
@@ -43,7 +53,9 @@ def test_experts_that_a_rank_sends_nothing_to_get_the_gradient_of_the_others(how
     assert all(each.count("equal: ") == 1 for each in said), "\n".join(said)
 
 
-@pytest.mark.parametrize("tied", [pytest.param([], id="untied", marks=pytest.mark.long), pytest.param(["tied"], id="tied")])
+@pytest.mark.parametrize(
+    "tied", [pytest.param([], id="untied", marks=pytest.mark.long), pytest.param(["tied"], id="tied")]
+)
 def test_a_rank_that_writes_no_checkpoint_gathers_nothing_for_it(tmp_path, tied):
     said = on_two_ranks("sharded_save.py", str(tmp_path), *tied)
     assert all(each.count("equal: ") == 1 for each in said), "\n".join(said)

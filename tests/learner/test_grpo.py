@@ -65,9 +65,7 @@ class Session:
         stops = stops or StopSignals()
         source = HubSource(self.consumer, self.options, stops)
         with MetricsLog(self.metrics) as log:
-            grpo.learn(
-                self.learner, source, publish or self.publish, self.saver, log, self.options, stops
-            )
+            grpo.learn(self.learner, source, publish or self.publish, self.saver, log, self.options, stops)
 
     def logged(self):
         return [json.loads(line) for line in self.metrics.read_text().splitlines()]
@@ -221,7 +219,11 @@ def test_several_batches_make_a_step_and_are_released_together(tiny_model, batch
     ]
     assert session.consumer.options["hold"] == "caller"
     lines = session.logged()
-    assert [(line["groups"], line["tokens"], line["trajectories"]) for line in lines] == [(4, 28, 8), (4, 28, 8), (2, 14, 4)]
+    assert [(line["groups"], line["tokens"], line["trajectories"]) for line in lines] == [
+        (4, 28, 8),
+        (4, 28, 8),
+        (2, 14, 4),
+    ]
     assert [line["reward_mean"] for line in lines] == [0.5] * 3
     assert lines[0]["atropos/fallback_groups_total"] == 4
 
@@ -277,7 +279,10 @@ def test_the_hook_gets_step_model_and_tokenizer_and_its_failure_ends_nothing(
     lines = session.logged()
     assert [line.get("eval/accuracy") for line in lines] == [None, 0.2, None, None, None]
     assert [line["eval/hook_failures_total"] for line in lines] == [0, 0, 0, 1, 1]
-    assert "the evaluation hook failed at step 4, training goes on: RuntimeError: no data" in capsys.readouterr().out
+    assert (
+        "the evaluation hook failed at step 4, training goes on: RuntimeError: no data"
+        in capsys.readouterr().out
+    )
 
 
 def test_where_the_time_goes_is_said_of_every_step(tiny_model, batches, tmp_path):
@@ -297,7 +302,12 @@ def test_a_disk_that_takes_no_metrics_is_said_once_and_ends_nothing(tmp_path, ca
     with MetricsLog(path) as log:
         log.append({"step": 1})
         log.append({"step": 2})
-    assert capsys.readouterr().out.count("metrics.jsonl cannot be written, training goes on without: No space left") == 1
+    assert (
+        capsys.readouterr().out.count(
+            "metrics.jsonl cannot be written, training goes on without: No space left"
+        )
+        == 1
+    )
 
 
 def test_metrics_that_were_lost_are_counted_in_those_that_come_later(tmp_path, monkeypatch):

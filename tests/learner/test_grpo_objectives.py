@@ -1,4 +1,6 @@
-"""Objectives on a real model: neither token budget nor ranks change a gradient, the reference stays, stale tokens are left out."""
+"""Objectives on a real model: neither token budget nor ranks change a gradient, the reference stays, stale
+tokens are left out.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ from shmbridge.consumers.learner.startup import load_learner
 from shmbridge.consumers.learner.training_rows import prepare
 from shmbridge.consumers.learner.world import ALONE
 
-ROWS = [[3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [1, 2, 3, 4, 5], [20, 21], [8, 8, 8, 9, 9, 1, 2, 3, 4, 5, 6], [5, 6, 7]]
+ROWS = [
+    [3, 4, 5, 6, 7, 8, 9],
+    [10, 11, 12],
+    [1, 2, 3, 4, 5],
+    [20, 21],
+    [8, 8, 8, 9, 9, 1, 2, 3, 4, 5, 6],
+    [5, 6, 7],
+]
 SCORES, GROUPS = [1.0, 0.0, 0.5, 1.0, 0.0, 0.25], [0, 0, 0, 1, 1, 1]
 LOGPROBS = [[1.0] + [-2.0 - 0.3 * (token % 5) for token in row[1:]] for row in ROWS]
 CPU = torch.device("cpu")
@@ -50,12 +59,16 @@ OBJECTIVES = [
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective["loss"])
-def test_neither_the_token_budget_nor_the_ranks_change_the_gradient(tiny_model, packed_batch, on_ranks, objective):
+def test_neither_the_token_budget_nor_the_ranks_change_the_gradient(
+    tiny_model, packed_batch, on_ranks, objective
+):
     reference = Reference(tiny_model(9)) if "kl" in objective else None
 
     def batch(begin, end):
         groups = [group - GROUPS[begin] for group in GROUPS[begin:end]]
-        return packed_batch(ROWS[begin:end], scores=SCORES[begin:end], groups=groups, logprobs=LOGPROBS[begin:end])
+        return packed_batch(
+            ROWS[begin:end], scores=SCORES[begin:end], groups=groups, logprobs=LOGPROBS[begin:end]
+        )
 
     whole_metrics, whole = gradients(tiny_model(2), batch(0, 6), reference, **objective)
     cut_metrics, cut = gradients(tiny_model(2), batch(0, 6), reference, micro_tokens=9, **objective)
@@ -69,7 +82,16 @@ def test_neither_the_token_budget_nor_the_ranks_change_the_gradient(tiny_model, 
     models = [tiny_model(2) for _ in range(2)]
     (first, one), (second, two) = on_ranks(2, rank)
     close({name: one[name] + two[name] for name in whole}, whole)
-    for name in ("loss", "policy_loss", "entropy", "kl", "ratio_mean", "clip_frac", "tis_weight_mean", "tis_frac"):
+    for name in (
+        "loss",
+        "policy_loss",
+        "entropy",
+        "kl",
+        "ratio_mean",
+        "clip_frac",
+        "tis_weight_mean",
+        "tis_frac",
+    ):
         assert first[name] == second[name] == pytest.approx(whole_metrics[name], abs=1e-5)
         assert cut_metrics[name] == pytest.approx(whole_metrics[name], abs=1e-5)
     assert max(gradient.abs().max() for gradient in whole.values()) > 1e-4
@@ -107,7 +129,10 @@ def test_the_divergence_from_oneself_is_nothing_and_grows_as_one_learns(tiny_mod
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_divergence_alone_draws_the_policy_to_the_reference(tiny_model, packed_batch, estimator):
     own = Learner(
-        tiny_model(2), Objective(kl=1.0, kl_estimator=estimator), lambda step: 5e-3, reference=Reference(tiny_model(9))
+        tiny_model(2),
+        Objective(kl=1.0, kl_estimator=estimator),
+        lambda step: 5e-3,
+        reference=Reference(tiny_model(9)),
     )
     batch = packed_batch(ROWS, scores=[0.5] * 6, groups=GROUPS)
     seen = [(own.accumulate(batch) | own.apply())["kl"] for _ in range(12)]
@@ -152,7 +177,9 @@ def test_an_adapter_is_switched_off_for_the_reference(tiny_model, packed_batch):
     peft = pytest.importorskip("peft")
     batch = packed_batch(ROWS, scores=SCORES, groups=GROUPS)
     _, before = logprobs_of(tiny_model(2), batch)
-    adapted = peft.get_peft_model(tiny_model(2), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    adapted = peft.get_peft_model(
+        tiny_model(2), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
     reference = Reference(adapted)
     micro, now = logprobs_of(adapted, batch)
     torch.testing.assert_close(reference.logprobs(micro, precision=torch.float32, chunk_tokens=None), before)
@@ -160,7 +187,10 @@ def test_an_adapter_is_switched_off_for_the_reference(tiny_model, packed_batch):
     torch.testing.assert_close(logprobs_of(adapted, batch)[1], now)  # and on again
     own = Learner(adapted, Objective(kl=0.1), lambda step: 1e-2, reference=reference)
     assert own.accumulate(batch)["kl"] > 1e-4
-    assert adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight.grad.abs().max() > 0
+    assert (
+        adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight.grad.abs().max()
+        > 0
+    )
 
 
 def test_the_reference_of_a_resumed_run_is_the_model_it_began_with(tiny_model, packed_batch, tmp_path):
@@ -169,11 +199,24 @@ def test_the_reference_of_a_resumed_run_is_the_model_it_began_with(tiny_model, p
     later = Learner(tiny_model(2), Objective(), lambda step: 1e-2)
     source = tmp_path / "checkpoints"
     checkpoint.save(source, Progress(step=1, policy_version=1), later.model, None, later.optimizer, keep=1)
-    flags = ["--bridge", "b", "--model", str(tmp_path / "model"), "--steps", "9", "--device", "cpu", "--kl-coef", "0.1"]
+    flags = [
+        "--bridge",
+        "b",
+        "--model",
+        str(tmp_path / "model"),
+        "--steps",
+        "9",
+        "--device",
+        "cpu",
+        "--kl-coef",
+        "0.1",
+    ]
     for begin, policy in ((None, tiny_model(9)), (checkpoint.complete(source)[-1], tiny_model(2))):
         resumed, _, _ = load_learner(begin, parser().parse_args(flags), ALONE)
         d = logprobs_of(tiny_model(9), batch)[1] - logprobs_of(policy, batch)[1]
-        assert resumed.accumulate(batch)["kl"] == pytest.approx((torch.expm1(d) - d).mean().item(), rel=1e-4, abs=1e-6)
+        assert resumed.accumulate(batch)["kl"] == pytest.approx(
+            (torch.expm1(d) - d).mean().item(), rel=1e-4, abs=1e-6
+        )
 
 
 VERSIONS = {
@@ -185,7 +228,8 @@ VERSIONS = {
 def test_stale_tokens_are_left_out_and_counted(tiny_model, packed_batch):
     batch = packed_batch(ROWS, scores=SCORES, groups=GROUPS, **VERSIONS)
     metrics, _ = gradients(tiny_model(2), batch, version=8, max_token_staleness=2)
-    assert metrics["tokens_masked_stale"] == 5  # versions 3 and 5; the others are of 6, 7 and, not trained yet, 9
+    # versions 3 and 5; the others are of 6, 7 and, not trained yet, 9
+    assert metrics["tokens_masked_stale"] == 5
     assert metrics["trained_tokens"] == 25 - 5
     assert metrics["token_staleness_max"] == 2
     masks = [[0, 0, 0, 0, 0, 0, 1], *([0, *[1] * (len(row) - 1)] for row in ROWS[1:])]
@@ -197,7 +241,11 @@ def test_stale_tokens_are_left_out_and_counted(tiny_model, packed_batch):
 def test_the_ratio_corrects_for_any_age_unless_told_otherwise(tiny_model, packed_batch):
     batch = packed_batch(ROWS, scores=SCORES, groups=GROUPS, **VERSIONS)
     metrics, _ = gradients(tiny_model(2), batch, version=8)
-    assert (metrics["tokens_masked_stale"], metrics["trained_tokens"], metrics["token_staleness_max"]) == (0, 25, 5)
+    assert (metrics["tokens_masked_stale"], metrics["trained_tokens"], metrics["token_staleness_max"]) == (
+        0,
+        25,
+        5,
+    )
     known = np.array([5, 5, 3, 3, 3, 2, 2, 1, 1, 1, 1, *[2] * 11, 2, 1])
     assert metrics["token_staleness_mean"] == pytest.approx(known.mean())
     unknown, _ = gradients(tiny_model(2), batch, max_token_staleness=0)
@@ -206,6 +254,15 @@ def test_the_ratio_corrects_for_any_age_unless_told_otherwise(tiny_model, packed
 
 
 def test_options_that_do_not_go_together_end_the_learner_before_anything_is_loaded(capsys, tmp_path):
-    flags = ["--bridge", "nobody", "--model", str(tmp_path / "nothing"), "--steps", "1", "--run-dir", str(tmp_path)]
+    flags = [
+        "--bridge",
+        "nobody",
+        "--model",
+        str(tmp_path / "nothing"),
+        "--steps",
+        "1",
+        "--run-dir",
+        str(tmp_path),
+    ]
     assert grpo.main([*flags, "--loss", "gspo", "--tis-cap", "2"]) == 1
     assert capsys.readouterr().err.startswith("grpo: --tis-cap beside --loss gspo")

@@ -119,7 +119,9 @@ def test_killed_and_resumed_it_goes_on_and_no_version_comes_back(bridge, start_l
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("limit", "every"), [(1, 1), pytest.param(1, 2, marks=pytest.mark.long), (3, 3)])
 def test_with_a_limit_of_steps_generation_waits_for_training(bridge, start_learner, tmp_path, limit, every):
-    """The environment is never further ahead, however fast it is; nothing of it is thrown away, also where not every step is published."""
+    """The environment is never further ahead, however fast it is; nothing of it is thrown away, also where
+    not every step is published.
+    """
     steps, begun, version = 8, 0, {}
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         flags = ("--max-off-policy-steps", str(limit), "--publish-every", str(every))
@@ -134,11 +136,16 @@ def test_with_a_limit_of_steps_generation_waits_for_training(bridge, start_learn
                 continue
         assert learner.returncode == 0, learner.stderr.read()
     lines = metrics(tmp_path)
-    assert [line["policy_version"] for line in lines] == [step - step % every for step in range(1, steps)] + [steps]
-    # A producer alone puts in order: step t was trained with the groups from t * GROUPS on, after t optimizer steps.
+    assert [line["policy_version"] for line in lines] == [step - step % every for step in range(1, steps)] + [
+        steps
+    ]
+    # A producer alone puts in order: step t was trained with the groups from t * GROUPS on, after t optimizer
+    # steps.
     old = [place // GROUPS - version[place] for place in range(steps * GROUPS)]
     assert max(old) <= limit
-    assert [line["staleness_max"] for line in lines] == [max(old[first : first + GROUPS]) for first in range(0, len(old), GROUPS)]
+    assert [line["staleness_max"] for line in lines] == [
+        max(old[first : first + GROUPS]) for first in range(0, len(old), GROUPS)
+    ]
     assert steps * GROUPS <= begun <= (steps + limit + 1) * GROUPS
     assert lines[-1]["bridge/groups_begun_total"] >= steps * GROUPS
     assert lines[-1]["bridge/discards_stale_total"] == 0
@@ -168,7 +175,9 @@ def test_nobody_comes_and_the_learner_gives_up(start_learner):
     out, err = learner.communicate(timeout=60)
     assert learner.returncode == 3, err
     assert "Traceback" not in err
-    said = re.search(r"no batch in ([\d.]+) s, 3 of 3 attempts of 0.3 s: no environment has a lane, 0 of 2 groups", err)
+    said = re.search(
+        r"no batch in ([\d.]+) s, 3 of 3 attempts of 0.3 s: no environment has a lane, 0 of 2 groups", err
+    )
     assert 1.1 <= float(said[1]) < 30.0  # three attempts, and delays of 0.1 and 0.15
     assert len(re.findall(r"attempt \d of 3, .* no environment has a lane", out)) == 2
 
@@ -192,9 +201,15 @@ def test_without_the_fallback_a_group_without_advantages_ends_the_learner(bridge
         _, err = learner.communicate(timeout=60)
         assert learner.returncode == 1, err
         assert "Traceback" not in err
-        named = r"group \S+ of environment 'countdown' has 4 trajectories, .* 4 of them without advantages -> run without --no-fallback"
+        named = (
+            r"group \S+ of environment 'countdown' has 4 trajectories, .* 4 of them without advantages -> "
+            r"run without --no-fallback"
+        )
         assert re.search(named, err)
-        assert f"`shmbridge clean {bridge} --yes`, once the environments have ended, throws away all that waits" in err
+        assert (
+            f"`shmbridge clean {bridge} --yes`, once the environments have ended, throws away all that waits"
+            in err
+        )
         assert len(left_over(bridge)) == GROUPS
     assert metrics(tmp_path) == []
 
@@ -202,7 +217,10 @@ def test_without_the_fallback_a_group_without_advantages_ends_the_learner(bridge
 def test_what_is_left_out_is_counted_by_environment_and_said_once(bridge, start_learner, tmp_path):
     with shmbridge.Producer(bridge, env_name="countdown", lane_bytes="4M") as producer:
         for first in range(GROUPS * 2):
-            group = a_group(first) | {"inference_logprobs": [[-1.0]] * 4, "reward_components": [{"a": 1.0}] * 4}
+            group = a_group(first) | {
+                "inference_logprobs": [[-1.0]] * 4,
+                "reward_components": [{"a": 1.0}] * 4,
+            }
             producer.put(group, policy_version=0, timeout_s=10.0, foreign=True)
         learner = start_learner("--steps", "2")
         out, err = learner.communicate(timeout=90)
@@ -234,15 +252,23 @@ def test_images_end_the_learner_with_their_environments_name(bridge, start_learn
 def test_unknown_tokens_end_each_resume_until_it_is_said_to_leave_them_out(bridge, start_learner, tmp_path):
     with shmbridge.Producer(bridge, env_name="klingon", lane_bytes="4M") as producer:
         put_groups(producer, GROUPS)
-        producer.put({**a_group(0), "tokens": [[1, 2, 3, 4]] * 3 + [[1, 2, 99, 4]]}, policy_version=0, timeout_s=10.0)
+        producer.put(
+            {**a_group(0), "tokens": [[1, 2, 3, 4]] * 3 + [[1, 2, 99, 4]]}, policy_version=0, timeout_s=10.0
+        )
         put_groups(producer, 1)
-        named = f"token id 99, but the model has 28: environment 'klingon' .* record {GROUPS} of producer .*--leave-out-unknown-tokens"
+        named = (
+            f"token id 99, but the model has 28: environment 'klingon' .* record {GROUPS} of producer "
+            ".*--leave-out-unknown-tokens"
+        )
         for flags in ((), ("--resume",)):
             learner = start_learner("--steps", "2", *flags)
             _, err = learner.communicate(timeout=90)
             assert learner.returncode == 1
             assert re.search(named, err), err
-            assert f"with the same options --resume ends at it again, and `shmbridge clean {bridge} --yes`" in err
+            assert (
+                f"with the same options --resume ends at it again, and `shmbridge clean {bridge} --yes`"
+                in err
+            )
             assert "Traceback" not in err
         learner = start_learner("--steps", "2", "--resume", "--leave-out-unknown-tokens")
         out, err = learner.communicate(timeout=90)
@@ -283,10 +309,15 @@ def test_the_file_and_wandb_have_all_names_that_the_page_has(
     assert learner.returncode == 0, err
     first, second = metrics(tmp_path)
     reasons = r"_(full|cancelled|invalid|timeout|stale|partial|resume|corrupt)_total$"
-    generic = {re.sub(reasons, "_{reason}_total", name).replace("/countdown/", "/{env_name}/") for name in first}
+    generic = {
+        re.sub(reasons, "_{reason}_total", name).replace("/countdown/", "/{env_name}/") for name in first
+    }
     generic = {name.replace("{countdown}", "{env_name}") for name in generic}
-    generic = {re.sub(r"^staleness_hist_(\d|over_7|unknown)$", "staleness_hist_{lag}", name) for name in generic}
-    elsewhere = {"api_perf/compression_ratio", "device_memory_peak_gib"}  # gateways have the one, GPUs the other
+    generic = {
+        re.sub(r"^staleness_hist_(\d|over_7|unknown)$", "staleness_hist_{lag}", name) for name in generic
+    }
+    # gateways have the one, GPUs the other
+    elsewhere = {"api_perf/compression_ratio", "device_memory_peak_gib"}
     assert generic | elsewhere == on_the_page("Names that dashboards know") | on_the_page("The learner's own")
     assert (first["atropos/fallback_groups_total"], second["atropos/fallback_groups_total"]) == (2, 4)
     assert first["atropos/countdown/mean_score"] == first["reward_mean"] == 0.5
@@ -312,15 +343,32 @@ BREAKING = Path(__file__).with_name("breaking_learner.py")
 @pytest.mark.parametrize(
     ("where", "newest", "said"),
     [
-        ("memory", 3, r"grpo: out of memory in forward or backward of step 4: CUDA out of memory\. Tried .* GiB\.; "
-                      r"step 3 is saved -> lower --micro-tokens \(8192 now\), .*, then --resume\n"),
-        pytest.param("bug", 3, r"(?s)Traceback .*grpo: step 4 broke off: IndexError: too many indices; step 3 is saved -> .* --resume\n",
-                     marks=pytest.mark.long),
-        pytest.param("update", 2, r"grpo: out of memory in the update of step 4: .* broke off, so nothing of it is saved: step 2 is the "
-                                  r"newest checkpoint -> --param-dtype bfloat16, .*\n", marks=pytest.mark.long),
+        (
+            "memory",
+            3,
+            r"grpo: out of memory in forward or backward of step 4: CUDA out of memory\. Tried .* GiB\.; "
+            r"step 3 is saved -> lower --micro-tokens \(8192 now\), .*, then --resume\n",
+        ),
+        pytest.param(
+            "bug",
+            3,
+            r"(?s)Traceback .*grpo: step 4 broke off: IndexError: too many indices; step 3 is saved -> .* "
+            r"--resume\n",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "update",
+            2,
+            r"grpo: out of memory in the update of step 4: .* broke off, so nothing of it is saved: step 2 "
+            r"is the "
+            r"newest checkpoint -> --param-dtype bfloat16, .*\n",
+            marks=pytest.mark.long,
+        ),
     ],
-)  # fmt: skip
-def test_an_error_in_a_step_saves_the_steps_before_it_and_its_batch_comes_again(bridge, start_learner, tmp_path, where, newest, said):
+)
+def test_an_error_in_a_step_saves_the_steps_before_it_and_its_batch_comes_again(
+    bridge, start_learner, tmp_path, where, newest, said
+):
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         put_groups(producer, 6 * GROUPS)
         broken = start_learner("--steps", "5", "--save-every", "2", program=[str(BREAKING), where, "4"])

@@ -29,7 +29,9 @@ def trained_logprobs(model, batch, budget):
     found = {}
     with torch.no_grad():
         for micro in micro_batches(rows, budget, CPU):
-            values, _ = logprobs_of(model, micro, precision=torch.float32, chunk_tokens=None, with_entropy=False)
+            values, _ = logprobs_of(
+                model, micro, precision=torch.float32, chunk_tokens=None, with_entropy=False
+            )
             counts = micro.trained.sum(dim=1).tolist()
             for tokens, own in zip(micro.tokens.tolist(), values.split(counts), strict=True):
                 found[tuple(tokens)[: len(own) + 1]] = own
@@ -185,7 +187,9 @@ def test_a_token_outside_the_vocabulary_is_named_also_where_it_lies_on_a_device(
         learner(tiny_model(1)).accumulate(batch)
 
 
-@pytest.mark.parametrize(("normalise", "way"), [("batch", "--sft-normalization none, if"), ("none", "scores that differ")])
+@pytest.mark.parametrize(
+    ("normalise", "way"), [("batch", "--sft-normalization none, if"), ("none", "scores that differ")]
+)
 def test_fine_tuning_with_nothing_to_learn_ends_with_words(tiny_model, packed_batch, normalise, way):
     """Equal advantages are 0 once they are normalised; every batch of a step has to be so."""
     model = tiny_model(1)

@@ -12,7 +12,10 @@ STATS = {"records_total": 7, "dropped_total": 2, "discarded_total": 1, "lanes_li
 
 def test_ages_of_a_batch(packed_batch):
     batch = packed_batch(
-        [[1, 2]] * 5, groups=[0, 0, 1, 1, 1], published_ns=[7 * SECOND, 7 * SECOND, *[9 * SECOND] * 3], version=4
+        [[1, 2]] * 5,
+        groups=[0, 0, 1, 1, 1],
+        published_ns=[7 * SECOND, 7 * SECOND, *[9 * SECOND] * 3],
+        version=4,
     )
     found = LearnerMetrics(groups=2).taken(batch, 10 * SECOND, policy_version=6)
     assert (found["staleness_mean"], found["staleness_max"]) == (2.0, 2)
@@ -31,7 +34,11 @@ def test_versions_that_nobody_has_trained_yet_have_no_staleness(packed_batch):
     batch.meta[1].min_policy_version, batch.meta[2].min_policy_version = 2**31 - 1, 7
     found = LearnerMetrics(groups=3).taken(batch, 0, policy_version=6)
     assert (found["staleness_mean"], found["staleness_max"], found["bridge/staleness_p90"]) == (2.0, 2, 2.0)
-    assert (found["staleness_hist_2"], found["staleness_hist_0"], found["staleness_hist_unknown"]) == (1, 0, 2)
+    assert (found["staleness_hist_2"], found["staleness_hist_0"], found["staleness_hist_unknown"]) == (
+        1,
+        0,
+        2,
+    )
 
 
 def test_a_record_is_a_request_and_its_trajectories_are_items(packed_batch):
@@ -54,15 +61,31 @@ def test_totals_add_up_over_steps():
     found = describe.totals({"groups_fallback": 2}, STATS)
     assert found["atropos/fallback_groups_total"] == 5
     assert (found["dropped_total"], found["discarded_total"]) == (2, 1)
-    assert (found["bridge/records_total"], found["bridge/drops_total"], found["bridge/lanes_live"]) == (7, 2, 3)
+    assert (found["bridge/records_total"], found["bridge/drops_total"], found["bridge/lanes_live"]) == (
+        7,
+        2,
+        3,
+    )
 
 
 def test_staleness_is_told_apart_up_to_a_few_versions(packed_batch):
-    batch = packed_batch([[1, 2]] * 5, groups=range(5), published_ns=[7 * SECOND, 7 * SECOND, *[9 * SECOND] * 3], version=4)
+    batch = packed_batch(
+        [[1, 2]] * 5, groups=range(5), published_ns=[7 * SECOND, 7 * SECOND, *[9 * SECOND] * 3], version=4
+    )
     for meta, version in zip(batch.meta, (12, 11, 5, 4, -1), strict=True):
         meta.min_policy_version = version
     found = LearnerMetrics(groups=2).taken(batch, 10 * SECOND, policy_version=12)
-    bars = {name.removeprefix("staleness_hist_"): count for name, count in found.items() if name.startswith("staleness_hist_")}
-    assert {lag: count for lag, count in bars.items() if count} == {"0": 1, "1": 1, "7": 1, "over_7": 1, "unknown": 1}
+    bars = {
+        name.removeprefix("staleness_hist_"): count
+        for name, count in found.items()
+        if name.startswith("staleness_hist_")
+    }
+    assert {lag: count for lag, count in bars.items() if count} == {
+        "0": 1,
+        "1": 1,
+        "7": 1,
+        "over_7": 1,
+        "unknown": 1,
+    }
     assert len(bars) == 10
     assert (found["age_mean_s"], found["age_max_s"]) == (1.8, 3.0)

@@ -1,4 +1,6 @@
-"""Adapters: only they are trained, what is published is the merged model, and a checkpoint of them is loaded by anybody."""
+"""Adapters: only they are trained, what is published is the merged model, and a checkpoint of them is loaded
+by anybody.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def test_what_is_published_is_the_merged_model_and_the_adapter_is_left_alone(bas
 
     path = base.parent / "adapter"
     own.model.save_pretrained(path)
-    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base).float(), path).merge_and_unload()
+    merged = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base).float(), path
+    ).merge_and_unload()
     for name, value in merged.named_parameters():
         assert torch.equal(value, published[name]), name
     plain.load_state_dict(published)
@@ -104,7 +108,9 @@ def test_without_adapters_the_parameters_themselves_are_published(base):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_checkpoint_is_an_adapter_that_training_goes_on_from_and_that_anybody_loads(base, batch, tmp_path, dropout):
+def test_a_checkpoint_is_an_adapter_that_training_goes_on_from_and_that_anybody_loads(
+    base, batch, tmp_path, dropout
+):
     torch.manual_seed(2)
     through = train(learner(adapted(base, dropout=dropout)), batch, 4)
 
@@ -116,9 +122,7 @@ def test_a_checkpoint_is_an_adapter_that_training_goes_on_from_and_that_anybody_
 
     model = AutoModelForCausalLM.from_pretrained(path).float()
     with torch.no_grad():
-        torch.testing.assert_close(
-            model(PROMPT).logits, first.model.eval()(PROMPT).logits, rtol=0, atol=0
-        )
+        torch.testing.assert_close(model(PROMPT).logits, first.model.eval()(PROMPT).logits, rtol=0, atol=0)
     prepare_adapters(model)
     second = learner(model)
     checkpoint.load_optimizer(path, second.model, second.optimizer)
@@ -161,7 +165,9 @@ def test_a_head_that_is_the_embedding_gets_no_adapter(tiny_model):
         (Lora(4, 8.0, 0.0, ("q_proj",)), Lora(4, 8.0, 0.0, ("q_proj", "up_proj")), ["--lora-targets q_proj"]),
     ],
 )
-def test_adapters_that_were_made_with_other_options_are_told_from_those_that_were_not(tiny_model, tmp_path, made, now, expected):
+def test_adapters_that_were_made_with_other_options_are_told_from_those_that_were_not(
+    tiny_model, tmp_path, made, now, expected
+):
     tiny_model(1).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     add_adapters(model, made, str(tmp_path / "base"))

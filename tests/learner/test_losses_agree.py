@@ -1,8 +1,8 @@
 """The losses and what TRL and verl compute for the same batch, where those packages are installed.
 
-Both work on padded rows of answers, and differ from the formulas at the edges: verl adds 1e-8 to lengths, and sets
-a third clip bound for negative advantages by default, far away here but where it is compared; TRL takes no mean over
-rows without tokens out.
+Both work on padded rows of answers, and differ from the formulas at the edges: verl adds 1e-8 to lengths, and
+sets a third clip bound for negative advantages by default, far away here but where it is compared; TRL takes
+no mean over rows without tokens out.
 """
 
 from __future__ import annotations
@@ -52,9 +52,14 @@ def ours(loss, **options):
     """Return our loss of the batch and its gradient, padded."""
     batch, logprobs = ANSWERS, ANSWERS.logprobs.clone().requires_grad_()
     value = loss(
-        batch.packed(logprobs), batch.packed(batch.old), batch.packed(batch.advantages), batch.packed(batch.mask), batch.cuts,
-        answers_only=True, **options,
-    )  # fmt: skip
+        batch.packed(logprobs),
+        batch.packed(batch.old),
+        batch.packed(batch.advantages),
+        batch.packed(batch.mask),
+        batch.cuts,
+        answers_only=True,
+        **options,
+    )
     value.backward()
     return value.detach(), logprobs.grad
 
@@ -101,20 +106,29 @@ def test_the_batch_meets_every_bound():
 
 @pytest.fixture(scope="module")
 def verl():
-    return pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError)
+    return pytest.importorskip(
+        "verl.trainer.ppo.core_algos", reason="verl is not installed", exc_type=ImportError
+    )
 
 
 def verl_loss(verl, name, mode, low, high, is_weights=None, dual=1e9, **batch_info):
     from verl.workers.config import ActorConfig
 
     config = ActorConfig(
-        strategy="fsdp", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=dual,
+        strategy="fsdp",
+        rollout_n=1,
+        use_dynamic_bsz=True,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=dual,
         global_batch_info=batch_info,
-    )  # fmt: skip
+    )
     loss = verl.get_policy_loss_fn(name)
     batch = ANSWERS
     return with_gradient(
-        lambda at: loss(batch.old, at, batch.advantages, batch.mask, mode, config, rollout_is_weights=is_weights)[0]
+        lambda at: loss(
+            batch.old, at, batch.advantages, batch.mask, mode, config, rollout_is_weights=is_weights
+        )[0]
     )
 
 
@@ -123,13 +137,33 @@ def verl_loss(verl, name, mode, low, high, is_weights=None, dual=1e9, **batch_in
     [
         ("grpo", losses.grpo_loss, {}, "vanilla", "seq-mean-token-mean", (0.2, 0.2)),
         ("dapo", losses.dapo_loss, {}, "vanilla", "token-mean", (LOW, HIGH)),
-        ("gspo", losses.gspo_loss, {"clip_low": 0.05, "clip_high": 0.08}, "gspo", "seq-mean-token-mean", (0.05, 0.08)),
-        ("cispo", losses.cispo_loss, {"clip_low": LOW, "clip_high": HIGH}, "cispo", "token-mean", (LOW, HIGH)),
+        (
+            "gspo",
+            losses.gspo_loss,
+            {"clip_low": 0.05, "clip_high": 0.08},
+            "gspo",
+            "seq-mean-token-mean",
+            (0.05, 0.08),
+        ),
+        (
+            "cispo",
+            losses.cispo_loss,
+            {"clip_low": LOW, "clip_high": HIGH},
+            "cispo",
+            "token-mean",
+            (LOW, HIGH),
+        ),
         ("cispo without a lower bound", losses.cispo_loss, {}, "cispo", "token-mean", (1.0, 4.0)),
     ],
 )
 def test_verl_losses(agreement, verl, what, loss, options, name, mode, bounds):
-    agree(agreement, "verl", f"{what} ({name}, {mode})", ours(loss, **options), verl_loss(verl, name, mode, *bounds))
+    agree(
+        agreement,
+        "verl",
+        f"{what} ({name}, {mode})",
+        ours(loss, **options),
+        verl_loss(verl, name, mode, *bounds),
+    )
 
 
 def test_verl_dual_clip(agreement, verl):
@@ -138,12 +172,24 @@ def test_verl_dual_clip(agreement, verl):
     ratio = losses.importance_ratio(batch.logprobs, batch.old)
     assert (losses.dual_clipped(ratio, batch.advantages, 1.25) & batch.mask.bool()).any()
     theirs = verl_loss(verl, "vanilla", "token-mean", LOW, HIGH, dual=1.25)
-    agree(agreement, "verl", "dapo with clip_dual (clip_ratio_c)", ours(losses.dapo_loss, clip_dual=1.25), theirs)
+    agree(
+        agreement,
+        "verl",
+        "dapo with clip_dual (clip_ratio_c)",
+        ours(losses.dapo_loss, clip_dual=1.25),
+        theirs,
+    )
 
 
 def test_verl_dr_grpo(agreement, verl):
     theirs = verl_loss(verl, "vanilla", "seq-mean-token-sum-norm", 0.2, 0.2, loss_scale_factor=20)
-    agree(agreement, "verl", "dr_grpo (vanilla, seq-mean-token-sum-norm)", ours(losses.dr_grpo_loss, max_tokens=20), theirs)
+    agree(
+        agreement,
+        "verl",
+        "dr_grpo (vanilla, seq-mean-token-sum-norm)",
+        ours(losses.dr_grpo_loss, max_tokens=20),
+        theirs,
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -159,27 +205,48 @@ def test_verl_truncated_weights(agreement, verl, level, loss, name):
     assert (padded == 1.2).any()  # the cap is met
     bounds = (LOW, HIGH) if name == "vanilla" else (1.0, 4.0)
     agree(
-        agreement, "verl", f"truncated weights, {level} ({name})", ours(loss, weights=flat),
+        agreement,
+        "verl",
+        f"truncated weights, {level} ({name})",
+        ours(loss, weights=flat),
         verl_loss(verl, name, "token-mean", *bounds, is_weights=theirs),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_verl_kl(agreement, verl, estimator):
     batch = ANSWERS
-    mine = with_gradient(lambda at: (losses.kl_estimate(at, batch.reference, estimator) * batch.mask).sum() / 30)
-    theirs = with_gradient(lambda at: (verl.kl_penalty(at, batch.reference, estimator) * batch.mask).sum() / 30)
+    mine = with_gradient(
+        lambda at: (losses.kl_estimate(at, batch.reference, estimator) * batch.mask).sum() / 30
+    )
+    theirs = with_gradient(
+        lambda at: (verl.kl_penalty(at, batch.reference, estimator) * batch.mask).sum() / 30
+    )
     agree(agreement, "verl", f"kl {estimator}", mine, theirs)
 
 
 @pytest.mark.parametrize(
     ("mode", "theirs", "divisor"),
-    [("token_mean", "token-mean", None), ("sequence_mean", "seq-mean-token-mean", None), ("constant", "token-sum", 1.0)],
+    [
+        ("token_mean", "token-mean", None),
+        ("sequence_mean", "seq-mean-token-mean", None),
+        ("constant", "token-sum", 1.0),
+    ],
 )
 def test_verl_aggregation(agreement, verl, mode, theirs, divisor):
     batch = ANSWERS
-    mine = with_gradient(lambda at: losses.aggregate(batch.packed(at), batch.packed(batch.mask), batch.cuts, mode, divisor) / 30)
-    agree(agreement, "verl", f"aggregate {mode} ({theirs})", mine, with_gradient(lambda at: verl.agg_loss(at, batch.mask, theirs) / 30))
+    mine = with_gradient(
+        lambda at: (
+            losses.aggregate(batch.packed(at), batch.packed(batch.mask), batch.cuts, mode, divisor) / 30
+        )
+    )
+    agree(
+        agreement,
+        "verl",
+        f"aggregate {mode} ({theirs})",
+        mine,
+        with_gradient(lambda at: verl.agg_loss(at, batch.mask, theirs) / 30),
+    )
 
 
 # ---- TRL
@@ -187,26 +254,49 @@ def test_verl_aggregation(agreement, verl, mode, theirs, divisor):
 
 @pytest.fixture(scope="module")
 def trl():
-    return pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed", exc_type=ImportError)
+    return pytest.importorskip(
+        "trl.trainer.grpo_trainer", reason="TRL is not installed", exc_type=ImportError
+    )
 
 
 def trl_loss(trl, loss_type, low, high, *, level="token", beta=0.0, is_weights=None, longest=20):
-    """Call GRPOTrainer's own loss on an object that has what the loss reads of a trainer, and no model behind it."""
+    """Call GRPOTrainer's own loss on an object that has what the loss reads of a trainer, and no model behind
+    it.
+    """
     batch = ANSWERS
     trainer = SimpleNamespace(
-        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level=level,
-        beta=beta, loss_type=loss_type, epsilon_low=low, epsilon_high=high, max_completion_length=longest,
-        use_vllm=is_weights is not None, vllm_importance_sampling_correction=True, current_gradient_accumulation_steps=1,
-        _entropy_bonus_enabled=False, _metrics={"train": defaultdict(list)}, model=SimpleNamespace(training=True),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level=level,
+        beta=beta,
+        loss_type=loss_type,
+        epsilon_low=low,
+        epsilon_high=high,
+        max_completion_length=longest,
+        use_vllm=is_weights is not None,
+        vllm_importance_sampling_correction=True,
+        current_gradient_accumulation_steps=1,
+        _entropy_bonus_enabled=False,
+        _metrics={"train": defaultdict(list)},
+        model=SimpleNamespace(training=True),
         args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
-        accelerator=SimpleNamespace(num_processes=1, gather=lambda value: value, reduce=lambda value, reduction: value),
-    )  # fmt: skip
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda value: value, reduce=lambda value, reduction: value
+        ),
+    )
     nothing = torch.zeros(ROWS, 1, dtype=torch.int64)
     given = {
-        "prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": batch.mask.long(), "completion_mask": batch.mask,
-        "advantages": batch.advantages[:, 0], "old_per_token_logps": batch.old, "ref_per_token_logps": batch.reference,
-        "num_items_in_batch": batch.mask.sum(), "importance_sampling_ratio": is_weights,
-    }  # fmt: skip
+        "prompt_ids": nothing,
+        "prompt_mask": nothing,
+        "completion_ids": batch.mask.long(),
+        "completion_mask": batch.mask,
+        "advantages": batch.advantages[:, 0],
+        "old_per_token_logps": batch.old,
+        "ref_per_token_logps": batch.reference,
+        "num_items_in_batch": batch.mask.sum(),
+        "importance_sampling_ratio": is_weights,
+    }
 
     def value(at):
         trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (at, torch.zeros_like(at), None)
@@ -233,7 +323,9 @@ def test_trl_losses(agreement, trl, what, loss, options, loss_type, bounds, leve
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_trl_weights(agreement, trl, level):
-    """What a weight does to the loss; TRL makes its weights within generation, where they cannot be asked for."""
+    """What a weight does to the loss; TRL makes its weights within generation, where they cannot be asked
+    for.
+    """
     flat, padded = weights(level)
     theirs = trl_loss(trl, "dapo", LOW, HIGH, is_weights=padded)
     agree(agreement, "TRL", f"dapo, weighed per {level}", ours(losses.dapo_loss, weights=flat), theirs)
@@ -244,7 +336,10 @@ def test_trl_kl(agreement, trl):
     value, gradient = ours(losses.dapo_loss)
     kl, kl_gradient = with_gradient(
         lambda at: losses.aggregate(
-            losses.kl_estimate(batch.packed(at), batch.packed(batch.reference), "k3"), batch.packed(batch.mask), batch.cuts, "token_mean"
+            losses.kl_estimate(batch.packed(at), batch.packed(batch.reference), "k3"),
+            batch.packed(batch.mask),
+            batch.cuts,
+            "token_mean",
         )
     )
     mine = value + beta * kl, gradient + beta * kl_gradient
@@ -261,7 +356,11 @@ def test_trl_overlong_penalty(agreement, trl):
 
 
 @pytest.mark.parametrize(
-    ("module", "logprob_name"), [("trl.trainer.utils", "selective_log_softmax"), ("verl.utils.torch_functional", "logprobs_from_logits_v2")]
+    ("module", "logprob_name"),
+    [
+        ("trl.trainer.utils", "selective_log_softmax"),
+        ("verl.utils.torch_functional", "logprobs_from_logits_v2"),
+    ],
 )
 def test_chunked_logprobs_and_entropy(agreement, module, logprob_name):
     """Of the same hidden states and output layer, against what they make of all logits."""
@@ -274,13 +373,23 @@ def test_chunked_logprobs_and_entropy(agreement, module, logprob_name):
     results = []
     for chunked in (True, False):
         if chunked:
-            logprobs, entropy = losses.chosen_logprobs_chunked(hidden, weight, targets, 0.7, 7, with_entropy=True)
+            logprobs, entropy = losses.chosen_logprobs_chunked(
+                hidden, weight, targets, 0.7, 7, with_entropy=True
+            )
         else:
             logits = hidden @ weight.T / 0.7
-            logprobs, entropy = getattr(theirs, logprob_name)(logits, targets), theirs.entropy_from_logits(logits)
+            logprobs, entropy = (
+                getattr(theirs, logprob_name)(logits, targets),
+                theirs.entropy_from_logits(logits),
+            )
         gradient = torch.autograd.grad((logprobs + entropy).sum() / 40, (hidden, weight))
         results.append((torch.stack([logprobs, entropy]).detach(), torch.cat(gradient)))
     (mine, my_gradient), (value, gradient) = results
     differences = (mine - value).abs().max().item(), (my_gradient - gradient).abs().max().item()
-    agreement({"trl": "TRL"}.get(package, package), f"chunked log-probabilities ({logprob_name})", *differences, CHUNKED_TOLERANCE)
+    agreement(
+        {"trl": "TRL"}.get(package, package),
+        f"chunked log-probabilities ({logprob_name})",
+        *differences,
+        CHUNKED_TOLERANCE,
+    )
     assert max(differences) < CHUNKED_TOLERANCE

@@ -1,4 +1,6 @@
-"""Log-probabilities from hidden states in chunks: equal to the plain computation, and never more than a chunk of logits."""
+"""Log-probabilities from hidden states in chunks: equal to the plain computation, and never more than a chunk
+of logits.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ TOKENS, WIDTH, VOCABULARY = 37, 8, 50
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that any operation inside made, in either pass, and of how much was alive at once.
+    """The bytes of the largest tensor that any operation inside made, in either pass, and of how much was
+    alive at once.
 
     Alive counts what is at least `watched` bytes large.
     """
@@ -42,7 +45,9 @@ class Largest(TorchDispatchMode):
 def inputs(tokens=TOKENS, width=WIDTH, vocabulary=VOCABULARY, dtype=torch.float32):
     generator = torch.Generator().manual_seed(7)
     hidden = torch.randn(tokens, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(vocabulary, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = (
+        torch.randn(vocabulary, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    )
     targets = torch.randint(vocabulary, (tokens,), generator=generator)
     temperature = 0.5 + torch.rand(tokens, generator=generator)
     return hidden, weight, targets, temperature
@@ -67,7 +72,9 @@ def test_values_and_gradients_are_those_of_the_plain_computation(chunk, with_ent
     goal = (expected[0] * for_logprobs).sum() + ((expected[1] * for_entropy).sum() if with_entropy else 0.0)
     expected_gradients = torch.autograd.grad(goal, (hidden, weight))
 
-    result = losses.chosen_logprobs_chunked(hidden, weight, targets, temperature, chunk, with_entropy=with_entropy)
+    result = losses.chosen_logprobs_chunked(
+        hidden, weight, targets, temperature, chunk, with_entropy=with_entropy
+    )
     logprobs, entropy = result if with_entropy else (result, None)
     goal = (logprobs * for_logprobs).sum() + ((entropy * for_entropy).sum() if with_entropy else 0.0)
     gradients = torch.autograd.grad(goal, (hidden, weight))
@@ -108,7 +115,9 @@ def test_memory_is_bounded_by_the_chunk(with_entropy, dtype):
     chunk_bytes = 4 * chunk * vocabulary
     hidden, weight, targets, temperature = inputs(tokens, 2, vocabulary, dtype)  # 4,096 and 3,200 bytes
     with Largest(watched=chunk_bytes // 2) as seen:
-        result = losses.chosen_logprobs_chunked(hidden, weight, targets, temperature, chunk, with_entropy=with_entropy)
+        result = losses.chosen_logprobs_chunked(
+            hidden, weight, targets, temperature, chunk, with_entropy=with_entropy
+        )
         sum(each.sum() for each in (result if with_entropy else (result,))).backward()
     assert seen.largest == chunk_bytes
     assert seen.most_alive == 2 * chunk_bytes
@@ -121,7 +130,9 @@ def test_memory_is_bounded_by_the_chunk(with_entropy, dtype):
 def test_nothing_of_the_vocabulary_is_kept_for_the_backward_pass(with_entropy):
     hidden, weight, targets, temperature = inputs(512, WIDTH, 400)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
+    ):
         losses.chosen_logprobs_chunked(hidden, weight, targets, temperature, 16, with_entropy=with_entropy)
     assert kept
     assert max(kept) <= max(hidden.numel(), weight.numel())
@@ -166,7 +177,8 @@ def test_under_autocast_the_product_is_made_as_a_linear_layer_makes_it():
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0.0)
     for mine, theirs in zip(gradients, wanted, strict=True):
         assert mine.dtype == torch.float32
-        torch.testing.assert_close(mine, theirs, atol=0.1, rtol=0.02)  # theirs is rounded to bfloat16 once more
+        # theirs is rounded to bfloat16 once more
+        torch.testing.assert_close(mine, theirs, atol=0.1, rtol=0.02)
 
 
 def test_gradients_of_a_bfloat16_weight_are_added_up_in_float32():
@@ -174,7 +186,9 @@ def test_gradients_of_a_bfloat16_weight_are_added_up_in_float32():
     tokens = 2048
     hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    losses.chosen_logprobs_chunked(hidden, weight, torch.zeros(tokens, dtype=torch.int64), 1.0, 1).sum().backward()
+    losses.chosen_logprobs_chunked(
+        hidden, weight, torch.zeros(tokens, dtype=torch.int64), 1.0, 1
+    ).sum().backward()
     assert weight.grad.flatten().tolist() == [tokens / 2, -tokens / 2]
 
 
@@ -190,7 +204,11 @@ def test_what_does_not_fit_is_refused(change, complaint):
     hidden, weight, targets, temperature = inputs()
     with pytest.raises(ValueError, match=complaint):
         losses.chosen_logprobs_chunked(
-            hidden, change.get("weight", weight), change.get("targets", targets), temperature, change.get("chunk", 5)
+            hidden,
+            change.get("weight", weight),
+            change.get("targets", targets),
+            temperature,
+            change.get("chunk", 5),
         )
 
 
@@ -201,7 +219,9 @@ def test_it_is_what_the_model_says(tiny_model):
     targets, temperature = tokens[0, 1:], torch.full((11,), 1.3)
     output = model(tokens, output_hidden_states=True)
     expected = losses.chosen_logprobs(losses.log_distribution(output.logits[0, :-1], temperature), targets)
-    got = losses.chosen_logprobs_chunked(output.hidden_states[-1][0, :-1], model.lm_head.weight, targets, temperature, 4)
+    got = losses.chosen_logprobs_chunked(
+        output.hidden_states[-1][0, :-1], model.lm_head.weight, targets, temperature, 4
+    )
     parameters = list(model.parameters())
     wanted = torch.autograd.grad(expected.sum(), parameters, retain_graph=True)
     gradients = torch.autograd.grad(got.sum(), parameters)

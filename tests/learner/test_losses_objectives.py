@@ -39,7 +39,9 @@ def test_dapo_by_hand():
     assert loss.item() == pytest.approx((-2 * (1.25 + 1.28 + 0.5) + 0.8) / 4)
 
 
-@pytest.mark.parametrize(("clip", "first", "second"), [(0.2, (1.25 * 1.5 * 0.5) ** (1 / 3), 0.8), (0.01, 0.9787, 0.99)])
+@pytest.mark.parametrize(
+    ("clip", "first", "second"), [(0.2, (1.25 * 1.5 * 0.5) ** (1 / 3), 0.8), (0.01, 0.9787, 0.99)]
+)
 def test_gspo_by_hand(clip, first, second):
     loss = losses.gspo_loss(NEW, OLD, UP_DOWN, MASK, CUTS, clip_low=clip, clip_high=clip)
     assert loss.item() == pytest.approx((-2 * first + second) / 2, abs=1e-4)
@@ -48,14 +50,18 @@ def test_gspo_by_hand(clip, first, second):
 def test_cispo_by_hand():
     loss = losses.cispo_loss(NEW, OLD, UP_DOWN, MASK, CUTS, clip_high=0.28)
     weights = [1.25, 1.28, 0.5, 0.7]
-    expected = -sum(w * a * p for w, a, p in zip(weights, [2, 2, 2, -1], NEW[MASK.bool()].tolist(), strict=True)) / 4
+    expected = (
+        -sum(w * a * p for w, a, p in zip(weights, [2, 2, 2, -1], NEW[MASK.bool()].tolist(), strict=True)) / 4
+    )
     assert loss.item() == pytest.approx(expected)
 
 
 def test_cispo_clips_the_weight_and_not_the_gradient():
     logprobs = NEW.clone().requires_grad_()
     losses.cispo_loss(logprobs, OLD, UP_DOWN, MASK, CUTS, clip_low=0.2, clip_high=0.28).backward()
-    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, -1.25 * 2, -1.28 * 2, -0.8 * 2, 0.0, 0.8]) / 4)
+    torch.testing.assert_close(
+        logprobs.grad, torch.tensor([0.0, -1.25 * 2, -1.28 * 2, -0.8 * 2, 0.0, 0.8]) / 4
+    )
 
 
 @pytest.mark.parametrize("loss", [losses.grpo_loss, losses.dapo_loss, _dr_grpo])
@@ -127,14 +133,25 @@ def test_the_loss_of_a_bad_token_has_a_bound():
     assert new.grad.tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(("low", "high", "level"), [(1.1, 2.0, "token"), (0.1, 0.9, "token"), (-1.0, 2.0, "token"), (0.5, 2.0, "row")])
+@pytest.mark.parametrize(
+    ("low", "high", "level"),
+    [(1.1, 2.0, "token"), (0.1, 0.9, "token"), (-1.0, 2.0, "token"), (0.5, 2.0, "row")],
+)
 def test_bounds_of_a_mask_that_mean_nothing_are_refused(low, high, level):
     with pytest.raises(ValueError, match=r"bounds|level"):
         losses.outside(NEW, OLD, MASK, CUTS, low, high, level)
 
 
-@pytest.mark.parametrize(("loss", "divisor"), [(losses.grpo_loss, 2), (losses.dapo_loss, 4), (losses.gspo_loss, 2),
-                                               (losses.cispo_loss, 4), (_dr_grpo, 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "divisor"),
+    [
+        (losses.grpo_loss, 2),
+        (losses.dapo_loss, 4),
+        (losses.gspo_loss, 2),
+        (losses.cispo_loss, 4),
+        (_dr_grpo, 2),
+    ],
+)
 def test_a_batch_in_two_micro_batches_has_the_same_gradient(loss, divisor):
     whole, halves = NEW.clone().requires_grad_(), NEW.clone().requires_grad_()
     loss(whole, OLD, UP_DOWN, MASK, CUTS).backward()

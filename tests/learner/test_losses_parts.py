@@ -1,4 +1,6 @@
-"""Ratios, truncated weights, KL estimates, aggregation and the overlong penalty: values worked out by hand."""
+"""Ratios, truncated weights, KL estimates, aggregation and the overlong penalty: values worked out by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_aggregation_table(mode, divisor, expected):
 
 @pytest.mark.parametrize("mode", ["token_mean", "sequence_mean", "constant"])
 def test_aggregation_has_the_gradient_of_its_formula(mode):
-    values = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    values = torch.randn(
+        9, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True
+    )
     assert gradcheck(lambda v: losses.aggregate(v, MASK, CUTS, mode, 3.0), values)
 
 
@@ -63,7 +67,9 @@ def test_nothing_trained_is_a_loss_of_zero(mode, tokens):
         assert values.grad.tolist() == [0.0] * tokens
 
 
-@pytest.mark.parametrize(("mode", "divisor"), [("constant", None), ("constant", 0.0), ("constant", math.nan), ("mean", 1.0)])
+@pytest.mark.parametrize(
+    ("mode", "divisor"), [("constant", None), ("constant", 0.0), ("constant", math.nan), ("mean", 1.0)]
+)
 def test_aggregation_without_a_meaning_is_refused(mode, divisor):
     with pytest.raises(ValueError, match="mode"):
         losses.aggregate(VALUES, MASK, CUTS, mode, divisor)
@@ -86,7 +92,9 @@ def test_sequence_ratio_has_the_gradient_of_the_geometric_mean():
     losses.aggregate(ratio, MASK, CUTS, "sequence_mean").backward()
 
     def value(at):
-        return losses.aggregate(losses.sequence_ratio(at, OLD.double(), MASK, CUTS), MASK, CUTS, "sequence_mean").item()
+        return losses.aggregate(
+            losses.sequence_ratio(at, OLD.double(), MASK, CUTS), MASK, CUTS, "sequence_mean"
+        ).item()
 
     step = 1e-6 * torch.eye(9, dtype=torch.float64)
     slopes = [(value(NEW.double() + each) - value(NEW.double() - each)) / 2e-6 for each in step]
@@ -123,7 +131,9 @@ def test_an_absurd_sequence_leaves_everything_finite():
 
 def test_truncated_weights_by_token_and_by_sequence():
     by_token = losses.truncated_weights(NEW, OLD, MASK, CUTS, 1.5)
-    torch.testing.assert_close(by_token, torch.tensor([0, math.exp(0.3), math.exp(-0.3), 1.5, 0, math.exp(-0.5), 0, 0, 0]))
+    torch.testing.assert_close(
+        by_token, torch.tensor([0, math.exp(0.3), math.exp(-0.3), 1.5, 0, math.exp(-0.5), 0, 0, 0])
+    )
     by_sequence = losses.truncated_weights(NEW, OLD, MASK, CUTS, 1.5, "sequence")
     torch.testing.assert_close(by_sequence, torch.tensor([0, 1.5, 1.5, 1.5, 0, math.exp(-0.5), 0, 0, 0]))
     roomy = losses.truncated_weights(NEW, OLD, MASK, CUTS, 9.0, "sequence")
@@ -152,7 +162,9 @@ def test_kl_estimates_where_the_policy_is_twice_as_sure(estimator, expected):
 
 
 def test_kl_estimates_in_expectation():
-    """Over all tokens: k1 and k3 give the divergence; k1's gradient is 0, k2's the divergence's, k3's the reverse one's."""
+    """Over all tokens: k1 and k3 give the divergence; k1's gradient is 0, k2's the divergence's, k3's the
+    reverse one's.
+    """
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
@@ -194,7 +206,8 @@ def test_an_unknown_estimator_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("length", "penalty"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (101, -1.0), (500, -1.0)]
+    ("length", "penalty"),
+    [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (101, -1.0), (500, -1.0)],
 )
 def test_overlong_penalty_table(length, penalty):
     assert losses.soft_overlong_penalty(torch.tensor([length]), 100, 20).item() == pytest.approx(penalty)

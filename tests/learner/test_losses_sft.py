@@ -1,4 +1,6 @@
-"""Advantage-weighted fine-tuning: which logits a weight meets, the normalisations, and no division by zero."""
+"""Advantage-weighted fine-tuning: which logits a weight meets, the normalisations, and no division by
+zero.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def surprise(logits, token):
 def test_weight_i_belongs_to_token_i_which_the_logits_before_it_predict():
     tokens, advantages, mask, logits = batch()
     expected = sum(
-        advantages[row, i].item() * surprise(logits[row, i - 1], tokens[row, i]) for row, i in mask.nonzero().tolist()
+        advantages[row, i].item() * surprise(logits[row, i - 1], tokens[row, i])
+        for row, i in mask.nonzero().tolist()
     )
     loss = sft_loss(tokens, advantages, mask, logits=logits, normalization="none")
     assert loss.item() == pytest.approx(expected / 5, rel=1e-5)
@@ -64,7 +67,11 @@ def test_packed_sequences_are_the_rows_one_after_the_other():
     mask[:, 0] = 1  # predicted by nothing, or, packed, by the sequence before it: never trained
     rows = sft_loss(tokens, advantages, mask, logits)
     packed = sft_loss(
-        tokens.flatten(), advantages.flatten(), mask.flatten(), logits.flatten(0, 1), cu_seqlens=torch.tensor([0, 5, 10, 10])
+        tokens.flatten(),
+        advantages.flatten(),
+        mask.flatten(),
+        logits.flatten(0, 1),
+        cu_seqlens=torch.tensor([0, 5, 10, 10]),
     )
     torch.testing.assert_close(packed, rows)
     assert mask[:, 0].tolist() == [1, 1]  # the caller's mask is left alone
@@ -74,7 +81,10 @@ def test_packed_sequences_are_the_rows_one_after_the_other():
 
 def test_gradient_by_finite_differences():
     tokens, advantages, mask, logits = batch()
-    assert gradcheck(lambda at: sft_loss(tokens, advantages, mask, at, clipping=(-1.0, 1.0)), logits.double().requires_grad_())
+    assert gradcheck(
+        lambda at: sft_loss(tokens, advantages, mask, at, clipping=(-1.0, 1.0)),
+        logits.double().requires_grad_(),
+    )
 
 
 def test_batch_normalisation_is_over_trained_tokens():
@@ -141,7 +151,13 @@ def test_nothing_trained_is_a_loss_of_zero(normalization, divisor):
     tokens, advantages, mask, logits = batch()
     logits.requires_grad_()
     loss = sft_loss(
-        tokens, advantages, 0 * mask, logits, normalization=normalization, reduce=lambda own: own, divisor=divisor
+        tokens,
+        advantages,
+        0 * mask,
+        logits,
+        normalization=normalization,
+        reduce=lambda own: own,
+        divisor=divisor,
     )
     loss.backward()
     assert loss.item() == 0.0
@@ -151,14 +167,17 @@ def test_nothing_trained_is_a_loss_of_zero(normalization, divisor):
 def test_padding_may_hold_any_id():
     tokens, advantages, mask, logits = batch()
     wanted = sft_loss(tokens, advantages, mask, logits)
-    torch.testing.assert_close(sft_loss(torch.where(mask.bool(), tokens, -100), advantages, mask, logits), wanted)
+    torch.testing.assert_close(
+        sft_loss(torch.where(mask.bool(), tokens, -100), advantages, mask, logits), wanted
+    )
 
 
 def test_shares_of_micro_batches_add_up():
     tokens, advantages, mask, logits = batch()
     whole = sft_loss(tokens, advantages, mask, logits, normalization="none")
     parts = [
-        sft_loss(tokens[i], advantages[i], mask[i], logits[i], normalization="none", divisor=5) for i in (slice(1), slice(1, 2))
+        sft_loss(tokens[i], advantages[i], mask[i], logits[i], normalization="none", divisor=5)
+        for i in (slice(1), slice(1, 2))
     ]
     torch.testing.assert_close(parts[0] + parts[1], whole)
 

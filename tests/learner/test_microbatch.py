@@ -1,4 +1,6 @@
-"""Micro-batches: every trained row exactly once, within the budget, every value beside its token, in both layouts."""
+"""Micro-batches: every trained row exactly once, within the budget, every value beside its token, in both
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_each_trained_token_once_with_its_own_values(layout, budget, tensors):
         torch.testing.assert_close(micro.advantages[micro.trained], tokens + 0.25)
         torch.testing.assert_close(micro.sampled_logprobs[micro.trained], -tokens.float())
         own = row_of[tokens.numpy()]
-        assert micro.trained_lengths.tolist() == [int((own == row).sum()) for row in dict.fromkeys(own.tolist())]
+        assert micro.trained_lengths.tolist() == [
+            int((own == row).sum()) for row in dict.fromkeys(own.tolist())
+        ]
         np.testing.assert_array_equal(micro.token_temperature, rows.temperature[own])
         if layout == "packed":
             assert micro.tokens.shape == micro.position_ids.shape == (1, sum(micro.row_lengths))
@@ -53,11 +57,15 @@ def test_each_trained_token_once_with_its_own_values(layout, budget, tensors):
             expected = micro.tokens[0] - starts.repeat_interleave(torch.tensor(micro.row_lengths))
             torch.testing.assert_close(micro.position_ids[0], expected)
             assert len(micro.row_lengths) == 1 or ends[-1] <= budget
-            whole_rows += [(int(start), length) for start, length in zip(starts, micro.row_lengths, strict=True)]
+            whole_rows += [
+                (int(start), length) for start, length in zip(starts, micro.row_lengths, strict=True)
+            ]
         else:
             assert micro.tokens.shape == (len(micro.row_lengths), max(micro.row_lengths))
             assert len(micro.row_lengths) == 1 or micro.tokens.numel() <= budget
-            whole_rows += [(int(row[0]), length) for row, length in zip(micro.tokens, micro.row_lengths, strict=True)]
+            whole_rows += [
+                (int(row[0]), length) for row, length in zip(micro.tokens, micro.row_lengths, strict=True)
+            ]
         seen += tokens.tolist()
     assert sorted(seen) == np.flatnonzero(rows.trained).tolist()
     trains = np.unique(row_of[rows.trained])

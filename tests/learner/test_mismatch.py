@@ -1,4 +1,6 @@
-"""How far the sampler is from the policy: the numbers by hand, over micro-batches, batches and ranks, and the warning."""
+"""How far the sampler is from the policy: the numbers by hand, over micro-batches, batches and ranks, and the
+warning.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def test_the_numbers_are_those_of_tokens_whose_sampler_is_known():
     found.add(POLICY, SAMPLER, FRESH)
     said = found.metrics()
     assert set(said) == set(MISMATCH)
-    assert [said[name] for name in MISMATCH] == pytest.approx([*expected([0, 1, 3]), *expected([0, 3]), 2.0], abs=1e-7)
+    assert [said[name] for name in MISMATCH] == pytest.approx(
+        [*expected([0, 1, 3]), *expected([0, 3]), 2.0], abs=1e-7
+    )
 
 
 @pytest.mark.parametrize("cuts", [[(0, 5)], [(0, 1), (1, 5)], [(0, 2), (2, 3), (3, 5)]])
@@ -62,7 +66,9 @@ def test_ranks_together_say_what_one_says(on_ranks):
         return own.metrics(reduce)
 
     said = on_ranks(3, of_rank)
-    step = merged([each | {"trajectories": rows} for each, rows in zip(said, (0, 1, 5), strict=True)], [{}, {}, {}])
+    step = merged(
+        [each | {"trajectories": rows} for each, rows in zip(said, (0, 1, 5), strict=True)], [{}, {}, {}]
+    )
     assert {name: step[name] for name in MISMATCH} == pytest.approx(wanted)
 
 
@@ -71,7 +77,11 @@ def test_the_warning_is_said_when_it_begins_and_counted_at_each_step():
     alarm = MismatchAlarm(0.05, said.append)
     counted = []
     for mean in (0.001, 0.2, 0.3, float("nan"), 0.01, 0.4):
-        counted.append(alarm.looked({"logprob_diff_mean_fresh": mean, "logprob_diff_max_fresh": 4.0, "tokens_fresh": 12.0}))
+        counted.append(
+            alarm.looked(
+                {"logprob_diff_mean_fresh": mean, "logprob_diff_max_fresh": 4.0, "tokens_fresh": 12.0}
+            )
+        )
     assert [each["mismatch_alarms_total"] for each in counted] == [0, 1, 2, 2, 2, 3]
     assert len(said) == 2
     assert "over 12 tokens of this very version" in said[0]

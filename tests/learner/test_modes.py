@@ -1,4 +1,6 @@
-"""The policy that is trained is the one that samples: no dropout but that of adapters, and none of that in evaluation."""
+"""The policy that is trained is the one that samples: no dropout but that of adapters, and none of that in
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,15 @@ SMALL = {"vocab_size": 28, "n_embd": 32, "n_layer": 2, "n_head": 2}
 
 
 def options(folder, *more):
-    return parser().parse_args(["--bridge", "unused", "--model", str(folder), "--steps", "2", "--device", "cpu", *more])
+    return parser().parse_args(
+        ["--bridge", "unused", "--model", str(folder), "--steps", "2", "--device", "cpu", *more]
+    )
 
 
 def gradients(model, packed_batch):
-    metrics = Learner(model, Objective(), lambda step: 1e-2).accumulate(packed_batch(ROWS, scores=[1.0, 0.0, 0.0, 1.0]))
+    metrics = Learner(model, Objective(), lambda step: 1e-2).accumulate(
+        packed_batch(ROWS, scores=[1.0, 0.0, 0.0, 1.0])
+    )
     return metrics, {name: each.grad for name, each in model.named_parameters()}
 
 
@@ -39,12 +45,23 @@ def test_gradient_checkpointing_brings_no_dropout(packed_batch, tmp_path, family
         made = GPT2LMHeadModel(GPT2Config(**SMALL))
     else:
         made = OPTForCausalLM(
-            OPTConfig(vocab_size=28, hidden_size=32, word_embed_proj_dim=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2)
+            OPTConfig(
+                vocab_size=28,
+                hidden_size=32,
+                word_embed_proj_dim=32,
+                ffn_dim=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+            )
         )
     made.save_pretrained(tmp_path)
     plain_metrics, plain = gradients(load_model(tmp_path, options(tmp_path), CPU), packed_batch)
     frugal_model, calls = load_model(tmp_path, options(tmp_path, "--gradient-checkpointing"), CPU), []
-    inner = next(module for name, module in frugal_model.named_modules() if name.endswith(("attn.c_proj", "self_attn.out_proj")))
+    inner = next(
+        module
+        for name, module in frugal_model.named_modules()
+        if name.endswith(("attn.c_proj", "self_attn.out_proj"))
+    )
     inner.register_forward_hook(lambda *_: calls.append(None))
     frugal_metrics, frugal = gradients(frugal_model, packed_batch)
     assert len(calls) == 2  # once more in the backward pass
@@ -65,7 +82,9 @@ def adapted(tiny_model, *targets):
     return model
 
 
-def test_the_evaluation_hook_sees_the_policy_without_dropout_and_training_has_it_again(tiny_model, monkeypatch, tmp_path):
+def test_the_evaluation_hook_sees_the_policy_without_dropout_and_training_has_it_again(
+    tiny_model, monkeypatch, tmp_path
+):
     model = adapted(tiny_model, "q_proj")
     modes = [module.training for module in model.modules()]
     assert any(modes)
@@ -80,7 +99,9 @@ def test_the_evaluation_hook_sees_the_policy_without_dropout_and_training_has_it
     monkeypatch.setattr("shmbridge.consumers.learner.training_step.load_hook", lambda name: hook)
     saver = SimpleNamespace(consumed=Consumed(Progress(step=0, policy_version=-1)))
     around = Around(options(tmp_path, "--eval-hook", "my:hook", "--eval-every", "1"), saver)
-    assert around.metrics(SimpleNamespace(step=1, model=model, read=lambda asked: asked(model)))["eval/x"] == 1.0
+    assert (
+        around.metrics(SimpleNamespace(step=1, model=model, read=lambda asked: asked(model)))["eval/x"] == 1.0
+    )
     assert same == [True]
     assert [module.training for module in model.modules()] == modes
 
@@ -92,7 +113,9 @@ def test_asking_a_model_whether_chunks_are_right_draws_no_random_numbers(tiny_mo
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_dropout_of_an_adapter_on_the_output_layer_is_the_same_in_the_backward_pass(tiny_model, packed_batch, monkeypatch):
+def test_dropout_of_an_adapter_on_the_output_layer_is_the_same_in_the_backward_pass(
+    tiny_model, packed_batch, monkeypatch
+):
     model = adapted(tiny_model, "lm_head")
     rows, _ = prepare(packed_batch(ROWS), 1.0)
     (micro,) = micro_batches(rows, 1000, CPU)
@@ -100,9 +123,13 @@ def test_dropout_of_an_adapter_on_the_output_layer_is_the_same_in_the_backward_p
     def results():
         model.zero_grad()
         torch.manual_seed(3)
-        own, _ = forward.trained_logprobs(model, micro, precision=torch.float32, chunk_tokens=4, with_entropy=False)
+        own, _ = forward.trained_logprobs(
+            model, micro, precision=torch.float32, chunk_tokens=4, with_entropy=False
+        )
         own.sum().backward()
-        return own.detach(), {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+        return own.detach(), {
+            name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None
+        }
 
     forward.leaves_logits_alone(model)
     frugal = results()

@@ -1,4 +1,6 @@
-"""The objective: one batch is one gradient however it is cut, corrections do what they say, what means nothing is refused."""
+"""The objective: one batch is one gradient however it is cut, corrections do what they say, what means
+nothing is refused.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ EVERY_LOSS = [
     {"loss": "dapo", "tis_cap": 1.5, "tis_level": "sequence"},
     *({"loss": "grpo", "kl": 0.3, "kl_estimator": each, "entropy": 0.1} for each in ("k1", "k2", "k3")),
     {"loss": "cispo", "kl": 0.3, "entropy": 0.1},
-    {"loss": "grpo", "kl": 0.3, "entropy": 0.1, "clip_dual": 1.2, "mask_ratio": (0.5, 2.0), "mask_ratio_sequence": (0.9, 1.1)},
+    {
+        "loss": "grpo",
+        "kl": 0.3,
+        "entropy": 0.1,
+        "clip_dual": 1.2,
+        "mask_ratio": (0.5, 2.0),
+        "mask_ratio_sequence": (0.9, 1.1),
+    },
 ]
 
 
@@ -45,16 +54,24 @@ class Answers:
         self.advantages = noise(1.0)
         self.entropy = noise(1.0).abs()
         self.cuts = np.concatenate([[0], np.cumsum(LENGTHS)])
-        self.counts = Counts(tokens=count, answers=len(LENGTHS), rows=len(LENGTHS) + 2, with_reference=count - 1)
+        self.counts = Counts(
+            tokens=count, answers=len(LENGTHS), rows=len(LENGTHS) + 2, with_reference=count - 1
+        )
 
     def loss(self, goal, rows, *, counts=None):
         """Return the loss of the rows, its gradient on all tokens, and the shares by name."""
         at, entropy = self.logprobs.clone().requires_grad_(), self.entropy.clone().requires_grad_()
         where = torch.cat([torch.arange(self.cuts[row], self.cuts[row + 1]) for row in rows])
         value, shares = micro_loss(
-            goal, counts or self.counts, torch.tensor([LENGTHS[row] for row in rows]), at[where], self.sampled[where],
-            self.advantages[where], entropy=entropy[where], reference_logprobs=self.reference[where] if goal.kl else None,
-        )  # fmt: skip
+            goal,
+            counts or self.counts,
+            torch.tensor([LENGTHS[row] for row in rows]),
+            at[where],
+            self.sampled[where],
+            self.advantages[where],
+            entropy=entropy[where],
+            reference_logprobs=self.reference[where] if goal.kl else None,
+        )
         value.backward()
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in (at, entropy)]
         return value.detach(), torch.stack(gradients), shares
@@ -76,7 +93,9 @@ def test_a_batch_cut_into_micro_batches_has_the_same_gradient(options, parts):
     assert gradient[0].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("options", [each for each in EVERY_LOSS if "entropy" not in each and "kl" not in each], ids=str)
+@pytest.mark.parametrize(
+    "options", [each for each in EVERY_LOSS if "entropy" not in each and "kl" not in each], ids=str
+)
 def test_the_loss_is_the_named_one(options):
     goal = Objective(**options)
     mask, cuts = torch.ones(sum(LENGTHS)), torch.from_numpy(ANSWERS.cuts)
@@ -85,10 +104,19 @@ def test_the_loss_is_the_named_one(options):
         old = ANSWERS.logprobs
         weights = losses.truncated_weights(old, ANSWERS.sampled, mask, cuts, goal.tis_cap, goal.tis_level)
     expected = losses.NAMED[goal.loss](
-        ANSWERS.logprobs, old, ANSWERS.advantages, mask, cuts, clip_low=goal.clip_low, clip_high=goal.clip_high,
-        clip_dual=goal.clip_dual, weights=weights, answers_only=True,
-        divisor=ANSWERS.counts.divisor(goal.loss), max_tokens=goal.max_tokens,
-    )  # fmt: skip
+        ANSWERS.logprobs,
+        old,
+        ANSWERS.advantages,
+        mask,
+        cuts,
+        clip_low=goal.clip_low,
+        clip_high=goal.clip_high,
+        clip_dual=goal.clip_dual,
+        weights=weights,
+        answers_only=True,
+        divisor=ANSWERS.counts.divisor(goal.loss),
+        max_tokens=goal.max_tokens,
+    )
     torch.testing.assert_close(ANSWERS.loss(goal, WHOLE)[0], expected)
 
 
@@ -110,7 +138,8 @@ def test_shares_say_what_the_bounds_and_the_cap_held():
     assert capped["tis_frac"] == pytest.approx((ratio >= 1.5).double().mean().item())
     assert capped["tis_weight_mean"] == pytest.approx(ratio.clamp(max=1.5).mean().item())
     assert (capped["clip_frac"], capped["ratio_mean"]) == (0.0, said["ratio_mean"])
-    at_one = (ratio >= 1.0) & losses.known(ANSWERS.sampled)  # where nobody knows, the weight is 1, and nothing was cut
+    # where nobody knows, the weight is 1, and nothing was cut
+    at_one = (ratio >= 1.0) & losses.known(ANSWERS.sampled)
     assert named(Objective(tis_cap=1.0))["tis_frac"] == pytest.approx(at_one.double().mean().item())
 
 
@@ -138,7 +167,9 @@ def test_tokens_and_answers_far_from_their_sampler_are_not_trained():
     ratio = losses.importance_ratio(ANSWERS.logprobs, ANSWERS.sampled)
     far = (ratio < 0.8) | (ratio > 1.5)
     means = [ratio[a:b].log().mean().exp() for a, b in zip(ANSWERS.cuts, ANSWERS.cuts[1:], strict=False)]
-    answers = torch.repeat_interleave(torch.tensor([not 0.95 <= mean <= 1.05 for mean in means]), torch.tensor(LENGTHS))
+    answers = torch.repeat_interleave(
+        torch.tensor([not 0.95 <= mean <= 1.05 for mean in means]), torch.tensor(LENGTHS)
+    )
     assert 0 < far.sum() < far.numel()
     assert 0 < answers.sum() < answers.numel()
     _, gradient, _ = ANSWERS.loss(goal, WHOLE)
@@ -148,7 +179,10 @@ def test_tokens_and_answers_far_from_their_sampler_are_not_trained():
     assert said["mask_frac"] == pytest.approx((far | answers).double().mean().item())
     assert said["mask_frac_sequence"] == pytest.approx(answers.double().mean().item())
     only_tokens = named(Objective(mask_ratio=(0.8, 1.5)))
-    assert (only_tokens["mask_frac"], only_tokens["mask_frac_sequence"]) == (pytest.approx(far.double().mean().item()), 0.0)
+    assert (only_tokens["mask_frac"], only_tokens["mask_frac_sequence"]) == (
+        pytest.approx(far.double().mean().item()),
+        0.0,
+    )
     assert named(Objective())["mask_frac"] == 0.0
 
 
@@ -161,8 +195,12 @@ def test_a_weight_is_held_whatever_the_advantage():
 
 def test_the_parts_of_the_loss_add_up():
     said = named(Objective(kl=0.3, entropy=0.1))
-    assert said["loss"] == pytest.approx(said["policy_loss"] + 0.3 * said["kl"] - 0.1 * said["entropy"], abs=1e-6)
-    assert said["kl"] == pytest.approx(losses.kl_estimate(ANSWERS.logprobs, ANSWERS.reference, "k3").mean().item())
+    assert said["loss"] == pytest.approx(
+        said["policy_loss"] + 0.3 * said["kl"] - 0.1 * said["entropy"], abs=1e-6
+    )
+    assert said["kl"] == pytest.approx(
+        losses.kl_estimate(ANSWERS.logprobs, ANSWERS.reference, "k3").mean().item()
+    )
 
 
 def test_fine_tuning_is_that_from_logits():
@@ -176,7 +214,9 @@ def test_fine_tuning_is_that_from_logits():
     weights = losses.normalised(advantages[:, 1:].flatten()).clamp(-1.0, 1.0)
     logprobs = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None]).flatten()
     counts = Counts(tokens=12, answers=3, rows=3, with_reference=0)
-    mine, _ = micro_loss(Objective(loss="sft"), counts, torch.tensor([4, 4, 4]), logprobs, torch.ones(12), weights)
+    mine, _ = micro_loss(
+        Objective(loss="sft"), counts, torch.tensor([4, 4, 4]), logprobs, torch.ones(12), weights
+    )
     torch.testing.assert_close(mine, expected)
     ours, theirs = (torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (mine, expected))
     torch.testing.assert_close(ours, theirs)
@@ -186,9 +226,14 @@ def test_counts_are_those_of_all_ranks(on_ranks):
     def rows(trained, cuts, reference=None):
         count = len(trained)
         return TrainingRows(
-            np.zeros(count, np.int32), np.array(cuts, np.int32), np.array(trained, bool), np.zeros(count, np.float32),
-            np.zeros(count, np.float32), np.ones(len(cuts) - 1, np.float32), reference,
-        )  # fmt: skip
+            np.zeros(count, np.int32),
+            np.array(cuts, np.int32),
+            np.array(trained, bool),
+            np.zeros(count, np.float32),
+            np.zeros(count, np.float32),
+            np.ones(len(cuts) - 1, np.float32),
+            reference,
+        )
 
     known = np.array([-1, -1, 1, np.nan, -1], np.float32)
     parts = rows([0, 1, 1, 1, 0], [0, 3, 5], known), rows([0, 0, 0, 1], [0, 2, 4])
@@ -196,7 +241,14 @@ def test_counts_are_those_of_all_ranks(on_ranks):
     assert dataclasses.astuple(alone) == (3, 2, 2, 1)
     both = on_ranks(2, lambda number, reduce: Counts.of(parts[number], reduce))
     assert both[0] == both[1] == Counts(tokens=4, answers=3, rows=4, with_reference=1)
-    assert [both[0].divisor(name) for name in ("dapo", "cispo", "sft", "grpo", "gspo", "dr_grpo")] == [4, 4, 4, 3, 3, 4]
+    assert [both[0].divisor(name) for name in ("dapo", "cispo", "sft", "grpo", "gspo", "dr_grpo")] == [
+        4,
+        4,
+        4,
+        3,
+        3,
+        4,
+    ]
 
 
 def options(*flags):
@@ -209,26 +261,54 @@ def test_the_command_lines_defaults_are_the_objectives():
 
 def test_the_command_line_says_all_of_it():
     flags = """
-        --loss dr_grpo --max-answer-tokens 99 --tis-cap 2 --tis-level sequence --max-token-staleness 3 --kl-coef 0.1 --kl-estimator k2
-        --entropy 0.2 --temperature 0.9 --micro-tokens 77 --advantages rloo --no-use-advantages --no-fallback-to-grpo
-        --clip-advantages -2 3 --process-rewards to_go --process-over place --process-discount 0.9 --process-weight 0.3
-        --token-rewards batch --token-discount 0.8 --token-weight 0.4 --overlong-length 50 --overlong-buffer 10
+        --loss dr_grpo --max-answer-tokens 99 --tis-cap 2 --tis-level sequence --max-token-staleness 3
+        --kl-coef 0.1 --kl-estimator k2 --entropy 0.2 --temperature 0.9 --micro-tokens 77
+        --advantages rloo --no-use-advantages --no-fallback-to-grpo
+        --clip-advantages -2 3 --process-rewards to_go --process-over place --process-discount 0.9
+        --process-weight 0.3 --token-rewards batch --token-discount 0.8 --token-weight 0.4
+        --overlong-length 50 --overlong-buffer 10
     """
     made = Objective.from_options(options(*flags.split()))
     credit = Credit(
-        estimator="rloo", use_own=False, fallback=False, steps="to_go", step_over="place", step_discount=0.9, step_weight=0.3,
-        token_rewards="batch", token_discount=0.8, token_weight=0.4, overlong_length=50, overlong_buffer=10, clip=(-2.0, 3.0),
-    )  # fmt: skip
+        estimator="rloo",
+        use_own=False,
+        fallback=False,
+        steps="to_go",
+        step_over="place",
+        step_discount=0.9,
+        step_weight=0.3,
+        token_rewards="batch",
+        token_discount=0.8,
+        token_weight=0.4,
+        overlong_length=50,
+        overlong_buffer=10,
+        clip=(-2.0, 3.0),
+    )
     assert made == Objective(
-        loss="dr_grpo", max_tokens=99, tis_cap=2.0, tis_level="sequence", max_token_staleness=3, kl=0.1, kl_estimator="k2", entropy=0.2,
-        temperature=0.9, micro_tokens=77, credit=credit,
-    )  # fmt: skip
+        loss="dr_grpo",
+        max_tokens=99,
+        tis_cap=2.0,
+        tis_level="sequence",
+        max_token_staleness=3,
+        kl=0.1,
+        kl_estimator="k2",
+        entropy=0.2,
+        temperature=0.9,
+        micro_tokens=77,
+        credit=credit,
+    )
 
 
 def test_fine_tuning_normalises_over_the_batch_unless_told_otherwise():
     assert Objective.from_options(options("--loss", "sft")).credit.normalise == "batch"
-    assert Objective.from_options(options("--loss", "sft", "--sft-normalization", "global")).credit.normalise == "global"
-    assert Objective.from_options(options("--loss", "sft", "--sft-normalization", "none")).credit.normalise == "none"
+    assert (
+        Objective.from_options(options("--loss", "sft", "--sft-normalization", "global")).credit.normalise
+        == "global"
+    )
+    assert (
+        Objective.from_options(options("--loss", "sft", "--sft-normalization", "none")).credit.normalise
+        == "none"
+    )
 
 
 @pytest.mark.parametrize(

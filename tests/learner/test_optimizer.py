@@ -15,7 +15,10 @@ def step(optimizer, parameter, rate):
 
 
 def test_float32_is_plain_adamw_and_what_needs_no_gradient_is_left_out():
-    trained, frozen = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    trained, frozen = (
+        torch.nn.Parameter(torch.ones(2)),
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    )
     optimizer = new_optimizer([trained, frozen], 0.1)
     assert type(optimizer) is torch.optim.AdamW
     assert [group["params"] for group in optimizer.param_groups] == [[trained]]
@@ -29,7 +32,9 @@ def test_updates_too_small_for_bfloat16_add_up_in_the_master():
     assert torch.equal(parameter, torch.ones(3, dtype=torch.bfloat16))
     for _ in range(99):
         step(optimizer, parameter, 1e-4)
-    torch.testing.assert_close(optimizer.state[parameter]["master"], torch.full((3,), 0.99), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        optimizer.state[parameter]["master"], torch.full((3,), 0.99), rtol=1e-5, atol=0
+    )
     assert parameter.dtype == torch.bfloat16
     assert torch.equal(parameter, torch.full((3,), 0.99, dtype=torch.bfloat16))
 

@@ -71,7 +71,9 @@ class HandFed:
         for array in tensors.values():
             array.setflags(write=False)
         dtypes = dict.fromkeys(tensors, "float32")
-        self.held = SimpleNamespace(version=version, tensors=tensors, dtypes=dtypes, changed_since=lambda _: frozenset(tensors))
+        self.held = SimpleNamespace(
+            version=version, tensors=tensors, dtypes=dtypes, changed_since=lambda _: frozenset(tensors)
+        )
 
 
 @pytest.fixture
@@ -276,7 +278,11 @@ def test_types_that_torch_does_not_convert_are_refused_before_anything_is_copied
 def test_float8_weights_are_numbers_and_not_their_bits():
     target = torch.nn.Linear(2, 2, bias=False)
     numbers = torch.tensor([[0.5, 1.0], [-2.0, 448.0]])
-    copy_into(target, {"weight": numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy()}, {"weight": "float8_e4m3fn"})
+    copy_into(
+        target,
+        {"weight": numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy()},
+        {"weight": "float8_e4m3fn"},
+    )
     assert torch.equal(target.weight, numbers)
 
 
@@ -299,7 +305,9 @@ def test_what_did_not_change_is_not_copied_again(bridge):
 
 
 def test_the_version_after_a_dead_learner_of_another_model_is_loaded(bridge):
-    """It had replaced the segment and published nothing: the next learner's first version has another number, and is not passed over."""
+    """It had replaced the segment and published nothing: the next learner's first version has another number,
+    and is not passed over.
+    """
     target = torch.nn.Linear(2, 2)
 
     def model(value: float) -> list:
@@ -309,7 +317,11 @@ def test_the_version_after_a_dead_learner_of_another_model_is_loaded(bridge):
         follower = WeightsFollower(WeightsReader(bridge), target)
         writer.publish(7, model(7))
         assert follower.refresh() == 7
-    with WeightsWriter(bridge) as other, pytest.raises(ZeroDivisionError), other.fill(8, [("another", "float32", (4,))]):
+    with (
+        WeightsWriter(bridge) as other,
+        pytest.raises(ZeroDivisionError),
+        other.fill(8, [("another", "float32", (4,))]),
+    ):
         raise ZeroDivisionError
     assert follower.refresh() is None
     with WeightsWriter(bridge) as writer:

@@ -125,9 +125,15 @@ async def test_every_answer_names_the_versions_that_sampled_it(client, follower)
     follower.arriving = 9
     asked = {"max_tokens": 4, "temperature": 0.9, "n": 2}
     body = await (await client.post("/generate", json=asked | {"prompt": ">37", "logprobs": 0})).json()
-    assert body["weight_versions"] == [[{"version": "9", "start": 0, "end": len(tokens)}] for tokens in body["token_ids"]]
+    assert body["weight_versions"] == [
+        [{"version": "9", "start": 0, "end": len(tokens)}] for tokens in body["token_ids"]
+    ]
     text = await (await client.post("/v1/completions", json=asked | {"prompt": [">37", ">3"]})).json()
-    chat = await (await client.post("/v1/chat/completions", json=asked | {"messages": [{"role": "user", "content": ">37"}]})).json()
+    chat = await (
+        await client.post(
+            "/v1/chat/completions", json=asked | {"messages": [{"role": "user", "content": ">37"}]}
+        )
+    ).json()
     assert [(each["oldest_weight_version"], each["weight_version"]) for each in (text, chat)] == [(9, 9)] * 2
     assert [choice["prompt_token_ids"] for choice in text["choices"]] == [[25, 9, 13]] * 2 + [[25, 9]] * 2
     assert chat["prompt_token_ids"] == PROMPTS[0]
@@ -299,7 +305,9 @@ async def address(process: subprocess.Popen, log: Path) -> str:
     return found[0]
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
+)
 async def test_the_program_serves_without_a_segment_and_ends_quietly_on_signals(
     folder, tmp_path, bridge, signum, status
 ):

@@ -1,4 +1,6 @@
-"""Rewards of steps and of tokens as advantages: hand-made values, loops, who gets what, and what is refused."""
+"""Rewards of steps and of tokens as advantages: hand-made values, loops, who gets what, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def steps_of(rewards, ends, lengths):
 
 @st.composite
 def batches(draw):
-    """Rows of (group, tokens' mask, rewards of steps, their ends or none, reward of each token, whether the row counts)."""
+    """Rows of (group, tokens' mask, rewards of steps, their ends or none, reward of each token, whether the
+    row counts).
+    """
     rows = []
     for _ in range(draw(st.integers(0, 6))):
         length = draw(st.integers(0, 9))
@@ -47,7 +51,14 @@ def batches(draw):
 def unpacked(rows):
     group, masks, rewards, ends, dense, usable = ([row[i] for row in rows] for i in range(6))
     lengths = [len(mask) for mask in masks]
-    return np.array(group, int), flat(masks)[0], steps_of(rewards, ends, lengths), flat(dense)[0], np.array(usable, bool), lengths
+    return (
+        np.array(group, int),
+        flat(masks)[0],
+        steps_of(rewards, ends, lengths),
+        flat(dense)[0],
+        np.array(usable, bool),
+        lengths,
+    )
 
 
 def normaliser(pool, scale="std", eps=1e-4, floor=1e-4):
@@ -82,7 +93,9 @@ def slow_process(rows, reach, discount, scale):
 @given(batches(), st.sampled_from(["to_go", "step"]), DISCOUNT, st.sampled_from(["std", "none"]))
 def test_process_advantages_are_those_of_a_loop(rows, reach, discount, scale):
     group, mask, steps, _, usable, _ = unpacked(rows)
-    result = process_advantages(steps, group, mask, usable=usable, reach=reach, discount=discount, scale=scale)
+    result = process_advantages(
+        steps, group, mask, usable=usable, reach=reach, discount=discount, scale=scale
+    )
     assert result.dtype == np.float32
     np.testing.assert_allclose(result, slow_process(rows, reach, discount, scale), rtol=1e-5, atol=1e-5)
 
@@ -101,8 +114,8 @@ def test_the_order_of_rows_does_not_matter(rows, seed):
             np.testing.assert_allclose(after[place], before[row], rtol=1e-4, atol=1e-5)
 
 
-# Six tokens in two steps, the first a prompt that is not trained, the last after the last step; the other row of the group
-# has one step. Rewards 1, 0 | 2: mean 1, and 0, -1, 1 over the deviation.
+# Six tokens in two steps, the first a prompt that is not trained, the last after the last step; the other row
+# of the group has one step. Rewards 1, 0 | 2: mean 1, and 0, -1, 1 over the deviation.
 TWO_ROWS = {"rewards": [[1.0, 0.0], [2.0]], "ends": [[3, 5], [2]], "lengths": [6, 2]}
 MASK = [0, 1, 1, 1, 1, 1, 1, 1]
 D = (2 / 3) ** 0.5
@@ -122,14 +135,24 @@ def test_six_tokens_by_hand():
 
 def test_options_of_the_group_hold_for_steps():
     steps = steps_of([[9.0, 11.0]], [[1, 2]], [2])
-    for options, worth in [({"eps": 0.0}, 1), ({"eps": 1.0}, 0.5), ({"eps": 0.0, "ddof": 1}, 0.5**0.5), ({"eps": 0.0, "floor": 0.2}, 0.5)]:
-        np.testing.assert_allclose(process_advantages(steps, [0], [1, 1], reach="step", **options), [-worth, worth], rtol=1e-6)
+    for options, worth in [
+        ({"eps": 0.0}, 1),
+        ({"eps": 1.0}, 0.5),
+        ({"eps": 0.0, "ddof": 1}, 0.5**0.5),
+        ({"eps": 0.0, "floor": 0.2}, 0.5),
+    ]:
+        np.testing.assert_allclose(
+            process_advantages(steps, [0], [1, 1], reach="step", **options), [-worth, worth], rtol=1e-6
+        )
 
 
 def test_a_step_without_trained_tokens_still_counts():
     steps = steps_of([[0.0, 4.0], [2.0]], [[1, 2], [1]], [2, 1])
-    np.testing.assert_array_equal(process_advantages(steps, [0, 0], [1, 0, 1], scale="none"), [0.0, 0.0, 0.0])  # -2 + 2
-    np.testing.assert_array_equal(process_advantages(steps, [0, 0], [1, 0, 1], scale="none", reach="step"), [-2.0, 0.0, 0.0])
+    # -2 + 2
+    np.testing.assert_array_equal(process_advantages(steps, [0, 0], [1, 0, 1], scale="none"), [0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(
+        process_advantages(steps, [0, 0], [1, 0, 1], scale="none", reach="step"), [-2.0, 0.0, 0.0]
+    )
 
 
 def test_rewards_without_ends_count_for_the_whole_row():
@@ -148,9 +171,14 @@ def test_equal_step_rewards_and_a_single_one_give_exactly_zero(rewards):
 
 
 def test_the_columns_of_a_packed_batch(producer, consumer):
-    """One record without steps, one with both columns, one whose steps have no ends: gathered, they are what `Steps.of` takes."""
+    """One record without steps, one with both columns, one whose steps have no ends: gathered, they are what
+    `Steps.of` takes.
+    """
     producer.put({"tokens": [[1, 2]], "score": [1.0]}, group_id="none")
-    producer.put({"tokens": [[3, 4, 5], [6]], "step_rewards": [[1.0, 0.0], [2.0]], "step_ends": [[1, 3], [1]]}, group_id="both")
+    producer.put(
+        {"tokens": [[3, 4, 5], [6]], "step_rewards": [[1.0, 0.0], [2.0]], "step_ends": [[1, 3], [1]]},
+        group_id="both",
+    )
     producer.put({"tokens": [[7, 8], []], "step_rewards": [[4.0], [2.0]]}, group_id="no ends")
     with next(consumer.batches(groups=3, prefetch=0)) as batch:
         rewards, ends = batch.step_rewards, batch.step_ends
@@ -172,7 +200,8 @@ def test_mixed_with_the_outcome():
     outcome = spread_to_tokens([4.0, -4.0, 3.0], cu_seqlens, mask)
     process = process_advantages(steps, [0, 0, 0], mask, scale="none")
     result = mixed(outcome, process, steps.counts > 0, cu_seqlens, weight=0.25)
-    # 3 of the outcome and a quarter of the steps; after the last end the outcome's share; without steps the outcome.
+    # 3 of the outcome and a quarter of the steps; after the last end the outcome's share; without steps the
+    # outcome.
     np.testing.assert_array_equal(result, [0, 2.75, 2.75, 2.75, 2.75, 3, -2.75, -2.75, 3])
     assert result.dtype == np.float32
     np.testing.assert_array_equal(mixed(outcome, process, steps.counts > 0, cu_seqlens, weight=0.0), outcome)
@@ -185,7 +214,9 @@ def test_mixing_keeps_untrained_tokens_at_zero_and_rows_without_steps_at_their_o
     group, mask, steps, _, _, lengths = unpacked(rows)
     cu_seqlens = starts_of(lengths)
     outcome = spread_to_tokens(np.arange(1.0, len(rows) + 1), cu_seqlens, np.array(mask, bool))
-    result = mixed(outcome, process_advantages(steps, group, mask), steps.counts > 0, cu_seqlens, weight=weight)
+    result = mixed(
+        outcome, process_advantages(steps, group, mask), steps.counts > 0, cu_seqlens, weight=weight
+    )
     assert not result[~np.array(mask, bool)].any()
     without = np.repeat(steps.counts == 0, lengths)
     np.testing.assert_array_equal(result[without], outcome[without])
@@ -196,14 +227,32 @@ def test_mixing_keeps_untrained_tokens_at_zero_and_rows_without_steps_at_their_o
     [
         (([1, 2, 3], [1, 2], [1, 1], [1, 1], [0, 2, 4]), "row 1 has 2 step_rewards and 1 step_ends"),
         (([1], [1, 0], [1, 1], [1, 1], [0, 2, 4]), "row 1 has 0 step_rewards and 1 step_ends"),
-        (([1, 2, 3], [1, 2], [1, 1, 3], [1, 2], [0, 2, 4]), r"step 1 of row 1 ends at token 3, and the row has 2 tokens"),
-        (([1, 2, 3], [1, 2], [1, 2, 2], [1, 2], [0, 2, 4]), r"step 1 of row 1 ends at token 2, where the step before it ends at 2"),
-        (([1, 2, 3], [1, 2], [1, 2, 1], [1, 2], [0, 2, 4]), r"step 1 of row 1 ends at token 1, where the step before it ends at 2"),
-        (([1, 2], [1, 1], [1, 0], [1, 1], [0, 2, 4]), r"step 0 of row 1 ends at token 0, where the step before it ends at 0"),
+        (
+            ([1, 2, 3], [1, 2], [1, 1, 3], [1, 2], [0, 2, 4]),
+            r"step 1 of row 1 ends at token 3, and the row has 2 tokens",
+        ),
+        (
+            ([1, 2, 3], [1, 2], [1, 2, 2], [1, 2], [0, 2, 4]),
+            r"step 1 of row 1 ends at token 2, where the step before it ends at 2",
+        ),
+        (
+            ([1, 2, 3], [1, 2], [1, 2, 1], [1, 2], [0, 2, 4]),
+            r"step 1 of row 1 ends at token 1, where the step before it ends at 2",
+        ),
+        (
+            ([1, 2], [1, 1], [1, 0], [1, 1], [0, 2, 4]),
+            r"step 0 of row 1 ends at token 0, where the step before it ends at 0",
+        ),
         (([1, 2], [1, 1], [-1, 1], [1, 1], [0, 2, 4]), r"step 0 of row 0 ends at token -1"),
-        (([1, 2], [1, 2], [1, 1, 2], [1, 2], [0, 2, 4]), r"step_rewards has shape \(2,\), and its rows have 3"),
+        (
+            ([1, 2], [1, 2], [1, 1, 2], [1, 2], [0, 2, 4]),
+            r"step_rewards has shape \(2,\), and its rows have 3",
+        ),
         (([1, 2], [1, 1], [1, 1, 2], [1, 1], [0, 2, 4]), r"step_ends has shape \(3,\), and its rows have 2"),
-        (([1, 2], [1, 1], [1, 1], [1, 1], [0, 2]), r"counts of step_rewards have shape \(2,\), and cu_seqlens speaks of 1 rows"),
+        (
+            ([1, 2], [1, 1], [1, 1], [1, 1], [0, 2]),
+            r"counts of step_rewards have shape \(2,\), and cu_seqlens speaks of 1 rows",
+        ),
     ],
 )
 def test_columns_that_disagree_are_refused(columns, words):
@@ -214,10 +263,13 @@ def test_columns_that_disagree_are_refused(columns, words):
 def test_options_outside_their_range_are_refused():
     steps = steps_of([[1.0]], [[1]], [1])
     for options, words in [
-        ({"discount": 1.5}, r"discount of 1\.5"), ({"reach": "past"}, "reach is 'past'"), ({"usable": [True, True]}, r"usable \(2,\)"),
-        ({"scale": "l2"}, "scale is 'l2'"), ({"loss_mask": [1, 1]}, r"loss_mask has shape \(2,\)"),
+        ({"discount": 1.5}, r"discount of 1\.5"),
+        ({"reach": "past"}, "reach is 'past'"),
+        ({"usable": [True, True]}, r"usable \(2,\)"),
+        ({"scale": "l2"}, "scale is 'l2'"),
+        ({"loss_mask": [1, 1]}, r"loss_mask has shape \(2,\)"),
         ({"group_index": [0, 0]}, "steps are of 1 rows"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ValueError, match=words):
             process_advantages(steps, **{"group_index": [0], "loss_mask": [1], **options})
     with pytest.raises(ValueError, match=r"weight of -0\.1"):
@@ -268,19 +320,25 @@ def test_token_rewards_are_those_of_a_loop(rows, discount):
     group, mask, _, dense, usable, lengths = unpacked(rows)
     starts = starts_of(lengths)
     returns = slow_returns([(*row[:5], True) for row in rows], discount)
-    np.testing.assert_allclose(rewards_to_go(dense, starts, mask, discount=discount), flat(returns)[0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        rewards_to_go(dense, starts, mask, discount=discount), flat(returns)[0], rtol=1e-6, atol=1e-6
+    )
 
     returns = [[float(np.float32(value)) for value in row] for row in slow_returns(rows, discount)]
     for over, guards in (("group", {}), ("batch", {"eps": 1e-8, "floor": 0.0})):
         expected = []
         for mine, row in zip(rows, returns, strict=True):
             pool = [
-                v for other, values in zip(rows, returns, strict=True) for v, m in zip(values, other[1], strict=True)
+                v
+                for other, values in zip(rows, returns, strict=True)
+                for v, m in zip(values, other[1], strict=True)
                 if m and other[5] and (over == "batch" or other[0] == mine[0])
-            ]  # fmt: skip
+            ]
             normal = normaliser(pool, **guards)
             expected += [normal(v) if m and mine[5] else 0.0 for v, m in zip(row, mine[1], strict=True)]
-        result = token_reward_advantages(dense, group, starts, mask, has_rewards=usable, discount=discount, over=over)
+        result = token_reward_advantages(
+            dense, group, starts, mask, has_rewards=usable, discount=discount, over=over
+        )
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
         assert not result[~np.array(mask, bool)].any()
 
@@ -292,6 +350,8 @@ def test_token_rewards_by_hand():
     over_group = token_reward_advantages([0, 1, 9, 2, 4], [0, 1], [0, 4, 5], [0, 1, 0, 1, 1], discount=1.0)
     np.testing.assert_allclose(over_group, [0, 1, 0, -1, 0], rtol=1e-3)
     seen = []
-    over_batch = token_reward_advantages([3.0, 1.0], [0, 1], [0, 1, 2], [1, 1], over="batch", reduce=lambda sums: seen.append(sums) or sums)
+    over_batch = token_reward_advantages(
+        [3.0, 1.0], [0, 1], [0, 1, 2], [1, 1], over="batch", reduce=lambda sums: seen.append(sums) or sums
+    )
     np.testing.assert_allclose(over_batch, [1, -1])
     assert len(seen) == 2

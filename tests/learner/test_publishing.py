@@ -1,4 +1,6 @@
-"""How weights come into the segment: each rank its part, equal to what would have been gathered; of adapters only what they change."""
+"""How weights come into the segment: each rank its part, equal to what would have been gathered; of adapters
+only what they change.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +21,41 @@ from shmbridge.weights import WeightsReader, WeightsWriter
 
 
 @pytest.mark.parametrize(
-    ("how", "dtype"), [("fsdp2", "float32"), pytest.param("fsdp2", "bfloat16", marks=pytest.mark.long), ("ddp", "bfloat16")]
+    ("how", "dtype"),
+    [("fsdp2", "float32"), pytest.param("fsdp2", "bfloat16", marks=pytest.mark.long), ("ddp", "bfloat16")],
 )
 def test_two_ranks_write_what_would_have_been_gathered(bridge, how, dtype):
-    """Tensors of odd sizes, of one row, of one number, and two names for one: the second rank has nothing of some."""
+    """Tensors of odd sizes, of one row, of one number, and two names for one: the second rank has nothing of
+    some.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = []
     for rank in range(2):
-        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        environment = os.environ | {name: str(value) for name, value in where.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        where = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": 2,
+            "LOCAL_WORLD_SIZE": 2,
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": 1,
+        }
+        environment = (
+            os.environ | {name: str(value) for name, value in where.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        )
         command = [sys.executable, str(Path(__file__).with_name("publishing_rank.py")), bridge, how, dtype]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        ranks.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
     said = [rank.communicate(timeout=100) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert said[0][0] == "equal\n"
     everything = {"even", "uneven", "one_row", "one", "many"}
-    assert set(said[1][0].split()) == (everything if how == "fsdp2" else everything - {"many"})  # which is more than all others
+    # which is more than all others
+    assert set(said[1][0].split()) == (everything if how == "fsdp2" else everything - {"many"})
 
 
 def test_of_a_model_with_adapters_only_the_merged_tensors_are_written_again(bridge, tiny_model):
@@ -60,10 +79,15 @@ def test_of_a_model_with_adapters_only_the_merged_tensors_are_written_again(brid
             assert lease.version == 5
             assert lease.changed_since(3) == lease.changed_since(4) == adapted
             assert lease.tensors.keys() == before.keys()
-            merged = {name for name, tensor in before.items() if not np.array_equal(lease.tensors[name], tensor.numpy())}
+            merged = {
+                name
+                for name, tensor in before.items()
+                if not np.array_equal(lease.tensors[name], tensor.numpy())
+            }
             assert merged == adapted
         writer.close()
-        with WeightsWriter(bridge) as successor:  # which does not know what its predecessor's base was: it writes all first
+        # which does not know what its predecessor's base was: it writes all first
+        with WeightsWriter(bridge) as successor:
             WeightsPublisher(model, torch.float32, ALONE, successor, None).publish(6)
         with reader.lease() as lease:
             assert lease.changed_since(5) == before.keys()
@@ -74,7 +98,11 @@ def test_a_learner_begins_above_what_readers_have_seen_though_its_segment_is_gon
     with WeightsReader(bridge) as reader:
         with WeightsWriter(bridge) as writer:
             writer.publish(7, [("first", np.zeros(4))])
-        with WeightsWriter(bridge) as writer, pytest.raises(ZeroDivisionError), writer.fill(8, [("second", "float32", (4,))]):
+        with (
+            WeightsWriter(bridge) as writer,
+            pytest.raises(ZeroDivisionError),
+            writer.fill(8, [("second", "float32", (4,))]),
+        ):
             raise ZeroDivisionError
         options = argparse.Namespace(no_weights=False, bridge=bridge, precision="float32")
         with weights_segment(options, tiny_model(1), ALONE) as (publish, last_version):

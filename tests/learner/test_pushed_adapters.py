@@ -1,4 +1,6 @@
-"""What `WeightSync.push` makes of a model with adapters of peft: what the model computes with, under its base's names, or a refusal."""
+"""What `WeightSync.push` makes of a model with adapters of peft: what the model computes with, under its
+base's names, or a refusal.
+"""
 
 from __future__ import annotations
 
@@ -109,8 +111,14 @@ REFUSED = {
     "variant": (lambda: lora(use_dora=True), "q_proj .* has a variant"),
     "bias": (lambda: lora(lora_bias=True, target_modules=["q_proj"]), "q_proj .* an adapter with a bias"),
     "saved": (lambda: lora(modules_to_save=["lm_head"]), "lm_head .* beside its original"),
-    "tokens": (lambda: lora(trainable_token_indices={"embed_tokens": [1, 2]}), "embed_tokens .* beside its original"),
-    "other": (lambda: IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "q_proj .* is no low-rank adapter"),
+    "tokens": (
+        lambda: lora(trainable_token_indices={"embed_tokens": [1, 2]}),
+        "embed_tokens .* beside its original",
+    ),
+    "other": (
+        lambda: IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+        "q_proj .* is no low-rank adapter",
+    ),
     "prompt": (lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "learns a prompt"),
 }
 
@@ -131,5 +139,9 @@ def test_what_a_sum_does_not_merge_is_refused_by_name_and_taken_as_a_merged_copy
 def test_adapters_that_are_merged_and_switched_off_are_refused(base, bridge):
     model = trained(get_peft_model(base, lora()))
     model.merge_adapter()
-    with WeightSync(bridge, Anything()) as sync, model.disable_adapter(), pytest.raises(shmbridge.WeightsMismatch, match="switched off"):
+    with (
+        WeightSync(bridge, Anything()) as sync,
+        model.disable_adapter(),
+        pytest.raises(shmbridge.WeightsMismatch, match="switched off"),
+    ):
         sync.push(model)

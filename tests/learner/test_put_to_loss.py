@@ -1,7 +1,9 @@
-"""From put to loss, drawn at random: each row reaches the micro-batches exactly as it was put, or a counter says why not.
+"""From put to loss, drawn at random: each row reaches the micro-batches exactly as it was put, or a counter
+says why not.
 
-Through the real path: put, lane, hub (with one rank or two), gather in both layouts, `prepare`, micro-batches in both layouts. What
-must come out is worked out from what was put, by rules written down here once more. `make test-long` runs 20,000 groups.
+Through the real path: put, lane, hub (with one rank or two), gather in both layouts, `prepare`, micro-batches
+in both layouts. What must come out is worked out from what was put, by rules written down here once more.
+`make test-long` runs 20,000 groups.
 """
 
 from __future__ import annotations
@@ -34,9 +36,14 @@ PER_TOKEN = ("advantages", "inference_logprobs", "ref_logprobs", "token_rewards"
 FINITE = ("advantages", "token_rewards")  # NaN is refused here, and from Atropos anywhere
 
 COUNTERS = (
-    "trajectories_uneven", "trajectories_without_mask", "trajectories_greedy", "trajectories_odd_temperature", "trajectories_binary_mask",
-    "columns_ignored", "token_rewards",  # of "columns_ignored/token_rewards", over all environments
-)  # fmt: skip
+    "trajectories_uneven",
+    "trajectories_without_mask",
+    "trajectories_greedy",
+    "trajectories_odd_temperature",
+    "trajectories_binary_mask",
+    "columns_ignored",
+    "token_rewards",  # of "columns_ignored/token_rewards", over all environments
+)
 
 # What a column is like in a record. "uneven" and "rows" are Atropos' alone: plain `put` refuses them.
 MODES = ("absent", "absent", "sound", "sound", "null", "odd", "uneven", "rows")
@@ -100,7 +107,9 @@ class Maker:
     def __init__(self) -> None:
         self._serial = itertools.count(1_000_000)  # the first token of a row: it is known again by that
 
-    def record(self, drawn: dict[str, Any], group_id: str, env: str) -> tuple[dict[str, Any], list[Row], bool]:
+    def record(
+        self, drawn: dict[str, Any], group_id: str, env: str
+    ) -> tuple[dict[str, Any], list[Row], bool]:
         """What is put, its rows, and whether `put` must refuse it."""
         draw = np.random.default_rng(drawn["seed"])
         rows = [Row(group_id, env, self._tokens(draw, length)) for length in drawn["lengths"]]
@@ -111,7 +120,9 @@ class Maker:
             if mode in ("uneven", "rows") and not drawn["foreign"]:
                 mode = "sound"
             if mode != "absent":
-                refused |= self._column(draw, group, rows, name, mode) and (drawn["foreign"] or name in FINITE)
+                refused |= self._column(draw, group, rows, name, mode) and (
+                    drawn["foreign"] or name in FINITE
+                )
         self._mask(draw, group, rows, drawn["mask"], drawn["foreign"])
         if drawn["prompt"]:
             group["prompt_length"] = [int(draw.integers(0, len(row.tokens) + 1)) for row in rows]
@@ -132,7 +143,9 @@ class Maker:
         return tokens
 
     @staticmethod
-    def _column(draw: np.random.Generator, group: dict[str, Any], rows: list[Row], name: str, mode: str) -> bool:
+    def _column(
+        draw: np.random.Generator, group: dict[str, Any], rows: list[Row], name: str, mode: str
+    ) -> bool:
         """Adds a column; whether something in it is not finite."""
         values: list[np.ndarray | None] = [_values(draw, name, len(row.tokens)) for row in rows]
         odd = False
@@ -147,10 +160,14 @@ class Maker:
         if mode == "uneven":
             said, values = _made_uneven(draw, values, lambda length: _values(draw, name, length))
         if mode == "rows":
-            said = values[:-1] if len(values) > 1 and draw.random() < 0.5 else [*values, _values(draw, name, 3)]
+            said = (
+                values[:-1] if len(values) > 1 and draw.random() < 0.5 else [*values, _values(draw, name, 3)]
+            )
             values = [None] * len(rows)
         group[name] = said
-        for row, value, told in zip(rows, values, itertools.chain(said, itertools.repeat(None)), strict=False):
+        for row, value, told in zip(
+            rows, values, itertools.chain(said, itertools.repeat(None)), strict=False
+        ):
             row.columns[name] = value
             if value is None and (told is not None or mode == "rows"):
                 row.faults.append(f"trajectories_uneven{{{name}}}")
@@ -159,7 +176,9 @@ class Maker:
         return odd
 
     @staticmethod
-    def _mask(draw: np.random.Generator, group: dict[str, Any], rows: list[Row], mode: str, foreign: bool) -> None:
+    def _mask(
+        draw: np.random.Generator, group: dict[str, Any], rows: list[Row], mode: str, foreign: bool
+    ) -> None:
         if mode in ("uneven", "rows") and not foreign:
             mode = "masks"
         if mode == "absent":
@@ -167,7 +186,9 @@ class Maker:
         if mode == "none":
             group["masks"] = None
             return
-        masks: list[np.ndarray | None] = [draw.integers(0, 2, len(row.tokens)).astype(np.uint8) for row in rows]
+        masks: list[np.ndarray | None] = [
+            draw.integers(0, 2, len(row.tokens)).astype(np.uint8) for row in rows
+        ]
         if mode == "loss_mask" or (mode == "null" and not foreign):
             if mode == "null":
                 masks[draw.integers(len(rows))] = None
@@ -197,7 +218,9 @@ class Maker:
                 row.faults += ["trajectories_uneven{masks}", "trajectories_uneven{loss_mask}"]
 
     @staticmethod
-    def _scalars(draw: np.random.Generator, group: dict[str, Any], rows: list[Row], drawn: dict[str, Any]) -> bool:
+    def _scalars(
+        draw: np.random.Generator, group: dict[str, Any], rows: list[Row], drawn: dict[str, Any]
+    ) -> bool:
         mode, refused = drawn["score"], False
         if mode != "absent":
             refused = _has_scored_nothing(drawn)
@@ -214,13 +237,20 @@ class Maker:
                 for row in rows:
                     row.faults.append("trajectories_uneven{score}")
         if drawn["temperature"] != "absent":
-            usual, odd = (0.5, 0.7, 1.5), (0.0, 1e-6, 0.7) if drawn["foreign"] else (0.0, 1e-6, np.nan, np.inf, 0.7)
-            heat = draw.choice(usual if drawn["temperature"] == "sound" else odd, len(rows)).astype(np.float32)
+            usual, odd = (
+                (0.5, 0.7, 1.5),
+                (0.0, 1e-6, 0.7) if drawn["foreign"] else (0.0, 1e-6, np.nan, np.inf, 0.7),
+            )
+            heat = draw.choice(usual if drawn["temperature"] == "sound" else odd, len(rows)).astype(
+                np.float32
+            )
             group["temperature"] = heat
             for row, value in zip(rows, heat, strict=True):
                 row.temperature = value if np.isfinite(value) and value >= 1e-5 else None
                 if row.temperature is None:
-                    row.faults.append("trajectories_greedy" if np.isfinite(value) else "trajectories_odd_temperature")
+                    row.faults.append(
+                        "trajectories_greedy" if np.isfinite(value) else "trajectories_odd_temperature"
+                    )
         return refused
 
 
@@ -236,7 +266,9 @@ def _values(draw: np.random.Generator, name: str, length: int) -> np.ndarray:
     return -np.abs(values) if name.endswith("logprobs") else values
 
 
-def _made_uneven(draw: np.random.Generator, values: list[Any], make: Any, kept: list[Any] | None = None) -> tuple[list[Any], list[Any]]:
+def _made_uneven(
+    draw: np.random.Generator, values: list[Any], make: Any, kept: list[Any] | None = None
+) -> tuple[list[Any], list[Any]]:
     """Values of which one row has another length, and what must be left of them."""
     said, kept = list(values), list(values if kept is None else kept)
     at = int(draw.integers(len(said)))
@@ -259,7 +291,10 @@ class Path:
         self.ranks, self._make = ranks, Maker()
         self._numbers = itertools.count()
         consumer = stack.enter_context(shmbridge.Consumer(name))
-        self._producers = [stack.enter_context(shmbridge.Producer(name, env_name=env, lane_bytes="1M")) for env in ENVIRONMENTS]
+        self._producers = [
+            stack.enter_context(shmbridge.Producer(name, env_name=env, lane_bytes="1M"))
+            for env in ENVIRONMENTS
+        ]
         if ranks == 1:
             self._batches = [consumer.batches(groups=GROUPS, prefetch=0, hold="caller", timeout_s=30)]
         else:
@@ -268,7 +303,10 @@ class Path:
             self._batches = [member.batches(hold="caller", timeout_s=30) for member in members]
 
     def take(self, drawn: list[tuple[int, list[dict[str, Any]]]]) -> None:
-        """Puts a batch, takes it, and compares all of it with what was put. AssertionError where they differ."""
+        """Puts a batch, takes it, and compares all of it with what was put.
+
+        AssertionError where they differ.
+        """
         put = [row for env, records in drawn for row in self._put(env, records)]
         batches = [next(batches) for batches in self._batches]
         try:
@@ -282,7 +320,12 @@ class Path:
         size, rows = sum(len(drawn["lengths"]) for drawn in records), []
         for drawn in records:
             group, made, refused = self._make.record(drawn, group_id, ENVIRONMENTS[env])
-            options = {"group_id": group_id, "group_size": size, "foreign": drawn["foreign"], "timeout_s": 30.0}
+            options = {
+                "group_id": group_id,
+                "group_size": size,
+                "foreign": drawn["foreign"],
+                "timeout_s": 30.0,
+            }
             if refused:
                 before = producer.stats()["dropped_total{invalid}"]
                 with pytest.raises(InvalidRecord):
@@ -290,7 +333,9 @@ class Path:
                 assert producer.stats()["dropped_total{invalid}"] == before + 1
                 sound = dict.fromkeys((*PER_TOKEN, "temperature"), "sound")
                 score = "absent" if 0 in drawn["lengths"] and not drawn["foreign"] else "sound"
-                group, made, refused = self._make.record({**drawn, **sound, "score": score}, group_id, ENVIRONMENTS[env])
+                group, made, refused = self._make.record(
+                    {**drawn, **sound, "score": score}, group_id, ENVIRONMENTS[env]
+                )
                 if refused:  # no AssertionError, which would be taken for a fault that was found
                     raise RuntimeError(f"a record is not sound: {drawn}")
             producer.put(group, **options)
@@ -314,12 +359,22 @@ class Path:
             prepared, metrics = prepare(batch, 1.0, with_reference=True)
             _compare_prepared(prepared, rows_of, expected)
             for layout in ("padded", "packed"):
-                _compare_micro(list(micro_batches(prepared, 24, torch.device("cpu"), layout)), rows_of, expected)
-            counted.update({name: count for name, count in metrics.items() if name.split("/", 2)[-1].startswith(COUNTERS)})
+                _compare_micro(
+                    list(micro_batches(prepared, 24, torch.device("cpu"), layout)), rows_of, expected
+                )
+            counted.update(
+                {
+                    name: count
+                    for name, count in metrics.items()
+                    if name.split("/", 2)[-1].startswith(COUNTERS)
+                }
+            )
         assert seen == {group_id: len(rows) for group_id, rows in expected.items()}
         faults = Counter(fault for row in put for fault in row.faults)
         of_environments = Counter(f"atropos/{row.env}/{fault}" for row in put for fault in row.faults)
-        of_environments = Counter({name: count for name, count in of_environments.items() if "odd_temp" not in name})
+        of_environments = Counter(
+            {name: count for name, count in of_environments.items() if "odd_temp" not in name}
+        )
         assert +counted == faults + of_environments
 
 
@@ -335,12 +390,16 @@ def _compare_batch(batch: Batch, rows: list[Row]) -> None:
     for at, row in enumerate(rows):
         np.testing.assert_array_equal(of_row(batch.tokens, at), row.tokens)
         assert bool(batch.has("loss_mask")[at]) == (row.mask is not None)
-        np.testing.assert_array_equal(of_row(batch.loss_mask, at), np.zeros(len(row.tokens)) if row.mask is None else row.mask)
+        np.testing.assert_array_equal(
+            of_row(batch.loss_mask, at), np.zeros(len(row.tokens)) if row.mask is None else row.mask
+        )
         for name in PER_TOKEN:
             value = row.columns.get(name)
             assert bool(batch.has(name)[at]) == (value is not None), name
             if batch[name] is not None if name in batch else False:
-                np.testing.assert_array_equal(of_row(batch[name], at), np.zeros(len(row.tokens)) if value is None else value)
+                np.testing.assert_array_equal(
+                    of_row(batch[name], at), np.zeros(len(row.tokens)) if value is None else value
+                )
 
 
 def _advantages(row: Row, group: list[Row]) -> np.ndarray:
@@ -349,7 +408,9 @@ def _advantages(row: Row, group: list[Row]) -> np.ndarray:
         scores = np.array([0.0 if each.score is None else each.score for each in group])
         usable = np.array([each.score is not None for each in group])
         of_rows = group_normalised(scores, np.zeros(len(group), np.int32), usable=usable)
-        own = np.full(len(row.tokens), of_rows[next(at for at, each in enumerate(group) if each is row)], np.float32)
+        own = np.full(
+            len(row.tokens), of_rows[next(at for at, each in enumerate(group) if each is row)], np.float32
+        )
     return np.where(row.trained, own, np.float32(0.0))
 
 
@@ -369,7 +430,9 @@ def _compare_prepared(prepared: Any, rows: list[Row], groups: dict[str, list[Row
     for at, row in enumerate(rows):
         where = slice(*prepared.cu_seqlens[at : at + 2])
         for name, values in _of_loss(row, groups[row.group_id]).items():
-            np.testing.assert_allclose(getattr(prepared, name)[where], values, rtol=1e-6 if name == "advantages" else 0, err_msg=name)
+            np.testing.assert_allclose(
+                getattr(prepared, name)[where], values, rtol=1e-6 if name == "advantages" else 0, err_msg=name
+            )
         assert prepared.temperature[at] == (1.0 if row.temperature is None else row.temperature)
 
 
@@ -387,7 +450,10 @@ def _compare_micro(micros: list[Any], rows: list[Row], groups: dict[str, list[Ro
             assert length == len(row.tokens)
             for name, values in _of_loss(row, groups[row.group_id]).items():
                 np.testing.assert_allclose(
-                    getattr(micro, name)[where].numpy(), values, rtol=1e-6 if name == "advantages" else 0, err_msg=name
+                    getattr(micro, name)[where].numpy(),
+                    values,
+                    rtol=1e-6 if name == "advantages" else 0,
+                    err_msg=name,
                 )
             assert micro.temperature[at] == (1.0 if row.temperature is None else row.temperature)
             assert micro.trained_lengths[at] == row.trained.sum()
@@ -406,9 +472,13 @@ def run(path: Path, examples: int) -> None:
     """So many batches, always the same ones, each compared."""
 
     @settings(
-        max_examples=examples, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(drawn_groups())
     def batches(drawn: list[tuple[int, list[dict[str, Any]]]]) -> None:
         path.take(drawn)
@@ -428,7 +498,8 @@ def test_each_of_20000_groups_comes_as_it_was_put_or_a_counter_rose(path, ranks)
     run(path(ranks), 2500)
 
 
-# -- planted faults: each must be found ------------------------------------------------------------------------------------------------
+# -- planted faults: each must be found
+# ------------------------------------------------------------------------------------------------
 
 
 def _shifted_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +509,9 @@ def _shifted_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _shifted_advantages(monkeypatch: pytest.MonkeyPatch) -> None:
     real = credit.override_tokens
-    monkeypatch.setattr(credit, "override_tokens", lambda before, own, *rest: real(before, np.roll(own, 1), *rest))
+    monkeypatch.setattr(
+        credit, "override_tokens", lambda before, own, *rest: real(before, np.roll(own, 1), *rest)
+    )
 
 
 def _shifted_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +531,9 @@ def _shifted_in_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 def _in_plans(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     for name in ("plan", "plan_packs"):
         real = getattr(microbatch, name)
-        monkeypatch.setattr(microbatch, name, functools.partial(lambda real, *args: change(real(*args)), real))
+        monkeypatch.setattr(
+            microbatch, name, functools.partial(lambda real, *args: change(real(*args)), real)
+        )
 
 
 def _dropped_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,12 +546,16 @@ def _doubled_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _dropped_group(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Batch.__init__
-    monkeypatch.setattr(Batch, "__init__", lambda batch, groups, *rest: real(batch, groups[1:] or groups, *rest))
+    monkeypatch.setattr(
+        Batch, "__init__", lambda batch, groups, *rest: real(batch, groups[1:] or groups, *rest)
+    )
 
 
 def _whole_rows_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the learner did before: rows without a mask are trained whole, and nobody says so."""
-    monkeypatch.setattr(training_rows, "without_mask", lambda batch, whole_rows: np.zeros(len(batch.meta), bool))
+    monkeypatch.setattr(
+        training_rows, "without_mask", lambda batch, whole_rows: np.zeros(len(batch.meta), bool)
+    )
 
 
 FAULTS = (
@@ -491,5 +570,3 @@ def test_a_planted_fault_is_found(path, monkeypatch, fault, ranks) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, KeyError, IndexError)):
         run(way, 40)
-
-

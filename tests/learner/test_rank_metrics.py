@@ -44,13 +44,25 @@ def test_two_shares_say_what_the_whole_batch_says(packed_batch, cut):
 
 
 def test_means_are_of_those_rows_that_have_a_value(packed_batch):
-    """In the first share one row has a score, and one other is trained; in the second all are scored, and one is trained."""
-    one = packed_batch([[1, 2]] * 8, scores=[1.0, *[None] * 7], masks=[*[[0, 0]] * 7, [0, 1]], advantages=[*[None] * 7, [0.0, 3.0]])
-    all_of_them = packed_batch([[1, 2]] * 8, scores=[0.0] * 8, masks=[*[[0, 0]] * 6, *[[0, 1]] * 2], groups=[0, 0, 1, 1, 2, 2, 3, 3])
+    """In the first share one row has a score, and one other is trained; in the second all are scored, and one
+    is trained.
+    """
+    one = packed_batch(
+        [[1, 2]] * 8,
+        scores=[1.0, *[None] * 7],
+        masks=[*[[0, 0]] * 7, [0, 1]],
+        advantages=[*[None] * 7, [0.0, 3.0]],
+    )
+    all_of_them = packed_batch(
+        [[1, 2]] * 8, scores=[0.0] * 8, masks=[*[[0, 0]] * 6, *[[0, 1]] * 2], groups=[0, 0, 1, 1, 2, 2, 3, 3]
+    )
     shares = [prepare(batch, 1.0)[1] for batch in (one, all_of_them)]
     found = merged(shares, [{"test": 8}] * 2)
     scores = [1.0] + [0.0] * 8
-    for mean, deviation in (("reward_mean", "reward_std"), ("atropos/test/mean_score", "atropos/test/std_score")):
+    for mean, deviation in (
+        ("reward_mean", "reward_std"),
+        ("atropos/test/mean_score", "atropos/test/std_score"),
+    ):
         assert found[mean] == pytest.approx(np.mean(scores))
         assert found[deviation] == pytest.approx(np.std(scores))
     assert found["atropos/mean_score"] == pytest.approx(np.mean(scores))
@@ -71,12 +83,17 @@ def test_a_rank_without_rows_changes_nothing(packed_batch):
 
 
 def test_what_is_known_nowhere_stays_unknown():
-    found = merged([{"reward_mean": math.nan, "trajectories": 2}, {"reward_mean": math.nan, "trajectories": 0}], [{}, {}])
+    found = merged(
+        [{"reward_mean": math.nan, "trajectories": 2}, {"reward_mean": math.nan, "trajectories": 0}], [{}, {}]
+    )
     assert math.isnan(found["reward_mean"])
 
 
 def test_the_host_pays_for_all_ranks():
-    shares = [{"host_cpu_s": 0.5, "tokens": 100, "trajectories": 2}, {"host_cpu_s": 0.25, "tokens": 0, "trajectories": 0}]
+    shares = [
+        {"host_cpu_s": 0.5, "tokens": 100, "trajectories": 2},
+        {"host_cpu_s": 0.25, "tokens": 0, "trajectories": 0},
+    ]
     found = merged(shares, [{}, {}])
     assert found["host_cpu_s"] == 0.75
     assert found["tokens"] == 100

@@ -1,4 +1,6 @@
-"""Several ranks as processes on a real bridge: they learn what one learns, and whoever dies or stops, nobody hangs and nothing is lost."""
+"""Several ranks as processes on a real bridge: they learn what one learns, and whoever dies or stops, nobody
+hangs and nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def nursery():
 
 
 class Job:
-    """The ranks of one start, as torchrun would start them, but without anybody who ends the others when one is gone."""
+    """The ranks of one start, as torchrun would start them, but without anybody who ends the others when one
+    is gone.
+    """
 
     def __init__(self, nursery, folder, bridge, size, *flags):
         self._nursery, self.folder = nursery, folder
@@ -97,9 +101,16 @@ def save_model():
     def save(folder):
         torch.manual_seed(5)
         config = Qwen2Config(
-            vocab_size=28, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=4, max_position_embeddings=256, initializer_range=0.1, tie_word_embeddings=False,
-        )  # fmt: skip
+            vocab_size=28,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=256,
+            initializer_range=0.1,
+            tie_word_embeddings=False,
+        )
         Qwen2ForCausalLM(config).save_pretrained(folder)
 
     return save
@@ -131,7 +142,11 @@ def put_group(producer, number):
     """Put 4 answers of a length and with scores that depend on the number."""
     more = number % 5
     tokens = [[1, 2 + number % 8, 10 + row, 11] + [12 + row] * more for row in range(4)]
-    group = {"tokens": tokens, "loss_mask": [[0, 0, 1, 1] + [1] * more] * 4, "score": [1.0, 0.0, 0.25, number % 3]}
+    group = {
+        "tokens": tokens,
+        "loss_mask": [[0, 0, 1, 1] + [1] * more] * 4,
+        "score": [1.0, 0.0, 0.25, number % 3],
+    }
     producer.put(group, policy_version=0, timeout_s=10.0)
 
 
@@ -160,7 +175,9 @@ def left_over(bridge):
 
 
 def assert_close(found, expected, atol=3e-6):
-    """Adam divides by the root of what it sees: numbers that are 0 but for rounding, as those of key biases, stay near 0 only."""
+    """Adam divides by the root of what it sees: numbers that are 0 but for rounding, as those of key biases,
+    stay near 0 only.
+    """
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         near = 1e-3 if name.endswith("k_proj.bias") else atol
@@ -181,8 +198,25 @@ def run_of(start, bridge, tmp_path, size, *flags, steps=3):
     return parameters(tmp_path / f"of-{size}", steps), metrics(tmp_path / f"of-{size}")
 
 
-ADDS_UP = ("tokens", "trained_tokens", "trajectories", "groups", "groups_flat", "atropos/total_sequences", "rows_compared{test}")
-ALIKE = ("loss", "entropy", "grad_norm", "reward_mean", "reward_std", "advantage_mean", "advantage_std", "atropos/test/std_score")
+ADDS_UP = (
+    "tokens",
+    "trained_tokens",
+    "trajectories",
+    "groups",
+    "groups_flat",
+    "atropos/total_sequences",
+    "rows_compared{test}",
+)
+ALIKE = (
+    "loss",
+    "entropy",
+    "grad_norm",
+    "reward_mean",
+    "reward_std",
+    "advantage_mean",
+    "advantage_std",
+    "atropos/test/std_score",
+)
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +231,16 @@ def alone(nursery, save_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("flags", [(), ("--micro-tokens", "12", "--gradient-checkpointing", "--publish-every", "2")], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--micro-tokens", "12", "--gradient-checkpointing", "--publish-every", "2")],
+    ids=["whole", "cut"],
+)
 def test_two_ranks_learn_what_one_learns(start, bridge, tmp_path, alone, parallel, flags):
-    """Micro-batches of 12 tokens: nearly as many as rows, and not as many on each rank. Versions of every second step, too."""
+    """Micro-batches of 12 tokens: nearly as many as rows, and not as many on each rank.
+
+    Versions of every second step, too.
+    """
     expected, lines = alone
     both, merged = run_of(start, bridge, tmp_path, 2, *flags, "--parallel", parallel)
     assert_close(both, expected)
@@ -219,13 +260,15 @@ NEEDS_ALL = {  # objectives that divide by, or normalise over, what all ranks ha
 
 
 @pytest.mark.parametrize(
-    ("parallel", "loss"), [("ddp", "grpo"), pytest.param("fsdp2", "dr_grpo", marks=pytest.mark.long), ("fsdp2", "sft")]
+    ("parallel", "loss"),
+    [("ddp", "grpo"), pytest.param("fsdp2", "dr_grpo", marks=pytest.mark.long), ("fsdp2", "sft")],
 )
 def test_two_ranks_have_one_objective(start, bridge, tmp_path, parallel, loss):
     flags = ["--micro-tokens", "12", *NEEDS_ALL[loss].split()]
     expected, lines = run_of(start, bridge, tmp_path, 1, *flags, steps=2)
     both, merged = run_of(start, bridge, tmp_path, 2, "--parallel", parallel, *flags, steps=2)
-    for name, tensor in expected.items():  # on average: Adam makes much of single gradients that are 0 but for rounding
+    # on average: Adam makes much of single gradients that are 0 but for rounding
+    for name, tensor in expected.items():
         assert np.abs(both[name] - tensor).mean() < (1e-4 if name.endswith("k_proj.bias") else 1e-7), name
     for one, two in zip(lines, merged, strict=True):
         for name in (*ALIKE, "policy_loss", "kl", "tis_weight_mean"):
@@ -237,26 +280,46 @@ def test_two_ranks_have_one_objective(start, bridge, tmp_path, parallel, loss):
 def test_two_ranks_accumulate_what_one_takes_at_once(start, bridge, tmp_path, alone, parallel):
     """Two batches of two groups for each step; a checkpoint knows what all ranks held when it was written."""
     expected, lines = alone
-    both, merged = run_of(start, bridge, tmp_path, 2, "--groups", "2", "--accumulate", "2", "--parallel", parallel)
+    both, merged = run_of(
+        start, bridge, tmp_path, 2, "--groups", "2", "--accumulate", "2", "--parallel", parallel
+    )
     assert_close(both, expected, atol=2e-5)  # gradients are scaled once more, and added in another order
     for one, two in zip(lines, merged, strict=True):
         assert {name: two[name] for name in ADDS_UP} == {name: one[name] for name in ADDS_UP}
         for name in ("loss", "entropy", "grad_norm", "reward_mean", "reward_std"):
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
-    said = json.loads((tmp_path / "of-2" / "run" / "checkpoints" / "step-00000003" / "learner.json").read_text())
+    said = json.loads(
+        (tmp_path / "of-2" / "run" / "checkpoints" / "step-00000003" / "learner.json").read_text()
+    )
     assert list(said["held"].values()) == [[8, 9, 10, 11]]
     assert (said["groups"], said["trajectories"]) == (12, 48)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_a_rank_whose_share_trains_nothing_takes_part(start, bridge, tmp_path, parallel):
-    """One group of the first step has a trained token: two of three shares have none, and a step without any changes nothing."""
-    flags = ("--steps", "2", "--save-every", "1", "--entropy", "0", "--kl-coef", "0.01", "--process-group-timeout", "30")
+    """One group of the first step has a trained token: two of three shares have none, and a step without any
+    changes nothing.
+    """
+    flags = (
+        "--steps",
+        "2",
+        "--save-every",
+        "1",
+        "--entropy",
+        "0",
+        "--kl-coef",
+        "0.01",
+        "--process-group-timeout",
+        "30",
+    )
     folders = {size: tmp_path / str(size) for size in (1, 3)}
     for size, folder in folders.items():
         with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
             for trained in (1, 0, 0, 0, 0, 0, 0, 0):
-                group = {"tokens": [[1, 2, 3, row] for row in range(4)], "loss_mask": [[0, 0, 0, trained]] * 4}
+                group = {
+                    "tokens": [[1, 2, 3, row] for row in range(4)],
+                    "loss_mask": [[0, 0, 0, trained]] * 4,
+                }
                 producer.put(group | {"score": [1.0, 0.0, 0.0, 1.0]}, policy_version=0, timeout_s=10.0)
             job = start(size, *flags, "--parallel", parallel, "--run-dir", str(folder / "run"))
             assert set(job.wait().values()) == {0}, [job.said(rank, "err") for rank in range(size)]
@@ -269,9 +332,13 @@ def test_a_rank_whose_share_trains_nothing_takes_part(start, bridge, tmp_path, p
         np.testing.assert_array_equal(after[name], tensor, err_msg=name)
 
 
-@pytest.mark.parametrize(("parallel", "then"), [("fsdp2", 1), pytest.param("ddp", 1, marks=pytest.mark.long), ("fsdp2", 3)])
+@pytest.mark.parametrize(
+    ("parallel", "then"), [("fsdp2", 1), pytest.param("ddp", 1, marks=pytest.mark.long), ("fsdp2", 3)]
+)
 def test_a_run_goes_on_with_another_number_of_ranks(start, bridge, tmp_path, alone, parallel, then):
-    """Two steps by two ranks and one by others are what three by one rank are: parameters, moments and step are whole in the files."""
+    """Two steps by two ranks and one by others are what three by one rank are: parameters, moments and step
+    are whole in the files.
+    """
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         put_groups(producer, GROUPS * 3)
         first = start(2, "--steps", "3", "--parallel", parallel, "--save-every", "2")
@@ -308,11 +375,14 @@ def test_a_killed_rank_takes_no_group_with_it_and_nobody_hangs(start, bridge, tm
         if dead:  # the hub notices, too
             said = said.replace(f"rank 1 of bridge {bridge!r} is dead; 0 shares of it wait\n", "")
         ends = f"grpo: rank {1 - dead} of 2 ends, since another one is gone or was silent for 20 s: "
-        assert re.fullmatch(ends + r".*Connection (closed|reset) .* -> see that rank's output; .* --resume\n", said), said
+        assert re.fullmatch(
+            ends + r".*Connection (closed|reset) .* -> see that rank's output; .* --resume\n", said
+        ), said
 
         done = len(metrics(tmp_path))
         left = left_over(bridge)
-    # Sequences count from 0. What is gone was trained; the batch that the kill fell into may be gone for one rank alone.
+    # Sequences count from 0. What is gone was trained; the batch that the kill fell into may be gone for one
+    # rank alone.
     assert left[-1] == GROUPS * steps
     gone = GROUPS * steps + 1 - len(left)
     assert GROUPS * (done - 1) <= gone <= GROUPS * (done + 1)
@@ -350,7 +420,9 @@ def test_a_stop_of_any_rank_is_a_stop_of_all_with_one_checkpoint(start, bridge, 
 def test_ranks_give_up_together(start, bridge, tmp_path):
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         put_groups(producer, GROUPS + 1)
-        job = start(2, "--steps", "5", "--max-wait-time", "1.5", "--parallel", "fsdp2", "--precision", "bfloat16")
+        job = start(
+            2, "--steps", "5", "--max-wait-time", "1.5", "--parallel", "fsdp2", "--precision", "bfloat16"
+        )
         assert set(job.wait().values()) == {3}
         assert "1 of 1 lanes have a living producer, 1 of 4 groups are there" in job.said(0, "err")
         assert job.said(1, "err") + job.said(1) == ""
@@ -376,7 +448,9 @@ def test_what_one_rank_cannot_train_ends_all_and_is_left(start, bridge, tmp_path
 
 
 @pytest.mark.parametrize(("fate", "statuses"), [("killed", [-signal.SIGKILL, GONE]), ("full", [1, 1])])
-def test_nothing_is_released_before_the_checkpoint_that_has_it_is_on_the_disk(start, bridge, tmp_path, fate, statuses):
+def test_nothing_is_released_before_the_checkpoint_that_has_it_is_on_the_disk(
+    start, bridge, tmp_path, fate, statuses
+):
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         put_groups(producer, GROUPS * 2)
         flags = ("--hold-until-saved", "--eval-every", "1", "--eval-hook", f"dying_saver:{fate}")
@@ -400,7 +474,9 @@ def test_a_hook_computes_with_a_model_in_parts_and_its_numbers_end_the_run_early
             put_groups(producer, GROUPS * 6)
             folder = tmp_path / parallel
             flags = ("--eval-hook", "reading_hook:score", "--eval-every", "2", "--stop-when", "eval/step>=4")
-            job = start(size, "--steps", "6", "--parallel", parallel, *flags, "--run-dir", str(folder / "run"))
+            job = start(
+                size, "--steps", "6", "--parallel", parallel, *flags, "--run-dir", str(folder / "run")
+            )
             assert set(job.wait().values()) == {0}, job.said(0, "err")
             assert "stopped early: eval/step>=4" in job.said()
             assert saved(folder) == ["step-00000004"]
@@ -414,11 +490,17 @@ def test_a_hook_computes_with_a_model_in_parts_and_its_numbers_end_the_run_early
     assert_close(weights_of_parts, weights, atol=1e-5)
 
 
-def test_tokens_that_the_model_does_not_know_end_all_with_their_environment_and_finished_steps_saved(start, bridge, tmp_path):
+def test_tokens_that_the_model_does_not_know_end_all_with_their_environment_and_finished_steps_saved(
+    start, bridge, tmp_path
+):
     with shmbridge.Producer(bridge, env_name="klingon", lane_bytes="4M") as producer:
         put_groups(producer, GROUPS)
         for number in range(GROUPS):
-            producer.put({"tokens": [[1, 2, 3 if number else 999]] * 4, "score": [1.0, 0.0, 0.0, 1.0]}, policy_version=0, timeout_s=10.0)
+            producer.put(
+                {"tokens": [[1, 2, 3 if number else 999]] * 4, "score": [1.0, 0.0, 0.0, 1.0]},
+                policy_version=0,
+                timeout_s=10.0,
+            )
         job = start(2, "--steps", "5")
         assert set(job.wait().values()) == {1}
         said = [job.said(rank, "err") for rank in range(2)]
@@ -453,7 +535,12 @@ def torchrun(bridge, save_model, tmp_path):
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         started.append(
             subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+                start_new_session=True,
             )
         )
         return started[-1]
@@ -494,7 +581,10 @@ def test_torchrun_that_is_told_to_stop_lets_them_save_once(bridge, torchrun, tmp
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ([Word("here", 4), Word(failed="BatchTooBig: 3 groups"), Word(signum=15)], (PeerFailed, "rank 1: BatchTooBig: 3 groups")),
+        (
+            [Word("here", 4), Word(failed="BatchTooBig: 3 groups"), Word(signum=15)],
+            (PeerFailed, "rank 1: BatchTooBig: 3 groups"),
+        ),
         ([Word("here", 4), Word("here", 5)], (PeerFailed, r"different batches, \[4, 5\]")),
         ([Word(gave_up="nobody"), Word("here", 4, signum=15)], (Stopped, "SIGTERM")),
         ([Word(gave_up="nobody"), Word("here", 4)], (NoBatch, "nobody")),

@@ -1,4 +1,6 @@
-"""A user's mistakes end the learner before anything is trained, with exit status 1 and one line: what is wrong and what to do."""
+"""A user's mistakes end the learner before anything is trained, with exit status 1 and one line: what is
+wrong and what to do.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,16 @@ def refused(tiny_model, tmp_path, capsys):
         tiny_model(1).save_pretrained(tmp_path / "model")
 
     def start(*flags):
-        fixed = ["--bridge", bridge, "--model", str(tmp_path / "model"), "--run-dir", str(tmp_path / "run"), "--steps", "3"]
+        fixed = [
+            "--bridge",
+            bridge,
+            "--model",
+            str(tmp_path / "model"),
+            "--run-dir",
+            str(tmp_path / "run"),
+            "--steps",
+            "3",
+        ]
         assert grpo.main([*fixed, "--device", "cpu", "--threads", "1", "--max-wait-time", "0.1", *flags]) == 1
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("grpo: ")]
         assert len(lines) == 1
@@ -42,7 +53,9 @@ def saved(tiny_model, tmp_path):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return checkpoint.save(tmp_path / "run" / "checkpoints", Progress(2, 2), model, None, optimizer, rng=rng_state())
+    return checkpoint.save(
+        tmp_path / "run" / "checkpoints", Progress(2, 2), model, None, optimizer, rng=rng_state()
+    )
 
 
 def test_a_model_that_is_not_there(refused, tmp_path):
@@ -62,7 +75,9 @@ def test_a_run_dir_that_cannot_be_written(refused, tmp_path):
     assert "cannot write to --run-dir" in refused("--run-dir", "/proc/nowhere")
 
 
-@pytest.mark.parametrize("name", ["learner.json", "optimizer.safetensors", "rng.safetensors", "model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["learner.json", "optimizer.safetensors", "rng.safetensors", "model.safetensors"]
+)
 @pytest.mark.parametrize("length", [0, 40])
 def test_a_damaged_checkpoint(refused, saved, name, length):
     os.truncate(saved / name, length)
@@ -104,7 +119,10 @@ def test_a_flag_that_does_nothing_alone(refused, flags, needs):
 
 @pytest.mark.parametrize(
     ("flags", "beside"),
-    [("--clip-dual 5 --tis-cap 2", "--tis-cap"), ("--no-fallback-to-grpo --no-use-advantages", "--no-use-advantages")],
+    [
+        ("--clip-dual 5 --tis-cap 2", "--tis-cap"),
+        ("--no-fallback-to-grpo --no-use-advantages", "--no-use-advantages"),
+    ],
 )
 def test_a_flag_that_does_nothing_beside_another(refused, flags, beside):
     assert f"{flags.split()[0]} does nothing beside {beside}: " in refused(*flags.split())

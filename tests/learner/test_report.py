@@ -70,7 +70,14 @@ def test_the_picture_and_the_words(make_run, capsys, format):
     assert f"plot: {file}" in out
     assert 10_000 < file.stat().st_size < SVG_BYTES
     if format == "svg":
-        for words in ("mean reward of a batch", "loss", "staleness", "tokens per second", "share of a step", "backward"):
+        for words in (
+            "mean reward of a batch",
+            "loss",
+            "staleness",
+            "tokens per second",
+            "share of a step",
+            "backward",
+        ):
             assert words in file.read_text()
 
 
@@ -119,7 +126,10 @@ def test_no_run_in_the_folder(make_run, tmp_path, capsys):
 
 
 def test_numbers_out_of_this_world_are_unknown(make_run, capsys):
-    odd = f'{{"step": 1e400}}\n[]\n{{"step": 2, "loss": 1e999, "tokens": Infinity, "reward_mean": NaN, "time": {"9" * 400}}}\n\x00\n'
+    odd = (
+        f'{{"step": 1e400}}\n[]\n{{"step": 2, "loss": 1e999, "tokens": Infinity, "reward_mean": NaN, '
+        f'"time": {"9" * 400}}}\n\x00\n'
+    )
     folder = make_run("odd", [line(1)], torn=odd)
     assert main(["report", str(folder), "--format", "none"]) == 0
     said = capsys.readouterr().out

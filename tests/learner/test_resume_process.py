@@ -40,7 +40,18 @@ def command(tiny_model, tmp_path, bridge):
 
     def make(name, *flags):
         fixed = ["--bridge", bridge, "--model", str(tmp_path / "model"), "--run-dir", str(tmp_path / name)]
-        fixed += ["--device", "cpu", "--threads", "1", "--steps", str(STEPS), "--groups", str(GROUPS), "--group-size", "4"]
+        fixed += [
+            "--device",
+            "cpu",
+            "--threads",
+            "1",
+            "--steps",
+            str(STEPS),
+            "--groups",
+            str(GROUPS),
+            "--group-size",
+            "4",
+        ]
         return [*fixed, "--lr", "1e-3", "--warmup", "2", "--schedule", "cosine", "--entropy", "0.01", *flags]
 
     return make
@@ -58,7 +69,9 @@ def put_groups(producer, count, first=0):
         rng = np.random.default_rng(number)
         tokens = [[1, 2 + number % 8, *rng.integers(3, 28, 3 + row).tolist()] for row in range(4)]
         masks = [[0, 0, *[1] * (3 + row)] for row in range(4)]
-        producer.put({"tokens": tokens, "loss_mask": masks, "score": rng.random(4).tolist()}, policy_version=0)
+        producer.put(
+            {"tokens": tokens, "loss_mask": masks, "score": rng.random(4).tolist()}, policy_version=0
+        )
 
 
 def until_step(learner, step):
@@ -104,12 +117,26 @@ def through(command, bridge, tmp_path):
     return make
 
 
-FLAGS = {"plain": (), "every comfort": ("--accumulate", "2", "--lora-rank", "4", "--lora-dropout", "0.2", "--param-dtype", "bfloat16")}
+FLAGS = {
+    "plain": (),
+    "every comfort": (
+        "--accumulate",
+        "2",
+        "--lora-rank",
+        "4",
+        "--lora-dropout",
+        "0.2",
+        "--param-dtype",
+        "bfloat16",
+    ),
+}
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", FLAGS)
-def test_killed_after_a_save_and_before_the_release_it_trains_no_group_twice(command, through, bridge, tmp_path, kind):
+def test_killed_after_a_save_and_before_the_release_it_trains_no_group_twice(
+    command, through, bridge, tmp_path, kind
+):
     flags = (*FLAGS[kind], "--save-every", "3", "--hold-until-saved")
     expected = through(*FLAGS[kind])
     with shmbridge.Producer(bridge, lane_bytes="4M") as producer:

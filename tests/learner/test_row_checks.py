@@ -1,4 +1,6 @@
-"""What is trained is what was put: each row is compared, and a shift, a flip, a lost row and a doubled one are found and named."""
+"""What is trained is what was put: each row is compared, and a shift, a flip, a lost row and a doubled one
+are found and named.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ GROUPS, ROWS = 3, 4
 
 
 def groups(seed: int = SEED) -> list[dict]:
-    """Rows of 4 to 20 tokens, no two alike; the second group has no log-probabilities, the third no advantages and Atropos' masks."""
+    """Rows of 4 to 20 tokens, no two alike; the second group has no log-probabilities, the third no
+    advantages and Atropos' masks.
+    """
     rng = np.random.default_rng(seed)
     made = []
     for number in range(GROUPS):
@@ -320,10 +324,7 @@ LOGPROBS = [[1.0, *[-0.5] * (len(row) - 1)] for row in FITS]
 def test_a_column_that_does_not_fit_the_rows_is_no_difference(bridge, tiny_model, misfit) -> None:
     """Atropos takes such groups; batches leave the column out, and count that."""
     group = {"tokens": FITS, "masks": [[-100, *row[1:]] for row in FITS], "scores": [0.0, 1.0, 2.0], **misfit}
-    with (
-        shmbridge.Consumer(bridge) as consumer,
-        shmbridge.Producer(bridge, env_name="maze") as producer,
-    ):
+    with shmbridge.Consumer(bridge) as consumer, shmbridge.Producer(bridge, env_name="maze") as producer:
         producer.put(group, foreign=True)
         with next(consumer.batches(groups=1, timeout_s=10, hold="caller")) as batch:
             learner = Learner(tiny_model(1), Objective(micro_tokens=50), lambda step: 1e-3)

@@ -1,9 +1,11 @@
-"""Weights pushed to SGLang: a stand-in for the server checks each request against what SGLang's sources take, and does what they do.
+"""Weights pushed to SGLang: a stand-in for the server checks each request against what SGLang's sources take,
+and does what they do.
 
-It is not SGLang, which needs a GPU: it loads the file with safetensors, and knows the fields, their types, the order of calls, and what
-ends SGLang's scheduler. Read of the sources of 0.5.6 to 0.5.23: the routes of entrypoints/http_server.py, the requests of
-managers/io_struct.py, tokenizer_manager.py, and the schedulers' weight updates, flush_cache and is_fully_idle. The table below is compared
-with SGLang's own definitions in test_sglang_agrees.py.
+It is not SGLang, which needs a GPU: it loads the file with safetensors, and knows the fields, their types,
+the order of calls, and what ends SGLang's scheduler. Read of the sources of 0.5.6 to 0.5.23: the routes of
+entrypoints/http_server.py, the requests of managers/io_struct.py, tokenizer_manager.py, and the schedulers'
+weight updates, flush_cache and is_fully_idle. The table below is compared with SGLang's own definitions in
+test_sglang_agrees.py.
 """
 
 from __future__ import annotations
@@ -24,13 +26,21 @@ FIELDS = {
     "/update_weight_version": {"new_version": str, "abort_all_requests": bool},
     "/continue_generation": {"torch_empty_cache": bool},
     "/update_weights_from_disk": {
-        "model_path": str, "load_format": str, "abort_all_requests": bool, "weight_version": str, "is_async": bool,
-        "torch_empty_cache": bool, "keep_pause": bool, "recapture_cuda_graph": bool, "token_step": int, "flush_cache": bool,
+        "model_path": str,
+        "load_format": str,
+        "abort_all_requests": bool,
+        "weight_version": str,
+        "is_async": bool,
+        "torch_empty_cache": bool,
+        "keep_pause": bool,
+        "recapture_cuda_graph": bool,
+        "token_step": int,
+        "flush_cache": bool,
         "manifest": dict,
     },
     "/release_memory_occupation": {"tags": list},
     "/resume_memory_occupation": {"tags": list},
-}  # fmt: skip
+}
 
 
 class StandInSglang:
@@ -68,7 +78,9 @@ class StandInSglang:
         self.paused = None
         return 200, {"message": "Generation continued successfully.", "status": "ok"}
 
-    def update_weights_from_disk(self, model_path, load_format=None, weight_version=None, flush_cache=True, **_):
+    def update_weights_from_disk(
+        self, model_path, load_format=None, weight_version=None, flush_cache=True, **_
+    ):
         if self.refuses:
             return 400, {"success": False, "message": self.refuses, "num_paused_requests": 0}
         assert flush_cache
@@ -82,17 +94,27 @@ class StandInSglang:
         (file,) = Path(model_path).glob("*.safetensors")
         self.tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
         self.version = weight_version or self.version
-        return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        return 200, {
+            "success": True,
+            "message": "Succeeded to update model weights.",
+            "num_paused_requests": 0,
+        }
 
     def update_weight_version(self, new_version, abort_all_requests=True):
         if abort_all_requests:
             self.waiting = 0
         self.version = new_version
-        return 200, {"success": True, "message": f"Weight version updated to {new_version}", "new_version": new_version}
+        return 200, {
+            "success": True,
+            "message": f"Weight version updated to {new_version}",
+            "new_version": new_version,
+        }
 
     def release_memory_occupation(self, **_):
         if self.waiting and self.paused != "retract":
-            return self.dies("AssertionError: release_memory_occupation should be called only when server is idle.")
+            return self.dies(
+                "AssertionError: release_memory_occupation should be called only when server is idle."
+            )
         self.asleep = True
         return 200, "null"
 
@@ -107,7 +129,14 @@ class StandInSglang:
         return 500, "Internal Server Error"
 
     def started_again(self):
-        self.version, self.tensors, self.paused, self.asleep, self.waiting, self.dead = "default", {}, None, False, 0, ""
+        self.version, self.tensors, self.paused, self.asleep, self.waiting, self.dead = (
+            "default",
+            {},
+            None,
+            False,
+            0,
+            "",
+        )
 
 
 @pytest.fixture
@@ -123,7 +152,9 @@ PUSHED = ["/pause_generation", "/update_weights_from_disk", "/continue_generatio
 
 
 @pytest.mark.parametrize(("pause", "calls"), [("keep", PUSHED), ("abort", PUSHED), ("wait", PUSHED[1:2])])
-def test_a_push_gives_a_path_in_memory_with_the_models_bits(bridge, serving, sglang, tiny_model, pause, calls):
+def test_a_push_gives_a_path_in_memory_with_the_models_bits(
+    bridge, serving, sglang, tiny_model, pause, calls
+):
     model = tiny_model(3).to(torch.bfloat16)
     with WeightSync(bridge, serving(sglang), pause=pause) as sync:
         for version in range(2):
@@ -182,14 +213,20 @@ def test_its_memory_is_given_back_where_it_can(bridge, serving, tiny_model):
 
 
 @pytest.mark.parametrize("package", ["0.5.6.post2", "0.5.10.post1", "0.5.20", "0.4.9.post6"])
-def test_requests_are_not_kept_by_an_sglang_whose_scheduler_would_end_of_it(bridge, serving, tiny_model, package):
-    """Up to 0.5.20 it wants an empty queue for the cache to be flushed, after requests went back into that queue."""
+def test_requests_are_not_kept_by_an_sglang_whose_scheduler_would_end_of_it(
+    bridge, serving, tiny_model, package
+):
+    """Up to 0.5.20 it wants an empty queue for the cache to be flushed, after requests went back into that
+    queue.
+    """
     sglang = StandInSglang(package=package)
     sglang.waiting = 3
     url = serving(sglang)
     with WeightSync(bridge, url) as sync:
         for _ in range(2):
-            with pytest.raises(EngineFailed, match=rf"{url} is SGLang {package}.*keep.*0\.5\.21.*pause=.wait. or .abort."):
+            with pytest.raises(
+                EngineFailed, match=rf"{url} is SGLang {package}.*keep.*0\.5\.21.*pause=.wait. or .abort."
+            ):
                 sync.push(tiny_model(1))
         assert not {"/pause_generation", "/update_weights_from_disk"} & set(sglang.calls)
     with WeightSync(bridge, url, pause="abort") as sync:
@@ -245,7 +282,9 @@ def test_one_that_sleeps_is_not_sent_to_sleep_again_and_not_pushed_to(bridge, se
 
 @pytest.mark.parametrize("pause", ["keep", "abort"])
 @pytest.mark.parametrize("at", ["/pause_generation", "/update_weights_from_disk"])
-def test_whatever_interrupts_a_push_generation_continues(bridge, serving, sglang, tiny_model, monkeypatch, at, pause):
+def test_whatever_interrupts_a_push_generation_continues(
+    bridge, serving, sglang, tiny_model, monkeypatch, at, pause
+):
     """As Ctrl-C in a notebook, whose process lives on: no child continues for it."""
     import shmbridge.consumers.engines.sglang_http as module
 
@@ -271,7 +310,10 @@ def test_a_server_that_has_died_is_said_with_both_calls(bridge, serving, sglang,
     with WeightSync(bridge, url) as sync:
         sync.push(tiny_model(1))
         sglang.update_weights_from_disk = lambda **_: sglang.dies("out of memory")
-        said = r"answered 500: Internal Server Error; and it may still be paused: .*continue_generation answered 503"
+        said = (
+            r"answered 500: Internal Server Error; and it may still be paused: .*continue_generation "
+            r"answered 503"
+        )
         with pytest.raises(EngineFailed, match=said):
             sync.push(tiny_model(1))
         del sglang.update_weights_from_disk

@@ -17,7 +17,9 @@ def read(folder):
 
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
 
 
 def line(step, **more):

@@ -40,9 +40,12 @@ def test_without_a_mask_everything_after_the_prompt_is_trained(packed_batch):
 
 def test_a_row_that_does_not_say_where_its_answer_is_trains_nothing(packed_batch):
     batch = packed_batch(
-        [*ROWS, [1, 2]], groups=[0, 0, 1, 1], envs=["a", "a", "b", "b"],
-        masks=[[0, 1, 0], None, None, None], prompt_lengths=[2, 2, None, -1],
-    )  # fmt: skip
+        [*ROWS, [1, 2]],
+        groups=[0, 0, 1, 1],
+        envs=["a", "a", "b", "b"],
+        masks=[[0, 1, 0], None, None, None],
+        prompt_lengths=[2, 2, None, -1],
+    )
     rows, metrics = prepare(batch, 1.0)
     assert np.flatnonzero(rows.trained).tolist() == [1, 5]
     assert metrics["trajectories_without_mask"] == metrics["atropos/b/trajectories_without_mask"] == 2
@@ -84,10 +87,17 @@ def test_a_temperature_that_samplers_take_for_greedy_is_none(packed_batch):
 
 
 def test_what_is_no_temperature_costs_neither_the_run_nor_the_row(packed_batch):
-    odd = ['{"temperature": "hot"}', '{"temperature": [1]}', '{"temperature": 1e60}', '{"temperature": NaN}', "temperature, no JSON"]
+    odd = [
+        '{"temperature": "hot"}',
+        '{"temperature": [1]}',
+        '{"temperature": 1e60}',
+        '{"temperature": NaN}',
+        "temperature, no JSON",
+    ]
     rows, metrics = prepare(packed_batch([[1, 2]] * 6, overrides=[*odd, '{"temperature": 0.5}']), 0.7)
     np.testing.assert_allclose(rows.temperature, [0.7] * 5 + [0.5])
-    assert (metrics["trajectories_odd_temperature"], metrics["trajectories_greedy"]) == (4, 0)  # what is no JSON says nothing at all
+    # what is no JSON says nothing at all
+    assert (metrics["trajectories_odd_temperature"], metrics["trajectories_greedy"]) == (4, 0)
 
 
 def test_an_environment_can_silence_a_row(packed_batch):
@@ -192,8 +202,12 @@ def test_a_real_batch_of_an_atropos_group_and_a_plain_one(bridge):
 
 
 def test_fresh_are_tokens_that_name_the_trained_version_themselves(packed_batch):
-    """A stamp is the version that was published when generation began; an engine may still have had the one before."""
-    batch = packed_batch(ROWS, masks=[[0, 1, 1]] * 3, token_versions=[[-1, 5, 4], None, [-1, -1, 6]], version=5)
+    """A stamp is the version that was published when generation began; an engine may still have had the one
+    before.
+    """
+    batch = packed_batch(
+        ROWS, masks=[[0, 1, 1]] * 3, token_versions=[[-1, 5, 4], None, [-1, -1, 6]], version=5
+    )
     rows, metrics = prepare(batch, 1.0, policy_version=5)
     assert rows.fresh is not None
     assert np.flatnonzero(rows.fresh).tolist() == [1]

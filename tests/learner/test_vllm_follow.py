@@ -1,4 +1,6 @@
-"""What follows a bridge for vLLM, over an engine that notes what is done to it: order of steps, failures, closing."""
+"""What follows a bridge for vLLM, over an engine that notes what is done to it: order of steps, failures,
+closing.
+"""
 
 from __future__ import annotations
 
@@ -175,13 +177,19 @@ async def test_segment_that_begins_anew_is_followed_down(following):
 
 
 async def test_version_after_a_dead_learner_of_another_model_is_loaded(bridge):
-    """It had replaced the segment and published nothing: the next learner's first version has another number, and is not passed over."""
+    """It had replaced the segment and published nothing: the next learner's first version has another number,
+    and is not passed over.
+    """
     engine = Engine()
     with WeightsWriter(bridge) as writer:
         writer.publish(7, [("a", np.zeros(4))])
         engine.follower = follower = Follower(WeightsReader(bridge), engine)
         await follower.start()
-    with WeightsWriter(bridge) as other, pytest.raises(ZeroDivisionError), other.fill(8, [("b", "float32", (4,))]):
+    with (
+        WeightsWriter(bridge) as other,
+        pytest.raises(ZeroDivisionError),
+        other.fill(8, [("b", "float32", (4,))]),
+    ):
         raise ZeroDivisionError
     with WeightsWriter(bridge) as writer:
         writer.publish(first_version(None, -1, writer.last_version), [("a", np.ones(4))])
@@ -220,7 +228,11 @@ async def test_failure_is_said_once_and_the_old_version_stays(following, monkeyp
     assert "policy version 2 was not loaded" in follower.stats().last_error
     assert "load says no" in follower.stats().last_error
     assert follower.stats().refused_version == 2, "those who wait for it need wait no longer"
-    assert [record.message for record in caplog.records].count(caplog.records[0].message) == len(caplog.records) == 1
+    assert (
+        [record.message for record in caplog.records].count(caplog.records[0].message)
+        == len(caplog.records)
+        == 1
+    )
     segment.publish(3)
     await until(lambda: follower.stats().loaded_total == 2)
     assert follower.version == 3
@@ -228,7 +240,9 @@ async def test_failure_is_said_once_and_the_old_version_stays(following, monkeyp
     assert follower.stats().refused_version is None
 
 
-async def test_engine_of_which_a_part_took_a_version_is_of_none_and_forgets_what_it_cached(following, monkeypatch):
+async def test_engine_of_which_a_part_took_a_version_is_of_none_and_forgets_what_it_cached(
+    following, monkeypatch
+):
     monkeypatch.setattr("shmbridge.consumers.vllm.follow._FIRST_RETRY_S", 0.01)
     segment, engine = Segment(1), Engine()
     follower = await following(segment, engine)
@@ -287,7 +301,9 @@ async def test_what_is_newest_once_it_is_paused_is_loaded(following):
 
 
 async def test_what_is_loaded_stays_in_the_segment_meanwhile(following):
-    """A worker that found a later version there would have to refuse it, since the label is that of the version it was told."""
+    """A worker that found a later version there would have to refuse it, since the label is that of the
+    version it was told.
+    """
     segment, engine = Segment(1), Engine()
     held: list[list[int]] = []
     engine.at_load = lambda: (segment.publish(9), held.append(list(segment.held)))

@@ -1,4 +1,6 @@
-"""Atropos' `/generate` for vLLM without vLLM: which bodies are refused, and what an answer says of its tokens."""
+"""Atropos' `/generate` for vLLM without vLLM: which bodies are refused, and what an answer says of its
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def test_prompt_may_be_text():
         (b"[]", "Expected `object`"),
         (b"{}", "missing required field `prompt`"),
         (body(prompt={"prompt_token_ids": [1], "multi_modal_data": {}}), "unknown field `multi_modal_data`"),
-        (body(prompt={"prompt_token_ids": [1.5]}), r"Expected `int`, got `float` - at `\$.prompt.prompt_token_ids"),
+        (
+            body(prompt={"prompt_token_ids": [1.5]}),
+            r"Expected `int`, got `float` - at `\$.prompt.prompt_token_ids",
+        ),
         (body(temperature="hot"), "temperature"),
         (body(n=0), "n"),
         (body(use_beam_search=True), "unknown field `use_beam_search`"),
@@ -55,15 +60,22 @@ def chance(logprob: float) -> SimpleNamespace:
 
 def output(tokens, spans, logprobs=None, finish="stop") -> SimpleNamespace:
     versions = None if spans is None else [SimpleNamespace(version=v, start=s, end=e) for v, s, e in spans]
-    return SimpleNamespace(text="ab", token_ids=tokens, logprobs=logprobs, finish_reason=finish, weight_versions=versions)
+    return SimpleNamespace(
+        text="ab", token_ids=tokens, logprobs=logprobs, finish_reason=finish, weight_versions=versions
+    )
 
 
 def final(*outputs, prompt="hello", prompt_logprobs=None) -> SimpleNamespace:
-    return SimpleNamespace(prompt=prompt, prompt_token_ids=[5, 6], prompt_logprobs=prompt_logprobs, outputs=list(outputs))
+    return SimpleNamespace(
+        prompt=prompt, prompt_token_ids=[5, 6], prompt_logprobs=prompt_logprobs, outputs=list(outputs)
+    )
 
 
 def test_answer_says_which_version_sampled_which_token():
-    told = answer(final(output([1, 2, 3], [("16", 0, 1), ("17", 1, 3)]), output([4], [("17", 0, 1)], finish="length")), None)
+    told = answer(
+        final(output([1, 2, 3], [("16", 0, 1), ("17", 1, 3)]), output([4], [("17", 0, 1)], finish="length")),
+        None,
+    )
     assert told["weight_versions"] == [
         [{"version": "16", "start": 0, "end": 1}, {"version": "17", "start": 1, "end": 3}],
         [{"version": "17", "start": 0, "end": 1}],
@@ -92,8 +104,11 @@ def test_newest_version_is_null_where_one_is_unknown(spans, newest):
 
 def test_logprobs_come_as_atropos_reads_them():
     logprobs = [{7: chance(-0.5), 3: chance(-0.1)}, {2: chance(float("-inf"))}]
-    told = msgspec.json.decode(msgspec.json.encode(answer(final(output([7, 2], [("1", 0, 2)], logprobs)), None)))
-    read = [(int(next(iter(entry[0]))), next(iter(entry[0].values()))) for entry in told["logprobs"][0]]  # as its server class does
+    told = msgspec.json.decode(
+        msgspec.json.encode(answer(final(output([7, 2], [("1", 0, 2)], logprobs)), None))
+    )
+    # as its server class does
+    read = [(int(next(iter(entry[0]))), next(iter(entry[0].values()))) for entry in told["logprobs"][0]]
     assert read == [(7, -0.5), (2, -9999.0)], "the sampled token first, and nothing that JSON cannot say"
 
 

@@ -1,4 +1,5 @@
-"""The middleware before a stand-in for vLLM's app: what it answers itself, what it adds, what becomes of clients that hang up.
+"""The middleware before a stand-in for vLLM's app: what it answers itself, what it adds, what becomes of
+clients that hang up.
 
 The engine is a stand-in, too: `tests/vllm/server/` has the real ones.
 """
@@ -56,7 +57,9 @@ class Client:
             self.aborted = True
             raise
         span = SimpleNamespace(version=self.label, start=0, end=2)
-        output = SimpleNamespace(text="ab", token_ids=[1, 2], logprobs=None, finish_reason="stop", weight_versions=[span])
+        output = SimpleNamespace(
+            text="ab", token_ids=[1, 2], logprobs=None, finish_reason="stop", weight_versions=[span]
+        )
         yield SimpleNamespace(prompt="p", prompt_token_ids=[5], prompt_logprobs=None, outputs=[output])
 
 
@@ -69,7 +72,10 @@ def _vllm(monkeypatch):
     """The three modules of vLLM that are imported where it is called."""
     for name, members in {
         "vllm.exceptions": {"VLLMClientError": ClientError},
-        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=2), "SamplingParams": SimpleNamespace},
+        "vllm.sampling_params": {
+            "RequestOutputKind": SimpleNamespace(FINAL_ONLY=2),
+            "SamplingParams": SimpleNamespace,
+        },
         "vllm.distributed.weight_transfer.base": {"WeightTransferUpdateRequest": SimpleNamespace},
     }.items():
         parts = name.split(".")
@@ -94,7 +100,9 @@ class Server:
             vllm_config=SimpleNamespace(
                 additional_config={"shmbridge": {"bridge": bridge} | config},
                 weight_transfer_config=transfer,
-                parallel_config=SimpleNamespace(_api_process_rank=rank, data_parallel_size=config.pop("engines", 1)),
+                parallel_config=SimpleNamespace(
+                    _api_process_rank=rank, data_parallel_size=config.pop("engines", 1)
+                ),
             ),
         )
         self.app = ShmBridge(self._inner)
@@ -136,10 +144,15 @@ class Server:
         if self._lifespan:
             await self._lifespan
 
-    async def ask(self, method: str, path: str, body: bytes = b"", *, headers=(), gone: asyncio.Event | None = None):
+    async def ask(
+        self, method: str, path: str, body: bytes = b"", *, headers=(), gone: asyncio.Event | None = None
+    ):
         """(status, headers, JSON); None if nothing was sent."""
         sent = []
-        parts = [{"type": "http.request", "body": body[:3], "more_body": True}, {"type": "http.request", "body": body[3:]}]
+        parts = [
+            {"type": "http.request", "body": body[:3], "more_body": True},
+            {"type": "http.request", "body": body[3:]},
+        ]
 
         async def receive():
             if parts:
@@ -150,7 +163,13 @@ class Server:
         async def send(message):
             sent.append(message)
 
-        scope = {"type": "http", "method": method, "path": path, "headers": list(headers), "app": SimpleNamespace(state=self.state)}
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": list(headers),
+            "app": SimpleNamespace(state=self.state),
+        }
         await self.app(scope, receive, send)
         if not sent:
             return None
@@ -203,8 +222,13 @@ async def test_newest_version_is_loaded_before_the_server_listens(serving, write
     assert (told["version"], told["bridge"], told["pause"], told["loaded_total"]) == (7, bridge, "keep", 1)
     steps = [call for call in server.client.calls if call != "is_paused"]
     assert steps == [
-        "pause_generation", "start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache", "resume_generation",
-    ]  # fmt: skip
+        "pause_generation",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "reset_prefix_cache",
+        "resume_generation",
+    ]
 
 
 async def test_each_version_of_a_live_learner_is_taken(serving, writer):
@@ -218,7 +242,9 @@ async def test_each_version_of_a_live_learner_is_taken(serving, writer):
 
 
 async def test_loaded_weights_that_get_no_label_are_of_no_version(serving, writer, monkeypatch):
-    """As where somebody else ends the update meanwhile: the engine has the new weights, and would go on with the old label."""
+    """As where somebody else ends the update meanwhile: the engine has the new weights, and would go on with
+    the old label.
+    """
     monkeypatch.setattr("shmbridge.consumers.vllm.follow._FIRST_RETRY_S", 0.01)
     server = await serving()
     publish(writer, 1)
@@ -274,7 +300,9 @@ async def test_generate(serving, writer):
 async def test_generate_says_why_not(serving, error, status):
     server = await serving()
     server.client.error = error
-    found, _, told = await server.ask("POST", "/generate", QUESTION if error else b'{"prompt": "a", "foo": 1}')
+    found, _, told = await server.ask(
+        "POST", "/generate", QUESTION if error else b'{"prompt": "a", "foo": 1}'
+    )
     assert found == told["error"]["code"] == status
     assert (str(error) if error else "unknown field `foo`") in told["error"]["message"]
 
@@ -299,8 +327,12 @@ async def test_client_that_hangs_up_aborts_its_request(serving):
 async def test_key_of_the_server_is_wanted_here_too(serving):
     server = await serving(api_key=["secret"])
     assert (await server.ask("POST", "/generate", QUESTION))[0] == 401
-    assert (await server.ask("POST", "/generate", QUESTION, headers=[(b"authorization", b"Bearer other")]))[0] == 401
-    assert (await server.ask("POST", "/generate", QUESTION, headers=[(b"authorization", b"Bearer secret")]))[0] == 200
+    assert (await server.ask("POST", "/generate", QUESTION, headers=[(b"authorization", b"Bearer other")]))[
+        0
+    ] == 401
+    assert (await server.ask("POST", "/generate", QUESTION, headers=[(b"authorization", b"Bearer secret")]))[
+        0
+    ] == 200
 
 
 async def test_completions_say_the_versions_of_their_tokens(serving, writer):

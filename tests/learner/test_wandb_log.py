@@ -1,4 +1,6 @@
-"""The learner's W&B run: the real package, offline, its file read back; and what its failures cost, which is nothing."""
+"""The learner's W&B run: the real package, offline, its file read back; and what its failures cost, which is
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from shmbridge.consumers.learner.grpo_options import parser
 from shmbridge.consumers.learner.metrics_log import MetricsLog
 from shmbridge.consumers.learner.wandb_log import ID_FILE, WandbMissing, WandbRun
 
-METRICS = {"step": 3, "atropos/mean_score": 0.5, "atropos/math/mean_score": float("nan"), "update_skipped": False}
+METRICS = {
+    "step": 3,
+    "atropos/mean_score": 0.5,
+    "atropos/math/mean_score": float("nan"),
+    "update_skipped": False,
+}
 
 
 def options(tmp_path, *more):
@@ -100,7 +107,9 @@ def test_without_the_package_the_learner_does_not_start(tmp_path, monkeypatch, c
 
 def test_a_value_that_is_not_finite_is_not_told(tmp_path, monkeypatch):
     told = []
-    run_of_ours = SimpleNamespace(id="x", log=lambda values, step: told.append((step, values)), finish=lambda: None)
+    run_of_ours = SimpleNamespace(
+        id="x", log=lambda values, step: told.append((step, values)), finish=lambda: None
+    )
     broken = SimpleNamespace(init=lambda **_: run_of_ours, Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, "wandb", broken)
     with WandbRun(options(tmp_path), False, print) as run:

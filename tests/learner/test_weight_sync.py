@@ -1,4 +1,5 @@
-"""Weights pushed to engines in one line, and around a rollout; what happens when an engine, the block, or the pusher fails.
+"""Weights pushed to engines in one line, and around a rollout; what happens when an engine, the block, or the
+pusher fails.
 
 vLLM is played by a server with its routes and its rules of order; tests/vllm/test_sync.py has the real one.
 """
@@ -28,7 +29,10 @@ ROOT = Path(__file__).parents[2]
 
 
 class StandInVllm:
-    """The routes of vLLM 0.32 that a pusher uses, with what vLLM refuses. Not vLLM: it loads nothing but a copy."""
+    """The routes of vLLM 0.32 that a pusher uses, with what vLLM refuses.
+
+    Not vLLM: it loads nothing but a copy.
+    """
 
     def __init__(self, *, can_sleep=False, active=False, engines=1):
         self.calls, self.version, self.tensors = [], "default", {}
@@ -52,7 +56,11 @@ class StandInVllm:
                 return 200, {"status": "resumed"}
             case "POST", "/start_weight_update":
                 if self.active:
-                    return 500, {"error": {"message": "start_weight_update called while a weight update is already active."}}
+                    return 500, {
+                        "error": {
+                            "message": "start_weight_update called while a weight update is already active."
+                        }
+                    }
                 self.active = True
                 return 200, {}
             case "POST", "/update_weights":
@@ -66,7 +74,11 @@ class StandInVllm:
                 return 200, {}
             case "POST", "/finish_weight_update":
                 if not self.active:
-                    return 500, {"error": {"message": "finish_weight_update called without a matching start_weight_update."}}
+                    return 500, {
+                        "error": {
+                            "message": "finish_weight_update called without a matching start_weight_update."
+                        }
+                    }
                 self.active = False
                 self.version = body["weight_version"] if body else self.version
                 return 200, {}
@@ -76,7 +88,9 @@ class StandInVllm:
             case "GET", "/weight_info":
                 return 200, {"weight_version": self.version}
             case "GET", "/get_world_size":
-                return 200, {"world_size": 2 * self.engines if query.get("include_dp", "true") == "true" else 2}
+                return 200, {
+                    "world_size": 2 * self.engines if query.get("include_dp", "true") == "true" else 2
+                }
             case "POST", "/update_weight_version":
                 self.version = body["new_version"]
                 return 200, {}
@@ -97,7 +111,14 @@ class StandInVllm:
         return 404, {"detail": "Not Found"}
 
 
-UPDATE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/resume"]
+UPDATE = [
+    "/pause",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/resume",
+]
 
 
 @pytest.fixture
@@ -125,7 +146,9 @@ def change(model):
 
 
 @pytest.mark.parametrize(("engines", "version"), [(1, "0"), (2, "unknown")])
-def test_where_one_of_several_engines_may_have_a_version_samples_are_of_none(bridge, serving, model, engines, version):
+def test_where_one_of_several_engines_may_have_a_version_samples_are_of_none(
+    bridge, serving, model, engines, version
+):
     vllm = StandInVllm(engines=engines)
     with WeightSync(bridge, serving(vllm)) as sync:
         sync.push(model)
@@ -221,7 +244,9 @@ def test_an_update_that_a_killed_pusher_left_active_is_ended_first(bridge, servi
 
 
 @pytest.mark.parametrize("path", UPDATE[1:5])
-def test_a_failure_in_the_middle_is_said_with_the_address_and_nothing_stays_paused(bridge, serving, vllm, model, path):
+def test_a_failure_in_the_middle_is_said_with_the_address_and_nothing_stays_paused(
+    bridge, serving, vllm, model, path
+):
     url = serving(vllm)
     with WeightSync(bridge, url) as sync:
         sync.push(model)
@@ -235,14 +260,19 @@ def test_a_failure_in_the_middle_is_said_with_the_address_and_nothing_stays_paus
 
 
 @pytest.mark.parametrize("path", UPDATE[1:5])
-def test_a_vllm_that_can_pause_and_lacks_what_comes_next_does_not_stay_paused(bridge, serving, vllm, model, path):
+def test_a_vllm_that_can_pause_and_lacks_what_comes_next_does_not_stay_paused(
+    bridge, serving, vllm, model, path
+):
     """One that is older, or was started without a weight transfer config."""
 
     def older(method, asked, query, body):
         return (404, {"detail": "Not Found"}) if asked == path else vllm(method, asked, query, body)
 
     url = serving(older)
-    with WeightSync(bridge, url) as sync, pytest.raises(EngineFailed, match=rf"{url} has no route {path}.*VLLM_SERVER_DEV_MODE=1"):
+    with (
+        WeightSync(bridge, url) as sync,
+        pytest.raises(EngineFailed, match=rf"{url} has no route {path}.*VLLM_SERVER_DEV_MODE=1"),
+    ):
         sync.push(model)
     assert (vllm.paused, vllm.calls[-1]) == (False, "/resume")
 
@@ -251,7 +281,10 @@ def test_a_cache_that_stays_is_a_failure(bridge, serving, vllm, model):
     def held(method, path, query, body):
         return (200, {"success": False}) if path == "/reset_prefix_cache" else vllm(method, path, query, body)
 
-    with WeightSync(bridge, serving(held)) as sync, pytest.raises(EngineFailed, match="prefix cache is still that of an earlier one"):
+    with (
+        WeightSync(bridge, serving(held)) as sync,
+        pytest.raises(EngineFailed, match="prefix cache is still that of an earlier one"),
+    ):
         sync.push(model)
     assert not vllm.paused
 
@@ -260,13 +293,19 @@ def test_a_server_without_the_routes_is_told_how_to_start(bridge, serving, model
     url = serving(lambda method, path, query, body: (404, {"detail": "Not Found"}))
     with WeightSync(bridge, url) as sync, pytest.raises(EngineFailed, match="VLLM_SERVER_DEV_MODE=1"):
         sync.push(model)
-    with WeightSync(bridge, VllmHttp(url)) as sync, pytest.raises(EngineFailed, match=r"no route /pause.*VLLM_SERVER_DEV_MODE=1"):
+    with (
+        WeightSync(bridge, VllmHttp(url)) as sync,
+        pytest.raises(EngineFailed, match=r"no route /pause.*VLLM_SERVER_DEV_MODE=1"),
+    ):
         sync.push(model)
 
 
 def test_one_of_several_engines_fails_and_the_others_are_at_the_version(bridge, serving, model):
     left, right = StandInVllm(), StandInVllm()
-    with socket_without_listener() as nobody, WeightSync(bridge, [serving(left), nobody, serving(right)]) as sync:
+    with (
+        socket_without_listener() as nobody,
+        WeightSync(bridge, [serving(left), nobody, serving(right)]) as sync,
+    ):
         said = rf"1 of 3 engines are not at version 0: {nobody}: nobody listens there"
         with pytest.raises(EngineFailed, match=said):
             sync.push(model)
@@ -406,7 +445,10 @@ def test_what_a_killed_pusher_left_is_ended(bridge, serving, vllm, at, forks):
 
     command = [sys.executable, "-c", PUSHER, bridge, serving(hangs), forks]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with WeightsReader(bridge), subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as pusher:
+    with (
+        WeightsReader(bridge),
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as pusher,
+    ):
         sleeper = int(pusher.stdout.readline())
         try:
             assert arrived.wait(30)
@@ -441,7 +483,9 @@ def test_the_first_pause_of_a_pusher_is_guarded_too(bridge, serving, vllm):
         return said
 
     command = [sys.executable, "-c", PUSHER, bridge, serving(hangs), "alone"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}) as pusher:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    ) as pusher:
         assert paused.wait(30)
         pusher.kill()
     killed.set()
@@ -470,11 +514,16 @@ def test_a_server_that_refused_a_version_for_good_is_not_waited_for(bridge, serv
         said["refused_version"] = 1
         with pytest.raises(EngineFailed, match="at version 0, and refused 1: tensor 'w' is of another model"):
             sync.push(model, version=1)
-    with WeightSync(bridge, serving(answer), timeout_s=0.1) as sync, pytest.raises(EngineFailed, match="at version 0, not 2, after"):
+    with (
+        WeightSync(bridge, serving(answer), timeout_s=0.1) as sync,
+        pytest.raises(EngineFailed, match="at version 0, not 2, after"),
+    ):
         sync.push(model, version=2)
 
 
-def test_a_follower_that_is_slow_to_say_so_is_not_taken_for_one_to_push_to(bridge, serving, vllm, model, monkeypatch):
+def test_a_follower_that_is_slow_to_say_so_is_not_taken_for_one_to_push_to(
+    bridge, serving, vllm, model, monkeypatch
+):
     looking = "shmbridge.consumers.engines.at_url._TIMEOUT_S"
     monkeypatch.setattr(looking, 0.2)
     given_up = threading.Event()

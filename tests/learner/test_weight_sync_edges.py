@@ -1,5 +1,6 @@
-"""`WeightSync` where something comes in between: two pushes at once, a cancellation, Ctrl-C, an event loop that would wait for itself, and
-models that are wrapped, or of which a process has a part."""
+"""`WeightSync` where something comes in between: two pushes at once, a cancellation, Ctrl-C, an event loop
+that would wait for itself, and models that are wrapped, or of which a process has a part.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ async def test_pushes_at_once_come_one_after_the_other(bridge, engine):
 
 
 async def test_a_cancelled_push_is_over_when_its_cancellation_comes(bridge, engine):
-    """What follows may change the model, of which a version would otherwise have some tensors of before and some of after."""
+    """What follows may change the model, of which a version would otherwise have some tensors of before and
+    some of after.
+    """
     with WeightSync(bridge, engine) as sync:
         engine.may.clear()
         push = asyncio.create_task(sync.push_async(weights()))
@@ -140,7 +143,8 @@ def test_an_interrupted_push_is_over_before_an_engine_is_asked_again(bridge, mon
     assert (quick.said, slow.said, slow.overlapped) == ([0, 1], [0, 1], False)
 
 
-# --- event loops that would wait for themselves --------------------------------------------------------------
+# --- event loops that would wait for themselves
+# --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("others", [[], [Recording()]])
@@ -150,7 +154,16 @@ async def test_a_push_that_would_wait_for_its_own_loop_is_refused_before_anythin
 
     llm = SimpleNamespace(
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(model="tiny", enable_sleep_mode=True)),
-        **dict.fromkeys(("pause_generation", "start_weight_update", "get_weight_version", "resume_generation", "is_sleeping"), never),
+        **dict.fromkeys(
+            (
+                "pause_generation",
+                "start_weight_update",
+                "get_weight_version",
+                "resume_generation",
+                "is_sleeping",
+            ),
+            never,
+        ),
     )
     with WeightSync(bridge, [llm, *others]) as sync:
         with pytest.raises(EngineFailed, match="await push_async"):
@@ -206,7 +219,8 @@ async def test_one_loop_may_publish_and_follow(bridge):
     assert live.loaded[0] == 0
 
 
-# --- models that are wrapped ---------------------------------------------------------------------------------
+# --- models that are wrapped
+# ---------------------------------------------------------------------------------
 
 
 def module():
@@ -291,11 +305,22 @@ distributed.destroy_process_group()
 def test_two_ranks_that_push_are_right_or_told_before_anything_is_written(bridge, how):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
+        where = {
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "OMP_NUM_THREADS": "1",
+        }
     environment = os.environ | where | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", RANK, bridge, how]
     ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command,
+            env=environment | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(2)
     ]
     try:

@@ -22,7 +22,7 @@ LEAVING = """
 import sys
 from contextlib import suppress
 from shmbridge.consumers.learner.world import joined
-sys.setswitchinterval(60.0)  # whoever wants the interpreter's lock gets it only where this thread waits for something
+sys.setswitchinterval(60.0)  # another thread gets the interpreter's lock only where this one waits
 with suppress(KeyError), joined("cpu", 60.0) as world:
     from torch.distributed import group
     held = group.WORLD  # as FSDP2 does, for as long as the model lives
@@ -96,7 +96,9 @@ def test_a_failure_of_one_is_known_to_all():
 
 @pytest.mark.parametrize("how", ["returns", "raises"])
 def test_ranks_that_leave_right_after_a_word_end_in_order(how):
-    """Threads of Gloo that still held a tensor when the interpreter ended aborted one learner in ten; four at once, as it takes luck."""
+    """Threads of Gloo that still held a tensor when the interpreter ended aborted one learner in ten; four at
+    once, as it takes luck.
+    """
     with contextlib.ExitStack() as ports:
         free = [ports.enter_context(socket.socket()) for _ in range(4)]
         for each in free:
@@ -104,9 +106,20 @@ def test_ranks_that_leave_right_after_a_word_end_in_order(how):
         numbers = [str(each.getsockname()[1]) for each in free]
     ranks = []
     for port, rank in itertools.product(numbers, ("0", "1")):
-        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        where = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
         environment = os.environ | where | {"MASTER_ADDR": "127.0.0.1"}
-        ranks.append(subprocess.Popen([sys.executable, "-c", LEAVING, how], env=environment, stderr=subprocess.PIPE, text=True))
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-c", LEAVING, how], env=environment, stderr=subprocess.PIPE, text=True
+            )
+        )
     said = [rank.communicate(timeout=100)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 8, said
 
@@ -130,7 +143,9 @@ def test_without_torchrun_or_in_one_of_one_there_is_nobody_to_join(monkeypatch, 
 
 
 def test_only_what_collectives_say_is_taken_for_a_lost_peer():
-    assert is_of_a_lost_peer(RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer"))
+    assert is_of_a_lost_peer(
+        RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+    )
     assert not is_of_a_lost_peer(RuntimeError("CUDA out of memory"))
 
 

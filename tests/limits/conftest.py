@@ -1,4 +1,5 @@
-"""Children in real conditions: a mount namespace with a /dev/shm of its own, a memory cgroup, a low limit, another user.
+"""Children in real conditions: a mount namespace with a /dev/shm of its own, a memory cgroup, a low limit,
+another user.
 
 What needs root is skipped without it, and says so.
 """
@@ -25,7 +26,9 @@ class Child:
 
     def __init__(self, argv: list[str], bridge: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self.bridge = bridge
 
     def step(self, name: str) -> Steps:
@@ -80,7 +83,12 @@ def namespaces() -> None:
     """Skips where this process cannot have a mount namespace of its own."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare(1) for a /dev/shm of its own")
-    if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode != 0:
+    if (
+        subprocess.run(
+            ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True
+        ).returncode
+        != 0
+    ):
         pytest.skip("this root may not mount (a container without CAP_SYS_ADMIN)")
 
 
@@ -103,13 +111,17 @@ def not_root() -> None:
 
 @pytest.fixture(scope="session")
 def runs() -> Callable[[list[Steps]], Iterator[list[Steps]]]:
-    """Splits what a role said that does the same in one child after the other; each must have ended well, by no signal."""
+    """Splits what a role said that does the same in one child after the other; each must have ended well, by
+    no signal.
+    """
 
     def split(said: list[Steps]) -> Iterator[list[Steps]]:
         one: list[Steps] = []
         for each in said:
             if each["step"] == "ended":
-                assert each["status"] == 0, f"{each['of']} ended with {each['status']} (a signal, if negative) after {one}"
+                assert each["status"] == 0, (
+                    f"{each['of']} ended with {each['status']} (a signal, if negative) after {one}"
+                )
                 yield one
                 one = []
             else:

@@ -1,6 +1,9 @@
-"""What a child of the limits tests does: `python roles.py ROLE BRIDGE ...`. One JSON object per step is said on standard output.
+"""What a child of the limits tests does: `python roles.py ROLE BRIDGE ...`.
 
-Roles that hit a limit import everything first, so that it is the bridge that meets the limit and not the import system.
+One JSON object per step is said on standard output.
+
+Roles that hit a limit import everything first, so that it is the bridge that meets the limit and not the
+import system.
 """
 
 import json
@@ -33,7 +36,13 @@ def attempt(step: str, action: Callable[[], Any]) -> Any:
         done = action()
     except Exception as wrong:
         names = [each.__name__ for each in type(wrong).__mro__]
-        say(step, error=names[0], also=names, message=getattr(wrong, "message", str(wrong)), hint=getattr(wrong, "hint", ""))
+        say(
+            step,
+            error=names[0],
+            also=names,
+            message=getattr(wrong, "message", str(wrong)),
+            hint=getattr(wrong, "hint", ""),
+        )
         return None
     say(step, error=None)
     return done
@@ -61,14 +70,20 @@ def start_all(bridge: str, lane_bytes: str = "1M") -> None:
 def lanes_until_full(bridge: str, lane_bytes: str, most: str) -> None:
     """Opens producers until it fails, then uses those there are with a consumer."""
     producers = []
-    while len(producers) < int(most) and (made := attempt("producer", lambda: Producer(bridge, lane_bytes=lane_bytes))):
+    while len(producers) < int(most) and (
+        made := attempt("producer", lambda: Producer(bridge, lane_bytes=lane_bytes))
+    ):
         producers.append(made)
     say("opened", count=len(producers), lanes=sum(".l." in name for name in left()))
     consumer = attempt("consumer", lambda: Consumer(bridge))
     for number, producer in enumerate(producers):
         producer.put({"tokens": [np.arange(100_000) + number]}, timeout_s=5)
     batch = next(iter(consumer.batches(groups=len(producers), prefetch=0)))
-    say("batch", tokens=len(batch.tokens), first=sorted(batch.tokens[np.flatnonzero(batch.position_ids == 0)].tolist()))
+    say(
+        "batch",
+        tokens=len(batch.tokens),
+        first=sorted(batch.tokens[np.flatnonzero(batch.position_ids == 0)].tolist()),
+    )
     batch.release()
     consumer.close()
     for producer in producers:
@@ -103,7 +118,9 @@ def in_cgroup(bridge: str, folder: str, lane_bytes: str) -> None:
     with open(f"{folder}/cgroup.procs", "w") as procs:
         procs.write(str(os.getpid()))
     producers = []
-    while len(producers) < 100 and (made := attempt("producer", lambda: Producer(bridge, lane_bytes=lane_bytes))):
+    while len(producers) < 100 and (
+        made := attempt("producer", lambda: Producer(bridge, lane_bytes=lane_bytes))
+    ):
         producers.append(made)
     say("opened", count=len(producers), lanes=sum(f".{bridge}.l." in name for name in left()))
     for producer in producers:
@@ -175,7 +192,8 @@ def _limited(bridge: str, what: str, limit: str) -> None:
     model = [("w", np.zeros(1 << 16, np.float32))]
     hard = resource.getrlimit(number)[1]
     resource.setrlimit(number, (soft, hard))
-    limits.raise_descriptors = lambda: None  # as if the hard limit were as low: it could not be raised again here
+    # as if the hard limit were as low: it could not be raised again here
+    limits.raise_descriptors = lambda: None
     producer = attempt("producer", lambda: Producer(bridge, lane_bytes="8M"))
     if producer is not None:
         attempt("put", partial(producer.put, {"tokens": [[1, 2, 3]]}, timeout_s=5))
@@ -218,7 +236,12 @@ def consume_with_few_descriptors(bridge: str, spare: str) -> None:
             while taken:
                 os.close(taken.pop())
         elif line == "state\n":
-            say("state", lanes=len(consumer._lanes), waits=consumer._lanes.some_wait, live=consumer.stats()["lanes_live"])
+            say(
+                "state",
+                lanes=len(consumer._lanes),
+                waits=consumer._lanes.some_wait,
+                live=consumer.stats()["lanes_live"],
+            )
         else:
             record = attempt("get", lambda: consumer.get(10))
             if record is not None:
@@ -251,7 +274,9 @@ def read_share(bridge: str) -> None:
 
 
 def storm(bridge: str, count: str, lane_bytes: str = "64K") -> int:
-    """Producers one after the other, by fork: each puts one record and dies by SIGKILL, until all have or there is no room."""
+    """Producers one after the other, by fork: each puts one record and dies by SIGKILL, until all have or
+    there is no room.
+    """
     statuses = []
     for number in range(int(count)):
         child = os.fork()

@@ -1,4 +1,7 @@
-"""A memory cgroup with less than is asked for: an error beforehand, not the kernel's killer. Version 1 for real, version 2 as it looks."""
+"""A memory cgroup with less than is asked for: an error beforehand, not the kernel's killer.
+
+Version 1 for real, version 2 as it looks.
+"""
 
 import contextlib
 from pathlib import Path
@@ -28,7 +31,9 @@ def make_cgroup(name: str, limit: int) -> tuple[Path, Path]:
 
 
 def kills(events: Path) -> int:
-    return sum(int(line.split()[1]) for line in events.read_text().splitlines() if line.startswith("oom_kill "))
+    return sum(
+        int(line.split()[1]) for line in events.read_text().splitlines() if line.startswith("oom_kill ")
+    )
 
 
 @pytest.fixture
@@ -52,7 +57,9 @@ def cgroup(bridge, until):
 
 @pytest.mark.parametrize(("lane_bytes", "opened"), [("64M", 0), ("8M", (2, 7))])
 def test_a_cgroup_of_64_mib(start, cgroup, lane_bytes, opened) -> None:
-    """What a page of the mount costs is charged to the cgroup of who first touches it: the producer, which touches all at its start."""
+    """What a page of the mount costs is charged to the cgroup of who first touches it: the producer, which
+    touches all at its start.
+    """
     folder, events = cgroup(64 << 20)
     child = start("in_cgroup", folder, lane_bytes)
     said = child.rest()
@@ -85,21 +92,37 @@ def tree(folder: str, limits: dict[str, tuple[str, str]], own: str) -> str:
             f"echo {used} > {folder}/{path}/memory.current",
             f"printf 'anon 1\\ninactive_file {1 << 20}\\n' > {folder}/{path}/memory.stat",
         ]
-    lines += ["mount -t tmpfs tmpfs /dev/shm", f"echo '0::{own}' > /mnt/cgroup", "mount --bind /mnt/cgroup /proc/$$/cgroup"]
+    lines += [
+        "mount -t tmpfs tmpfs /dev/shm",
+        f"echo '0::{own}' > /mnt/cgroup",
+        "mount --bind /mnt/cgroup /proc/$$/cgroup",
+    ]
     return "mount -t tmpfs tmpfs /mnt; " + "; ".join(lines)
 
 
 MIB = 1 << 20
 TREES = {
     "its own": (
-        {"pod/box": (f"{20 * MIB}", f"{10 * MIB}"), "pod": ("max", f"{10 * MIB}")}, "/pod/box", "the memory cgroup (20 MiB) has 11 MiB",
+        {"pod/box": (f"{20 * MIB}", f"{10 * MIB}"), "pod": ("max", f"{10 * MIB}")},
+        "/pod/box",
+        "the memory cgroup (20 MiB) has 11 MiB",
     ),
-    "one above": ({"pod/box": ("max", "0"), "pod": (f"{16 * MIB}", f"{8 * MIB}")}, "/pod/box", "the memory cgroup (16 MiB) has 9 MiB"),
+    "one above": (
+        {"pod/box": ("max", "0"), "pod": (f"{16 * MIB}", f"{8 * MIB}")},
+        "/pod/box",
+        "the memory cgroup (16 MiB) has 9 MiB",
+    ),
     "the tighter of two": (
-        {"pod/box": (f"{64 * MIB}", "0"), "pod": (f"{16 * MIB}", f"{12 * MIB}")}, "/pod/box", "the memory cgroup (16 MiB) has 5 MiB",
+        {"pod/box": (f"{64 * MIB}", "0"), "pod": (f"{16 * MIB}", f"{12 * MIB}")},
+        "/pod/box",
+        "the memory cgroup (16 MiB) has 5 MiB",
     ),
-    "in a container, where the path leads nowhere": ({".": (f"{8 * MIB}", "0")}, "/host/path", "the memory cgroup (8 MiB) has 9 MiB"),
-}  # fmt: skip
+    "in a container, where the path leads nowhere": (
+        {".": (f"{8 * MIB}", "0")},
+        "/host/path",
+        "the memory cgroup (8 MiB) has 9 MiB",
+    ),
+}
 
 
 @pytest.mark.parametrize("whose", TREES)
@@ -117,6 +140,10 @@ def test_no_limit_of_version_2(in_shm) -> None:
 
 
 def test_no_cgroup_files_at_all(in_shm) -> None:
-    said = in_shm("mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs /sys/fs/cgroup; mount -t tmpfs tmpfs /mnt; touch /mnt/none; "
-                  "mount --bind /mnt/none /proc/$$/cgroup", "start_all", "12M")  # fmt: skip
+    said = in_shm(
+        "mount -t tmpfs tmpfs /dev/shm; mount -t tmpfs tmpfs /sys/fs/cgroup; mount -t tmpfs tmpfs /mnt; "
+        "touch /mnt/none; mount --bind /mnt/none /proc/$$/cgroup",
+        "start_all",
+        "12M",
+    )
     assert {each["error"] for each in said if "error" in each} == {None}

@@ -1,4 +1,7 @@
-"""The shm mount: too small, full, read-only, not there. Every failure is an error with numbers and a hint, and leaves nothing."""
+"""The shm mount: too small, full, read-only, not there.
+
+Every failure is an error with numbers and a hint, and leaves nothing.
+"""
 
 import re
 
@@ -23,7 +26,14 @@ def test_a_lane_of_default_size_does_not_fit_the_default_of_docker(in_shm) -> No
     assert re.search(r"needs 65\.\d MiB, /dev/shm has 64 MiB free of 64 MiB", failed["message"])
     assert "--shm-size" in failed["hint"]
     assert of(said, "left by producer")[0]["names"] == []
-    assert outcome(said) == {"producer": "ShmTooSmall", "consumer": None, "weights": None, "publish": None, "list": None, "clean": None}
+    assert outcome(said) == {
+        "producer": "ShmTooSmall",
+        "consumer": None,
+        "weights": None,
+        "publish": None,
+        "list": None,
+        "clean": None,
+    }
 
 
 def test_four_lanes_of_8_mib_work_in_64_mib(in_shm) -> None:
@@ -79,10 +89,11 @@ def test_a_mount_without_inodes(in_shm, inodes) -> None:
 UNAVAILABLE = {
     "read-only": ("mount -t tmpfs -o ro tmpfs /dev/shm", "read-only"),
     "read-only with remains": (
-        "mount -t tmpfs tmpfs /dev/shm; touch /dev/shm/shmbridge.x.c; mount -o remount,ro /dev/shm", "read-only",
+        "mount -t tmpfs tmpfs /dev/shm; touch /dev/shm/shmbridge.x.c; mount -o remount,ro /dev/shm",
+        "read-only",
     ),
     "not there": ("mount -t tmpfs tmpfs /dev; mknod /dev/null c 1 3; mknod /dev/urandom c 1 9", "not there"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("how", UNAVAILABLE)

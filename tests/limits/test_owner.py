@@ -1,4 +1,6 @@
-"""Another user's bridge: refused on both sides with both users named, listed to nobody, and in nobody's way."""
+"""Another user's bridge: refused on both sides with both users named, listed to nobody, and in nobody's
+way.
+"""
 
 import os
 import shutil
@@ -17,8 +19,11 @@ NOBODY = 65534
 
 @pytest.fixture
 def as_nobody(not_root, tmp_path):
-    """Does something in a child that has become another user; (class, text) of the ShmBridgeError it raises, or its result as text."""
-    import shmbridge.control  # what is imported lazily must be there before: the interpreter may lie where nobody may read
+    """Does something in a child that has become another user; (class, text) of the ShmBridgeError it raises,
+    or its result as text.
+    """
+    # what is imported lazily must be there before: the interpreter may lie where nobody may read
+    import shmbridge.control
 
     _ = shmbridge.control, shmbridge.clean, shmbridge.list_bridges, shmbridge.Consumer, shmbridge.Producer
 
@@ -84,7 +89,9 @@ def test_another_users_bridges_are_in_nobodys_way(bridge, producer, as_nobody) -
 
 
 def test_root_does_not_lock_a_user_out_of_his_bridge(bridge, as_nobody) -> None:
-    """Root may open everything: a producer run with sudo would make a lane that the user's consumer cannot open."""
+    """Root may open everything: a producer run with sudo would make a lane that the user's consumer cannot
+    open.
+    """
 
     def open_and_leave() -> None:
         control = participation.open_control(bridge)
@@ -95,7 +102,9 @@ def test_root_does_not_lock_a_user_out_of_his_bridge(bridge, as_nobody) -> None:
     assert segment.MOUNT.joinpath(segment.control_name(bridge)[1:]).stat().st_uid == NOBODY
     try:
         for attempt in (lambda: shmbridge.Producer(bridge), lambda: shmbridge.Consumer(bridge)):
-            with pytest.raises(shmbridge.ShmPermission, match=f"belongs to uid {NOBODY}, this process is uid 0"):
+            with pytest.raises(
+                shmbridge.ShmPermission, match=f"belongs to uid {NOBODY}, this process is uid 0"
+            ):
                 attempt()
         assert segment.lane_names(bridge) == []
     finally:
@@ -143,7 +152,9 @@ def test_clean_leaves_another_users_directories(ours, not_root, bridge, make_pro
     try:
         for dry_run in (True, False):
             report = shmbridge.clean(bridge, dry_run=dry_run)
-            assert {f"/{folder.name}": f"belongs to uid {NOBODY}" for folder in folders}.items() <= report.kept.items()
+            assert {
+                f"/{folder.name}": f"belongs to uid {NOBODY}" for folder in folders
+            }.items() <= report.kept.items()
             assert not {f"/{folder.name}" for folder in folders} & set(report.removed)
             assert all(folder.joinpath("state").exists() for folder in folders)
         assert not segment.MOUNT.joinpath(segment.control_name(bridge)[1:]).exists()
@@ -166,5 +177,8 @@ def test_clean_leaves_another_users_weights(not_root, bridge, make_producer) -> 
 
 def test_segments_and_sockets_are_the_owners_alone(bridge, producer, consumer) -> None:
     """Whatever the umask says."""
-    modes = {path.name.split(".")[2]: stat.S_IMODE(path.stat().st_mode) for path in Path("/dev/shm").glob(f"shmbridge.{bridge}.*")}
+    modes = {
+        path.name.split(".")[2]: stat.S_IMODE(path.stat().st_mode)
+        for path in Path("/dev/shm").glob(f"shmbridge.{bridge}.*")
+    }
     assert modes == {"c": 0o600, "l": 0o600, "s": 0o700}

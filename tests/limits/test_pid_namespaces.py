@@ -1,4 +1,6 @@
-"""Ends in different pid namespaces, as in two containers that share the mount: records flow, deaths are seen, nothing alive is swept."""
+"""Ends in different pid namespaces, as in two containers that share the mount: records flow, deaths are seen,
+nothing alive is swept.
+"""
 
 import os
 import subprocess
@@ -25,10 +27,14 @@ def clean_elsewhere(bridge: str) -> str:
     """What `shmbridge clean --yes` says in a namespace of its own."""
     code = f"import shmbridge; print(shmbridge.clean({bridge!r}, dry_run=False))"
     environment = {**os.environ, "PYTHONPATH": str(Path(shmbridge.__file__).parents[1])}
-    return subprocess.run([*ELSEWHERE, sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
+    return subprocess.run(
+        [*ELSEWHERE, sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    ).stdout
 
 
-def test_records_flow_and_the_death_is_seen_within_a_second(elsewhere, bridge, consumer, segments, until) -> None:
+def test_records_flow_and_the_death_is_seen_within_a_second(
+    elsewhere, bridge, consumer, segments, until
+) -> None:
     child = elsewhere("produce", 5, 3)
     assert child.step("put")["pid"] == 1
     for sequence in range(3):
@@ -68,7 +74,16 @@ def test_a_dead_one_is_cleaned_from_another_namespace(elsewhere, bridge, until) 
     child.step("put")
     child.process.kill()
     child.process.wait()
-    until(lambda: not [each for each in shmbridge.list_bridges() if each.name == bridge and any(lane.alive for lane in each.lanes)], 2.0)
+    until(
+        lambda: (
+            not [
+                each
+                for each in shmbridge.list_bridges()
+                if each.name == bridge and any(lane.alive for lane in each.lanes)
+            ]
+        ),
+        2.0,
+    )
     (name,) = segment.lane_names(bridge)
     assert f"undelivered={{'{name}': 3}}" in clean_elsewhere(bridge)
     assert segment.lane_names(bridge) == []

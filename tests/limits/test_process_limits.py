@@ -1,4 +1,6 @@
-"""Limits of a process: locked memory is not needed, and the others, when low, are a ProcessLimit that names the limit."""
+"""Limits of a process: locked memory is not needed, and the others, when low, are a ProcessLimit that names
+the limit.
+"""
 
 import os
 from pathlib import Path
@@ -16,7 +18,11 @@ def end(said):
 
 
 def limits_named(said, name):
-    return [each["message"] for each in said if each.get("error") == "ProcessLimit" and name in each["message"] and each["hint"]]
+    return [
+        each["message"]
+        for each in said
+        if each.get("error") == "ProcessLimit" and name in each["message"] and each["hint"]
+    ]
 
 
 def test_nothing_needs_locked_memory(start, runs) -> None:
@@ -36,7 +42,9 @@ def test_files_may_not_be_large(start, runs) -> None:
 
 
 def test_little_address_space(start, runs) -> None:
-    """Wherever it ends, it is a ProcessLimit; a socket library that can start no thread would abort the process."""
+    """Wherever it ends, it is a ProcessLimit; a socket library that can start no thread would abort the
+    process.
+    """
     least, *others = runs(start("limited", "AS", *(mib << 20 for mib in (6, 20, 40, 60, 90))).rest())
     assert outcome(least)["producer"] == outcome(least)["consumer"] == "ProcessLimit"
     assert limits_named(least, "RLIMIT_AS is ")
@@ -63,7 +71,9 @@ def test_few_threads(start, bridge, until, most) -> None:
 
 
 def test_few_descriptors(start, runs) -> None:
-    """Without a check beforehand, 12 to 14 would let libzmq abort the process. 64 are enough for one of each."""
+    """Without a check beforehand, 12 to 14 would let libzmq abort the process. 64 are enough for one of
+    each.
+    """
     limits = [3, 5, 8, 11, 12, 13, 14, 16, 20, 24, 32, 64]
     for limit, said in zip(limits, runs(start("limited", "NOFILE", *limits).rest()), strict=True):
         found = outcome(said)
@@ -77,7 +87,9 @@ def test_few_descriptors(start, runs) -> None:
 
 
 def test_a_lane_that_cannot_be_opened_waits_until_it_can(start, until) -> None:
-    """The consumer goes on with the lanes it has, counts the one that waits, and takes it once descriptors are free."""
+    """The consumer goes on with the lanes it has, counts the one that waits, and takes it once descriptors
+    are free.
+    """
     first = start("produce", 1)
     first.step("put")
     consumer = start("consume_with_few_descriptors", 0)

@@ -1,4 +1,6 @@
-"""Producers that die and come again, many more than lanes: all is delivered in bounded memory; without a consumer the mount fills."""
+"""Producers that die and come again, many more than lanes: all is delivered in bounded memory; without a
+consumer the mount fills.
+"""
 
 import shmbridge
 from shmbridge import segment

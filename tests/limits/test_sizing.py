@@ -1,4 +1,6 @@
-"""The calculator against real lanes: what a record takes, and what a lane must have for a batch; and the errors that quote it."""
+"""The calculator against real lanes: what a record takes, and what a lane must have for a batch; and the
+errors that quote it.
+"""
 
 import random
 import re
@@ -19,7 +21,13 @@ def dense(lengths) -> dict:
     rows = [RNG.integers(0, 1000, length, dtype=np.int32) for length in lengths]
     floats = [row.astype(np.float32) for row in rows]
     mask = [np.ones(len(row), np.uint8) for row in rows]
-    return {"tokens": rows, "loss_mask": mask, "inference_logprobs": floats, "advantages": floats, "token_rewards": floats}
+    return {
+        "tokens": rows,
+        "loss_mask": mask,
+        "inference_logprobs": floats,
+        "advantages": floats,
+        "token_rewards": floats,
+    }
 
 
 GROUPS = {
@@ -31,20 +39,41 @@ GROUPS = {
         {"tokens": 100, "rows": 16, "columns": [*sizing.DENSE_CORE, "score", "finish_reason", "is_last"]},
     ),
     "step rewards": (
-        lambda: {"tokens": [[1] * 50] * 4, "step_rewards": [[0.5] * 7] * 4, "step_ends": [list(range(7, 50, 7))[:7]] * 4},
+        lambda: {
+            "tokens": [[1] * 50] * 4,
+            "step_rewards": [[0.5] * 7] * 4,
+            "step_ends": [list(range(7, 50, 7))[:7]] * 4,
+        },
         {"tokens": 50, "rows": 4, "columns": {"tokens": None, "step_rewards": 7, "step_ends": 7}},
     ),
     "a teacher's top 8": (
-        lambda: {"tokens": [[1] * 50] * 4, "distill_token_ids": [[[1] * 8] * 50] * 4, "distill_logprobs": [[[0.5] * 8] * 50] * 4},
-        {"tokens": 50, "rows": 4, "columns": {"tokens": None, "distill_token_ids": (50, 8), "distill_logprobs": (50, 8)}},
+        lambda: {
+            "tokens": [[1] * 50] * 4,
+            "distill_token_ids": [[[1] * 8] * 50] * 4,
+            "distill_logprobs": [[[0.5] * 8] * 50] * 4,
+        },
+        {
+            "tokens": 50,
+            "rows": 4,
+            "columns": {"tokens": None, "distill_token_ids": (50, 8), "distill_logprobs": (50, 8)},
+        },
     ),
     "parts of the reward": (
         lambda: {"tokens": [[1] * 50] * 4, "reward_components": [{"abc": 1.0, "abd": 2.0}] * 4},
         {"tokens": 50, "rows": 4, "columns": {"tokens": None, "reward_components": (2, 3)}},
     ),
     "texts": (
-        lambda: {"tokens": [[1] * 50] * 4, "messages": ['"' + "x" * 98 + '"'] * 4, "instance_id": ["x" * 36] * 4, "extra": "{}"},
-        {"tokens": 50, "rows": 4, "columns": {"tokens": None, "messages": 100, "instance_id": 36, "extra": 2}},
+        lambda: {
+            "tokens": [[1] * 50] * 4,
+            "messages": ['"' + "x" * 98 + '"'] * 4,
+            "instance_id": ["x" * 36] * 4,
+            "extra": "{}",
+        },
+        {
+            "tokens": 50,
+            "rows": 4,
+            "columns": {"tokens": None, "messages": 100, "instance_id": 36, "extra": 2},
+        },
     ),
 }
 
@@ -74,7 +103,10 @@ def test_random_shapes(make_producer) -> None:
 
 
 def test_columns_that_need_a_number_say_so() -> None:
-    for columns, wanted in (({"tokens": None, "messages": None}, "100"), (["tokens", "distill_logprobs"], r"\(100, 8\)")):
+    for columns, wanted in (
+        ({"tokens": None, "messages": None}, "100"),
+        (["tokens", "distill_logprobs"], r"\(100, 8\)"),
+    ):
         with pytest.raises(ValueError, match=wanted):
             sizing.record_bytes(10, columns=columns)
     with pytest.raises(KeyError):
@@ -96,7 +128,9 @@ def put_and_take(producer, consumer, lengths) -> list[shmbridge.Record]:
     return consumer.poll()
 
 
-@pytest.mark.parametrize(("held", "length"), [(3, 20_000), (8, 5000), (17, 2000), (63, 100), (64, 100), (200, 100)])
+@pytest.mark.parametrize(
+    ("held", "length"), [(3, 20_000), (8, 5000), (17, 2000), (63, 100), (64, 100), (200, 100)]
+)
 def test_a_lane_for_records_of_one_size(held, length, bridge, make_consumer) -> None:
     """It holds them and has room for one more; half of it does not."""
     record = sizing.record_bytes(length, columns=["tokens"])
@@ -114,7 +148,9 @@ def test_a_lane_for_records_of_any_size(seed, bridge, make_consumer) -> None:
     held, longest = generator.randrange(2, 12), generator.randrange(2000, 20_000)
     record = sizing.record_bytes(longest, columns=["tokens"])
     consumer, kept = make_consumer(), []
-    with shmbridge.Producer(bridge, lane_bytes=sizing.lane_bytes_holding(held, record), on_full="raise") as producer:
+    with shmbridge.Producer(
+        bridge, lane_bytes=sizing.lane_bytes_holding(held, record), on_full="raise"
+    ) as producer:
         for _ in range(300):
             if len(kept) == held:
                 kept += put_and_take(producer, consumer, [longest])
@@ -132,7 +168,9 @@ def test_holding_more_than_any_lane_can() -> None:
 @pytest.mark.parametrize(("prefetch", "how"), [(0, "step"), (1, "step"), (2, "step"), (1, "gather")])
 @pytest.mark.parametrize("producers", [1, 3])
 def test_batches_flow_in_lanes_of_that_size(prefetch, how, producers, bridge, make_consumer) -> None:
-    """Nobody waits for room: what is held at a time goes into the lanes at once, and one more record each beside it."""
+    """Nobody waits for room: what is held at a time goes into the lanes at once, and one more record each
+    beside it.
+    """
     groups, batches = 6, 1 + prefetch if how == "step" else max(prefetch, 1)
     record = sizing.record_bytes(2000, columns=["tokens"])
     lane = sizing.lane_bytes_for(record, groups, producers, prefetch=prefetch, hold=how)
@@ -190,11 +228,15 @@ def test_who_does_what_the_error_says_gets_the_batch(same, producers, bridge) ->
     too_big = batch_of(bridge, 40, "64K", lengths, producers)
     assert isinstance(too_big, shmbridge.BatchTooBig)
     said = (
-        rf"a batch of 40 groups cannot be filled: \d+ are complete, 0 in part; {producers} lanes of \d+ KiB in all hold \d+ records of "
-        rf"at most 1\d(\.\d)? KiB, and their {producers} living producers have no room for 1\d(\.\d)? KiB more"
+        rf"a batch of 40 groups cannot be filled: \d+ are complete, 0 in part; {producers} lanes of \d+ KiB "
+        r"in all hold \d+ records of "
+        rf"at most 1\d(\.\d)? KiB, and their {producers} living producers have no room for 1\d(\.\d)? KiB "
+        r"more"
     )
     assert re.search(said if same else said.replace("room for 1", r"room for \d"), str(too_big))
-    found = re.search(r"raise lane_bytes of the producers to at least (\d+[KM]) each \((\d+) records", too_big.hint)
+    found = re.search(
+        r"raise lane_bytes of the producers to at least (\d+[KM]) each \((\d+) records", too_big.hint
+    )
     assert found is not None, too_big.hint
     assert int(found[2]) == 40 // producers
     shmbridge.clean(bridge, dry_run=False)
@@ -219,7 +261,10 @@ def test_a_group_in_more_fragments_than_the_lane_holds(bridge, make_consumer, ma
 @pytest.mark.parametrize("length", [9000, 100_000, 3_000_000])
 def test_a_record_too_big_says_which_lane_holds_it(length, bridge) -> None:
     group = {"tokens": [np.zeros(length, np.int32)]}
-    with shmbridge.Producer(bridge, lane_bytes="64K") as producer, pytest.raises(shmbridge.RecordTooBig) as caught:
+    with (
+        shmbridge.Producer(bridge, lane_bytes="64K") as producer,
+        pytest.raises(shmbridge.RecordTooBig) as caught,
+    ):
         producer.put(group)
     one, eight = re.findall(r'"(\d+[KM])"', caught.value.hint)
     for size, count in ((one, 1), (eight, 8)):

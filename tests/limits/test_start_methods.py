@@ -1,4 +1,6 @@
-"""multiprocessing's start methods: ends opened in the child work, those of the parent are refused there, and nothing is pickled."""
+"""multiprocessing's start methods: ends opened in the child work, those of the parent are refused there, and
+nothing is pickled.
+"""
 
 import multiprocessing
 import os
@@ -98,7 +100,11 @@ def test_a_forked_child_touches_nothing_of_its_parents(bridge, producer, consume
         said = dict(line.split(": ", 1) for line in pipe.read().splitlines())
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert set(said) == set(calls)
-    wrong = {name: text for name, text in said.items() if not text.startswith("Closed [SB405]") or "fork" not in text}
+    wrong = {
+        name: text
+        for name, text in said.items()
+        if not text.startswith("Closed [SB405]") or "fork" not in text
+    }
     assert not wrong
     assert words_of(producer, consumer) == before
     assert view.values.tolist() == [1, 2]
@@ -109,7 +115,9 @@ def test_a_forked_child_touches_nothing_of_its_parents(bridge, producer, consume
 def test_nothing_is_pickled(what, producer, consumer) -> None:
     producer.put({"tokens": [[1]]})
     thing = {"producer": producer, "consumer": consumer, "record": consumer.get(5)}[what]
-    with pytest.raises(TypeError, match=f"a {what.capitalize()} cannot be pickled: it belongs to this process -> pass ") as refused:
+    with pytest.raises(
+        TypeError, match=f"a {what.capitalize()} cannot be pickled: it belongs to this process -> pass "
+    ) as refused:
         pickle.dumps(thing)
     assert ("name" in str(refused.value)) == (what != "record")
 

@@ -1,4 +1,6 @@
-"""Ends whose clocks differ, as in containers with time namespaces: records flow; a rank that cannot be numbered is refused."""
+"""Ends whose clocks differ, as in containers with time namespaces: records flow; a rank that cannot be
+numbered is refused.
+"""
 
 import subprocess
 
@@ -33,8 +35,12 @@ def test_records_flow_between_time_namespaces(ahead_s, elsewhere, consumer) -> N
 
 
 @pytest.mark.parametrize(("ahead_s", "refused"), [(BEHIND_S, False), (AHEAD_S, True)])
-def test_a_rank_whose_clock_is_ahead_is_refused_with_the_reason(ahead_s, refused, elsewhere, consumer, make_producer) -> None:
-    """Incarnations of ranks are numbered by the clock, so that one from the future would count as the latest for ever."""
+def test_a_rank_whose_clock_is_ahead_is_refused_with_the_reason(
+    ahead_s, refused, elsewhere, consumer, make_producer
+) -> None:
+    """Incarnations of ranks are numbered by the clock, so that one from the future would count as the latest
+    for ever.
+    """
     make_producer().put({"tokens": [[1, 2]]})
     consumer.serve_ranks(world_size=1, groups=1)
     (said,) = elsewhere(ahead_s, "read_share").rest()

@@ -2,7 +2,8 @@
 
     python tests/mutations/run.py [NAME...]
 
-Exit status 1 if a planted error is not found, or if a line to break is not there any more. Not part of the test suite: half an hour.
+Exit status 1 if a planted error is not found, or if a line to break is not there any more. Not part of the
+test suite: half an hour.
 """
 
 import os
@@ -26,7 +27,9 @@ LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "runs", "build", "__pycache__
 def shell(tree: Path, *command: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
     """A command in the copy, on its own sources."""
     variables = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(command, cwd=tree, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(
+        command, cwd=tree, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
 
 
 def build(tree: Path) -> None:
@@ -36,15 +39,31 @@ def build(tree: Path) -> None:
 
 def red_tests(tree: Path, tests: str) -> list[str]:
     """Names of the tests that fail; a crash of the interpreter counts as one."""
-    done = shell(tree, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=60", *shlex.split(tests))
+    done = shell(
+        tree,
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "--timeout=60",
+        *shlex.split(tests),
+    )
     sweep_after_red_tests()
     red = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    assert red or done.returncode in (0, 1) or done.returncode < 0, f"pytest ended with {done.returncode}: {done.stdout[-2000:]}"
+    assert red or done.returncode in (0, 1) or done.returncode < 0, (
+        f"pytest ended with {done.returncode}: {done.stdout[-2000:]}"
+    )
     return red or (["(the interpreter crashed)"] if done.returncode < 0 else [])
 
 
 def sweep_after_red_tests() -> None:
-    """A test that fails leaves its bridge, `t-<test>-<pid>-<hex>`, to be looked at; here nobody will. Only of test runs that are over."""
+    """A test that fails leaves its bridge, `t-<test>-<pid>-<hex>`, to be looked at; here nobody will.
+
+    Only of test runs that are over.
+    """
     for bridge in shmbridge.list_bridges():
         named = re.fullmatch(r"t-.*-(\d+)-[0-9a-f]+", bridge.name)
         if named and not Path("/proc", named[1]).exists():
@@ -83,7 +102,10 @@ def main() -> int:
             red = try_one(tree, mutation)
             missed += not red
             verdict = f"found by {red[0]}" if red else "MISSED"
-            print(f"{mutation.guarantee}  {mutation.name:26} {verdict}  ({time.monotonic() - began:.0f} s)", flush=True)
+            print(
+                f"{mutation.guarantee}  {mutation.name:26} {verdict}  ({time.monotonic() - began:.0f} s)",
+                flush=True,
+            )
     print(f"{len(wanted) - missed} of {len(wanted)} planted errors found")
     return 1 if missed else 0
 

@@ -11,15 +11,29 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 COPIED = (
-    "shmbridge", "producers", "consumers", "bench",
-    "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE",
-)  # fmt: skip
+    "shmbridge",
+    "producers",
+    "consumers",
+    "bench",
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "README.md",
+    "CHANGELOG.md",
+    "LICENSE",
+)
 
 
 def run(*argv: object, cwd: Path | str = "/", **environment: str) -> str:
     """Standard output of a command that must succeed. Nothing of this process' PYTHONPATH is seen."""
-    variables = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "SHMBRIDGE_FAULTS", "SHMBRIDGE_DEBUG")}
-    done = subprocess.run([str(each) for each in argv], cwd=cwd, env=variables | environment, capture_output=True, text=True)
+    variables = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("PYTHONPATH", "SHMBRIDGE_FAULTS", "SHMBRIDGE_DEBUG")
+    }
+    done = subprocess.run(
+        [str(each) for each in argv], cwd=cwd, env=variables | environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, f"{argv}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -41,31 +55,69 @@ def tree(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def sdist(tree, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("sdist")
-    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--skip-dependency-check", "--outdir", out, tree, cwd=tree)
+    run(
+        sys.executable,
+        "-m",
+        "build",
+        "--sdist",
+        "--no-isolation",
+        "--skip-dependency-check",
+        "--outdir",
+        out,
+        tree,
+        cwd=tree,
+    )
     (archive,) = out.iterdir()
     return archive
 
 
 @pytest.fixture(scope="session")
 def wheel(sdist, tmp_path_factory) -> Path:
-    """Built from the archive, not from the tree: that is what an index would hand out. Unoptimised, for the time it takes."""
+    """Built from the archive, not from the tree: that is what an index would hand out.
+
+    Unoptimised, for the time it takes.
+    """
     out = tmp_path_factory.mktemp("wheel")
     run(
-        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", out, sdist,
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-index",
+        "--wheel-dir",
+        out,
+        sdist,
         CFLAGS="-O0 -g0",
-    )  # fmt: skip
+    )
     (built,) = out.iterdir()
     return built
 
 
 @pytest.fixture(scope="session")
 def fresh_python(wheel, tmp_path_factory) -> Path:
-    """The interpreter of a new environment with the wheel in it; its dependencies are seen through a path file."""
+    """The interpreter of a new environment with the wheel in it; its dependencies are seen through a path
+    file.
+    """
     environment = tmp_path_factory.mktemp("fresh")
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
     (site,) = (environment / "lib").glob("python*/site-packages")
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
-    # Last on the path, and without its own path files: an editable install over there must not shadow the wheel.
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        wheel,
+    )
+    # Last on the path, and without its own path files: an editable install over there must not shadow the
+    # wheel.
     (site / "zz-dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python

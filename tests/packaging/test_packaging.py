@@ -1,4 +1,6 @@
-"""What is handed out: the archive has the sources, the wheel the right names, and a fresh environment can use it."""
+"""What is handed out: the archive has the sources, the wheel the right names, and a fresh environment can use
+it.
+"""
 
 import json
 import subprocess
@@ -8,10 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(find_spec("build") is None, reason="needs build"),
-]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(find_spec("build") is None, reason="needs build")]
 
 
 @pytest.fixture
@@ -31,23 +30,38 @@ def sources(tree, *suffixes: str) -> set[str]:
         str(path.relative_to(tree))
         for folder in ("shmbridge", "producers", "consumers", "bench")
         for path in (tree / folder).rglob("*")
-        if path.suffix in suffixes and not path.is_relative_to(tree / "shmbridge/producers")
-        and not path.is_relative_to(tree / "shmbridge/consumers") and not path.is_relative_to(tree / "shmbridge/bench")
-    }  # fmt: skip
+        if path.suffix in suffixes
+        and not path.is_relative_to(tree / "shmbridge/producers")
+        and not path.is_relative_to(tree / "shmbridge/consumers")
+        and not path.is_relative_to(tree / "shmbridge/bench")
+    }
 
 
 def suites(tree) -> set[str]:
     """Files of bench/ that pytest runs: they stay in the clone and the archive."""
-    return {str(path.relative_to(tree)) for path in (tree / "bench").rglob("*.py") if path.stem.startswith(("test_", "conftest"))}
+    return {
+        str(path.relative_to(tree))
+        for path in (tree / "bench").rglob("*.py")
+        if path.stem.startswith(("test_", "conftest"))
+    }
 
 
 def test_the_archive_has_what_people_wrote(tree, in_archive):
-    wanted = sources(tree, ".py", ".pyx", ".pxd", ".pyi", ".h") | {"shmbridge/_ext/fork.c", "pyproject.toml", "setup.py", "LICENSE"}
+    wanted = sources(tree, ".py", ".pyx", ".pxd", ".pyi", ".h") | {
+        "shmbridge/_ext/fork.c",
+        "pyproject.toml",
+        "setup.py",
+        "LICENSE",
+    }
     assert wanted <= in_archive
 
 
 def test_the_archive_has_nothing_that_was_built(in_archive):
-    generated = [name for name in in_archive if name.endswith((".so", ".pyc", ".o", ".c")) and name != "shmbridge/_ext/fork.c"]
+    generated = [
+        name
+        for name in in_archive
+        if name.endswith((".so", ".pyc", ".o", ".c")) and name != "shmbridge/_ext/fork.c"
+    ]
     assert not generated
     links = ("shmbridge/producers", "shmbridge/consumers", "shmbridge/bench")
     assert not [name for name in in_archive if name.startswith((*links, "build/", "tests/", "bench/results"))]
@@ -65,7 +79,9 @@ def test_the_wheel_has_every_module(tree, in_wheel):
         assert (name if name.startswith("shmbridge/") else f"shmbridge/{name}") in in_wheel
     for name in sources(tree, ".pyx"):
         stem = name.removesuffix(".pyx")
-        assert [each for each in in_wheel if each.startswith(f"{stem}.") and each.endswith(".so")], f"{name} was not compiled"
+        assert [each for each in in_wheel if each.startswith(f"{stem}.") and each.endswith(".so")], (
+            f"{name} was not compiled"
+        )
         assert f"{stem}.pyi" in in_wheel, "types travel with the extension"
     assert "shmbridge/py.typed" in in_wheel
     assert not [name for name in in_wheel if name.endswith((".pyx", ".c"))]
@@ -83,11 +99,15 @@ def test_the_wheel_is_for_this_platform_and_has_its_licence(wheel, in_wheel):
 
 
 def outside(python, code: str, cwd) -> subprocess.CompletedProcess:
-    return subprocess.run([str(python), "-c", code], cwd=cwd, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    return subprocess.run(
+        [str(python), "-c", code], cwd=cwd, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
 
 
 def test_a_fresh_environment_moves_a_record(fresh_python, tmp_path, bridge, segments):
-    done = outside(fresh_python, f"""
+    done = outside(
+        fresh_python,
+        f"""
 import shmbridge, shmbridge.producers, shmbridge.consumers
 from shmbridge._ext import ring, header
 assert not header.faults_compiled if hasattr(header, "faults_compiled") else not ring.faults_compiled
@@ -95,7 +115,9 @@ with shmbridge.Consumer({bridge!r}) as consumer, shmbridge.Producer({bridge!r}, 
     producer.put({{"tokens": [[1, 2, 3], [4, 5]], "scores": [1.0, 0.5], "prompt_length": [1, 1]}})
     with consumer.get(5) as record:
         print(record["tokens"].values.tolist(), shmbridge.__file__)
-""", tmp_path)  # fmt: skip
+""",
+        tmp_path,
+    )
     assert done.stderr == ""
     values, _, where = done.stdout.strip().rpartition(" ")
     assert values == "[1, 2, 3, 4, 5]"
@@ -110,7 +132,17 @@ def test_no_generic_name_is_installed(name, fresh_python, tmp_path):
 
 
 def test_the_installed_package_measures_itself(fresh_python, tmp_path):
-    argv = [fresh_python.with_name("shmbridge"), "bench", "--json", "--only", "limit,ring", "--seconds", "0.01", "--lengths", "16"]
+    argv = [
+        fresh_python.with_name("shmbridge"),
+        "bench",
+        "--json",
+        "--only",
+        "limit,ring",
+        "--seconds",
+        "0.01",
+        "--lengths",
+        "16",
+    ]
     done = subprocess.run([str(each) for each in argv], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -119,6 +151,8 @@ def test_the_installed_package_measures_itself(fresh_python, tmp_path):
 
 
 def test_the_command_is_there(fresh_python, tmp_path):
-    done = subprocess.run([str(fresh_python.with_name("shmbridge")), "--help"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [str(fresh_python.with_name("shmbridge")), "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0
     assert "shmbridge" in done.stdout

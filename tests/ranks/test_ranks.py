@@ -34,12 +34,17 @@ def read_all(rank, out, **options) -> None:
 
 @pytest.fixture
 def read_in_threads(make_rank):
-    """Ranks 0..world_size-1, each in a thread of its own, until the bridge is drained: [[(manifest, group numbers)]]."""
+    """Ranks 0..world_size-1, each in a thread of its own, until the bridge is drained: [[(manifest, group
+    numbers)]].
+    """
 
     def read(consumer, world_size: int, **options):
         outs: list[list] = [[] for _ in range(world_size)]
         ranks = [make_rank(number, world_size) for number in range(world_size)]
-        threads = [threading.Thread(target=read_all, args=(rank, out), kwargs=options) for rank, out in zip(ranks, outs, strict=True)]
+        threads = [
+            threading.Thread(target=read_all, args=(rank, out), kwargs=options)
+            for rank, out in zip(ranks, outs, strict=True)
+        ]
         for thread in threads:
             thread.start()
         return outs, threads
@@ -63,13 +68,19 @@ def test_sharded(hold, make_producer, make_consumer, read_in_threads, put_groups
     for one, other in zip(*outs, strict=True):
         assert (one[0].step, one[0].rank, other[0].rank) == (other[0].step, 0, 1)
         assert len(one[1]) == len(other[1]) == 2
-        assert one[0].batch_tokens == other[0].batch_tokens == sum(2 * (1 + number % 5) for number in one[1] + other[1])
+        assert (
+            one[0].batch_tokens
+            == other[0].batch_tokens
+            == sum(2 * (1 + number % 5) for number in one[1] + other[1])
+        )
         assert (one[0].batch_groups, one[0].batch_rows) == (4, 8)
     stats = consumer.stats()
     assert (stats["released_total"], stats["held"], stats["ranks_groups_done_total"]) == (24, 0, 24)
 
 
-def test_broadcast_is_released_when_the_last_reader_is_done(make_producer, make_consumer, make_rank, put_groups):
+def test_broadcast_is_released_when_the_last_reader_is_done(
+    make_producer, make_consumer, make_rank, put_groups
+):
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(2))
     consumer.serve_ranks(2, groups=2, mode="broadcast", prefetch=0)
@@ -94,7 +105,11 @@ def test_reading_is_in_place_and_read_only(make_producer, make_consumer, make_ra
     assert np.array_equal(record["tokens"].values, tokens)
     assert not record["tokens"].values.flags.writeable
     assert not record["tokens"].values.flags.owndata
-    assert (record.meta.group_id, record.meta.producer_id, record.meta.min_policy_version) == ("g", producer.producer_id, 3)
+    assert (record.meta.group_id, record.meta.producer_id, record.meta.min_policy_version) == (
+        "g",
+        producer.producer_id,
+        3,
+    )
     assert not record.meta.redelivered
 
 
@@ -114,7 +129,9 @@ def test_a_view_keeps_the_record_until_it_is_dropped(make_producer, make_consume
     assert consumer.stats()["held"] == 0
 
 
-def test_a_batch_that_is_let_go_is_not_done_until_it_is_taken_back(make_producer, make_consumer, make_rank, put_groups):
+def test_a_batch_that_is_let_go_is_not_done_until_it_is_taken_back(
+    make_producer, make_consumer, make_rank, put_groups
+):
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(4))
     consumer.serve_ranks(1, groups=1, prefetch=0)
@@ -143,7 +160,9 @@ def test_a_share_that_nobody_read_comes_again(make_producer, make_consumer, make
     assert rank.stats()["leases_dropped_total"] == 0
 
 
-def test_a_share_of_which_a_part_was_held_for_longer_comes_again(make_producer, make_consumer, make_rank, put_groups):
+def test_a_share_of_which_a_part_was_held_for_longer_comes_again(
+    make_producer, make_consumer, make_rank, put_groups
+):
     """One record was let go unread and the other released later: the first is no less un-released for it."""
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(3))
@@ -161,7 +180,9 @@ def test_a_share_of_which_a_part_was_held_for_longer_comes_again(make_producer, 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("hold", ["step", "gather", "caller"])
-def test_a_gather_that_is_interrupted_is_made_again(error, hold, make_producer, make_consumer, make_rank, put_groups, monkeypatch):
+def test_a_gather_that_is_interrupted_is_made_again(
+    error, hold, make_producer, make_consumer, make_rank, put_groups, monkeypatch
+):
     """Its look at the records is not the user's."""
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(2))
@@ -181,7 +202,9 @@ def test_a_gather_that_is_interrupted_is_made_again(error, hold, make_producer, 
     assert rank.stats()["leases_dropped_total"] == 0
 
 
-def test_what_the_user_read_before_the_gather_stays_read(make_producer, make_consumer, make_rank, put_groups, monkeypatch):
+def test_what_the_user_read_before_the_gather_stays_read(
+    make_producer, make_consumer, make_rank, put_groups, monkeypatch
+):
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(2))
     consumer.serve_ranks(1, groups=1, prefetch=0)
@@ -255,7 +278,12 @@ def test_another_world_size_is_refused(make_rank, make_consumer):
 
 def test_bad_arguments(make_consumer, bridge):
     consumer = make_consumer()
-    wrongs = ({"world_size": 0}, {"world_size": 4, "groups": 3}, {"world_size": 1, "mode": "both"}, {"world_size": 1, "dead_rank": "?"})
+    wrongs = (
+        {"world_size": 0},
+        {"world_size": 4, "groups": 3},
+        {"world_size": 1, "mode": "both"},
+        {"world_size": 1, "dead_rank": "?"},
+    )
     for wrong in wrongs:
         with pytest.raises(ValueError):
             consumer.serve_ranks(**{"groups": 8, **wrong})
@@ -268,7 +296,9 @@ def test_bad_arguments(make_consumer, bridge):
 
 
 def test_a_batch_that_can_never_be_filled_is_said_to_the_ranks(make_rank, make_consumer, make_producer):
-    """The lanes are full and hold fewer groups than a batch needs: an error with the numbers, not a wait without end."""
+    """The lanes are full and hold fewer groups than a batch needs: an error with the numbers, not a wait
+    without end.
+    """
     consumer, producer = make_consumer(), make_producer(on_full="drop")
     while producer.put({"tokens": [np.zeros(2000, np.int32)]}) is not None:
         pass
@@ -277,7 +307,9 @@ def test_a_batch_that_can_never_be_filled_is_said_to_the_ranks(make_rank, make_c
         make_rank().next_share(20)
 
 
-def test_what_grows_stale_while_it_waits_is_not_handed_out(make_rank, make_consumer, make_producer, put_groups, until):
+def test_what_grows_stale_while_it_waits_is_not_handed_out(
+    make_rank, make_consumer, make_producer, put_groups, until
+):
     consumer, producer = make_consumer(), make_producer()
     consumer.publish_policy_version(1)
     put_groups(producer, range(1), policy_version=1)
@@ -357,7 +389,9 @@ def test_a_hub_that_goes_is_no_end_of_the_run(how, bridge, make_rank, make_produ
     consumer = shmbridge.Consumer(bridge)
     server = consumer.serve_ranks(1, groups=1, prefetch=0)
     rank.next_share(10).release()
-    asking = threading.Timer(0.3, consumer.close if how == "closes" else lambda: consumer.__exit__(ValueError, None, None))
+    asking = threading.Timer(
+        0.3, consumer.close if how == "closes" else lambda: consumer.__exit__(ValueError, None, None)
+    )
     asking.start()
     with pytest.raises(errors.NoConsumer):
         rank.next_share(1.5)
@@ -365,7 +399,9 @@ def test_a_hub_that_goes_is_no_end_of_the_run(how, bridge, make_rank, make_produ
     assert not server.wait(0)
 
 
-def test_a_finished_part_of_a_batch_is_not_dealt_out_again(make_rank, make_consumer, make_producer, put_groups):
+def test_a_finished_part_of_a_batch_is_not_dealt_out_again(
+    make_rank, make_consumer, make_producer, put_groups
+):
     """One rank is done before the other has asked; then the batch grows stale."""
     consumer, producer = make_consumer(), make_producer()
     consumer.publish_policy_version(1)
@@ -381,7 +417,9 @@ def test_a_finished_part_of_a_batch_is_not_dealt_out_again(make_rank, make_consu
     assert consumer.stats()["released_total"] == 2
 
 
-def test_an_error_in_forming_batches_reaches_the_ranks(make_rank, make_consumer, make_producer, put_groups, monkeypatch):
+def test_an_error_in_forming_batches_reaches_the_ranks(
+    make_rank, make_consumer, make_producer, put_groups, monkeypatch
+):
     consumer = make_consumer()
     monkeypatch.setattr(consumer._batching, "choose", lambda *_: 1 // 0)
     server = consumer.serve_ranks(1, groups=1)
@@ -424,7 +462,9 @@ def test_what_is_fresh_of_a_withdrawn_batch_is_dealt_out_although_the_bridge_is_
 def test_a_batch_withdrawn_while_the_bridge_drains_is_not_formed_again(
     make_rank, make_consumer, make_producer, put_groups, until, monkeypatch
 ):
-    """Whenever the hub gives a put that is under way its time to commit, a rank's question takes back what has grown stale."""
+    """Whenever the hub gives a put that is under way its time to commit, a rank's question takes back what
+    has grown stale.
+    """
     consumer, producer = make_consumer(), make_producer()
     consumer.publish_policy_version(1)
     put_groups(producer, range(1), policy_version=1)
@@ -459,8 +499,13 @@ def test_a_rank_that_has_not_come_yet_is_not_dead(make_rank, make_consumer, make
     assert len(make_rank(1, 2).next_share(10).groups) == 1
 
 
-def test_a_rank_that_came_back_reads_what_the_other_leaves(bridge, make_consumer, make_producer, put_groups, monkeypatch):
-    """Broadcast, "spread": both ranks end in turn, one is back in between. Batches that nobody has read are not released."""
+def test_a_rank_that_came_back_reads_what_the_other_leaves(
+    bridge, make_consumer, make_producer, put_groups, monkeypatch
+):
+    """Broadcast, "spread": both ranks end in turn, one is back in between.
+
+    Batches that nobody has read are not released.
+    """
     monkeypatch.setattr("shmbridge.ranks._LOOK_EVERY_S", 0.0)  # each question finds who is dead
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(10))
@@ -532,7 +577,9 @@ def test_the_end_of_the_run_reaches_a_rank_that_asks_too_late(make_rank, make_pr
     assert server.idle
 
 
-def test_a_later_run_is_not_ended_by_an_earlier_one(make_rank, make_consumer, make_producer, put_groups, bridge):
+def test_a_later_run_is_not_ended_by_an_earlier_one(
+    make_rank, make_consumer, make_producer, put_groups, bridge
+):
     rank = make_rank()
     with shmbridge.Consumer(bridge) as first:
         server = first.serve_ranks(1, groups=1)
@@ -549,12 +596,19 @@ def test_a_later_run_is_not_ended_by_an_earlier_one(make_rank, make_consumer, ma
 def test_a_consumer_that_serves_ranks_gives_no_records_itself(make_consumer):
     consumer = make_consumer()
     consumer.serve_ranks(1)
-    for ask in (consumer.poll, lambda: consumer.get(0.1), lambda: consumer.batches(groups=1), lambda: next(iter(consumer))):
+    for ask in (
+        consumer.poll,
+        lambda: consumer.get(0.1),
+        lambda: consumer.batches(groups=1),
+        lambda: next(iter(consumer)),
+    ):
         with pytest.raises(errors.ServesRanks, match="serves ranks"):
             ask()
 
 
-def test_a_share_that_no_message_could_name_is_refused(make_rank, make_consumer, make_producer, monkeypatch, put_groups):
+def test_a_share_that_no_message_could_name_is_refused(
+    make_rank, make_consumer, make_producer, monkeypatch, put_groups
+):
     consumer, producer = make_consumer(), make_producer()
     monkeypatch.setattr("shmbridge.ranks._MOST_RECORDS", 3)
     put_groups(producer, range(4))
@@ -564,7 +618,9 @@ def test_a_share_that_no_message_could_name_is_refused(make_rank, make_consumer,
 
 
 @pytest.mark.parametrize("world_size", [4 / 2, True, "2", 0, 5000])
-def test_a_world_size_that_is_no_count_is_refused_and_the_bridge_goes_on(world_size, bridge, consumer) -> None:
+def test_a_world_size_that_is_no_count_is_refused_and_the_bridge_goes_on(
+    world_size, bridge, consumer
+) -> None:
     with pytest.raises(shmbridge.BadArgument, match="world_size="):
         consumer.serve_ranks(world_size)
     with pytest.raises(shmbridge.BadArgument, match="world_size="):

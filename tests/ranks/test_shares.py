@@ -19,7 +19,9 @@ def group(tokens: int) -> SimpleNamespace:
 @QUIET
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=64), st.integers(1, 8))
 def test_dealing_out(tokens, world_size):
-    """Every group once, counts as even as can be, oldest first, and no rank worse off than by the longest group."""
+    """Every group once, counts as even as can be, oldest first, and no rank worse off than by the longest
+    group.
+    """
     ranks = list(range(min(world_size, len(tokens))))
     groups = [group(each) for each in tokens]
     dealt = share_out(groups, ranks)
@@ -27,7 +29,10 @@ def test_dealing_out(tokens, world_size):
     counts = [len(dealt[rank]) for rank in ranks]
     assert max(counts) - min(counts) <= 1
     order = {id(each): place for place, each in enumerate(groups)}
-    assert all([order[id(each)] for each in share] == sorted(order[id(each)] for each in share) for share in dealt.values())
+    assert all(
+        [order[id(each)] for each in share] == sorted(order[id(each)] for each in share)
+        for share in dealt.values()
+    )
     if len(tokens) % len(ranks) == 0:
         sums = [sum(each.tokens for each in dealt[rank]) for rank in ranks]
         assert max(sums) - min(sums) <= max(tokens) * (len(tokens) // len(ranks))
@@ -50,7 +55,8 @@ class Book(RuleBasedStateMachine):
         self.member = dict.fromkeys(self.ranks, 0)
         self.living = set(self.ranks)
         self.after = dict.fromkeys(self.ranks, -1)
-        self.looking: dict[int, dict[int, list]] = {rank: {} for rank in self.ranks}  # rank -> share -> groups under its eyes
+        # rank -> share -> groups under its eyes
+        self.looking: dict[int, dict[int, list]] = {rank: {} for rank in self.ranks}
         self.released: set[int] = set()
         self.read: set[int] = set()  # groups that some rank has looked at and said done
         self.opened: list = []
@@ -93,7 +99,9 @@ class Book(RuleBasedStateMachine):
             return
         self.looking[rank].pop(number)
         self.finish(self.book.done(rank, self.member[rank], [number]))
-        assert self.book.done(rank, self.member[rank], [number, number]) == [], "a second done changes nothing"
+        assert self.book.done(rank, self.member[rank], [number, number]) == [], (
+            "a second done changes nothing"
+        )
 
     @rule()
     def a_dead_ones_message_arrives(self):
@@ -150,7 +158,9 @@ class Book(RuleBasedStateMachine):
 
 
 TestBook = Book.TestCase
-TestBook.settings = settings(max_examples=200, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+TestBook.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
 
 
 @pytest.mark.parametrize("said", [False, True])

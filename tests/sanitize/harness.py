@@ -1,6 +1,7 @@
 """Builds the thread harness with a compiler and its sanitizers, and runs it.
 
-    python tests/sanitize/harness.py [SECONDS]      every shape under ThreadSanitizer, then AddressSanitizer and UBSan: 10 s each
+    python tests/sanitize/harness.py [SECONDS] every shape under ThreadSanitizer, then AddressSanitizer and
+    UBSan: 10 s each
 
 Knows flags and exit statuses; what is checked is threads.c's.
 """
@@ -15,7 +16,16 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1] / "shmbridge" / "_ext"
-FLAGS = ["-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Wno-sign-compare", "-Wno-unused-function", "-pthread"]
+FLAGS = [
+    "-std=gnu11",
+    "-O1",
+    "-g",
+    "-Wall",
+    "-Wextra",
+    "-Wno-sign-compare",
+    "-Wno-unused-function",
+    "-pthread",
+]
 SANITIZERS = {
     "none": [],
     "thread": ["-fsanitize=thread"],
@@ -30,7 +40,18 @@ OUTCOMES = {0: "nothing", 1: "pattern", 3: "lost wake", 66: "tsan", 67: "asan"}
 SHAPES = {
     "many producers": (),
     "room for one record": ("--slots", "1", "--data", "1024", "--producers", "2", "--hold", "1"),
-    "room for many, held long": ("--slots", "64", "--data", "65536", "--producers", "2", "--hold", "60", "--releasers", "4"),
+    "room for many, held long": (
+        "--slots",
+        "64",
+        "--data",
+        "65536",
+        "--producers",
+        "2",
+        "--hold",
+        "60",
+        "--releasers",
+        "4",
+    ),
 }
 
 
@@ -46,7 +67,9 @@ class Outcome:
     output: str
 
 
-def build(sanitizer: str, into: Path, core: Path = CORE, harness: Path = HERE, compiler: str | None = None) -> Path:
+def build(
+    sanitizer: str, into: Path, core: Path = CORE, harness: Path = HERE, compiler: str | None = None
+) -> Path:
     """The harness over the C core of `core`.
 
     Raises:
@@ -58,19 +81,35 @@ def build(sanitizer: str, into: Path, core: Path = CORE, harness: Path = HERE, c
         raise CannotRun(f"no compiler {compiler or 'gcc'}")
     _probe(found, sanitizer, into)
     program = into / f"threads-{Path(found).name}-{sanitizer}"
-    command = [found, *FLAGS, *SANITIZERS[sanitizer], f"-I{core}", f"-I{harness}", "-include", "perturb.h", str(harness / "threads.c")]
+    command = [
+        found,
+        *FLAGS,
+        *SANITIZERS[sanitizer],
+        f"-I{core}",
+        f"-I{harness}",
+        "-include",
+        "perturb.h",
+        str(harness / "threads.c"),
+    ]
     done = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return program
 
 
 def run(program: Path, *arguments: str, timeout_s: float = 120) -> Outcome:
-    """Runs the harness, without address space randomisation if ThreadSanitizer cannot place its shadow otherwise."""
+    """Runs the harness, without address space randomisation if ThreadSanitizer cannot place its shadow
+    otherwise.
+    """
     environment = {**os.environ, **OPTIONS}
     for prefix in ([], ["setarch", os.uname().machine, "-R"]) if shutil.which("setarch") else ([],):
         done = subprocess.run(
-            [*prefix, str(program), *arguments], capture_output=True, text=True, check=False, timeout=timeout_s, env=environment
-        )  # fmt: skip
+            [*prefix, str(program), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+            env=environment,
+        )
         output = done.stdout + done.stderr
         if "unexpected memory mapping" not in output:
             return Outcome(OUTCOMES.get(done.returncode, f"exit status {done.returncode}"), output)
@@ -81,12 +120,21 @@ def _probe(compiler: str, sanitizer: str, into: Path) -> None:
     """CannotRun unless an empty program with the sanitizer compiles, links and runs."""
     source, program = into / "probe.c", into / "probe"
     source.write_text("int main(void) { return 0; }\n")
-    done = subprocess.run([compiler, *SANITIZERS[sanitizer], str(source), "-o", str(program)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [compiler, *SANITIZERS[sanitizer], str(source), "-o", str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
-        raise CannotRun(f"{compiler} cannot link with the {sanitizer} sanitizer: {done.stderr.strip().splitlines()[-1]}")
+        raise CannotRun(
+            f"{compiler} cannot link with the {sanitizer} sanitizer: {done.stderr.strip().splitlines()[-1]}"
+        )
     ran = run(program)
     if ran.shown != "nothing":
-        raise CannotRun(f"a program of {compiler} with the {sanitizer} sanitizer does not run: {ran.output[-300:]}")
+        raise CannotRun(
+            f"a program of {compiler} with the {sanitizer} sanitizer does not run: {ran.output[-300:]}"
+        )
 
 
 def main(seconds: str = "10") -> int:

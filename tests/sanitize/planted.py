@@ -1,11 +1,13 @@
 """Errors of memory order, planted one at a time in a copy of the C core, and what shows each of them.
 
-    python tests/sanitize/planted.py                  all of them in the thread harness: three minutes
-    python tests/sanitize/planted.py --model          all of them under GenMC: half a minute; needs genmc, or GENMC=its path
-    python tests/sanitize/planted.py [--model] NAME   one
+    python tests/sanitize/planted.py                 all of them in the thread harness: three minutes
+    python tests/sanitize/planted.py --model         all of them under GenMC: half a minute; needs genmc, or
+                                                     GENMC=its path
+    python tests/sanitize/planted.py [--model] NAME  one
 
-Exits 1 if one is not shown as said here. `shown_by` is what a run of the harness must end with; several words: any of them. "nothing":
-no run on x86 shows it, for the reason given, and `model` or the argument in docs/memory-model.md must do. That page has a row for each.
+Exits 1 if one is not shown as said here. `shown_by` is what a run of the harness must end with; several
+words: any of them. "nothing": no run on x86 shows it, for the reason given, and `model` or the argument in
+docs/memory-model.md must do. That page has a row for each.
 """
 
 import os
@@ -20,13 +22,29 @@ from harness import CORE, HERE, Outcome, build, run
 
 MODEL = HERE.parents[1] / "docs" / "model" / "weak"
 # One producer and room for one record: whoever sleeps is rung for by nobody else.
-ALONE = ("--producers", "1", "--slots", "1", "--data", "1024", "--releasers", "1", "--patience-ms", "2500", "--deaths", "0")
+ALONE = (
+    "--producers",
+    "1",
+    "--slots",
+    "1",
+    "--data",
+    "1024",
+    "--releasers",
+    "1",
+    "--patience-ms",
+    "2500",
+    "--deaths",
+    "0",
+)
 STORE_BUFFER = "the window is a few nanoseconds wide, and was not met"
 
 
 @dataclass(frozen=True)
 class Planted:
-    """One wrong line: `old` becomes `new` in `file`, once. `model`: the test of core.c that GenMC must find wrong, 0 for none."""
+    """One wrong line: `old` becomes `new` in `file`, once.
+
+    `model`: the test of core.c that GenMC must find wrong, 0 for none.
+    """
 
     tag: str
     file: str
@@ -47,16 +65,26 @@ def relaxed(tag: str, file: str, access: str, shown_by: str, model: int, why: st
 def flag_by_release(tag: str, file: str, word: str) -> Planted:
     """A sleeper's flag stored with release only."""
     stored = f"atomic_store_explicit(&{word}, 1, memory_order_release)"
-    return Planted(tag, file, f"store_seq32(&{word}, 1)", stored, "nothing", 2 if tag == "hub-wake" else 3, STORE_BUFFER)
+    return Planted(
+        tag, file, f"store_seq32(&{word}, 1)", stored, "nothing", 2 if tag == "hub-wake" else 3, STORE_BUFFER
+    )
 
 
 COMMIT = "    store_seq64(&header->tail, sequence + 1);"
 RELEASE = "    store_seq64(&reader->released[index], generation);"
 PLANTED = {
-    "lane-ready stored relaxed": relaxed("lane-ready", "threads.c", "store_release64(&header->magic", "tsan", 5),
-    "lane-ready loaded relaxed": relaxed("lane-ready", "lane_read.h", "load_acquire64(&reader->header->magic", "tsan", 5),
-    "slot-body stored relaxed": relaxed("slot-body", "lane_write.h", "store_release64(&body->generation", "tsan", 4),
-    "slot-body loaded relaxed by the scan": relaxed("slot-body", "lane_read.h", "load_acquire64(&reader->slots[i].generation", "tsan", 4),
+    "lane-ready stored relaxed": relaxed(
+        "lane-ready", "threads.c", "store_release64(&header->magic", "tsan", 5
+    ),
+    "lane-ready loaded relaxed": relaxed(
+        "lane-ready", "lane_read.h", "load_acquire64(&reader->header->magic", "tsan", 5
+    ),
+    "slot-body stored relaxed": relaxed(
+        "slot-body", "lane_write.h", "store_release64(&body->generation", "tsan", 4
+    ),
+    "slot-body loaded relaxed by the scan": relaxed(
+        "slot-body", "lane_read.h", "load_acquire64(&reader->slots[i].generation", "tsan", 4
+    ),
     "slot-body loaded relaxed by lane_look": relaxed(
         "slot-body",
         "lane_read.h",
@@ -67,10 +95,19 @@ PLANTED = {
     ),
     "commit stored relaxed": relaxed("commit", "lane_write.h", "store_seq64(&header->tail", "tsan", 1),
     "commit loaded relaxed by lane_next": relaxed(
-        "commit", "lane_read.h", "load_acquire64(&reader->header->tail); /* SYNC(commit) */\n    if (tail == next)", "tsan", 1
+        "commit",
+        "lane_read.h",
+        "load_acquire64(&reader->header->tail); /* SYNC(commit) */\n    if (tail == next)",
+        "tsan",
+        1,
     ),
     "commit loaded relaxed by the scan": relaxed(
-        "commit", "lane_read.h", "load_seq64(&reader->header->tail)", "nothing", 4, "x86 does not exchange loads"
+        "commit",
+        "lane_read.h",
+        "load_seq64(&reader->header->tail)",
+        "nothing",
+        4,
+        "x86 does not exchange loads",
     ),
     "commit before the ring entry": Planted(
         "commit",
@@ -81,9 +118,16 @@ PLANTED = {
         1,
     ),
     "release stored relaxed": relaxed("release", "lane_read.h", "store_seq64(&reader->released", "tsan", 1),
-    "release loaded relaxed": relaxed("release", "lane_write.h", "load_seq64(&writer->released[index])", "tsan", 1),
+    "release loaded relaxed": relaxed(
+        "release", "lane_write.h", "load_seq64(&writer->released[index])", "tsan", 1
+    ),
     "hand-out stored relaxed": relaxed(
-        "hand-out", "lane_read.h", "store_release64(&reader->header->head", "nothing", 0, "the lock that changes hands orders it"
+        "hand-out",
+        "lane_read.h",
+        "store_release64(&reader->header->head",
+        "nothing",
+        0,
+        "the lock that changes hands orders it",
     ),
     "hand-out one too low": Planted(
         "hand-out",
@@ -94,7 +138,13 @@ PLANTED = {
         4,
     ),
     "hub-wake: tail stored with release": Planted(
-        "hub-wake", "lane_write.h", "store_seq64(&header->tail", "store_release64(&header->tail", "nothing", 2, STORE_BUFFER
+        "hub-wake",
+        "lane_write.h",
+        "store_seq64(&header->tail",
+        "store_release64(&header->tail",
+        "nothing",
+        2,
+        STORE_BUFFER,
     ),
     "hub-wake: flag stored with release": flag_by_release("hub-wake", "hub_wait.h", "control->hub_sleeping"),
     "hub-wake: flag loaded before tail": Planted(
@@ -106,17 +156,20 @@ PLANTED = {
         2,
     ),
     "hub-wake: not looked again": Planted(
-        "hub-wake",
-        "hub_wait.h",
-        "    return hub_has_work(watch, control);",
-        "    return 0;",
-        "lost wake",
-        2,
+        "hub-wake", "hub_wait.h", "    return hub_has_work(watch, control);", "    return 0;", "lost wake", 2
     ),
     "space-wake: released stored with release": Planted(
-        "space-wake", "lane_read.h", "store_seq64(&reader->released", "store_release64(&reader->released", "nothing", 3, STORE_BUFFER
+        "space-wake",
+        "lane_read.h",
+        "store_seq64(&reader->released",
+        "store_release64(&reader->released",
+        "nothing",
+        3,
+        STORE_BUFFER,
     ),
-    "space-wake: flag stored with release": flag_by_release("space-wake", "lane_write.h", "header->space_waiting"),
+    "space-wake: flag stored with release": flag_by_release(
+        "space-wake", "lane_write.h", "header->space_waiting"
+    ),
     "space-wake: flag loaded before released": Planted(
         "space-wake",
         "lane_read.h",
@@ -125,7 +178,9 @@ PLANTED = {
         "lost wake",
         3,
     ),
-    "space-wake: not looked again": Planted("space-wake", "lane_write.h", "    if (!lane_anything_released(writer))\n", "", "lost wake", 3),
+    "space-wake: not looked again": Planted(
+        "space-wake", "lane_write.h", "    if (!lane_anything_released(writer))\n", "", "lost wake", 3
+    ),
     "bell loaded after the second look, by the hub": Planted(
         "bell",
         "hub_wait.h",
@@ -151,7 +206,9 @@ PLANTED = {
         0,
         "relaxed would do: it comes after the load of the flag",
     ),
-    "bell not changed": Planted("bell", "futex.h", "    add_seq32(bell); /* SYNC(bell) */\n", "", "lost wake", 2),
+    "bell not changed": Planted(
+        "bell", "futex.h", "    add_seq32(bell); /* SYNC(bell) */\n", "", "lost wake", 2
+    ),
 }
 # A moved load is used where it was.
 ASLEEP = {
@@ -169,8 +226,11 @@ def plant(name: str, folder: Path) -> None:
     if name in ASLEEP:
         changes.append((ASLEEP[name], "    if (asleep) {"))
     for old, new in changes:
-        assert (folder / wrong.file).read_text().count(old) == 1, f"{name}: {wrong.file} has not, or not once: {old!r}"
-        for path in (folder / wrong.file, folder / "core.c", folder / "stubs.h"):  # the last two repeat a few lines of the others
+        assert (folder / wrong.file).read_text().count(old) == 1, (
+            f"{name}: {wrong.file} has not, or not once: {old!r}"
+        )
+        # the last two repeat a few lines of the others
+        for path in (folder / wrong.file, folder / "core.c", folder / "stubs.h"):
             path.write_text(path.read_text().replace(old, new))
 
 
@@ -188,21 +248,37 @@ def show(name: str, seconds: int = 20) -> Outcome:
 
 
 def show_in_model(name: str | None, test: int) -> str:
-    """What GenMC says of one test of core.c with that error, or with none: "nothing", or its first complaint."""
+    """What GenMC says of one test of core.c with that error, or with none: "nothing", or its first
+    complaint.
+    """
     with tempfile.TemporaryDirectory() as folder:
         if name is None:
             for path in (*CORE.glob("*.h"), *MODEL.glob("*.[ch]")):
                 shutil.copy(path, folder)
         else:
             plant(name, Path(folder))
-        search = [os.environ.get("GENMC", "genmc"), "--rc11", "--disable-estimation", "--disable-mm-detector", "--check-liveness"]
+        search = [
+            os.environ.get("GENMC", "genmc"),
+            "--rc11",
+            "--disable-estimation",
+            "--disable-mm-detector",
+            "--check-liveness",
+        ]
         compile_with = ["--", "-w", f"-I{folder}", f"-DTEST={test}", f"-DSLOTS={2 if test == 4 else 1}"]
         done = subprocess.run(
-            [*search, *compile_with, f"{folder}/core.c"], capture_output=True, text=True, check=False, timeout=600
-        )  # fmt: skip
+            [*search, *compile_with, f"{folder}/core.c"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
     if done.returncode == 0 and "No errors were detected" in done.stdout:
         return "nothing"
-    words = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith(("Error", "Assertion", "Non-terminating"))]
+    words = [
+        line
+        for line in (done.stdout + done.stderr).splitlines()
+        if line.startswith(("Error", "Assertion", "Non-terminating"))
+    ]
     assert words, f"genmc ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
     return words[-1]
 

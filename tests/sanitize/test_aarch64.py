@@ -1,4 +1,6 @@
-"""What a compiler for aarch64 makes of the verbs: seq_cst loads must be ldar, never ldapr, where a handshake relies on them."""
+"""What a compiler for aarch64 makes of the verbs: seq_cst loads must be ldar, never ldapr, where a handshake
+relies on them.
+"""
 
 import re
 import shutil
@@ -15,19 +17,20 @@ COMPILERS = {
     "clang with rcpc": ["clang", "--target=aarch64-linux-gnu", "-isystem", CROSS, "-march=armv8.4-a"],
 }
 STORE, LOAD, ACQUIRE = r"stlr", r"ldar", r"ldap?u?r"
-# The ordered instructions that each function must have, in this order, others between them allowed: see docs/memory-model.md.
+# The ordered instructions that each function must have, in this order, others between them allowed: see
+# docs/memory-model.md.
 WANTED = {
-    "commit": [STORE, STORE, LOAD],            # generation, tail, hub_sleeping
-    "release": [STORE, LOAD],                  # released, space_waiting
-    "sleeps": [LOAD, STORE, LOAD],             # doorbell, hub_sleeping, a tail
-    "arms": [LOAD, STORE, LOAD],               # the same
-    "wait_space": [LOAD, STORE, LOAD],         # space_bell, space_waiting, a released
+    "commit": [STORE, STORE, LOAD],  # generation, tail, hub_sleeping
+    "release": [STORE, LOAD],  # released, space_waiting
+    "sleeps": [LOAD, STORE, LOAD],  # doorbell, hub_sleeping, a tail
+    "arms": [LOAD, STORE, LOAD],  # the same
+    "wait_space": [LOAD, STORE, LOAD],  # space_bell, space_waiting, a released
     "is_released": [LOAD],
-    "adopt": [LOAD, ACQUIRE],                  # tail, a generation
+    "adopt": [LOAD, ACQUIRE],  # tail, a generation
     "next": [ACQUIRE],
     "look": [ACQUIRE],
     "hand_out": [STORE],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=COMPILERS)
@@ -54,4 +57,6 @@ def ordered(request, tmp_path_factory) -> dict[str, list[str]]:
 @pytest.mark.parametrize("function", WANTED)
 def test_handshakes_are_stlr_and_ldar(ordered, function):
     pattern = ".* ".join(f"\\b{each}\\b" for each in WANTED[function])
-    assert re.search(pattern, " ".join(ordered[function])), f"{function}: {ordered[function]}, wanted {WANTED[function]}"
+    assert re.search(pattern, " ".join(ordered[function])), (
+        f"{function}: {ordered[function]}, wanted {WANTED[function]}"
+    )

@@ -19,7 +19,9 @@ def test_nothing_is_reported_lost_or_torn(sanitizer, tmp_path):
         pytest.skip(str(why))
 
 
-@pytest.mark.parametrize("name", ["commit stored relaxed", "hand-out one too low", "hub-wake: flag loaded before tail"])
+@pytest.mark.parametrize(
+    "name", ["commit stored relaxed", "hand-out one too low", "hub-wake: flag loaded before tail"]
+)
 def test_a_planted_error_is_shown(name):
     try:
         right, shown = check(name, with_model=False)

@@ -40,7 +40,12 @@ def imports(path: Path, package: str) -> Iterator[tuple[str, int, bool]]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                base = ".".join([*package.split(".")[: len(package.split(".")) - node.level + 1], *([base] if base else [])])
+                base = ".".join(
+                    [
+                        *package.split(".")[: len(package.split(".")) - node.level + 1],
+                        *([base] if base else []),
+                    ]
+                )
             for alias in node.names:
                 yield f"{base}.{alias.name}", node.lineno, id(node) in for_types
 
@@ -57,5 +62,7 @@ def python_imports(sources) -> list[tuple[str, str, str, bool]]:
         (name, imported, f"{path.relative_to(ROOT)}:{line}", for_types)
         for name, path in sources
         if path.suffix == ".py"
-        for imported, line, for_types in imports(path, name if path.stem == "__init__" else name.rpartition(".")[0])
+        for imported, line, for_types in imports(
+            path, name if path.stem == "__init__" else name.rpartition(".")[0]
+        )
     ]

@@ -14,8 +14,19 @@ ROOT = Path(__file__).parents[2]
 
 # module of the transport -> what of the transport it may import, besides these that know nothing of it:
 LEAVES = {
-    "errors", "config", "limits", "one_process", "one_thread", "reasons", "exits", "hints", "in_thread", "staleness", "steering",
-    "unreleased", "closing",
+    "errors",
+    "config",
+    "limits",
+    "one_process",
+    "one_thread",
+    "reasons",
+    "exits",
+    "hints",
+    "in_thread",
+    "staleness",
+    "steering",
+    "unreleased",
+    "closing",
 }
 LAYERS = {
     "segment": {"_ext", "liveness", "placement"},
@@ -39,8 +50,19 @@ LAYERS = {
     "schema": {"_ext"},
     "record": {"_ext", "segment", "liveness", "schema", "arrow", "scored_data"},
     "producer": {
-        "_ext", "segment", "liveness", "participation", "placement", "schema", "measure", "outgoing", "own_names", "refusals", "sizing",
-        "slot", "tickets",
+        "_ext",
+        "segment",
+        "liveness",
+        "participation",
+        "placement",
+        "schema",
+        "measure",
+        "outgoing",
+        "own_names",
+        "refusals",
+        "sizing",
+        "slot",
+        "tickets",
     },
     "groups": {"record"},
     "want": {"groups"},
@@ -55,7 +77,16 @@ LAYERS = {
     "shares": {"groups"},
     "rank_share": {"_ext", "batch", "groups", "messages", "record"},
     "rank": {
-        "rank_share", "_ext", "liveness", "messages", "participation", "segment", "batch", "groups", "record", "schema",
+        "rank_share",
+        "_ext",
+        "liveness",
+        "messages",
+        "participation",
+        "segment",
+        "batch",
+        "groups",
+        "record",
+        "schema",
         "control_client",
     },
     "control_client": {"messages", "segment"},
@@ -63,7 +94,15 @@ LAYERS = {
     "weights_tensors": {"_ext", "weights_table"},
     "weights_floor": {"_ext", "segment", "liveness"},
     "weights_end": {"_ext", "participation"},
-    "weights_writer": {"_ext", "segment", "liveness", "weights_end", "weights_floor", "weights_table", "weights_tensors"},
+    "weights_writer": {
+        "_ext",
+        "segment",
+        "liveness",
+        "weights_end",
+        "weights_floor",
+        "weights_table",
+        "weights_tensors",
+    },
     "weights_part": {"_ext", "liveness", "weights_end", "weights_table", "weights_tensors"},
     "weights_reader": {"_ext", "segment", "liveness", "weights_end", "weights_table"},
     "weights": {"weights_table", "weights_writer", "weights_part", "weights_reader"},
@@ -71,8 +110,19 @@ LAYERS = {
 }
 # Third parties that are not everywhere installed, and who may import them.
 ALLOWED = {
-    "torch": ("shmbridge.consumers", "shmbridge.producers", "shmbridge.cli", "shmbridge.weights_tensors", "shmbridge.bench"),
-    "transformers": ("shmbridge.consumers", "shmbridge.producers", "shmbridge.bench.test_bench_weights", "shmbridge.bench.gpu"),
+    "torch": (
+        "shmbridge.consumers",
+        "shmbridge.producers",
+        "shmbridge.cli",
+        "shmbridge.weights_tensors",
+        "shmbridge.bench",
+    ),
+    "transformers": (
+        "shmbridge.consumers",
+        "shmbridge.producers",
+        "shmbridge.bench.test_bench_weights",
+        "shmbridge.bench.gpu",
+    ),
     "vllm": ("shmbridge.consumers", "shmbridge.bench.test_bench_weights"),
     "ray": ("shmbridge.relay", "shmbridge.consumers", "shmbridge.bench.baselines"),
     "atroposlib": ("shmbridge.producers", "shmbridge.bench"),
@@ -83,7 +133,9 @@ ALLOWED = {
     "matplotlib": ("shmbridge.consumers", "shmbridge.bench"),
     "yaml": ("shmbridge.launch",),
     **dict.fromkeys(("fastapi", "uvicorn", "starlette", "pydantic", "h11"), ("shmbridge.consumers",)),
-    **dict.fromkeys(("faster_fifo", "iceoryx2", "transfer_queue", "tensordict"), ("shmbridge.bench.baselines",)),
+    **dict.fromkeys(
+        ("faster_fifo", "iceoryx2", "transfer_queue", "tensordict"), ("shmbridge.bench.baselines",)
+    ),
 }
 
 
@@ -118,7 +170,9 @@ def test_leaves_know_nothing_of_the_package(python_imports):
     wrong = [
         f"{where}: imports {imported}"
         for module, imported, where, _ in python_imports
-        if module.removeprefix("shmbridge.") in LEAVES and within(imported, "shmbridge") and imported.split(".")[1] not in LEAVES
+        if module.removeprefix("shmbridge.") in LEAVES
+        and within(imported, "shmbridge")
+        and imported.split(".")[1] not in LEAVES
     ]
     assert not wrong
 
@@ -126,25 +180,39 @@ def test_leaves_know_nothing_of_the_package(python_imports):
 def test_adapters_use_public_modules_and_not_each_other(python_imports):
     wrong = []
     for module, imported, where, for_types in python_imports:
-        mine = next((own for own in ("shmbridge.producers", "shmbridge.consumers") if within(module, own)), None)
+        mine = next(
+            (own for own in ("shmbridge.producers", "shmbridge.consumers") if within(module, own)), None
+        )
         if mine is None or not within(imported, "shmbridge") or for_types:
             continue
-        other = {"shmbridge.producers": "shmbridge.consumers", "shmbridge.consumers": "shmbridge.producers"}[mine]
-        private = [part for part in imported.split(".")[1:] if part.startswith("_") and part not in ("__init__", "__version__")]
+        other = {"shmbridge.producers": "shmbridge.consumers", "shmbridge.consumers": "shmbridge.producers"}[
+            mine
+        ]
+        private = [
+            part
+            for part in imported.split(".")[1:]
+            if part.startswith("_") and part not in ("__init__", "__version__")
+        ]
         if within(imported, other) or private:
             wrong.append(f"{where}: {module} imports {imported}")
     assert not wrong
 
 
 def test_nothing_imports_what_stands_on_top(python_imports):
-    """cli, tui and relay are imported by nobody, launch by its command, the adapters, testing and bench not by the transport."""
+    """cli, tui and relay are imported by nobody, launch by its command, the adapters, testing and bench not
+    by the transport.
+    """
     wrong = []
     for module, imported, where, _ in python_imports:
         for top in ("cli", "launch", "tui", "relay", "testing", "producers", "consumers", "bench"):
             if within(imported, f"shmbridge.{top}") and not within(module, f"shmbridge.{top}"):
-                on_top = any(within(module, f"shmbridge.{each}") for each in ("cli", "launch", "relay", "tui", "bench"))
+                on_top = any(
+                    within(module, f"shmbridge.{each}") for each in ("cli", "launch", "relay", "tui", "bench")
+                )
                 its_command = (top, module) == ("launch", "shmbridge.cli.launch")
-                if not its_command and not (on_top and top in ("producers", "consumers", "tui", "testing", "bench")):
+                if not its_command and not (
+                    on_top and top in ("producers", "consumers", "tui", "testing", "bench")
+                ):
                     wrong.append(f"{where}: {module} imports {imported}")
     assert not wrong
 
@@ -166,26 +234,37 @@ def test_no_pickle_and_no_standard_shared_memory(sources):
         for name, path in sources
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if not within(name, "shmbridge.bench.baselines")
-        and re.search(r"\b(?:import|from)\s+(?:c?pickle|cloudpickle|dill|marshal|shelve)\b|\bpickle\.\w|allow_pickle\s*=\s*True"
-                     r"|multiprocessing\W+(?:import\s+)?shared_memory|weights_only\s*=\s*False", line)
-    ]  # fmt: skip
+        and re.search(
+            r"\b(?:import|from)\s+(?:c?pickle|cloudpickle|dill|marshal|shelve)\b|\bpickle\.\w|allow_pickle\s*=\s*True"
+            r"|multiprocessing\W+(?:import\s+)?shared_memory|weights_only\s*=\s*False",
+            line,
+        )
+    ]
     assert not wrong
 
 
 def child(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd="/", env={**os.environ, "PYTHONPATH": str(Path(shmbridge.__file__).parents[1])},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd="/",
+        env={**os.environ, "PYTHONPATH": str(Path(shmbridge.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout
 
 
 def test_import_shmbridge_is_light():
     """Neither the package nor its two ends pull in what only some need."""
-    loaded = json.loads(child("import sys, json, shmbridge; shmbridge.Run; print(json.dumps(sorted(sys.modules)))"))
+    loaded = json.loads(
+        child("import sys, json, shmbridge; shmbridge.Run; print(json.dumps(sorted(sys.modules)))")
+    )
     heavy = {"torch", "pyarrow", "zmq", "asyncio", "pandas", "transformers"} & set(loaded)
     assert not heavy
-    loaded = json.loads(child("import sys, json, shmbridge; shmbridge.Producer; print(json.dumps(sorted(sys.modules)))"))
+    loaded = json.loads(
+        child("import sys, json, shmbridge; shmbridge.Producer; print(json.dumps(sorted(sys.modules)))")
+    )
     assert not {"torch", "pyarrow", "zmq", "pandas", "transformers"} & set(loaded)
 
 

@@ -1,12 +1,12 @@
-"""Interrupt fuzz: a handler raises at random instants in a consumer that reads in every way there is, and in producers.
+"""Interrupt fuzz: a handler raises at random instants in a consumer that reads in every way there is, and in
+producers.
 
     python tests/stress/interrupt_fuzz.py --seconds 600 --seed 1
 
-A record must be seen by the body of the reader's loop and released by its word, or come again: to the same consumer, to the
-next, or to the one that takes the rest. Under hold="gather" each interrupt may cost one batch: so would SIGKILL. The
-consumers end by close(), by exceptions, by
-SIGKILL, and by handlers that close them. Prints one JSON object; exit status 1 if anything was lost, doubled without a
-mark or out of order.
+A record must be seen by the body of the reader's loop and released by its word, or come again: to the same
+consumer, to the next, or to the one that takes the rest. Under hold="gather" each interrupt may cost one
+batch: so would SIGKILL. The consumers end by close(), by exceptions, by SIGKILL, and by handlers that close
+them. Prints one JSON object; exit status 1 if anything was lost, doubled without a mark or out of order.
 """
 
 import argparse
@@ -24,14 +24,27 @@ from collections import Counter
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one thread, or it could not fork
 
 from fuzz.crew import Crew
-from fuzz.interrupt_role import ENDED_BY_ITSELF, GROUPS, RAISED, WAYS, consume, consume_calmly, produce_interrupted
+from fuzz.interrupt_role import (
+    ENDED_BY_ITSELF,
+    GROUPS,
+    RAISED,
+    WAYS,
+    consume,
+    consume_calmly,
+    produce_interrupted,
+)
 from fuzz.ledger import ConsumerLog, Order, ProducerWords
 from fuzz.pattern import Pattern
 from fuzz.scene import Place, Scene, new_bridge
 from fuzz.word_referee import WordReferee
 
-_IMPORTED_BEFORE_FORK = ("shmbridge.producer", "shmbridge.consumer", "shmbridge.control", "shmbridge.batch",
-"concurrent.futures.thread")
+_IMPORTED_BEFORE_FORK = (
+    "shmbridge.producer",
+    "shmbridge.consumer",
+    "shmbridge.control",
+    "shmbridge.batch",
+    "concurrent.futures.thread",
+)
 _ROUND_S = 3.0
 _LONGEST_LIFE_S = 12.0
 _PRODUCERS = "producers"
@@ -56,7 +69,8 @@ def play(scene: Scene, way: str, seconds: float, plant: str) -> Counter[str]:
         """Whether the child had said that it would kill itself."""
         assert place.log is not None
         counts["interrupts"] += place.log.words[RAISED]
-        place.may_fall = place.log.words[RAISED]  # what nobody had looked at comes again once it is destroyed, be it late
+        # what nobody had looked at comes again once it is destroyed, be it late
+        place.may_fall = place.log.words[RAISED]
         counts["lives"] += 1
         return place.log.words[ConsumerLog.STEP] == ENDED_BY_ITSELF
 
@@ -81,7 +95,14 @@ def run(seed: int, seconds: float, ways: tuple[str, ...], plant: str) -> dict[st
     for number in range(rounds):
         way = ways[number % len(ways)]
         referee = WordReferee(words)
-        scene = Scene(crew, new_bridge("interrupt-fuzz", seed, number), words, incarnations, Pattern(seed + number), referee)
+        scene = Scene(
+            crew,
+            new_bridge("interrupt-fuzz", seed, number),
+            words,
+            incarnations,
+            Pattern(seed + number),
+            referee,
+        )
         counts: Counter[str] = Counter()
         try:
             counts = play(scene, way, max(seconds / rounds - 0.7, 0.6), plant)
@@ -95,20 +116,30 @@ def run(seed: int, seconds: float, ways: tuple[str, ...], plant: str) -> dict[st
         for line in referee.told:
             print(f"{way}, round {number}: {line}", flush=True)
     return {
-        "seed": seed, "seconds": round(time.monotonic() - began, 1), "violations": violations, "counts": dict(sorted(totals.items())),
+        "seed": seed,
+        "seconds": round(time.monotonic() - began, 1),
+        "violations": violations,
+        "counts": dict(sorted(totals.items())),
         "ways": {way: dict(sorted(counts.items())) for way, counts in by_way.items()},
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="how long (default 60)")
     parser.add_argument("--seed", type=int, default=None, help="default: a random one, which is printed")
-    parser.add_argument("--ways", nargs="*", default=[*WAYS, _PRODUCERS], help=f"of {', '.join(WAYS)} and {_PRODUCERS}")
     parser.add_argument(
-        "--plant", choices=("", "silent", "lost"), default="",
-        help="an error that must be found; silent: a record in a thousand is released without a word; lost: two without a count",
-    )  # fmt: skip
+        "--ways", nargs="*", default=[*WAYS, _PRODUCERS], help=f"of {', '.join(WAYS)} and {_PRODUCERS}"
+    )
+    parser.add_argument(
+        "--plant",
+        choices=("", "silent", "lost"),
+        default="",
+        help="an error that must be found; silent: a record in a thousand is released without a word; lost: "
+        "two without a count",
+    )
     wanted = parser.parse_args()
     seed = int.from_bytes(os.urandom(3)) if wanted.seed is None else wanted.seed
     logging.basicConfig(level=logging.CRITICAL, format="%(process)d %(name)s: %(message)s")

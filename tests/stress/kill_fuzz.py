@@ -1,9 +1,11 @@
-"""Kill fuzz: real processes on one bridge, killed and stopped at random moments, and a referee who knows what must still be true.
+"""Kill fuzz: real processes on one bridge, killed and stopped at random moments, and a referee who knows what
+must still be true.
 
     python tests/stress/kill_fuzz.py --seconds 600 --seed 1 --producers 16
 
-Prints one line; exit status 1 if anything was lost, duplicated without a mark, torn, out of order, miscounted or left behind, with what is
-needed to find it. The schedule of who is killed and when comes from the seed; where the victim is by then does not.
+Prints one line; exit status 1 if anything was lost, duplicated without a mark, torn, out of order, miscounted
+or left behind, with what is needed to find it. The schedule of who is killed and when comes from the seed;
+where the victim is by then does not.
 """
 
 import argparse
@@ -21,12 +23,16 @@ import shmbridge
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="how long (default 60)")
     parser.add_argument("--seed", type=int, default=None, help="default: a random one, which is printed")
     parser.add_argument("--producers", type=int, default=16, help="1 to 64, default 16")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the line")
-    parser.add_argument("--plant", action="store_true", help="release two records without a count: that must be found")
+    parser.add_argument(
+        "--plant", action="store_true", help="release two records without a count: that must be found"
+    )
     return parser.parse_args()
 
 
@@ -34,7 +40,8 @@ def main() -> int:
     wanted = options()
     seed = int.from_bytes(os.urandom(3)) if wanted.seed is None else wanted.seed
     logging.basicConfig(level=logging.ERROR, format="%(process)d %(name)s: %(message)s")
-    logging.getLogger("shmbridge.producer").setLevel(logging.CRITICAL)  # it says that it waits, which is what it is made to do
+    # it says that it waits, which is what it is made to do
+    logging.getLogger("shmbridge.producer").setLevel(logging.CRITICAL)
     about = f"seed {seed}, {wanted.producers} producers, {wanted.seconds:.0f} s, {shmbridge.__file__}"
     print(f"kill fuzz: {about}", file=sys.stderr, flush=True)
     bridge = f"kill-fuzz-{os.getpid()}-{seed}"[:48]

@@ -1,4 +1,6 @@
-"""A million small records and a thousand large ones go through, and neither process has more memory at the end than after its first lap."""
+"""A million small records and a thousand large ones go through, and neither process has more memory at the
+end than after its first lap.
+"""
 
 import json
 import subprocess
@@ -10,7 +12,8 @@ import pytest
 import shmbridge
 
 MOST_GROWTH = 1 << 20  # one leaked object of 64 bytes per record would be 64 times as much
-SIZES = {"small": (1_000_000, 100_000, 8), "large": (1_000, 200, 1 << 19)}  # records, of them a first lap, tokens of each
+# records, of them a first lap, tokens of each
+SIZES = {"small": (1_000_000, 100_000, 8), "large": (1_000, 200, 1 << 19)}
 LANE = "16M"
 
 
@@ -29,7 +32,11 @@ def produce(bridge: str, records: int, warm: int, tokens: int) -> None:
         before = anonymous_bytes()
         for _ in range(records - warm):
             producer.put(group)
-        print(json.dumps({"before": before, "after": anonymous_bytes(), "records": producer.stats()["records_total"]}))
+        print(
+            json.dumps(
+                {"before": before, "after": anonymous_bytes(), "records": producer.stats()["records_total"]}
+            )
+        )
 
 
 def consume(bridge: str, records: int, warm: int, tokens: int) -> None:
@@ -60,14 +67,18 @@ def test_memory_stays_flat(bridge, size) -> None:
     try:
         assert consumer.stdout is not None
         assert consumer.stdout.readline() == "ready\n"
-        producer = subprocess.run([*run, "produce", *arguments], stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+        producer = subprocess.run(
+            [*run, "produce", *arguments], stdout=subprocess.PIPE, text=True, timeout=300, check=True
+        )
         out, _ = consumer.communicate(timeout=60)
     finally:
         consumer.kill()
         consumer.wait()
     for who, said in (("producer", json.loads(producer.stdout)), ("consumer", json.loads(out))):
         assert said["records"] == records
-        assert said["after"] - said["before"] < MOST_GROWTH, f"the {who} grew from {said['before']} to {said['after']} bytes"
+        assert said["after"] - said["before"] < MOST_GROWTH, (
+            f"the {who} grew from {said['before']} to {said['after']} bytes"
+        )
 
 
 if __name__ == "__main__":

@@ -16,9 +16,25 @@ PACKAGE = Path(shmbridge.__file__).parents[1]
 
 @pytest.mark.parametrize("producers", [1, 2, 4, 8, 16])
 def test_kill_fuzz(producers):
-    argv = [sys.executable, str(SCRIPT), "--seconds", "4", "--seed", str(producers), "--producers", str(producers), "--json"]
+    argv = [
+        sys.executable,
+        str(SCRIPT),
+        "--seconds",
+        "4",
+        "--seed",
+        str(producers),
+        "--producers",
+        str(producers),
+        "--json",
+    ]
     done = subprocess.run(
-        argv, env={**os.environ, "PYTHONPATH": str(PACKAGE)}, cwd="/", capture_output=True, text=True, check=False, timeout=110
+        argv,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
     )
     said = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     assert done.returncode == 0, said

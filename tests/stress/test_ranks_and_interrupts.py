@@ -17,9 +17,14 @@ PACKAGE = Path(shmbridge.__file__).parents[1]
 
 def run(script: str, *arguments: str) -> tuple[int, dict[str, Any], str]:
     done = subprocess.run(
-        [sys.executable, str(HERE / script), *arguments], env={**os.environ, "PYTHONPATH": str(PACKAGE)}, cwd="/",
-        capture_output=True, text=True, check=False, timeout=170,
-    )  # fmt: skip
+        [sys.executable, str(HERE / script), *arguments],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
     said = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.returncode, json.loads(done.stdout.splitlines()[-1]), said
 
@@ -42,7 +47,9 @@ def test_interrupts_in_every_way_of_reading():
 
 @pytest.mark.timeout(180)
 def test_a_record_that_is_released_without_a_word_is_found():
-    code, tally, said = run("interrupt_fuzz.py", "--seconds", "2", "--seed", "1", "--ways", "poll", "--plant", "silent")
+    code, tally, said = run(
+        "interrupt_fuzz.py", "--seconds", "2", "--seed", "1", "--ways", "poll", "--plant", "silent"
+    )
     assert code == 1, said
     assert tally["counts"]["lost"] >= 1, said
 

@@ -1,4 +1,7 @@
-"""The referee of the kill fuzz sees every violation it has a word for, and lets what is right pass. No process, no bridge."""
+"""The referee of the kill fuzz sees every violation it has a word for, and lets what is right pass.
+
+No process, no bridge.
+"""
 
 import pytest
 from fuzz.ledger import ConsumerLog, Kind, ProducerWords, number_of, producer_name
@@ -114,7 +117,9 @@ def test_a_release_that_was_under_way_may_have_been_over(again, game):
 
 
 def test_a_batch_whose_release_was_under_way(game):
-    game.take(*range(4)).write(Kind.ASKED_BATCHES, 8).write(Kind.GOT, *range(4, 10)).write(Kind.RELEASING_MANY, *range(4, 10))
+    game.take(*range(4)).write(Kind.ASKED_BATCHES, 8).write(Kind.GOT, *range(4, 10)).write(
+        Kind.RELEASING_MANY, *range(4, 10)
+    )
     game.next_consumer()
     assert game.take(7, 9, again=True).found() == {}
 
@@ -185,7 +190,9 @@ class Given:
 
     def __init__(self, sequence: int, columns: dict) -> None:
         self.sequence, self.columns = sequence, list(columns)
-        self._columns = {name: self.Column(rows) if name != "score" else rows for name, rows in columns.items()}
+        self._columns = {
+            name: self.Column(rows) if name != "score" else rows for name, rows in columns.items()
+        }
 
     def __getitem__(self, name):
         return self._columns[name]

@@ -1,4 +1,6 @@
-"""A short run of weights_fuzz.py: no reader sees a version that is torn, mixed or half there, and nothing is left behind."""
+"""A short run of weights_fuzz.py: no reader sees a version that is torn, mixed or half there, and nothing is
+left behind.
+"""
 
 import json
 import os
@@ -18,10 +20,18 @@ PACKAGE = Path(shmbridge.__file__).parents[1]
 def test_weights_fuzz(seed):
     argv = [sys.executable, str(SCRIPT), "--seconds", "5", "--seed", str(seed)]
     done = subprocess.run(
-        argv, env={**os.environ, "PYTHONPATH": str(PACKAGE)}, cwd="/", capture_output=True, text=True, check=False, timeout=110
+        argv,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
     )
     said = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     assert done.returncode == 0, said
     tally = json.loads(done.stdout.splitlines()[-1])
     assert tally["kills"]["writer"] >= 8, "this was no fuzz: " + said
-    assert min(tally[name] for name in ("published", "changed_only", "filled", "leases", "copies")) >= 20, "this was no fuzz: " + said
+    assert min(tally[name] for name in ("published", "changed_only", "filled", "leases", "copies")) >= 20, (
+        "this was no fuzz: " + said
+    )

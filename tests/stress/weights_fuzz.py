@@ -1,9 +1,11 @@
-"""Kill fuzz of the weights: a writer, ranks that write parts of its versions, and readers, killed and stopped at random moments.
+"""Kill fuzz of the weights: a writer, ranks that write parts of its versions, and readers, killed and stopped
+at random moments.
 
     python tests/stress/weights_fuzz.py --seconds 600 --seed 1
 
-What a version gives follows from its number, so that every reader can tell a torn, mixed or half-written one. Prints one JSON object; exit
-status 1 if anything was wrong. The schedule of who is killed comes from the seed; where the victim is by then does not.
+What a version gives follows from its number, so that every reader can tell a torn, mixed or half-written one.
+Prints one JSON object; exit status 1 if anything was wrong. The schedule of who is killed comes from the
+seed; where the victim is by then does not.
 """
 
 import argparse
@@ -29,11 +31,24 @@ from shmbridge.weights import WeightsLease, WeightsPart, WeightsReader, WeightsW
 SHAPES = {"large": (300, 1000), "wide": (4, 50_000), "vector": (999,), "small": (2, 3), "scalar": ()}
 SPECS = [(name, "int64", shape) for name, shape in SHAPES.items()]
 RANKS = 2
-COUNTERS = ["published", "changed_only", "filled", "refused", "abandoned", "busy", "parts", "late_parts", "leases", "copies"]
+COUNTERS = [
+    "published",
+    "changed_only",
+    "filled",
+    "refused",
+    "abandoned",
+    "busy",
+    "parts",
+    "late_parts",
+    "leases",
+    "copies",
+]
 
 
 class Counters:
-    """Shared by all processes; each is added to by one role, so that at most what a kill interrupts is lost."""
+    """Shared by all processes; each is added to by one role, so that at most what a kill interrupts is
+    lost.
+    """
 
     def __init__(self) -> None:
         self._memory = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
@@ -49,17 +64,23 @@ def given_by(version: int) -> tuple[str, set[str]]:
     """How a version is written, and which tensors it gives."""
     rng = random.Random(version)
     how = rng.choice(["whole", "changed", "changed", "fill", "fill"])
-    return how, set(rng.sample(sorted(SHAPES), rng.randrange(len(SHAPES) + 1))) if how == "changed" else set(SHAPES)
+    return how, set(rng.sample(sorted(SHAPES), rng.randrange(len(SHAPES) + 1))) if how == "changed" else set(
+        SHAPES
+    )
 
 
 def check(version: int, tensors: dict[str, np.ndarray]) -> dict[str, int]:
-    """What each tensor says, if that can be: one value each, of versions that gave it, and none of a version that is only half there."""
+    """What each tensor says, if that can be: one value each, of versions that gave it, and none of a version
+    that is only half there.
+    """
     values = {}
     for name, tensor in tensors.items():
         values[name] = int(tensor.flat[0])
         assert (tensor == values[name]).all(), f"version {version}: {name} is torn: {np.unique(tensor)}"
         assert values[name] <= version, f"version {version}: {name} says {values[name]}"
-        assert name in given_by(values[name])[1], f"version {version}: {name} says {values[name]}, which did not give it"
+        assert name in given_by(values[name])[1], (
+            f"version {version}: {name} says {values[name]}, which did not give it"
+        )
     for said in {*values.values(), version}:
         for name in given_by(said)[1]:
             assert values[name] >= said, f"version {version}: {name} says {values[name]}, and {said} gave it"
@@ -74,7 +95,9 @@ def write(bridge: str, tickets: list[int], acks: int, counters: Counters) -> Non
             version += 1
             how, names = given_by(version)
             checksum = rng.random() < 0.3
-            values = [(name, np.full(SHAPES[name], version)) for name in sorted(names, key=lambda _: rng.random())]
+            values = [
+                (name, np.full(SHAPES[name], version)) for name in sorted(names, key=lambda _: rng.random())
+            ]
             try:
                 if how == "fill":
                     fill(writer, version, tickets, acks, checksum, rng.random() < 0.1)
@@ -82,7 +105,9 @@ def write(bridge: str, tickets: list[int], acks: int, counters: Counters) -> Non
                 elif how == "changed" and writer.last_version is None:
                     continue
                 else:
-                    writer.publish(version, values, changed_only=how == "changed", checksum=checksum, timeout_s=0.2)
+                    writer.publish(
+                        version, values, changed_only=how == "changed", checksum=checksum, timeout_s=0.2
+                    )
                     counters.add("changed_only" if how == "changed" else "published")
             except shmbridge.WeightsMismatch:
                 counters.add("refused")
@@ -93,7 +118,9 @@ def write(bridge: str, tickets: list[int], acks: int, counters: Counters) -> Non
                 counters.add("abandoned")
 
 
-def fill(writer: WeightsWriter, version: int, tickets: list[int], acks: int, checksum: bool, abandon: bool) -> None:
+def fill(
+    writer: WeightsWriter, version: int, tickets: list[int], acks: int, checksum: bool, abandon: bool
+) -> None:
     while select.select([acks], [], [], 0)[0]:
         os.read(acks, 4096)
     with writer.fill(version, SPECS, checksum=checksum, timeout_s=0.2) as filling:
@@ -152,7 +179,9 @@ def look(held: WeightsLease, before: tuple[int, dict[str, int]] | None) -> dict[
         changed = held.changed_since(version)
         expected = {name for name, value in values.items() if value > version}
         assert changed == expected, f"since {version}, version {held.version}: {sorted(changed)} of {values}"
-        assert all(values[name] == old[name] for name in SHAPES if name not in changed), f"{old} became {values}, changed {sorted(changed)}"
+        assert all(values[name] == old[name] for name in SHAPES if name not in changed), (
+            f"{old} became {values}, changed {sorted(changed)}"
+        )
     return values
 
 
@@ -189,7 +218,9 @@ class Director:
             "copy": lambda: copy(bridge, self.counters),
         }
         for rank in range(RANKS):
-            self._roles[f"rank {rank}"] = lambda rank=rank: write_parts(bridge, rank, pipes[rank][0], acks[1], self.counters)
+            self._roles[f"rank {rank}"] = lambda rank=rank: write_parts(
+                bridge, rank, pipes[rank][0], acks[1], self.counters
+            )
         self.pids: dict[str, int] = {}
         self.kills = dict.fromkeys(self._roles, 0)
         self.wrong: list[str] = []
@@ -235,7 +266,9 @@ class Director:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="how long (default 60)")
     parser.add_argument("--seed", type=int, default=1, help="of the schedule (default 1)")
     wanted = parser.parse_args()
@@ -246,15 +279,26 @@ def main() -> int:
         began = time.monotonic()
         with WeightsWriter(bridge) as writer:
             version = 1 + max(writer.last_version or 0, 0)
-            writer.publish(version, [(name, np.full(shape, version)) for name, shape in SHAPES.items()], timeout_s=5)
+            writer.publish(
+                version, [(name, np.full(shape, version)) for name, shape in SHAPES.items()], timeout_s=5
+            )
             with reader.lease() as held:
                 assert {int(np.unique(tensor)[0]) for tensor in held.tensors.values()} == {version}
         if time.monotonic() - began > 5:
             director.wrong.append("the last writer waited for the dead")
-    left = [name for name in (segment.control_name(bridge), segment.weights_name(bridge)) if segment.stands_there(name)]
+    left = [
+        name
+        for name in (segment.control_name(bridge), segment.weights_name(bridge))
+        if segment.stands_there(name)
+    ]
     director.wrong += [f"{name} is left" for name in left]
     shmbridge.clean(bridge, dry_run=False)
-    print(json.dumps({"seed": wanted.seed, "wrong": director.wrong, "kills": director.kills, **director.counters.all()}), flush=True)
+    print(
+        json.dumps(
+            {"seed": wanted.seed, "wrong": director.wrong, "kills": director.kills, **director.counters.all()}
+        ),
+        flush=True,
+    )
     return 1 if director.wrong else 0
 
 

@@ -11,10 +11,13 @@ class Stop(Exception):
 
 
 @contextmanager
-def raising_at(number: int, modules: Collection[str], events: Collection[str] = ("line",)) -> Iterator[Callable[[], bool]]:
+def raising_at(
+    number: int, modules: Collection[str], events: Collection[str] = ("line",)
+) -> Iterator[Callable[[], bool]]:
     """Raises Stop at the `number`-th of these trace events in these modules; says whether that came.
 
-    Not at the line of a `with`: the interpreter comes by it again to leave the block, where it lets no handler run.
+    Not at the line of a `with`: the interpreter comes by it again to leave the block, where it lets no
+    handler run.
     """
     left = number
 

@@ -13,7 +13,9 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("call", ["turns", "_watch"], ids=["before it is taken from", "before it is watched"])
-def test_a_lane_interrupted_in_adoption_is_taken_from_and_buried(make_producer, make_consumer, monkeypatch, call) -> None:
+def test_a_lane_interrupted_in_adoption_is_taken_from_and_buried(
+    make_producer, make_consumer, monkeypatch, call
+) -> None:
     hub, producer = make_consumer(), make_producer()
     producer.put({"tokens": [[7]]})
     lanes = hub._lanes

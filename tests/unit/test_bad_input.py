@@ -1,4 +1,6 @@
-"""What must never reach a consumer: each wrong group is a typed error that says where, nothing is committed, and the producer goes on."""
+"""What must never reach a consumer: each wrong group is a typed error that says where, nothing is committed,
+and the producer goes on.
+"""
 
 import gc
 import os
@@ -54,10 +56,20 @@ def refused(ends, group) -> shmbridge.ShmBridgeError:
 @pytest.mark.parametrize(
     ("group", "column", "row", "numbers"),
     [
-        ({"tokens": [[1, 2], [3]], "advantages": [[0.0, 1.0], [1.0, 2.0]]}, "advantages", 1, ("2 values", "tokens have 1")),
+        (
+            {"tokens": [[1, 2], [3]], "advantages": [[0.0, 1.0], [1.0, 2.0]]},
+            "advantages",
+            1,
+            ("2 values", "tokens have 1"),
+        ),
         ({"tokens": [[1, 2]], "masks": [[1]], "scores": [1.0]}, "masks", 0, ("1 values", "tokens have 2")),
         ({"tokens": [[1, 2]], "loss_mask": [[1]]}, "loss_mask", 0, ("1 values", "tokens have 2")),
-        ({"tokens": [[1, 2]], "distill_token_ids": [[[1]]]}, "distill_token_ids", 0, ("1 values", "tokens have 2")),
+        (
+            {"tokens": [[1, 2]], "distill_token_ids": [[[1]]]},
+            "distill_token_ids",
+            0,
+            ("1 values", "tokens have 2"),
+        ),
         ({"tokens": [[1], [2]], "score": [1.0]}, "score", -1, ("1 rows", "tokens have 2")),
         ({"tokens": [[1], [2]], "messages": [[]]}, "messages", -1, ("1 rows", "tokens have 2")),
         ({"tokens": [[1], [2, 2**31]]}, "tokens", 1, ("2147483648",)),
@@ -74,24 +86,79 @@ def refused(ends, group) -> shmbridge.ShmBridgeError:
         ({"tokens": (np.array([1, 2, -3], np.int16), [2, 1])}, "tokens", 1, ("position 0", "-3 is negative")),
         ({"tokens": np.array([[1, 2], [3, -4]])[:, ::-1]}, "tokens", 1, ("position 0", "-4 is negative")),
         ({"tokens": [[1, 2], [3]], "advantages": MASKED}, "advantages", 1, ("position 0", "masked there")),
-        ({"tokens": [[1, 2], [3]], "score": np.ma.array([0.5, 7.0], mask=[0, 1])}, "score", 1, ("masked there",)),
-        ({"tokens": [[1, 2], [3]], "rewards": (np.ma.array([0.5, 1, 7.0], mask=[0, 0, 1]), [2, 1])}, "rewards", 1, ("masked",)),
-        ({"tokens": np.ma.array([[1, 2], [3, 4]], mask=[[0, 0], [0, 1]])}, "tokens", 1, ("position 1", "masked there")),
+        (
+            {"tokens": [[1, 2], [3]], "score": np.ma.array([0.5, 7.0], mask=[0, 1])},
+            "score",
+            1,
+            ("masked there",),
+        ),
+        (
+            {"tokens": [[1, 2], [3]], "rewards": (np.ma.array([0.5, 1, 7.0], mask=[0, 0, 1]), [2, 1])},
+            "rewards",
+            1,
+            ("masked",),
+        ),
+        (
+            {"tokens": np.ma.array([[1, 2], [3, 4]], mask=[[0, 0], [0, 1]])},
+            "tokens",
+            1,
+            ("position 1", "masked there"),
+        ),
         ({"tokens": (np.arange(3), np.ma.array([1, 2], mask=[0, 1]))}, "tokens", -1, ("lengths",)),
-        ({"tokens": [[1]], "distill_logprobs": [[np.ma.array([1.0, 2.0], mask=[1, 0])]]}, "distill_logprobs", 0, ("position 0", "masked")),
-        (pa.record_batch({"tokens": [[1], [2, 3]], "ref_logprobs": [[0.5], [1.5, None]]}), "ref_logprobs", 1, ("position 1", "None")),
-        ({"tokens": [[1, 2], [3]], "prompt_length": [2, 2]}, "prompt_length", 1, ("2 is beyond the row's 1 tokens",)),
-        ({"tokens": [[1, 2], [3]], "prompt_length": np.array([-2, 1])}, "prompt_length", 0, ("-2 is negative",)),
-        ({"tokens": [(1, 2), (3,)], "prompt_length": [None, 5]}, "prompt_length", 1, ("5 is beyond the row's 1 tokens",)),
-        ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0]], "step_ends": [[9]]}, "step_ends", 0, ("9", "3 tokens")),
-        ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0]], "step_ends": [[1, 3]]}, "step_ends", 0, ("2 ends for 1 step_rewards",)),
-        ({"tokens": [[1, 2, 3]], "step_rewards": [[1.0, 2.0]], "step_ends": [[2, 2]]}, "step_ends", 0, ("2 is not after 2",)),
+        (
+            {"tokens": [[1]], "distill_logprobs": [[np.ma.array([1.0, 2.0], mask=[1, 0])]]},
+            "distill_logprobs",
+            0,
+            ("position 0", "masked"),
+        ),
+        (
+            pa.record_batch({"tokens": [[1], [2, 3]], "ref_logprobs": [[0.5], [1.5, None]]}),
+            "ref_logprobs",
+            1,
+            ("position 1", "None"),
+        ),
+        (
+            {"tokens": [[1, 2], [3]], "prompt_length": [2, 2]},
+            "prompt_length",
+            1,
+            ("2 is beyond the row's 1 tokens",),
+        ),
+        (
+            {"tokens": [[1, 2], [3]], "prompt_length": np.array([-2, 1])},
+            "prompt_length",
+            0,
+            ("-2 is negative",),
+        ),
+        (
+            {"tokens": [(1, 2), (3,)], "prompt_length": [None, 5]},
+            "prompt_length",
+            1,
+            ("5 is beyond the row's 1 tokens",),
+        ),
+        (
+            {"tokens": [[1, 2, 3]], "step_rewards": [[1.0]], "step_ends": [[9]]},
+            "step_ends",
+            0,
+            ("9", "3 tokens"),
+        ),
+        (
+            {"tokens": [[1, 2, 3]], "step_rewards": [[1.0]], "step_ends": [[1, 3]]},
+            "step_ends",
+            0,
+            ("2 ends for 1 step_rewards",),
+        ),
+        (
+            {"tokens": [[1, 2, 3]], "step_rewards": [[1.0, 2.0]], "step_ends": [[2, 2]]},
+            "step_ends",
+            0,
+            ("2 is not after 2",),
+        ),
         ({"tokens": [[1], [1, 2, 3]], "step_ends": [[1], [3, 2]]}, "step_ends", 1, ("2 is not after 3",)),
         ({"tokens": [[1, 2, 3]], "step_ends": [[0]]}, "step_ends", 0, ("0 is not after 0",)),
         ({"tokens": [[1], []], "score": [1.0, 0.0]}, "tokens", 1, ("no tokens",)),
         ({"tokens": [[1], []], "scores": [1.0, 0.0], "masks": [[1], []]}, "tokens", 1, ("no tokens",)),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_named_with_column_row_and_numbers(ends, group, column, row, numbers) -> None:
     wrong = refused(ends, group)
     assert (wrong.column, wrong.row) == (column, row)
@@ -100,7 +167,13 @@ def test_a_wrong_value_is_named_with_column_row_and_numbers(ends, group, column,
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("advantage", "advantages"), ("token", "tokens"), ("inference_logprob", "inference_logprobs"), ("zzz", "schema")]
+    ("name", "near"),
+    [
+        ("advantage", "advantages"),
+        ("token", "tokens"),
+        ("inference_logprob", "inference_logprobs"),
+        ("zzz", "schema"),
+    ],
 )
 def test_an_unknown_column_is_named_with_the_nearest_known_one(ends, name, near) -> None:
     wrong = refused(ends, {"tokens": [[1]], name: [[1]]})
@@ -109,45 +182,100 @@ def test_an_unknown_column_is_named_with_the_nearest_known_one(ends, name, near)
 
 @pytest.mark.parametrize(
     "group",
-    [{}, {"tokens": None}, {"tokens": []}, {"tokens": ()}, {"tokens": np.empty((0, 4), np.int32)}, {"tokens": {}},
-     {"tokens": (np.empty(0, np.int32), [])}, {"tokens": (np.empty(0, np.int32), np.empty(0, np.int64))},
-     pa.record_batch({"tokens": pa.array([], pa.list_(pa.int32()))})],
+    [
+        {},
+        {"tokens": None},
+        {"tokens": []},
+        {"tokens": ()},
+        {"tokens": np.empty((0, 4), np.int32)},
+        {"tokens": {}},
+        {"tokens": (np.empty(0, np.int32), [])},
+        {"tokens": (np.empty(0, np.int32), np.empty(0, np.int64))},
+        pa.record_batch({"tokens": pa.array([], pa.list_(pa.int32()))}),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_empty_group_is_refused(ends, group) -> None:
     assert "empty" in str(refused(ends, group))
 
 
 @pytest.mark.parametrize(
     "tokens",
-    [5, "ab", [1, 2, 3], [[1, 2], 3], [None, [1]], [[[1]]], [{1, 2}], {"a": [1]}, np.array([1, 2, 3]), np.array(5), [np.array(5)],
-     (x for x in [[1]]), (np.arange(3), [-1, 4]), (np.arange(3), [1.5, 1.5]), (np.arange(3), np.array([[1, 2]])), (np.arange(3), [1, 1]),
-     (np.arange(3), None)],
+    [
+        5,
+        "ab",
+        [1, 2, 3],
+        [[1, 2], 3],
+        [None, [1]],
+        [[[1]]],
+        [{1, 2}],
+        {"a": [1]},
+        np.array([1, 2, 3]),
+        np.array(5),
+        [np.array(5)],
+        (x for x in [[1]]),
+        (np.arange(3), [-1, 4]),
+        (np.arange(3), [1.5, 1.5]),
+        (np.arange(3), np.array([[1, 2]])),
+        (np.arange(3), [1, 1]),
+        (np.arange(3), None),
+    ],
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
+)
 def test_tokens_that_are_no_rows_are_refused(ends, tokens) -> None:
     refused(ends, {"tokens": tokens})
 
 
 @pytest.mark.parametrize(
     "column",
-    [{"masks": [None]}, {"masks": 5}, {"masks": [5]}, {"masks": [["x"]]}, {"masks": [[[2]]]}, {"masks": [np.array(["x"])]},
-     {"score": 1.0}, {"score": [[1.0]]}, {"score": ["1"]}, {"advantages": [1.0]},
-     {"advantages": 1.0}, {"reward_components": [{1: 2.0}]}, {"reward_components": {"a": 1.0}}, {"reward_components": [{"a": "b"}]},
-     {"reward_components": [{"a": None}]}, {"instance_id": "a"}, {"instance_id": [5]}, {"instance_id": ["\ud800"]},
-     {"messages": ["\ud800"]}, {"instance_id": [b"\xff"]}, {"messages": [b"\xff"]}, {"messages": ["{nope"]}, {"messages": ["[" * 100_000]},
-     {"extra": "{nope"}, {"extra": b'"\xff"'}, {"messages": [ENDLESS]},
-     {"messages": [print]}, {"env_id": "abc"}, {"env_id": 2**40}, {"env_id": 1.5}, {"distill_token_ids": [1]},
-     {"distill_token_ids": [[None]]}, {"distill_token_ids": [[1]]}, {5: [1]}, {"score": [1.0], "scores": [2.0]},
-     {"rewards": [[1.0]], "token_rewards": [[2.0]]}],
+    [
+        {"masks": [None]},
+        {"masks": 5},
+        {"masks": [5]},
+        {"masks": [["x"]]},
+        {"masks": [[[2]]]},
+        {"masks": [np.array(["x"])]},
+        {"score": 1.0},
+        {"score": [[1.0]]},
+        {"score": ["1"]},
+        {"advantages": [1.0]},
+        {"advantages": 1.0},
+        {"reward_components": [{1: 2.0}]},
+        {"reward_components": {"a": 1.0}},
+        {"reward_components": [{"a": "b"}]},
+        {"reward_components": [{"a": None}]},
+        {"instance_id": "a"},
+        {"instance_id": [5]},
+        {"instance_id": ["\ud800"]},
+        {"messages": ["\ud800"]},
+        {"instance_id": [b"\xff"]},
+        {"messages": [b"\xff"]},
+        {"messages": ["{nope"]},
+        {"messages": ["[" * 100_000]},
+        {"extra": "{nope"},
+        {"extra": b'"\xff"'},
+        {"messages": [ENDLESS]},
+        {"messages": [print]},
+        {"env_id": "abc"},
+        {"env_id": 2**40},
+        {"env_id": 1.5},
+        {"distill_token_ids": [1]},
+        {"distill_token_ids": [[None]]},
+        {"distill_token_ids": [[1]]},
+        {5: [1]},
+        {"score": [1.0], "scores": [2.0]},
+        {"rewards": [[1.0]], "token_rewards": [[2.0]]},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_columns_that_cannot_be_are_refused(ends, column) -> None:
     refused(ends, {"tokens": [[1]], **column})
 
 
 @pytest.mark.parametrize(
-    "group", [[[1, 2]], None, "group", 5, pa.table({"tokens": pa.array([[1]])})], ids=lambda value: type(value).__name__
+    "group",
+    [[[1, 2]], None, "group", 5, pa.table({"tokens": pa.array([[1]])})],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_group_is_refused(ends, group) -> None:
     refused(ends, group)
@@ -169,12 +297,21 @@ HINTS = {
     "text": ({"tokens": [["7"]]}, "numbers, not text"),
     "nan": ({"tokens": [[1]], "scores": [NAN]}, "where the environment computes scores"),
     "padding": ({"tokens": [[1, -100]]}, "without padding"),
-    "nested": ({"tokens": torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])])}, "pass tokens.unbind()"),
-    "jagged": ({"tokens": [[1]], "rewards": torch.nested.nested_tensor([torch.tensor([1.0])], layout=torch.jagged)}, "rewards.unbind()"),
+    "nested": (
+        {"tokens": torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])])},
+        "pass tokens.unbind()",
+    ),
+    "jagged": (
+        {"tokens": [[1]], "rewards": torch.nested.nested_tensor([torch.tensor([1.0])], layout=torch.jagged)},
+        "rewards.unbind()",
+    ),
     "an Arrow array": ({"tokens": pa.array([[1, 2], [3]])}, "pass tokens.to_pylist()"),
     "Arrow chunks": ({"tokens": pa.chunked_array([[[1]]])}, "pass tokens.to_pylist()"),
     "masked": ({"tokens": [[1, 2], [3]], "advantages": MASKED}, "advantages.filled(0)"),
-    "two rows as a tuple": ({"tokens": (np.arange(4), np.array([1, 2]))}, "is (flat array, lengths): give two rows as a list"),
+    "two rows as a tuple": (
+        {"tokens": (np.arange(4), np.array([1, 2]))},
+        "is (flat array, lengths): give two rows as a list",
+    ),
     "prompt": ({"tokens": [[1, 2]], "prompt_length": [3]}, "of tokens that are prompt and response"),
     "ends": ({"tokens": [[1, 2]], "step_ends": [[5]]}, "step_ends are exclusive"),
 }
@@ -198,8 +335,15 @@ def test_a_hint_fits_the_mistake_in_the_callers_own_words(ends, group, hint) -> 
 def test_wrong_values_written_in_place_abort_the_claim(ends) -> None:
     producer, consumer = ends
     ends_of = {"step_ends": [2]}
-    for column, values, lengths in (("tokens", [1, -2], {}), ("step_ends", [2, 1], ends_of), ("step_ends", [1, 3], ends_of)):
-        with pytest.raises(shmbridge.InvalidRecord) as caught, producer.claim(1, {"tokens": [2], **lengths}) as slot:
+    for column, values, lengths in (
+        ("tokens", [1, -2], {}),
+        ("step_ends", [2, 1], ends_of),
+        ("step_ends", [1, 3], ends_of),
+    ):
+        with (
+            pytest.raises(shmbridge.InvalidRecord) as caught,
+            producer.claim(1, {"tokens": [2], **lengths}) as slot,
+        ):
             slot["tokens"][:] = 1
             slot[column][:] = values
         assert caught.value.column == column
@@ -224,12 +368,20 @@ def test_a_prompt_may_be_the_whole_row_or_nothing_or_unknown(ends) -> None:
 
 def test_ends_of_steps_may_be_absent_where_rewards_are_given(ends) -> None:
     producer, consumer = ends
-    producer.put({"tokens": [[1, 2, 3], [4], [5]], "step_rewards": [[1.0, 0.5], [0.1], [2.0]], "step_ends": [[1, 3], [], None]})
+    producer.put(
+        {
+            "tokens": [[1, 2, 3], [4], [5]],
+            "step_rewards": [[1.0, 0.5], [0.1], [2.0]],
+            "step_ends": [[1, 3], [], None],
+        }
+    )
     assert consumer.get(timeout_s=5)["step_ends"][0].tolist() == [1, 3]
 
 
 @pytest.mark.parametrize(
-    ("version", "hint"), [("3", "policy_version=3, without quotes"), ((5, 2), "policy_version=(2, 5)"), (-2, "from 0")], ids=str
+    ("version", "hint"),
+    [("3", "policy_version=3, without quotes"), ((5, 2), "policy_version=(2, 5)"), (-2, "from 0")],
+    ids=str,
 )
 def test_a_version_that_is_none_is_shown_as_it_was_written(ends, version, hint) -> None:
     producer, consumer = ends
@@ -239,7 +391,9 @@ def test_a_version_that_is_none_is_shown_as_it_was_written(ends, version, hint) 
     assert consumer.poll() == []
 
 
-def test_a_version_that_nobody_published_is_counted_at_both_ends_and_said_once(make_producer, make_consumer, caplog) -> None:
+def test_a_version_that_nobody_published_is_counted_at_both_ends_and_said_once(
+    make_producer, make_consumer, caplog
+) -> None:
     consumer, producer = make_consumer(), make_producer(env_name="early")
     consumer.publish_policy_version(3)
     for version in (3, 99, 99, (2, 98)):
@@ -258,7 +412,9 @@ def test_fragments_that_contradict_each_other_are_refused(ends) -> None:
     producer.put({"tokens": [[1]] * 3}, group_id="g", group_size=4)
     with pytest.raises(shmbridge.InvalidRecord, match=r"'g' has 3 rows of group_size=4 already, and 3 more"):
         producer.put({"tokens": [[1]] * 3}, group_id="g", group_size=4)
-    with pytest.raises(shmbridge.InvalidRecord, match=r"'g' has group_size=8, and an earlier fragment said 4"):
+    with pytest.raises(
+        shmbridge.InvalidRecord, match=r"'g' has group_size=8, and an earlier fragment said 4"
+    ):
         producer.put({"tokens": [[1]]}, group_id="g", group_size=8)
     with pytest.raises(shmbridge.InvalidRecord, match="group_size='4' is not a number"):
         producer.put({"tokens": [[1]]}, group_id="g", group_size="4")
@@ -268,7 +424,9 @@ def test_fragments_that_contradict_each_other_are_refused(ends) -> None:
     assert len([first, *consumer.poll()]) == 3
 
 
-def test_contradictory_fragments_that_arrive_are_discarded_and_counted(make_producer, make_consumer, caplog) -> None:
+def test_contradictory_fragments_that_arrive_are_discarded_and_counted(
+    make_producer, make_consumer, caplog
+) -> None:
     producer, consumer = make_producer(), make_consumer()
     producer.put({"tokens": [[1]] * 3}, group_id="g", group_size=4)
     producer._loader.fragments._partial.clear()  # as of a producer that does not look
@@ -285,10 +443,18 @@ def test_contradictory_fragments_that_arrive_are_discarded_and_counted(make_prod
 
 @pytest.mark.parametrize(
     ("size", "hint"),
-    [(64, '"64M"'), (-1, '"64M"'), (0, '"64M"'), ("4K", '"64M"'), (True, '"64M"'), (64e6, "lane_bytes=64000000"), (1.5, '"64M"'),
-     (None, '"64M"')],
+    [
+        (64, '"64M"'),
+        (-1, '"64M"'),
+        (0, '"64M"'),
+        ("4K", '"64M"'),
+        (True, '"64M"'),
+        (64e6, "lane_bytes=64000000"),
+        (1.5, '"64M"'),
+        (None, '"64M"'),
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_a_lane_of_no_size_is_refused(bridge, size, hint) -> None:
     with pytest.raises(shmbridge.BadArgument, match=re.escape(f"lane_bytes={size!r}")) as caught:
         shmbridge.Producer(bridge, lane_bytes=size)
@@ -301,11 +467,13 @@ def test_a_lane_of_no_size_is_refused(bridge, size, hint) -> None:
     ("options", "said", "hint"),
     [
         ({"run": {"batch_size": 64}}, "run= is a dict", "shmbridge.Run(batch_size=64)"),
-        ({"lanes": 0}, "lanes=0", "auto"), ({"lanes": -1}, "lanes=-1", "auto"), ({"lanes": "many"}, "lanes='many'", "auto"),
+        ({"lanes": 0}, "lanes=0", "auto"),
+        ({"lanes": -1}, "lanes=-1", "auto"),
+        ({"lanes": "many"}, "lanes='many'", "auto"),
         ({"lanes": True}, "lanes=True", "auto"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_consumers_arguments_are_looked_at(bridge, options, said, hint) -> None:
     with pytest.raises(shmbridge.BadArgument, match=re.escape(said)) as caught:
         shmbridge.Consumer(bridge, **options)
@@ -326,7 +494,7 @@ def test_a_consumers_arguments_are_looked_at(bridge, options, said, hint) -> Non
         (lambda consumer: consumer.announce_run({"batch_size": 1}), "run= is a dict", "Run(batch_size=1)"),
     ],
     ids=["text", "list", "layout", "hold", "groups", "rows", "text of groups", "run"],
-)  # fmt: skip
+)
 def test_a_consumers_calls_say_which_argument_is_wrong(shared_consumer, call, said, hint) -> None:
     with pytest.raises(shmbridge.BadArgument, match=re.escape(said)) as caught:
         call(shared_consumer)
@@ -363,7 +531,9 @@ def patch_version(name: str) -> None:
     np.frombuffer(memoryview(segment.open_mapping(name)), "<u4", 1, 8)[0] = 77
 
 
-def test_a_bridge_of_another_layout_is_refused_with_both_versions(bridge, make_producer, make_consumer) -> None:
+def test_a_bridge_of_another_layout_is_refused_with_both_versions(
+    bridge, make_producer, make_consumer
+) -> None:
     make_producer()
     patch_version(segment.control_name(bridge))
     for make in (make_producer, make_consumer):
@@ -386,15 +556,21 @@ def test_a_conflicting_type_is_refused_whoever_comes_second(bridge, make_produce
     producer = make_producer(schema=narrow)
     with pytest.raises(shmbridge.SchemaMismatch, match=r"'mine' is float32.*int32 in producer"):
         make_consumer(schema=wide)
-    with pytest.raises(shmbridge.SchemaMismatch, match="'mine' is float32 in this producer, int32 in producer"):
+    with pytest.raises(
+        shmbridge.SchemaMismatch, match="'mine' is float32 in this producer, int32 in producer"
+    ):
         make_producer(schema=wide)
     producer.close()
     make_consumer(schema=wide)
-    with pytest.raises(shmbridge.SchemaMismatch, match="'mine' is int32 in this producer, float32 in the consumer"):
+    with pytest.raises(
+        shmbridge.SchemaMismatch, match="'mine' is int32 in this producer, float32 in the consumer"
+    ):
         make_producer(schema=narrow)
 
 
-def test_a_consumer_that_could_not_start_leaves_the_bridge_free(bridge, make_producer, make_consumer, monkeypatch) -> None:
+def test_a_consumer_that_could_not_start_leaves_the_bridge_free(
+    bridge, make_producer, make_consumer, monkeypatch
+) -> None:
     def broken(*_):
         raise OSError("no socket today")
 

@@ -12,9 +12,19 @@ from shmbridge.record import Ragged, RaggedLists, Record
 from shmbridge.schema import Kind
 
 ROWS = [
-    {"tokens": [[1, 2, 3], [4]], "advantages": [[0.5, 1, 1.5], [2]], "score": [1.0, 0.0], "step_rewards": [[0.5], []]},
+    {
+        "tokens": [[1, 2, 3], [4]],
+        "advantages": [[0.5, 1, 1.5], [2]],
+        "score": [1.0, 0.0],
+        "step_rewards": [[0.5], []],
+    },
     {"tokens": [[5, 6]], "score": [0.5], "instance_id": ["x"], "reward_components": [{"a": 1.0}]},
-    {"tokens": [[7], [8, 9], []], "loss_mask": [[1], [0, 1], []], "group_overrides": {"k": 1}, "scores": [1, 2, 3]},
+    {
+        "tokens": [[7], [8, 9], []],
+        "loss_mask": [[1], [0, 1], []],
+        "group_overrides": {"k": 1},
+        "scores": [1, 2, 3],
+    },
 ]
 
 
@@ -22,7 +32,8 @@ ROWS = [
 def batch(producer, consumer):
     def make(groups=ROWS, **options):
         for number, group in enumerate(groups):
-            producer.put(group, group_id=f"g{number}", policy_version=number, foreign=True)  # which may have scored rows without tokens
+            # which may have scored rows without tokens
+            producer.put(group, group_id=f"g{number}", policy_version=number, foreign=True)
         return next(consumer.batches(groups=len(groups), **{"prefetch": 0, **options}))
 
     return make
@@ -115,15 +126,29 @@ def test_of_an_uneven_column_the_rows_that_fit_stay_where_they_belong(producer, 
     producer.put({"tokens": [[1, 2, 3], [4, 5], [6]], **said}, foreign=True)
     producer.put({"tokens": [[7]], "inference_logprobs": [[-7.0]], "advantages": [[0.5]]})
     it = next(consumer.batches(groups=2, layout=layout, prefetch=0))
-    flat = (lambda values: values.ravel().tolist()) if layout == "packed" else (lambda values: [
-        value for row, length in zip(values, it.lengths, strict=True) for value in row[:length].tolist()])  # fmt: skip
+    flat = (
+        (lambda values: values.ravel().tolist())
+        if layout == "packed"
+        else (
+            lambda values: [
+                value
+                for row, length in zip(values, it.lengths, strict=True)
+                for value in row[:length].tolist()
+            ]
+        )
+    )
     assert flat(it.inference_logprobs) == [0, 0, 0, -1, -2, 0, -7]
     assert it.has("inference_logprobs").tolist() == [False, True, False, True]
     assert flat(it.advantages) == [0, 0, 0, 0, 0, 0, 0.5]
     assert it.has("advantages").tolist() == [False, False, False, True]
     assert flat(it.token_versions) == [7, 7, 7, 0, 0, 7, 0]
     assert it.has("token_versions").tolist() == [True, False, True, False]
-    assert [[each.tolist() for each in it.distill_token_ids[row]] for row in range(4)] == [[[1], [2], [3]], [], [[5]], []]
+    assert [[each.tolist() for each in it.distill_token_ids[row]] for row in range(4)] == [
+        [[1], [2], [3]],
+        [],
+        [[5]],
+        [],
+    ]
     assert {name: rows.tolist() for name, rows in it.uneven.items()} == {
         "inference_logprobs": [True, False, True, False],
         "advantages": [True, True, True, False],
@@ -140,9 +165,15 @@ def test_a_batch_without_masks_has_one_of_zeros(batch) -> None:
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_rows_that_say_nothing_of_training_are_whole_if_that_is_asked_for(batch, layout) -> None:
-    groups = [{"tokens": [[1, 2], [3]]}, {"tokens": [[4, 5]], "prompt_length": [1]}, {"tokens": [[6, 7]], "loss_mask": [[0, 1]]}]
+    groups = [
+        {"tokens": [[1, 2], [3]]},
+        {"tokens": [[4, 5]], "prompt_length": [1]},
+        {"tokens": [[6, 7]], "loss_mask": [[0, 1]]},
+    ]
     it = batch(groups, layout=layout, whole_rows=True)
-    assert it.loss_mask.tolist() == ([1, 1, 1, 0, 0, 0, 1] if layout == "packed" else [[1, 1], [1, 0], [0, 0], [0, 1]])
+    assert it.loss_mask.tolist() == (
+        [1, 1, 1, 0, 0, 0, 1] if layout == "packed" else [[1, 1], [1, 0], [0, 0], [0, 1]]
+    )
     assert it.has("loss_mask").tolist() == [False, False, False, True]
     alone = batch([{"tokens": [[1, 2], [3]]}], layout=layout, whole_rows=True)
     assert alone.loss_mask.tolist() == ([1, 1, 1] if layout == "packed" else [[1, 1], [1, 0]])
@@ -150,8 +181,18 @@ def test_rows_that_say_nothing_of_training_are_whole_if_that_is_asked_for(batch,
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_every_column_of_uneven_records_has_the_rows_of_its_batch(producer, consumer, layout) -> None:
-    short = {"step_rewards": [[1, 2]], "trace_spans": [[0, 2]], "reward_components": [{"a": 1.0}], "instance_id": ["x"]}
-    long = {"step_rewards": [[3], [4]], "trace_spans": [[0, 1], [1, 2]], "reward_components": [{}, {}], "instance_id": ["y", "z"]}
+    short = {
+        "step_rewards": [[1, 2]],
+        "trace_spans": [[0, 2]],
+        "reward_components": [{"a": 1.0}],
+        "instance_id": ["x"],
+    }
+    long = {
+        "step_rewards": [[3], [4]],
+        "trace_spans": [[0, 1], [1, 2]],
+        "reward_components": [{}, {}],
+        "instance_id": ["y", "z"],
+    }
     producer.put({"tokens": [[1, 2, 3], [4]], "scores": [1.0], **short}, foreign=True)
     producer.put({"tokens": [[5]], "scores": [2.0, 3.0], **long}, foreign=True)
     it = next(consumer.batches(groups=2, layout=layout, prefetch=0))
@@ -160,7 +201,10 @@ def test_every_column_of_uneven_records_has_the_rows_of_its_batch(producer, cons
     assert it.reward_components == [{"a": 1.0}, None, {}]
     assert it.instance_id == ["x", None, "y"]
     assert it.scores.tolist() == [1.0, 0.0, 2.0]
-    assert all(it.has(name).tolist() == [True, False, True] for name in ("step_rewards", "trace_spans", "instance_id", "scores"))
+    assert all(
+        it.has(name).tolist() == [True, False, True]
+        for name in ("step_rewards", "trace_spans", "instance_id", "scores")
+    )
 
 
 def test_a_value_per_record_stands_in_each_of_its_rows(make_producer, make_consumer) -> None:
@@ -178,7 +222,11 @@ def test_a_value_per_record_stands_in_each_of_its_rows(make_producer, make_consu
     it = next(consumer.batches(groups=2, prefetch=0))
     assert it["seed"].tolist() == [7, 7, 0]
     assert [row.tolist() for row in it["goal"]] == [[5, 6], [5, 6], []]
-    assert [[each.tolist() for each in it["tree"][row]] for row in range(3)] == [[[1], [2, 3]], [[1], [2, 3]], []]
+    assert [[each.tolist() for each in it["tree"][row]] for row in range(3)] == [
+        [[1], [2, 3]],
+        [[1], [2, 3]],
+        [],
+    ]
     assert it.has("goal").tolist() == [True, True, False]
 
 
@@ -186,12 +234,18 @@ def test_lanes_may_differ_in_columns(make_producer, make_consumer) -> None:
     """One has a column more, and another number for it: each record is read by the table of its own lane."""
     mine, yours = pa.field("mine", pa.int32()), pa.field("yours", pa.list_(pa.float64()))
     consumer = make_consumer()
-    make_producer(schema=pa.schema([mine, yours])).put({"tokens": [[1]], "mine": [10], "yours": [[0.5]]}, group_id="a")
-    make_producer(schema=pa.schema([yours, mine])).put({"tokens": [[2]], "mine": [20], "yours": [[1.5, 2.5]]}, group_id="b")
+    make_producer(schema=pa.schema([mine, yours])).put(
+        {"tokens": [[1]], "mine": [10], "yours": [[0.5]]}, group_id="a"
+    )
+    make_producer(schema=pa.schema([yours, mine])).put(
+        {"tokens": [[2]], "mine": [20], "yours": [[1.5, 2.5]]}, group_id="b"
+    )
     make_producer().put({"tokens": [[3]]}, group_id="c")
     it = next(consumer.batches(groups=3, prefetch=0))
     yours_of = [row.tolist() for row in it["yours"]]
-    rows = zip([meta.group_id for meta in it.meta], it.tokens.tolist(), it["mine"].tolist(), yours_of, strict=True)
+    rows = zip(
+        [meta.group_id for meta in it.meta], it.tokens.tolist(), it["mine"].tolist(), yours_of, strict=True
+    )
     assert sorted(rows) == [("a", 1, 10, [0.5]), ("b", 2, 20, [1.5, 2.5]), ("c", 3, 0, [])]
 
 
@@ -199,7 +253,12 @@ def test_lanes_may_differ_in_columns(make_producer, make_consumer) -> None:
 def test_rows_without_tokens(batch, layout, shape) -> None:
     it = batch([{"tokens": [[], []], "advantages": [[], []], "score": [1.0, 2.0]}], layout=layout)
     assert it.tokens.shape == it.advantages.shape == it.position_ids.shape == shape
-    assert (it.scores.tolist(), it.cu_seqlens.tolist(), len(it), it.token_count) == ([1.0, 2.0], [0, 0, 0], 2, 0)
+    assert (it.scores.tolist(), it.cu_seqlens.tolist(), len(it), it.token_count) == (
+        [1.0, 2.0],
+        [0, 0, 0],
+        2,
+        0,
+    )
 
 
 def test_metadata_is_made_when_it_is_read(batch, monkeypatch) -> None:
@@ -219,7 +278,9 @@ def test_metadata_stays_after_release(batch) -> None:
 
 
 def value_rows(record, name):
-    """The column's values row by row, as its record says them: one per row; None in rows it does not reach."""
+    """The column's values row by row, as its record says them: one per row; None in rows it does not
+    reach.
+    """
     value, column = record[name], record.lane_columns[name]
     if isinstance(value, RaggedLists):
         rows = [[each.tolist() for each in value[row]] for row in range(len(value))]
@@ -238,11 +299,16 @@ def fitting_rows(record, name, column):
     if not column.per_token:
         return rows
     tokens, fits = record["tokens"].lengths.tolist(), len(record[name]) == record.rows
-    return [row if fits and row is not None and len(row) == length else None for row, length in zip(rows, tokens, strict=True)]
+    return [
+        row if fits and row is not None and len(row) == length else None
+        for row, length in zip(rows, tokens, strict=True)
+    ]
 
 
 def said_by_records(records, name, column):
-    """What the batch should say of the column, row by row; a row with another number of values than tokens is absent."""
+    """What the batch should say of the column, row by row; a row with another number of values than tokens is
+    absent.
+    """
     for record in records:
         tokens = record["tokens"].lengths.tolist()
         for length, value in zip(tokens, fitting_rows(record, name, column), strict=True):
@@ -260,7 +326,11 @@ def said_by_batch(batch, name, column):
         padded = values.tolist() if batch.layout == "padded" else []
         assert all(not any(row[length:]) for row, length in zip(padded, batch.lengths, strict=False))
         cut = [values[end - n : end] for end, n in zip(batch.cu_seqlens[1:], batch.lengths, strict=True)]
-        yield from [row[:n] for row, n in zip(padded, batch.lengths, strict=True)] if padded else [row.tolist() for row in cut]
+        yield from (
+            [row[:n] for row, n in zip(padded, batch.lengths, strict=True)]
+            if padded
+            else [row.tolist() for row in cut]
+        )
     elif column.kind is Kind.LIST_LIST:
         yield from ([each.tolist() for each in values[row]] for row in range(len(values)))
     else:
@@ -283,17 +353,20 @@ def test_any_records_become_the_batch_they_say(make_producer, consumer, layout, 
         rows = int(draw.integers(1, 5))
         tokens = [draw.integers(1, 99, draw.integers(0 if foreign else 1, 30)).tolist() for _ in range(rows)]
         optional = {
-            "advantages": rows_of(lists(30), rows) if foreign else [draw.normal(size=len(row)).astype(np.float32) for row in tokens],
+            "advantages": rows_of(lists(30), rows)
+            if foreign
+            else [draw.normal(size=len(row)).astype(np.float32) for row in tokens],
             "token_versions": rows_of(lists(30), rows) if foreign else [[1] * len(row) for row in tokens],
             "step_rewards": rows_of(lists(4), rows),
             "distill_token_ids": rows_of(lambda: [lists(3)() for _ in range(draw.integers(0, 4))], rows)
-            if foreign else [[[1, 2]] * len(row) for row in tokens],
+            if foreign
+            else [[[1, 2]] * len(row) for row in tokens],
             "score": rows_of(lambda: float(draw.normal()), rows),
             "prompt_length": draw.integers(0, [len(row) + 1 for row in tokens]).tolist(),
             "reward_components": rows_of(lambda: {"a": 1.0}, rows),
             "instance_id": rows_of(lambda: f"i{draw.integers(9)}", rows),
             "group_overrides": {"k": 1},
-        }  # fmt: skip
+        }
         some = {name: value for name, value in optional.items() if draw.random() < 0.5}
         producer.put({"tokens": tokens, **some}, foreign=foreign)
     records = consumer.poll()
@@ -315,7 +388,10 @@ def test_random_groups_equal_their_records(producer, consumer) -> None:
         groups = []
         for _ in range(12):
             lengths = draw.integers(1, 40, draw.integers(1, 5))
-            group = {"tokens": [draw.integers(0, 1000, n) for n in lengths], "score": draw.normal(size=len(lengths))}
+            group = {
+                "tokens": [draw.integers(0, 1000, n) for n in lengths],
+                "score": draw.normal(size=len(lengths)),
+            }
             if draw.random() < 0.5:
                 group["inference_logprobs"] = [draw.normal(size=n).astype(np.float32) for n in lengths]
             groups.append(group)
@@ -324,9 +400,15 @@ def test_random_groups_equal_their_records(producer, consumer) -> None:
         row = 0
         for group in groups:
             for place, tokens in enumerate(group["tokens"]):
-                where = (row, slice(len(tokens))) if layout == "padded" else slice(*it.cu_seqlens[row : row + 2])
+                where = (
+                    (row, slice(len(tokens))) if layout == "padded" else slice(*it.cu_seqlens[row : row + 2])
+                )
                 assert it.tokens[where].tolist() == tokens.tolist()
-                expected = group["inference_logprobs"][place] if "inference_logprobs" in group else np.zeros(len(tokens))
+                expected = (
+                    group["inference_logprobs"][place]
+                    if "inference_logprobs" in group
+                    else np.zeros(len(tokens))
+                )
                 assert it.inference_logprobs[where].tolist() == expected.tolist()
                 assert it.scores[row] == group["score"][place]
                 row += 1

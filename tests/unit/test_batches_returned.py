@@ -1,4 +1,6 @@
-"""What is put back after the end was found comes again; `make` has to make batches; whoever released a batch holds it no more."""
+"""What is put back after the end was found comes again; `make` has to make batches; whoever released a batch
+holds it no more.
+"""
 
 import threading
 
@@ -37,8 +39,12 @@ def test_who_makes_no_batch_is_told(producer, consumer, prefetch, made) -> None:
     batches.close()
 
 
-def test_a_batch_released_while_the_next_is_awaited_is_no_longer_its_holders(make_producer, consumer, until) -> None:
-    """Who keeps a view of it keeps the room, and gives it back: no reason to say that the next batch can never come."""
+def test_a_batch_released_while_the_next_is_awaited_is_no_longer_its_holders(
+    make_producer, consumer, until
+) -> None:
+    """Who keeps a view of it keeps the room, and gives it back: no reason to say that the next batch can
+    never come.
+    """
     producer = make_producer(lane_bytes="64K")
     most_of_half = {"tokens": [list(range(7_000))]}
     producer.put_many([most_of_half] * 2)

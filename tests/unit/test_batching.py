@@ -1,4 +1,6 @@
-"""From records to batches: whole groups, oldest first, leases until the step is done, nothing that waits for ever."""
+"""From records to batches: whole groups, oldest first, leases until the step is done, nothing that waits for
+ever.
+"""
 
 import signal
 import threading
@@ -31,7 +33,9 @@ def test_batches_hold_every_group_once_in_order(make_producer, consumer, prefetc
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_the_rest_that_fills_no_batch_stays_for_the_next_consumer(make_producer, make_consumer, prefetch) -> None:
+def test_the_rest_that_fills_no_batch_stays_for_the_next_consumer(
+    make_producer, make_consumer, prefetch
+) -> None:
     producer = make_producer()
     for number in range(5):
         producer.put(group(number))
@@ -63,7 +67,9 @@ def test_gather_releases_at_once(producer, consumer) -> None:
 
 
 def test_what_was_gathered_ahead_and_not_handed_out_is_still_held(producer, make_consumer, until) -> None:
-    """Under "gather", too, a record is released when its batch is handed out: what nobody got is the next consumer's."""
+    """Under "gather", too, a record is released when its batch is handed out: what nobody got is the next
+    consumer's.
+    """
     consumer = make_consumer()
     for number in range(6):
         producer.put(group(number))
@@ -190,8 +196,12 @@ def test_a_batch_that_grew_stale_while_it_waited_is_not_handed_out(producer, con
     batches.close()
 
 
-def test_what_is_put_back_while_the_bridge_drains_and_stale_by_then_is_cut(producer, consumer, monkeypatch) -> None:
-    """Its end is looked for a while, in which a put that is under way commits; what comes back in it is no batch for that."""
+def test_what_is_put_back_while_the_bridge_drains_and_stale_by_then_is_cut(
+    producer, consumer, monkeypatch
+) -> None:
+    """Its end is looked for a while, in which a put that is under way commits; what comes back in it is no
+    batch for that.
+    """
     producer.put({"tokens": [[1]]}, policy_version=0)
     taken = consumer.take_groups(groups=1, max_staleness=0, timeout_s=5)
     consumer.publish_policy_version(1)
@@ -207,7 +217,9 @@ def test_what_is_put_back_while_the_bridge_drains_and_stale_by_then_is_cut(produ
     assert consumer.stats()["discarded_total{stale}"] == 1
 
 
-def test_what_is_fresh_of_batches_that_grew_stale_is_batched_although_the_bridge_is_drained(producer, consumer, until) -> None:
+def test_what_is_fresh_of_batches_that_grew_stale_is_batched_although_the_bridge_is_drained(
+    producer, consumer, until
+) -> None:
     """Also when whoever forms ahead has found the end already."""
     for number, version in enumerate((0, 0, 0, 1, 0, 1)):
         producer.put(group(number), policy_version=version)
@@ -232,7 +244,9 @@ def test_the_oldest_version_of_a_group_decides(producer, consumer) -> None:
 
 @pytest.mark.parametrize("on_full", ["block", "raise", "drop"])
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_batch_that_can_never_fit_is_an_error_with_the_numbers(make_producer, consumer, on_full, prefetch) -> None:
+def test_a_batch_that_can_never_fit_is_an_error_with_the_numbers(
+    make_producer, consumer, on_full, prefetch
+) -> None:
     producer, stop = make_producer(on_full=on_full), threading.Event()
 
     def put_on() -> None:
@@ -277,7 +291,15 @@ def test_close_ends_an_iteration_that_waits(consumer) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"groups": 0}, {"rows": 0}, {"prefetch": -1}, {"max_staleness": -1}, {"timeout_s": -1}, {"layout": "ragged"}, {"hold": "ever"}],
+    [
+        {"groups": 0},
+        {"rows": 0},
+        {"prefetch": -1},
+        {"max_staleness": -1},
+        {"timeout_s": -1},
+        {"layout": "ragged"},
+        {"hold": "ever"},
+    ],
     ids=str,
 )
 def test_arguments_are_checked_at_once(consumer, options) -> None:
@@ -323,7 +345,12 @@ def test_what_is_screened_out_is_in_no_batch_released_and_counted(producer, cons
     assert [firsts(batch) for batch in consumer.batches(groups=2, prefetch=prefetch)] == [[0, 2], [3, 5]]
     assert [tokens for split, tokens in seen if split == "eval"] == [[1], [4]]
     stats = consumer.stats()
-    assert (stats["screened_total"], stats["released_total"], stats["held"], stats["discarded_total"]) == (2, 6, 0, 0)
+    assert (stats["screened_total"], stats["released_total"], stats["held"], stats["discarded_total"]) == (
+        2,
+        6,
+        0,
+        0,
+    )
 
 
 def test_a_screen_that_raises_ends_the_batches_and_loses_nothing(producer, make_consumer) -> None:
@@ -346,7 +373,9 @@ def test_a_screen_that_raises_ends_the_batches_and_loses_nothing(producer, make_
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_batches_that_the_caller_holds_and_no_room_for_the_next_are_an_error(make_producer, consumer, prefetch) -> None:
+def test_batches_that_the_caller_holds_and_no_room_for_the_next_are_an_error(
+    make_producer, consumer, prefetch
+) -> None:
     """Whoever waits for a batch while it holds all the lanes' room would wait for ever."""
     producer = make_producer(lane_bytes="64K")
 
@@ -362,7 +391,9 @@ def test_batches_that_the_caller_holds_and_no_room_for_the_next_are_an_error(mak
     batches = consumer.batches(groups=8, prefetch=prefetch, hold="caller")
     held = []
     try:
-        with pytest.raises(shmbridge.BatchTooBig, match=r"who waits for it holds \d+ records of batches before.*lane_bytes"):
+        with pytest.raises(
+            shmbridge.BatchTooBig, match=r"who waits for it holds \d+ records of batches before.*lane_bytes"
+        ):
             for _ in range(25):
                 held.append(next(batches))
         assert held
@@ -396,7 +427,14 @@ def test_an_iteration_that_another_supersedes_says_so(other, producer, consumer)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"timeout_s": "1"}, {"timeout_s": float("nan")}, {"prefetch": 10**9}, {"prefetch": 1.5}, {"prefetch": True}]
+    "wrong",
+    [
+        {"timeout_s": "1"},
+        {"timeout_s": float("nan")},
+        {"prefetch": 10**9},
+        {"prefetch": 1.5},
+        {"prefetch": True},
+    ],
 )
 def test_arguments_of_batches_that_are_no_numbers_are_named(wrong, consumer) -> None:
     (name,) = wrong

@@ -31,16 +31,25 @@ def test_memory_of_a_dead_array_is_used_again(pool) -> None:
     assert LARGE <= pool.spare_bytes <= 2 * LARGE
     again = pool.empty((2, LARGE // 16), np.dtype(np.float64))
     assert (place(again), pool.spare_bytes) == (first, 0)
-    assert (again.shape, again.dtype, again.flags.writeable, again.flags.c_contiguous) == ((2, LARGE // 16), np.float64, True, True)
+    assert (again.shape, again.dtype, again.flags.writeable, again.flags.c_contiguous) == (
+        (2, LARGE // 16),
+        np.float64,
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
     "view",
     [
-        lambda array: array[LARGE // 2 :], lambda array: array.reshape(2, -1).T, lambda array: array.view(np.float32),
-        memoryview, lambda array: np.frombuffer(array, np.int16), lambda array: pytest.importorskip("torch").from_numpy(array[5:]),
+        lambda array: array[LARGE // 2 :],
+        lambda array: array.reshape(2, -1).T,
+        lambda array: array.view(np.float32),
+        memoryview,
+        lambda array: np.frombuffer(array, np.int16),
+        lambda array: pytest.importorskip("torch").from_numpy(array[5:]),
     ],
-)  # fmt: skip
+)
 def test_memory_with_a_view_is_not_spare(pool, view) -> None:
     array = pool.empty((LARGE,), BYTE)
     kept = view(array)
@@ -101,7 +110,9 @@ def test_sizes_that_no_machine_has(pool) -> None:
 
 
 def test_threads_that_share_a_pool_never_share_memory(pool) -> None:
-    """Each writes its own number into arrays that it keeps a while: nobody else's number ever stands there."""
+    """Each writes its own number into arrays that it keeps a while: nobody else's number ever stands
+    there.
+    """
     wrong: list[str] = []
 
     def play(number: int) -> None:
@@ -126,10 +137,17 @@ def test_threads_that_share_a_pool_never_share_memory(pool) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_arrays_that_a_learner_keeps_do_not_change(make_producer, consumer, prefetch) -> None:
-    """Of each batch one array, or a view of it, is kept for ever; all others' memory goes to later batches."""
+    """Of each batch one array, or a view of it, is kept for ever; all others' memory goes to later
+    batches.
+    """
     producer, kept = make_producer(lane_bytes="4M"), []
     for number in range(24):
-        producer.put({"tokens": [np.full(20_000, number, np.int32)], "advantages": [np.full(20_000, number, np.float32)]})
+        producer.put(
+            {
+                "tokens": [np.full(20_000, number, np.int32)],
+                "advantages": [np.full(20_000, number, np.float32)],
+            }
+        )
     consumer.drain()
     for step, made in enumerate(consumer.batches(groups=1, prefetch=prefetch)):
         assert made.tokens[0] == made.advantages[0] == step

@@ -1,7 +1,8 @@
-"""The capacity rule bounds how stale what is trained can be: over random schedules, with the scheduler's own order, and not with one more.
+"""The capacity rule bounds how stale what is trained can be: over random schedules, with the scheduler's own
+order, and not with one more.
 
-The machine is docs/explanation/staleness.md in code: producers begin, put in any order and give up, a learner takes a batch, trains with
-it and publishes. What is asserted is the theorem there.
+The machine is docs/explanation/staleness.md in code: producers begin, put in any order and give up, a learner
+takes a batch, trains with it and publishes. What is asserted is the theorem there.
 """
 
 from dataclasses import dataclass, field
@@ -30,15 +31,22 @@ class Begun:
 
 def queued(version: int, producer: str = "p") -> Group:
     group = Group(1, 0.0)
-    group.append(SimpleNamespace(min_policy_version=version, rows=1, token_count=1, _lane=SimpleNamespace(producer_id=producer)))
+    group.append(
+        SimpleNamespace(
+            min_policy_version=version, rows=1, token_count=1, _lane=SimpleNamespace(producer_id=producer)
+        )
+    )
     return group
 
 
 @dataclass
 class Machine:
-    """A bridge under the rule. `most` is how many groups may be under way: the rule's own number, or a wrong one.
+    """A bridge under the rule.
 
-    A step raises the version that is trained with; every `publish_every` steps it is published, and groups begin under it.
+    `most` is how many groups may be under way: the rule's own number, or a wrong one.
+
+    A step raises the version that is trained with; every `publish_every` steps it is published, and groups
+    begin under it.
     """
 
     limit: Limit
@@ -56,7 +64,9 @@ class Machine:
     trained: list[tuple[Begun, int]] = field(default_factory=list)
 
     def begin(self) -> None:
-        used_up = self.limit.groups() - self.limit.groups(self.version - self.published) if self.shrinks else 0
+        used_up = (
+            self.limit.groups() - self.limit.groups(self.version - self.published) if self.shrinks else 0
+        )
         if len(self.running) + len(self.scheduler) + self.chosen.count < self.most - used_up:
             begun = Begun(self.published, self.begun, queued(self.published, f"p{self.begun % 3}"))
             self.begun += 1
@@ -170,7 +180,9 @@ def test_the_bound_is_reached_and_with_one_group_more_it_does_not_hold(steps, si
     kept = greedy(limit, limit.groups(), 12)
     assert max(version - begun.version for begun, version in kept.trained) == steps
     broken = greedy(limit, limit.groups() + 1, 12)
-    assert any(version - begun.version > steps and not begun.overtaken_by for begun, version in broken.trained)
+    assert any(
+        version - begun.version > steps and not begun.overtaken_by for begun, version in broken.trained
+    )
 
 
 @settings(max_examples=400, deadline=None)
@@ -189,7 +201,9 @@ def test_steps_that_are_not_published_are_reached_and_must_use_places_up(every, 
     assert len(kept.trained) == 12 * size
     assert max(version - begun.version for begun, version in kept.trained) == steps
     broken = greedy(limit, limit.groups(), 12, publish_every=every, shrinks=False)
-    assert any(version - begun.version > steps and not begun.overtaken_by for begun, version in broken.trained)
+    assert any(
+        version - begun.version > steps and not begun.overtaken_by for begun, version in broken.trained
+    )
 
 
 def test_freeing_places_before_the_version_is_out_does_not_hold() -> None:
@@ -212,7 +226,8 @@ def test_freeing_places_before_the_version_is_out_does_not_hold() -> None:
     assert max(version - begun.version for begun, version in machine.trained) > 1
 
 
-# -- the parts ----------------------------------------------------------------------------------------------------------------------------
+# -- the parts
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_promises_count_until_they_are_shown_or_over() -> None:

@@ -11,7 +11,9 @@ import shmbridge
 
 
 def test_a_claim_is_written_in_place_and_committed(producer, consumer) -> None:
-    with producer.claim(2, {"tokens": [2, 1], "advantages": [2, 1], "score": None}, group_id="g", policy_version=3) as slot:
+    with producer.claim(
+        2, {"tokens": [2, 1], "advantages": [2, 1], "score": None}, group_id="g", policy_version=3
+    ) as slot:
         slot["tokens"][:] = [1, 2, 3]
         slot["advantages"][:] = [0.5, 1.5, 2.5]
         slot["score"][:] = [1, 0]
@@ -36,7 +38,10 @@ def test_an_exception_aborts_and_the_next_put_has_the_same_sequence(producer, co
 
 
 def test_values_that_are_not_finite_abort_the_claim(producer, consumer) -> None:
-    with pytest.raises(shmbridge.InvalidRecord) as caught, producer.claim(2, {"tokens": [1, 2], "advantages": [1, 2]}) as slot:
+    with (
+        pytest.raises(shmbridge.InvalidRecord) as caught,
+        producer.claim(2, {"tokens": [1, 2], "advantages": [1, 2]}) as slot,
+    ):
         slot["tokens"][:] = 1
         slot["advantages"][:] = [0, 1, np.nan]
     assert (caught.value.column, caught.value.row, caught.value.position) == ("advantages", 1, 1)
@@ -53,7 +58,9 @@ def test_a_claimed_column_that_was_never_asked_for_is_refused(producer, consumer
     del record
     before = producer.stats()["records_total"]
     with (
-        pytest.raises(shmbridge.InvalidRecord, match=r"'advantages' was claimed and never written.*slot\['advantages'\]") as caught,
+        pytest.raises(
+            shmbridge.InvalidRecord, match=r"'advantages' was claimed and never written.*slot\['advantages'\]"
+        ) as caught,
         producer.claim(2, {"tokens": [3, 2], "advantages": [3, 2]}) as slot,
     ):
         slot["tokens"][:] = 7
@@ -62,7 +69,8 @@ def test_a_claimed_column_that_was_never_asked_for_is_refused(producer, consumer
     assert consumer.poll() == []
     assert producer.stats()["records_total"] == before
     assert producer.stats()["dropped_total{invalid}"] == 1
-    with producer.claim(1, {"tokens": [1], "step_rewards": [0]}) as slot:  # a column without values has nothing to write
+    # a column without values has nothing to write
+    with producer.claim(1, {"tokens": [1], "step_rewards": [0]}) as slot:
         slot["tokens"][:] = 1
     assert slot.sequence == before
 
@@ -258,7 +266,9 @@ def test_a_claim_whose_producer_closes_says_closed(producer) -> None:
         slot["tokens"]
 
 
-def test_two_threads_in_one_end_are_named_where_that_is_asked_for(make_producer, make_consumer, monkeypatch) -> None:
+def test_two_threads_in_one_end_are_named_where_that_is_asked_for(
+    make_producer, make_consumer, monkeypatch
+) -> None:
     monkeypatch.setenv("SHMBRIDGE_DEBUG", "1")
     producer, consumer = make_producer(), make_consumer()
     inside, go_on = threading.Event(), threading.Event()
@@ -273,7 +283,10 @@ def test_two_threads_in_one_end_are_named_where_that_is_asked_for(make_producer,
     first.start()
     assert inside.wait(20)
     try:
-        with pytest.raises(shmbridge.UsedByTwoThreads, match=r"producer .*'first' is in put\(\), and thread 'MainThread' calls claim\(\)"):
+        with pytest.raises(
+            shmbridge.UsedByTwoThreads,
+            match=r"producer .*'first' is in put\(\), and thread 'MainThread' calls claim\(\)",
+        ):
             producer.claim(1, {"tokens": [1]})
     finally:
         go_on.set()
@@ -285,7 +298,9 @@ def test_two_threads_in_one_end_are_named_where_that_is_asked_for(make_producer,
         inside.clear()
         waits.start()
         assert inside.wait(20)
-        with pytest.raises(shmbridge.UsedByTwoThreads, match=r"the consumer of bridge .*'waits' is in get\(\)"):
+        with pytest.raises(
+            shmbridge.UsedByTwoThreads, match=r"the consumer of bridge .*'waits' is in get\(\)"
+        ):
             consumer.poll()
         producer.put({"tokens": [[1]]})
         waits.join()

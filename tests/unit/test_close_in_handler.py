@@ -1,4 +1,6 @@
-"""close() in a signal's handler, at every line of every call that takes a lock: it never waits for what it interrupts."""
+"""close() in a signal's handler, at every line of every call that takes a lock: it never waits for what it
+interrupts.
+"""
 
 import asyncio
 import contextlib
@@ -67,7 +69,8 @@ CALLS: dict[str, Callable[[shmbridge.Consumer], object]] = {
 
 
 class AtLine:
-    """Raises the signal when the line of that number comes for the first time, of those that run in shmbridge or threading meanwhile.
+    """Raises the signal when the line of that number comes for the first time, of those that run in shmbridge
+    or threading meanwhile.
 
     Only those are counted that come after a function of the name `after` is entered, if one is named.
     """
@@ -77,7 +80,10 @@ class AtLine:
 
     def __call__(self, frame: Any, event: str, _: Any) -> "AtLine | None":
         name = frame.f_globals.get("__name__", "")
-        if not (name.startswith("shmbridge.") or name in ("threading", "contextlib", "concurrent.futures.thread", __name__)):
+        if not (
+            name.startswith("shmbridge.")
+            or name in ("threading", "contextlib", "concurrent.futures.thread", __name__)
+        ):
             return None
         if self._after and self._after != frame.f_code.co_name:
             return self
@@ -116,7 +122,8 @@ def test_a_handler_may_close_at_any_line_of_a_call(name, bridge, make_producer, 
                 pass
             finally:
                 sys.settrace(None)
-            if at.came and consumer._control_words is not None:  # an iteration that was interrupted as it handed out
+            # an iteration that was interrupted as it handed out
+            if at.came and consumer._control_words is not None:
                 assert name in ("batches", "for"), line
                 in_hand.clear()
                 consumer.close()
@@ -125,7 +132,9 @@ def test_a_handler_may_close_at_any_line_of_a_call(name, bridge, make_producer, 
                 consumer.close()
                 break
             assert consumer._control_words is None, line
-            assert not [each.name for each in threading.enumerate() if each.name.startswith("shmbridge-ranks")], line
+            assert not [
+                each.name for each in threading.enumerate() if each.name.startswith("shmbridge-ranks")
+            ], line
             signal.signal(SIGNAL, signal.SIG_DFL)
             in_hand.clear()  # a record in hand keeps the bridge
             del consumer
@@ -181,7 +190,8 @@ def test_an_owed_close_hands_nothing_more_out(consumer, producer) -> None:
 
 def batch_of(hold: str) -> Callable[[shmbridge.Consumer], object]:
     def called(consumer: shmbridge.Consumer) -> object:
-        return next(batches := consumer.batches(groups=1, prefetch=0, hold=hold, timeout_s=0)), batches  # an iteration that ends would pay
+        # an iteration that ends would pay
+        return next(batches := consumer.batches(groups=1, prefetch=0, hold=hold, timeout_s=0)), batches
 
     return called
 
@@ -189,12 +199,15 @@ def batch_of(hold: str) -> Callable[[shmbridge.Consumer], object]:
 @pytest.mark.parametrize(
     ("call", "after"),
     [
-        (adopts(lambda hub: hub.get(0)), "_take"), (adopts(lambda hub: hub.poll() or None), "poll"), (batch_of("step"), "_iterate"),
-        (batch_of("gather"), "_iterate"), (batch_of("caller"), "_iterate"),
+        (adopts(lambda hub: hub.get(0)), "_take"),
+        (adopts(lambda hub: hub.poll() or None), "poll"),
+        (batch_of("step"), "_iterate"),
+        (batch_of("gather"), "_iterate"),
+        (batch_of("caller"), "_iterate"),
         (lambda hub: hub.take_groups(groups=1, timeout_s=0), "take_groups"),
     ],
     ids=["get", "poll", "step", "gather", "caller", "take_groups"],
-)  # fmt: skip
+)
 @pytest.mark.timeout(120, method="thread")
 def test_a_call_that_owes_a_close_hands_nothing_out(bridge, make_producer, monkeypatch, call, after) -> None:
     monkeypatch.setattr(MemoryUse, "of", lambda *_: {})
@@ -205,7 +218,9 @@ def test_a_call_that_owes_a_close_hands_nothing_out(bridge, make_producer, monke
             consumer = shmbridge.Consumer(bridge)
             put(consumer, producer, 2 - int(producer.stats()["held"]))
             found: list[bool] = []
-            signal.signal(SIGNAL, lambda *_, hub=consumer, found=found: found.append(hub.close() or hub._close_owed))
+            signal.signal(
+                SIGNAL, lambda *_, hub=consumer, found=found: found.append(hub.close() or hub._close_owed)
+            )
             at, handed_out = AtLine(line, after), None
             sys.settrace(at)
             try:

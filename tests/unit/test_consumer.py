@@ -34,7 +34,9 @@ def test_records_come_in_order_per_producer(make_producer, consumer) -> None:
     seen = numbers(consumer.poll())
     assert len(seen) == 60
     for place in range(3):
-        assert [each for each in seen if each // 100 == place] == [100 * place + number for number in range(20)]
+        assert [each for each in seen if each // 100 == place] == [
+            100 * place + number for number in range(20)
+        ]
 
 
 def test_lanes_take_turns(make_producer, consumer) -> None:
@@ -61,7 +63,9 @@ def first_step(hub) -> list:
 
 
 @pytest.mark.parametrize("take", [lambda hub: hub.poll(), lambda hub: [hub.get(timeout_s=0)], first_step])
-def test_a_lane_that_the_death_watch_just_adopts_is_not_overlooked(make_producer, consumer, monkeypatch, take) -> None:
+def test_a_lane_that_the_death_watch_just_adopts_is_not_overlooked(
+    make_producer, consumer, monkeypatch, take
+) -> None:
     adopts, go_on, adopt = threading.Event(), threading.Event(), LaneSet._adopt_one
 
     def slowly(*args) -> None:
@@ -139,10 +143,17 @@ def test_a_closed_consumer_says_so(consumer) -> None:
     consumer.close()
     consumer.close()
     for forbidden in (
-        consumer.poll, lambda: consumer.get(timeout_s=0), consumer.pause, consumer.resume, consumer.drain, lambda: consumer.policy_version,
-        lambda: consumer.paused, lambda: consumer.draining, lambda: consumer.publish_policy_version(1),
+        consumer.poll,
+        lambda: consumer.get(timeout_s=0),
+        consumer.pause,
+        consumer.resume,
+        consumer.drain,
+        lambda: consumer.policy_version,
+        lambda: consumer.paused,
+        lambda: consumer.draining,
+        lambda: consumer.publish_policy_version(1),
         lambda: consumer.announce_run(shmbridge.Run()),
-    ):  # fmt: skip
+    ):
         with pytest.raises(shmbridge.Closed):
             forbidden()
     assert consumer.stats()["records_total"] == 0
@@ -192,10 +203,17 @@ time.sleep(60)
     process.send_signal(signal.SIGKILL)
     process.wait()
     records = make_consumer().poll()
-    assert [(record.meta.sequence, record.meta.redelivered) for record in records] == [(1, True), (2, True), (3, False), (4, False)]
+    assert [(record.meta.sequence, record.meta.redelivered) for record in records] == [
+        (1, True),
+        (2, True),
+        (3, False),
+        (4, False),
+    ]
 
 
-def test_a_killed_producer_keeps_what_it_committed_and_its_lane_goes_after(consumer, child, segments, until) -> None:
+def test_a_killed_producer_keeps_what_it_committed_and_its_lane_goes_after(
+    consumer, child, segments, until
+) -> None:
     process = child(
         """
 import shmbridge, time
@@ -310,7 +328,11 @@ def test_nothing_is_lost_or_counted_twice(make_producer, make_consumer) -> None:
         assert stats["dropped_total"] == dropped
     unread = consumer.poll()
     stats = consumer.stats()
-    assert (stats["records_total"], stats["released_total"], stats["discarded_total"]) == (put, released, discarded)
+    assert (stats["records_total"], stats["released_total"], stats["discarded_total"]) == (
+        put,
+        released,
+        discarded,
+    )
     assert stats["held"] == len(held) + len(unread) == put - released - discarded
     assert dropped > 0
 
@@ -329,7 +351,9 @@ def test_garbage_in_one_lane_quarantines_that_lane_only(make_producer, make_cons
     assert numbers(consumer.poll()) == [9]
 
 
-def test_garbage_among_lanes_is_said_once_and_the_records_before_it_come(make_producer, make_consumer, caplog) -> None:
+def test_garbage_among_lanes_is_said_once_and_the_records_before_it_come(
+    make_producer, make_consumer, caplog
+) -> None:
     first, bad, last = (make_producer() for _ in range(3))
     consumer = make_consumer()
     for number in range(3):
@@ -342,12 +366,17 @@ def test_garbage_among_lanes_is_said_once_and_the_records_before_it_come(make_pr
     with pytest.raises(shmbridge.ConsumerEmpty):
         consumer.get(timeout_s=0)
     assert [line for line in caplog.messages if "quarantined" in line] == [
-        f"lane of producer {bad.producer_id} is quarantined: tail {1 << 40} is {(1 << 40) - 1} past 1, more than 64 slots"
+        (
+            f"lane of producer {bad.producer_id} is quarantined: tail {1 << 40} is {(1 << 40) - 1} past 1, "
+            "more than 64 slots"
+        )
     ]
     assert consumer.stats()["lanes_quarantined"] == 1
 
 
-def test_garbage_found_while_a_backlog_is_discarded_is_counted_and_said_once(make_producer, make_consumer, caplog) -> None:
+def test_garbage_found_while_a_backlog_is_discarded_is_counted_and_said_once(
+    make_producer, make_consumer, caplog
+) -> None:
     producer = make_producer()
     for number in range(3):
         producer.put(numbered(number))
@@ -358,6 +387,10 @@ def test_garbage_found_while_a_backlog_is_discarded_is_counted_and_said_once(mak
     consumer = make_consumer(resume="discard")
     assert consumer.poll() == []
     stats = consumer.stats()
-    assert (stats["lanes_quarantined"], stats["discarded_total{resume}"], stats["discarded_total{corrupt}"]) == (1, 1, 2)
+    assert (
+        stats["lanes_quarantined"],
+        stats["discarded_total{resume}"],
+        stats["discarded_total{corrupt}"],
+    ) == (1, 1, 2)
     assert header.lane_counters(lane)["quarantined"] == 2, "what the next consumer will see"
     assert sum("quarantined" in line for line in caplog.messages) == 1

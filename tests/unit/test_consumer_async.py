@@ -112,7 +112,9 @@ async def test_a_wait_in_a_loop_counts_as_wait(consumer) -> None:
     assert consumer.stats()["wait_s"] >= 0.09
 
 
-async def test_a_lane_that_goes_while_a_get_async_waits_is_not_looked_at_again(make_producer, consumer) -> None:
+async def test_a_lane_that_goes_while_a_get_async_waits_is_not_looked_at_again(
+    make_producer, consumer
+) -> None:
     stays, goes = make_producer(), make_producer()
     consumer.poll()
     waiting = asyncio.create_task(consumer.get_async(timeout_s=10))
@@ -130,7 +132,9 @@ async def test_a_lane_that_goes_while_a_get_async_waits_is_not_looked_at_again(m
 
 
 @pytest.mark.parametrize("raised", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
-def test_a_wait_that_could_not_start_its_thread_once_sleeps_the_next_time(raised, consumer, monkeypatch) -> None:
+def test_a_wait_that_could_not_start_its_thread_once_sleeps_the_next_time(
+    raised, consumer, monkeypatch
+) -> None:
     def refuse(_: in_thread.Joined) -> None:
         monkeypatch.undo()
         raise raised

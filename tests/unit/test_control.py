@@ -12,12 +12,7 @@ import zmq
 
 from shmbridge import messages
 from shmbridge.config import Run
-from shmbridge.control import (
-    ControlClient,
-    ControlServer,
-    RequestRefused,
-    control_address,
-)
+from shmbridge.control import ControlClient, ControlServer, RequestRefused, control_address
 from shmbridge.errors import ShmPermission
 from shmbridge.messages import Register, StatusRequest
 from shmbridge.segment import socket_directory
@@ -49,7 +44,9 @@ def test_a_learner_steers_the_hub(client: ControlClient, hub: FakeHub) -> None:
     assert client.request(messages.RunInfoRequest()) == messages.RunInfo(run, current_step=0, hub_epoch=1)
 
 
-def test_an_environment_waits_for_a_run_and_is_then_told_it(client: ControlClient, hub: FakeHub, env: Callable[..., Register]) -> None:
+def test_an_environment_waits_for_a_run_and_is_then_told_it(
+    client: ControlClient, hub: FakeHub, env: Callable[..., Register]
+) -> None:
     hub.run = None
     assert client.request(env("gsm8k", "a")) == messages.WaitForRun(hub_epoch=1)
     hub.run, hub.current_step = RUN, 5
@@ -79,7 +76,9 @@ def test_an_environment_waits_for_a_run_and_is_then_told_it(client: ControlClien
     ],
     ids=str,
 )
-def test_an_environment_with_meaningless_numbers_is_refused(client: ControlClient, nonsense: dict, env: Callable[..., Register]) -> None:
+def test_an_environment_with_meaningless_numbers_is_refused(
+    client: ControlClient, nonsense: dict, env: Callable[..., Register]
+) -> None:
     with pytest.raises(RequestRefused) as caught:
         client.request(env("gsm8k", "a", **nonsense))
     assert caught.value.reason == messages.BAD_VALUE
@@ -99,15 +98,21 @@ def test_a_version_the_hub_will_not_take_is_refused(client: ControlClient, versi
     assert caught.value.reason == messages.BAD_VALUE
 
 
-@pytest.mark.parametrize("name", ["batch_size", "max_token_len", "num_steps", "starting_step", "save_checkpoint_interval"])
+@pytest.mark.parametrize(
+    "name", ["batch_size", "max_token_len", "num_steps", "starting_step", "save_checkpoint_interval"]
+)
 @pytest.mark.parametrize("number", [2**31, 2**64 - 1, -(2**63)])
-def test_a_run_with_meaningless_numbers_is_refused(client: ControlClient, hub: FakeHub, name: str, number: int) -> None:
+def test_a_run_with_meaningless_numbers_is_refused(
+    client: ControlClient, hub: FakeHub, name: str, number: int
+) -> None:
     with pytest.raises(RequestRefused, match=name) as caught:
         client.request(messages.AnnounceRun(Run(**{name: number})))
     assert (caught.value.reason, hub.announced) == (messages.BAD_VALUE, 0)
 
 
-def test_an_answer_that_cannot_be_said_is_refused_and_not_the_end(client: ControlClient, hub: FakeHub) -> None:
+def test_an_answer_that_cannot_be_said_is_refused_and_not_the_end(
+    client: ControlClient, hub: FakeHub
+) -> None:
     hub.current_step = 2**64
     with pytest.raises(RequestRefused, match="OverflowError") as caught:
         client.request(messages.RunInfoRequest(), timeout_s=2)
@@ -115,7 +120,9 @@ def test_an_answer_that_cannot_be_said_is_refused_and_not_the_end(client: Contro
     assert isinstance(client.hello(), messages.Welcome)
 
 
-def test_a_socket_that_fails_once_is_not_the_end(client: ControlClient, server: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_that_fails_once_is_not_the_end(
+    client: ControlClient, server: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reply = server._reply
 
     def fail_once(*frames: object) -> None:

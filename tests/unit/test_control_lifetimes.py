@@ -13,11 +13,7 @@ import pytest
 import zmq
 
 from shmbridge import control, messages
-from shmbridge.control import (
-    AsyncControlClient,
-    ControlClient,
-    ControlServer,
-)
+from shmbridge.control import AsyncControlClient, ControlClient, ControlServer
 from shmbridge.environments import ENV_IDS_PER_HUB
 from shmbridge.errors import Closed, NoConsumer
 from shmbridge.messages import Register, StatusRequest
@@ -82,7 +78,9 @@ def test_an_environment_keeps_number_and_name_across_hubs(bridge: str, env: Call
         second.close()
 
 
-def test_a_hub_without_a_run_holds_an_environment_it_does_not_know(bridge: str, env: Callable[..., Register]) -> None:
+def test_a_hub_without_a_run_holds_an_environment_it_does_not_know(
+    bridge: str, env: Callable[..., Register]
+) -> None:
     first = ControlServer(bridge, FakeHub(hub_epoch=1))
     with ControlClient(bridge, role="env", name="e") as client:
         env_id = client.request(env("gsm8k", "a")).env_id
@@ -262,7 +260,9 @@ class GoneAnswersInALoop:
 
 
 def test_an_answer_that_goes_with_its_hub_is_not_waited_for(bridge: str) -> None:
-    """Between "there is one" and taking it a hub may end, and its connection with it: the deadline holds all the same."""
+    """Between "there is one" and taking it a hub may end, and its connection with it: the deadline holds all
+    the same.
+    """
     with ControlClient(bridge, role="test", name="t") as client:
         client._socket = GoneAnswers()
         with pytest.raises(NoConsumer):
@@ -286,7 +286,9 @@ def test_an_idle_server_uses_no_cpu(server: ControlServer, client: ControlClient
 
 
 @pytest.mark.parametrize("step", ["_thread.join", "_socket.close", "_context.term", "remove_folder"])
-def test_a_close_that_is_interrupted_after_any_step_is_finished_by_the_next(bridge: str, hub: FakeHub, monkeypatch, step: str) -> None:
+def test_a_close_that_is_interrupted_after_any_step_is_finished_by_the_next(
+    bridge: str, hub: FakeHub, monkeypatch, step: str
+) -> None:
     server = ControlServer(bridge, hub)
     descriptors = server._stop.fd, server._again.fd
     owner, _, name = step.rpartition(".")

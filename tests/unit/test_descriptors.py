@@ -1,4 +1,6 @@
-"""Whatever is interrupted where, no descriptor is closed twice: by then its number may be another thread's."""
+"""Whatever is interrupted where, no descriptor is closed twice: by then its number may be another
+thread's.
+"""
 
 import asyncio
 import contextlib
@@ -46,7 +48,10 @@ def test_a_mapping_keeps_its_descriptor_open(bridge) -> None:
 
 
 def interrupt_at(call: Callable[[], object], number: int) -> list[int] | None:
-    """Raises at one bytecode of the modules above; what was opened meanwhile, as by another thread. None if the call ended before."""
+    """Raises at one bytecode of the modules above; what was opened meanwhile, as by another thread.
+
+    None if the call ended before.
+    """
     seen, opened = 0, []
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -97,7 +102,9 @@ def test_interrupted_anywhere_nothing_is_closed_twice(what, bridge) -> None:
     participation.sweep(bridge, with_records=True)
 
 
-def test_a_bell_that_is_dropped_gives_its_number_to_nobody_while_its_thread_writes(consumer, producer) -> None:
+def test_a_bell_that_is_dropped_gives_its_number_to_nobody_while_its_thread_writes(
+    consumer, producer
+) -> None:
     """A record would ring into another's file."""
 
     async def hang() -> int:

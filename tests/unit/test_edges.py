@@ -59,7 +59,9 @@ def test_lossy_masks_keep_their_deadline(producer, consumer) -> None:
     assert time.monotonic() - began < 5
 
 
-async def test_a_row_that_grows_while_it_waits_is_refused_and_nobody_else_suffers(make_producer, consumer) -> None:
+async def test_a_row_that_grows_while_it_waits_is_refused_and_nobody_else_suffers(
+    make_producer, consumer
+) -> None:
     producer = make_producer()
     count = fill(producer)
     row = list(range(2000))
@@ -76,8 +78,16 @@ async def test_a_row_that_grows_while_it_waits_is_refused_and_nobody_else_suffer
 
 
 def test_everything_says_closed_in_a_forked_child(producer, consumer) -> None:
-    asks = [producer.stats, lambda: producer.policy_version, lambda: producer.paused, lambda: producer.put({"tokens": [[1]]}),
-            lambda: consumer.policy_version, consumer.pause, consumer.poll, lambda: consumer.publish_policy_version(1)]  # fmt: skip
+    asks = [
+        producer.stats,
+        lambda: producer.policy_version,
+        lambda: producer.paused,
+        lambda: producer.put({"tokens": [[1]]}),
+        lambda: consumer.policy_version,
+        consumer.pause,
+        consumer.poll,
+        lambda: consumer.publish_policy_version(1),
+    ]
     child = os.fork()
     if child == 0:
         failed = 0
@@ -91,7 +101,9 @@ def test_everything_says_closed_in_a_forked_child(producer, consumer) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_quarantined_lane_says_so_to_its_producer_and_is_counted_once(bridge, make_producer, make_consumer) -> None:
+def test_a_quarantined_lane_says_so_to_its_producer_and_is_counted_once(
+    bridge, make_producer, make_consumer
+) -> None:
     producer, consumer = make_producer(), make_consumer()
     producer.put_many([{"tokens": [[1]]}] * 3)
     np.frombuffer(memoryview(segment.open_mapping(producer.lane_name)), "<u8", 1, 0x200)[0] = 1 << 40

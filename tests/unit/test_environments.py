@@ -44,7 +44,9 @@ def test_an_environment_that_was_never_seen_alive_is_not_buried() -> None:
 
 
 def test_one_without_a_lane_goes_when_it_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that asks stays, and so does one with a living lane; who comes back is admitted under the number it had."""
+    """One that asks stays, and so does one with a living lane; who comes back is admitted under the number it
+    had.
+    """
     now = [1000.0]
     monkeypatch.setattr(environments.time, "monotonic", lambda: now[0])
     table = Environments(FakeHub(live={"a"}))
@@ -95,12 +97,20 @@ def test_what_environments_ask_for_is_published_and_never_changed() -> None:
     snapshots.append(table.shares)
     assert [sorted(each) for each in snapshots] == [[], ["a"], ["a", "b"], ["a"], []]
     first = snapshots[1]["a"]
-    assert (first.env_id, first.name, first.weight, first.min_allocation, first.group_size) == (a, "gsm8k_0", 2.0, 0.25, 4)
+    assert (first.env_id, first.name, first.weight, first.min_allocation, first.group_size) == (
+        a,
+        "gsm8k_0",
+        2.0,
+        0.25,
+        4,
+    )
     assert snapshots[2]["b"].env_id == b
 
 
 def test_a_question_walks_the_lanes_a_few_times_however_many_environments_there_are(
-    make_consumer: Callable[..., shmbridge.Consumer], make_producer: Callable[..., shmbridge.Producer], monkeypatch: pytest.MonkeyPatch
+    make_consumer: Callable[..., shmbridge.Consumer],
+    make_producer: Callable[..., shmbridge.Producer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     consumer = make_consumer(run=shmbridge.Run(batch_size=8))
     table, walks = Environments(consumer), []
@@ -109,7 +119,9 @@ def test_a_question_walks_the_lanes_a_few_times_however_many_environments_there_
     assert consumer.poll(0) == []  # the lanes are adopted
     ids = [table.admit(env("gsm8k", producer.producer_id)).env_id for producer in producers]
     known = [producer.producer_id for producer in producers]
-    assert consumer.look_at_producers(known) == {each: (consumer.producer_live(each), consumer.queue_groups(each)) for each in known}
+    assert consumer.look_at_producers(known) == {
+        each: (consumer.producer_live(each), consumer.queue_groups(each)) for each in known
+    }
     walk = LaneSet.__iter__
     monkeypatch.setattr(LaneSet, "__iter__", lambda lanes: walks.append(lanes) or walk(lanes))
     told = [table.status(env_id) for env_id in ids]
@@ -137,6 +149,10 @@ def test_an_environment_is_as_large_as_the_largest_of_its_groups_that_was_seen()
     hub, queue = FakeHub(queued={"a": 1}), Queue(env0=12)
     table = Environments(hub, queue)
     a = table.admit(env("gsm8k", "a")).env_id
-    assert (table.status(a).self_queue_groups, table.status(a).max_group_size, table.shares["a"].group_size) == (1, 12, 12)
+    assert (
+        table.status(a).self_queue_groups,
+        table.status(a).max_group_size,
+        table.shares["a"].group_size,
+    ) == (1, 12, 12)
     hub.queued, queue.sizes = {"a": 3}, {}
     assert (table.status(a).self_queue_groups, table.status(a).max_group_size) == (3, 12)

@@ -1,4 +1,6 @@
-"""What is raised: a stable code, numbers in the message, one next action, and the builtin a caller would expect."""
+"""What is raised: a stable code, numbers in the message, one next action, and the builtin a caller would
+expect.
+"""
 
 import re
 from pathlib import Path
@@ -9,21 +11,48 @@ import shmbridge
 from shmbridge import errors
 
 DOCUMENT = Path(__file__).parents[2] / "docs/errors/README.md"
-ALL = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.ShmBridgeError)]
+ALL = [
+    each
+    for each in vars(errors).values()
+    if isinstance(each, type) and issubclass(each, errors.ShmBridgeError)
+]
 BUILTIN = {
     "BadArgument": ValueError,
-    "BadBridgeName": ValueError, "ShmTooSmall": MemoryError, "ShmPermission": PermissionError, "NotReady": TimeoutError,
-    "LayoutMismatch": ValueError, "SchemaMismatch": ValueError, "RecordTooBig": ValueError, "InvalidRecord": ValueError,
-    "RecordUnreadable": ValueError, "ProcessLimit": OSError, "ShmUnavailable": OSError, "LaneQuarantined": RuntimeError,
+    "BadBridgeName": ValueError,
+    "ShmTooSmall": MemoryError,
+    "ShmPermission": PermissionError,
+    "NotReady": TimeoutError,
+    "LayoutMismatch": ValueError,
+    "SchemaMismatch": ValueError,
+    "RecordTooBig": ValueError,
+    "InvalidRecord": ValueError,
+    "RecordUnreadable": ValueError,
+    "ProcessLimit": OSError,
+    "ShmUnavailable": OSError,
+    "LaneQuarantined": RuntimeError,
     "LaneRemoved": RuntimeError,
-    "ClaimOpen": RuntimeError, "RankTaken": RuntimeError, "ServesRanks": RuntimeError,
-    "LaneFull": TimeoutError, "NotAdmitted": TimeoutError,
-    "ConsumerEmpty": TimeoutError, "LeaseReleased": RuntimeError, "BatchTooBig": ValueError,
-    "ConsumerTaken": RuntimeError, "NoConsumer": TimeoutError, "BridgeDraining": RuntimeError,
-    "UnknownEnvironment": ValueError, "NoWeight": ValueError, "UsedByTwoThreads": RuntimeError, "IterationOver": RuntimeError,
-    "Closed": RuntimeError, "WeightsMismatch": ValueError, "WeightsBusy": TimeoutError, "FillingOver": RuntimeError,
-    "BadConfig": ValueError, "LaunchFailed": RuntimeError,
-}  # fmt: skip
+    "ClaimOpen": RuntimeError,
+    "RankTaken": RuntimeError,
+    "ServesRanks": RuntimeError,
+    "LaneFull": TimeoutError,
+    "NotAdmitted": TimeoutError,
+    "ConsumerEmpty": TimeoutError,
+    "LeaseReleased": RuntimeError,
+    "BatchTooBig": ValueError,
+    "ConsumerTaken": RuntimeError,
+    "NoConsumer": TimeoutError,
+    "BridgeDraining": RuntimeError,
+    "UnknownEnvironment": ValueError,
+    "NoWeight": ValueError,
+    "UsedByTwoThreads": RuntimeError,
+    "IterationOver": RuntimeError,
+    "Closed": RuntimeError,
+    "WeightsMismatch": ValueError,
+    "WeightsBusy": TimeoutError,
+    "FillingOver": RuntimeError,
+    "BadConfig": ValueError,
+    "LaunchFailed": RuntimeError,
+}
 
 
 def test_the_documents_table_has_every_class() -> None:
@@ -33,12 +62,18 @@ def test_the_documents_table_has_every_class() -> None:
     import shmbridge.producers.atropos.lane
 
     elsewhere = [
-        shmbridge.messages.BadMessage, shmbridge.control_client.RequestRefused, shmbridge.producers.atropos.lane.GroupsRefused,
+        shmbridge.messages.BadMessage,
+        shmbridge.control_client.RequestRefused,
+        shmbridge.producers.atropos.lane.GroupsRefused,
         shmbridge.consumers.engines.engine.EngineFailed,
-    ]  # fmt: skip
+    ]
     rows = dict(re.findall(r"^\| (SB\d{3}) \| (\w+) \|", DOCUMENT.read_text(), re.MULTILINE))
     only_with_vllm = {"SB506": "WeightsNotLoaded"}
-    assert rows == {each.code: each.__name__ for each in [*ALL, *elsewhere] if each is not errors.ShmBridgeError} | only_with_vllm
+    assert (
+        rows
+        == {each.code: each.__name__ for each in [*ALL, *elsewhere] if each is not errors.ShmBridgeError}
+        | only_with_vllm
+    )
     assert {each.__name__ for each in ALL} - {"ShmBridgeError"} == set(BUILTIN)
 
 

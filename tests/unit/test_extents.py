@@ -1,4 +1,6 @@
-"""The producer's private allocator, seen through claims: nothing overlaps, nothing is lost, neighbours grow together again."""
+"""The producer's private allocator, seen through claims: nothing overlaps, nothing is lost, neighbours grow
+together again.
+"""
 
 import os
 import random
@@ -11,9 +13,18 @@ from shmbridge._ext import header, ring
 
 LINES = 32
 FIELDS = {
-    "rows": 1, "columns": 0, "index_bytes": 0, "group_id_bytes": 0, "flags": 0, "tokens": 0, "min_policy_version": -1,
-    "max_policy_version": -1, "t_created_ns": 0, "group_size": 1, "env_id": -1,
-}  # fmt: skip
+    "rows": 1,
+    "columns": 0,
+    "index_bytes": 0,
+    "group_id_bytes": 0,
+    "flags": 0,
+    "tokens": 0,
+    "min_policy_version": -1,
+    "max_policy_version": -1,
+    "t_created_ns": 0,
+    "group_size": 1,
+    "env_id": -1,
+}
 
 
 class Lane:
@@ -24,7 +35,9 @@ class Lane:
         header.format_lane(self.mapping, lines * 64, 32, b"", 0, os.getpid(), 0, b"", b"")
         self.writer = ring.LaneWriter(self.mapping, self.control.mapping)
         self.hub = ring.LaneReader(self.mapping, None)
-        self.base = np.frombuffer(self.mapping, np.uint8).ctypes.data + header.lane_geometry(lines * 64, 32)[3]
+        self.base = (
+            np.frombuffer(self.mapping, np.uint8).ctypes.data + header.lane_geometry(lines * 64, 32)[3]
+        )
 
     def put(self, lines: int) -> tuple[int, ring.Lease] | None:
         if not self.writer.claim(lines * 64):

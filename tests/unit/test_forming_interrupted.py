@@ -20,10 +20,20 @@ from shmbridge.messages import Register
 
 SIZE = 4
 PUT = 3 * SIZE
-POLICY_MODULES = ("fair_policy", "round_robin", "oldest_policy", "atropos_scheduler", "atropos_policy", "atropos_buffer")
+POLICY_MODULES = (
+    "fair_policy",
+    "round_robin",
+    "oldest_policy",
+    "atropos_scheduler",
+    "atropos_policy",
+    "atropos_buffer",
+)
 MODULES = [f"shmbridge.{name}" for name in ("batching", "groups", *POLICY_MODULES)]
 POLICIES = ("fair", "shares", "oldest", "atropos", "allocations")
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # as leases are lost
+# as leases are lost
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 
 
 def hub_of(policy: str, make_consumer: Callable[..., shmbridge.Consumer]) -> shmbridge.Consumer:
@@ -41,8 +51,15 @@ def environments(bridge, make_producer) -> Callable[..., list["Environment"]]:
         if policy in ("shares", "allocations"):
             with ControlClient(bridge, role="test", name="t") as control:
                 for number, each in enumerate(made):
-                    asked = {"weight": 1.0 + number, "min_batch_allocation": 0.5, "group_size": 1, "max_token_length": 64}
-                    each.env_id = control.request(Register(desired_name="env", producer_id=each.producer.producer_id, **asked)).env_id
+                    asked = {
+                        "weight": 1.0 + number,
+                        "min_batch_allocation": 0.5,
+                        "group_size": 1,
+                        "max_token_length": 64,
+                    }
+                    each.env_id = control.request(
+                        Register(desired_name="env", producer_id=each.producer.producer_id, **asked)
+                    ).env_id
         return made
 
     return make
@@ -76,8 +93,12 @@ def let_go(groups: list) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_an_interrupt_at_any_line_changes_no_batchs_size_and_loses_nothing(make_consumer, environments, policy) -> None:
-    """The interrupt comes at each line in turn that runs while a batch is formed, put back and formed once more."""
+def test_an_interrupt_at_any_line_changes_no_batchs_size_and_loses_nothing(
+    make_consumer, environments, policy
+) -> None:
+    """The interrupt comes at each line in turn that runs while a batch is formed, put back and formed once
+    more.
+    """
     hub = hub_of(policy, make_consumer)
     puts = environments(policy)
     line, came = 0, True
@@ -102,7 +123,12 @@ def test_an_interrupt_at_any_line_changes_no_batchs_size_and_loses_nothing(make_
             let_go(groups)
             del groups
         assert got == put, f"interrupted at line {line}"
-        assert hub.queue_groups() == sum(hub.queue_groups(each.producer.producer_id) for each in puts) == hub.stats()["held"] == 0
+        assert (
+            hub.queue_groups()
+            == sum(hub.queue_groups(each.producer.producer_id) for each in puts)
+            == hub.stats()["held"]
+            == 0
+        )
     assert line > 50
 
 
@@ -114,7 +140,8 @@ class Storm:
         self._armed = False
 
     def interrupt(self, *_: object) -> None:
-        if self._armed and sys._getframe(1).f_code.co_name != "__del__":  # a destructor swallows what is raised in it
+        # a destructor swallows what is raised in it
+        if self._armed and sys._getframe(1).f_code.co_name != "__del__":
             self._armed = False
             raise Stop
 
@@ -136,7 +163,8 @@ class Storm:
 def blowing(seed: int, longest_s: float) -> Iterator[Storm]:
     made = Storm(seed, longest_s)
     before, hook = signal.signal(signal.SIGALRM, made.interrupt), sys.unraisablehook
-    sys.unraisablehook = lambda *_: None  # pytest's keeps what a destructor swallowed, and with its frames the groups that lie in them
+    # pytest's keeps what a destructor swallowed, and with its frames the groups that lie in them
+    sys.unraisablehook = lambda *_: None
     try:
         yield made
     finally:

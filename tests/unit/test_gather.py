@@ -1,4 +1,6 @@
-"""How a batch is gathered: leases held while it is copied, no GIL, sizes that are checked before anything is allocated."""
+"""How a batch is gathered: leases held while it is copied, no GIL, sizes that are checked before anything is
+allocated.
+"""
 
 import sys
 import threading
@@ -36,7 +38,9 @@ def records(producer, consumer):
 
 
 def test_a_release_meanwhile_waits_for_the_copy(records, producer) -> None:
-    """Another thread may release a record while the copy runs without the GIL: its memory stays until then."""
+    """Another thread may release a record while the copy runs without the GIL: its memory stays until
+    then.
+    """
     taken = records({"tokens": [[1, 2]]}, {"tokens": [[3]]})
     with Gather([taken], False, Pool()) as gather:
         _, tokens, _, _ = gather.add(b"tokens", Kind.LIST, INT32, per_token=True)
@@ -84,7 +88,9 @@ def test_more_tokens_than_int32_counts_are_an_error_with_the_numbers(make_produc
     producer = make_producer(lane_bytes="16M")
     producer.put({"tokens": [np.zeros(1 << 20, np.int32)]})
     (group,) = grouped(consumer.poll())
-    with pytest.raises(shmbridge.BatchTooBig, match=r"2048 groups has 2147483648 tokens.*2147483647.*fewer groups"):
+    with pytest.raises(
+        shmbridge.BatchTooBig, match=r"2048 groups has 2147483648 tokens.*2147483647.*fewer groups"
+    ):
         Batch([group] * 2048, layout)
     with Gather([group.records] * 2047, False, Pool()) as gather:
         assert int(gather.cu_seqlens[-1]) == gather.tokens == 2047 << 20
@@ -95,8 +101,14 @@ def test_more_tokens_than_int32_counts_are_an_error_with_the_numbers(make_produc
 def test_a_type_that_the_lane_does_not_have_is_refused(records) -> None:
     """Nothing is computed with a size that the lane's own table does not say."""
     float64 = np.dtype(np.float64)
-    with Gather([records({"tokens": [[1]], "score": [1.0], "step_rewards": [[1.0]]})], False, Pool()) as gather:
-        for name, kind, dtype in ((b"tokens", Kind.LIST, float64), (b"tokens", Kind.SCALAR, INT32), (b"score", Kind.LIST, float64)):
+    with Gather(
+        [records({"tokens": [[1]], "score": [1.0], "step_rewards": [[1.0]]})], False, Pool()
+    ) as gather:
+        for name, kind, dtype in (
+            (b"tokens", Kind.LIST, float64),
+            (b"tokens", Kind.SCALAR, INT32),
+            (b"score", Kind.LIST, float64),
+        ):
             with pytest.raises(LaneCorrupt, match="is not of one type"):
                 gather.add(name, kind, dtype)
         with pytest.raises(LaneCorrupt, match="is not of one type"):
@@ -110,14 +122,22 @@ def test_a_type_that_the_lane_does_not_have_is_refused(records) -> None:
 
 def test_positions() -> None:
     assert positions(np.array([2, 0, 3], np.int32), False, Pool()).tolist() == [0, 1, 0, 1, 2]
-    assert positions(np.array([2, 0, 3], np.int32), True, Pool()).tolist() == [[0, 1, 0], [0, 0, 0], [0, 1, 2]]
+    assert positions(np.array([2, 0, 3], np.int32), True, Pool()).tolist() == [
+        [0, 1, 0],
+        [0, 0, 0],
+        [0, 1, 2],
+    ]
     assert positions(np.array([], np.int32), True, Pool()).shape == (0, 0)
 
 
 def test_other_threads_run_while_a_large_batch_is_copied(make_producer, consumer) -> None:
-    """Nobody is ever asked to give the GIL up: another thread can only have counted if the copy let it go by itself."""
+    """Nobody is ever asked to give the GIL up: another thread can only have counted if the copy let it go by
+    itself.
+    """
     producer = make_producer(lane_bytes="64M")
-    producer.put({"tokens": [np.ones(1 << 20, np.int32)] * 3, "advantages": [np.ones(1 << 20, np.float32)] * 3})
+    producer.put(
+        {"tokens": [np.ones(1 << 20, np.int32)] * 3, "advantages": [np.ones(1 << 20, np.float32)] * 3}
+    )
     records = consumer.poll()
     counted, stop = [0], threading.Event()
 

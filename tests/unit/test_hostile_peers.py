@@ -1,4 +1,6 @@
-"""What a broken peer writes costs that peer's records and nobody else's: typed errors, refused lanes, groups discarded and counted."""
+"""What a broken peer writes costs that peer's records and nobody else's: typed errors, refused lanes, groups
+discarded and counted.
+"""
 
 import os
 import struct
@@ -17,7 +19,12 @@ from shmbridge.schema import Columns, standard_columns
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 PID_AT, HUB_EPOCH_AT, TABLE_AT, DEFINITION = 12, 0x110, 4096, 64
-NOTE = pa.schema([pa.field("note", pa.int32(), metadata={"per": "record"}), pa.field("says", pa.utf8(), metadata={"per": "record"})])
+NOTE = pa.schema(
+    [
+        pa.field("note", pa.int32(), metadata={"per": "record"}),
+        pa.field("says", pa.utf8(), metadata={"per": "record"}),
+    ]
+)
 
 
 def scribble(name: str, at: int, raw: bytes) -> None:
@@ -31,12 +38,15 @@ def overwrite(name: str, found: bytes, raw: bytes) -> None:
     scribble(name, memory.index(found), raw)
 
 
-# -- records ------------------------------------------------------------------------------------------------------------------------
+# -- records
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_a_group_that_fits_no_batch_is_counted_and_the_others_are_batched(make_producer, consumer, prefetch, layout) -> None:
+def test_a_group_that_fits_no_batch_is_counted_and_the_others_are_batched(
+    make_producer, consumer, prefetch, layout
+) -> None:
     broken, whole = make_producer(), make_producer()
     broken.put({"tokens": [[1]], "instance_id": ["overwritten"]})
     overwrite(broken.lane_name, b"overwritten", b"\xff" * 11)
@@ -44,7 +54,10 @@ def test_a_group_that_fits_no_batch_is_counted_and_the_others_are_batched(make_p
     whole.put({"tokens": [[3]]})
     whole.put({"tokens": [[4]]})
     consumer.drain()
-    batches = [sorted(batch.tokens.ravel().tolist()) for batch in consumer.batches(groups=3, prefetch=prefetch, layout=layout)]
+    batches = [
+        sorted(batch.tokens.ravel().tolist())
+        for batch in consumer.batches(groups=3, prefetch=prefetch, layout=layout)
+    ]
     assert batches == [[2, 3, 4]]
     stats = consumer.stats()
     assert (stats["discarded_total{corrupt}"], stats["released_total"], stats["held"]) == (1, 3, 0)
@@ -55,7 +68,9 @@ def test_a_batch_that_fails_for_no_group_of_its_own_loses_none(make_producer, co
     producer.put({"tokens": [[1]]})
     producer.put({"tokens": [[2]]})
     with monkeypatch.context() as patch:
-        patch.setattr("shmbridge.batching.Batch", lambda *_: (_ for _ in ()).throw(MemoryError("no room today")))
+        patch.setattr(
+            "shmbridge.batching.Batch", lambda *_: (_ for _ in ()).throw(MemoryError("no room today"))
+        )
         with pytest.raises(MemoryError):
             next(consumer.batches(groups=2, prefetch=0))
     assert next(consumer.batches(groups=2, prefetch=0)).tokens.tolist() == [1, 2]
@@ -65,14 +80,24 @@ def test_a_batch_that_fails_for_no_group_of_its_own_loses_none(make_producer, co
     ("column", "found", "raw", "read"),
     [
         ({"instance_id": ["abcdefgh"]}, b"abcdefgh", b"\xff", lambda record: record["instance_id"]),
-        ({"reward_components": [{"abcdefgh": 1.0}]}, b"abcdefgh", b"\xff", lambda record: record["reward_components"]),
+        (
+            {"reward_components": [{"abcdefgh": 1.0}]},
+            b"abcdefgh",
+            b"\xff",
+            lambda record: record["reward_components"],
+        ),
         ({"messages": ['["abcdefgh"]']}, b'["abcdefgh"]', b"{", lambda record: record.json("messages")),
         ({"messages": ['["abcdefgh"]']}, b'["abcdefgh"]', b'["\xff', lambda record: record.json("messages")),
-        ({"messages": ["[" * 500 + "]" * 500] * 1}, b"[" * 500, b"[" * 1000, lambda record: record.json("messages")),
+        (
+            {"messages": ["[" * 500 + "]" * 500] * 1},
+            b"[" * 500,
+            b"[" * 1000,
+            lambda record: record.json("messages"),
+        ),
         ({"extra": '["abcdefgh"]'}, b'["abcdefgh"]', b"[,", lambda record: record.to_scored_data()),
         ({"instance_id": ["abcdefgh"]}, b"abcdefgh", b"\xff", lambda record: record.to_arrow()),
     ],
-)  # fmt: skip
+)
 def test_text_that_is_none_is_one_typed_error(producer, consumer, column, found, raw, read) -> None:
     producer.put({"tokens": [[1]], **column})
     overwrite(producer.lane_name, found, raw)
@@ -102,7 +127,8 @@ def test_a_column_of_the_record_has_one_value(make_producer, make_consumer) -> N
     assert next(consumer.batches(groups=1, prefetch=0))["note"].tolist() == [9, 9]
 
 
-# -- lanes --------------------------------------------------------------------------------------------------------------------------
+# -- lanes
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pid", [0, 2**31, 2**32 - 1])
@@ -154,7 +180,9 @@ def test_a_pid_of_another_process_that_ends_does_not_spin_the_watch(producer, wa
     began = len(ticks)
     until(lambda: len(ticks) >= began + 3)
     first, last = ticks[began], ticks[-1]
-    assert len(ticks) - began < 20 + 40 * (last - first), f"{len(ticks) - began} rounds in {last - first:.3f} s"
+    assert len(ticks) - began < 20 + 40 * (last - first), (
+        f"{len(ticks) - began} rounds in {last - first:.3f} s"
+    )
     time.sleep(0.5)
     assert len(ticks) < began + 30
 
@@ -190,8 +218,13 @@ def definition(name: bytes, kind: int, code: int, size: int, flags: int) -> byte
 
 @pytest.mark.parametrize(
     "table",
-    [definition(b"a", 0, 4, 4, 0) * 2, definition(b"a", 4, 4, 4, 2), definition(b"a", 0, 4, 4, 4), definition(b"", 0, 4, 4, 0),
-     definition(b"a\0b", 0, 4, 4, 0)],
+    [
+        definition(b"a", 0, 4, 4, 0) * 2,
+        definition(b"a", 4, 4, 4, 2),
+        definition(b"a", 0, 4, 4, 4),
+        definition(b"", 0, 4, 4, 0),
+        definition(b"a\0b", 0, 4, 4, 0),
+    ],
     ids=["name twice", "bytes of int32", "unknown flag", "no name", "a name with a zero in it"],
 )
 def test_a_column_table_that_cannot_be(table) -> None:
@@ -232,7 +265,8 @@ def test_a_starving_lane_with_words_that_cannot_be_starves(make_producer, make_c
     assert len(held) == 2
 
 
-# -- the bridge ---------------------------------------------------------------------------------------------------------------------
+# -- the bridge
+# ------------------------------------------------------------------------------------------------------------
 
 
 def rank(bridge: str) -> shmbridge.Rank:
@@ -240,8 +274,14 @@ def rank(bridge: str) -> shmbridge.Rank:
 
 
 @pytest.mark.parametrize("at", [0, 8], ids=["magic", "layout version"])
-@pytest.mark.parametrize("end", [shmbridge.Producer, shmbridge.Consumer, rank, WeightsReader, WeightsWriter], ids=lambda end: end.__name__)
-def test_a_control_segment_that_is_none_is_a_typed_error_that_holds_no_lock(bridge, make_producer, end, at) -> None:
+@pytest.mark.parametrize(
+    "end",
+    [shmbridge.Producer, shmbridge.Consumer, rank, WeightsReader, WeightsWriter],
+    ids=lambda end: end.__name__,
+)
+def test_a_control_segment_that_is_none_is_a_typed_error_that_holds_no_lock(
+    bridge, make_producer, end, at
+) -> None:
     make_producer().close()
     fresh = segment.open_mapping(segment.control_name(bridge)) is None
     assert fresh, "the last to leave removes it"
@@ -252,7 +292,9 @@ def test_a_control_segment_that_is_none_is_a_typed_error_that_holds_no_lock(brid
         end(bridge)
     scribble(segment.control_name(bridge), at, before)
     keep.close()  # its own part, so that any lock left is the failed one's
-    assert segment.open_mapping(segment.control_name(bridge)) is None, f"{caught.value} keeps the bridge locked"
+    assert segment.open_mapping(segment.control_name(bridge)) is None, (
+        f"{caught.value} keeps the bridge locked"
+    )
 
 
 @pytest.mark.parametrize("epoch", [2**31, 2**62, 2**64 - 1])
@@ -283,7 +325,10 @@ def test_what_is_no_segment_is_in_nobody_s_way(bridge, suffix) -> None:
             with pytest.raises(shmbridge.LayoutMismatch, match="no segment"):
                 shmbridge.Producer(bridge)
         elif suffix != "s":
-            with shmbridge.Producer(bridge, lane_bytes="64K") as producer, shmbridge.Consumer(bridge) as consumer:
+            with (
+                shmbridge.Producer(bridge, lane_bytes="64K") as producer,
+                shmbridge.Consumer(bridge) as consumer,
+            ):
                 producer.put({"tokens": [[1]]})
                 assert len(consumer.poll()) == 1
         if suffix == "w":

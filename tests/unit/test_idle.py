@@ -1,4 +1,6 @@
-"""Nobody who waits uses the processor: consumers among idle producers, in a thread or a loop, and producers whose lane is full."""
+"""Nobody who waits uses the processor: consumers among idle producers, in a thread or a loop, and producers
+whose lane is full.
+"""
 
 import asyncio
 import time

@@ -45,7 +45,12 @@ def test_what_is_alive_is_listed(bridge, make_producer, make_consumer) -> None:
     it = info(bridge)
     (lane,) = it.lanes
     assert (it.consumer_pid, it.participants, it.policy_version) == (os.getpid(), True, 3)
-    assert (lane.producer_id, lane.env_name, lane.pid, lane.alive) == (producer.producer_id, "gsm8k", os.getpid(), True)
+    assert (lane.producer_id, lane.env_name, lane.pid, lane.alive) == (
+        producer.producer_id,
+        "gsm8k",
+        os.getpid(),
+        True,
+    )
     assert (lane.held, lane.records, lane.name) == (1, 1, producer.lane_name)
     assert it.size_bytes == lane.size_bytes > 64 << 10
 
@@ -62,7 +67,9 @@ def test_lanes_that_wait_are_listed_and_said(bridge, make_producer, make_consume
     said = capsys.readouterr().out
     (line,) = [line for line in said.splitlines() if producers[2].producer_id in line]
     assert "live, waits for a lane," in line
-    assert "1 of these wait for a lane: the consumer reads 2 at once -> start it with a higher --lanes" in said
+    assert (
+        "1 of these wait for a lane: the consumer reads 2 at once -> start it with a higher --lanes" in said
+    )
     assert len(taken) == 2
 
 
@@ -115,7 +122,9 @@ def test_a_dry_run_says_what_would_go_and_leaves_it(bridge, dead, segments) -> N
     assert segments() == []
 
 
-def test_a_start_leaves_undelivered_records_for_the_consumer(bridge, dead, make_producer, make_consumer, segments) -> None:
+def test_a_start_leaves_undelivered_records_for_the_consumer(
+    bridge, dead, make_producer, make_consumer, segments
+) -> None:
     make_producer().close()
     assert sum(".l." in name for name in segments()) == 1
     assert len(make_consumer().poll()) == 3

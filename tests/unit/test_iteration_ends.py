@@ -1,4 +1,6 @@
-"""What ends an iteration over batches from outside: a close in a handler, in a child of fork, of an iteration that nobody wants."""
+"""What ends an iteration over batches from outside: a close in a handler, in a child of fork, of an iteration
+that nobody wants.
+"""
 
 import contextlib
 import gc
@@ -33,7 +35,9 @@ def closing() -> Iterator[Callable[[shmbridge.Consumer], Callable[[], None]]]:
 
 
 @pytest.mark.parametrize("hold", ["step", "gather", "caller"])
-def test_a_close_during_a_gather_ends_the_iteration_and_releases_nothing(producer, make_consumer, closing, hold) -> None:
+def test_a_close_during_a_gather_ends_the_iteration_and_releases_nothing(
+    producer, make_consumer, closing, hold
+) -> None:
     producer.put_many([{"tokens": [[number]]} for number in range(2)])
     hub = make_consumer()
     close = closing(hub)
@@ -49,7 +53,9 @@ def test_a_close_during_a_gather_ends_the_iteration_and_releases_nothing(produce
 
 
 @pytest.mark.parametrize("hold", ["step", "gather", "caller"])
-def test_a_close_when_a_batch_gathered_ahead_is_taken_releases_nothing(producer, make_consumer, closing, monkeypatch, hold) -> None:
+def test_a_close_when_a_batch_gathered_ahead_is_taken_releases_nothing(
+    producer, make_consumer, closing, monkeypatch, hold
+) -> None:
     producer.put_many([{"tokens": [[number]]} for number in range(2)])
     hub, take = make_consumer(), Prefetcher.next
     close = closing(hub)
@@ -65,7 +71,8 @@ def test_a_close_when_a_batch_gathered_ahead_is_taken_releases_nothing(producer,
     assert [record.sequence for record in make_consumer().poll()] == [0, 1]
 
 
-# -- groups that come back when it is closed --------------------------------------------------------------------------------------
+# -- groups that come back when it is closed
+# --------------------------------------------------------------------------------------
 
 
 def test_groups_put_back_after_close_are_the_next_consumers(producer, make_consumer) -> None:
@@ -80,7 +87,9 @@ def test_groups_put_back_after_close_are_the_next_consumers(producer, make_consu
     assert len(groups) == 2
 
 
-def test_a_close_while_batches_gathered_ahead_come_back_leaves_the_bridge(producer, make_consumer, closing, monkeypatch, until) -> None:
+def test_a_close_while_batches_gathered_ahead_come_back_leaves_the_bridge(
+    producer, make_consumer, closing, monkeypatch, until
+) -> None:
     producer.put_many([{"tokens": [[number]]} for number in range(3)])
     hub, stop = make_consumer(), Prefetcher.stop
     iteration = hub.batches(groups=1, prefetch=2)
@@ -99,7 +108,8 @@ def test_a_close_while_batches_gathered_ahead_come_back_leaves_the_bridge(produc
     assert [record.sequence for record in make_consumer().poll()] == [1, 2]
 
 
-# -- a child of fork --------------------------------------------------------------------------------------------------------------
+# -- a child of fork
+# ------------------------------------------------------------------------------------------------------------
 
 
 def in_child(*asked: Callable[[], object]) -> None:
@@ -146,23 +156,33 @@ def test_what_a_forked_child_asks_of_queues_and_lanes_is_no_fault(producer, cons
     reader = lane.reader
 
     def all_nothing() -> None:
-        assert (reader.waiting, reader.undelivered, reader.space_waiting, reader.wanted_bytes, reader.quarantined) == (
-            0,
-            0,
-            False,
-            0,
-            False,
-        )
+        assert (
+            reader.waiting,
+            reader.undelivered,
+            reader.space_waiting,
+            reader.wanted_bytes,
+            reader.quarantined,
+        ) == (0, 0, False, 0, False)
         assert not reader.has_room_for(1)
 
     assert consumer.queue_groups() == 2
     in_child(
-        consumer.queue_groups, all_nothing, reader.ring, lambda: reader.quarantine(1),
-        lambda: consumer.take_groups(groups=1), lambda: consumer.put_back(groups), consumer.stats, consumer.close,
-    )  # fmt: skip
+        consumer.queue_groups,
+        all_nothing,
+        reader.ring,
+        lambda: reader.quarantine(1),
+        lambda: consumer.take_groups(groups=1),
+        lambda: consumer.put_back(groups),
+        consumer.stats,
+        consumer.close,
+    )
     assert (reader.waiting, reader.quarantined, consumer.stats()["discarded_total"]) == (2, False, 0)
     consumer.put_back(groups)
-    assert [record.sequence for group in consumer.take_groups(groups=3) for record in group.records] == [0, 1, 2]
+    assert [record.sequence for group in consumer.take_groups(groups=3) for record in group.records] == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_a_forked_child_waits_for_no_lock_of_a_thread_that_is_not_there(producer, consumer) -> None:
@@ -178,16 +198,23 @@ def test_a_forked_child_waits_for_no_lock_of_a_thread_that_is_not_there(producer
     holder.start()
     try:
         assert held.wait(10)
-        in_child(lambda: consumer.put_back(groups), lambda: consumer.take_groups(groups=1), lambda: next(consumer.batches(groups=1)))
+        in_child(
+            lambda: consumer.put_back(groups),
+            lambda: consumer.take_groups(groups=1),
+            lambda: next(consumer.batches(groups=1)),
+        )
     finally:
         over.set()
         holder.join()
 
 
-# -- a close that is owed ---------------------------------------------------------------------------------------------------------
+# -- a close that is owed
+# ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_iteration_that_another_thread_collects_does_not_close_for_a_handler(producer, make_consumer, monkeypatch) -> None:
+def test_an_iteration_that_another_thread_collects_does_not_close_for_a_handler(
+    producer, make_consumer, monkeypatch
+) -> None:
     """In the thread that gathers ahead, close() would wait for itself."""
     producer.put_many([{"tokens": [[number]]} for number in range(2)])
     hub = make_consumer()

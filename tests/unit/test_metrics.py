@@ -1,4 +1,6 @@
-"""shmbridge.metrics: every value on batches made by hand, percentiles against numpy, and the page that says what each name means."""
+"""shmbridge.metrics: every value on batches made by hand, percentiles against numpy, and the page that says
+what each name means.
+"""
 
 import math
 import os
@@ -12,14 +14,25 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.metrics import MOST_ENVIRONMENTS, OTHER, LatencyWindow, batch_metrics, bridge_metrics, rollout_metrics
+from shmbridge.metrics import (
+    MOST_ENVIRONMENTS,
+    OTHER,
+    LatencyWindow,
+    batch_metrics,
+    bridge_metrics,
+    rollout_metrics,
+)
 
 PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
 
 
 def test_one_environment():
     found = rollout_metrics(
-        ["math"] * 4, [0, 0, 1, 1], [1.0, 0.0, 0.5, 0.5], advantages=[1.0, -1.0, 0.0, 4.0], response_lengths=[3, 5, 0, 4]
+        ["math"] * 4,
+        [0, 0, 1, 1],
+        [1.0, 0.0, 0.5, 0.5],
+        advantages=[1.0, -1.0, 0.0, 4.0],
+        response_lengths=[3, 5, 0, 4],
     )
     assert found == {
         "atropos/mean_score": 0.5,
@@ -39,7 +52,10 @@ def test_one_environment():
 
 def test_three_environments_with_groups_of_any_number():
     found = rollout_metrics(
-        ["a", "b", "c", "a", "b"], [900, 7, 7000, 900, 7], [1.0, 2.0, 5.0, 3.0, 2.0], advantages=[1.0, 0.0, np.nan, 3.0, 0.5]
+        ["a", "b", "c", "a", "b"],
+        [900, 7, 7000, 900, 7],
+        [1.0, 2.0, 5.0, 3.0, 2.0],
+        advantages=[1.0, 0.0, np.nan, 3.0, 0.5],
     )
     assert (found["atropos/num_environments"], found["atropos/batch_groups"]) == (3.0, 3.0)
     assert [found[f"atropos/{each}/mean_score"] for each in "abc"] == [2.0, 2.0, 5.0]
@@ -68,7 +84,11 @@ def test_no_scores_at_all_and_no_rows():
     assert math.isnan(nothing["atropos/mean_score"])
     assert math.isnan(nothing["atropos/identical_score_rate"])
     empty = rollout_metrics([], [], [], advantages=[], response_lengths=[])
-    assert (empty["atropos/num_environments"], empty["atropos/total_sequences"], empty["atropos/empty_response_count"]) == (0.0, 0.0, 0.0)
+    assert (
+        empty["atropos/num_environments"],
+        empty["atropos/total_sequences"],
+        empty["atropos/empty_response_count"],
+    ) == (0.0, 0.0, 0.0)
 
 
 def test_what_was_not_passed_has_no_name():
@@ -81,12 +101,16 @@ def test_names_of_environments_stay_within_their_place_and_number():
     assert "atropos/unnamed/mean_score" in rollout_metrics([""], [0], [1.0])
     many = [f"env-{number}" for number in range(MOST_ENVIRONMENTS + 10)]
     found = rollout_metrics(many, range(len(many)), range(len(many)))
-    assert sum(name.endswith("/mean_score") for name in found) == MOST_ENVIRONMENTS + 2  # with the others', and that of all
+    # with the others', and that of all
+    assert sum(name.endswith("/mean_score") for name in found) == MOST_ENVIRONMENTS + 2
     assert found[f"atropos/{OTHER}/mean_score"] == np.mean(range(MOST_ENVIRONMENTS, len(many)))
     assert found["atropos/num_environments"] == len(many)
 
 
-@pytest.mark.parametrize("wrong", [{"groups": [0]}, {"scores": [1.0, 2.0, 3.0]}, {"advantages": [1.0]}, {"response_lengths": [[1, 2]]}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"groups": [0]}, {"scores": [1.0, 2.0, 3.0]}, {"advantages": [1.0]}, {"response_lengths": [[1, 2]]}],
+)
 def test_arguments_that_disagree_are_refused(wrong):
     with pytest.raises(ValueError, match="one of each per row"):
         rollout_metrics(**{"env_names": ["a", "b"], "groups": [0, 0], "scores": [1.0, 2.0], **wrong})
@@ -132,7 +156,11 @@ def test_a_window_of_nothing_and_of_one():
     window = LatencyWindow(slow_s=0.5)
     window.add(-3.0, ended_s=9.0)
     found = window.metrics(now_s=9.0)
-    assert (found["api_perf/latency_p99_ms"], found["api_perf/requests_per_sec"], found["api_perf/slow_requests"]) == (0.0, 0.0, 0.0)
+    assert (
+        found["api_perf/latency_p99_ms"],
+        found["api_perf/requests_per_sec"],
+        found["api_perf/slow_requests"],
+    ) == (0.0, 0.0, 0.0)
     for wrong in ({"window": 0}, {"slow_s": 0.0}, {"slow_s": float("nan")}):
         with pytest.raises(ValueError, match="above 0"):
             LatencyWindow(**wrong)
@@ -159,7 +187,10 @@ def bridge():
 @pytest.fixture
 def stats(bridge):
     """Of a bridge with one record released, two held, one dropped."""
-    with shmbridge.Producer(bridge, env_name="math", lane_bytes="1M") as producer, shmbridge.Consumer(bridge) as consumer:
+    with (
+        shmbridge.Producer(bridge, env_name="math", lane_bytes="1M") as producer,
+        shmbridge.Consumer(bridge) as consumer,
+    ):
         for _ in range(3):
             producer.put({"tokens": [[1, 2, 3]], "score": [1.0]}, timeout_s=5.0)
         with pytest.raises(shmbridge.InvalidRecord):
@@ -171,9 +202,19 @@ def stats(bridge):
 
 def test_a_bridge_in_numbers(stats):
     found = bridge_metrics(stats)
-    assert (found["bridge/records_total"], found["bridge/released_total"], found["bridge/held"]) == (3.0, 1.0, 2.0)
-    assert (found["bridge/tokens_total"], found["bridge/lanes_live"], found["bridge/lanes_dead"]) == (9.0, 1.0, 0.0)
-    assert found["bridge/drops_total"] == sum(value for name, value in found.items() if re.fullmatch(r"bridge/drops_[a-z]+_total", name))
+    assert (found["bridge/records_total"], found["bridge/released_total"], found["bridge/held"]) == (
+        3.0,
+        1.0,
+        2.0,
+    )
+    assert (found["bridge/tokens_total"], found["bridge/lanes_live"], found["bridge/lanes_dead"]) == (
+        9.0,
+        1.0,
+        0.0,
+    )
+    assert found["bridge/drops_total"] == sum(
+        value for name, value in found.items() if re.fullmatch(r"bridge/drops_[a-z]+_total", name)
+    )
     assert found["bridge/drops_invalid_total"] == stats["dropped_total{invalid}"]
     assert found["bridge/discards_stale_total"] == 0.0
     assert found["bridge/lane_fill_frac"] == pytest.approx(stats["bytes_total"] / 3 * 2 / stats["lane_bytes"])
@@ -181,9 +222,19 @@ def test_a_bridge_in_numbers(stats):
 
 
 def test_stats_that_are_unknown_or_missing_are_left_out():
-    assert bridge_metrics({"something_new": 3.0, "wait_s": 2, "other_total{x}": 1}) == {"bridge/wait_consumer_s": 2.0}
-    assert bridge_metrics({"lane_bytes": 100, "records_total": 0, "bytes_total": 0, "held": 0})["bridge/lane_fill_frac"] == 0.0
-    assert bridge_metrics({"lane_bytes": 100, "records_total": 3}) == {"bridge/lane_bytes": 100.0, "bridge/records_total": 3.0}
+    assert bridge_metrics({"something_new": 3.0, "wait_s": 2, "other_total{x}": 1}) == {
+        "bridge/wait_consumer_s": 2.0
+    }
+    assert (
+        bridge_metrics({"lane_bytes": 100, "records_total": 0, "bytes_total": 0, "held": 0})[
+            "bridge/lane_fill_frac"
+        ]
+        == 0.0
+    )
+    assert bridge_metrics({"lane_bytes": 100, "records_total": 3}) == {
+        "bridge/lane_bytes": 100.0,
+        "bridge/records_total": 3.0,
+    }
 
 
 def documented(heading: str) -> set[str]:
@@ -201,8 +252,15 @@ def test_the_page_names_what_is_there(stats):
         **bridge_metrics(stats),
         **batch_metrics([1], [1.0]),
     }
-    generic = {re.sub(r"_(full|cancelled|invalid|timeout|stale|partial|resume|corrupt)_total$", "_{reason}_total", name) for name in found}
-    assert {name.replace("/math/", "/{env_name}/") for name in generic} == documented("Names that dashboards know")
+    generic = {
+        re.sub(
+            r"_(full|cancelled|invalid|timeout|stale|partial|resume|corrupt)_total$", "_{reason}_total", name
+        )
+        for name in found
+    }
+    assert {name.replace("/math/", "/{env_name}/") for name in generic} == documented(
+        "Names that dashboards know"
+    )
 
 
 def test_every_reason_is_on_the_page(stats):
@@ -211,6 +269,9 @@ def test_every_reason_is_on_the_page(stats):
 
 
 def test_the_module_needs_numpy_and_nothing_else():
-    code = "import sys, shmbridge.metrics as m; m.LatencyWindow(); print(sorted({'wandb', 'torch', 'zmq', 'pyarrow'} & set(sys.modules)))"
+    code = (
+        "import sys, shmbridge.metrics as m; m.LatencyWindow(); print(sorted({'wandb', 'torch', 'zmq', "
+        "'pyarrow'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,6 @@
-"""Names removed while everybody lives, as systemd-logind's RemoveIPC does: no two hubs read one lane, no producer puts into nothing."""
+"""Names removed while everybody lives, as systemd-logind's RemoveIPC does: no two hubs read one lane, no
+producer puts into nothing.
+"""
 
 import asyncio
 import threading
@@ -34,8 +36,12 @@ def fails_within_a_second(put) -> shmbridge.LaneRemoved:
     return caught.value
 
 
-def test_a_second_hub_does_not_read_a_lane_that_the_first_reads(bridge, producer, make_consumer, caplog, until) -> None:
-    """The control segment's name goes; whoever comes then finds the lane, and leaves it until the first has ended."""
+def test_a_second_hub_does_not_read_a_lane_that_the_first_reads(
+    bridge, producer, make_consumer, caplog, until
+) -> None:
+    """The control segment's name goes; whoever comes then finds the lane, and leaves it until the first has
+    ended.
+    """
     for number in range(3):
         producer.put({"tokens": [[number]]})
     first = make_consumer()
@@ -54,7 +60,9 @@ def test_a_second_hub_does_not_read_a_lane_that_the_first_reads(bridge, producer
     assert second.stats()["lanes_refused"] == 0
 
 
-def test_put_fails_within_a_second_and_the_hub_that_has_the_lane_takes_what_was_committed(producer, consumer, remove_all) -> None:
+def test_put_fails_within_a_second_and_the_hub_that_has_the_lane_takes_what_was_committed(
+    producer, consumer, remove_all
+) -> None:
     consumer.poll()  # it has the lane
     remove_all()
     wrong = fails_within_a_second(lambda: producer.put(GROUP))

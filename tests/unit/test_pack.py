@@ -11,7 +11,10 @@ import shmbridge
 
 LISTS = [pa.int8(), pa.uint8(), pa.int16(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()]
 FLOATS = [pa.float16(), pa.float32(), pa.float64()]
-OWN = pa.schema([(f"list_{kind}", pa.list_(kind)) for kind in [*LISTS, *FLOATS, pa.bool_()]] + [(f"one_{kind}", kind) for kind in LISTS])
+OWN = pa.schema(
+    [(f"list_{kind}", pa.list_(kind)) for kind in [*LISTS, *FLOATS, pa.bool_()]]
+    + [(f"one_{kind}", kind) for kind in LISTS]
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +25,6 @@ def through():
         shmbridge.Consumer(name, schema=OWN) as consumer,
         shmbridge.Producer(name, lane_bytes="64K", on_full="raise", schema=OWN) as producer,
     ):
-
         handed_out: list[shmbridge.Record] = []
 
         def go(group, **options) -> shmbridge.Record:
@@ -80,7 +82,10 @@ def test_every_form_of_rows_gives_the_same_record(through, tokens) -> None:
     assert record["tokens"].values.dtype == np.int32
 
 
-@pytest.mark.parametrize("tokens", [np.array([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 4]]), np.array([[1, 2], [3, 4]], order="F")])
+@pytest.mark.parametrize(
+    "tokens",
+    [np.array([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 4]]), np.array([[1, 2], [3, 4]], order="F")],
+)
 def test_two_dimensional_arrays_are_rows(through, tokens) -> None:
     assert rows(through({"tokens": tokens}), "tokens") == [[1, 2], [3, 4]]
 
@@ -88,12 +93,16 @@ def test_two_dimensional_arrays_are_rows(through, tokens) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_tensors_of_every_float_type(through, dtype) -> None:
     values = torch.tensor([0.5, -2.0, 1.25], dtype=dtype, requires_grad=True)
-    record = through({"tokens": [[1, 2, 3]], "advantages": [values], "inference_logprobs": values.reshape(1, 3)})
+    record = through(
+        {"tokens": [[1, 2, 3]], "advantages": [values], "inference_logprobs": values.reshape(1, 3)}
+    )
     assert rows(record, "advantages") == rows(record, "inference_logprobs") == [[0.5, -2.0, 1.25]]
 
 
 def test_empty_rows_are_carried(through) -> None:
-    record = through({"tokens": [[], [7], []], "advantages": [[], [1.0], np.empty(0)], "trace_spans": [[], [], []]})
+    record = through(
+        {"tokens": [[], [7], []], "advantages": [[], [1.0], np.empty(0)], "trace_spans": [[], [], []]}
+    )
     assert rows(record, "tokens") == [[], [7], []]
     assert rows(record, "advantages") == [[], [1.0], []]
     assert rows(record, "trace_spans") == [[], [], []]
@@ -123,7 +132,9 @@ def test_scalar_integers_at_and_beyond_their_limits(through, kind) -> None:
         assert (wrong.column, wrong.row) == (name, 1)
 
 
-@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**62, 2**64, 2**200, -(2**200), np.int64(2**31), np.uint64(2**63)])
+@pytest.mark.parametrize(
+    "value", [2**31, -(2**31) - 1, 2**62, 2**64, 2**200, -(2**200), np.int64(2**31), np.uint64(2**63)]
+)
 def test_a_token_outside_int32_is_refused_with_its_place(through, value) -> None:
     wrong = through.refuses({"tokens": [[1, 2], [3, 4, value]]})
     assert (wrong.column, wrong.row, wrong.position) == ("tokens", 1, 2)
@@ -142,7 +153,9 @@ def test_what_is_no_integer_is_no_token(through, value) -> None:
     assert (wrong.column, wrong.row, wrong.position) == ("tokens", 1, 1)
 
 
-@pytest.mark.parametrize("row", [np.array([1.5]), np.array(["a"]), np.array([None]), np.array([[1]]), torch.tensor([1.5])])
+@pytest.mark.parametrize(
+    "row", [np.array([1.5]), np.array(["a"]), np.array([None]), np.array([[1]]), torch.tensor([1.5])]
+)
 def test_arrays_of_another_kind_are_no_tokens(through, row) -> None:
     wrong = through.refuses({"tokens": [[1], row]})
     assert (wrong.column, wrong.row) == ("tokens", 1)
@@ -155,7 +168,9 @@ def test_what_is_no_number_is_no_advantage(through, value) -> None:
 
 
 def test_integers_and_bools_become_floats(through) -> None:
-    assert rows(through({"tokens": [[1, 2, 3]], "advantages": [[1, True, np.int8(-3)]]}), "advantages") == [[1.0, 1.0, -3.0]]
+    assert rows(through({"tokens": [[1, 2, 3]], "advantages": [[1, True, np.int8(-3)]]}), "advantages") == [
+        [1.0, 1.0, -3.0]
+    ]
 
 
 @pytest.mark.parametrize("name", ["advantages", "token_rewards", "step_rewards"])
@@ -182,22 +197,33 @@ def test_a_score_that_is_not_finite_is_refused(through, bad, form) -> None:
 
 def test_the_largest_float32_is_finite(through) -> None:
     largest = float(np.finfo(np.float32).max)
-    assert rows(through({"tokens": [[1, 2]], "advantages": [[largest, -largest]]}), "advantages") == [[largest, -largest]]
+    assert rows(through({"tokens": [[1, 2]], "advantages": [[largest, -largest]]}), "advantages") == [
+        [largest, -largest]
+    ]
 
 
 def test_logprobs_may_be_infinite(through) -> None:
-    assert rows(through({"tokens": [[1, 2]], "inference_logprobs": [[float("-inf"), -1.0]]}), "inference_logprobs") == [[-np.inf, -1.0]]
+    assert rows(
+        through({"tokens": [[1, 2]], "inference_logprobs": [[float("-inf"), -1.0]]}), "inference_logprobs"
+    ) == [[-np.inf, -1.0]]
 
 
 def test_masks_beyond_a_byte_are_refused(through) -> None:
     assert through.refuses({"tokens": [[1]], "loss_mask": [[256]]}).column == "loss_mask"
     assert through.refuses({"tokens": [[1]], "loss_mask": [np.array([-1])]}).column == "loss_mask"
-    assert rows(through({"tokens": [[1, 2]], "loss_mask": [np.array([True, False])]}), "loss_mask") == [[1, 0]]
+    assert rows(through({"tokens": [[1, 2]], "loss_mask": [np.array([True, False])]}), "loss_mask") == [
+        [1, 0]
+    ]
 
 
 def test_scalars_keep_their_precision_and_their_nulls(through) -> None:
     record = through(
-        {"tokens": [[1], [2], [3]], "score": [0.1, None, 1e-300], "temperature": np.float64([1, 0.7, 2]), "is_last": [True, False, True]}
+        {
+            "tokens": [[1], [2], [3]],
+            "score": [0.1, None, 1e-300],
+            "temperature": np.float64([1, 0.7, 2]),
+            "is_last": [True, False, True],
+        }
     )
     assert record["score"].tolist() == [0.1, 0.0, 1e-300]
     assert record.valid("score").tolist() == [True, False, True]
@@ -219,12 +245,20 @@ def test_maps_texts_and_nested_lists(through) -> None:
     assert record["reward_components"] == [{"format": 0.5, "länge": -1.0}, {}]
     assert record["instance_id"] == ["ä", None]
     assert record["routed_experts"] == [b"\0\1", b""]
-    assert [[inner.tolist() for inner in row] for row in record["distill_token_ids"]] == [[[1, 2], []], [[3], [4, 5]]]
-    assert [[inner.tolist() for inner in row] for row in record["distill_logprobs"]] == [[[-0.5, -1.5], []], [[-2.0], [-3.0, -4.0]]]
+    assert [[inner.tolist() for inner in row] for row in record["distill_token_ids"]] == [
+        [[1, 2], []],
+        [[3], [4, 5]],
+    ]
+    assert [[inner.tolist() for inner in row] for row in record["distill_logprobs"]] == [
+        [[-0.5, -1.5], []],
+        [[-2.0], [-3.0, -4.0]],
+    ]
 
 
 def test_a_map_value_that_is_not_finite_is_refused(through) -> None:
-    wrong = through.refuses({"tokens": [[1], [2]], "reward_components": [{"a": 1.0}, {"b": 1.0, "c": float("nan")}]})
+    wrong = through.refuses(
+        {"tokens": [[1], [2]], "reward_components": [{"a": 1.0}, {"b": 1.0, "c": float("nan")}]}
+    )
     assert (wrong.column, wrong.row) == ("reward_components", 1)
 
 

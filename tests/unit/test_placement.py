@@ -1,4 +1,6 @@
-"""Where lanes lie: huge pages, the GPU's node by a made-up sysfs, locked memory; and that each of them may be refused."""
+"""Where lanes lie: huge pages, the GPU's node by a made-up sysfs, locked memory; and that each of them may be
+refused.
+"""
 
 import os
 import resource

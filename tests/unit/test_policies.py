@@ -1,4 +1,6 @@
-"""Both policies through real lanes: what a batch is made of, what is waited for, what a run's steps are, what environments are told."""
+"""Both policies through real lanes: what a batch is made of, what is waited for, what a run's steps are, what
+environments are told.
+"""
 
 import threading
 import time
@@ -35,7 +37,12 @@ def register(bridge):
 
     def call(producer, **asks) -> int:
         with ControlClient(bridge, role="test", name="t") as control:
-            fields = {"desired_name": "env", "max_token_length": 64, "group_size": 1, "producer_id": producer.producer_id}
+            fields = {
+                "desired_name": "env",
+                "max_token_length": 64,
+                "group_size": 1,
+                "producer_id": producer.producer_id,
+            }
             return control.request(Register(**(fields | asks))).env_id
 
     return call
@@ -50,7 +57,8 @@ def status(bridge):
     return call
 
 
-# -- fair ---------------------------------------------------------------------------------------------------------------------------------
+# -- fair
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_is_fair_over_what_all_lanes_hold(make_producer, make_consumer, register) -> None:
@@ -71,7 +79,9 @@ def test_a_batch_is_fair_over_what_all_lanes_hold(make_producer, make_consumer, 
     assert sum(mixes) == pytest.approx(24, abs=2)
 
 
-def test_while_nobody_asks_for_a_weight_no_more_is_taken_than_is_handed_out(make_producer, make_consumer) -> None:
+def test_while_nobody_asks_for_a_weight_no_more_is_taken_than_is_handed_out(
+    make_producer, make_consumer
+) -> None:
     producers, consumer = [make_producer(), make_producer()], make_consumer()
     for number in range(10):
         producers[number % 2].put(group(number))
@@ -80,8 +90,12 @@ def test_while_nobody_asks_for_a_weight_no_more_is_taken_than_is_handed_out(make
     assert [record.meta.redelivered for record in make_consumer().poll()] == [False] * 6
 
 
-def test_a_share_is_waited_for_without_an_error_and_then_counted(make_producer, make_consumer, register) -> None:
-    """All lanes are full meanwhile, with too little of the one: that is no sizing error, since the wait has an end."""
+def test_a_share_is_waited_for_without_an_error_and_then_counted(
+    make_producer, make_consumer, register
+) -> None:
+    """All lanes are full meanwhile, with too little of the one: that is no sizing error, since the wait has
+    an end.
+    """
     eager, late = make_producer(on_full="raise"), make_producer(on_full="raise")
     consumer = make_consumer(run=shmbridge.Run(batch_size=4), allocation_wait_s=1.8)
     register(eager)
@@ -125,7 +139,9 @@ def test_nobody_waits_for_an_environment_that_has_left(make_producer, make_consu
     let_go(taken)
 
 
-def test_trajectories_that_are_left_when_the_bridge_drains_come_in_a_short_batch(make_producer, make_consumer) -> None:
+def test_trajectories_that_are_left_when_the_bridge_drains_come_in_a_short_batch(
+    make_producer, make_consumer
+) -> None:
     producer, consumer = make_producer(), make_consumer()
     for number in range(5):
         producer.put(group(number, rows=3))
@@ -177,7 +193,9 @@ def test_staleness_is_looked_at_once_per_group_and_version(make_producer, make_c
 
 
 @pytest.mark.parametrize("policy", ["fair", "atropos"])
-def test_a_version_that_makes_nothing_stale_costs_no_look_at_what_is_queued(make_producer, make_consumer, monkeypatch, policy) -> None:
+def test_a_version_that_makes_nothing_stale_costs_no_look_at_what_is_queued(
+    make_producer, make_consumer, monkeypatch, policy
+) -> None:
     producer, consumer = make_producer(), make_consumer(run=shmbridge.Run(batch_size=1000), policy=policy)
     for number in range(40):
         producer.put(group(number), policy_version=2 if number < 20 else 6)
@@ -195,10 +213,15 @@ def test_a_version_that_makes_nothing_stale_costs_no_look_at_what_is_queued(make
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_batch_that_does_not_come_in_time_is_an_error_that_says_who_lives(make_producer, make_consumer, prefetch) -> None:
+def test_a_batch_that_does_not_come_in_time_is_an_error_that_says_who_lives(
+    make_producer, make_consumer, prefetch
+) -> None:
     producer, consumer = make_producer(), make_consumer()
     producer.put(group(1))
-    with pytest.raises(shmbridge.ConsumerEmpty, match=r"no batch of 2 groups within 0.2 s; 1 of 1 lanes .* 1 groups are queued"):
+    with pytest.raises(
+        shmbridge.ConsumerEmpty,
+        match=r"no batch of 2 groups within 0.2 s; 1 of 1 lanes .* 1 groups are queued",
+    ):
         next(consumer.batches(groups=2, prefetch=prefetch, timeout_s=0.2))
     producer.put(group(2))
     assert len(next(consumer.batches(groups=2, prefetch=prefetch, timeout_s=20))) == 2
@@ -219,10 +242,13 @@ def test_stats_say_how_much_of_each_environment_is_queued(make_producer, make_co
     assert consumer.stats()["queue_groups{gsm8k_0}"] == 1
 
 
-# -- atropos ------------------------------------------------------------------------------------------------------------------------------
+# -- atropos
+# ------------------------------------------------------------------------------------------------------------
 
 
-def test_atropos_forms_what_upstream_would_of_the_same_arrivals(make_producer, make_consumer, register) -> None:
+def test_atropos_forms_what_upstream_would_of_the_same_arrivals(
+    make_producer, make_consumer, register
+) -> None:
     producers = [make_producer(lane_bytes="256K") for _ in range(3)]
     consumer = make_consumer(run=shmbridge.Run(batch_size=8, starting_step=3), policy="atropos")
     asks = [{"group_size": 4}, {"group_size": 2, "min_batch_allocation": 0.25}, {"group_size": 1}]
@@ -247,11 +273,16 @@ def test_atropos_forms_what_upstream_would_of_the_same_arrivals(make_producer, m
         assert firsts(taken) == wanted
         let_go(taken)
     assert consumer.take_groups(timeout_s=0) is None
-    assert (len(consumer._batching._complete), consumer.stats()["groups_buffered"]) == (like.queue_size, like.buffered)
+    assert (len(consumer._batching._complete), consumer.stats()["groups_buffered"]) == (
+        like.queue_size,
+        like.buffered,
+    )
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_atropos_hands_out_the_newest_batch_first_and_counts_all_it_formed(make_producer, make_consumer, prefetch) -> None:
+def test_atropos_hands_out_the_newest_batch_first_and_counts_all_it_formed(
+    make_producer, make_consumer, prefetch
+) -> None:
     producer, consumer = make_producer(), make_consumer(run=shmbridge.Run(batch_size=4), policy="atropos")
     for number in range(7):
         producer.put(group(number, rows=2))
@@ -297,7 +328,11 @@ def test_atropos_discards_what_is_stale(make_producer, make_consumer) -> None:
     taken = consumer.take_groups(timeout_s=5)
     consumer.publish_policy_version(5)
     assert consumer.take_groups(max_staleness=1) is None
-    assert (consumer.stats()["discarded_total{stale}"], consumer.stats()["queue_groups"], consumer.current_step) == (1, 1, 1)
+    assert (
+        consumer.stats()["discarded_total{stale}"],
+        consumer.stats()["queue_groups"],
+        consumer.current_step,
+    ) == (1, 1, 1)
     let_go(taken)
 
 
@@ -306,10 +341,14 @@ def test_atropos_tells_environments_upstreams_numbers(make_producer, make_consum
     producers = [make_producer(), make_producer()]
     consumer = make_consumer(run=shmbridge.Run(batch_size=8), policy="atropos")
     like: AtroposQueue[int] = AtroposQueue(8)
-    env_ids = [register(producer, group_size=4, weight=weight) for producer, weight in zip(producers, (1.0, 3.0), strict=True)]
+    env_ids = [
+        register(producer, group_size=4, weight=weight)
+        for producer, weight in zip(producers, (1.0, 3.0), strict=True)
+    ]
     for env_id, weight in zip(env_ids, (1.0, 3.0), strict=True):
         like.register(EnvShare(env_id, "", weight, None, 4, 64))
-    for who, rows in [(0, 4), (0, 4), (1, 2), (1, 2), (1, 1)]:  # a batch, two halves in the queue, one buffered
+    # a batch, two halves in the queue, one buffered
+    for who, rows in [(0, 4), (0, 4), (1, 2), (1, 2), (1, 1)]:
         producers[who].put(group(who, rows, env_ids[who]))
         like.add(who, rows, env_ids[who])
     let_go(consumer.take_groups(timeout_s=5))
@@ -317,17 +356,32 @@ def test_atropos_tells_environments_upstreams_numbers(make_producer, make_consum
     assert [consumer.queue_groups(producer.producer_id) for producer in producers] == [0, 2]
     for env_id in env_ids:
         told, wanted = status(env_id), like.status_env(env_id)
-        ours = (told.queue_groups, told.self_queue_groups, told.max_group_size, told.unallocated_fraction, told.env_weight)
+        ours = (
+            told.queue_groups,
+            told.self_queue_groups,
+            told.max_group_size,
+            told.unallocated_fraction,
+            told.env_weight,
+        )
         assert ours == tuple(
-            wanted[key] for key in ("queue_size", "self_queue_size", "max_group_size", "unallocated_fraction", "env_weight")
-        )  # fmt: skip
+            wanted[key]
+            for key in (
+                "queue_size",
+                "self_queue_size",
+                "max_group_size",
+                "unallocated_fraction",
+                "env_weight",
+            )
+        )
         assert told.current_step == wanted["current_step"] == 1
     before = status(env_ids[0]).self_queue_groups
     producers[0].put(group(9, 4, env_ids[0]))  # nobody has looked at it yet
     assert status(env_ids[0]).self_queue_groups == before + 1
 
 
-def test_a_dead_environments_allocation_does_not_stop_atropos(make_producer, make_consumer, register, status, until) -> None:
+def test_a_dead_environments_allocation_does_not_stop_atropos(
+    make_producer, make_consumer, register, status, until
+) -> None:
     """Upstream never learns of a death; here the environment goes when another asks how things are."""
     lives, dies = make_producer(), make_producer()
     consumer = make_consumer(run=shmbridge.Run(batch_size=2), policy="atropos")
@@ -348,7 +402,9 @@ def test_atropos_needs_a_run(make_consumer) -> None:
         make_consumer(policy="atropos").batches()
 
 
-def test_atropos_also_says_when_the_lanes_are_full_of_what_makes_no_batch(make_producer, make_consumer) -> None:
+def test_atropos_also_says_when_the_lanes_are_full_of_what_makes_no_batch(
+    make_producer, make_consumer
+) -> None:
     producer = make_producer(on_full="raise")
     consumer = make_consumer(run=shmbridge.Run(batch_size=100), policy="atropos")
     with pytest.raises(shmbridge.LaneFull):

@@ -24,7 +24,11 @@ def fill(producer: shmbridge.Producer) -> int:
 
 
 def dropped(producer) -> dict[str, float]:
-    return {name[14:-1]: value for name, value in producer.stats().items() if name.startswith("dropped_total{") and value}
+    return {
+        name[14:-1]: value
+        for name, value in producer.stats().items()
+        if name.startswith("dropped_total{") and value
+    }
 
 
 def test_put_counts_sequences_from_zero(producer) -> None:
@@ -83,7 +87,11 @@ def test_an_id_that_would_not_arrive_whole_is_refused(bridge, given) -> None:
 def test_the_longest_id_arrives_whole(make_producer, consumer) -> None:
     producer = make_producer(producer_id="é" * 31 + "x", lane_bytes="64K")
     producer.put(GROUP)
-    assert consumer.get(timeout_s=5).meta.producer_id == producer.producer_id == "é" * 31 + "x-" + producer.lane_name[-16:]
+    assert (
+        consumer.get(timeout_s=5).meta.producer_id
+        == producer.producer_id
+        == "é" * 31 + "x-" + producer.lane_name[-16:]
+    )
 
 
 def test_the_current_policy_version_is_stamped_unless_another_is_given(producer, consumer) -> None:
@@ -93,7 +101,9 @@ def test_the_current_policy_version_is_stamped_unless_another_is_given(producer,
     producer.put(GROUP)
     producer.put(GROUP, policy_version=2)
     producer.put(GROUP, policy_version=(1, 3))
-    versions = [(record.meta.min_policy_version, record.meta.max_policy_version) for record in consumer.poll()]
+    versions = [
+        (record.meta.min_policy_version, record.meta.max_policy_version) for record in consumer.poll()
+    ]
     assert versions == [(-1, -1), (4, 4), (2, 2), (1, 3)]
 
 
@@ -110,7 +120,9 @@ def test_a_full_lane_names_the_consumer_that_holds_it(producer, make_consumer) -
     with pytest.raises(shmbridge.LaneFull, match="no consumer is alive"):
         producer.put(BIG)
     consumer = make_consumer()
-    with pytest.raises(shmbridge.LaneFull, match=r"consumer pid \d+ is alive and has not released \d records"):
+    with pytest.raises(
+        shmbridge.LaneFull, match=r"consumer pid \d+ is alive and has not released \d records"
+    ):
         producer.put(BIG)
     consumer.pause()
     with pytest.raises(shmbridge.LaneFull, match="paused by the consumer"):
@@ -246,7 +258,9 @@ def test_leaving_removes_an_empty_lane(make_producer, segments) -> None:
 
 
 def test_a_record_of_half_a_lane_is_too_big_and_says_what_would_do(producer, consumer) -> None:
-    with pytest.raises(shmbridge.RecordTooBig, match=r"39\.\d KiB \(1 rows, 10000 tokens\).*64 KiB.*lane_bytes="):
+    with pytest.raises(
+        shmbridge.RecordTooBig, match=r"39\.\d KiB \(1 rows, 10000 tokens\).*64 KiB.*lane_bytes="
+    ):
         producer.put({"tokens": [np.arange(10_000)]})
     assert producer.put(GROUP) == 0
     assert dropped(producer) == {"invalid": 1}
@@ -254,10 +268,19 @@ def test_a_record_of_half_a_lane_is_too_big_and_says_what_would_do(producer, con
 
 @pytest.mark.parametrize(
     "options",
-    [{"policy_version": 2**70}, {"policy_version": (1,)}, {"policy_version": [1, 2]}, {"policy_version": (5, 2)}, {"group_size": 2**40},
-     {"group_size": 1}, {"group_id": "\ud800"}, {"group_id": "x" * 5000}, {"split": "test"}],
+    [
+        {"policy_version": 2**70},
+        {"policy_version": (1,)},
+        {"policy_version": [1, 2]},
+        {"policy_version": (5, 2)},
+        {"group_size": 2**40},
+        {"group_size": 1},
+        {"group_id": "\ud800"},
+        {"group_id": "x" * 5000},
+        {"split": "test"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_stamps_that_cannot_be_are_refused_and_the_producer_goes_on(producer, consumer, options) -> None:
     with pytest.raises(shmbridge.InvalidRecord):
         producer.put(GROUP, **options)
@@ -308,7 +331,9 @@ def test_stats_may_be_asked_from_another_thread_while_putting(make_producer, con
 
 @pytest.mark.parametrize("wrong", ["on_full", "lane_bytes", "bridge"])
 def test_arguments_that_cannot_be_leave_nothing_behind(bridge, segments, wrong) -> None:
-    arguments = {"on_full": "wait"} if wrong == "on_full" else {"lane_bytes": "lots"} if wrong == "lane_bytes" else {}
+    arguments = (
+        {"on_full": "wait"} if wrong == "on_full" else {"lane_bytes": "lots"} if wrong == "lane_bytes" else {}
+    )
     with pytest.raises(ValueError):
         shmbridge.Producer("no spaces" if wrong == "bridge" else bridge, **arguments)
     assert segments() == []

@@ -1,4 +1,6 @@
-"""Putting from an event loop: in order, never blocking it, and every group handed over is committed or counted."""
+"""Putting from an event loop: in order, never blocking it, and every group handed over is committed or
+counted.
+"""
 
 import asyncio
 import time
@@ -127,9 +129,16 @@ async def test_bad_groups_are_refused_at_once(full) -> None:
 
 async def test_a_bad_value_found_late_does_not_stop_the_others(full, make_consumer) -> None:
     producer, count = full
-    bad = asyncio.create_task(producer.put_async({"tokens": [[1]], "advantages": [[float("nan")]]} | {"inference_logprobs": [[0.0]]}))
+    bad = asyncio.create_task(
+        producer.put_async(
+            {"tokens": [[1]], "advantages": [[float("nan")]]} | {"inference_logprobs": [[0.0]]}
+        )
+    )
     wide = {**big(1), "advantages": [np.full(3000, np.nan)]}
-    worse, good = asyncio.create_task(producer.put_async(wide)), asyncio.create_task(producer.put_async(big(2)))
+    worse, good = (
+        asyncio.create_task(producer.put_async(wide)),
+        asyncio.create_task(producer.put_async(big(2))),
+    )
     await settle([bad, worse, good])
     consumer = make_consumer()
     for _ in range(count):
@@ -169,7 +178,9 @@ def test_a_producer_may_outlive_its_event_loop(full) -> None:
     producer, _ = full
 
     async def several() -> list:
-        return await asyncio.gather(*(producer.put_async(big(), timeout_s=0.05) for _ in range(3)), return_exceptions=True)
+        return await asyncio.gather(
+            *(producer.put_async(big(), timeout_s=0.05) for _ in range(3)), return_exceptions=True
+        )
 
     for _ in range(2):
         assert all(isinstance(result, shmbridge.LaneFull) for result in asyncio.run(several()))
@@ -189,7 +200,9 @@ def test_a_loop_that_ends_while_a_put_waits_counts_it(full) -> None:
     assert counted == 1
 
 
-async def test_a_group_whose_turn_comes_while_a_claim_is_open_waits_for_its_end(make_producer, consumer) -> None:
+async def test_a_group_whose_turn_comes_while_a_claim_is_open_waits_for_its_end(
+    make_producer, consumer
+) -> None:
     producer = make_producer()
     while producer.stats()["lane_free_bytes"] > 13_000:
         producer.put(big(99))

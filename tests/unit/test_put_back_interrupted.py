@@ -1,4 +1,6 @@
-"""An exception of a signal handler ends `put_back` anywhere, and it is called again: every record comes, and none comes twice."""
+"""An exception of a signal handler ends `put_back` anywhere, and it is called again: every record comes, and
+none comes twice.
+"""
 
 import contextlib
 from collections import Counter
@@ -8,14 +10,22 @@ from interrupts import Stop, raising_at
 
 import shmbridge
 
-MODULES = ("shmbridge.batching", "shmbridge.late_returns", "shmbridge.capacity", "shmbridge.groups", "shmbridge.closing")
+MODULES = (
+    "shmbridge.batching",
+    "shmbridge.late_returns",
+    "shmbridge.capacity",
+    "shmbridge.groups",
+    "shmbridge.closing",
+)
 EVENTS = ("line", "return")
 GROUPS = 4
 
 
 @pytest.mark.parametrize("policy", ["fair", "oldest", "atropos"])
 @pytest.mark.parametrize("queued", [False, True], ids=["still on the way", "queued in between"])
-def test_a_put_back_that_is_repeated_queues_no_group_twice(make_producer, make_consumer, policy, queued) -> None:
+def test_a_put_back_that_is_repeated_queues_no_group_twice(
+    make_producer, make_consumer, policy, queued
+) -> None:
     producer = make_producer()
     hub = make_consumer(policy=policy, run=shmbridge.Run(batch_size=GROUPS))
     at, came = 0, True
@@ -59,7 +69,9 @@ def test_a_put_back_that_is_repeated_after_close_gives_the_bridge_up(make_produc
                 errors.append(error)
         hub.put_back(groups)
         with make_consumer() as successor:
-            assert [record.sequence for record in successor.poll()] == list(range(GROUPS)), f"interrupted at {at}"
+            assert [record.sequence for record in successor.poll()] == list(range(GROUPS)), (
+                f"interrupted at {at}"
+            )
     assert at > 10
 
 

@@ -1,4 +1,6 @@
-"""What an environment's log says of groups that a learner cannot train with as they are: once each, and nothing of sound ones."""
+"""What an environment's log says of groups that a learner cannot train with as they are: once each, and
+nothing of sound ones.
+"""
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +23,11 @@ def said(make_producer, caplog):
 
 
 def test_of_sound_groups_nothing_is_said(said) -> None:
-    sampling = {"generation_params": {"temperature": 0.7, "top_p": 1.0, "top_k": -1}, "overrides": [{"temperature": 1.0}], "images": [None]}
+    sampling = {
+        "generation_params": {"temperature": 0.7, "top_p": 1.0, "top_k": -1},
+        "overrides": [{"temperature": 1.0}],
+        "images": [None],
+    }
     prompted = {"tokens": [[1, 2]], "prompt_length": np.array([1]), "temperature": np.array([0.7])}
     assert said(MASKED, {**MASKED, **sampling}) == []
     assert said(prompted, {"tokens": [[1]], "loss_mask": [np.array([1])]}, foreign=False) == []
@@ -39,9 +45,15 @@ def test_rows_without_a_mask_in_arrow_and_in_a_claim(make_producer, caplog) -> N
         producer.put(pa.RecordBatch.from_pydict({"tokens": [[1, 2]]}))
     with make_producer(env_name="claim") as producer, producer.claim(1, {"tokens": [2]}) as slot:
         slot["tokens"][:] = 1
-    with make_producer(env_name="sound") as producer, producer.claim(1, {"tokens": [2], "loss_mask": [2]}) as slot:
+    with (
+        make_producer(env_name="sound") as producer,
+        producer.claim(1, {"tokens": [2], "loss_mask": [2]}) as slot,
+    ):
         slot["tokens"][:] = slot["loss_mask"][:] = 1
-    assert [record.getMessage()[:18] for record in caplog.records] == ["environment arrow:", "environment claim:"]
+    assert [record.getMessage()[:18] for record in caplog.records] == [
+        "environment arrow:",
+        "environment claim:",
+    ]
 
 
 def test_each_uneven_column_with_its_numbers(said) -> None:
@@ -52,7 +64,11 @@ def test_each_uneven_column_with_its_numbers(said) -> None:
     assert "'advantages' has 2 rows, tokens have 1" in advantages
 
 
-GREEDY = [{"temperature": [0.0]}, {"generation_params": {"temperature": 0}}, {"overrides": [{"temperature": 1e-6}]}]
+GREEDY = [
+    {"temperature": [0.0]},
+    {"generation_params": {"temperature": 0}},
+    {"overrides": [{"temperature": 1e-6}]},
+]
 
 
 @pytest.mark.parametrize("greedy", GREEDY)

@@ -1,4 +1,6 @@
-"""A lane that is quarantined counts each of its records once, wherever a handler or another thread looks, or interrupts."""
+"""A lane that is quarantined counts each of its records once, wherever a handler or another thread looks, or
+interrupts.
+"""
 
 import sys
 from collections.abc import Callable
@@ -90,7 +92,9 @@ def test_the_counters_add_up_at_each_line_of_a_quarantine(filled, make_consumer)
     assert (consumer.stats()["discarded_total{corrupt}"], accounted(consumer.stats())) == (3, True)
 
 
-def test_an_interrupt_at_any_line_of_a_quarantine_counts_nothing_twice(bridge, make_producer, make_consumer) -> None:
+def test_an_interrupt_at_any_line_of_a_quarantine_counts_nothing_twice(
+    bridge, make_producer, make_consumer
+) -> None:
     line, came = 0, True
     while came:
         producer, consumer = make_producer(), make_consumer()
@@ -111,7 +115,11 @@ def test_an_interrupt_at_any_line_of_a_quarantine_counts_nothing_twice(bridge, m
         except Stop:
             assert consumer.poll() == []
         stats = consumer.stats()
-        assert (stats["lanes_quarantined"], stats["discarded_total{corrupt}"], accounted(stats)) == (1, 3, True), line
+        assert (stats["lanes_quarantined"], stats["discarded_total{corrupt}"], accounted(stats)) == (
+            1,
+            3,
+            True,
+        ), line
         consumer.close()
         producer.close()
         shmbridge.clean(bridge, dry_run=False)
@@ -119,7 +127,9 @@ def test_an_interrupt_at_any_line_of_a_quarantine_counts_nothing_twice(bridge, m
     assert line > 5
 
 
-def test_the_next_consumer_counts_what_was_held_though_another_was_released_as_unreadable(filled, make_consumer) -> None:
+def test_the_next_consumer_counts_what_was_held_though_another_was_released_as_unreadable(
+    filled, make_consumer
+) -> None:
     consumer = make_consumer()
     consumer.get(5).discard(Discard.CORRUPT)
     in_hand = [consumer.get(5), consumer.get(5)]

@@ -1,4 +1,6 @@
-"""The common forms, understood in C, give the same bytes as the careful way; whatever is uncommon is left to it."""
+"""The common forms, understood in C, give the same bytes as the careful way; whatever is uncommon is left to
+it.
+"""
 
 import numpy as np
 import pytest
@@ -54,20 +56,44 @@ FLAT = np.concatenate([np.array(row, np.float32) for row in FLOATS])
 QUICK = {
     "lists": {"tokens": TOKENS, "masks": MASKS, "scores": [1.0, 2, 0.5, -1.0], "advantages": FLOATS},
     "aliases": {"tokens": TOKENS, "rewards": FLOATS, "score": [0.0] * 4},
-    "arrays": {"tokens": [np.array(row, np.int32) for row in TOKENS], "advantages": [np.array(row, np.float32) for row in FLOATS]},
-    "other dtypes": {"tokens": [np.array(row, np.int64) for row in TOKENS], "advantages": [np.array(row) for row in FLOATS],
-                     "loss_mask": [np.array(row, np.int64) > 101 for row in TOKENS]},
+    "arrays": {
+        "tokens": [np.array(row, np.int32) for row in TOKENS],
+        "advantages": [np.array(row, np.float32) for row in FLOATS],
+    },
+    "other dtypes": {
+        "tokens": [np.array(row, np.int64) for row in TOKENS],
+        "advantages": [np.array(row) for row in FLOATS],
+        "loss_mask": [np.array(row, np.int64) > 101 for row in TOKENS],
+    },
     "uint16": {"tokens": [np.array(row, np.uint16) for row in TOKENS]},
     "empty rows": {"tokens": [[1, 2], [], [3]], "advantages": [[1.0, 2.0], [], [3.0]]},
-    "flat": {"tokens": TOKENS, "advantages": (FLAT, np.array(LENGTHS)), "token_rewards": (FLAT, LENGTHS), "score": np.arange(4)},
-    "flat of int32 lengths": {"tokens": (np.arange(76), np.array(LENGTHS, np.int32)), "advantages": (FLAT, np.array(LENGTHS, np.uint32))},
+    "flat": {
+        "tokens": TOKENS,
+        "advantages": (FLAT, np.array(LENGTHS)),
+        "token_rewards": (FLAT, LENGTHS),
+        "score": np.arange(4),
+    },
+    "flat of int32 lengths": {
+        "tokens": (np.arange(76), np.array(LENGTHS, np.int32)),
+        "advantages": (FLAT, np.array(LENGTHS, np.uint32)),
+    },
     "matrix": {"tokens": np.arange(12).reshape(3, 4), "advantages": np.ones((3, 4))},
-    "tensors": {"tokens": torch.arange(12).reshape(3, 4), "advantages": [torch.ones(4)] * 3,
-                "loss_mask": torch.ones(3, 4, dtype=torch.uint8)},
-    "nothing": {"tokens": TOKENS, "messages": None, "overrides": [], "generation_params": {}, "ref_logprobs": None, "masks": None},
+    "tensors": {
+        "tokens": torch.arange(12).reshape(3, 4),
+        "advantages": [torch.ones(4)] * 3,
+        "loss_mask": torch.ones(3, 4, dtype=torch.uint8),
+    },
+    "nothing": {
+        "tokens": TOKENS,
+        "messages": None,
+        "overrides": [],
+        "generation_params": {},
+        "ref_logprobs": None,
+        "masks": None,
+    },
     "masks beside arrays": {"tokens": [np.array(row) for row in TOKENS], "masks": MASKS},
     "other lists": {"tokens": TOKENS, "step_rewards": [[1.0], [], [2.0, 3.0], []], "env_id": 7},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("group", QUICK.values(), ids=QUICK)
@@ -76,8 +102,11 @@ def test_common_forms_are_quick_and_give_the_same_bytes(placed, group) -> None:
     assert fast is not None
     assert placed(fast) == placed(careful)
     assert (fast.rows, fast.tokens, fast.index_bytes, fast.extent_bytes) == (
-        careful.rows, careful.tokens, careful.index_bytes, careful.extent_bytes,
-    )  # fmt: skip
+        careful.rows,
+        careful.tokens,
+        careful.index_bytes,
+        careful.extent_bytes,
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,24 +151,38 @@ def test_a_group_larger_than_it_is_said_to_be_is_left_to_the_careful_way() -> No
     assert FORMS.plan({"tokens": [[1], [2]]}, Stamp(b"g", 1, -1, -1, False), None) is None
 
 
-number = st.integers(-(2**40), 2**40) | st.booleans() | st.floats(width=32) | st.none() | st.sampled_from([2**31 - 1, -(2**31), 2**70])
+number = (
+    st.integers(-(2**40), 2**40)
+    | st.booleans()
+    | st.floats(width=32)
+    | st.none()
+    | st.sampled_from([2**31 - 1, -(2**31), 2**70])
+)
 row = st.lists(number, max_size=4) | st.lists(st.integers(0, 300), max_size=4).map(np.array) | st.none()
 rows = st.lists(row, max_size=3)
 
 
 @settings(max_examples=300, deadline=None)
-@given(group=st.fixed_dictionaries({"tokens": rows}, optional=dict.fromkeys(("masks", "advantages", "step_rewards"), rows)))
+@given(
+    group=st.fixed_dictionaries(
+        {"tokens": rows}, optional=dict.fromkeys(("masks", "advantages", "step_rewards"), rows)
+    )
+)
 def test_what_is_quick_is_never_measured_otherwise(group) -> None:
     fast = FORMS.plan(group, STAMP, None)
     if fast is None:
         return
     measured = take_in(group, TABLE)
-    assert sorted(column.name for column in measured.columns) == sorted(column.name for column in fast.columns)
+    assert sorted(column.name for column in measured.columns) == sorted(
+        column.name for column in fast.columns
+    )
     by_name = {column.name: column for column in measured.columns}
     for column in fast.columns:
         careful = by_name[column.name]
         assert (column.tag, column.entries, column.count) == (careful.tag, careful.entries, careful.count)
-        assert (column.lengths is None and careful.lengths is None) or column.lengths.tolist() == careful.lengths.tolist()
+        assert (
+            column.lengths is None and careful.lengths is None
+        ) or column.lengths.tolist() == careful.lengths.tolist()
 
 
 @pytest.fixture
@@ -148,7 +191,17 @@ def door(producer):
 
 
 @pytest.mark.parametrize(
-    ("group_id", "version"), [(7, 1), ("x" * 1001, 1), ("\ud800", 1), ("g", (1, 2)), ("g", -1), ("g", 1 << 31), ("g", 1 << 70), ("g", True)]
+    ("group_id", "version"),
+    [
+        (7, 1),
+        ("x" * 1001, 1),
+        ("\ud800", 1),
+        ("g", (1, 2)),
+        ("g", -1),
+        ("g", 1 << 31),
+        ("g", 1 << 70),
+        ("g", True),
+    ],
 )
 def test_unusual_stamps_are_left_to_the_careful_way(door, group_id, version) -> None:
     assert door.stamp(group_id, 0, version) is None
@@ -164,7 +217,12 @@ def test_usual_stamps(door, producer) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"tokens": [[1, 2**31]]}, {"tokens": [[1]], "masks": [[7]]}, {"tokens": [[1]], "advantages": [[float("nan")]]}]
+    "wrong",
+    [
+        {"tokens": [[1, 2**31]]},
+        {"tokens": [[1]], "masks": [[7]]},
+        {"tokens": [[1]], "advantages": [[float("nan")]]},
+    ],
 )
 def test_what_the_door_declines_leaves_no_trace(door, producer, wrong) -> None:
     before = producer.stats()

@@ -14,9 +14,14 @@ import pytest
 import shmbridge
 
 GROUP = {
-    "tokens": [[1, 2, 3], [4]], "advantages": [[0.5, 1.0, 1.5], [2.0]], "score": [1.0, 0.0], "instance_id": ["a", "b"],
-    "reward_components": [{"x": 1.0}, {}], "distill_token_ids": [[[1], [2, 3], []], [[4]]], "messages": ['["hi"]', "[]"],
-}  # fmt: skip
+    "tokens": [[1, 2, 3], [4]],
+    "advantages": [[0.5, 1.0, 1.5], [2.0]],
+    "score": [1.0, 0.0],
+    "instance_id": ["a", "b"],
+    "reward_components": [{"x": 1.0}, {}],
+    "distill_token_ids": [[[1], [2, 3], []], [[4]]],
+    "messages": ['["hi"]', "[]"],
+}
 
 
 @pytest.fixture
@@ -51,7 +56,9 @@ def test_length_columns_and_membership(record) -> None:
 
 
 def test_null_and_empty_columns_are_absent(record) -> None:
-    it = record({"tokens": [[1]], "scores": [1.0], "advantages": None, "overrides": [], "group_overrides": {}})
+    it = record(
+        {"tokens": [[1]], "scores": [1.0], "advantages": None, "overrides": [], "group_overrides": {}}
+    )
     assert it.columns == ["tokens", "score"]
     for name in ("advantages", "overrides", "group_overrides"):
         assert name not in it
@@ -112,7 +119,13 @@ def test_a_with_block_releases(record, held) -> None:
 
 
 @pytest.mark.parametrize(
-    "take", [lambda r: r["tokens"].values, lambda r: r["tokens"][1], lambda r: r["score"][:1], lambda r: r["distill_token_ids"][0][1]]
+    "take",
+    [
+        lambda r: r["tokens"].values,
+        lambda r: r["tokens"][1],
+        lambda r: r["score"][:1],
+        lambda r: r["distill_token_ids"][0][1],
+    ],
 )
 def test_a_view_outlives_release_and_holds_the_memory(record, producer, held, take) -> None:
     it = record()
@@ -155,10 +168,27 @@ def test_lengths_and_nulls_are_copies_that_hold_nothing(record, held) -> None:
 
 
 def test_columns_of_zero_values(record, held) -> None:
-    it = record({"tokens": [[1], [2]], "step_rewards": [[], []], "instance_id": ["", ""], "distill_token_ids": [[[]], [[]]]})
+    it = record(
+        {
+            "tokens": [[1], [2]],
+            "step_rewards": [[], []],
+            "instance_id": ["", ""],
+            "distill_token_ids": [[[]], [[]]],
+        }
+    )
     column = it["step_rewards"]
-    assert (len(column), column.lengths.tolist(), column.offsets.tolist(), column.valid) == (2, [0, 0], [0, 0, 0], None)
-    assert (column.values.dtype, column.values.shape, column[1].shape, column[-2].dtype) == (np.float32, (0,), (0,), np.float32)
+    assert (len(column), column.lengths.tolist(), column.offsets.tolist(), column.valid) == (
+        2,
+        [0, 0],
+        [0, 0, 0],
+        None,
+    )
+    assert (column.values.dtype, column.values.shape, column[1].shape, column[-2].dtype) == (
+        np.float32,
+        (0,),
+        (0,),
+        np.float32,
+    )
     assert not column.values.flags.writeable
     assert it["instance_id"] == ["", ""]
     assert it["distill_token_ids"].inner_lengths.tolist() == [0, 0]
@@ -244,8 +274,15 @@ def test_arrow_has_the_same_values_and_holds_the_lease(record, held) -> None:
 
 
 def test_arrow_marks_nulls(record) -> None:
-    batch = record({"tokens": [[1], [2]], "score": [None, 1.0], "advantages": [[1.0], None], "instance_id": [None, "x"]}).to_arrow()
-    assert batch.to_pydict() == {"tokens": [[1], [2]], "score": [None, 1.0], "advantages": [[1.0], None], "instance_id": [None, "x"]}
+    batch = record(
+        {"tokens": [[1], [2]], "score": [None, 1.0], "advantages": [[1.0], None], "instance_id": [None, "x"]}
+    ).to_arrow()
+    assert batch.to_pydict() == {
+        "tokens": [[1], [2]],
+        "score": [None, 1.0],
+        "advantages": [[1.0], None],
+        "instance_id": [None, "x"],
+    }
 
 
 def test_arrow_goes_back_in(record) -> None:
@@ -268,7 +305,12 @@ def test_uneven_records_have_no_arrow_form(record) -> None:
 
 def test_metadata(record, producer) -> None:
     meta = record({**GROUP, "env_id": 4}, group_id="g", group_size=8, policy_version=(1, 2)).meta
-    assert (meta.producer_id, meta.sequence, meta.group_id, meta.group_size) == (producer.producer_id, 0, "g", 8)
+    assert (meta.producer_id, meta.sequence, meta.group_id, meta.group_size) == (
+        producer.producer_id,
+        0,
+        "g",
+        8,
+    )
     assert (meta.min_policy_version, meta.max_policy_version, meta.env_id, meta.split) == (1, 2, 4, "train")
     assert 0 < meta.t_created_ns <= meta.t_publish_ns
     assert not meta.redelivered

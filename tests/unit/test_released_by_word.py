@@ -1,4 +1,6 @@
-"""A record is released by a word only: every way to take one, every way to leave it (docs/reference/releases.md)."""
+"""A record is released by a word only: every way to take one, every way to leave it
+(docs/reference/releases.md).
+"""
 
 import _thread
 import asyncio
@@ -33,7 +35,9 @@ class Way:
 
     name: str
     items: Callable[[shmbridge.Consumer], Iterator[Any]]
-    releases: str  # "step": the next step, what the last one yielded; "gather": the hand-out; "word": nothing but their own words
+    # "step": the next step, what the last one yielded; "gather": the hand-out; "word": nothing but their own
+    # words
+    releases: str
 
     def released(self, items: int) -> list[int]:
         """Which records were released by the steps when `items` items have been handed out."""
@@ -83,11 +87,16 @@ WAYS = [
     Way("for", iter, "step"),
     Way("async for", each_async_for, "step"),
     *(
-        Way(f"batches {hold} {prefetch}", batches_of(hold=hold, prefetch=prefetch), {"caller": "word"}.get(hold, hold))
-        for hold in ("step", "gather", "caller") for prefetch in (0, 2)
+        Way(
+            f"batches {hold} {prefetch}",
+            batches_of(hold=hold, prefetch=prefetch),
+            {"caller": "word"}.get(hold, hold),
+        )
+        for hold in ("step", "gather", "caller")
+        for prefetch in (0, 2)
     ),
     Way("take_groups", each_group, "word"),
-]  # fmt: skip
+]
 RANK_HOLDS = {"step": "step", "gather": "gather", "caller": "word"}
 ways = pytest.mark.parametrize("way", WAYS, ids=[way.name for way in WAYS])
 
@@ -111,7 +120,8 @@ def without(*released: int) -> list[int]:
     return [number for number in range(PUT) if number not in released]
 
 
-# -- one test per column of the table ---------------------------------------------------------------------------------------------
+# -- one test per column of the table
+# ---------------------------------------------------------------------------------------------
 
 
 @ways
@@ -199,7 +209,8 @@ def test_its_own_with_releases_unless_an_exception_leaves_it(way, make_consumer,
     assert left() == without(0, *way.released(2))
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------------------
+# -- ranks
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["break", "exception", "close", "with", "word", "share"])
@@ -238,7 +249,8 @@ def test_a_rank_is_done_by_a_word_only(hold, end, make_consumer, make_rank, left
     assert left() == without(*released)
 
 
-# -- leases that the garbage collector ends -----------------------------------------------------------------------------------------
+# -- leases that the garbage collector ends
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "batches" not in way.name], ids=lambda way: way.name)
@@ -255,7 +267,9 @@ def test_what_nobody_looked_at_is_handed_out_again_next(way, make_consumer, left
     said = [str(each.message) for each in recwarn if "dropped without release" in str(each.message)]
     assert len(said) == 1
     assert said[0] in caplog.text
-    assert {"for": "`for record in consumer`", "async for": "`async for record"}.get(way.name, way.name + "()") in said[0]
+    assert {"for": "`for record in consumer`", "async for": "`async for record"}.get(
+        way.name, way.name + "()"
+    ) in said[0]
     assert "release()" in said[0]
 
 
@@ -269,7 +283,15 @@ def test_a_list_that_an_exception_ends_comes_again_in_order(make_consumer, left)
     assert [record.sequence for record in hub.poll()] == [2, 3]
 
 
-@pytest.mark.parametrize("look", [lambda r: r.meta, lambda r: r["tokens"], lambda r: memoryview(r).nbytes, lambda r: r.to_arrow().num_rows])
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda r: r.meta,
+        lambda r: r["tokens"],
+        lambda r: memoryview(r).nbytes,
+        lambda r: r.to_arrow().num_rows,
+    ],
+)
 def test_what_was_looked_at_stays_and_is_taken_back_by_a_word(make_consumer, left, look, caplog) -> None:
     hub = make_consumer()
     record = hub.get(5)
@@ -300,7 +322,9 @@ def test_a_batch_that_was_dropped_is_taken_back_whole(make_consumer, left) -> No
     assert hub.stats()["held"] == 2
 
 
-def test_a_record_that_is_dropped_in_another_thread_wakes_the_hub(bridge, make_consumer, make_producer) -> None:
+def test_a_record_that_is_dropped_in_another_thread_wakes_the_hub(
+    bridge, make_consumer, make_producer
+) -> None:
     make_producer().put({"tokens": [[1]]})
     hub = make_consumer()
     hands = [hub.get(5)]
@@ -320,7 +344,10 @@ def test_a_full_lane_and_a_stuck_batch_name_the_count(make_producer, make_consum
     del record
     with pytest.raises(errors.LaneFull, match=r"\d+ of them dropped without release.*take_back_dropped"):
         producer.put({"tokens": [[1] * 1000]})
-    with pytest.raises(errors.ConsumerEmpty, match="were dropped without release"), pytest.warns(ResourceWarning):
+    with (
+        pytest.raises(errors.ConsumerEmpty, match="were dropped without release"),
+        pytest.warns(ResourceWarning),
+    ):
         hub.get(0)
     (info,) = [info for info in shmbridge.list_bridges() if info.name == bridge]
     assert info.lanes[0].dropped == info.lanes[0].held > 0
@@ -346,15 +373,24 @@ raise SystemExit(0)
     assert left() == without()
 
 
-# -- interrupts -------------------------------------------------------------------------------------------------------------------
+# -- interrupts
+# ------------------------------------------------------------------------------------------------------------
 
 takes_the_alarm = pytest.mark.timeout(120, method="thread")  # the other method is this signal
 
 
-def test_the_log_line_of_a_loss_is_written_where_no_signal_handler_raises(make_producer, make_consumer, monkeypatch) -> None:
-    """Before Python 3.13 an interrupt may keep a log handler's lock: the thread that forms batches ahead would wait for it for ever."""
+def test_the_log_line_of_a_loss_is_written_where_no_signal_handler_raises(
+    make_producer, make_consumer, monkeypatch
+) -> None:
+    """Before Python 3.13 an interrupt may keep a log handler's lock: the thread that forms batches ahead
+    would wait for it for ever.
+    """
     logged_in = []
-    monkeypatch.setattr(logging.getLogger("shmbridge.unreleased"), "warning", lambda *_: logged_in.append(threading.current_thread()))
+    monkeypatch.setattr(
+        logging.getLogger("shmbridge.unreleased"),
+        "warning",
+        lambda *_: logged_in.append(threading.current_thread()),
+    )
     make_producer().put({"tokens": [[1]]})
     hub = make_consumer()
     hub.get(5)
@@ -379,7 +415,9 @@ def test_a_loss_is_said_though_logging_hangs(make_producer, make_consumer, monke
 
 
 @pytest.mark.parametrize("of", ["the thread", "the one that starts it"])
-def test_a_loss_is_said_also_where_no_thread_can_be_had(make_producer, make_consumer, monkeypatch, caplog, of) -> None:
+def test_a_loss_is_said_also_where_no_thread_can_be_had(
+    make_producer, make_consumer, monkeypatch, caplog, of
+) -> None:
     """Else get() would raise a bare RuntimeError for the sake of a log line."""
 
     def refuse(*_: object) -> None:
@@ -388,7 +426,9 @@ def test_a_loss_is_said_also_where_no_thread_can_be_had(make_producer, make_cons
     make_producer().put({"tokens": [[1]]})
     hub = make_consumer()
     hub.get(5)
-    monkeypatch.setattr(*((threading.Thread, "start") if of == "the thread" else (_thread, "start_new_thread")), refuse)
+    monkeypatch.setattr(
+        *((threading.Thread, "start") if of == "the thread" else (_thread, "start_new_thread")), refuse
+    )
     with pytest.warns(ResourceWarning, match=r"get\(\) handed out was dropped"):
         record = hub.get(5)
     monkeypatch.undo()
@@ -403,7 +443,8 @@ def interrupted(take: Callable[[], None], times: int, rng: random.Random) -> Non
 
     def handler(*_: object) -> None:
         nonlocal armed
-        if armed and sys._getframe(1).f_code.co_name not in ("__del__", "interrupted"):  # a destructor swallows what is raised in it
+        # a destructor swallows what is raised in it
+        if armed and sys._getframe(1).f_code.co_name not in ("__del__", "interrupted"):
             armed = False
             raise Stop
 
@@ -424,9 +465,15 @@ def interrupted(take: Callable[[], None], times: int, rng: random.Random) -> Non
 
 @takes_the_alarm
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("way", [way for way in WAYS if "gather" not in way.name and "async" not in way.name], ids=lambda way: way.name)
+@pytest.mark.parametrize(
+    "way",
+    [way for way in WAYS if "gather" not in way.name and "async" not in way.name],
+    ids=lambda way: way.name,
+)
 def test_what_an_interrupt_loses_comes_again(way, make_producer, make_consumer) -> None:
-    """Whatever was not released by a word here is there for the next consumer: what is gone was said to be done first."""
+    """Whatever was not released by a word here is there for the next consumer: what is gone was said to be
+    done first.
+    """
     producer, hub, done = make_producer(lane_bytes="4M"), make_consumer(), set()
     total = 400
     for number in range(total):
@@ -451,8 +498,12 @@ def test_what_an_interrupt_loses_comes_again(way, make_producer, make_consumer) 
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_handler_closes_while_a_batch_is_formed(bridge, make_producer, make_consumer, monkeypatch, prefetch) -> None:
-    """The lock is held by the thread that the handler interrupts: it closes once it is through, and never waits for itself."""
+def test_a_handler_closes_while_a_batch_is_formed(
+    bridge, make_producer, make_consumer, monkeypatch, prefetch
+) -> None:
+    """The lock is held by the thread that the handler interrupts: it closes once it is through, and never
+    waits for itself.
+    """
     producer, hub = make_producer(), make_consumer()
     for number in range(4):
         producer.put({"tokens": [[number]]})
@@ -520,7 +571,8 @@ def test_a_handler_that_closes_at_any_time_never_hangs(prefetch, make_producer, 
     assert seen == list(range(len(seen)))
 
 
-# -- a run that says its words ------------------------------------------------------------------------------------------------------
+# -- a run that says its words
+# ------------------------------------------------------------------------------------------------------
 
 RECORDS = 10_000
 REPEATS = {"async for", "batches step 0", "batches gather 2", "batches caller 0"}  # of a way that runs always
@@ -540,15 +592,26 @@ def test_ten_thousand_records_and_none_dropped(way, make_producer, make_consumer
         end = seen + 500
         while seen < end:
             item = next(items)
-            seen += len(item.records) if hasattr(item, "records") and item.records else getattr(item, "group_count", 1)
+            seen += (
+                len(item.records)
+                if hasattr(item, "records") and item.records
+                else getattr(item, "group_count", 1)
+            )
             item.release()
         items.close() if hasattr(items, "close") else None
     stats = hub.stats()
-    assert (seen, stats["leases_dropped_total"], stats["leases_returned_total"], stats["held"]) == (RECORDS, 0, 0, 0)
+    assert (seen, stats["leases_dropped_total"], stats["leases_returned_total"], stats["held"]) == (
+        RECORDS,
+        0,
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize("hold", RANK_HOLDS)
-def test_ten_thousand_records_through_a_rank_and_none_dropped(hold, make_producer, make_consumer, make_rank) -> None:
+def test_ten_thousand_records_through_a_rank_and_none_dropped(
+    hold, make_producer, make_consumer, make_rank
+) -> None:
     producer, hub = make_producer(lane_bytes="4M"), make_consumer()
     hub.serve_ranks(1, groups=100, prefetch=1)
     seen = 0
@@ -574,4 +637,8 @@ def many(way: Way) -> Callable[[shmbridge.Consumer], Iterator[Any]]:
     if way.name.startswith("batches"):
         _, hold, prefetch = way.name.split()
         return lambda hub: hub.batches(groups=100, timeout_s=5, hold=hold, prefetch=int(prefetch))
-    return (lambda hub: (record for _ in iter(int, 1) for record in hub.poll())) if way.name == "poll" else way.items
+    return (
+        (lambda hub: (record for _ in iter(int, 1) for record in hub.poll()))
+        if way.name == "poll"
+        else way.items
+    )

@@ -1,4 +1,6 @@
-"""Releases are counted where they happen, and the count agrees with the lane's slots unless a record was lost."""
+"""Releases are counted where they happen, and the count agrees with the lane's slots unless a record was
+lost.
+"""
 
 import random
 import threading
@@ -45,7 +47,9 @@ def lose(producer: shmbridge.Producer, sequence: int) -> None:
             words[released_at // 8 + slot] = generation
 
 
-def test_the_count_is_what_the_slots_show_whatever_is_released_in_which_order(producer, make_consumer) -> None:
+def test_the_count_is_what_the_slots_show_whatever_is_released_in_which_order(
+    producer, make_consumer
+) -> None:
     rng, held, released = random.Random(3), [], 0
     consumer = make_consumer()
     for step in range(500):
@@ -86,7 +90,10 @@ def test_discarded_records_are_not_said_to_be_released(producer, make_consumer) 
 
 @pytest.mark.parametrize("successor", [False, True])
 def test_a_planted_lost_record_is_found(bridge, producer, make_consumer, successor) -> None:
-    """Its memory is given back and nobody saw it. No successor takes it for a release that was not counted yet."""
+    """Its memory is given back and nobody saw it.
+
+    No successor takes it for a release that was not counted yet.
+    """
     consumer = make_consumer()
     for _ in range(4):
         producer.put(GROUP)
@@ -102,11 +109,23 @@ def test_a_planted_lost_record_is_found(bridge, producer, make_consumer, success
     assert (lane.released, lane.unaccounted) == (1, 1)
 
 
-def test_a_lane_that_never_stands_still_is_looked_at_a_few_times_only(bridge, make_producer, child, until) -> None:
+def test_a_lane_that_never_stands_still_is_looked_at_a_few_times_only(
+    bridge, make_producer, child, until
+) -> None:
     producer = make_producer(lane_bytes="64M")  # with slots enough that a look at all of them takes its time
     child(scribbled(producer.lane_name))
     until(lambda: counted(producer)[1] is None)
-    until(lambda: [lane.unaccounted for info in shmbridge.list_bridges() if info.name == bridge for lane in info.lanes] == [None])
+    until(
+        lambda: (
+            [
+                lane.unaccounted
+                for info in shmbridge.list_bridges()
+                if info.name == bridge
+                for lane in info.lanes
+            ]
+            == [None]
+        )
+    )
 
 
 def test_a_new_producer_counts_nothing_in_the_lanes_of_others(make_producer, monkeypatch) -> None:
@@ -116,7 +135,9 @@ def test_a_new_producer_counts_nothing_in_the_lanes_of_others(make_producer, mon
     make_producer()
 
 
-def test_what_is_committed_while_the_counters_are_read_is_in_all_of_them_or_none(producer, consumer, monkeypatch) -> None:
+def test_what_is_committed_while_the_counters_are_read_is_in_all_of_them_or_none(
+    producer, consumer, monkeypatch
+) -> None:
     producer.put(GROUP)
     consumer.get(5).release()
     real, left = header.lane_counters, [None] * 2

@@ -13,9 +13,18 @@ from shmbridge import participation, segment
 from shmbridge._ext import header, ring
 
 FIELDS = {
-    "rows": 1, "columns": 0, "index_bytes": 0, "group_id_bytes": 0, "flags": 0, "tokens": 5, "min_policy_version": 3,
-    "max_policy_version": 4, "t_created_ns": 7, "group_size": 2, "env_id": 9,
-}  # fmt: skip
+    "rows": 1,
+    "columns": 0,
+    "index_bytes": 0,
+    "group_id_bytes": 0,
+    "flags": 0,
+    "tokens": 5,
+    "min_policy_version": 3,
+    "max_policy_version": 4,
+    "t_created_ns": 7,
+    "group_size": 2,
+    "env_id": 9,
+}
 WORD = {"layout_version": 8, "slot_count": 32, "data_bytes": 72, "tail": 0x200}
 
 
@@ -289,7 +298,9 @@ def test_a_header_that_cannot_be_is_refused(lane, at, value, what) -> None:
         it.hub()
 
 
-@pytest.mark.parametrize("field", ["ring entry", "slot sequence", "extent place", "extent size", "index size", "tail"])
+@pytest.mark.parametrize(
+    "field", ["ring entry", "slot sequence", "extent place", "extent size", "index size", "tail"]
+)
 def test_garbage_in_a_lane_is_noticed_before_it_is_used(lane, field) -> None:
     it = lane()
     hub = it.hub()

@@ -1,4 +1,6 @@
-"""Rough use that changes nothing: descriptors closed under an end, forks in the middle, waits given up by the hundred, words that wrap."""
+"""Rough use that changes nothing: descriptors closed under an end, forks in the middle, waits given up by the
+hundred, words that wrap.
+"""
 
 import asyncio
 import glob
@@ -43,7 +45,9 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("lane_bytes", ["64K", "1M"])
-def test_the_largest_record_goes_in_twice_and_one_line_more_never(make_producer, make_consumer, lane_bytes) -> None:
+def test_the_largest_record_goes_in_twice_and_one_line_more_never(
+    make_producer, make_consumer, lane_bytes
+) -> None:
     def fits(tokens: int) -> bool:
         with make_producer(lane_bytes=lane_bytes, on_full="raise") as producer:
             try:
@@ -140,7 +144,9 @@ async def test_waits_given_up_by_the_hundred_lose_nothing(make_producer, make_co
 
 
 @pytest.mark.parametrize("hold", ["step", "caller"])
-def test_a_fork_in_the_middle_of_everything_costs_the_parent_nothing(make_producer, make_consumer, hold) -> None:
+def test_a_fork_in_the_middle_of_everything_costs_the_parent_nothing(
+    make_producer, make_consumer, hold
+) -> None:
     """An open claim, a batch in hand and one formed ahead: the child uses them all, drops them, and goes."""
     hub, producer = make_consumer(), make_producer(lane_bytes="1M", on_full="raise")
     for number in range(6):
@@ -150,7 +156,13 @@ def test_a_fork_in_the_middle_of_everything_costs_the_parent_nothing(make_produc
     with producer.claim(rows=1, lengths={"tokens": [3]}) as slot:
         if (pid := os.fork()) == 0:
             wrong = 0
-            for use in (batch.release, hub.poll, lambda: producer.put({"tokens": [[1]]}), hub.close, producer.close):
+            for use in (
+                batch.release,
+                hub.poll,
+                lambda: producer.put({"tokens": [[1]]}),
+                hub.close,
+                producer.close,
+            ):
                 try:
                     use()
                 except (errors.ShmBridgeError, BufferError):
@@ -173,7 +185,9 @@ def test_a_fork_in_the_middle_of_everything_costs_the_parent_nothing(make_produc
 
 
 @pytest.mark.timeout(120, method="thread")  # the other method is the signal that this test takes
-def test_a_handler_that_closes_a_producer_at_any_time_loses_nothing_that_was_told(make_producer, make_consumer) -> None:
+def test_a_handler_that_closes_a_producer_at_any_time_loses_nothing_that_was_told(
+    make_producer, make_consumer
+) -> None:
     hub, rng = make_consumer(), random.Random(3)
     told: dict[str, int] = {}
     came: dict[str, list[int]] = {}

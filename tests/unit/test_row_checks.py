@@ -1,4 +1,6 @@
-"""Checks of rows: stored by every form of `put`, over what lies in the lane, hidden from columns, Arrow and Atropos."""
+"""Checks of rows: stored by every form of `put`, over what lies in the lane, hidden from columns, Arrow and
+Atropos.
+"""
 
 import asyncio
 
@@ -120,8 +122,16 @@ def test_checks_are_no_column(producer, consumer) -> None:
 
 @pytest.mark.usefixtures("every_row")
 def test_a_row_of_another_length_or_null_has_nothing_to_compare(producer, consumer) -> None:
-    producer.put({"tokens": TOKENS, "masks": None, "inference_logprobs": [[-0.5], LOGPROBS[1]], "advantages": [None, ADVANTAGES[1]],
-                  "scores": [1.0, 0.0]}, foreign=True)  # fmt: skip
+    producer.put(
+        {
+            "tokens": TOKENS,
+            "masks": None,
+            "inference_logprobs": [[-0.5], LOGPROBS[1]],
+            "advantages": [None, ADVANTAGES[1]],
+            "scores": [1.0, 0.0],
+        },
+        foreign=True,
+    )
     with consumer.get(timeout_s=10) as record:
         for name in ("inference_logprobs", "advantages"):
             assert record.row_checks(name).tolist() == [0, check_of(name, PUT[name][1])]

@@ -1,4 +1,6 @@
-"""Policy "fair": fair in tokens by weight, oldest first; shares are waited for but never for ever, and no batch is null for ever."""
+"""Policy "fair": fair in tokens by weight, oldest first; shares are waited for but never for ever, and no
+batch is null for ever.
+"""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -17,7 +19,11 @@ from shmbridge.want import Want
 
 def group(producer: str, rows: int = 1, tokens: int = 10, name: object = None) -> Group:
     made = Group(rows, 0.0)
-    made.append(SimpleNamespace(_lane=SimpleNamespace(producer_id=producer), rows=rows, token_count=tokens, env_id=-1, name=name))
+    made.append(
+        SimpleNamespace(
+            _lane=SimpleNamespace(producer_id=producer), rows=rows, token_count=tokens, env_id=-1, name=name
+        )
+    )
     return made
 
 
@@ -41,7 +47,9 @@ class Bench:
         for _ in range(count):
             self.all.add(group(producer, name=(producer, self.all._next), **like))
 
-    def take(self, groups: int | None = None, rows: int | None = None, now_s: float = 0.0, last: bool = False) -> list[Group] | None:
+    def take(
+        self, groups: int | None = None, rows: int | None = None, now_s: float = 0.0, last: bool = False
+    ) -> list[Group] | None:
         return self.all.take(Want(groups, rows), now_s, last=last)
 
     def mix(self, **how) -> dict[str, int] | None:
@@ -90,8 +98,12 @@ def test_a_batch_is_handed_out_oldest_first() -> None:
     st.lists(st.integers(1, 500), min_size=1, max_size=5),
 )
 @settings(deadline=None, max_examples=150)
-def test_nobody_with_a_backlog_is_further_behind_than_a_round(flows: list[tuple[float, int]], sizes: list[int]) -> None:
-    """The bound of Shreedhar and Varghese: between flows with a backlog, service by weight differs by a few quanta."""
+def test_nobody_with_a_backlog_is_further_behind_than_a_round(
+    flows: list[tuple[float, int]], sizes: list[int]
+) -> None:
+    """The bound of Shreedhar and Varghese: between flows with a backlog, service by weight differs by a few
+    quanta.
+    """
     bench = Bench(**{str(number): share(number, weight) for number, (weight, _) in enumerate(flows)})
     for number, (_, tokens) in enumerate(flows):
         for place in range(120):
@@ -153,7 +165,8 @@ def test_what_it_costs_does_not_depend_on_what_is_queued(monkeypatch) -> None:
     assert looks <= 20
 
 
-# -- guaranteed shares --------------------------------------------------------------------------------------------------------------------
+# -- guaranteed shares
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_guaranteed_share_is_in_every_batch() -> None:
@@ -255,7 +268,8 @@ def test_a_share_counts_rows_where_rows_are_wanted() -> None:
     assert bench.mix(rows=32) == {"a": 4, "b": 6}
 
 
-# -- trajectories -------------------------------------------------------------------------------------------------------------------------
+# -- trajectories
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_filled_with_what_fits() -> None:
@@ -271,7 +285,8 @@ def test_the_head_that_does_not_fit_comes_first_in_the_next_batch() -> None:
     bench.put("a", 1, rows=2)
     bench.put("b", 5, rows=8)
     bench.put("a", 20, rows=2)
-    assert [bench.mix(rows=9) for _ in range(4)] == [{"a": 4}, {"b": 1}, {"b": 1}, {"a": 4}]  # what filled the rest is a debt
+    # what filled the rest is a debt
+    assert [bench.mix(rows=9) for _ in range(4)] == [{"a": 4}, {"b": 1}, {"b": 1}, {"a": 4}]
 
 
 def test_who_was_passed_over_is_first_before_all_others() -> None:
@@ -303,7 +318,11 @@ def test_a_group_larger_than_the_batch_is_served_alone_and_counted() -> None:
     bench.put("a", 3, rows=4)
     assert [each.rows for each in bench.take(rows=12)] == [20]
     assert [each.rows for each in bench.take(rows=12)] == [4, 4, 4]
-    assert bench.all.stats() == {"allocations_missed_total": 0, "batches_short_total": 0, "batches_over_total": 1}
+    assert bench.all.stats() == {
+        "allocations_missed_total": 0,
+        "batches_short_total": 0,
+        "batches_over_total": 1,
+    }
 
 
 def test_the_last_rows_are_served_short_and_the_last_groups_stay() -> None:
@@ -315,15 +334,25 @@ def test_the_last_rows_are_served_short_and_the_last_groups_stay() -> None:
     assert bench.take(rows=12, last=True) is None
 
 
-# -- all of it ----------------------------------------------------------------------------------------------------------------------------
+# -- all of it
+# ------------------------------------------------------------------------------------------------------------
 
-PUTS = st.tuples(st.just("put"), st.sampled_from("abcd"), st.sampled_from([1, 2, 3, 4, 8, 20]), st.integers(1, 400))
-MOVES = st.one_of(PUTS, PUTS, PUTS, st.tuples(st.sampled_from(["take", "back", "remove"]), st.just(""), st.just(0), st.just(0)))
+PUTS = st.tuples(
+    st.just("put"), st.sampled_from("abcd"), st.sampled_from([1, 2, 3, 4, 8, 20]), st.integers(1, 400)
+)
+MOVES = st.one_of(
+    PUTS,
+    PUTS,
+    PUTS,
+    st.tuples(st.sampled_from(["take", "back", "remove"]), st.just(""), st.just(0), st.just(0)),
+)
 
 
 @given(st.lists(MOVES, max_size=80), st.booleans(), st.integers(1, 12), st.sampled_from([None, 0.25, 0.6]))
 @settings(deadline=None, max_examples=300)
-def test_nothing_is_lost_doubled_starved_or_out_of_order(moves: list[tuple], by_rows: bool, size: int, part: float | None) -> None:
+def test_nothing_is_lost_doubled_starved_or_out_of_order(
+    moves: list[tuple], by_rows: bool, size: int, part: float | None
+) -> None:
     bench = Bench(wait_s=0, a=share(0, 2.0, part), b=share(1, 0.02, part))
     want = {"rows": size} if by_rows else {"groups": size}
     put, gone, queued = 0, set(), {}

@@ -8,10 +8,16 @@ from shmbridge.schema import STANDARD, Column, Columns, Kind, arrow_field, colum
 
 OWN = pa.schema(
     [
-        ("entropy", pa.list_(pa.float32())), ("seed", pa.int64()), ("ok", pa.bool_()), ("half", pa.float16()), ("note", pa.utf8()),
-        ("blob", pa.binary()), ("topk", pa.list_(pa.list_(pa.int16()))), ("parts", pa.map_(pa.utf8(), pa.float32())),
+        ("entropy", pa.list_(pa.float32())),
+        ("seed", pa.int64()),
+        ("ok", pa.bool_()),
+        ("half", pa.float16()),
+        ("note", pa.utf8()),
+        ("blob", pa.binary()),
+        ("topk", pa.list_(pa.list_(pa.int16()))),
+        ("parts", pa.map_(pa.utf8(), pa.float32())),
     ]
-)  # fmt: skip
+)
 
 
 def test_the_standard_schema_goes_to_arrow_and_back() -> None:
@@ -50,13 +56,23 @@ def test_what_is_checked_of_a_standard_column_is_known_to_every_reader() -> None
 
 
 def test_a_standard_column_of_another_type_is_refused_with_both_shown() -> None:
-    with pytest.raises(shmbridge.SchemaMismatch, match=r"'tokens' is list<int32> in TRAJECTORY_SCHEMA, list<int64> in schema="):
+    with pytest.raises(
+        shmbridge.SchemaMismatch,
+        match=r"'tokens' is list<int32> in TRAJECTORY_SCHEMA, list<int64> in schema=",
+    ):
         columns_of(pa.schema([("tokens", pa.list_(pa.int64()))]))
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [pa.timestamp("us"), pa.list_(pa.utf8()), pa.struct([("a", pa.int8())]), pa.map_(pa.utf8(), pa.int32()), pa.decimal128(5), pa.null()],
+    [
+        pa.timestamp("us"),
+        pa.list_(pa.utf8()),
+        pa.struct([("a", pa.int8())]),
+        pa.map_(pa.utf8(), pa.int32()),
+        pa.decimal128(5),
+        pa.null(),
+    ],
 )
 def test_types_no_lane_carries_are_refused_by_name(wrong) -> None:
     with pytest.raises(shmbridge.SchemaMismatch, match=r"'mine'.*no lane carries"):
@@ -69,9 +85,15 @@ def test_names_that_do_not_fit_are_refused(name) -> None:
         columns_of(pa.schema([(name, pa.int32())]))
 
 
-@pytest.mark.parametrize(("name", "why"), [("scores", "name of 'score'"), ("rewards", "name of 'token_rewards'"), ("env_id", "number")])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("scores", "name of 'score'"), ("rewards", "name of 'token_rewards'"), ("env_id", "number")],
+)
 def test_names_that_put_takes_for_something_else_are_refused(name, why) -> None:
-    with pytest.raises(shmbridge.SchemaMismatch, match=rf"{name!r} cannot be put: .*{why}.* -> rename the column: 'my_{name}'"):
+    with pytest.raises(
+        shmbridge.SchemaMismatch,
+        match=rf"{name!r} cannot be put: .*{why}.* -> rename the column: 'my_{name}'",
+    ):
         columns_of(pa.schema([(name, pa.list_(pa.float32()))]))
 
 
@@ -102,7 +124,14 @@ def test_a_table_of_unknown_types_is_refused(at, value) -> None:
 def test_kinds_have_the_names_arrow_gives_them() -> None:
     columns = columns_of(OWN)
     assert [columns[name].type_name for name in OWN.names] == [
-        "list<float32>", "int64", "bool", "float16", "utf8", "binary", "list<list<int16>>", "map<utf8, float32>",
-    ]  # fmt: skip
+        "list<float32>",
+        "int64",
+        "bool",
+        "float16",
+        "utf8",
+        "binary",
+        "list<list<int16>>",
+        "map<utf8, float32>",
+    ]
     assert isinstance(columns["seed"], Column)
     assert columns["seed"].kind is Kind.SCALAR

@@ -18,9 +18,20 @@ def trip(producer, consumer):
 
 @pytest.mark.parametrize("empty", [None, [], {}], ids=repr)
 @pytest.mark.parametrize(
-    "name", ["advantages", "ref_logprobs", "inference_logprobs", "messages", "overrides", "group_overrides", "generation_params", "images",
-             "distill_token_ids", "distill_logprobs"],
-)  # fmt: skip
+    "name",
+    [
+        "advantages",
+        "ref_logprobs",
+        "inference_logprobs",
+        "messages",
+        "overrides",
+        "group_overrides",
+        "generation_params",
+        "images",
+        "distill_token_ids",
+        "distill_logprobs",
+    ],
+)
 def test_nothing_comes_back_as_the_nothing_it_was(trip, name, empty) -> None:
     group = {**BASE, name: empty}
     _, back = trip(group)
@@ -50,7 +61,9 @@ def test_a_full_group_comes_back_exactly(trip) -> None:
 def test_per_token_floats_are_rounded_and_scores_are_not(trip) -> None:
     _, back = trip({**BASE, "scores": [0.1, 0.2], "advantages": [[0.1, 0.2, 0.3], [0.4, 0.5]]})
     assert back["scores"] == [0.1, 0.2]
-    assert back["advantages"] == [[float(np.float32(value)) for value in row] for row in ([0.1, 0.2, 0.3], [0.4, 0.5])]
+    assert back["advantages"] == [
+        [float(np.float32(value)) for value in row] for row in ([0.1, 0.2, 0.3], [0.4, 0.5])
+    ]
 
 
 def test_masks_that_lose_nothing_are_folded(trip) -> None:
@@ -60,17 +73,27 @@ def test_masks_that_lose_nothing_are_folded(trip) -> None:
     assert back == BASE
 
 
-@pytest.mark.parametrize("masks", [[[-100, 1, 1], [0, 9]], [[7, 7, 7], [8, 9]], [[-100, 6, 70_000], [-100, 9]]])
+@pytest.mark.parametrize(
+    "masks", [[[-100, 1, 1], [0, 9]], [[7, 7, 7], [8, 9]], [[-100, 6, 70_000], [-100, 9]]]
+)
 def test_masks_that_would_lose_something_are_carried_too(trip, masks) -> None:
     record, back = trip({**BASE, "masks": masks})
     assert [row.tolist() for row in record["masks"]] == masks
-    assert [row.tolist() for row in record["loss_mask"]] == [[int(value != -100) for value in row] for row in masks]
+    assert [row.tolist() for row in record["loss_mask"]] == [
+        [int(value != -100) for value in row] for row in masks
+    ]
     assert back["masks"] == masks
 
 
 @pytest.mark.parametrize("form", [np.array, tuple], ids=["array", "tuple"])
 def test_masks_of_other_forms_come_back_as_lists(trip, form) -> None:
-    _, back = trip({**BASE, "tokens": [form(row) for row in BASE["tokens"]], "masks": [form(row) for row in BASE["masks"]]})
+    _, back = trip(
+        {
+            **BASE,
+            "tokens": [form(row) for row in BASE["tokens"]],
+            "masks": [form(row) for row in BASE["masks"]],
+        }
+    )
     assert back == BASE
 
 
@@ -79,7 +102,13 @@ def test_no_masks_come_back_as_none(trip) -> None:
 
 
 def test_foreign_groups_keep_unknown_keys_and_unequal_rows(trip) -> None:
-    group = {**BASE, "masks": [[-100, 6], [-100, 9]], "advantages": [[1.0], [2.0, 3.0]], "weird": {"x": [1, 2]}, "other": None}
+    group = {
+        **BASE,
+        "masks": [[-100, 6], [-100, 9]],
+        "advantages": [[1.0], [2.0, 3.0]],
+        "weird": {"x": [1, 2]},
+        "other": None,
+    }
     record, back = trip(group, foreign=True)
     assert record.meta.uneven
     assert back == group

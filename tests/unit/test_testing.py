@@ -1,4 +1,6 @@
-"""What users get for their own tests: importing it costs nothing, and the fixtures say what a test leaves behind."""
+"""What users get for their own tests: importing it costs nothing, and the fixtures say what a test leaves
+behind.
+"""
 
 import importlib
 import os
@@ -44,16 +46,43 @@ def pytest_in(folder: Path, tests: str, *options: str, plugin: str = PLUGIN) -> 
     (folder / "conftest.py").write_text(plugin)
     (folder / "test_user.py").write_text(tests)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), *options, "test_user.py"],
-        cwd=folder, env={**os.environ, "PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    outcomes = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|errors?)\b", done.stdout.splitlines()[-1])}
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(folder),
+            *options,
+            "test_user.py",
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    outcomes = {
+        word: int(count)
+        for count, word in re.findall(r"(\d+) (passed|failed|errors?)\b", done.stdout.splitlines()[-1])
+    }
     return outcomes, done.stdout + done.stderr
 
 
 def test_importing_it_imports_no_test_tools():
-    code = "import sys, shmbridge.testing, shmbridge.testing.faults; print({'pytest', 'hypothesis'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ROOT}, capture_output=True, text=True, check=True)
+    code = (
+        "import sys, shmbridge.testing, shmbridge.testing.faults; print({'pytest', 'hypothesis'} & "
+        "set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "set()\n"
 
 
@@ -103,7 +132,9 @@ def test_who_is_left_is_named(tmp_path):
 
 
 def test_a_test_that_fails_is_asked_for_nothing_more(tmp_path):
-    outcomes, output = pytest_in(tmp_path, LEAVES_A_PROCESS.replace("\ndef test_put", "    assert False\n\ndef test_put"), "-s")
+    outcomes, output = pytest_in(
+        tmp_path, LEAVES_A_PROCESS.replace("\ndef test_put", "    assert False\n\ndef test_put"), "-s"
+    )
     name = re.search(r"left \d+ (\S+)", output)[1]
     assert outcomes == {"failed": 1, "passed": 1}, output
     shmbridge.clean(name, dry_run=False)
@@ -117,7 +148,8 @@ def test_the_fixtures_are_there_only_where_they_are_asked_for(tmp_path):
 
 def test_holders_are_processes_that_map_a_segment(bridge, child):
     process = child(
-        'import shmbridge, time\np = shmbridge.Producer(bridge, lane_bytes="64K")\nprint("ready", flush=True)\ntime.sleep(60)'
+        'import shmbridge, time\np = shmbridge.Producer(bridge, lane_bytes="64K")\n'
+        'print("ready", flush=True)\ntime.sleep(60)'
     )
     (line,) = holders(bridge)
     assert line.startswith(f"pid {process.pid} (")
@@ -156,7 +188,9 @@ def test_waiting_says_what_for():
         wait_until(never, 0.01)
 
 
-@pytest.mark.parametrize("forbidden", ["claim twice", "claim on a record", "commit nothing", "two hubs", "claim after death"])
+@pytest.mark.parametrize(
+    "forbidden", ["claim twice", "claim on a record", "commit nothing", "two hubs", "claim after death"]
+)
 def test_the_model_refuses_what_the_protocol_forbids(forbidden):
     lane = RingModel(slots=4, data_bytes=256)
     lane.claim(0, 64)

@@ -1,4 +1,6 @@
-"""Two threads of one process at the same moment: each test holds one of them at the place in question while the other goes on."""
+"""Two threads of one process at the same moment: each test holds one of them at the place in question while
+the other goes on.
+"""
 
 import asyncio
 import contextlib
@@ -33,7 +35,9 @@ def group(number: int = 1) -> dict:
 
 
 class Meanwhile:
-    """What another thread does the first time that it is called; it waits for that, or until that waits for its caller."""
+    """What another thread does the first time that it is called; it waits for that, or until that waits for
+    its caller.
+    """
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._thread = threading.Thread(target=call, daemon=True)
@@ -61,7 +65,12 @@ def after(monkeypatch: pytest.MonkeyPatch, of: type, name: str, then: Callable[[
 
 
 def test_a_lane_adopted_between_two_looks_is_not_overlooked(make_producer, consumer, monkeypatch) -> None:
-    adopts, go_on, adopt, unlisted = threading.Event(), threading.Event(), LaneSet._adopt_one, LaneSet._unlisted
+    adopts, go_on, adopt, unlisted = (
+        threading.Event(),
+        threading.Event(),
+        LaneSet._adopt_one,
+        LaneSet._unlisted,
+    )
 
     def slowly(*args) -> None:
         adopts.set()
@@ -126,7 +135,9 @@ def test_the_step_is_of_one_run_while_another_is_announced(make_consumer, produc
     assert consumer.current_step == 100
 
 
-def test_what_looks_again_while_the_control_plane_closes_finds_its_descriptor(bridge, hub, monkeypatch) -> None:
+def test_what_looks_again_while_the_control_plane_closes_finds_its_descriptor(
+    bridge, hub, monkeypatch
+) -> None:
     server, write = ControlServer(bridge, hub), os.eventfd_write
     closing = Meanwhile(server.close)
 
@@ -160,7 +171,9 @@ def test_what_ranks_have_not_read_is_still_held_when_the_hub_closes(producer, co
     assert (stats["records_total"], stats["held"], stats["released_total"]) == (4, 4, 0)
 
 
-@pytest.mark.parametrize("take", [list, lambda hub: list(hub.batches(groups=1, prefetch=0))], ids=["records", "batches"])
+@pytest.mark.parametrize(
+    "take", [list, lambda hub: list(hub.batches(groups=1, prefetch=0))], ids=["records", "batches"]
+)
 @pytest.mark.parametrize("place", ["_check_open", "_drained"])
 def test_an_iteration_ends_wherever_another_thread_closes(consumer, monkeypatch, take, place) -> None:
     closing = Meanwhile(consumer.close)
@@ -211,7 +224,9 @@ def test_the_end_of_gathering_ahead_waits_for_no_batch_that_another_thread_took(
 
 
 def quickest(attempt: Callable[[], None]) -> float:
-    """Seconds of the quickest of three: with a lost wake each waits for the tick of a second, with a machine that stalls not each."""
+    """Seconds of the quickest of three: with a lost wake each waits for the tick of a second, with a machine
+    that stalls not each.
+    """
     took = []
     for _ in range(3):
         began = time.monotonic()
@@ -229,7 +244,9 @@ def test_a_drain_between_a_look_and_the_sleep_after_it_is_heard(make_consumer, m
     assert quickest(iterate) < 0.8
 
 
-def test_the_end_of_a_pause_between_a_look_and_the_sleep_after_it_is_heard(make_producer, consumer, monkeypatch, until) -> None:
+def test_the_end_of_a_pause_between_a_look_and_the_sleep_after_it_is_heard(
+    make_producer, consumer, monkeypatch, until
+) -> None:
     producer = make_producer()
     until(lambda: consumer.stats()["lanes_live"] == 1)
 
@@ -264,8 +281,12 @@ def test_a_producer_that_is_about_to_sleep_does_not_hold_up_close(make_producer,
     assert quickest(close) < 0.8
 
 
-def test_room_that_is_made_while_it_is_looked_for_is_no_sizing_error(make_producer, consumer, monkeypatch) -> None:
-    """A lane of three records: two are in the batch that its holder lets go at that moment, one waits for another."""
+def test_room_that_is_made_while_it_is_looked_for_is_no_sizing_error(
+    make_producer, consumer, monkeypatch
+) -> None:
+    """A lane of three records: two are in the batch that its holder lets go at that moment, one waits for
+    another.
+    """
     producer = make_producer()
     records = {"tokens": [range(4500)]}
     putting = Meanwhile(lambda: [producer.put(records) for _ in range(4)])
@@ -300,7 +321,9 @@ def test_a_hub_that_is_just_starting_takes_a_policy_version(bridge, limited, mon
 
 
 def test_an_iteration_collected_by_the_thread_that_gathers_ahead_loses_nothing(producer, consumer) -> None:
-    """A collection runs wherever memory is asked for: here while the next batch is formed, whose lock is held."""
+    """A collection runs wherever memory is asked for: here while the next batch is formed, whose lock is
+    held.
+    """
     batches = [consumer.batches(groups=1, prefetch=1, timeout_s=10)]
     batches.append(batches)
     producer.put(group(1))
@@ -321,7 +344,9 @@ def test_an_iteration_collected_by_the_thread_that_gathers_ahead_loses_nothing(p
     again.close()
 
 
-def test_an_interrupt_amid_the_start_of_a_thread_leaves_none_that_cannot_begin(producer, make_consumer, monkeypatch, until) -> None:
+def test_an_interrupt_amid_the_start_of_a_thread_leaves_none_that_cannot_begin(
+    producer, make_consumer, monkeypatch, until
+) -> None:
     """It may come while Thread.start holds the lock of the Event that the new thread sets first."""
     consumer, wait = make_consumer(), threading.Event.wait
     producer.put(group())
@@ -372,14 +397,19 @@ def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, un
 def events() -> list[str]:
     """The open descriptors that are of no file, such as those that wake threads."""
     links = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
-    return sorted(link for link in links if os.path.lexists(link) and os.readlink(link).startswith("anon_inode:"))
+    return sorted(
+        link for link in links if os.path.lexists(link) and os.readlink(link).startswith("anon_inode:")
+    )
 
 
-STARTED = {"death watch": 1, "control plane": 2, "bell": 3, "ranks": 4}  # which one, of those that are started
+# which one, of those that are started
+STARTED = {"death watch": 1, "control plane": 2, "bell": 3, "ranks": 4}
 
 
 @pytest.mark.parametrize("thread", STARTED)
-def test_an_interrupt_as_a_thread_of_the_hub_is_started_leaves_nothing(producer, make_consumer, monkeypatch, until, thread) -> None:
+def test_an_interrupt_as_a_thread_of_the_hub_is_started_leaves_nothing(
+    producer, make_consumer, monkeypatch, until, thread
+) -> None:
     """It comes while whoever starts it waits until it runs."""
     producer.put(group())
     before, started, start = events(), [], in_thread.start_apart

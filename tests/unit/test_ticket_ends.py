@@ -1,4 +1,6 @@
-"""Tickets in bad hours: interrupts and collections on the way, a producer that closes, hostile numbers, lanes that no hub reads."""
+"""Tickets in bad hours: interrupts and collections on the way, a producer that closes, hostile numbers, lanes
+that no hub reads.
+"""
 
 import asyncio
 import fcntl
@@ -52,7 +54,9 @@ def test_an_interrupt_while_a_ticket_is_shown_leaves_none(producer, limited, mon
 
 @pytest.mark.timeout(120, method="thread")  # the other method is the signal that this test takes
 def test_interrupts_at_any_moment_leave_nothing_behind(producer, limited) -> None:
-    """No byte locked, no producer that says it is asking already, no half message that the next one is taken for."""
+    """No byte locked, no producer that says it is asking already, no half message that the next one is taken
+    for.
+    """
     limited(0, 1)
     begun = interrupted = 0
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -72,11 +76,14 @@ def test_interrupts_at_any_moment_leave_nothing_behind(producer, limited) -> Non
     assert held(producer) == 0
     producer.begin_group(timeout_s=5).end()
     gc.collect()
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) < descriptors + 60)  # a thread of libzmq closes those of interrupted questions
+    # a thread of libzmq closes those of interrupted questions
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) < descriptors + 60)
 
 
 @pytest.mark.parametrize("call", ["show", "give back"])
-def test_a_collection_that_gives_one_back_meanwhile_leaves_the_bytes_in_a_row(producer, consumer, monkeypatch, call) -> None:
+def test_a_collection_that_gives_one_back_meanwhile_leaves_the_bytes_in_a_row(
+    producer, consumer, monkeypatch, call
+) -> None:
     """A ticket in a cycle ends whenever Python collects, also between the count and the lock."""
     ends = producer.begin_group(timeout_s=5)
     stays = producer.begin_group(timeout_s=5)
@@ -177,13 +184,18 @@ def test_a_producer_that_drains_gives_its_tickets_back_first(make_producer, limi
 def test_a_number_of_tickets_that_no_lane_holds_is_refused(bridge, make_producer, limited, running) -> None:
     limited(0, 1)
     producer = make_producer()
-    with ControlClient(bridge, role="test", name="t") as client, pytest.raises(RequestRefused, match="tickets"):
+    with (
+        ControlClient(bridge, role="test", name="t") as client,
+        pytest.raises(RequestRefused, match="tickets"),
+    ):
         client.request(messages.BeginGroup(producer.lane_name, running))
     producer.begin_group(timeout_s=0.4).end()
 
 
 @pytest.mark.parametrize(("start", "length"), [(0, 0), (liveness.Byte.FIRST_TICKET + 5, 0), (1, 1 << 40)])
-def test_locks_that_no_producer_takes_are_counted_within_what_a_lane_can_hold(producer, start, length) -> None:
+def test_locks_that_no_producer_takes_are_counted_within_what_a_lane_can_hold(
+    producer, start, length
+) -> None:
     fd = os.open(f"/dev/shm{producer.lane_name}", os.O_RDWR)
     producer.close()
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
@@ -232,7 +244,9 @@ def test_a_producer_whose_segments_were_removed_is_told(bridge, producer, make_c
 
 
 def test_every_question_is_asked_once(producer, make_producer, limited, monkeypatch) -> None:
-    """Said again it would void a promise whose answer is on its way, and whoever has that answer believes it."""
+    """Said again it would void a promise whose answer is on its way, and whoever has that answer believes
+    it.
+    """
     from shmbridge import control
 
     limited(0, 1)
@@ -280,7 +294,9 @@ def test_who_waits_is_looked_at_again_also_while_others_talk(bridge, make_produc
         talking.join()
 
 
-def test_who_waited_and_is_gone_is_not_looked_at_for_ever(bridge, make_producer, limited, monkeypatch, until) -> None:
+def test_who_waited_and_is_gone_is_not_looked_at_for_ever(
+    bridge, make_producer, limited, monkeypatch, until
+) -> None:
     """Waiting for a ticket is where most producers are when they are killed."""
     from shmbridge import control
 
@@ -330,7 +346,10 @@ def test_a_clock_ahead_of_the_consumers_is_named_as_the_reason(limited, make_pro
     producer = make_producer()
     with monkeypatch.context() as patch:
         patch.setattr("shmbridge.hub.PROMISE_NS", -1_000_000 * 10**9)  # as in a time namespace that is behind
-        with pytest.raises(shmbridge.NotAdmitted, match=r"clock that is (1000000|999999) s ahead of its consumer's .*time namespace"):
+        with pytest.raises(
+            shmbridge.NotAdmitted,
+            match=r"clock that is (1000000|999999) s ahead of its consumer's .*time namespace",
+        ):
             producer.begin_group(timeout_s=20)
     with producer.begin_group(timeout_s=20):
         pass
@@ -353,7 +372,11 @@ async def test_a_task_that_an_exception_of_a_handler_ends_keeps_no_turn(producer
             if frame.f_globals.get("__name__") not in ("shmbridge.tickets", "asyncio.timeouts"):
                 return None
             words = linecache.getline(frame.f_code.co_filename, frame.f_lineno).split()
-            if event == "line" and not {"with", "finally:"} & set(words[:2]) and frame.f_code.co_name != "_close_if_over":
+            if (
+                event == "line"
+                and not {"with", "finally:"} & set(words[:2])
+                and frame.f_code.co_name != "_close_if_over"
+            ):
                 left -= 1
                 if left == 0:
                     raise Stop

@@ -1,4 +1,6 @@
-"""Leave to begin a group: who gets it, when it comes back, and what of a limit is kept also for those who never ask."""
+"""Leave to begin a group: who gets it, when it comes back, and what of a limit is kept also for those who
+never ask.
+"""
 
 import asyncio
 import threading
@@ -38,7 +40,9 @@ def test_a_limit_counts_what_is_generated_over_all_producers(make_producer, limi
     one, other, consumer = make_producer(), make_producer(), limited(1, 2)
     tickets = [producer.begin_group(timeout_s=5) for producer in (one, other, one, other)]
     assert (consumer.stats()["groups_running"], consumer.stats()["groups_limit"]) == (4, 4)
-    with pytest.raises(shmbridge.NotAdmitted, match="4 groups are being generated and 0 wait or are trained with, of 4"):
+    with pytest.raises(
+        shmbridge.NotAdmitted, match="4 groups are being generated and 0 wait or are trained with, of 4"
+    ):
         one.begin_group(timeout_s=0)
     tickets.pop().end()
     one.begin_group(timeout_s=5).end()
@@ -94,7 +98,9 @@ def test_batches_formed_ahead_count(producer, limited, prefetch, until) -> None:
 
 
 def test_what_is_discarded_makes_room(producer, limited) -> None:
-    """Put under an old version by who did not ask: it is cut at the consumer, and counted, and takes nobody's place."""
+    """Put under an old version by who did not ask: it is cut at the consumer, and counted, and takes nobody's
+    place.
+    """
     consumer = limited(0, 1)
     consumer.publish_policy_version(5)
     producer.put(group(), policy_version=4)
@@ -191,7 +197,9 @@ def test_one_question_at_a_time(producer, limited) -> None:
 
 
 def test_a_promise_that_is_not_taken_up_is_forgotten(bridge, make_producer, limited) -> None:
-    """An answer that never arrived: the place is kept for a second, and then somebody else's; its own at once."""
+    """An answer that never arrived: the place is kept for a second, and then somebody else's; its own at
+    once.
+    """
     from shmbridge.control import ControlClient
     from shmbridge.messages import BeginGroup, Full, MayBegin
 
@@ -204,7 +212,9 @@ def test_a_promise_that_is_not_taken_up_is_forgotten(bridge, make_producer, limi
     other.begin_group(timeout_s=5).end()
 
 
-def test_who_waits_is_looked_at_again_though_nobody_says_that_there_is_room(bridge, make_producer, limited) -> None:
+def test_who_waits_is_looked_at_again_though_nobody_says_that_there_is_room(
+    bridge, make_producer, limited
+) -> None:
     """A question that is asked once only is answered when a holder has given up."""
     from shmbridge import messages
     from shmbridge.control import ControlClient
@@ -295,13 +305,18 @@ def test_steps_that_are_not_published_use_places_up(producer, limited) -> None:
     next(batches)
     producer.begin_group(timeout_s=5).end()
     consumer.note_training_version(1)
-    with pytest.raises(shmbridge.NotAdmitted, match="0 groups are being generated and 2 wait or are trained with, of 2"):
+    with pytest.raises(
+        shmbridge.NotAdmitted, match="0 groups are being generated and 2 wait or are trained with, of 2"
+    ):
         producer.begin_group(timeout_s=0)
     next(batches)
     assert producer.begin_group(timeout_s=5).policy_version == 0
     consumer.note_training_version(2)
     assert full(producer)
-    with pytest.raises(ValueError, match="version 3 in training is 3 steps ahead of the published 0, and max_off_policy_steps=2"):
+    with pytest.raises(
+        ValueError,
+        match="version 3 in training is 3 steps ahead of the published 0, and max_off_policy_steps=2",
+    ):
         consumer.note_training_version(3)
     with pytest.raises(ValueError, match="version 1 is before 2"):
         consumer.note_training_version(1)

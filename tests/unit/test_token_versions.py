@@ -1,4 +1,6 @@
-"""token_versions say under which policy each token was sampled: the record's own versions follow from them, or agree with them."""
+"""token_versions say under which policy each token was sampled: the record's own versions follow from them,
+or agree with them.
+"""
 
 import numpy as np
 import pyarrow as pa
@@ -74,12 +76,20 @@ def test_a_single_version_is_when_generation_began_and_tokens_may_be_newer(produ
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        (7, "'token_versions' row 1 position 1: 6 is older than policy_version 7, under which generation began"),
+        (
+            7,
+            (
+                "'token_versions' row 1 position 1: 6 is older than policy_version 7, under which generation "
+                "began"
+            ),
+        ),
         ((7, 8), "row 1 position 1: 6 is older than policy_version 7"),
         ((6, 7), "row 0 position 2: 8 is newer than policy_version 7, the newest that was given"),
     ],
 )
-def test_tokens_that_contradict_what_was_said_are_refused_and_counted(producer, consumer, version, said) -> None:
+def test_tokens_that_contradict_what_was_said_are_refused_and_counted(
+    producer, consumer, version, said
+) -> None:
     with pytest.raises(shmbridge.InvalidRecord, match=said):
         producer.put({"tokens": TOKENS, "token_versions": VERSIONS}, policy_version=version)
     with (
@@ -104,5 +114,12 @@ def test_staleness_is_cut_by_the_oldest_token(producer, consumer) -> None:
 
 def test_atropos_masks_and_versions_in_one_group(producer, consumer) -> None:
     """Rare masks are planned again, and the versions with them."""
-    producer.put({"tokens": TOKENS, "masks": [[-100, 2, 99], [-100, 5]], "scores": [1.0, 0.0], "token_versions": VERSIONS})
+    producer.put(
+        {
+            "tokens": TOKENS,
+            "masks": [[-100, 2, 99], [-100, 5]],
+            "scores": [1.0, 0.0],
+            "token_versions": VERSIONS,
+        }
+    )
     assert span(consumer.get(1)) == (6, 8)

@@ -1,4 +1,6 @@
-"""Records of many lanes in turn: fairness, lanes that come, go and turn to garbage, and that nothing taken is lost on the way."""
+"""Records of many lanes in turn: fairness, lanes that come, go and turn to garbage, and that nothing taken is
+lost on the way.
+"""
 
 import os
 from collections.abc import Iterator
@@ -11,9 +13,17 @@ from shmbridge._ext import header, ring
 from shmbridge._ext.turns import Turns
 
 FIELDS = {
-    "rows": 1, "columns": 0, "index_bytes": 0, "group_id_bytes": 0, "flags": 0, "tokens": 0, "min_policy_version": -1,
-    "max_policy_version": -1, "t_created_ns": 0, "group_size": 1,
-}  # fmt: skip
+    "rows": 1,
+    "columns": 0,
+    "index_bytes": 0,
+    "group_id_bytes": 0,
+    "flags": 0,
+    "tokens": 0,
+    "min_policy_version": -1,
+    "max_policy_version": -1,
+    "t_created_ns": 0,
+    "group_size": 1,
+}
 TAIL_AT = 0x200
 
 
@@ -121,7 +131,12 @@ def test_garbage_among_lanes_costs_nobody_else_anything(on) -> None:
 
 
 def test_a_lane_that_could_not_be_reported_is_looked_at_again(on) -> None:
-    turns = Turns(ring.Lease, on.control.mapping, lambda *_: on.told.append(0) or 1 // (len(on.told) - 1), on.control.arrivals)
+    turns = Turns(
+        ring.Lease,
+        on.control.mapping,
+        lambda *_: on.told.append(0) or 1 // (len(on.told) - 1),
+        on.control.arrivals,
+    )
     turns.add(on.lane())
     on.spoil(0)
     with pytest.raises(ZeroDivisionError):

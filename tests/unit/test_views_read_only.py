@@ -1,4 +1,6 @@
-"""Views of a lane cannot be written: exports are read-only, or refused by an error that names to_torch(); so is the memory itself."""
+"""Views of a lane cannot be written: exports are read-only, or refused by an error that names to_torch(); so
+is the memory itself.
+"""
 
 import ctypes
 import pickle
@@ -96,7 +98,12 @@ def test_torch_is_refused_dlpack_and_told_what_copies(get, which) -> None:
     with pytest.raises(BufferError, match="to_torch"):
         torch.from_dlpack(view)
     before = view.tolist()
-    for made in (view.to_torch(), torch.tensor(view), torch.from_dlpack(view.copy()), torch.from_dlpack(view * 1)):
+    for made in (
+        view.to_torch(),
+        torch.tensor(view),
+        torch.from_dlpack(view.copy()),
+        torch.from_dlpack(view * 1),
+    ):
         assert made.tolist() == before
         made.mul_(10)
     assert view.tolist() == before
@@ -107,7 +114,9 @@ def test_torch_is_refused_dlpack_and_told_what_copies(get, which) -> None:
 
 @views
 def test_torch_warns_where_it_asks_for_no_dlpack(get, which) -> None:
-    """from_numpy and as_tensor ask nobody: torch itself says what it does, once in a process, and reading is right."""
+    """from_numpy and as_tensor ask nobody: torch itself says what it does, once in a process, and reading is
+    right.
+    """
     view = view_of(get(), which)
     torch = pytest.importorskip("torch")
     torch.set_warn_always(True)
@@ -128,7 +137,10 @@ def rights(lane: str) -> dict[int, str]:
 
 
 def test_the_hub_maps_data_read_only_and_the_rest_writable(bridge, child, consumer) -> None:
-    child(f"import shmbridge\np = shmbridge.Producer(bridge, lane_bytes='4M'); p.put({GROUP}); print('ready', flush=True); input()")
+    child(
+        f"import shmbridge\np = shmbridge.Producer(bridge, lane_bytes='4M'); p.put({GROUP}); print('ready', "
+        "flush=True); input()"
+    )
     record = consumer.get(1)
     found = rights(record.lane_name)
     assert found == {0: "rw-s", record.reader.data_at: "r--s"}

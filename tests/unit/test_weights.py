@@ -50,15 +50,33 @@ def test_the_newest_version_is_read_in_place(ends) -> None:
 
 def test_bfloat16_and_every_other_dtype_keep_their_bits(ends) -> None:
     writer, reader = ends
-    source = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in (
-        torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)}  # fmt: skip
-    source |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "transposed": torch.arange(6.0).reshape(2, 3).T}
+    source = {
+        str(dtype): torch.arange(6).reshape(2, 3).to(dtype)
+        for dtype in (
+            torch.bfloat16,
+            torch.float16,
+            torch.float64,
+            torch.int8,
+            torch.int64,
+            torch.uint8,
+            torch.bool,
+            torch.float8_e4m3fn,
+        )
+    }
+    source |= {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+    }
     writer.publish(1, source.items())
     with reader.lease() as lease:
         for name, tensor in source.items():
             assert lease.dtypes[name] == str(tensor.dtype).removeprefix("torch.")
             assert lease.tensors[name].shape == tuple(tensor.shape)
-            assert lease.tensors[name].tobytes() == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            assert (
+                lease.tensors[name].tobytes()
+                == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
         back = torch.from_numpy(lease.tensors["torch.bfloat16"].copy()).view(torch.bfloat16)
     assert torch.equal(back, source["torch.bfloat16"])
 
@@ -77,7 +95,10 @@ def test_a_lease_makes_the_writer_wait_only_for_its_slot(ends) -> None:
 
 
 def test_one_tensor_lives_at_a_time(ends) -> None:
-    """What a generator makes is copied before the next is asked for: it may be the same memory. A writer's first version apart."""
+    """What a generator makes is copied before the next is asked for: it may be the same memory.
+
+    A writer's first version apart.
+    """
     writer, reader = ends
     writer.publish(1, tensors(1))
     scratch = np.empty(15, np.float32)
@@ -106,15 +127,21 @@ def test_versions_only_rise(ends) -> None:
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        ([("w", np.zeros((5, 3), np.float32)), ("b", torch.zeros(7, dtype=torch.bfloat16))], r"'w' float32\[5, 3\].*float32\[3, 5\]"),
+        (
+            [("w", np.zeros((5, 3), np.float32)), ("b", torch.zeros(7, dtype=torch.bfloat16))],
+            r"'w' float32\[5, 3\].*float32\[3, 5\]",
+        ),
         ([("w", np.zeros((3, 5), np.float64)), ("b", torch.zeros(7, dtype=torch.bfloat16))], "float64"),
         ([("w", np.zeros((3, 5), np.float32))], "1 tensors given, the segment has 2"),
-        ([("v", np.zeros((3, 5), np.float32)), ("b", torch.zeros(7, dtype=torch.bfloat16))], "'v' was given, the segment has 2"),
+        (
+            [("v", np.zeros((3, 5), np.float32)), ("b", torch.zeros(7, dtype=torch.bfloat16))],
+            "'v' was given, the segment has 2",
+        ),
         ([("b", torch.zeros(7, dtype=torch.bfloat16))], "the segment has 2: 'w' is missing"),
         ([*tensors(2), ("new", np.zeros(1))], "'new' was given, the segment has 2: it is not of them"),
         ([*tensors(2), *tensors(2)[:1]], "'w' was given, the segment has 2: it comes twice"),
     ],
-)  # fmt: skip
+)
 def test_other_tensors_are_refused_by_name(ends, other, what) -> None:
     writer, reader = ends
     writer.publish(1, tensors(1))
@@ -136,7 +163,9 @@ def test_the_order_of_tensors_does_not_matter(ends) -> None:
 def test_one_writer_at_a_time(ends, bridge) -> None:
     writer, _ = ends
     writer.publish(1, tensors(1))
-    with pytest.raises(shmbridge.ConsumerTaken, match=rf"living writer: pid {os.getpid()} .this very process."):
+    with pytest.raises(
+        shmbridge.ConsumerTaken, match=rf"living writer: pid {os.getpid()} .this very process."
+    ):
         WeightsWriter(bridge)
 
 
@@ -226,7 +255,9 @@ def test_a_successor_may_bring_another_model(bridge) -> None:
 
 def test_numbers_of_the_other_byte_order_arrive_as_numbers(ends) -> None:
     writer, reader = ends
-    writer.publish(1, [("swapped", np.arange(5, dtype=">f4")), ("strided", np.arange(10, dtype=np.int16)[::2])])
+    writer.publish(
+        1, [("swapped", np.arange(5, dtype=">f4")), ("strided", np.arange(10, dtype=np.int16)[::2])]
+    )
     with reader.lease() as lease:
         assert lease.tensors["swapped"].tolist() == [0, 1, 2, 3, 4]
         assert lease.tensors["strided"].tolist() == [0, 2, 4, 6, 8]
@@ -235,7 +266,13 @@ def test_numbers_of_the_other_byte_order_arrive_as_numbers(ends) -> None:
 def test_every_float8_keeps_its_bits(ends) -> None:
     writer, reader = ends
     raw = torch.arange(256, dtype=torch.uint8).reshape(16, 16)
-    dtypes = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
+    dtypes = [
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+    ]
     writer.publish(1, [(str(dtype), raw.view(dtype).T) for dtype in dtypes])
     with reader.lease() as lease:
         for dtype in dtypes:
@@ -248,7 +285,12 @@ def test_a_model_of_no_tensors_is_one(ends) -> None:
     for version in (1, 2):
         writer.publish(version, [], checksum=True)
         with reader.lease() as lease:
-            assert (lease.version, dict(lease.tensors), lease.verify(), lease.changed_since(1)) == (version, {}, 0, frozenset())
+            assert (lease.version, dict(lease.tensors), lease.verify(), lease.changed_since(1)) == (
+                version,
+                {},
+                0,
+                frozenset(),
+            )
 
 
 def test_leases_of_one_reader_are_counted(ends) -> None:
@@ -278,7 +320,9 @@ def test_a_copy_is_ones_own_and_keeps_no_writer_from_going_on(ends) -> None:
     assert (copied["w"] == 4).all()
 
 
-@pytest.mark.parametrize("wrong", [None, np.zeros((5, 3), np.float32), np.zeros((3, 5)), np.zeros((3, 10), np.float32)[:, ::2]])
+@pytest.mark.parametrize(
+    "wrong", [None, np.zeros((5, 3), np.float32), np.zeros((3, 5)), np.zeros((3, 10), np.float32)[:, ::2]]
+)
 def test_a_copy_goes_into_arrays_that_fit(ends, wrong) -> None:
     writer, reader = ends
     writer.publish(1, tensors(1))
@@ -287,7 +331,9 @@ def test_a_copy_goes_into_arrays_that_fit(ends, wrong) -> None:
 
 
 def test_a_copy_the_writer_came_round_in_is_thrown_away(ends, monkeypatch) -> None:
-    """The first two are overtaken by two versions each; the third is taken under a lease, which the writer respects."""
+    """The first two are overtaken by two versions each; the third is taken under a lease, which the writer
+    respects.
+    """
     writer, reader = ends
     writer.publish(1, tensors(1))
     copy_slot, copies = reader._copy_slot, []
@@ -310,7 +356,9 @@ def test_a_copy_the_writer_came_round_in_is_thrown_away(ends, monkeypatch) -> No
 
 @pytest.mark.parametrize("wanted", [None, 2])
 def test_a_lease_that_the_writer_came_round_before_is_of_what_is_there(ends, monkeypatch, wanted) -> None:
-    """Between the look for the version and the slot's lock two others are published: the second of them lies in that slot."""
+    """Between the look for the version and the slot's lock two others are published: the second of them lies
+    in that slot.
+    """
     writer, reader = ends
     for version in (1, 2):
         writer.publish(version, tensors(version))
@@ -334,13 +382,18 @@ def test_a_lease_that_the_writer_came_round_before_is_of_what_is_there(ends, mon
 
 @pytest.mark.parametrize("written", [0, 1, 2])
 def test_a_version_whose_slot_was_begun_anew_is_not_to_be_had(ends, written) -> None:
-    """By whoever asks for its number, or had begun to copy it: some of its bytes are of a version that never came."""
+    """By whoever asks for its number, or had begun to copy it: some of its bytes are of a version that never
+    came.
+    """
     writer, reader = ends
     for version in (1, 2):
         writer.publish(version, tensors(version))
     found = reader._current()
     assert found.held_throughout(0, 1)
-    with pytest.raises(ZeroDivisionError), writer.fill(3, [("w", "float32", (3, 5)), ("b", "bfloat16", (7,))]) as filling:
+    with (
+        pytest.raises(ZeroDivisionError),
+        writer.fill(3, [("w", "float32", (3, 5)), ("b", "bfloat16", (7,))]) as filling,
+    ):
         for name, tensor in tensors(3)[:written]:
             filling.write(name, tensor)
         raise ZeroDivisionError
@@ -424,7 +477,10 @@ def test_a_tensor_that_is_negated_when_read_arrives_as_it_reads(ends) -> None:
 def test_another_builds_weights_are_refused_with_both_versions(bridge, ends) -> None:
     ends[0].publish(1, tensors(1))
     memoryview(segment.open_mapping(segment.weights_name(bridge)))[8:12] = struct.pack("<I", 7)
-    with WeightsReader(bridge) as fresh, pytest.raises(shmbridge.LayoutMismatch, match="layout version 7, this build has 2"):
+    with (
+        WeightsReader(bridge) as fresh,
+        pytest.raises(shmbridge.LayoutMismatch, match="layout version 7, this build has 2"),
+    ):
         fresh.version  # noqa: B018, it looks
 
 
@@ -466,10 +522,13 @@ def scribble(bridge, ends):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape"), [("float32", [3, 4]), ("float32", [-3, -5]), ("float64", [3, 5]), ("object", [3, 5]), ("zzz", [3, 5])]
+    ("dtype", "shape"),
+    [("float32", [3, 4]), ("float32", [-3, -5]), ("float64", [3, 5]), ("object", [3, 5]), ("zzz", [3, 5])],
 )
 def test_a_tensor_that_does_not_lie_where_it_says_is_refused(ends, scribble, dtype, shape) -> None:
-    scribble(TABLE_AT, msgspec.json.encode([["w", dtype, shape, 0, 60], ["b", "bfloat16", [7], 64, 14]]).ljust(66))
+    scribble(
+        TABLE_AT, msgspec.json.encode([["w", dtype, shape, 0, 60], ["b", "bfloat16", [7], 64, 14]]).ljust(66)
+    )
     with pytest.raises(shmbridge.WeightsMismatch), ends[1].lease():
         pass
 
@@ -490,9 +549,17 @@ def test_a_table_that_is_none_is_refused_and_a_new_writer_begins_anew(bridge, en
 
 @pytest.mark.parametrize(
     ("at", "words"),
-    [(24, [0]), (24, [2**64 - 4096, 2048]), (24, [4096]), (32, [2**63]), (32, [1]), (16, [2**64 - 1]), (LATEST_AT, [1, 0, 0]),
-     (LATEST_AT, [2**63])],
-)  # fmt: skip
+    [
+        (24, [0]),
+        (24, [2**64 - 4096, 2048]),
+        (24, [4096]),
+        (32, [2**63]),
+        (32, [1]),
+        (16, [2**64 - 1]),
+        (LATEST_AT, [1, 0, 0]),
+        (LATEST_AT, [2**63]),
+    ],
+)
 def test_words_that_cannot_be_are_no_weights(bridge, scribble, at, words) -> None:
     scribble(at, struct.pack(f"<{len(words)}Q", *words))
     refusals = (shmbridge.NotReady, shmbridge.WeightsMismatch)
@@ -521,7 +588,10 @@ def test_a_version_that_somebody_holds_can_be_had_by_number(bridge):
                 assert lease.version == 2
         writer.publish(3, {"a": np.full(4, 3.0)}.items())
         for gone in (1, 4):
-            with pytest.raises(shmbridge.NotReady, match=rf"version {gone} .* holds 3"), other.lease(version=gone, timeout_s=60):
+            with (
+                pytest.raises(shmbridge.NotReady, match=rf"version {gone} .* holds 3"),
+                other.lease(version=gone, timeout_s=60),
+            ):
                 pass
 
 

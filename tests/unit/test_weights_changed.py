@@ -1,4 +1,6 @@
-"""Versions of which only some tensors are given: the others keep their value, and a lease says what changed; checksums go along."""
+"""Versions of which only some tensors are given: the others keep their value, and a lease says what changed;
+checksums go along.
+"""
 
 import itertools
 
@@ -121,7 +123,11 @@ def test_checksums_find_the_tensor_that_was_overwritten(bridge, ends) -> None:
         place = lease.tensors["b"].ctypes.data - lease.tensors["a"].ctypes.data
         mapping = segment.open_mapping(segment.weights_name(bridge))
         whole = np.frombuffer(memoryview(mapping), np.int64)
-        (begin,) = [at for at in np.flatnonzero(whole == 2) if (whole[at : at + 12] == 2).all() and whole[at + place // 8] == 1]
+        (begin,) = [
+            at
+            for at in np.flatnonzero(whole == 2)
+            if (whole[at : at + 12] == 2).all() and whole[at + place // 8] == 1
+        ]
         whole[begin] = 77
         assert lease.verify() == 2
         whole[begin + place // 8 + 6] ^= 1 << 40
@@ -157,10 +163,14 @@ STEP = st.one_of(
 )
 
 
-@settings(derandomize=True, database=None, max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    derandomize=True, database=None, max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(steps=st.lists(STEP, max_size=10))
 def test_any_order_of_writes_is_what_the_model_says(tmp_path, steps) -> None:
-    """Values, and what changed since any version, after every step: whole, changed only, filled, begun and abandoned, by a new writer."""
+    """Values, and what changed since any version, after every step: whole, changed only, filled, begun and
+    abandoned, by a new writer.
+    """
     bridge = f"changed-{tmp_path.name[-8:]}-{next(NUMBERS)}".replace("_", "-")
     with WeightsReader(bridge) as reader:
         writer = WeightsWriter(bridge)
@@ -174,10 +184,18 @@ def test_any_order_of_writes_is_what_the_model_says(tmp_path, steps) -> None:
                 continue
             if kind == "broken off":
                 with pytest.raises(InterruptedError):
-                    writer.publish(version, interrupted(tensors(version, sorted(names))), changed_only=checksum)
+                    writer.publish(
+                        version, interrupted(tensors(version, sorted(names))), changed_only=checksum
+                    )
                 version, names = last, frozenset()
             elif kind in ("whole", "changed"):
-                writer.publish(version, tensors(version, sorted(names)), changed_only=kind == "changed", checksum=checksum, timeout_s=0)
+                writer.publish(
+                    version,
+                    tensors(version, sorted(names)),
+                    changed_only=kind == "changed",
+                    checksum=checksum,
+                    timeout_s=0,
+                )
             else:
                 try:
                     with writer.fill(version, SPECS, checksum=checksum, timeout_s=0) as filling:
@@ -193,7 +211,9 @@ def test_any_order_of_writes_is_what_the_model_says(tmp_path, steps) -> None:
                 assert (lease.version, values(lease)) == (last, model)
                 lease.verify()
                 for since in range(last + 1):
-                    assert lease.changed_since(since) == {name for name, changed in model.items() if changed > since}
+                    assert lease.changed_since(since) == {
+                        name for name, changed in model.items() if changed > since
+                    }
             assert {name: int(tensor.flat[0]) for name, tensor in reader.copy()[1].items()} == model
         writer.close()
 

@@ -23,7 +23,11 @@ def reader(bridge):
 def test_a_writer_of_another_model_that_never_publishes_leaves_the_last_version(bridge, reader):
     with WeightsWriter(bridge) as writer:
         writer.publish(7, model("a", 7))
-    with WeightsWriter(bridge) as writer, pytest.raises(ZeroDivisionError), writer.fill(8, [("b", "float32", (8,))]):
+    with (
+        WeightsWriter(bridge) as writer,
+        pytest.raises(ZeroDivisionError),
+        writer.fill(8, [("b", "float32", (8,))]),
+    ):
         raise ZeroDivisionError
     assert reader.version is None
     with WeightsWriter(bridge) as writer:
@@ -39,7 +43,10 @@ def test_a_model_that_no_mount_could_hold_leaves_the_one_that_is_there(bridge, r
     with WeightsWriter(bridge) as writer:
         writer.publish(7, model("a", 7))
     with WeightsWriter(bridge) as writer:
-        with pytest.raises(shmbridge.ShmTooSmall, match="weights segment"), writer.fill(8, [("b", "float32", (1 << 44,))]):
+        with (
+            pytest.raises(shmbridge.ShmTooSmall, match="weights segment"),
+            writer.fill(8, [("b", "float32", (1 << 44,))]),
+        ):
             pytest.fail("it fits")
         assert reader.copy()[0] == writer.last_version == 7
         for version in (8, 9):
@@ -79,7 +86,9 @@ def test_a_writer_that_was_there_before_does_not_go_below_one_that_came_and_went
 
 
 def test_a_writer_that_was_overtaken_while_it_made_its_segment_says_so(bridge, reader, monkeypatch):
-    """Between its removal of the old segment and its own, others publish a version and replace that one's segment, too."""
+    """Between its removal of the old segment and its own, others publish a version and replace that one's
+    segment, too.
+    """
     with WeightsWriter(bridge) as writer:
         writer.publish(3, model("a", 3))
     slow = WeightsWriter(bridge)
@@ -89,7 +98,11 @@ def test_a_writer_that_was_overtaken_while_it_made_its_segment_says_so(bridge, r
         monkeypatch.undo()
         with WeightsWriter(bridge) as other:
             other.publish(7, model("b", 7))
-        with WeightsWriter(bridge) as another, pytest.raises(ZeroDivisionError), another.fill(8, [("c", "float32", (8,))]):
+        with (
+            WeightsWriter(bridge) as another,
+            pytest.raises(ZeroDivisionError),
+            another.fill(8, [("c", "float32", (8,))]),
+        ):
             raise ZeroDivisionError
         posix_ipc.unlink_shared_memory(segment.weights_name(bridge))
         return create(*arguments)
@@ -126,7 +139,11 @@ def test_nobody_lowers_it(bridge, reader):
 def test_the_lowest_and_the_highest_version_are_kept(bridge, reader, version):
     with WeightsWriter(bridge) as writer:
         writer.publish(version, model("a", 1))
-    with WeightsWriter(bridge) as writer, pytest.raises(ZeroDivisionError), writer.fill(version + 1, [("b", "float32", (8,))]):
+    with (
+        WeightsWriter(bridge) as writer,
+        pytest.raises(ZeroDivisionError),
+        writer.fill(version + 1, [("b", "float32", (8,))]),
+    ):
         raise ZeroDivisionError
     with WeightsWriter(bridge) as writer:
         assert writer.last_version == version

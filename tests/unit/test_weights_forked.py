@@ -1,4 +1,6 @@
-"""A child of fork has none of its parent's ends of the weights: leaving their blocks there changes nothing, and is no crash."""
+"""A child of fork has none of its parent's ends of the weights: leaving their blocks there changes nothing,
+and is no crash.
+"""
 
 import os
 import traceback

@@ -1,4 +1,6 @@
-"""What a trainer gives for tensors and specs: what is none is refused in words, and leaves the last version as it was."""
+"""What a trainer gives for tensors and specs: what is none is refused in words, and leaves the last version
+as it was.
+"""
 
 import numpy as np
 import pytest
@@ -27,7 +29,10 @@ def layer() -> torch.nn.Linear:
         (lambda: [("weight",)], r"\('weight',\) was given"),
         (lambda: [(["weight"], torch.ones(2, 2))], "was given"),
         (lambda: None, "NoneType was given"),
-        (lambda: [("weight", np.ma.array([1.0, 2.0], mask=[0, 1]))], "'weight' is a masked array, and 1 of its 2 values are masked"),
+        (
+            lambda: [("weight", np.ma.array([1.0, 2.0], mask=[0, 1]))],
+            "'weight' is a masked array, and 1 of its 2 values are masked",
+        ),
         (lambda: [("weight", [[1.0], [2.0, 3.0]])], r"tensor 'weight' \(list\) is no array"),
     ],
     ids=["a model", "a dict", "parameters", "no tensor", "no name", "nothing", "masked", "ragged"],
@@ -72,7 +77,11 @@ def test_sizes_of_a_spec_may_be_of_numpy(ends) -> None:
 def test_complex_numbers_arrive_as_they_read(ends, dtype) -> None:
     writer, reader = ends
     plain = torch.arange(6).reshape(2, 3) + 1j * torch.ones(2, 3)
-    source = {"conjugate": plain.to(dtype).conj(), "strided": plain.to(dtype).T, "negated": plain.to(dtype).conj().imag}
+    source = {
+        "conjugate": plain.to(dtype).conj(),
+        "strided": plain.to(dtype).T,
+        "negated": plain.to(dtype).conj().imag,
+    }
     writer.publish(1, source.items())
     for name, array in reader.copy()[1].items():
         assert (array == source[name].resolve_conj().resolve_neg().numpy()).all()

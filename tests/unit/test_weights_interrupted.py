@@ -1,4 +1,6 @@
-"""A signal whose handler raises, wherever Python looks for one, leaves no slot of the weights held and no filling open."""
+"""A signal whose handler raises, wherever Python looks for one, leaves no slot of the weights held and no
+filling open.
+"""
 
 import sys
 from collections.abc import Callable
@@ -18,7 +20,9 @@ class Interrupted(BaseException):
 
 
 def interrupted(action: Callable[[], object], moment: int) -> bool:
-    """Runs the action; whether it was interrupted, at the entry of a function, or after a call that ended, of this number."""
+    """Runs the action; whether it was interrupted, at the entry of a function, or after a call that ended, of
+    this number.
+    """
     left = moment
 
     def look(frame: Any, event: str, _: object) -> None:
@@ -69,7 +73,14 @@ def test_whoever_is_interrupted_leaves_the_others_free(bridge: str, action: str)
             writer.publish(following(), given()[:1], changed_only=True, timeout_s=0.1)
 
         publish()
-        actions = {"lease": lease, "nested": nested, "copy": reader.copy, "publish": publish, "changed_only": changed_only, "fill": fill}
+        actions = {
+            "lease": lease,
+            "nested": nested,
+            "copy": reader.copy,
+            "publish": publish,
+            "changed_only": changed_only,
+            "fill": fill,
+        }
         moment = 1
         while interrupted(actions[action], moment):
             for check in (publish, publish, fill, lease, changed_only):

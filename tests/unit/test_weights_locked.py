@@ -19,7 +19,9 @@ def weights(value: float) -> list:
 
 
 def test_the_bell_rings_when_the_slot_can_be_held(ends, monkeypatch) -> None:
-    """Whoever it wakes may have the writer's CPU from there on, and could not hold that version until it is given back."""
+    """Whoever it wakes may have the writer's CPU from there on, and could not hold that version until it is
+    given back.
+    """
     writer, reader = ends
     writer.publish(1, weights(1))
     found, unlock, bells = writer._versions, liveness.unlock, []
@@ -41,7 +43,10 @@ def test_a_version_that_its_writer_keeps_locked_is_said_to_be_there(ends) -> Non
     writer.publish(1, weights(1))
     fd, byte = writer._versions.mapping.fd, liveness.Byte.FIRST_SLOT + writer._versions.latest[1]
     assert liveness.lock_exclusive(fd, byte)  # as of a writer that was stopped before it let go
-    with pytest.raises(shmbridge.NotReady, match=r"version 1 .* is locked by its writer"), reader.lease(timeout_s=0.02):
+    with (
+        pytest.raises(shmbridge.NotReady, match=r"version 1 .* is locked by its writer"),
+        reader.lease(timeout_s=0.02),
+    ):
         pass
     liveness.unlock(fd, byte)
     with reader.lease() as lease:

@@ -10,7 +10,12 @@ import torch
 import shmbridge
 from shmbridge.weights import WeightsPart, WeightsReader, WeightsWriter
 
-SPECS = [("w", "float32", (6, 4)), ("b", "bfloat16", (5,)), ("scalar", "int64", ()), ("none", "float32", (0, 3))]
+SPECS = [
+    ("w", "float32", (6, 4)),
+    ("b", "bfloat16", (5,)),
+    ("scalar", "int64", ()),
+    ("none", "float32", (0, 3)),
+]
 W, B = torch.arange(24.0).reshape(6, 4), torch.arange(5.0).bfloat16()
 
 
@@ -47,7 +52,11 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("parts", [ROWS, COLUMNS, STRIPES, BLOCKS, [None], [()]], ids=["rows", "columns", "stripes", "blocks", "all", "()"])
+@pytest.mark.parametrize(
+    "parts",
+    [ROWS, COLUMNS, STRIPES, BLOCKS, [None], [()]],
+    ids=["rows", "columns", "stripes", "blocks", "all", "()"],
+)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_parts_come_together(ends, parts, form) -> None:
     writer, reader, part = ends
@@ -75,7 +84,12 @@ def test_two_byte_values_come_in_stripes(ends) -> None:
         part.write(filling.ticket, "b", B[::2], (slice(None, None, 2),))
         part.write(filling.ticket, "b", B[1::2], (slice(1, None, 2),))
         for column in range(4):
-            part.write(filling.ticket, "f", torch.full((4, 1), 2.0**column).to(torch.float8_e5m2), (slice(None), slice(column, column + 1)))
+            part.write(
+                filling.ticket,
+                "f",
+                torch.full((4, 1), 2.0**column).to(torch.float8_e5m2),
+                (slice(None), slice(column, column + 1)),
+            )
     with reader.lease() as lease:
         assert torch.equal(torch.from_numpy(lease.tensors["b"].copy()).view(torch.bfloat16), B)
         rows = torch.from_numpy(lease.tensors["f"].copy()).view(torch.float8_e5m2).float()
@@ -84,7 +98,11 @@ def test_two_byte_values_come_in_stripes(ends) -> None:
 
 @pytest.mark.parametrize(
     ("writes", "told"),
-    [([], "0 of 96 bytes of tensor 'w'"), ([ROWS[0]], "32 of 96 bytes of tensor 'w'"), ([None, ROWS[0]], "128 of 96 bytes of tensor 'w'")],
+    [
+        ([], "0 of 96 bytes of tensor 'w'"),
+        ([ROWS[0]], "32 of 96 bytes of tensor 'w'"),
+        ([None, ROWS[0]], "128 of 96 bytes of tensor 'w'"),
+    ],
 )
 def test_what_is_not_whole_is_not_published(ends, writes, told) -> None:
     writer, reader, part = ends
@@ -135,7 +153,15 @@ def test_what_is_no_ticket_is_refused(ends) -> None:
         word = filling.ticket["filling"]
         others = [{"filling": number} for number in (-1, 0, 1 << 64, word ^ 1, word ^ 2, word + 4, "1", 1.5)]
         others += [{"segment": name} for name in ("", "00", filling.ticket["segment"].upper() + "0", 7)]
-        for odd in (None, {}, 7, "x", [], {"filling": word}, *({**filling.ticket, **other} for other in others)):
+        for odd in (
+            None,
+            {},
+            7,
+            "x",
+            [],
+            {"filling": word},
+            *({**filling.ticket, **other} for other in others),
+        ):
             with pytest.raises(shmbridge.FillingOver):
                 part.write(odd, "w", -W)
         filling.write("w", W)
@@ -194,7 +220,9 @@ def test_one_filling_at_a_time(ends) -> None:
 
 
 def test_nothing_else_is_written_while_a_version_is(ends) -> None:
-    """From what makes the tensors, say: both would write into one slot, which the one that ends first hands to readers."""
+    """From what makes the tensors, say: both would write into one slot, which the one that ends first hands
+    to readers.
+    """
     writer, reader, _ = ends
 
     tensors = [("w", W), ("b", B), ("scalar", np.int64(7)), ("none", np.empty((0, 3), np.float32))]
@@ -219,7 +247,10 @@ def test_another_model_is_refused_by_name(ends) -> None:
     with writer.fill(1, SPECS) as filling:
         filling.write("w", W)
         fill_rest(filling)
-    with pytest.raises(shmbridge.WeightsMismatch, match="'b' is missing"), writer.fill(2, SPECS[:1] + SPECS[2:]):
+    with (
+        pytest.raises(shmbridge.WeightsMismatch, match="'b' is missing"),
+        writer.fill(2, SPECS[:1] + SPECS[2:]),
+    ):
         pass
 
 

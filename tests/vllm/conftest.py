@@ -1,4 +1,5 @@
-"""A Qwen2 so small that an engine starts with it in seconds, what Hugging Face says of the same weights, and what engines need around them.
+"""A Qwen2 so small that an engine starts with it in seconds, what Hugging Face says of the same weights, and
+what engines need around them.
 
 These tests run in an environment with vLLM (`make test-vllm`); elsewhere they are left out.
 """
@@ -17,7 +18,8 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py", "server/test_*.py"]
 
-# What vLLM's CPU build needs, here and in every process that is started from here; read when vLLM starts an engine.
+# What vLLM's CPU build needs, here and in every process that is started from here; read when vLLM starts an
+# engine.
 ENGINE_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -49,7 +51,9 @@ def learner_python() -> str:
 
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., Any]:
-    """Call it with a seed for a Hugging Face model of random weights, float32; the vocabulary is that of `tiny_folder`'s tokenizer."""
+    """Call it with a seed for a Hugging Face model of random weights, float32; the vocabulary is that of
+    `tiny_folder`'s tokenizer.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -75,7 +79,9 @@ def make_model() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def tiny_folder(make_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_folder(
+    make_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
     """Call it for the folder of a model and its tokenizer, seed 0 unless said otherwise."""
     from tiny_model import build_tokenizer
 
@@ -91,11 +97,19 @@ def tiny_folder(make_model: Callable[..., Any], tmp_path_factory: pytest.TempPat
 
 @pytest.fixture(scope="session")
 def greedy() -> Callable[..., list[int]]:
-    """Call it with a model for the greedy tokens that Hugging Face's `generate` gives, eos as any other token."""
+    """Call it with a model for the greedy tokens that Hugging Face's `generate` gives, eos as any other
+    token.
+    """
     import torch
 
     def generate(model: Any, prompt: list[int] = PROMPT, tokens: int = NEW_TOKENS) -> list[int]:
-        answer = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens, eos_token_id=None)
+        answer = model.generate(
+            torch.tensor([prompt]),
+            do_sample=False,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            eos_token_id=None,
+        )
         return list(answer[0, len(prompt) :].tolist())
 
     return generate
@@ -108,7 +122,9 @@ def vllm_greedy() -> Callable[..., list[int]]:
 
     def generate(llm: Any, prompt: list[int] = PROMPT, tokens: int = NEW_TOKENS) -> list[int]:
         wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        return list(llm.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)[0].outputs[0].token_ids)
+        return list(
+            llm.generate([{"prompt_token_ids": prompt}], wanted, use_tqdm=False)[0].outputs[0].token_ids
+        )
 
     return generate
 
@@ -122,7 +138,13 @@ def make_llm(tiny_folder: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def make(folder: Path | None = None, **options: Any) -> Any:
-        usual = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8, "seed": 0}
+        usual = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "seed": 0,
+        }
         backend = WeightTransferConfig(backend="shmbridge")
         made.append(LLM(str(folder or tiny_folder()), weight_transfer_config=backend, **{**usual, **options}))
         return made[-1]

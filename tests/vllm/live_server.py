@@ -1,4 +1,6 @@
-"""vLLM's own server with the middleware, and a learner, as processes that tests drive; what an answer of the server says."""
+"""vLLM's own server with the middleware, and a learner, as processes that tests drive; what an answer of the
+server says.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Server:
     """vLLM's OpenAI server in a process group of its own.
 
     Attributes:
-        at_first: what it answered before there was any version: a request, `/policy_version`, and the headers of another path.
+        at_first: what it answered before there was any version: a request, `/policy_version`, and the headers
+            of another path.
     """
 
     at_first: tuple[dict[str, Any], dict[str, Any], dict[str, str]]
@@ -45,7 +48,16 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.log = log
-        words = ["--model", folder, "--served-model-name", "policy", "--host", "127.0.0.1", "--port", self.port]
+        words = [
+            "--model",
+            folder,
+            "--served-model-name",
+            "policy",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            self.port,
+        ]
         words += ["--dtype", "float32", "--max-model-len", 512, "--max-num-seqs", 32, "--enforce-eager"]
         words += ["--weight-transfer-config", json.dumps({"backend": "shmbridge"})]
         words += ["--middleware", "shmbridge.consumers.vllm.middleware.ShmBridge"]
@@ -53,9 +65,12 @@ class Server:
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, words)],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
                 env=os.environ | {"PYTHONPATH": PYTHONPATH, "VLLM_LOGGING_LEVEL": "INFO"},
-            )  # fmt: skip
+            )
 
     @property
     def url(self) -> str:
@@ -66,7 +81,11 @@ class Server:
         request = urllib.request.Request(self.url + path, raw, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-                return answer.status, json.loads(answer.read() or b"null"), {k.lower(): v for k, v in answer.headers.items()}
+                return (
+                    answer.status,
+                    json.loads(answer.read() or b"null"),
+                    {k.lower(): v for k, v in answer.headers.items()},
+                )
         except urllib.error.HTTPError as refused:
             return refused.code, json.loads(refused.read()), {}
 
@@ -78,7 +97,13 @@ class Server:
             return False
 
     def generate(self, prompt: list[int] = PROMPT, tokens: int = 16, **fields: Any) -> dict[str, Any]:
-        greedy = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+        greedy = {
+            "prompt": {"prompt_token_ids": prompt},
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 0,
+        }
         status, body, _ = self.ask("/generate", greedy | fields)
         assert status == 200, body
         return body
@@ -112,9 +137,12 @@ class Learner:
 
     def __init__(self, python: str, bridge: str) -> None:
         self.process = subprocess.Popen(
-            [python, str(HERE / "publishing_learner.py"), bridge], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [python, str(HERE / "publishing_learner.py"), bridge],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             env=os.environ | {"PYTHONPATH": PYTHONPATH},
-        )  # fmt: skip
+        )
 
     def does(self, what: str, version: int, folder: Path) -> str:
         self.process.stdin.write(f"{what} {version} {folder}\n")

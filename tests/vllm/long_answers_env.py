@@ -1,4 +1,6 @@
-"""An environment whose answers are long enough for weights to change under them; nothing in it speaks of versions."""
+"""An environment whose answers are long enough for weights to change under them; nothing in it speaks of
+versions.
+"""
 
 import itertools
 
@@ -10,7 +12,11 @@ class LongAnswersEnv(BaseEnv):
 
     @classmethod
     def config_init(cls):
-        return BaseEnvConfig(), [APIServerConfig(model_name="policy", base_url="http://127.0.0.1:9/v1", api_key="x", server_type="vllm")]
+        return BaseEnvConfig(), [
+            APIServerConfig(
+                model_name="policy", base_url="http://127.0.0.1:9/v1", api_key="x", server_type="vllm"
+            )
+        ]
 
     async def setup(self):
         self.items = itertools.count()
@@ -20,7 +26,9 @@ class LongAnswersEnv(BaseEnv):
 
     async def collect_trajectories(self, item):
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            await managed.completion(prompt=f">{item % 10}", n=self.config.group_size, max_tokens=400, ignore_eos=True)
+            await managed.completion(
+                prompt=f">{item % 10}", n=self.config.group_size, max_tokens=400, ignore_eos=True
+            )
             nodes = managed.get_state()["nodes"]
         return {
             "tokens": [node.tokens for node in nodes],

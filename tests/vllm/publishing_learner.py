@@ -1,4 +1,5 @@
-"""A learner as far as weights go, in the environment of learners: publishes folders of weights on demand, in words over stdin.
+"""A learner as far as weights go, in the environment of learners: publishes folders of weights on demand, in
+words over stdin.
 
     python tests/vllm/publishing_learner.py BRIDGE
 

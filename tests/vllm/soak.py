@@ -1,9 +1,11 @@
-"""Hundreds of versions go into a live vLLM server while clients ask: memory, descriptors and threads stay, answers are right.
+"""Hundreds of versions go into a live vLLM server while clients ask: memory, descriptors and threads stay,
+answers are right.
 
     python tests/vllm/soak.py --updates 1000         # in vLLM's environment: make soak-vllm UPDATES=1000
 
-The server is vLLM's own with the middleware; this process is the learner and the clients. Every token of every answer must be the likeliest
-under the version that it is said to come from, by Hugging Face. Prints one JSON object; exit status 1 if anything was wrong or grew.
+The server is vLLM's own with the middleware; this process is the learner and the clients. Every token of
+every answer must be the likeliest under the version that it is said to come from, by Hugging Face. Prints one
+JSON object; exit status 1 if anything was wrong or grew.
 """
 
 from __future__ import annotations
@@ -32,10 +34,13 @@ from shmbridge.weights import WeightsWriter
 ROOT = Path(__file__).parents[2]
 MODELS = 5  # versions take turns among these
 CLIENTS = 3
-# Bytes of one process, between the second quarter of the run and the last: four times the model. The worker's heap goes on filling up for
-# some 400 updates (21 MB in the 800 after those); what is kept of each version, be it a tenth, is more.
+# Bytes of one process, between the second quarter of the run and the last: four times the model. The worker's
+# heap goes on filling up for some 400 updates (21 MB in the 800 after those); what is kept of each version,
+# be it a tenth, is more.
 MOST_GROWTH = 64 << 20
-FEW = 8  # descriptors and threads of clients that come and go; one kept of each version would be more, in thirty of them
+# descriptors and threads of clients that come and go; one kept of each version would be more, in thirty of
+# them
+FEW = 8
 CLOSE = 1e-3  # nats; two tokens that are likelier than others by less than this are as good
 
 Measures = dict[str, float]
@@ -68,7 +73,9 @@ def measured(pids: dict[str, int], bridge: str) -> Measures:
         found[f"{who} bytes"] = 1024 * int(lines["RssAnon"].split()[0])
         found[f"{who} threads"] = int(lines["Threads"])
         found[f"{who} descriptors"] = descriptors(pid, but_sockets=pid == os.getpid())
-    found["shared bytes"] = sum(each.stat().st_blocks * 512 for each in Path("/dev/shm").iterdir() if bridge in each.name)
+    found["shared bytes"] = sum(
+        each.stat().st_blocks * 512 for each in Path("/dev/shm").iterdir() if bridge in each.name
+    )
     found["shared segments"] = sum(bridge in each.name for each in Path("/dev/shm").iterdir())
     return found
 
@@ -78,8 +85,17 @@ def growth(rows: Sequence[Measures]) -> dict[str, tuple[float, float]]:
     quarter = max(len(rows) // 4, 1)
     grown = {}
     for name in rows[0] if rows else ():
-        before, after = (statistics.median(row[name] for row in part) for part in (rows[quarter : 2 * quarter], rows[-quarter:]))
-        if after - before > (MOST_GROWTH if name.endswith(" bytes") else FEW if name.endswith((" descriptors", " threads")) else 0.5):
+        before, after = (
+            statistics.median(row[name] for row in part)
+            for part in (rows[quarter : 2 * quarter], rows[-quarter:])
+        )
+        if after - before > (
+            MOST_GROWTH
+            if name.endswith(" bytes")
+            else FEW
+            if name.endswith((" descriptors", " threads"))
+            else 0.5
+        ):
             grown[name] = (before, after)
     return grown
 
@@ -95,18 +111,30 @@ def wrong_tokens(models: Sequence[Any], answer: dict[str, Any]) -> str | None:
             return f"spans {answer['weight_versions'][0]} of {len(tokens)} tokens"
         covered = span["end"]
         with torch.no_grad():
-            rows = torch.log_softmax(models[int(span["version"]) % MODELS](torch.tensor([prompt + tokens])).logits[0].float(), -1)
+            rows = torch.log_softmax(
+                models[int(span["version"]) % MODELS](torch.tensor([prompt + tokens])).logits[0].float(), -1
+            )
         for place in range(span["start"], span["end"]):
             row = rows[len(prompt) + place - 1]
             if float(row.max() - row[tokens[place]]) > CLOSE:
-                return f"token {place} of {tokens} is {float(row.max() - row[tokens[place]]):.4f} nats off under {span}"
+                return (
+                    f"token {place} of {tokens} is {float(row.max() - row[tokens[place]]):.4f} nats off "
+                    f"under {span}"
+                )
     return None if covered == len(tokens) else f"spans end at {covered} of {len(tokens)} tokens"
 
 
 def soak(
-    url: str, publish: Callable[[int], object], models: Sequence[Any], versions: Sequence[int], measure: Callable[[], Measures]
+    url: str,
+    publish: Callable[[int], object],
+    models: Sequence[Any],
+    versions: Sequence[int],
+    measure: Callable[[], Measures],
 ) -> dict[str, Any]:
-    """Publish versions, each once the one before is served, while clients ask. Blocks; returns what was seen."""
+    """Publish versions, each once the one before is served, while clients ask.
+
+    Blocks; returns what was seen.
+    """
     stop, trouble, counts = threading.Event(), [], {"answers": 0, "of several versions": 0}
 
     def ask(client: int) -> None:
@@ -114,7 +142,12 @@ def soak(
             if stop.is_set():
                 return
             prompt = [2, 6 + client, 6 + number % 20, 3]
-            body = {"prompt": {"prompt_token_ids": prompt}, "max_tokens": 8 + 24 * (number % 3), "temperature": 0, "ignore_eos": True}
+            body = {
+                "prompt": {"prompt_token_ids": prompt},
+                "max_tokens": 8 + 24 * (number % 3),
+                "temperature": 0,
+                "ignore_eos": True,
+            }
             try:
                 answer = said(url, "/generate", body)
                 wrong = wrong_tokens(models, answer)
@@ -152,7 +185,14 @@ def soak(
             if each.ident:
                 each.join()
     seconds = time.monotonic() - began
-    return {"updates": len(versions), "seconds": round(seconds, 1), **counts, "trouble": trouble, "grown": growth(rows), "rows": rows}
+    return {
+        "updates": len(versions),
+        "seconds": round(seconds, 1),
+        **counts,
+        "trouble": trouble,
+        "grown": growth(rows),
+        "rows": rows,
+    }
 
 
 def said(url: str, path: str, body: Any = None) -> Any:
@@ -167,9 +207,17 @@ def tiny(seed: int) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
-    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     ids = {"vocab_size": 28, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return Qwen2ForCausalLM(Qwen2Config(**shape, **ids, max_position_embeddings=512, initializer_range=0.1)).eval()
+    return Qwen2ForCausalLM(
+        Qwen2Config(**shape, **ids, max_position_embeddings=512, initializer_range=0.1)
+    ).eval()
 
 
 @contextlib.contextmanager
@@ -181,13 +229,21 @@ def server(folder: Path, bridge: str, log: Path, words: Sequence[str]) -> Iterat
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", "512", "--max-num-seqs", "8", "--skip-tokenizer-init", *words]
-    command += ["--num-gpu-blocks-override", "32"]  # a cache whose every page is touched before the second quarter
+    # a cache whose every page is touched before the second quarter
+    command += ["--num-gpu-blocks-override", "32"]
     command += ["--weight-transfer-config", json.dumps({"backend": "shmbridge"})]
     command += ["--middleware", "shmbridge.consumers.vllm.middleware.ShmBridge"]
     command += ["--additional-config", json.dumps({"shmbridge": {"bridge": bridge, "pause": "keep"}})]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | os.environ
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    } | os.environ
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
     try:
         deadline = time.monotonic() + 300.0
         while True:
@@ -207,7 +263,9 @@ def server(folder: Path, bridge: str, log: Path, words: Sequence[str]) -> Iterat
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--updates", type=int, default=1000)
     parser.add_argument("--compile", action="store_true", help="do not give the server --enforce-eager")
     parser.add_argument("--rows", action="store_true", help="print all that was measured, too")
@@ -217,8 +275,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made, "model")
         models[0].save_pretrained(folder)
-        with server(folder, bridge, Path(made, "log"), [] if given.compile else ["--enforce-eager"]) as (url, pid):
-            names = (f"{place} {Path(f'/proc/{each}/comm').read_text().strip()}" for place, each in enumerate(descendants(pid)))
+        with server(folder, bridge, Path(made, "log"), [] if given.compile else ["--enforce-eager"]) as (
+            url,
+            pid,
+        ):
+            names = (
+                f"{place} {Path(f'/proc/{each}/comm').read_text().strip()}"
+                for place, each in enumerate(descendants(pid))
+            )
             pids = {"learner": os.getpid()} | dict(zip(names, descendants(pid), strict=False))
             with WeightsWriter(bridge) as writer:
                 seen = soak(

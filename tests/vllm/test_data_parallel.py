@@ -1,4 +1,6 @@
-"""Two data-parallel engines behind one client: both take each version; where only one could, no token is said to be of any."""
+"""Two data-parallel engines behind one client: both take each version; where only one could, no token is said
+to be of any.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,17 @@ class Fleet:
         async def made() -> AsyncLLM:
             return AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
-                    model=str(folder), dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=8, seed=0,
-                    data_parallel_size=2, worker_extension_cls="failing_worker.Extension",
+                    model=str(folder),
+                    dtype="float32",
+                    enforce_eager=True,
+                    max_model_len=256,
+                    max_num_seqs=8,
+                    seed=0,
+                    data_parallel_size=2,
+                    worker_extension_cls="failing_worker.Extension",
                     weight_transfer_config=WeightTransferConfig(backend="shmbridge"),
                 )
-            )  # fmt: skip
+            )
 
         self.llm = self.begin(made()).result(300)
 
@@ -62,7 +70,9 @@ class Fleet:
             asked = question(json.dumps(QUESTION).encode(), ())
             return await asyncio.gather(*[generate(self.llm, asked) for _ in range(4)])
 
-        return [(answer["token_ids"][0], answer["weight_version"]) for answer in self.begin(ask()).result(120)]
+        return [
+            (answer["token_ids"][0], answer["weight_version"]) for answer in self.begin(ask()).result(120)
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +99,15 @@ def let_go(fleet: Fleet) -> None:
     fleet.begin(fleet.llm.shutdown_weight_transfer_engine()).result(60)
 
 
-def test_a_follower_brings_both_to_a_version_or_says_that_it_does_not_know(fleet, failing, bridge, make_model, greedy, monkeypatch):
+def test_a_follower_brings_both_to_a_version_or_says_that_it_does_not_know(
+    fleet, failing, bridge, make_model, greedy, monkeypatch
+):
     monkeypatch.setattr("shmbridge.consumers.vllm.follow._FIRST_RETRY_S", 0.05)
 
     async def begun() -> Follower:
-        follower = Follower(WeightsReader(bridge), LiveEngine(fleet.llm, FollowSettings(bridge=bridge), engines=2))
+        follower = Follower(
+            WeightsReader(bridge), LiveEngine(fleet.llm, FollowSettings(bridge=bridge), engines=2)
+        )
         await follower.start()
         return follower
 
@@ -114,7 +128,9 @@ def test_a_follower_brings_both_to_a_version_or_says_that_it_does_not_know(fleet
             writer.publish(3, make_model(3).named_parameters())
             until(lambda: follower.stats().refused_version == 3)
             said = fleet.answers()
-            assert sorted(tokens for tokens, _ in said) == sorted([greedy(make_model(2)), greedy(make_model(3))] * 2)
+            assert sorted(tokens for tokens, _ in said) == sorted(
+                [greedy(make_model(2)), greedy(make_model(3))] * 2
+            )
             assert {version for _, version in said} == {None} == {follower.version}
             assert "data-parallel engines" in str(follower.stats().last_error)
             failing.unlink()
@@ -127,7 +143,9 @@ def test_a_follower_brings_both_to_a_version_or_says_that_it_does_not_know(fleet
     let_go(fleet)
 
 
-def test_a_push_brings_both_to_a_version_or_says_that_it_does_not_know(fleet, failing, bridge, make_model, greedy):
+def test_a_push_brings_both_to_a_version_or_says_that_it_does_not_know(
+    fleet, failing, bridge, make_model, greedy
+):
     with WeightSync(bridge, VllmAsync(fleet.llm, fleet.loop)) as sync:
         first = sync.push(make_model(1))
         assert fleet.answers() == [(greedy(make_model(1)), first)] * 4
@@ -164,7 +182,10 @@ class FleetClient:
 def test_the_trainer_interface_says_that_it_does_not_know(fleet, failing, bridge, make_model, greedy):
     from vllm.distributed.weight_transfer.base import ModuleSource
 
-    from shmbridge.consumers.vllm_weights import ShmBridgeTrainerInitInfo, ShmBridgeTrainerWeightTransferEngine
+    from shmbridge.consumers.vllm_weights import (
+        ShmBridgeTrainerInitInfo,
+        ShmBridgeTrainerWeightTransferEngine,
+    )
 
     model = make_model(1)
     trainer = ShmBridgeTrainerWeightTransferEngine.trainer_init(
@@ -183,7 +204,9 @@ def test_the_trainer_interface_says_that_it_does_not_know(fleet, failing, bridge
         with pytest.raises(Exception, match="no room in the second engine") as failed:
             send(2)
         assert {version for _, version in fleet.answers()} == {None}
-        assert failed.value.__notes__ == ["vLLM may have taken it, whole or in part: samples are of version 'unknown' until it takes one"]
+        assert failed.value.__notes__ == [
+            "vLLM may have taken it, whole or in part: samples are of version 'unknown' until it takes one"
+        ]
         failing.unlink()
         send(3)
         assert fleet.answers() == [(greedy(make_model(3)), 3)] * 4

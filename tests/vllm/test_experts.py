@@ -1,4 +1,6 @@
-"""A mixture of experts: several tensors of the learner's lie in one parameter of vLLM's, which its CPU build packs."""
+"""A mixture of experts: several tensors of the learner's lie in one parameter of vLLM's, which its CPU build
+packs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tensors]:
-    """Call it with a seed for the tensors of a Qwen3 with four experts, two of them asked, by the names of its checkpoints."""
+    """Call it with a seed for the tensors of a Qwen3 with four experts, two of them asked, by the names of
+    its checkpoints.
+    """
     from safetensors.torch import load_file
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -63,8 +67,12 @@ def folder(checkpoint: Callable[..., Tensors], tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="module")
-def said_by(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tensors, list[int]], list[float]]:
-    """Call it with tensors and tokens for the log-probability, in nats, that Hugging Face gives each token but the first."""
+def said_by(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Tensors, list[int]], list[float]]:
+    """Call it with tensors and tokens for the log-probability, in nats, that Hugging Face gives each token
+    but the first.
+    """
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
@@ -124,8 +132,12 @@ def test_experts_are_those_of_the_newest_version(llm, bridge, checkpoint, said_b
     llm.shutdown_weight_transfer_engine()
 
 
-@pytest.mark.parametrize("spoilt", [None, (24, 64), (96, 64), (48, 32)], ids=["missing", "shorter", "longer", "narrower"])
-def test_an_expert_that_does_not_fit_is_named_and_the_old_ones_serve(llm, bridge, checkpoint, said_by, spoilt):
+@pytest.mark.parametrize(
+    "spoilt", [None, (24, 64), (96, 64), (48, 32)], ids=["missing", "shorter", "longer", "narrower"]
+)
+def test_an_expert_that_does_not_fit_is_named_and_the_old_ones_serve(
+    llm, bridge, checkpoint, said_by, spoilt
+):
     fits, other = checkpoint(5), checkpoint(6)
     del other[EXPERT]
     if spoilt is not None:
@@ -143,7 +155,9 @@ def test_an_expert_that_does_not_fit_is_named_and_the_old_ones_serve(llm, bridge
     assert not shmbridge.clean(f"{bridge}-2", dry_run=False).kept
 
 
-def test_a_load_that_fails_between_layers_leaves_the_old_experts(llm, bridge, checkpoint, said_by, monkeypatch):
+def test_a_load_that_fails_between_layers_leaves_the_old_experts(
+    llm, bridge, checkpoint, said_by, monkeypatch
+):
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     from shmbridge.consumers.vllm.loading import WeightsNotLoaded

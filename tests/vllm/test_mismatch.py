@@ -1,4 +1,6 @@
-"""Is the sampler the policy? vLLM's own log-probabilities, by way of a bridge, beside the learner's; and faults that have to show."""
+"""Is the sampler the policy? vLLM's own log-probabilities, by way of a bridge, beside the learner's; and
+faults that have to show.
+"""
 
 from __future__ import annotations
 
@@ -19,37 +21,62 @@ PROMPTS = [[2, 7, 9, 12, 3], [5, 5, 6], [8, 20, 4, 4, 13, 9, 11], [25, 3]]
 
 
 class Sampled:
-    """An engine, a bridge and a learner with the same weights: what is sampled goes through the bridge to the learner."""
+    """An engine, a bridge and a learner with the same weights: what is sampled goes through the bridge to the
+    learner.
+    """
 
     def __init__(self, llm: Any, bridge: str, model: Any, producer: Any, consumer: Any, writer: Any) -> None:
         self.llm, self.bridge, self.model, self.writer = llm, bridge, model, writer
         self.learner = Learner(model, Objective(truncated="keep", entropy=0.0), lambda step: 3e-3)
         self.version = 0
         self.publish()
-        self._producer, self._batches = producer, consumer.batches(groups=GROUPS, layout="packed", prefetch=0, timeout_s=30.0)
+        self._producer, self._batches = (
+            producer,
+            consumer.batches(groups=GROUPS, layout="packed", prefetch=0, timeout_s=30.0),
+        )
         self.warnings: list[str] = []
         self._alarm = MismatchAlarm(LIMIT, self.warnings.append)
 
     def publish(self) -> None:
         """Write the learner's weights and have the engine take them."""
         self.version += 1
-        self.writer.publish(self.version, [(name, each.detach()) for name, each in self.model.named_parameters()])
+        self.writer.publish(
+            self.version, [(name, each.detach()) for name, each in self.model.named_parameters()]
+        )
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": {"bridge": self.bridge, "version": self.version}})
         self.llm.finish_weight_update(str(self.version))
         self.llm.reset_prefix_cache()
 
-    def step(self, change: Callable[[list[float]], list[float]] = list, *, temperature: float = TEMPERATURE, seed: int = 1) -> Any:
+    def step(
+        self,
+        change: Callable[[list[float]], list[float]] = list,
+        *,
+        temperature: float = TEMPERATURE,
+        seed: int = 1,
+    ) -> Any:
         """Sample, put, train on it up to the update; return the metrics."""
         from vllm import SamplingParams
 
         wanted = SamplingParams(
-            n=ANSWERS, temperature=TEMPERATURE, top_p=1.0, max_tokens=TOKENS, logprobs=0, seed=seed, ignore_eos=True, detokenize=False
+            n=ANSWERS,
+            temperature=TEMPERATURE,
+            top_p=1.0,
+            max_tokens=TOKENS,
+            logprobs=0,
+            seed=seed,
+            ignore_eos=True,
+            detokenize=False,
         )
-        for at, asked in enumerate(self.llm.generate([{"prompt_token_ids": each} for each in PROMPTS], wanted, use_tqdm=False)):
+        for at, asked in enumerate(
+            self.llm.generate([{"prompt_token_ids": each} for each in PROMPTS], wanted, use_tqdm=False)
+        ):
             prompt = PROMPTS[at]
             answers = [list(each.token_ids) for each in asked.outputs]
-            logprobs = [[each[token].logprob for each, token in zip(one.logprobs, one.token_ids, strict=True)] for one in asked.outputs]
+            logprobs = [
+                [each[token].logprob for each, token in zip(one.logprobs, one.token_ids, strict=True)]
+                for one in asked.outputs
+            ]
             group = {
                 "tokens": [prompt + answer for answer in answers],
                 "loss_mask": [[0] * len(prompt) + [1] * len(answer) for answer in answers],
@@ -81,8 +108,12 @@ def engine(make_llm: Callable[..., Any]) -> Iterator[Callable[[str], Any]]:
 
 
 @pytest.fixture
-def sampled(engine: Any, bridge: str, make_model: Callable[..., Any], request: pytest.FixtureRequest) -> Iterator[Sampled]:
-    """All of it, with the log-probabilities of the distribution that is sampled from unless a test says otherwise."""
+def sampled(
+    engine: Any, bridge: str, make_model: Callable[..., Any], request: pytest.FixtureRequest
+) -> Iterator[Sampled]:
+    """All of it, with the log-probabilities of the distribution that is sampled from unless a test says
+    otherwise.
+    """
     llm = engine(getattr(request, "param", "processed_logprobs"))
     with (
         shmbridge.Producer(bridge, env_name="vllm", lane_bytes="4M") as producer,
@@ -100,7 +131,10 @@ def test_over_fresh_tokens_the_sampler_is_the_policy(sampled, record_property, c
         assert metrics["tokens_fresh"] == metrics["trained_tokens"] == GROUPS * ANSWERS * TOKENS
         assert metrics["logprob_diff_mean_fresh"] < 1e-3
         assert metrics["mismatch_kl_fresh"] < 1e-5
-        said = {name: metrics[name] for name in ("logprob_diff_mean_fresh", "logprob_diff_max_fresh", "mismatch_kl_fresh")}
+        said = {
+            name: metrics[name]
+            for name in ("logprob_diff_mean_fresh", "logprob_diff_max_fresh", "mismatch_kl_fresh")
+        }
         record_property("mismatch", said)
         with capsys.disabled():
             print(f"\nfresh tokens, T = {TEMPERATURE}, float32, {metrics['tokens_fresh']:.0f} tokens: {said}")
@@ -128,7 +162,9 @@ def test_log_probabilities_shifted_by_one_are_warned_of(sampled):
 
 
 def test_old_weights_stamped_as_the_newest_are_warned_of(sampled):
-    """The learner has made a step, the engine was never told, and its answers say that they are of the new version."""
+    """The learner has made a step, the engine was never told, and its answers say that they are of the new
+    version.
+    """
     sampled.step()
     sampled.learner.apply()
     sampled.version += 1

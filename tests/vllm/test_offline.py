@@ -1,4 +1,6 @@
-"""An offline `LLM` takes versions out of a weights segment: greedy tokens are Hugging Face's, and what does not fit changes nothing."""
+"""An offline `LLM` takes versions out of a weights segment: greedy tokens are Hugging Face's, and what does
+not fit changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def llm(tied: bool, make_llm: Callable[..., Any], tiny_folder: Callable[..., Any
 
 @pytest.fixture
 def push(llm: Any, bridge: str) -> Iterator[Callable[[int, Tensors], None]]:
-    """Call it with a version and tensors: they are written, and the engine is told. Afterwards the engine has let the bridge go."""
+    """Call it with a version and tensors: they are written, and the engine is told.
+
+    Afterwards the engine has let the bridge go.
+    """
     with WeightsWriter(bridge) as writer:
 
         def send(version: int, tensors: Any) -> None:
@@ -61,7 +66,9 @@ def test_three_versions_are_what_hugging_face_computes(llm, tied, push, make_mod
     assert len({tuple(each) for each in said}) == 3, "the versions say the same: nothing was tested"
 
 
-def test_what_is_written_later_does_not_reach_the_engine_by_itself(llm, tied, push, make_model, greedy, vllm_greedy):
+def test_what_is_written_later_does_not_reach_the_engine_by_itself(
+    llm, tied, push, make_model, greedy, vllm_greedy
+):
     model = make_model(1, tied=tied)
     push(1, model.named_parameters())
     for version in (2, 3, 4):  # goes over each slot
@@ -69,7 +76,9 @@ def test_what_is_written_later_does_not_reach_the_engine_by_itself(llm, tied, pu
     assert vllm_greedy(llm) == greedy(model)
 
 
-def test_without_a_push_the_old_weights_are_seen_by_version_and_by_tokens(llm, tied, bridge, push, make_model, greedy, vllm_greedy):
+def test_without_a_push_the_old_weights_are_seen_by_version_and_by_tokens(
+    llm, tied, bridge, push, make_model, greedy, vllm_greedy
+):
     push(1, make_model(1, tied=tied).named_parameters())
     newer = make_model(2, tied=tied)
     with shmbridge.weights.WeightsReader(bridge) as reader:
@@ -79,7 +88,9 @@ def test_without_a_push_the_old_weights_are_seen_by_version_and_by_tokens(llm, t
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_of_another_dtype_are_converted(llm, tied, push, make_model, greedy, vllm_greedy, dtype, caplog):
+def test_weights_of_another_dtype_are_converted(
+    llm, tied, push, make_model, greedy, vllm_greedy, dtype, caplog
+):
     model = make_model(4, tied=tied).to(dtype)
     with caplog.at_level(logging.WARNING):
         push(1, model.named_parameters())
@@ -92,7 +103,9 @@ def without(name: str) -> Callable[[Tensors], None]:
 
 
 def instead(**shapes: tuple[int, ...]) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.update({name.replace("__", "."): torch.zeros(shape) for name, shape in shapes.items()})
+    return lambda tensors: tensors.update(
+        {name.replace("__", "."): torch.zeros(shape) for name, shape in shapes.items()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +158,11 @@ def test_of_a_version_that_says_what_changed_only_whole_layers_of_that_are_loade
     push(1, model.named_parameters())
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.add_(0.3)
-    push.writer.publish(2, [("model.layers.1.self_attn.q_proj.weight", model.model.layers[1].self_attn.q_proj.weight)], changed_only=True)
+    push.writer.publish(
+        2,
+        [("model.layers.1.self_attn.q_proj.weight", model.model.layers[1].self_attn.q_proj.weight)],
+        changed_only=True,
+    )
     tell(llm, bridge, 2)
     assert vllm_greedy(llm) == greedy(model)
     everything = [name for name, _ in model.named_parameters()]
@@ -153,7 +170,9 @@ def test_of_a_version_that_says_what_changed_only_whole_layers_of_that_are_loade
 
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(-1.5)
-    push.writer.publish(3, [("model.embed_tokens.weight", model.model.embed_tokens.weight)], changed_only=True)
+    push.writer.publish(
+        3, [("model.embed_tokens.weight", model.model.embed_tokens.weight)], changed_only=True
+    )
     tell(llm, bridge, 3)
     assert vllm_greedy(llm) == greedy(model)
     assert staged[2] == ["model.embed_tokens.weight"]
@@ -165,7 +184,9 @@ def test_of_a_version_that_says_what_changed_only_whole_layers_of_that_are_loade
     assert vllm_greedy(llm) == greedy(model)
 
 
-def test_numbers_of_an_earlier_segment_are_not_taken_for_those_of_the_next(llm, tied, bridge, push, make_model, greedy, vllm_greedy):
+def test_numbers_of_an_earlier_segment_are_not_taken_for_those_of_the_next(
+    llm, tied, bridge, push, make_model, greedy, vllm_greedy
+):
     push(5, make_model(1, tied=tied).named_parameters())
     push.writer.close()
     posix_ipc.unlink_shared_memory(shmbridge.segment.weights_name(bridge))  # by a foreign hand
@@ -181,7 +202,9 @@ def test_numbers_of_an_earlier_segment_are_not_taken_for_those_of_the_next(llm, 
     assert vllm_greedy(llm) == greedy(model), "what differs from version 5 of another segment is all of it"
 
 
-def test_a_version_that_the_segment_does_not_hold_is_refused(llm, tied, bridge, push, make_model, greedy, vllm_greedy):
+def test_a_version_that_the_segment_does_not_hold_is_refused(
+    llm, tied, bridge, push, make_model, greedy, vllm_greedy
+):
     model = make_model(1, tied=tied)
     push(1, model.named_parameters())
     with pytest.raises(shmbridge.NotReady, match=r"version 7 .* holds 1"):
@@ -189,7 +212,9 @@ def test_a_version_that_the_segment_does_not_hold_is_refused(llm, tied, bridge, 
     assert vllm_greedy(llm) == greedy(model)
 
 
-def test_a_load_that_fails_in_the_middle_leaves_the_old_weights(llm, tied, bridge, push, make_model, greedy, vllm_greedy, monkeypatch):
+def test_a_load_that_fails_in_the_middle_leaves_the_old_weights(
+    llm, tied, bridge, push, make_model, greedy, vllm_greedy, monkeypatch
+):
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     from shmbridge.consumers.vllm.loading import WeightsNotLoaded
@@ -215,8 +240,12 @@ def test_a_load_that_fails_in_the_middle_leaves_the_old_weights(llm, tied, bridg
     assert vllm_greedy(llm) == greedy(newer)
 
 
-def test_a_load_that_cannot_be_undone_leaves_samples_of_no_version(llm, tied, bridge, make_model, greedy, vllm_greedy, monkeypatch):
-    """As on an accelerator, which has no memory for a second model; here the old one is put back, and said not to be."""
+def test_a_load_that_cannot_be_undone_leaves_samples_of_no_version(
+    llm, tied, bridge, make_model, greedy, vllm_greedy, monkeypatch
+):
+    """As on an accelerator, which has no memory for a second model; here the old one is put back, and said
+    not to be.
+    """
     from shmbridge.consumers.engines.engine import EngineFailed
     from shmbridge.consumers.vllm.loading import ModelWeights, WeightsNotLoaded
     from shmbridge.consumers.weight_sync import WeightSync
@@ -230,7 +259,9 @@ def test_a_load_that_cannot_be_undone_leaves_samples_of_no_version(llm, tied, br
         with monkeypatch.context() as patch:
             patch.setattr(ModelWeights, "commit", fails)
             patch.setattr(ModelWeights, "put_back", lambda self: put_back(self) and False)
-            with pytest.raises(EngineFailed, match=r"no room.* of two versions: samples are of version 'unknown'"):
+            with pytest.raises(
+                EngineFailed, match=r"no room.* of two versions: samples are of version 'unknown'"
+            ):
                 sync.push(make_model(2, tied=tied))
         assert llm.get_weight_version() == "unknown"
         assert sync.push(make_model(3, tied=tied)) == 3
@@ -238,7 +269,9 @@ def test_a_load_that_cannot_be_undone_leaves_samples_of_no_version(llm, tied, br
     llm.shutdown_weight_transfer_engine()
 
 
-def test_a_learner_that_dies_between_the_calls_leaves_a_whole_model(llm, tied, bridge, push, make_model, greedy, vllm_greedy):
+def test_a_learner_that_dies_between_the_calls_leaves_a_whole_model(
+    llm, tied, bridge, push, make_model, greedy, vllm_greedy
+):
     model, newer = make_model(1, tied=tied), make_model(2, tied=tied)
     push(1, model.named_parameters())
     llm.start_weight_update()

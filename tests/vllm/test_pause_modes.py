@@ -50,7 +50,11 @@ def engine(loop, bridge, tiny_folder) -> Iterator[Any]:
     async def make() -> Any:
         usual = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8}
         return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(model=str(tiny_folder(0)), weight_transfer_config=WeightTransferConfig(backend="shmbridge"), **usual)
+            AsyncEngineArgs(
+                model=str(tiny_folder(0)),
+                weight_transfer_config=WeightTransferConfig(backend="shmbridge"),
+                **usual,
+            )
         )
 
     made = loop.run(make())
@@ -78,13 +82,21 @@ async def has(follower: Follower, version: int) -> None:
 
 
 async def ask(engine: Any, tokens: int = TOKENS) -> dict[str, Any]:
-    greedy = {"prompt": {"prompt_token_ids": [2, 7, 9, 12, 3]}, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    greedy = {
+        "prompt": {"prompt_token_ids": [2, 7, 9, 12, 3]},
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
     return await generate(engine, question(json.dumps(greedy).encode(), ()))
 
 
 @pytest.fixture
 def over_an_update(engine, loop, writer, make_model) -> Callable[..., Any]:
-    """Call it with settings for: the version before, the one after, the answer to a request in flight, to one asked afterwards."""
+    """Call it with settings for: the version before, the one after, the answer to a request in flight, to one
+    asked afterwards.
+    """
 
     async def run(seeds: tuple[int, int], **settings: Any) -> tuple[str, str, Any, Any]:
         before = publish(writer, make_model(seeds[0]))
@@ -109,14 +121,19 @@ def versions(answer: dict[str, Any]) -> list[str]:
 
 
 def farthest(model: Any, answer: dict[str, Any], span: dict[str, Any]) -> float:
-    """The largest distance between what the sampler said of a span's tokens and what a model says of them, in nats."""
+    """The largest distance between what the sampler said of a span's tokens and what a model says of them, in
+    nats.
+    """
     import torch
 
     prompt, tokens = answer["prompt_token_ids"], answer["token_ids"][0]
     with torch.no_grad():
         rows = torch.log_softmax(model(torch.tensor([prompt + tokens])).logits[0].float(), -1)
     said = [next(iter(entry[0].values())) for entry in answer["logprobs"][0]]
-    return max(abs(said[at] - float(rows[len(prompt) + at - 1, tokens[at]])) for at in range(span["start"], span["end"]))
+    return max(
+        abs(said[at] - float(rows[len(prompt) + at - 1, tokens[at]]))
+        for at in range(span["start"], span["end"])
+    )
 
 
 def test_keep_goes_on_and_computes_its_cache_anew(over_an_update, make_model):
@@ -162,7 +179,9 @@ def test_update_that_somebody_began_and_left_is_no_obstacle(engine, loop, writer
 def test_engine_paused_by_somebody_else_takes_versions_and_stays_paused(engine, loop, writer, make_model):
     async def run() -> None:
         publish(writer, make_model(70))
-        follower = Follower(WeightsReader(writer.bridge), LiveEngine(engine, FollowSettings(bridge=writer.bridge)))
+        follower = Follower(
+            WeightsReader(writer.bridge), LiveEngine(engine, FollowSettings(bridge=writer.bridge))
+        )
         await follower.start()
         await engine.pause_generation(mode="keep", clear_cache=False)
         try:

@@ -1,5 +1,6 @@
-"""`WeightSync` and a real `AsyncLLM`: what it samples after a push is what Hugging Face computes with the new weights, also in the middle
-of a request that was in flight."""
+"""`WeightSync` and a real `AsyncLLM`: what it samples after a push is what Hugging Face computes with the new
+weights, also in the middle of a request that was in flight.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from shmbridge.consumers.weight_sync import EngineFailed, WeightSync
 
 PROMPT = [2, 7, 9, 12, 3]
 LONG = 400  # tokens of a request that is in flight when weights change
-pytestmark = pytest.mark.timeout(300)  # an engine starts in half a minute, on a machine with nothing else to do
+# an engine starts in half a minute, on a machine with nothing else to do
+pytestmark = pytest.mark.timeout(300)
 
 
 class Running:
@@ -36,10 +38,15 @@ class Running:
         async def made() -> AsyncLLM:
             return AsyncLLM.from_engine_args(
                 AsyncEngineArgs(
-                    model=str(folder), dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=8, seed=0,
+                    model=str(folder),
+                    dtype="float32",
+                    enforce_eager=True,
+                    max_model_len=512,
+                    max_num_seqs=8,
+                    seed=0,
                     weight_transfer_config=WeightTransferConfig(backend="shmbridge"),
                 )
-            )  # fmt: skip
+            )
 
         self.llm = self.begin(made()).result(300)
 
@@ -53,7 +60,9 @@ class Running:
         """The finished answer; `seen` gets how many tokens there are, as they come."""
         from vllm import SamplingParams
 
-        wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
+        wanted = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0
+        )
         async for output in self.llm.generate({"prompt_token_ids": PROMPT}, wanted, uuid.uuid4().hex):
             if seen is not None:
                 seen.append(len(output.outputs[0].token_ids))
@@ -82,14 +91,18 @@ def sync_of(engine: Running, bridge: str) -> Iterator[Callable[..., WeightSync]]
     engine.begin(engine.llm.shutdown_weight_transfer_engine()).result(60)
 
 
-def test_three_pushes_are_what_hugging_face_computes_and_without_one_it_shows(engine, sync_of, make_model, greedy):
+def test_three_pushes_are_what_hugging_face_computes_and_without_one_it_shows(
+    engine, sync_of, make_model, greedy
+):
     sync, said = sync_of(), []
     for seed in (1, 2, 3):
         model = make_model(seed)
         version = sync.push(model)
         answer = engine.answer()
         assert answer.token_ids == greedy(model)
-        assert [(span.version, span.start, span.end) for span in answer.weight_versions] == [(str(version), 0, 16)]
+        assert [(span.version, span.start, span.end) for span in answer.weight_versions] == [
+            (str(version), 0, 16)
+        ]
         said.append(answer.token_ids)
     assert len({tuple(each) for each in said}) == 3, "the versions say the same: nothing was tested"
     assert engine.answer().token_ids != greedy(make_model(4)), "nobody pushed that"
@@ -129,7 +142,9 @@ def test_a_request_that_is_kept_goes_on_as_the_new_weights_alone_would(engine, s
     said = torch.tensor([next(iter(each.values())).logprob for each in answer.logprobs])
     tokens = list(answer.token_ids)
     torch.testing.assert_close(said[: early.end], logprobs_under(old, tokens)[: early.end], atol=2e-4, rtol=0)
-    torch.testing.assert_close(said[late.start :], logprobs_under(new, tokens)[late.start :], atol=2e-4, rtol=0)
+    torch.testing.assert_close(
+        said[late.start :], logprobs_under(new, tokens)[late.start :], atol=2e-4, rtol=0
+    )
     assert (said[late.start :] - logprobs_under(old, tokens)[late.start :]).abs().max() > 0.1
 
 
@@ -176,7 +191,9 @@ def test_around_a_rollout_from_the_engines_own_loop(engine, sync_of, make_model,
     assert engine.answer().token_ids == greedy(model), "and it is not paused"
 
 
-def test_a_model_that_does_not_fit_is_named_and_the_old_weights_serve(engine, sync_of, make_model, greedy, bridge):
+def test_a_model_that_does_not_fit_is_named_and_the_old_weights_serve(
+    engine, sync_of, make_model, greedy, bridge
+):
     sync = sync_of()
     model = make_model(1)
     tensors = {name: parameter.detach() for name, parameter in make_model(2).named_parameters()}

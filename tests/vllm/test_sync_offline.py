@@ -7,7 +7,8 @@ import torch
 
 from shmbridge.consumers.weight_sync import EngineFailed, WeightSync
 
-pytestmark = pytest.mark.timeout(300)  # an engine starts in half a minute, on a machine with nothing else to do
+# an engine starts in half a minute, on a machine with nothing else to do
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""A stock vLLM server over its own routes: a learner pushes to it by address; one that is killed at any call leaves whole weights."""
+"""A stock vLLM server over its own routes: a learner pushes to it by address; one that is killed at any call
+leaves whole weights.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from shmbridge.weights import WeightsReader
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [2, 7, 9, 12, 3]
-pytestmark = pytest.mark.timeout(300)  # an engine starts in half a minute, on a machine with nothing else to do
+# an engine starts in half a minute, on a machine with nothing else to do
+pytestmark = pytest.mark.timeout(300)
 
 
 class Server:
@@ -33,12 +36,30 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.log = log
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", "127.0.0.1"]
-        command += ["--port", self.url.rpartition(":")[2], "--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(folder),
+            "--host",
+            "127.0.0.1",
+        ]
+        command += [
+            "--port",
+            self.url.rpartition(":")[2],
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+            "--max-model-len",
+            "256",
+        ]
         command += ["--max-num-seqs", "8", "--weight-transfer-config", '{"backend": "shmbridge"}']
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
         with log.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
         deadline = time.monotonic() + 240
         while not self.answers("/health"):
             assert self.process.poll() is None, log.read_text()[-3000:]
@@ -60,7 +81,13 @@ class Server:
         return json.loads(said) if said else None
 
     def answer(self, tokens: int = 16) -> list[int]:
-        greedy = {"prompt": PROMPT, "temperature": 0, "max_tokens": tokens, "ignore_eos": True, "return_token_ids": True}
+        greedy = {
+            "prompt": PROMPT,
+            "temperature": 0,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         found: list[int] = self.ask("/v1/completions", greedy)["choices"][0]["token_ids"]
         return found
 
@@ -122,9 +149,20 @@ with WeightSync(bridge, url) as sync:
 def test_a_killed_pusher_leaves_whole_weights_under_their_version(
     server, bridge, make_model, tiny_folder, greedy, learner_python, dies_before
 ):
-    command = [learner_python, "-c", PUSHER, bridge, server.url, str(tiny_folder(5)), str(tiny_folder(6)), dies_before]
+    command = [
+        learner_python,
+        "-c",
+        PUSHER,
+        bridge,
+        server.url,
+        str(tiny_folder(5)),
+        str(tiny_folder(6)),
+        dies_before,
+    ]
     with WeightsReader(bridge) as held:
-        pusher = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+        pusher = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+        )
         assert pusher.returncode == -signal.SIGKILL, pusher.stderr
         assert held.version is not None
         deadline = time.monotonic() + 20
@@ -132,7 +170,10 @@ def test_a_killed_pusher_leaves_whole_weights_under_their_version(
             assert time.monotonic() < deadline
             time.sleep(0.02)
         served = held.version if dies_before in ("finish", "reset_cache", "resume") else held.version - 1
-        assert (server.version, server.answer()) == (str(served), greedy(make_model(5 + served - held.version + 1)))
+        assert (server.version, server.answer()) == (
+            str(served),
+            greedy(make_model(5 + served - held.version + 1)),
+        )
         with WeightSync(bridge, server.url) as successor:
             assert successor.push(make_model(7)) == held.version
         assert server.answer() == greedy(make_model(7))
@@ -141,14 +182,42 @@ def test_a_killed_pusher_leaves_whole_weights_under_their_version(
 def test_the_learner_pushes_after_each_step(server, bridge, tiny_folder, greedy, learner_python, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    command = [learner_python, "-m", "shmbridge.consumers.grpo", "--bridge", bridge, "--model", str(tiny_folder(8)), "--steps", "3"]
-    command += ["--run-dir", str(tmp_path), "--device", "cpu", "--threads", "1", "--groups", "1", "--group-size", "4", "--lr", "1e-2"]
+    command = [
+        learner_python,
+        "-m",
+        "shmbridge.consumers.grpo",
+        "--bridge",
+        bridge,
+        "--model",
+        str(tiny_folder(8)),
+        "--steps",
+        "3",
+    ]
+    command += [
+        "--run-dir",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "--groups",
+        "1",
+        "--group-size",
+        "4",
+        "--lr",
+        "1e-2",
+    ]
     command += ["--warmup", "0", "--schedule", "constant", "--engine", server.url]
     with shmbridge.Producer(bridge, env_name="test", lane_bytes="4M") as producer:
         for first in range(3):
             rows = [[1, 2 + first, 10 + row, 11] for row in range(4)]
-            producer.put({"tokens": rows, "loss_mask": [[0, 0, 1, 1]] * 4, "score": [1.0, 0.0, 0.0, 1.0]}, policy_version=0)
-        learner = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+            producer.put(
+                {"tokens": rows, "loss_mask": [[0, 0, 1, 1]] * 4, "score": [1.0, 0.0, 0.0, 1.0]},
+                policy_version=0,
+            )
+        learner = subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+        )
     assert learner.returncode == 0, learner.stderr
     assert "old weights" not in learner.stdout
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

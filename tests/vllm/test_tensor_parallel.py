@@ -1,4 +1,6 @@
-"""Two tensor-parallel workers each map the segment and take their part; they load a version together or not at all."""
+"""Two tensor-parallel workers each map the segment and take their part; they load a version together or not
+at all.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def tell(llm: Any, bridge: str, version: int) -> None:
     llm.reset_prefix_cache()
 
 
-def test_each_worker_takes_its_part_and_a_version_that_does_not_fit_changes_neither(llm, bridge, make_model, greedy, vllm_greedy):
+def test_each_worker_takes_its_part_and_a_version_that_does_not_fit_changes_neither(
+    llm, bridge, make_model, greedy, vllm_greedy
+):
     with WeightsWriter(bridge) as writer:
         for version in (1, 2, 3):
             model = make_model(version)
@@ -37,7 +41,8 @@ def test_each_worker_takes_its_part_and_a_version_that_does_not_fit_changes_neit
             tell(llm, bridge, 9)
         assert vllm_greedy(llm) == greedy(model)
     other = f"{bridge}-2"
-    with WeightsWriter(other) as writer:  # four times as wide: each worker would find a part of the right size
+    # four times as wide: each worker would find a part of the right size
+    with WeightsWriter(other) as writer:
         tensors = dict(make_model(4).named_parameters())
         tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(64, 512)
         writer.publish(4, tensors.items())

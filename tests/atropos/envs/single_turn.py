@@ -1,4 +1,5 @@
-"""One question, one answer, token-exact through the ManagedServer: tokens, masks and logprobs are the server's own.
+"""One question, one answer, token-exact through the ManagedServer: tokens, masks and logprobs are the
+server's own.
 
 Its server config stands alone, not in a list, as in many of Atropos' own environments.
 """
@@ -14,9 +15,16 @@ class SingleTurnEnv(BaseEnv):
     @classmethod
     def config_init(cls):
         config = BaseEnvConfig(
-            group_size=4, max_token_length=6, total_steps=100000, steps_per_eval=0, use_wandb=False, ensure_scores_are_not_same=False
+            group_size=4,
+            max_token_length=6,
+            total_steps=100000,
+            steps_per_eval=0,
+            use_wandb=False,
+            ensure_scores_are_not_same=False,
         )
-        return config, APIServerConfig(model_name="policy", base_url="http://127.0.0.1:9/v1", api_key="x", server_type="vllm")
+        return config, APIServerConfig(
+            model_name="policy", base_url="http://127.0.0.1:9/v1", api_key="x", server_type="vllm"
+        )
 
     async def setup(self):
         self.questions = itertools.count()
@@ -27,7 +35,10 @@ class SingleTurnEnv(BaseEnv):
     async def collect_trajectories(self, item):
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             completion = await managed.chat_completion(
-                messages=[{"role": "user", "content": item}], n=self.config.group_size, max_tokens=6, temperature=1.0
+                messages=[{"role": "user", "content": item}],
+                n=self.config.group_size,
+                max_tokens=6,
+                temperature=1.0,
             )
             nodes = managed.get_state()["nodes"]
         group = ScoredDataGroup(

@@ -1,4 +1,6 @@
-"""An episode is a list of groups, one per step, each with the rewards of the messages so far; no language model."""
+"""An episode is a list of groups, one per step, each with the rewards of the messages so far; no language
+model.
+"""
 
 import itertools
 
@@ -41,7 +43,11 @@ class StepwiseEnv(BaseEnv):
     @classmethod
     def config_init(cls):
         config = BaseEnvConfig(group_size=4, total_steps=100000, steps_per_eval=0, use_wandb=False)
-        return config, [APIServerConfig(model_name="none", base_url="http://127.0.0.1:9/v1", api_key="x", health_check=False)]
+        return config, [
+            APIServerConfig(
+                model_name="none", base_url="http://127.0.0.1:9/v1", api_key="x", health_check=False
+            )
+        ]
 
     async def setup(self):
         self.items = itertools.count()

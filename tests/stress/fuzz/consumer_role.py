@@ -1,4 +1,5 @@
-"""A consumer of the fuzz: takes in every way there is, checks every byte, and writes down what it was given before it gives it back.
+"""A consumer of the fuzz: takes in every way there is, checks every byte, and writes down what it was given
+before it gives it back.
 
 Knows the public Consumer; knows nothing of who kills it. Runs in a forked child.
 """
@@ -32,16 +33,20 @@ class ConsumerRole:
         self._consumer = shmbridge.Consumer(bridge, lanes=256)
         log.words[log.READY] = time.monotonic_ns()
 
-    # -- one record after the other -------------------------------------------------------------------------------------------------
+    # -- one record after the other
+    # -------------------------------------------------------------------------------------------------
 
     def take_single(self) -> None:
-        """get and poll in a mix; releases at once, later, in any order, or with a view that outlives the record."""
+        """get and poll in a mix; releases at once, later, in any order, or with a view that outlives the
+        record.
+        """
         words, log = self._log.words, self._log
         records: list[Any] = []
         while not log.full:
             order = words[log.ORDER]
             if order >> 8 > words[log.ACKNOWLEDGED]:
-                records.clear()  # a record that one still refers to keeps its lane's memory, also after release
+                # a record that one still refers to keeps its lane's memory, also after release
+                records.clear()
                 if self._obey(order & 0xFF):
                     return
                 continue
@@ -80,7 +85,11 @@ class ConsumerRole:
         append = self._log.append
         for record in records:
             meta = record.meta
-            append(Kind.GOT_AGAIN if meta.redelivered else Kind.GOT, self._number(meta.producer_id), meta.sequence)
+            append(
+                Kind.GOT_AGAIN if meta.redelivered else Kind.GOT,
+                self._number(meta.producer_id),
+                meta.sequence,
+            )
 
     def _number(self, producer_id: str) -> int:
         number = self._numbers.get(producer_id)
@@ -125,7 +134,8 @@ class ConsumerRole:
             self._log.append(Kind.RELEASING, number, sequence)
             del view
 
-    # -- batches -------------------------------------------------------------------------------------------------------------------
+    # -- batches
+    # --------------------------------------------------------------------------------------------------------
 
     def take_batches(self, groups: int) -> None:
         """Until it is killed."""
@@ -155,7 +165,8 @@ class ConsumerRole:
         if tokens.tobytes() != wanted:
             self._log.append(Kind.TORN, records[0][1], records[0][0].sequence)
 
-    # -- orders --------------------------------------------------------------------------------------------------------------------
+    # -- orders
+    # --------------------------------------------------------------------------------------------------------
 
     def _obey(self, order: int) -> bool:
         """Whether to end."""
@@ -184,14 +195,18 @@ class ConsumerRole:
     def _count(self) -> None:
         maps = Path("/proc/self/maps").read_text().splitlines()
         seen = {
-            **self._consumer.stats(), "fds": len(os.listdir("/proc/self/fd")), "maps": len(maps),
+            **self._consumer.stats(),
+            "fds": len(os.listdir("/proc/self/fd")),
+            "maps": len(maps),
             "segment_maps": sum("/shmbridge." in line for line in maps),
-        }  # fmt: skip
+        }
         for place, name in enumerate(STATS):
             self._log.append(Kind.STAT, place, int(seen[name]))
 
     def _probe(self) -> None:
-        """Holds one record of a producer that is about to die: when is the death seen, and the last lease over?"""
+        """Holds one record of a producer that is about to die: when is the death seen, and the last lease
+        over?
+        """
         words, log = self._log.words, self._log
         records = self._get(5.0)
         live = self._consumer.stats()["lanes_live"]
@@ -209,7 +224,10 @@ class ConsumerRole:
 
 
 def consume(bridge: str, incarnation: int, log: ConsumerLog, pattern: Pattern, groups: int) -> None:
-    """Batches of `groups` until the kill; 0: one record after the other, and orders are obeyed. A full log ends it, as a crash would."""
+    """Batches of `groups` until the kill; 0: one record after the other, and orders are obeyed.
+
+    A full log ends it, as a crash would.
+    """
     role = ConsumerRole(bridge, incarnation, log, pattern)
     if groups:
         role.take_batches(groups)

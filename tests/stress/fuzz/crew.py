@@ -1,4 +1,5 @@
-"""Children of one process that opens no bridge itself: forked with everything imported, signalled, and reaped one by one.
+"""Children of one process that opens no bridge itself: forked with everything imported, signalled, and reaped
+one by one.
 
 Knows processes and signals; knows nothing of what the children do. The parent must have one thread only.
 """
@@ -81,7 +82,10 @@ class Crew:
         gc.freeze()  # children share these pages, and collect only what is theirs
 
     def fork(self, role: Callable[[], None]) -> Child:
-        """Runs `role` in a child, which ends with it: 0, or FAILED and a traceback. It dies with its parent."""
+        """Runs `role` in a child, which ends with it: 0, or FAILED and a traceback.
+
+        It dies with its parent.
+        """
         parent = os.getpid()
         sys.stdout.flush()
         pid = os.fork()

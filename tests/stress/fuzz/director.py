@@ -1,6 +1,8 @@
-"""Runs the play: starts producers and consumers, lets the schedule kill and stop them, and makes everybody halt to be counted.
+"""Runs the play: starts producers and consumers, lets the schedule kill and stop them, and makes everybody
+halt to be counted.
 
-Knows who plays and in which order things are done; what is right is the referee's, what happens to whom is the schedule's. Opens no bridge.
+Knows who plays and in which order things are done; what is right is the referee's, what happens to whom is
+the schedule's. Opens no bridge.
 """
 
 import heapq
@@ -25,7 +27,13 @@ from .referee import Referee
 from .schedule import CONSUMER, Act, Event, Phase, Schedule, phases
 from .tally import Tally
 
-_IMPORTED_BEFORE_FORK = ("shmbridge.producer", "shmbridge.consumer", "shmbridge.control", "shmbridge.batch", "concurrent.futures.thread")
+_IMPORTED_BEFORE_FORK = (
+    "shmbridge.producer",
+    "shmbridge.consumer",
+    "shmbridge.control",
+    "shmbridge.batch",
+    "concurrent.futures.thread",
+)
 _LOOK_EVERY_S = 0.2
 _PATIENCE_S = 30.0
 _PROBES = 3
@@ -43,14 +51,17 @@ class _Place:
     words: memoryview | None = None
     log: ConsumerLog | None = None
     groups: int = 0
-    soon_s: list[float] = field(default_factory=list)  # the next successors are killed so long after their start
+    # the next successors are killed so long after their start
+    soon_s: list[float] = field(default_factory=list)
     due: bool = False  # a successor is on its way
 
 
 class Director:
     """One run on one bridge."""
 
-    def __init__(self, bridge: str, seed: int, seconds: float, producers: int, *, plant: bool = False) -> None:
+    def __init__(
+        self, bridge: str, seed: int, seconds: float, producers: int, *, plant: bool = False
+    ) -> None:
         self._plant = plant  # two records are released without a count: that must be found
         self._bridge, self._seconds, self._producers = bridge, seconds, producers
         self._pattern = Pattern(seed)
@@ -64,14 +75,16 @@ class Director:
         self._consumer = _Place(CONSUMER)
         self._incarnations = itertools.count()
         self._tasks: list[tuple[float, int, Callable[[], None]]] = []  # successors to start
-        self._harm: list[tuple[float, int, Callable[[], None]]] = []  # kills and stops; forgotten when everybody halts
+        # kills and stops; forgotten when everybody halts
+        self._harm: list[tuple[float, int, Callable[[], None]]] = []
         self._task_numbers = itertools.count()
         self._phase = Phase("calm", 0.0)
         self._held_back = False  # everybody stands still
         self._closing = False  # whoever ends has no successor
         self._looked = 0.0
         self._records_counted: list[int] = []  # by the referee, at each count of the present consumer
-        self._rates: dict[str, list[dict[int, float]]] = {}  # kind of phase -> records per second by slot, one entry per phase
+        # kind of phase -> records per second by slot, one entry per phase
+        self._rates: dict[str, list[dict[int, float]]] = {}
         self.tally = Tally(seed, producers, counts=self._referee.counts)
 
     def run(self) -> Tally:
@@ -92,10 +105,13 @@ class Director:
         self.tally.cpu_s = sum(each.ru_utime + each.ru_stime for each in used)
         return self.tally
 
-    # -- time ---------------------------------------------------------------------------------------------------------------------
+    # -- time
+    # --------------------------------------------------------------------------------------------------------
 
     def _after(self, delay_s: float, what: Callable[[], None], *, harm: bool = True) -> None:
-        heapq.heappush(self._harm if harm else self._tasks, (time.monotonic() + delay_s, next(self._task_numbers), what))
+        heapq.heappush(
+            self._harm if harm else self._tasks, (time.monotonic() + delay_s, next(self._task_numbers), what)
+        )
 
     def _pump(self, until_s: float, done: Callable[[], bool] = lambda: False) -> bool:
         """Does what is due until then, or until `done`; whether it is done."""
@@ -125,12 +141,16 @@ class Director:
         """One line for each child; their stacks go to standard error."""
         for place in [*self._slots, self._consumer]:
             words = [] if place.words is None else place.words.tolist()[:4]
-            yield f"  {place.slot}.{place.life}: {place.child}, started, returned, state, order: {words}, due: {place.due}"
+            yield (
+                f"  {place.slot}.{place.life}: {place.child}, started, returned, state, order: {words}, "
+                f"due: {place.due}"
+            )
             if place.child is not None:
                 place.child.say_where()
                 self._crew.wait(0.2)
 
-    # -- starting -----------------------------------------------------------------------------------------------------------------
+    # -- starting
+    # --------------------------------------------------------------------------------------------------------
 
     def _start_all(self) -> None:
         self._start_consumer()
@@ -173,17 +193,24 @@ class Director:
             child = place.child
             self._after(place.soon_s.pop(0), child.kill)
 
-    # -- ending -------------------------------------------------------------------------------------------------------------------
+    # -- ending
+    # --------------------------------------------------------------------------------------------------------
 
     def _ended(self, child: Child) -> None:
         place = next(each for each in [*self._slots, self._consumer] if each.child is child)
         place.child = None
         is_consumer = place is self._consumer
-        who = f"consumer {place.life}" if is_consumer else producer_name(producer_number(place.slot, place.life))
+        who = (
+            f"consumer {place.life}"
+            if is_consumer
+            else producer_name(producer_number(place.slot, place.life))
+        )
         if child.code == -9 and child.killed:
             self.tally.counts["consumer_kills" if is_consumer else "producer_kills"] += 1
         elif child.code != 0:
-            self._referee.fault("failed", f"failed: {who} (pid {child.pid}) ended with {child.code} and nobody had killed it")
+            self._referee.fault(
+                "failed", f"failed: {who} (pid {child.pid}) ended with {child.code} and nobody had killed it"
+            )
         if is_consumer:
             self._referee.consumer_ended()
             assert place.log is not None
@@ -192,9 +219,14 @@ class Director:
         if place.slot < self._producers and not self._closing and not (self._held_back and is_consumer):
             place.due = True
             delay_s = self._schedule.successor(place.slot, place.life + 1, self._phase).after_s
-            self._after(delay_s, self._start_consumer if is_consumer else lambda: self._start_producer(place), harm=False)
+            self._after(
+                delay_s,
+                self._start_consumer if is_consumer else lambda: self._start_producer(place),
+                harm=False,
+            )
 
-    # -- what the schedule wants --------------------------------------------------------------------------------------------------------
+    # -- what the schedule wants
+    # --------------------------------------------------------------------------------------------------------
 
     def _play(self, index: int, phase: Phase, seconds: float) -> None:
         """One phase, and a count after it."""
@@ -237,25 +269,42 @@ class Director:
     def _returned(self) -> dict[tuple[int, int], int]:
         return {
             (place.slot, place.life): place.words[ProducerWords.RETURNED]
-            for place in self._slots if place.child is not None and place.words is not None
-        }  # fmt: skip
+            for place in self._slots
+            if place.child is not None and place.words is not None
+        }
 
-    def _note_rates(self, phase: Phase, before: dict[tuple[int, int], int], after: dict[tuple[int, int], int], seconds: float) -> None:
+    def _note_rates(
+        self,
+        phase: Phase,
+        before: dict[tuple[int, int], int],
+        after: dict[tuple[int, int], int],
+        seconds: float,
+    ) -> None:
         """Of those that live through all calm phases and phases with victims."""
         if phase.kind == "chaos":
             return
         done = self._rates.setdefault(phase.kind, [])
-        done.append({key[0]: (after[key] - before[key]) / seconds for key in before.keys() & after.keys() if key[0] % 2})
+        done.append(
+            {
+                key[0]: (after[key] - before[key]) / seconds
+                for key in before.keys() & after.keys()
+                if key[0] % 2
+            }
+        )
         if phase.kind == "victims":
             calm, victims = (
-                {slot: sum(rates.get(slot, 0.0) for rates in self._rates[kind]) for slot in done[0]} for kind in ("calm", "victims")
+                {slot: sum(rates.get(slot, 0.0) for rates in self._rates[kind]) for slot in done[0]}
+                for kind in ("calm", "victims")
             )
             self.tally.ratios = [victims[slot] / calm[slot] for slot in calm if calm[slot]]
 
-    # -- standing still ---------------------------------------------------------------------------------------------------------------
+    # -- standing still
+    # --------------------------------------------------------------------------------------------------------
 
     def _count_all(self) -> None:
-        """Everybody halts; everything is delivered and released; what the consumer counts is compared with what was seen."""
+        """Everybody halts; everything is delivered and released; what the consumer counts is compared with
+        what was seen.
+        """
         if self._plant:
             self._wait("a lane has releases to lose", lambda: lose_two(self._bridge))
         self._held_back = True
@@ -268,7 +317,9 @@ class Director:
             if place.child is not None and place.words is not None:
                 place.words[ProducerWords.ORDER] = Order.HOLD
         self._have_single_consumer()
-        self._wait("all producers halt", lambda: all(not place.due and self._halted(place) for place in places))
+        self._wait(
+            "all producers halt", lambda: all(not place.due and self._halted(place) for place in places)
+        )
         self._have_single_consumer()
         self._order(Order.HOLD)
         self._referee.look()
@@ -306,7 +357,10 @@ class Director:
         log, child = place.log, place.child
         serial = log.order(order)
         if acknowledged:
-            self._wait(f"the consumer obeys {order.name}", lambda: place.child is not child or log.is_acknowledged(serial))
+            self._wait(
+                f"the consumer obeys {order.name}",
+                lambda: place.child is not child or log.is_acknowledged(serial),
+            )
             if place.child is not child:
                 raise RuntimeError(f"the consumer ended on {order.name}")
 
@@ -319,20 +373,38 @@ class Director:
         if now["records_total"] != now["released_total"] or now["held"] or now["discarded_total"]:
             fault("miscounted", f"miscounted: nothing is held or discarded, the consumer counts {now}")
         for name, apart in unaccounted(self._bridge).items():
-            fault("miscounted", f"miscounted: the slots of {name} show {apart} more releases than were counted")
-        told, seen = now["records_total"] - first["records_total"], self._records_counted[-1] - self._records_counted[0]
+            fault(
+                "miscounted", f"miscounted: the slots of {name} show {apart} more releases than were counted"
+            )
+        told, seen = (
+            now["records_total"] - first["records_total"],
+            self._records_counted[-1] - self._records_counted[0],
+        )
         if told != seen:
-            fault("miscounted", f"miscounted: {told} records since the first count by the consumer's counters, {seen} were handed out")
+            fault(
+                "miscounted",
+                f"miscounted: {told} records since the first count by the consumer's counters, {seen} were "
+                "handed out",
+            )
         if now["lanes_dead"] or now["lanes_live"] != live:
-            fault("leaked", f"leaked: {live} producers live, the consumer has {now['lanes_live']} live and {now['lanes_dead']} dead lanes")
+            fault(
+                "leaked",
+                f"leaked: {live} producers live, the consumer has {now['lanes_live']} live and "
+                f"{now['lanes_dead']} dead lanes",
+            )
         for what, per_lane, more in (("fds", 2, 2), ("segment_maps", 2, 0), ("maps", 2, _MORE_MAPS)):
             grown = now[what] - per_lane * now["lanes_live"] - (first[what] - per_lane * first["lanes_live"])
             if grown > more:
-                message = f"leaked: {what} of the consumer grew by {grown} beyond its lanes over {len(stats)} counts"
+                message = (
+                    f"leaked: {what} of the consumer grew by {grown} beyond its lanes over {len(stats)} "
+                    "counts"
+                )
                 fault("leaked", f"{message}: {first} then {now}")
 
     def _probe(self) -> None:
-        """An idle producer is killed: how soon is it seen, and how soon after the last lease is its memory back?"""
+        """An idle producer is killed: how soon is it seen, and how soon after the last lease is its memory
+        back?
+        """
         place, consumer = self._slots[-1], self._consumer
         self._start_producer(place, probe=True)
         child, log = place.child, consumer.log
@@ -353,14 +425,21 @@ class Director:
         self.tally.detection_ms.append((log.words[log.TIME_SEEN] - killed_ns) / 1e6)
         self.tally.memory_back_ms.append((gone_ns - log.words[log.TIME_RELEASED]) / 1e6)
         if left:
-            self._referee.fault("leaked", f"leaked: the lane of a dead producer is still there {_NEVER_S:.0f} s after its death")
+            self._referee.fault(
+                "leaked",
+                f"leaked: the lane of a dead producer is still there {_NEVER_S:.0f} s after its death",
+            )
         if self.tally.detection_ms[-1] > 1e3 * _NEVER_S:
-            self._referee.fault("failed", f"failed: a producer was killed, and the consumer did not see it in {_NEVER_S:.0f} s")
+            self._referee.fault(
+                "failed",
+                f"failed: a producer was killed, and the consumer did not see it in {_NEVER_S:.0f} s",
+            )
 
     def _lanes(self) -> int:
         return sum(".l." in name for name in segments_of(self._bridge))
 
-    # -- the end ------------------------------------------------------------------------------------------------------------------------
+    # -- the end
+    # --------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
         """Producers close, the last consumer takes the rest and closes; nothing may be left."""
@@ -381,4 +460,8 @@ class Director:
 
 def _own_files() -> list[str]:
     links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    return [f"this process has {os.readlink(link)}" for link in links if link.is_symlink() and "/shmbridge." in os.readlink(link)]
+    return [
+        f"this process has {os.readlink(link)}"
+        for link in links
+        if link.is_symlink() and "/shmbridge." in os.readlink(link)
+    ]

@@ -1,4 +1,6 @@
-"""A consumer and a producer in which a signal's handler raises at random instants. They go on, or end in every way there is.
+"""A consumer and a producer in which a signal's handler raises at random instants.
+
+They go on, or end in every way there is.
 
 Know the public Consumer and Producer; know nothing of who judges. Run in forked children.
 """
@@ -52,7 +54,9 @@ class Storm:
         self.raising = False
 
     def _next(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, self._choices.uniform(*_EVERY_S) * self._choices.choice((1, 1, 5)))
+        signal.setitimer(
+            signal.ITIMER_REAL, self._choices.uniform(*_EVERY_S) * self._choices.choice((1, 1, 5))
+        )
 
     def _handle(self, *_: object) -> None:
         if not self.raising:
@@ -81,15 +85,16 @@ class Storm:
 def run_in_loop(main: Coroutine[Any, Any, None]) -> None:
     """asyncio.run, but that its end waits for no task for ever.
 
-    An interrupt between two lines of the event loop itself loses a wake-up, and the task that it was for never ends: asyncio's own, and its
-    reason to handle SIGINT without raising.
+    An interrupt between two lines of the event loop itself loses a wake-up, and the task that it was for
+    never ends: asyncio's own, and its reason to handle SIGINT without raising.
     """
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(main)
     finally:
         try:
-            with contextlib.suppress(RuntimeError):  # the interrupted loop may still be told to stop, and does so at once
+            # the interrupted loop may still be told to stop, and does so at once
+            with contextlib.suppress(RuntimeError):
                 if left := asyncio.all_tasks(loop):
                     for task in left:
                         task.cancel()
@@ -102,7 +107,9 @@ def run_in_loop(main: Coroutine[Any, Any, None]) -> None:
 class ConsumerRole:
     """One incarnation, which reads in one way."""
 
-    def __init__(self, bridge: str, way: str, life: int, log: ConsumerLog, pattern: Pattern, plant: bool) -> None:
+    def __init__(
+        self, bridge: str, way: str, life: int, log: ConsumerLog, pattern: Pattern, plant: bool
+    ) -> None:
         self._random = random.Random(f"{pattern.seed}/{way}/{life}")
         self._log, self._reader, self._plant = log, Reader(log, pattern), plant
         self._consumer = shmbridge.Consumer(bridge, lanes=64)
@@ -116,7 +123,18 @@ class ConsumerRole:
 
     def run(self) -> None:
         """Until its time is over, then ends in some way."""
-        end = self._random.choice(("close", "close", "storm", "raise", "exit", "kill", "closing handler", "closing handler that raises"))
+        end = self._random.choice(
+            (
+                "close",
+                "close",
+                "storm",
+                "raise",
+                "exit",
+                "kill",
+                "closing handler",
+                "closing handler that raises",
+            )
+        )
         until_s = time.monotonic() + self._random.uniform(*_LIFE_S)
         try:
             try:
@@ -150,9 +168,11 @@ class ConsumerRole:
             raise Interrupt
         else:
             storm.last = {
-                "exit": lambda: sys.exit(0), "kill": self._die, "closing handler": consumer.close,
+                "exit": lambda: sys.exit(0),
+                "kill": self._die,
+                "closing handler": consumer.close,
                 "closing handler that raises": self._close_and_raise,
-            }[how]  # fmt: skip
+            }[how]
             with contextlib.suppress(shmbridge.Closed):
                 while storm.last is not None:  # until the handler has come
                     with contextlib.suppress(shmbridge.ConsumerEmpty):
@@ -174,7 +194,8 @@ class ConsumerRole:
         if left:
             raise AssertionError(f"the books of a consumer do not balance: {left} records, {stats}")
 
-    # -- ways ---------------------------------------------------------------------------------------------------------------------
+    # -- ways
+    # --------------------------------------------------------------------------------------------------------
 
     def _body(self, record: Any) -> None:
         self._reader.note(record)
@@ -234,7 +255,9 @@ class ConsumerRole:
         hold, prefetch = self._options
         layout = self._random.choice(("packed", "padded"))
         left = 12
-        for batch in self._consumer.batches(groups=GROUPS, layout=layout, hold=hold, prefetch=int(prefetch), timeout_s=0.1):
+        for batch in self._consumer.batches(
+            groups=GROUPS, layout=layout, hold=hold, prefetch=int(prefetch), timeout_s=0.1
+        ):
             assert len(batch.groups) == GROUPS
             if hold == "gather":
                 for meta in batch.meta:
@@ -264,9 +287,19 @@ class ConsumerRole:
 
 
 WAYS = (
-    "get", "poll", "for", "get_async", "async_for", "batches step 0", "batches step 1", "batches caller 0", "batches caller 1",
-    "batches gather 0", "batches gather 1", "take_groups",
-)  # fmt: skip
+    "get",
+    "poll",
+    "for",
+    "get_async",
+    "async_for",
+    "batches step 0",
+    "batches step 1",
+    "batches caller 0",
+    "batches caller 1",
+    "batches gather 0",
+    "batches gather 1",
+    "take_groups",
+)
 
 
 def consume(bridge: str, way: str, life: int, log: ConsumerLog, pattern: Pattern, plant: bool) -> None:
@@ -303,12 +336,16 @@ class InterruptedProducer(ProducerRole):
         committed = int(self._producer.stats()["records_total"])
         if not self._words[ProducerWords.RETURNED] <= committed <= self._words[ProducerWords.STARTED]:
             words = self._words.tolist()[:2]
-            raise AssertionError(f"a producer was told of {words[1]} records, began {words[0]}, and counts {committed}")
+            raise AssertionError(
+                f"a producer was told of {words[1]} records, began {words[0]}, and counts {committed}"
+            )
         self._next = committed
         self._words[ProducerWords.RETURNED] = committed
 
 
-def produce_interrupted(bridge: str, number: int, words: memoryview, pattern: Pattern, _most: int | None) -> None:
+def produce_interrupted(
+    bridge: str, number: int, words: memoryview, pattern: Pattern, _most: int | None
+) -> None:
     sys.unraisablehook = lambda *_: None
     InterruptedProducer(bridge, number, words, pattern).put_interrupted()
 

@@ -1,7 +1,9 @@
-"""What the children write down as they go, in memory that outlives them: shared anonymous maps, made before the fork.
+"""What the children write down as they go, in memory that outlives them: shared anonymous maps, made before
+the fork.
 
-A producer has eight words; a consumer has a head of words and a log of 16-byte entries. A process that is killed leaves exactly what it had
-stored. Knows nothing of bridges; whoever dies, and what the entries prove, is the referee's.
+A producer has eight words; a consumer has a head of words and a log of 16-byte entries. A process that is
+killed leaves exactly what it had stored. Knows nothing of bridges; whoever dies, and what the entries prove,
+is the referee's.
 """
 
 import mmap
@@ -36,7 +38,9 @@ class State(IntEnum):
 
 
 class ProducerWords:
-    """started: records handed over to put, stored before the call; returned: known to be committed, stored after it."""
+    """started: records handed over to put, stored before the call; returned: known to be committed, stored
+    after it.
+    """
 
     STARTED, RETURNED, STATE, ORDER = range(4)
 
@@ -65,7 +69,17 @@ class Kind(IntEnum):
     STAT = 9  # number: which; value: its value
 
 
-STATS = ("records_total", "released_total", "held", "discarded_total", "lanes_live", "lanes_dead", "fds", "segment_maps", "maps")
+STATS = (
+    "records_total",
+    "released_total",
+    "held",
+    "discarded_total",
+    "lanes_live",
+    "lanes_dead",
+    "fds",
+    "segment_maps",
+    "maps",
+)
 
 
 class ConsumerLog:

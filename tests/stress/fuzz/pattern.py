@@ -1,7 +1,8 @@
-"""What stands in a record: a function of seed, producer and sequence, cheap on both sides and compared byte for byte.
+"""What stands in a record: a function of seed, producer and sequence, cheap on both sides and compared byte
+for byte.
 
-Knows columns; knows nothing of bridges. A record is three slices of random tables at places that a hash chooses, so that another record's
-bytes, or half of them, are not taken for it.
+Knows columns; knows nothing of bridges. A record is three slices of random tables at places that a hash
+chooses, so that another record's bytes, or half of them, are not taken for it.
 """
 
 from typing import Any, NamedTuple
@@ -52,9 +53,15 @@ class Pattern:
         for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
             keys = (keys ^ (keys >> np.uint64(shift))) * np.uint64(factor)
         keys ^= keys >> np.uint64(31)
-        parts = [((keys >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64) for shift in (0, 16, 32, 48)]
+        parts = [
+            ((keys >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64) for shift in (0, 16, 32, 48)
+        ]
         at, score_at, size, kind = parts
-        tokens = np.where(kind % 100 < 70, 4 + size % 61, np.where(kind % 100 < 95, 64 + size % 256, 320 + size % (LONGEST - 319)))
+        tokens = np.where(
+            kind % 100 < 70,
+            4 + size % 61,
+            np.where(kind % 100 < 95, 64 + size % 256, 320 + size % (LONGEST - 319)),
+        )
         rows, columns = 1 + kind // 100 % 3, np.maximum(1, kind // 300 % 5 - 1)
         return [Shape(*each) for each in np.stack((at, tokens, score_at, rows, columns), axis=1).tolist()]
 
@@ -119,4 +126,7 @@ class Pattern:
             wanted = self._score_bytes[8 * shape.score_at : 8 * (shape.score_at + shape.rows)]
             if record["score"].tobytes() != wanted:
                 return False
-        return shape.columns < 3 or record["advantages"].values.tobytes() == self._advantage_bytes[4 * shape.at : 4 * end]
+        return (
+            shape.columns < 3
+            or record["advantages"].values.tobytes() == self._advantage_bytes[4 * shape.at : 4 * end]
+        )

@@ -1,4 +1,5 @@
-"""A producer of the fuzz: puts records in every way there is, and says before and after each what it is about.
+"""A producer of the fuzz: puts records in every way there is, and says before and after each what it is
+about.
 
 Knows the public Producer; knows nothing of who kills it. Runs in a forked child.
 """
@@ -32,10 +33,12 @@ class ProducerRole:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._producer = shmbridge.Producer(
             bridge, env_name="fuzz", lane_bytes=self._random.choice(_LANES), producer_id=producer_name(number)
-        )  # fmt: skip
+        )
 
     def run(self, most: int | None) -> None:
-        """Puts until it is told to quit, or `most` records; half of those that end by themselves do so without close()."""
+        """Puts until it is told to quit, or `most` records; half of those that end by themselves do so
+        without close().
+        """
         words, ways = self._words, self._ways()
         words[ProducerWords.STATE] = State.RUNNING
         while most is None or self._next < most:
@@ -65,7 +68,9 @@ class ProducerRole:
 
     def _end(self, sequence: int | None, expected: int) -> None:
         if sequence != expected:
-            raise AssertionError(f"{producer_name(self._number)} put record {expected} and was told {sequence}")
+            raise AssertionError(
+                f"{producer_name(self._number)} put record {expected} and was told {sequence}"
+            )
         self._words[ProducerWords.RETURNED] = expected + 1
 
     def _put(self) -> None:

@@ -1,4 +1,7 @@
-"""A hub that serves ranks, and a rank, of the fuzz. They know nothing of who kills them, and run in forked children."""
+"""A hub that serves ranks, and a rank, of the fuzz.
+
+They know nothing of who kills them, and run in forked children.
+"""
 
 import random
 import time
@@ -32,12 +35,16 @@ PAIRS = tuple(Modes(mode, dead_rank) for mode in ("sharded", "broadcast") for de
 def serve(bridge: str, modes: Modes, groups: int, prefetch: int, log: ConsumerLog) -> None:
     """Serves until it is told to quit; then ends when all is done."""
     with shmbridge.Consumer(bridge, lanes=256) as consumer:
-        server = consumer.serve_ranks(WORLD, groups=groups, mode=modes.mode, dead_rank=modes.dead_rank, prefetch=prefetch)
+        server = consumer.serve_ranks(
+            WORLD, groups=groups, mode=modes.mode, dead_rank=modes.dead_rank, prefetch=prefetch
+        )
         while log.words[log.ORDER] & 0xFF != Order.QUIT:
             time.sleep(0.005)
         consumer.drain()
         if not server.wait(60):
-            raise TimeoutError(f"the bridge is drained, and not every share was done within 60 s: {server.stats()}")
+            raise TimeoutError(
+                f"the bridge is drained, and not every share was done within 60 s: {server.stats()}"
+            )
 
 
 def read(bridge: str, rank: int, incarnation: int, log: ConsumerLog, pattern: Pattern) -> None:

@@ -1,4 +1,5 @@
-"""What a reader of these fuzzes does with a record: note it, compare every byte, and say before it gives it back that it does.
+"""What a reader of these fuzzes does with a record: note it, compare every byte, and say before it gives it
+back that it does.
 
 Knows records and the log; knows nothing of how they came.
 """

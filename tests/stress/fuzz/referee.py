@@ -1,7 +1,9 @@
-"""Judges what consumers wrote down against what producers were told. Every rule of guarantees 1 and 2 is one check here.
+"""Judges what consumers wrote down against what producers were told.
 
-Knows entries and numbers only: it never sees a bridge. Entries of one consumer are judged in the order in which it wrote them, chunk by
-chunk; of consumers one after the other. A record is in one of four states:
+Every rule of guarantees 1 and 2 is one check here.
+
+Knows entries and numbers only: it never sees a bridge. Entries of one consumer are judged in the order in
+which it wrote them, chunk by chunk; of consumers one after the other. A record is in one of four states:
 
     NEW        in nobody's log
     HELD       handed out; if its holder died, it must come again, marked
@@ -17,7 +19,18 @@ import numpy as np
 from .ledger import STATS, ConsumerLog, Kind, ProducerWords, describe, kinds_of, numbers_of, producer_name
 
 NEW, HELD, RELEASED, DOUBT = range(4)
-VIOLATIONS = ("lost", "unmarked", "wrongly_marked", "came_again", "out_of_order", "torn", "phantom", "miscounted", "leaked", "failed")
+VIOLATIONS = (
+    "lost",
+    "unmarked",
+    "wrongly_marked",
+    "came_again",
+    "out_of_order",
+    "torn",
+    "phantom",
+    "miscounted",
+    "leaked",
+    "failed",
+)
 _MOST_TOLD = 40
 
 
@@ -31,7 +44,9 @@ class _Records:
 
     def reach(self, end: int) -> None:
         if end > len(self.state):
-            self.state = np.concatenate((self.state, np.zeros(max(end, 2 * len(self.state)) - len(self.state), np.uint8)))
+            self.state = np.concatenate(
+                (self.state, np.zeros(max(end, 2 * len(self.state)) - len(self.state), np.uint8))
+            )
 
 
 @dataclass
@@ -41,7 +56,8 @@ class _Tenure:
     incarnation: int
     log: ConsumerLog
     last: dict[int, int] = field(default_factory=dict)  # producer -> sequence
-    handed_before: dict[int, int] = field(default_factory=dict)  # producer -> below it everything must be marked
+    # producer -> below it everything must be marked
+    handed_before: dict[int, int] = field(default_factory=dict)
     unmarked: set[int] = field(default_factory=set)  # producers that have given an unmarked one
     asked: int = 0
     on_their_way: int = 0  # records that may have been taken and were not written down
@@ -61,7 +77,8 @@ class Referee:
         self.told: list[str] = []
         self.stats: list[dict[str, int]] = []  # of the present consumer, one per count
 
-    # -- who there is ----------------------------------------------------------------------------------------------------------------
+    # -- who there is
+    # --------------------------------------------------------------------------------------------------------
 
     def producer_begins(self, number: int, incarnation: int) -> None:
         self._records[number] = _Records(incarnation)
@@ -86,7 +103,8 @@ class Referee:
                 break
         self._tenure = None
 
-    # -- judging ----------------------------------------------------------------------------------------------------------------------
+    # -- judging
+    # --------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Judges what was written since the last look."""
@@ -135,7 +153,12 @@ class Referee:
             self._fault("came_again", number, sequences[again].tolist(), "its release was over before")
         unmarked = (sequences < before) & ~marked
         if unmarked.any():
-            self._fault("unmarked", number, sequences[unmarked].tolist(), f"no mark, and an earlier consumer had all below {before}")
+            self._fault(
+                "unmarked",
+                number,
+                sequences[unmarked].tolist(),
+                f"no mark, and an earlier consumer had all below {before}",
+            )
         self._check_marks(tenure, number, sequences, marked, before)
         started = self._words.of(records.incarnation)[ProducerWords.STARTED]
         if end > started:
@@ -151,7 +174,12 @@ class Referee:
         previous = np.concatenate(([tenure.last.get(number, -1)], sequences[:-1]))
         wrong = sequences <= previous
         if wrong.any():
-            self._fault("out_of_order", number, sequences[wrong].tolist(), f"they come after {previous[wrong].tolist()[:5]}")
+            self._fault(
+                "out_of_order",
+                number,
+                sequences[wrong].tolist(),
+                f"they come after {previous[wrong].tolist()[:5]}",
+            )
         for place in np.flatnonzero(sequences > previous + 1):
             first, end = int(previous[place]) + 1, int(sequences[place])
             missing = first + np.flatnonzero((state[first:end] != RELEASED) & (state[first:end] != DOUBT))
@@ -159,16 +187,27 @@ class Referee:
                 self._fault("lost", number, missing.tolist(), f"record {end} comes and they have not")
                 state[missing] = RELEASED  # told once
 
-    def _check_marks(self, tenure: _Tenure, number: int, sequences: np.ndarray, marked: np.ndarray, before: int) -> None:
-        """A mark on what no log has: an earlier consumer may have died in between, for so many records and no unmarked one first."""
+    def _check_marks(
+        self, tenure: _Tenure, number: int, sequences: np.ndarray, marked: np.ndarray, before: int
+    ) -> None:
+        """A mark on what no log has: an earlier consumer may have died in between, for so many records and no
+        unmarked one first.
+        """
         unexplained = marked & (sequences >= before)
         count = int(unexplained.sum())
         if count:
             first_unmarked = int(np.argmin(marked)) if not marked.all() else len(marked)
             late = number in tenure.unmarked or first_unmarked < int(np.flatnonzero(unexplained)[-1])
             if late or count > self._doubt:
-                why = "after an unmarked one" if late else f"dead consumers had at most {self._doubt} under way"
-                self._fault("wrongly_marked", number, sequences[unexplained].tolist(), f"nobody can have had it: {why}")
+                why = (
+                    "after an unmarked one" if late else f"dead consumers had at most {self._doubt} under way"
+                )
+                self._fault(
+                    "wrongly_marked",
+                    number,
+                    sequences[unexplained].tolist(),
+                    f"nobody can have had it: {why}",
+                )
             self._doubt -= min(count, self._doubt)
             self.counts["marked_in_hand_over"] += count
         if not marked.all():
@@ -180,7 +219,12 @@ class Referee:
             return
         odd = sequences[records.state[sequences] != HELD]
         if len(odd):
-            self._fault("failed", number, odd.tolist(), "released by a consumer that did not have it: the fuzz itself is wrong")
+            self._fault(
+                "failed",
+                number,
+                odd.tolist(),
+                "released by a consumer that did not have it: the fuzz itself is wrong",
+            )
         records.state[sequences] = RELEASED
 
     def _known(self, number: int) -> _Records:
@@ -196,12 +240,19 @@ class Referee:
             self.stats[-1][STATS[place]] = value
 
     def finish(self) -> None:
-        """Nobody lives any more: every record that was known to be committed has been handed out, and everything was released."""
+        """Nobody lives any more: every record that was known to be committed has been handed out, and
+        everything was released.
+        """
         for number, records in self._records.items():
             words = self._words.of(records.incarnation)
             returned = words[ProducerWords.RETURNED]
             if records.handed < returned:
-                self._fault("lost", number, list(range(records.handed, returned)), f"never came; its producer was told of {returned}")
+                self._fault(
+                    "lost",
+                    number,
+                    list(range(records.handed, returned)),
+                    f"never came; its producer was told of {returned}",
+                )
             state = records.state[: records.handed]
             left = np.flatnonzero((state != RELEASED) & (state != DOUBT))
             if len(left):
@@ -211,7 +262,8 @@ class Referee:
         """Records of the producer that were handed out so far."""
         return self._records[number].handed
 
-    # -- telling ------------------------------------------------------------------------------------------------------------------------
+    # -- telling
+    # --------------------------------------------------------------------------------------------------------
 
     def _fault(self, what: str, number: int, sequences: list[int], why: str) -> None:
         """Counts it and says everything that is needed to find it."""
@@ -221,7 +273,10 @@ class Referee:
         more = f" and {len(sequences) - 8} more" if len(sequences) > 8 else ""
         lines = [
             f"{what}: {producer_name(number)} records {sequences[:8]}{more}: {why}",
-            f"  its producer: {words[0]} started, {words[1]} returned; handed out so far: all below {records.handed if records else 0}",
+            (
+                f"  its producer: {words[0]} started, {words[1]} returned; handed out so far: all below "
+                f"{records.handed if records else 0}"
+            ),
         ]
         if tenure is not None:
             lines.append(f"  consumer {tenure.incarnation} wrote of it: {self._lines_about(tenure, number)}")
@@ -230,7 +285,10 @@ class Referee:
 
     def _lines_about(self, tenure: _Tenure, number: int) -> str:
         last = tenure.log.last(20_000)
-        return "; ".join(describe(last[(numbers_of(last) == number) & (kinds_of(last) != Kind.STAT)][-8:])) or "nothing"
+        return (
+            "; ".join(describe(last[(numbers_of(last) == number) & (kinds_of(last) != Kind.STAT)][-8:]))
+            or "nothing"
+        )
 
     def fault(self, what: str, message: str, count: int = 1) -> None:
         """A violation, also one that was found elsewhere."""

@@ -1,4 +1,5 @@
-"""One bridge and the children on it, for the fuzzes whose readers run side by side: who is started, ended, and judged.
+"""One bridge and the children on it, for the fuzzes whose readers run side by side: who is started, ended,
+and judged.
 
 Knows processes, logs and the referee of words; what the children do is theirs. Opens no bridge.
 """
@@ -28,7 +29,10 @@ _MOST_FAILED = 4
 
 @dataclass
 class Place:
-    """One part that is played by one child after the other. `reader`: as of the referee; None: it reads nothing."""
+    """One part that is played by one child after the other.
+
+    `reader`: as of the referee; None: it reads nothing.
+    """
 
     name: str
     start: Callable[["Place"], Callable[[], None]]
@@ -42,7 +46,8 @@ class Place:
     due_s: float = 0.0
     kills: int = 0
     over: bool = False  # nobody follows
-    before_end: Callable[["Place"], bool] = lambda _: False  # its log is final; whether the child had said that it would end so
+    # its log is final; whether the child had said that it would end so
+    before_end: Callable[["Place"], bool] = lambda _: False
     longest_s: float = float("inf")  # a child that lives longer hangs
     began_s: float = 0.0
     may_fall: int = 0  # as of WordReferee.reader_ended
@@ -51,8 +56,15 @@ class Place:
 class Scene:
     """One run on one bridge of its own."""
 
-    def __init__(self, crew: Crew, bridge: str, words: ProducerWords, incarnations: "itertools.count[int]", pattern: Pattern,
-                 referee: WordReferee) -> None:  # fmt: skip
+    def __init__(
+        self,
+        crew: Crew,
+        bridge: str,
+        words: ProducerWords,
+        incarnations: "itertools.count[int]",
+        pattern: Pattern,
+        referee: WordReferee,
+    ) -> None:
         self.crew, self.bridge, self.pattern, self.referee = crew, bridge, pattern, referee
         self._words, self._incarnations = words, incarnations
         self.places: list[Place] = []
@@ -74,7 +86,12 @@ class Scene:
         return made
 
     def add(
-        self, name: str, role: Callable[[Place, ConsumerLog], Callable[[], None]], reader: int | None = None, *, delays_s=(0.0,)
+        self,
+        name: str,
+        role: Callable[[Place, ConsumerLog], Callable[[], None]],
+        reader: int | None = None,
+        *,
+        delays_s=(0.0,),
     ) -> Place:
         """A place for children that write a log."""
 
@@ -94,7 +111,12 @@ class Scene:
     def after(self, delay_s: float, what: Callable[[], None]) -> None:
         self._tasks.append((time.monotonic() + delay_s, what))
 
-    def pump(self, seconds: float, done: Callable[[], bool] = lambda: False, choose: Callable[[tuple[float, ...]], float] = min) -> bool:
+    def pump(
+        self,
+        seconds: float,
+        done: Callable[[], bool] = lambda: False,
+        choose: Callable[[tuple[float, ...]], float] = min,
+    ) -> bool:
         """Does what is due until then, or until `done`; whether it is done."""
         until_s = time.monotonic() + seconds
         while not done():
@@ -116,7 +138,9 @@ class Scene:
 
     def _end_hanging(self, place: Place) -> None:
         assert place.child is not None
-        self.referee.fault("failed", f"{place.name}, life {place.life}: it hangs; its stack is on standard error")
+        self.referee.fault(
+            "failed", f"{place.name}, life {place.life}: it hangs; its stack is on standard error"
+        )
         place.child.say_where()
         self.crew.wait(0.3)
         place.child.kill()
@@ -129,7 +153,10 @@ class Scene:
                 if place.child is not None:
                     place.child.say_where()
             self.crew.wait(0.5)
-            raise TimeoutError(f"not within {_PATIENCE_S:.0f} s: {what}; alive: {[place.name for place in self.places if place.child]}")
+            raise TimeoutError(
+                f"not within {_PATIENCE_S:.0f} s: {what}; alive: "
+                f"{[place.name for place in self.places if place.child]}"
+            )
 
     def _ended(self, child: Child, choose: Callable[[tuple[float, ...]], float]) -> None:
         place = next(each for each in self.places if each.child is child)
@@ -139,7 +166,9 @@ class Scene:
         if child.code == -9 and (child.killed or as_said):
             place.kills += 1
         elif child.code != 0:
-            self.referee.fault("failed", f"{who} (pid {child.pid}) ended with {child.code} and nobody had killed it")
+            self.referee.fault(
+                "failed", f"{who} (pid {child.pid}) ended with {child.code} and nobody had killed it"
+            )
             if self.referee.counts["failed"] > _MOST_FAILED:
                 raise RuntimeError(f"more than {_MOST_FAILED} children failed")
         if place.log is not None:
@@ -160,7 +189,9 @@ class Scene:
         self.wait("all producers close", lambda: all(place.child is None for place in places))
 
     def check_releases(self) -> None:
-        """Each lane's count of releases is what its slots show; what a killed hub had not counted, its successor counts."""
+        """Each lane's count of releases is what its slots show; what a killed hub had not counted, its
+        successor counts.
+        """
         if self.plant_lost:
             self.wait("a lane has releases to lose", lambda: lose_two(self.bridge))
         found: dict[str, int] = {}
@@ -172,13 +203,17 @@ class Scene:
 
         if not self.pump(_COUNT_PATIENCE_S, agree):
             for name, apart in found.items():
-                self.referee.fault("miscounted", f"{name}: its slots show {apart} more releases than were counted")
+                self.referee.fault(
+                    "miscounted", f"{name}: its slots show {apart} more releases than were counted"
+                )
 
     def end(self, may_miss: int = 0) -> None:
         """A last consumer takes what is left; then everything is judged, and nothing may be left."""
         self.ending = True
         self.wait("everybody ends", lambda: all(place.child is None for place in self.places))
-        last = self.add("the last consumer", lambda _, log: lambda: take_the_rest(self.bridge, log, self.pattern), LAST)
+        last = self.add(
+            "the last consumer", lambda _, log: lambda: take_the_rest(self.bridge, log, self.pattern), LAST
+        )
         self.begin(last)
         self.wait("the last consumer ends", lambda: last.child is None)
         self.referee.finish(may_miss)

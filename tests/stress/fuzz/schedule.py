@@ -1,4 +1,5 @@
-"""Who is killed or stopped, when, and what comes after: all of it from the seed, nothing of it from what happens.
+"""Who is killed or stopped, when, and what comes after: all of it from the seed, nothing of it from what
+happens.
 
 Knows numbers of slots and seconds; knows nothing of processes.
 """
@@ -33,18 +34,24 @@ class Event:
 
 @dataclass(frozen=True)
 class Phase:
-    """`kind`: "calm" every other producer is closed and replaced now and then, "victims" it is killed instead, "chaos" is for everybody."""
+    """`kind`: "calm" every other producer is closed and replaced now and then, "victims" it is killed
+    instead, "chaos" is for everybody.
+    """
 
     kind: str
     seconds: float
 
 
 def phases(seconds: float, producers: int) -> list[Phase]:
-    """Calm and victims in turn, so that a machine that slows down slows both; chaos in pieces, between which everything is counted."""
+    """Calm and victims in turn, so that a machine that slows down slows both; chaos in pieces, between which
+    everything is counted.
+    """
     plan: list[Phase] = []
     if producers > 1:
         pairs = 4 if seconds >= 60 else 1
-        plan += [Phase(kind, 0.3 * seconds / (2 * pairs)) for _ in range(pairs) for kind in ("calm", "victims")]
+        plan += [
+            Phase(kind, 0.3 * seconds / (2 * pairs)) for _ in range(pairs) for kind in ("calm", "victims")
+        ]
     chaos = seconds - sum(phase.seconds for phase in plan)
     pieces = max(2, round(chaos / 15))
     return plan + [Phase("chaos", chaos / pieces)] * pieces
@@ -52,7 +59,9 @@ def phases(seconds: float, producers: int) -> list[Phase]:
 
 @dataclass(frozen=True)
 class Successor:
-    """It comes after `after_s`; a producer ends by itself after `most` records, a consumer takes batches of `groups`, if not 0."""
+    """It comes after `after_s`; a producer ends by itself after `most` records, a consumer takes batches of
+    `groups`, if not 0.
+    """
 
     after_s: float
     most: int | None = None
@@ -60,7 +69,11 @@ class Successor:
 
 
 class Schedule:
-    """Of one run. What is drawn for one phase or one successor depends on the seed and on its number, not on what was drawn before."""
+    """Of one run.
+
+    What is drawn for one phase or one successor depends on the seed and on its number, not on what was drawn
+    before.
+    """
 
     def __init__(self, seed: int, seconds: float, producers: int) -> None:
         self._seed, self._producers = seed, producers
@@ -112,7 +125,9 @@ class Schedule:
 
     def _stop_producer(self, at_s: float) -> Event:
         act = self._random.choice((Act.STOP, Act.STOP, Act.STOP, Act.STOP_AND_KILL))
-        return Event(at_s, act, self._random.randrange(self._producers), min(self._random.expovariate(8.0), 1.5))
+        return Event(
+            at_s, act, self._random.randrange(self._producers), min(self._random.expovariate(8.0), 1.5)
+        )
 
     def _kill_consumer(self, at_s: float) -> Event:
         return Event(at_s, Act.KILL, CONSUMER, soon_s=self._soon(0.35, 0.04))

@@ -23,7 +23,11 @@ _WORDS = {
 
 @dataclass
 class Tally:
-    """Of one run. Times in milliseconds; `ratios`: records per second of a producer that was spared, with others killed over without."""
+    """Of one run.
+
+    Times in milliseconds; `ratios`: records per second of a producer that was spared, with others killed over
+    without.
+    """
 
     seed: int
     producers: int

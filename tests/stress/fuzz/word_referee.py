@@ -1,7 +1,8 @@
 """Judges readers by their words: what is released must have been given back by somebody who had seen it.
 
-Knows entries and numbers only. It takes the final logs of readers in any order, and asks at the end whether each record that its
-producer was told of was given back by some reader. It needs no order between readers, so they may run side by side.
+Knows entries and numbers only. It takes the final logs of readers in any order, and asks at the end whether
+each record that its producer was told of was given back by some reader. It needs no order between readers, so
+they may run side by side.
 """
 
 from collections import Counter
@@ -18,7 +19,9 @@ _MOST_TOLD = 20
 
 @dataclass
 class _Records:
-    """Of one producer, by sequence: a bit per reader that gave it back; how often it was handed out without a mark."""
+    """Of one producer, by sequence: a bit per reader that gave it back; how often it was handed out without a
+    mark.
+    """
 
     incarnation: int
     given_back: np.ndarray = field(default_factory=lambda: np.zeros(256, np.uint8))
@@ -27,7 +30,9 @@ class _Records:
 
     def reach(self, end: int) -> None:
         if end > len(self.given_back):
-            self.given_back = np.pad(self.given_back, (0, max(end, 2 * len(self.given_back)) - len(self.given_back)))
+            self.given_back = np.pad(
+                self.given_back, (0, max(end, 2 * len(self.given_back)) - len(self.given_back))
+            )
 
     def count_unmarked(self, scope: int, sequences: np.ndarray) -> np.ndarray:
         """Those that came without a mark before, or twice now."""
@@ -46,7 +51,9 @@ class WordReferee:
     `apart`: each reader is handed every record once; or else all readers together are.
     """
 
-    def __init__(self, words: ProducerWords, everybody: frozenset[int] = frozenset(), *, apart: bool = False) -> None:
+    def __init__(
+        self, words: ProducerWords, everybody: frozenset[int] = frozenset(), *, apart: bool = False
+    ) -> None:
         self._words, self._everybody, self._apart = words, everybody, apart
         self._records: dict[int, _Records] = {}
         self.counts: Counter[str] = Counter()
@@ -56,7 +63,10 @@ class WordReferee:
         self._records[number] = _Records(incarnation)
 
     def reader_ended(self, reader: int, name: str, entries: np.ndarray, may_fall: int = 0) -> None:
-        """Its log is final; `name` is for messages. `may_fall`: times that a record without a mark may come after a later one."""
+        """Its log is final; `name` is for messages.
+
+        `may_fall`: times that a record without a mark may come after a later one.
+        """
         kinds, numbers, values = kinds_of(entries), numbers_of(entries), entries[:, 1].astype(np.int64)
         got = (kinds == Kind.GOT) | (kinds == Kind.GOT_AGAIN)
         gone = (kinds == Kind.RELEASING) | (kinds == Kind.RELEASING_MANY)
@@ -66,15 +76,32 @@ class WordReferee:
             if records is None:
                 self._fault("phantom", number, values[mine].tolist(), f"{name}: there is no such producer")
                 continue
-            self._got(records, number, reader, name, values[mine & got], kinds[mine & got] == Kind.GOT_AGAIN, may_fall)
+            self._got(
+                records,
+                number,
+                reader,
+                name,
+                values[mine & got],
+                kinds[mine & got] == Kind.GOT_AGAIN,
+                may_fall,
+            )
             given = values[mine & gone]
             records.reach(int(given.max(initial=-1)) + 1)
             records.given_back[given] |= np.uint8(1 << reader)
         for place in np.flatnonzero(kinds == Kind.TORN):
-            self._fault("torn", int(numbers[place]), [int(values[place])], f"{name}: its bytes are not what was put")
+            self._fault(
+                "torn", int(numbers[place]), [int(values[place])], f"{name}: its bytes are not what was put"
+            )
 
     def _got(
-        self, records: _Records, number: int, reader: int, name: str, sequences: np.ndarray, marked: np.ndarray, may_fall: int
+        self,
+        records: _Records,
+        number: int,
+        reader: int,
+        name: str,
+        sequences: np.ndarray,
+        marked: np.ndarray,
+        may_fall: int,
     ) -> None:
         if not len(sequences):
             return
@@ -82,11 +109,18 @@ class WordReferee:
         records.reach(end)
         started = self._words.of(records.incarnation)[ProducerWords.STARTED]
         if end > started:
-            self._fault("phantom", number, [end - 1], f"{name}: its producer has begun only {started} records")
+            self._fault(
+                "phantom", number, [end - 1], f"{name}: its producer has begun only {started} records"
+            )
         fresh = sequences[~marked]
         falls = fresh[1:] <= fresh[:-1]
         if falls.sum() > may_fall:
-            self._fault("out_of_order", number, fresh[1:][falls].tolist(), f"{name}: after {fresh[:-1][falls].tolist()[:5]}, no marks")
+            self._fault(
+                "out_of_order",
+                number,
+                fresh[1:][falls].tolist(),
+                f"{name}: after {fresh[:-1][falls].tolist()[:5]}, no marks",
+            )
         twice = records.count_unmarked(reader if self._apart and reader != LAST else 0, fresh)
         if len(twice):
             self._fault("unmarked", number, twice.tolist(), f"{name}: handed out before, and no mark")
@@ -95,7 +129,9 @@ class WordReferee:
         records.handed = max(records.handed, end)
 
     def finish(self, may_miss: int = 0) -> None:
-        """Nobody lives any more: each record that is known to be committed was given back, but for `may_miss` of them."""
+        """Nobody lives any more: each record that is known to be committed was given back, but for `may_miss`
+        of them.
+        """
         wanted = sum(1 << reader for reader in self._everybody)
         for number, records in self._records.items():
             returned = self._words.of(records.incarnation)[ProducerWords.RETURNED]
@@ -106,11 +142,18 @@ class WordReferee:
             may_miss -= len(missing)
             if len(missing) and may_miss < 0:
                 who = "not every rank" if wanted else "nobody"
-                self._fault("lost", number, missing.tolist(), f"released, and {who} who had seen them said so, of {returned}")
+                self._fault(
+                    "lost",
+                    number,
+                    missing.tolist(),
+                    f"released, and {who} who had seen them said so, of {returned}",
+                )
 
     def _fault(self, what: str, number: int, sequences: list[int], why: str) -> None:
         more = f" and {len(sequences) - 8} more" if len(sequences) > 8 else ""
-        self.fault(what, f"{producer_name(number)} records {sequences[:8]}{more}: {why}", max(len(sequences), 1))
+        self.fault(
+            what, f"{producer_name(number)} records {sequences[:8]}{more}: {why}", max(len(sequences), 1)
+        )
 
     def fault(self, what: str, message: str, count: int = 1) -> None:
         """A violation, also one that was found elsewhere."""

@@ -1,6 +1,8 @@
-"""One vLLM server for all tests of this folder, started as anybody would with the middleware, and learners beside it.
+"""One vLLM server for all tests of this folder, started as anybody would with the middleware, and learners
+beside it.
 
-Tests come in any order: each publishes versions that no other has, above those before. The seed of a version's weights is its number.
+Tests come in any order: each publishes versions that no other has, above those before. The seed of a
+version's weights is its number.
 """
 
 from __future__ import annotations

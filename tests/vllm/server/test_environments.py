@@ -1,4 +1,6 @@
-"""Atropos environments, attached and unedited, ask the server while versions come: what their records say sampled each token did."""
+"""Atropos environments, attached and unedited, ask the server while versions come: what their records say
+sampled each token did.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,31 @@ import shmbridge
 pytestmark = pytest.mark.timeout(420)
 
 
-def test_environment_generates_meanwhile(server, learner, learner_python, new_versions, bridge, tiny_folder, make_model, tmp_path):
+def test_environment_generates_meanwhile(
+    server, learner, learner_python, new_versions, bridge, tiny_folder, make_model, tmp_path
+):
     # A tokenizer that transformers 5 has saved is none for transformers 4, which the environment may have.
-    subprocess.run([learner_python, str(ROOT / "examples/tiny_model.py"), str(tmp_path / "tiny")], check=True, capture_output=True)
+    subprocess.run(
+        [learner_python, str(ROOT / "examples/tiny_model.py"), str(tmp_path / "tiny")],
+        check=True,
+        capture_output=True,
+    )
     process, versions = learner(), new_versions(3)
     process.does("publish", versions[0], tiny_folder(versions[0]))
     server.has(versions[0])
-    command = environment_command(learner_python, bridge, ROOT / "examples/larger_digit_env.py", server, tmp_path)
+    command = environment_command(
+        learner_python, bridge, ROOT / "examples/larger_digit_env.py", server, tmp_path
+    )
     models = {version: make_model(version) for version in versions}
     seen: set[int] = set()
-    with shmbridge.Consumer(bridge, run=shmbridge.Run(batch_size=16, max_token_len=512, num_steps=10**6)) as consumer:
+    with shmbridge.Consumer(
+        bridge, run=shmbridge.Run(batch_size=16, max_token_len=512, num_steps=10**6)
+    ) as consumer:
         log = tmp_path / "env.log"
         with log.open("wb") as output:
-            env = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": PYTHONPATH}, stdout=output, stderr=output)
+            env = subprocess.Popen(
+                command, env=os.environ | {"PYTHONPATH": PYTHONPATH}, stdout=output, stderr=output
+            )
         try:
             for version in versions:
                 if version > versions[0]:
@@ -49,7 +63,9 @@ def test_environment_generates_meanwhile(server, learner, learner_python, new_ve
 
 
 def explained_by(models: dict[int, Any], record: Any, row: int) -> int:
-    """The version under which the sampler's log-probabilities of the last tokens are what they are; -1 if none."""
+    """The version under which the sampler's log-probabilities of the last tokens are what they are; -1 if
+    none.
+    """
     tokens, mask, told = (record[column][row] for column in ("tokens", "loss_mask", "inference_logprobs"))
     first = int(mask.argmax())
     for version, model in models.items():
@@ -67,24 +83,36 @@ def stamped_with_what_sampled_it(models: dict[int, Any], record: Any) -> None:
         assert by <= models.keys(), by
         if len(by) == 1:
             scored = logprobs_of(models[by.pop()], tokens[:first].tolist(), tokens[first:].tolist())
-            assert max(abs(mine - its) for mine, its in zip(scored, told[first:].tolist(), strict=True)) < 1e-3, (versions, scored, told)
+            assert (
+                max(abs(mine - its) for mine, its in zip(scored, told[first:].tolist(), strict=True)) < 1e-3
+            ), (versions, scored, told)
 
 
 def test_tokens_of_answers_that_span_an_update_have_the_version_that_sampled_them(
     server, learner, learner_python, new_versions, bridge, tiny_folder, make_model, tmp_path
 ):
-    """The first span's log-probabilities are those of its version's weights, to the last token; those after it are not."""
-    subprocess.run([learner_python, str(ROOT / "examples/tiny_model.py"), str(tmp_path / "tiny")], check=True, capture_output=True)
+    """The first span's log-probabilities are those of its version's weights, to the last token; those after
+    it are not.
+    """
+    subprocess.run(
+        [learner_python, str(ROOT / "examples/tiny_model.py"), str(tmp_path / "tiny")],
+        check=True,
+        capture_output=True,
+    )
     process, (first_version,) = learner(), new_versions(1)
     version = first_version
     process.does("publish", version, tiny_folder(version))
     server.has(version)
     command = environment_command(learner_python, bridge, HERE / "long_answers_env.py", server, tmp_path)
     spanning: list[tuple[Any, ...]] = []
-    with shmbridge.Consumer(bridge, run=shmbridge.Run(batch_size=16, max_token_len=512, num_steps=10**6)) as consumer:
+    with shmbridge.Consumer(
+        bridge, run=shmbridge.Run(batch_size=16, max_token_len=512, num_steps=10**6)
+    ) as consumer:
         log = tmp_path / "env.log"
         with log.open("wb") as output:
-            env = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": PYTHONPATH}, stdout=output, stderr=output)
+            env = subprocess.Popen(
+                command, env=os.environ | {"PYTHONPATH": PYTHONPATH}, stdout=output, stderr=output
+            )
         try:
             deadline = time.monotonic() + PATIENCE_S
             while not spanning:
@@ -108,7 +136,9 @@ def test_tokens_of_answers_that_span_an_update_have_the_version_that_sampled_the
 
 
 def spanning_rows(record: Any, first_version: int) -> Iterator[tuple[Any, ...]]:
-    """Rows of more than one version: tokens, where the answer and its second span begin, the first span's version, log-probabilities."""
+    """Rows of more than one version: tokens, where the answer and its second span begin, the first span's
+    version, log-probabilities.
+    """
     columns = (record[column] for column in ("tokens", "token_versions", "loss_mask", "inference_logprobs"))
     for tokens, versions, mask, told in zip(*columns, strict=True):
         first = int(mask.argmax())
@@ -122,7 +152,16 @@ def spanning_rows(record: Any, first_version: int) -> Iterator[tuple[Any, ...]]:
 
 
 def environment_command(python: str, bridge: str, script: Path, server: Server, folder: Path) -> list[str]:
-    words = ["--env.group_size=4", "--env.total_steps=1000000", "--env.use_wandb=false", "--env.steps_per_eval=0"]
-    words += [f"--env.tokenizer_name={folder}/tiny", f"--openai.tokenizer_name={folder}/tiny", "--openai.server_type=vllm"]
+    words = [
+        "--env.group_size=4",
+        "--env.total_steps=1000000",
+        "--env.use_wandb=false",
+        "--env.steps_per_eval=0",
+    ]
+    words += [
+        f"--env.tokenizer_name={folder}/tiny",
+        f"--openai.tokenizer_name={folder}/tiny",
+        "--openai.server_type=vllm",
+    ]
     words += [f"--openai.base_url={server.url}/v1", "--openai.model_name=policy", "--openai.api_key=x"]
     return [python, "-m", "shmbridge.producers.atropos", "--bridge", bridge, str(script), "serve", *words]

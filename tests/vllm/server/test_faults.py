@@ -39,7 +39,9 @@ def test_learner_killed_while_it_publishes(server, learner, new_versions, tiny_f
     assert server.generate()["token_ids"][0] == greedy(make_model(after))
 
 
-def test_weights_of_another_model_change_nothing(server, learner, new_versions, tiny_folder, make_model, greedy, tmp_path):
+def test_weights_of_another_model_change_nothing(
+    server, learner, new_versions, tiny_folder, make_model, greedy, tmp_path
+):
     from safetensors.numpy import load_file, save_file
 
     process, (first, misfit, last) = learner(), new_versions(3)

@@ -1,4 +1,6 @@
-"""What following costs the server: nothing while nothing comes, and nothing that stays after many versions."""
+"""What following costs the server: nothing while nothing comes, and nothing that stays after many
+versions.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,12 @@ from soak import MODELS, descendants, measured, soak
 pytestmark = pytest.mark.timeout(420)
 
 
-def test_thirty_versions_under_load_leave_nothing_behind(server, learner, new_versions, bridge, tiny_folder, make_model):
-    """`soak.py` does hundreds, and looks at memory, too: here the engine's cache is still being touched for the first time."""
+def test_thirty_versions_under_load_leave_nothing_behind(
+    server, learner, new_versions, bridge, tiny_folder, make_model
+):
+    """`soak.py` does hundreds, and looks at memory, too: here the engine's cache is still being touched for
+    the first time.
+    """
     process, models = learner(), [make_model(seed) for seed in range(MODELS)]
     pids = {str(pid): pid for pid in descendants(server.process.pid)}
     seen = soak(

@@ -29,13 +29,17 @@ def test_what_the_engine_refuses_is_said(server, body, told):
 
 
 def test_client_that_hangs_up_frees_its_place(server):
-    """Its request takes minutes: a shorter one can be over before a test that gets no CPU beside a busy engine has looked."""
+    """Its request takes minutes: a shorter one can be over before a test that gets no CPU beside a busy
+    engine has looked.
+    """
     tokens, answers = 500, 1024
     body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": tokens, "n": answers, "ignore_eos": True}
     raw = json.dumps(body).encode()
     before = server.metric("vllm:generation_tokens_total{")
     with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw))
+        client.sendall(
+            b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(raw), raw)
+        )
         until(lambda: server.requests() > 0)
     until(lambda: server.requests() == 0)
     assert server.metric("vllm:generation_tokens_total{") - before < tokens * answers / 2

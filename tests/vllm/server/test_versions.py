@@ -1,4 +1,6 @@
-"""Versions of a learner in another process, token by token: whose weights answered, and what the answer says of it."""
+"""Versions of a learner in another process, token by token: whose weights answered, and what the answer says
+of it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def test_before_the_first_version_nothing_is_claimed(server, greedy, make_model)
     assert "x-policy-version" not in headers
 
 
-def test_three_versions_of_a_learner_token_by_token(server, learner, new_versions, tiny_folder, make_model, greedy):
+def test_three_versions_of_a_learner_token_by_token(
+    server, learner, new_versions, tiny_folder, make_model, greedy
+):
     """Leave the push out, and both the version and the tokens are those of the weights before."""
     process, failed = learner(), server.policy()["failed_total"]
     before = server.generate()["token_ids"][0]
@@ -33,13 +37,21 @@ def test_three_versions_of_a_learner_token_by_token(server, learner, new_version
         assert spans(answer) == [(str(version), 0, 16)]
         assert answer["weight_version"] == version
         before = expected
-    status, completion, headers = server.ask("/v1/completions", {"model": "policy", "prompt": PROMPT, "max_tokens": 4})
+    status, completion, headers = server.ask(
+        "/v1/completions", {"model": "policy", "prompt": PROMPT, "max_tokens": 4}
+    )
     assert status == 200
-    assert {completion["weight_version"], completion["oldest_weight_version"], int(headers["x-policy-version"])} == {version}
+    assert {
+        completion["weight_version"],
+        completion["oldest_weight_version"],
+        int(headers["x-policy-version"]),
+    } == {version}
     assert server.policy()["failed_total"] == failed
 
 
-def test_requests_in_flight_span_updates_and_can_be_scored(server, learner, new_versions, tiny_folder, make_model):
+def test_requests_in_flight_span_updates_and_can_be_scored(
+    server, learner, new_versions, tiny_folder, make_model
+):
     process, versions = learner(), new_versions(15)
     folders = {version: tiny_folder(version) for version in versions}
     for first in versions[::3]:  # again, should two updates have taken longer than 480 tokens
@@ -47,7 +59,8 @@ def test_requests_in_flight_span_updates_and_can_be_scored(server, learner, new_
         server.has(first)
         with ThreadPoolExecutor(4) as clients:
             asked = [clients.submit(server.generate, [*PROMPT, 6 + place], 480) for place in range(4)]
-            until(lambda asked=asked: server.requests() > 0 or all(each.done() for each in asked))  # it may be over before anybody looks
+            # it may be over before anybody looks
+            until(lambda asked=asked: server.requests() > 0 or all(each.done() for each in asked))
             for version in (first + 1, first + 2):
                 process.does("publish", version, folders[version])
                 server.has(version)
@@ -60,13 +73,17 @@ def test_requests_in_flight_span_updates_and_can_be_scored(server, learner, new_
             sampled = [next(iter(entry[0].values())) for entry in answer["logprobs"][0]]
             for version, start, end in spans(answer):
                 scored = logprobs_of(models[version], [*PROMPT, 6 + place], tokens)[start:end]
-                assert sampled[start:end] == pytest.approx(scored, abs=1e-4), "each span under its own version, KV cache included"
+                assert sampled[start:end] == pytest.approx(scored, abs=1e-4), (
+                    "each span under its own version, KV cache included"
+                )
         if all([version for version, _, _ in spans(answer)] == list(models) for answer in answers):
             return
     pytest.fail(f"no request spanned two updates: {spans(answers[0])}")
 
 
-def test_prefix_cache_forgets_the_version_before(server, learner, new_versions, tiny_folder, make_model, greedy):
+def test_prefix_cache_forgets_the_version_before(
+    server, learner, new_versions, tiny_folder, make_model, greedy
+):
     prompt = [2, *range(6, 26), *range(6, 26), *range(6, 26), 3]  # several whole blocks
     process = learner()
     for version in new_versions(2):
