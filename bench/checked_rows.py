@@ -9,7 +9,7 @@ import time
 
 import shmbridge
 from shmbridge.bench.groups import SEED, SOURCES, Form, Shape, make
-from shmbridge.row_checks import VARIABLE
+from shmbridge.record.row_checks import VARIABLE
 
 _PUTS = 64
 

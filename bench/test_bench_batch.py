@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.groups import Group
+from shmbridge.record.groups import Group
 
 SEED = 20260101
 ROWS = 8

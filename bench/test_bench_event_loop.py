@@ -20,8 +20,8 @@ from shmbridge.bench.groups import SOURCES
 
 base = pytest.importorskip("atroposlib.envs.base")
 
+from shmbridge.producers.atropos.control_link import EnvLink  # noqa: E402
 from shmbridge.producers.atropos.lane import LinkOptions  # noqa: E402
-from shmbridge.producers.atropos.link import EnvLink  # noqa: E402
 
 CASES = {"8 x 2048": 2048, "8 x 8192": 8192}
 CHAT = [{"role": role, "content": "to be or not to be " * 40} for role in ("system", "user", "assistant")]

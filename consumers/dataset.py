@@ -7,7 +7,7 @@ own.
         data.publish_policy_version(step)
 
 Knows who opens the bridge, when leases end and where it stands; what the tensors are is batch_tensors.py's,
-what a state says is dataset_position.py's. Knows nothing of models.
+what a state says is dataset_parts/position.py's. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import shmbridge
 from shmbridge import Batch, Record
-from shmbridge.consumers.batch_tensors import Tensors, batch_tensors, check_names, row_tensors
-from shmbridge.consumers.dataset_position import Place, Position
+from shmbridge.consumers.dataset_parts.batch_tensors import Tensors, batch_tensors, check_names, row_tensors
+from shmbridge.consumers.dataset_parts.position import Place, Position
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from shmbridge.groups import Group
-    from shmbridge.ranks import RankServer
+    from shmbridge.ranks.server import RankServer
+    from shmbridge.record.groups import Group
 
 Items = Literal["batches", "rows"]
 Layout = Literal["packed", "padded"]

@@ -27,8 +27,8 @@ from torch import Tensor
 
 import shmbridge
 from shmbridge.batch import Layout
-from shmbridge.consumers.pinned import CudaDriver, PinnedLanes
-from shmbridge.groups import Group
+from shmbridge.consumers.dataset_parts.pinned_lanes import CudaDriver, PinnedLanes
+from shmbridge.record.groups import Group
 from shmbridge.schema import Kind
 
 log = logging.getLogger(__name__)

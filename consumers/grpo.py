@@ -4,7 +4,7 @@
 
 It is the hub of its bridge and trains any Hugging Face causal language model; it knows nothing of
 environments. Called from the command line only, or by torchrun once for each device; the mathematics is
-in `learner/grpo_update.py`.
+in `learner/train/grpo_update.py`.
 
 The order inside one step is the contract with everybody else: update, publish the weights, publish their
 version, save if it is time, release the batches. A learner killed before the release leaves them to its
@@ -20,36 +20,36 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import shmbridge
-from shmbridge.consumers.learner.attention import LayoutUnfit
-from shmbridge.consumers.learner.batch_source import HubSource
-from shmbridge.consumers.learner.batch_wait import NoBatch
-from shmbridge.consumers.learner.broken_step import BrokenStep, broken_step
-from shmbridge.consumers.learner.checkpoint import CheckpointMismatch
-from shmbridge.consumers.learner.engine_pushes import engine_pushes
-from shmbridge.consumers.learner.evaluation import BadHook
-from shmbridge.consumers.learner.grpo_options import parser
-from shmbridge.consumers.learner.grpo_update import Learner, NoReference, NothingToLearn, UnknownTokens
-from shmbridge.consumers.learner.idle_options import IdleOption, refuse_idle
-from shmbridge.consumers.learner.left_out import UnreadImages
-from shmbridge.consumers.learner.metrics_log import Metrics, MetricsLog, say
-from shmbridge.consumers.learner.objective import BadObjective, Objective
-from shmbridge.consumers.learner.progress_bar import progress
-from shmbridge.consumers.learner.publishing import PublishWeights, first_version, weights_segment
-from shmbridge.consumers.learner.rank_source import RankSource, opened
-from shmbridge.consumers.learner.saving import CannotSave, Saver
-from shmbridge.consumers.learner.staleness_options import BadLimit, consumer_arguments
-from shmbridge.consumers.learner.startup import (
+from shmbridge.consumers.learner.checkpoint.checkpoint import CheckpointMismatch
+from shmbridge.consumers.learner.checkpoint.saving import CannotSave, Saver
+from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.config.idle_options import IdleOption, refuse_idle
+from shmbridge.consumers.learner.config.staleness_options import BadLimit, consumer_arguments
+from shmbridge.consumers.learner.data.batch_source import HubSource
+from shmbridge.consumers.learner.data.batch_wait import NoBatch
+from shmbridge.consumers.learner.data.left_out import UnreadImages
+from shmbridge.consumers.learner.data.rank_source import RankSource, opened
+from shmbridge.consumers.learner.data.training_rows import NoAdvantages
+from shmbridge.consumers.learner.model.attention import LayoutUnfit
+from shmbridge.consumers.learner.report.log import Metrics, MetricsLog, say
+from shmbridge.consumers.learner.report.progress_bar import progress
+from shmbridge.consumers.learner.report.tensorboard_log import TensorboardLog, TensorboardMissing
+from shmbridge.consumers.learner.report.wandb_log import WandbMissing, WandbRun
+from shmbridge.consumers.learner.stopping import Stopped, StopSignals
+from shmbridge.consumers.learner.train.broken_step import BrokenStep, broken_step
+from shmbridge.consumers.learner.train.engine_pushes import engine_pushes
+from shmbridge.consumers.learner.train.evaluation import BadHook
+from shmbridge.consumers.learner.train.grpo_update import Learner, NoReference, NothingToLearn, UnknownTokens
+from shmbridge.consumers.learner.train.objective import BadObjective, Objective
+from shmbridge.consumers.learner.train.publishing import PublishWeights, first_version, weights_segment
+from shmbridge.consumers.learner.train.setup import (
     Refused,
     agreed_starting_point,
     device_kind,
     load_learner,
     registration,
 )
-from shmbridge.consumers.learner.stopping import Stopped, StopSignals
-from shmbridge.consumers.learner.tensorboard_log import TensorboardLog, TensorboardMissing
-from shmbridge.consumers.learner.training_rows import NoAdvantages
-from shmbridge.consumers.learner.training_step import Around, TrainingStep
-from shmbridge.consumers.learner.wandb_log import WandbMissing, WandbRun
+from shmbridge.consumers.learner.train.training_step import Around, TrainingStep
 from shmbridge.consumers.learner.world import (
     BadWorld,
     PeerFailed,

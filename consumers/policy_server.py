@@ -30,11 +30,11 @@ from aiohttp import web
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shmbridge
-from shmbridge.consumers.policy.follow_weights import WeightsFollower
-from shmbridge.consumers.policy.generation import PolicyModel
-from shmbridge.consumers.policy.policy_api import BadRequest, Json, PolicyApi
-from shmbridge.consumers.policy.policy_engine import EngineClosed, PolicyEngine, Question, Reply
-from shmbridge.consumers.policy.policy_options import parser
+from shmbridge.consumers.policy_server_parts.api import BadRequest, Json, PolicyApi
+from shmbridge.consumers.policy_server_parts.engine import EngineClosed, PolicyEngine, Question, Reply
+from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
+from shmbridge.consumers.policy_server_parts.generation import PolicyModel
+from shmbridge.consumers.policy_server_parts.options import parser
 from shmbridge.weights import WeightsReader
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

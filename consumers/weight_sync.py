@@ -6,7 +6,7 @@
 
 The weights go through the weights segment of a bridge, never through these calls. Knows a model's parameters,
 the segment and the interface of `engines/`; knows no engine. For trainers of one process; the GRPO learner
-has its own way (`learner/publishing.py`).
+has its own way (`learner/train/publishing.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from shmbridge.consumers.engines.engine import PAUSES, EngineFailed, Pause, Update
 from shmbridge.consumers.engines.fleet import Fleet, engine_of, raise_for
-from shmbridge.in_thread import to_its_end
+from shmbridge.segments.in_thread import to_its_end
 from shmbridge.weights import WeightsWriter
 
 __all__ = ["EngineFailed", "WeightSync"]
@@ -170,7 +170,7 @@ class WeightSync:
 def _tensors_of(model: Any) -> Iterable[tuple[str, Any]]:
     if not hasattr(model, "named_parameters"):
         return list(model.items()) if hasattr(model, "items") else model
-    from shmbridge.consumers.learner.lora import published_parameters
-    from shmbridge.consumers.wrapped_model import public_name, unwrapped
+    from shmbridge.consumers.learner.model.lora import published_parameters
+    from shmbridge.consumers.learner.model.wrapped_model import public_name, unwrapped
 
     return ((public_name(name), tensor) for name, tensor in published_parameters(unwrapped(model)))

@@ -16,6 +16,7 @@ if not sys.platform.startswith("linux"):
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from shmbridge.admission.tickets import Ticket as Ticket
     from shmbridge.batch import Batch as Batch
     from shmbridge.config import Run as Run
     from shmbridge.consumer import Consumer as Consumer
@@ -55,29 +56,28 @@ if TYPE_CHECKING:
     from shmbridge.errors import UsedByTwoThreads as UsedByTwoThreads
     from shmbridge.errors import WeightsBusy as WeightsBusy
     from shmbridge.errors import WeightsMismatch as WeightsMismatch
-    from shmbridge.inventory import BridgeInfo as BridgeInfo
-    from shmbridge.inventory import CleanReport as CleanReport
-    from shmbridge.inventory import clean as clean
-    from shmbridge.inventory import list_bridges as list_bridges
     from shmbridge.producer import Producer as Producer
     from shmbridge.rank import Rank as Rank
-    from shmbridge.record import Record as Record
-    from shmbridge.tickets import Ticket as Ticket
+    from shmbridge.record.record import Record as Record
+    from shmbridge.segments.inventory import BridgeInfo as BridgeInfo
+    from shmbridge.segments.inventory import CleanReport as CleanReport
+    from shmbridge.segments.inventory import clean as clean
+    from shmbridge.segments.inventory import list_bridges as list_bridges
 
     TRAJECTORY_SCHEMA: Any
 
 _HOMES = {
     "Batch": "batch",
-    "BridgeInfo": "inventory",
-    "CleanReport": "inventory",
+    "BridgeInfo": "segments.inventory",
+    "CleanReport": "segments.inventory",
     "Consumer": "consumer",
     "Producer": "producer",
     "Rank": "rank",
-    "Record": "record",
+    "Record": "record.record",
     "Run": "config",
-    "Ticket": "tickets",
-    "clean": "inventory",
-    "list_bridges": "inventory",
+    "Ticket": "admission.tickets",
+    "clean": "segments.inventory",
+    "list_bridges": "segments.inventory",
     **dict.fromkeys(
         [
             "BadArgument",

@@ -12,12 +12,12 @@ import numpy as np
 from shmbridge._ext.blocks import Pool
 from shmbridge._ext.gather import MOST_TOKENS, Gather, TooManyTokens, positions
 from shmbridge.errors import BatchTooBig, LeaseReleased
-from shmbridge.groups import Group
-from shmbridge.record import Ragged, RaggedLists, Record, RecordMeta
+from shmbridge.record.groups import Group
+from shmbridge.record.record import Ragged, RaggedLists, Record, RecordMeta
 from shmbridge.schema import Column, Kind
 
 if TYPE_CHECKING:
-    from shmbridge.messages import Manifest
+    from shmbridge.control.messages import Manifest
 
 Layout = Literal["padded", "packed"]
 MakeBatch = Callable[[list[Group], Layout], "Batch"]

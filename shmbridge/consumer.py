@@ -1,8 +1,8 @@
 """Consumer: the hub of a bridge. Takes records in place and hands them out, one by one or as batches.
 
 Knows the hub lock and who may call what; which lanes there are is lanes.py's, how groups become batches is
-batching.py's, what the bridge is told is hub.py's, what environments and learner ranks ask on the side is
-control.py's.
+batching/former.py's, what the bridge is told is hub/state.py's, what environments and learner ranks ask on
+the side is control/server.py's.
 """
 
 import asyncio
@@ -12,34 +12,35 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Literal, Self
 
-from shmbridge import batch, limits, liveness, one_thread, participation
+from shmbridge import batch
 from shmbridge._ext import header
 from shmbridge._ext.wait import HubWait
-from shmbridge.batching import BatchAssembly, Hold, Screen
-from shmbridge.capacity import limit_of
-from shmbridge.closing import is_mine, is_own_thread, then_close
+from shmbridge.admission.limit import limit_of
+from shmbridge.batching.former import BatchAssembly, Hold, Screen
+from shmbridge.batching.scheduler import Policy
 from shmbridge.config import Run, check_bridge_name, check_lanes, check_run, check_timeout
 from shmbridge.errors import Closed, ConsumerEmpty, ConsumerTaken, ServesRanks
-from shmbridge.exits import at_exit
-from shmbridge.groups import Group
-from shmbridge.hub import Hub
-from shmbridge.lanes import LaneSet
-from shmbridge.liveness import Byte
-from shmbridge.loop_bell import LoopBell
-from shmbridge.placement import MemoryUse
-from shmbridge.reasons import Discard
-from shmbridge.record import Record
-from shmbridge.scheduler import Policy
+from shmbridge.hub.asyncio_wait import LoopBell
+from shmbridge.hub.lanes import LaneSet
+from shmbridge.hub.state import Hub
+from shmbridge.record.groups import Group
+from shmbridge.record.record import Record
+from shmbridge.record.unreleased import Call
 from shmbridge.schema import columns_of
-from shmbridge.unreleased import Call
+from shmbridge.segments import locks, membership, one_thread, os_limits
+from shmbridge.segments.at_exit import at_exit
+from shmbridge.segments.closing import is_mine, is_own_thread, then_close
+from shmbridge.segments.locks import Byte
+from shmbridge.segments.placement import MemoryUse
+from shmbridge.segments.reasons import Discard
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from shmbridge.batch import Batch, Layout, MakeBatch
-    from shmbridge.control import ControlServer
-    from shmbridge.ranks import DeadRank, RankServer
-    from shmbridge.shares import Mode
+    from shmbridge.control.server import ControlServer
+    from shmbridge.ranks.server import DeadRank, RankServer
+    from shmbridge.ranks.shares import Mode
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class Consumer(Hub):
         try:
             self._start(check_lanes(lanes), resume, group_timeout_s, policy, allocation_wait_s)
         except BaseException:
-            participation.leave(self._control.mapping.fd, bridge)
+            membership.leave(self._control.mapping.fd, bridge)
             raise
         self._no_exit_call = at_exit(self._leave_unclosed)
         one_thread.watch(
@@ -120,15 +121,15 @@ class Consumer(Hub):
     @staticmethod
     def _enter(bridge: str) -> header.Control:
         """Takes the hub lock, or raises ConsumerTaken."""
-        control = participation.open_control(bridge)
-        namespace = liveness.pid_namespace()
-        if not liveness.lock_after(
+        control = membership.open_control(bridge)
+        namespace = locks.pid_namespace()
+        if not locks.lock_after(
             lambda: control.hub_pid if control.hub_pid_namespace == namespace else 0,
             control.mapping.fd,
             Byte.HUB,
         ):
             pid = control.hub_pid
-            participation.leave(control.mapping.fd, bridge)
+            membership.leave(control.mapping.fd, bridge)
             me = " (this very process)" if pid == os.getpid() else ""
             raise ConsumerTaken(
                 f"bridge {bridge!r} has a living consumer: pid {pid}{me}",
@@ -145,13 +146,13 @@ class Consumer(Hub):
         was.
         """
         self._lanes = LaneSet(
-            self.bridge, self._control, self.columns, limits.lanes_at_most() if lanes is None else lanes
+            self.bridge, self._control, self.columns, os_limits.lanes_at_most() if lanes is None else lanes
         )
         self._turns = self._lanes.turns
         try:
             self._lanes.adopt(strict=True)
             self.hub_epoch = self._control.begin_epoch(
-                os.getpid(), liveness.pid_namespace(), self.columns.encode()
+                os.getpid(), locks.pid_namespace(), self.columns.encode()
             )
             # after the epoch was stored: a rank that joins the old one sees that
             self._lanes.look_for_ranks()
@@ -164,7 +165,7 @@ class Consumer(Hub):
             if resume == "discard":
                 for record in self._lanes.take_backlog():
                     self.discard(record, Discard.RESUME)
-            participation.sweep(self.bridge)
+            membership.sweep(self.bridge)
             self._server = self._open_control_plane()
         except BaseException:
             self._lanes.abandon()
@@ -172,7 +173,7 @@ class Consumer(Hub):
             raise
 
     def _open_control_plane(self) -> "ControlServer":
-        from shmbridge.control import ControlServer
+        from shmbridge.control.server import ControlServer
 
         return ControlServer(self.bridge, self, self._batching.queue_view)
 
@@ -455,7 +456,7 @@ class Consumer(Hub):
             dead_rank: what a dead rank leaves goes to the next process that takes its number ("wait"), or to
                 the others ("spread").
         """
-        from shmbridge.ranks import RankServer
+        from shmbridge.ranks.server import RankServer
 
         self._check_open()
         if self._ranks is not None:
@@ -488,7 +489,7 @@ class Consumer(Hub):
         self._stop_forming()
         self._lanes.abandon()
         self._lanes.unlock()
-        participation.leave(self._control.mapping.fd, self.bridge)
+        membership.leave(self._control.mapping.fd, self.bridge)
 
     def _stop_forming(self) -> None:
         self._batching.stop()
@@ -541,7 +542,7 @@ class Consumer(Hub):
         if self._loop_bell is not None:
             self._loop_bell.close()
         if self._lanes.close() == 0:
-            participation.leave(self._control.mapping.fd, self.bridge)
+            membership.leave(self._control.mapping.fd, self.bridge)
         self._control_words, self._close_owed = None, False
 
     def __enter__(self) -> Self:

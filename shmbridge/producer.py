@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from shmbridge import liveness, one_thread, participation, placement, refusals, segment, sizing
+from shmbridge import sizing
 from shmbridge._ext import header, quick, ring
 from shmbridge._ext.pack import BadValue, LossyMasks
 from shmbridge._ext.plan import Plan, Stamp
 from shmbridge._ext.ring import ClaimLost
+from shmbridge.admission.tickets import Tickets
 from shmbridge.config import (
     check_bridge_name,
     check_lane_bytes,
@@ -37,15 +38,16 @@ from shmbridge.errors import (
     SchemaMismatch,
     ShmBridgeError,
 )
-from shmbridge.exits import at_exit
-from shmbridge.in_thread import Apart
-from shmbridge.liveness import Byte
-from shmbridge.outgoing import Loader, Split, Version, checked_stamp
-from shmbridge.own_names import LOOK_S, OwnNames
-from shmbridge.reasons import Drop, labelled
+from shmbridge.put import refusals
+from shmbridge.put.claim import Slot
+from shmbridge.put.own_names import LOOK_S, OwnNames
+from shmbridge.put.planner import Loader, Split, Version, checked_stamp
 from shmbridge.schema import Columns, columns_of
-from shmbridge.slot import Slot
-from shmbridge.tickets import Tickets
+from shmbridge.segments import locks, membership, one_thread, placement, segment
+from shmbridge.segments.at_exit import at_exit
+from shmbridge.segments.in_thread import Apart
+from shmbridge.segments.locks import Byte
+from shmbridge.segments.reasons import Drop, labelled
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -97,13 +99,13 @@ class Producer(Tickets):
         self.lane_bytes = check_lane_bytes(lane_bytes, sizing.SMALLEST_LANE)
         self.columns = columns_of(schema)
         self._loader = Loader(self.columns, self.lane_bytes, env_name)
-        self._control = participation.open_control(bridge)
+        self._control = membership.open_control(bridge)
         try:
-            participation.sweep(bridge)
+            membership.sweep(bridge)
             self._check_columns()
             self._open_lane()
         except BaseException:
-            participation.leave(self._control.mapping.fd, bridge)
+            membership.leave(self._control.mapping.fd, bridge)
             raise
         super().__init__()
         self._groups_put = 0
@@ -131,7 +133,7 @@ class Producer(Tickets):
             self.columns.encode(),
             len(self.columns),
             os.getpid(),
-            liveness.pid_namespace(),
+            locks.pid_namespace(),
             self._producer_id.encode(),
             env_name,
         )
@@ -146,7 +148,7 @@ class Producer(Tickets):
         hub_columns = Columns.decode(self._control.columns)
         self.columns.check_agrees(hub_columns, "in this producer", "in the consumer")
         for name in segment.lane_names(self.bridge):
-            if (info := participation.lane_header(name)) is not None:
+            if (info := membership.lane_header(name)) is not None:
                 try:
                     peer = Columns.decode(info["columns"])
                 except SchemaMismatch:  # a lane this build cannot read is the consumer's to refuse
@@ -584,9 +586,9 @@ class Producer(Tickets):
         self._writer.ring()  # whoever closes may be an event loop
         self._sleeper.stop()
         self._no_exit_call()
-        liveness.unlock(self._lane.fd, Byte.PRODUCER)
+        locks.unlock(self._lane.fd, Byte.PRODUCER)
         self._control.announce_lane()
-        participation.leave(self._control.mapping.fd, self.bridge)
+        membership.leave(self._control.mapping.fd, self.bridge)
 
     def __enter__(self) -> Self:
         return self

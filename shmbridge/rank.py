@@ -1,7 +1,8 @@
 """A learner rank: reads its share of every batch in place, in the lanes themselves.
 
-Knows manifests, and which hub's memory it may still hold; who gets what is the hub's business (ranks.py).
-Writes to no lane. Why nothing changes under its eyes, also when the hub dies, is in docs/adr/0002-ranks.md.
+Knows manifests, and which hub's memory it may still hold; who gets what is the hub's business
+(ranks/server.py). Writes to no lane. Why nothing changes under its eyes, also when the hub dies, is in
+docs/adr/0002-ranks.md.
 """
 
 import functools
@@ -11,26 +12,27 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Self
 
-from shmbridge import liveness, messages, participation, segment
 from shmbridge._ext import header
 from shmbridge._ext.ring import Drops, RankReader
 from shmbridge.batch import Batch, Layout, unreadable
 from shmbridge.config import check_bridge_name, check_choice, check_count
+from shmbridge.control import messages
 from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
-from shmbridge.exits import at_exit
-from shmbridge.groups import Group
-from shmbridge.in_thread import in_another_thread
-from shmbridge.liveness import MOST_RANKS, Byte
-from shmbridge.one_process import OneProcess
-from shmbridge.rank_share import Looks, is_open, lost_of, own_look
-from shmbridge.rank_share import RankShare as RankShare
-from shmbridge.record import Lane, Record
+from shmbridge.ranks.rank_share import Looks, is_open, lost_of, own_look
+from shmbridge.ranks.rank_share import RankShare as RankShare
+from shmbridge.record.groups import Group
+from shmbridge.record.record import Lane, Record
+from shmbridge.record.unreleased import Call, say_lost
 from shmbridge.schema import Columns
-from shmbridge.unreleased import Call, say_lost
+from shmbridge.segments import locks, membership, segment
+from shmbridge.segments.at_exit import at_exit
+from shmbridge.segments.in_thread import in_another_thread
+from shmbridge.segments.locks import MOST_RANKS, Byte
+from shmbridge.segments.one_process import OneProcess
 
 if TYPE_CHECKING:
-    from shmbridge.batching import Hold
-    from shmbridge.messages import Manifest
+    from shmbridge.batching.former import Hold
+    from shmbridge.control.messages import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +59,15 @@ class Rank(OneProcess):
     """
 
     def __init__(self, bridge: str, rank: int, world_size: int) -> None:
-        from shmbridge.control_client import ControlClient
+        from shmbridge.control.client import ControlClient
 
         world_size = check_count("world_size", world_size, 1, MOST_RANKS)
         rank = check_count(f"world_size={world_size}, rank", rank, 0, world_size - 1)
         self.bridge, self.rank, self.world_size = check_bridge_name(bridge), rank, world_size
-        self._control_words: header.Control | None = participation.open_control(bridge)
+        self._control_words: header.Control | None = membership.open_control(bridge)
         # no word names its holder
-        if not liveness.lock_after(lambda: 0, self._control.mapping.fd, Byte.FIRST_RANK + rank):
-            participation.leave(self._control.mapping.fd, bridge)
+        if not locks.lock_after(lambda: 0, self._control.mapping.fd, Byte.FIRST_RANK + rank):
+            membership.leave(self._control.mapping.fd, bridge)
             raise RankTaken(
                 f"rank {rank} of bridge {bridge!r} is taken by a living process",
                 hint="give every process a rank of its own; who is on the bridge: fuser -v "
@@ -77,7 +79,7 @@ class Rank(OneProcess):
                 bridge, role="rank", name=f"rank {rank} of {world_size}, pid {os.getpid()}"
             )
         except BaseException:
-            participation.leave(self._control.mapping.fd, bridge)
+            membership.leave(self._control.mapping.fd, bridge)
             raise
         self._member = time.monotonic_ns()  # under the lock: later than any predecessor's
         self._epoch = 0
@@ -302,10 +304,10 @@ class Rank(OneProcess):
         whose memory can go.
         """
         for epoch in self._epochs - {self._epoch, *(manifest.epoch for manifest, _ in self._open)}:
-            participation.leave_epoch(self._control, epoch)
+            membership.leave_epoch(self._control, epoch)
             self._epochs.discard(epoch)
         for name, reader in list(self._lanes.items()):
-            if reader.held == 0 and not liveness.is_locked(reader.lane.fd, Byte.PRODUCER):
+            if reader.held == 0 and not locks.is_locked(reader.lane.fd, Byte.PRODUCER):
                 del self._lanes[name]
 
     def _join(self) -> bool:
@@ -315,11 +317,11 @@ class Rank(OneProcess):
         """
         control = self._control
         if self._epoch != control.hub_epoch:
-            self._epoch = participation.join_epoch(control)
+            self._epoch = membership.join_epoch(control)
             self._epochs.add(self._epoch)
             header.fault(b"rank.joined")
             self._after = -1
-        return self._epoch > 0 and liveness.is_locked(control.mapping.fd, Byte.HUB)
+        return self._epoch > 0 and locks.is_locked(control.mapping.fd, Byte.HUB)
 
     def _is_finished(self) -> bool:
         """Whether the hub that is gone had drained the bridge and seen every rank done.
@@ -335,7 +337,7 @@ class Rank(OneProcess):
 
     def _request(self, request: messages.Request, timeout_s: float) -> messages.Answer | None:
         """The hub's answer; None if there is none in time, or none yet from this hub."""
-        from shmbridge.control_client import RequestRefused
+        from shmbridge.control.client import RequestRefused
 
         try:
             return self._client.request(request, timeout_s)
@@ -399,7 +401,7 @@ class Rank(OneProcess):
         return reader
 
     def _empty(self, timeout_s: float | None) -> ConsumerEmpty | NoConsumer:
-        if not (self._epoch and liveness.is_locked(self._control.mapping.fd, Byte.HUB)):
+        if not (self._epoch and locks.is_locked(self._control.mapping.fd, Byte.HUB)):
             return NoConsumer(
                 f"bridge {self.bridge!r} had no consumer for {timeout_s} s",
                 hint="start the process that calls Consumer.serve_ranks",
@@ -443,12 +445,12 @@ class Rank(OneProcess):
         if self._control_words is None or self._control_words.mapping.forked:
             return
         self._no_exit_call()
-        if self._epoch and liveness.is_locked(self._control.mapping.fd, Byte.HUB):
+        if self._epoch and locks.is_locked(self._control.mapping.fd, Byte.HUB):
             self.report_done()
         self._client.close()
         held = sum(reader.held for reader in self._lanes.values())
         if held == 0:
-            participation.leave(self._control.mapping.fd, self.bridge)
+            membership.leave(self._control.mapping.fd, self.bridge)
         self._lanes.clear()
         self._open.clear()
         self._control_words = None

@@ -62,7 +62,7 @@ def _bridge_rows(
     """From lanes as they are, from registered lanes, and from a batch's own arrays, registered."""
     import shmbridge
     from shmbridge.bench.gpu.preflight import has_ofd_locks
-    from shmbridge.consumers.pinned import CudaDriver, PinnedLanes
+    from shmbridge.consumers.dataset_parts.pinned_lanes import CudaDriver, PinnedLanes
 
     if not has_ofd_locks():
         figures.add("lanes and batches: not measured, a bridge needs OFD locks")

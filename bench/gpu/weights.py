@@ -22,7 +22,7 @@ import torch
 
 import shmbridge
 from shmbridge.bench.gpu.part import Figures, arguments
-from shmbridge.consumers.pinned import CudaDriver
+from shmbridge.consumers.dataset_parts.pinned_lanes import CudaDriver
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 SIZES = {"smallest": (4 << 20, 16 << 20), "full": (1 << 30, 15 << 30)}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from shmbridge.consumers.engines.at_url import AtUrl
+from shmbridge.consumers.engines.autodetect import AtUrl
 from shmbridge.consumers.engines.engine import Engine, EngineFailed, Pause, Update
 from shmbridge.consumers.engines.vllm_async import VllmAsync
 from shmbridge.consumers.engines.vllm_offline import VllmOffline

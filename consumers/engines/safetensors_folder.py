@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge.engine_folders import EngineFolder, remove_dead
+from shmbridge.segments.engine_folders import EngineFolder, remove_dead
 from shmbridge.weights import WeightsReader
 
 _WORDS = {

@@ -18,7 +18,7 @@ from typing import Any
 
 from shmbridge.consumers.engines.engine import Engine, EngineFailed, Pause, Update, version_of
 from shmbridge.consumers.engines.http_calls import Refused, ask
-from shmbridge.consumers.engines.pause_guard import Call, PauseGuard
+from shmbridge.consumers.engines.resume_watchdog_client import Call, PauseGuard
 from shmbridge.consumers.engines.safetensors_folder import SafetensorsFolder
 
 _TIMEOUT_S = 60.0  # of what is not an update

@@ -85,8 +85,8 @@ async def _serve(options: GatewayOptions, listener: socket.socket, ready: Callab
     import uvicorn
 
     from shmbridge.consumers.gateway.app import make_app
+    from shmbridge.consumers.gateway.delivery import ProvingConnection
     from shmbridge.consumers.gateway.modes import DefaultMode, StrictMode
-    from shmbridge.consumers.gateway.proof import ProvingConnection
 
     mode = StrictMode(options) if options.compat == "strict" else DefaultMode(options)
 

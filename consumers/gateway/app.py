@@ -23,15 +23,15 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import AfterValidator, BaseModel, Field
 
 from shmbridge import BatchTooBig, ConsumerTaken, Run, ShmBridgeError
-from shmbridge.consumers.gateway import bodies
-from shmbridge.consumers.gateway.bodies import KEYS, Refused
+from shmbridge.consumers.gateway import decode
+from shmbridge.consumers.gateway.atropos_state import NoSuchThing
+from shmbridge.consumers.gateway.batch_server import NotRegistered
+from shmbridge.consumers.gateway.decode import KEYS, Refused
+from shmbridge.consumers.gateway.delivery import carrier_of
 from shmbridge.consumers.gateway.gate import Gate, Refusals, json_answer
 from shmbridge.consumers.gateway.modes import Mode
 from shmbridge.consumers.gateway.posts import HeldBytes
-from shmbridge.consumers.gateway.proof import carrier_of
-from shmbridge.consumers.gateway.taker import NotRegistered
-from shmbridge.consumers.gateway.upstream import NoSuchThing
-from shmbridge.control import RequestRefused
+from shmbridge.control.server import RequestRefused
 from shmbridge.errors import NoWeight
 
 log = logging.getLogger(__name__)
@@ -227,8 +227,8 @@ def make_app(mode: Mode) -> FastAPI:
     async def take(request: Request, many: bool) -> list[int | None]:
         body = await request.body()
         loop = asyncio.get_running_loop()
-        read = partial(bodies.read_post, many=many, extras=not strict)
-        posted = await loop.run_in_executor(parsers, bodies.outcome, read, body)
+        read = partial(decode.read_post, many=many, extras=not strict)
+        posted = await loop.run_in_executor(parsers, decode.outcome, read, body)
         if isinstance(posted, Refused):
             del body
             raise posted

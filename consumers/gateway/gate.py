@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 import msgspec
 from fastapi.responses import PlainTextResponse, Response
 
-from shmbridge.consumers.gateway import bodies
-from shmbridge.consumers.gateway.bodies import BrokenOff, Refused
+from shmbridge.consumers.gateway import decode
+from shmbridge.consumers.gateway.decode import BrokenOff, Refused
+from shmbridge.consumers.gateway.delivery import carrier_of
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import GZIPPED, IN_MEMORY, Booking, HeldBytes
-from shmbridge.consumers.gateway.proof import carrier_of
 
 POSTS = ("/scored_data", "/scored_data_list")
 OTHER_BODY_BYTES = 1 << 20  # of a request that is no post of groups
@@ -185,7 +185,7 @@ class Gate:
         body: bytes | bytearray | None
         body = sent = await self._read(receive, most)
         if sent and zipped:
-            while (found := await asyncio.to_thread(bodies.outcome, bodies.gunzip, sent, room)) is None:
+            while (found := await asyncio.to_thread(decode.outcome, decode.gunzip, sent, room)) is None:
                 if room >= most:
                     raise Refused(413, f"the body is more than {most} bytes once gunzipped", "too large")
                 room = min(most, max(room, 1) * _STEP)

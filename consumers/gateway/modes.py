@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shmbridge import Run
-from shmbridge.consumers.gateway.bodies import Posted
-from shmbridge.consumers.gateway.envs import RemoteEnvs
+from shmbridge.consumers.gateway.batch_server import Batch, Taker
+from shmbridge.consumers.gateway.decode import Posted
+from shmbridge.consumers.gateway.delivery import Carrier
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import Outcomes, Places, PostLedger, RemoteLane
-from shmbridge.consumers.gateway.proof import Carrier
+from shmbridge.consumers.gateway.remote_envs import RemoteEnvs
 from shmbridge.consumers.gateway.state import StateFile
-from shmbridge.consumers.gateway.strict import StrictTaker
-from shmbridge.consumers.gateway.taker import Batch, Taker
+from shmbridge.consumers.gateway.strict_batch_server import StrictTaker
 
 log = logging.getLogger(__name__)
 

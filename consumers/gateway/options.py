@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shmbridge.scheduler import Policy
+from shmbridge.batching.scheduler import Policy
 
 Compat = Literal["default", "strict"]
 

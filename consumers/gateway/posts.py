@@ -25,11 +25,11 @@ from shmbridge import (
     ShmBridgeError,
     ShmTooSmall,
 )
-from shmbridge.consumers.gateway.bodies import Posted, Refused
+from shmbridge.consumers.gateway.decode import Posted, Refused
+from shmbridge.consumers.gateway.delivery import Carrier
 from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.proof import Carrier
 from shmbridge.errors import Closed, LaneQuarantined, LaneRemoved
-from shmbridge.outgoing import Loader, checked_stamp
+from shmbridge.put.planner import Loader, checked_stamp
 
 log = logging.getLogger(__name__)
 

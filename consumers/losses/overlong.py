@@ -1,5 +1,5 @@
 """DAPO's soft overlong punishment for those who keep lengths in tensors; the formula is in
-`consumers/overlong.py`.
+`consumers/advantages/overlong.py`.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shmbridge.consumers.overlong import overlong_penalty
+from shmbridge.consumers.advantages.overlong import overlong_penalty
 
 
 def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:

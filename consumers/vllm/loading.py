@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from shmbridge.consumers.published_tensors import as_tensor
+from shmbridge.consumers.engines.published_tensors import as_tensor
 from shmbridge.consumers.vllm.experts import packed_anew
 from shmbridge.consumers.vllm.release import (
     LinearBase,

@@ -8,8 +8,9 @@ BaseEnv (filters, throttling, evaluation, checkpoints, when to end) is untouched
 of the policy versions that sampled their answers is heard on the way, and stands in the records.
 
 Here is the way in for a program that makes its environments itself, `attach`; the command line is
-__main__.py. What is replaced in BaseEnv is attachments.py's, how one environment speaks to the bridge
-link.py's, where its groups go lane.py's; listening.py hears answers, and stamps.py finds them in groups.
+__main__.py. What is replaced in BaseEnv is patches.py's, how one environment speaks to the bridge
+control_link.py's, where its groups go lane.py's; response_hooks.py hears answers, and version_stamps.py finds
+them in groups.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from __future__ import annotations
 from typing import Any
 
 from shmbridge.config import check_bridge_name, parse_size
-from shmbridge.producers.atropos.attachments import Attachments, Departure
 from shmbridge.producers.atropos.lane import LinkOptions, OnFull
+from shmbridge.producers.atropos.patches import Attachments, Departure
 
 _attachments: Attachments | None = None
 

@@ -13,8 +13,8 @@ import traceback
 from pathlib import Path
 
 from shmbridge import ShmBridgeError
-from shmbridge.producers.atropos import attach, detach, traps
-from shmbridge.producers.atropos.attachments import Changes
+from shmbridge.producers.atropos import attach, detach, upstream_workarounds
+from shmbridge.producers.atropos.patches import Changes
 from shmbridge.producers.atropos.stop import EXIT_CODE, orderly_sigterm
 
 EXAMPLES = """\
@@ -71,7 +71,7 @@ def _serve(options: argparse.Namespace, script: Path) -> int:
     except ShmBridgeError as error:
         return _refuse(str(error), "")
     except Exception as error:
-        if not (hint := traps.hint_for(error)):
+        if not (hint := upstream_workarounds.hint_for(error)):
             raise
         traceback.print_exc()
         print(f"hint: {hint}", file=sys.stderr)
@@ -86,7 +86,7 @@ def _mend_chat_templates(changes: Changes) -> None:
     """Of every tokenizer, also those that environments make themselves: this process is theirs."""
     from transformers import PreTrainedTokenizerBase
 
-    mended = traps.with_plain_tokens(PreTrainedTokenizerBase.apply_chat_template)
+    mended = upstream_workarounds.with_plain_tokens(PreTrainedTokenizerBase.apply_chat_template)
     changes.replace(PreTrainedTokenizerBase, "apply_chat_template", mended)
 
 

@@ -1,7 +1,7 @@
 """Where one environment's groups go: its lane, or the next one where the bridge was removed under it.
 
 Knows producers, what is refused and how often. Knows nothing of the control plane or of Atropos beyond a
-group's keys. Called by `shmbridge.producers.atropos.link`, in the environment's event loop.
+group's keys. Called by `shmbridge.producers.atropos.control_link`, in the environment's event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 from shmbridge import Producer, ShmBridgeError
 from shmbridge.errors import BridgeDraining, Closed, LaneFull, LaneQuarantined, LaneRemoved
 from shmbridge.producers.atropos.fields import carried
-from shmbridge.producers.atropos.stamps import Stamp
+from shmbridge.producers.atropos.version_stamps import Stamp
 
 log = logging.getLogger(__name__)
 

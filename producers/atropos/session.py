@@ -11,7 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Self
 
-from shmbridge.producers.atropos.link import EnvLink
+from shmbridge.producers.atropos.control_link import EnvLink
 
 
 class RolloutSession:

@@ -1,4 +1,4 @@
-"""One mapped segment and its descriptor, and in what pages it lies. Knows neither names nor what the bytes mean; shmbridge.segment makes them.
+"""One mapped segment and its descriptor, and in what pages it lies. Knows neither names nor what the bytes mean; shmbridge.segments.segment makes them.
 
 The descriptor carries the segment's locks: a lock lasts as long as its Mapping. The kernel counts a mapping as a descriptor. So a process whose
 program closes all descriptors, as daemons do, keeps its locks; and close() frees none while the Mapping lives.
@@ -42,7 +42,7 @@ cdef extern from "placement.h" nogil:
 
 
 def forks():
-    """Forks of this process so far; see open_segment in shmbridge.segment."""
+    """Forks of this process so far; see open_segment in shmbridge.segments.segment."""
     return fork_count()
 
 

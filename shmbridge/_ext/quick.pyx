@@ -1,6 +1,6 @@
 """The common forms of what is handed to `put`, understood in C: rows that are lists, arrays or CPU tensors, one number a row, nothing missing.
 
-Whatever else there is, it declines by returning None and says nothing: shmbridge.intake then takes its time, and finds the error if there is one.
+Whatever else there is, it declines by returning None and says nothing: shmbridge.put.convert then takes its time, and finds the error if there is one.
 What it accepts is measured exactly as there. Knows forms of columns; knows nothing of names' meanings beyond tokens and Atropos' masks.
 """
 

@@ -1,7 +1,7 @@
 """What a leased record says: its metadata, and its columns as arrays over the lane's own memory, each by one call and without Python.
 
 Knows the private copy of a record's index, which index_check has passed, and what LaneReader.describe was told of the lane. Knows nothing of
-text, maps, Arrow, nor of errors' words: Record in shmbridge/record.py derives from LeasedRecord and says those.
+text, maps, Arrow, nor of errors' words: Record in shmbridge/record/record.py derives from LeasedRecord and says those.
 """
 
 import numpy as np
@@ -309,7 +309,7 @@ cdef class LeasedRecord(Lease):
         return self.validity(self.there(name))
 
     def row_checks(self, name):
-        """uint64[rows], a copy: the check of each row's values (shmbridge.row_checks), 0 for a row without; None if the column has none.
+        """uint64[rows], a copy: the check of each row's values (shmbridge.record.row_checks), 0 for a row without; None if the column has none.
 
         A row that has not one value per token has a check, which is 0 here: no reader trains with such a row's values.
         """

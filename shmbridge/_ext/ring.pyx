@@ -569,7 +569,7 @@ cdef class Lease:
     """One record held in place: its memory does not change until the lease ends.
 
     It ends with the last of release() and the last view of its buffer; any thread may do either. Ending is one idempotent store. The loss of
-    the object releases nothing: see LaneReader.lose_lease. shmbridge.record.Record derives from it.
+    the object releases nothing: see LaneReader.lose_lease. shmbridge.record.record.Record derives from it.
     """
 
     def __cinit__(self):

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import msgspec
 
-from shmbridge.inventory import clean
+from shmbridge.segments.inventory import clean
 
 HELP = "list what dead processes left in shared memory; with --yes, remove it"
 EXAMPLES = """examples:

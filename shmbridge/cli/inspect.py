@@ -8,7 +8,7 @@ from dataclasses import asdict
 import msgspec
 
 from shmbridge.config import format_size
-from shmbridge.inventory import BridgeInfo, list_bridges
+from shmbridge.segments.inventory import BridgeInfo, list_bridges
 
 HELP = "show bridges, their consumer, lanes, undelivered records and weights"
 EXAMPLES = """examples:

@@ -29,8 +29,8 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints a summary per run, and draws them all into one picture."""
-    from shmbridge.consumers.learner.report_plot import MatplotlibMissing, plot
-    from shmbridge.consumers.learner.run_report import NoRun, as_text, read_run, summary
+    from shmbridge.consumers.learner.report.plot import MatplotlibMissing, plot
+    from shmbridge.consumers.learner.report.run_report import NoRun, as_text, read_run, summary
 
     try:
         runs = [read_run(folder) for folder in arguments.run_dirs]

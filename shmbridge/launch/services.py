@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shmbridge.consumers.learner import grpo_options
-from shmbridge.consumers.policy import policy_options
+from shmbridge.consumers.learner.config import grpo_options
+from shmbridge.consumers.policy_server_parts import options
 from shmbridge.errors import BadConfig
 from shmbridge.launch.config import (
     Atropos,
@@ -69,7 +69,7 @@ def plan(config: Config, gateway_parser: argparse.ArgumentParser) -> Plan:
 
 
 def _policy_server(config: Config, server: PolicyServer, port: int) -> Service:
-    parser = policy_options.parser()
+    parser = options.parser()
     check_options("policy_server.options", server.options, parser, ("bridge", "model", "host", "port"))
     argv = [
         "--bridge",

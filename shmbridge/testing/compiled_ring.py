@@ -1,7 +1,7 @@
 """The compiled ring under test: lanes in real shared memory, `_ext.ring` at both ends, within one process.
 
 Knows segments and the ring; the lanes' round robin and what a quarantine counts are written out here as
-shmbridge.lanes does them, for the ring alone is what is tested. A producer or hub that dies is one whose
+shmbridge.hub.lanes does them, for the ring alone is what is tested. A producer or hub that dies is one whose
 object is dropped: kills of processes are the crash tests'.
 """
 # ruff: noqa: D102, the methods are RingUnderTest's and documented there
@@ -12,9 +12,9 @@ import struct
 import numpy as np
 
 import shmbridge
-from shmbridge import participation, segment
 from shmbridge._ext import header, ring
-from shmbridge.reasons import Discard
+from shmbridge.segments import membership, segment
+from shmbridge.segments.reasons import Discard
 from shmbridge.testing.ring_under_test import RingUnderTest, Seen, Words
 
 _SLOT_BYTES = 128
@@ -28,7 +28,7 @@ class CompiledRing(RingUnderTest):
     def __init__(self, lane_count: int, slots: int, data_bytes: int) -> None:
         super().__init__(lane_count, slots, data_bytes)
         self.bridge = f"conformance-{os.getpid()}-{os.urandom(3).hex()}"
-        self._control = participation.open_control(self.bridge)
+        self._control = membership.open_control(self.bridge)
         self._lanes = [_Lane(self.bridge, slots, data_bytes, self._control) for _ in range(lane_count)]
         self._leases: dict[tuple[int, int], ring.Lease] = {}
         self._views: dict[tuple[int, int], memoryview] = {}  # of leases that were asked to end

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shmbridge.config import Run
-from shmbridge.messages import (
+from shmbridge.control.messages import (
     NO_RANKS,
     Ack,
     BeginGroup,

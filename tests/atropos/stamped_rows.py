@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge.producers.atropos.answers import answers_in
-from shmbridge.producers.atropos.ledger import Ledger
-from shmbridge.producers.atropos.stamps import Stamp
+from shmbridge.producers.atropos.response_index import Ledger
+from shmbridge.producers.atropos.responses import answers_in
+from shmbridge.producers.atropos.version_stamps import Stamp
 
 BEGAN, NOW = 40, 90
 PROMPT = [7, 8, 9]

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 import shmbridge
-from shmbridge.control import ControlClient
-from shmbridge.messages import RunInfoRequest
+from shmbridge.control.messages import RunInfoRequest
+from shmbridge.control.server import ControlClient
 
 pytest.importorskip("atroposlib")
 
 from atroposlib.envs import base
 
 from shmbridge.producers import atropos
-from shmbridge.producers.atropos import attachments, link
+from shmbridge.producers.atropos import control_link, patches
 
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000, wandb_group="g", wandb_project="p")
 ENV_FILE = Path(__file__).parent / "envs" / "seeded_env.py"
@@ -40,7 +40,7 @@ def script() -> ModuleType:
 def make_env(
     bridge: str, script: ModuleType, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Any]]:
-    monkeypatch.setattr(link, "ASK_S", 0.3)
+    monkeypatch.setattr(control_link, "ASK_S", 0.3)
 
     def make(env_class: type | None = None, **config: Any) -> Any:
         defaults, servers = script.SeededEnv.config_init()
@@ -320,7 +320,7 @@ async def test_what_waits_for_room_at_the_end_is_delivered_or_counted(
     env: Any, consumer: shmbridge.Consumer, script: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     caplog.set_level(logging.INFO, "shmbridge")
-    monkeypatch.setattr(attachments, "FLUSH_S", 0.2)
+    monkeypatch.setattr(patches, "FLUSH_S", 0.2)
     await started(env)
     groups = [script.groups_of(10 * number, longest=1500) for number in range(1, 13)]
     sending = asyncio.create_task(env.handle_send_to_api(groups))

@@ -20,14 +20,14 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge import segment
+from shmbridge.segments import segment
 
 pytest.importorskip("atroposlib")
 
 from shmbridge.producers import atropos
-from shmbridge.producers.atropos import link
+from shmbridge.producers.atropos import control_link
 from shmbridge.producers.atropos.lane import EnvLane, GroupsRefused, LinkOptions
-from shmbridge.producers.atropos.stamps import Stamp
+from shmbridge.producers.atropos.version_stamps import Stamp
 
 RUN = shmbridge.Run(batch_size=16, max_token_len=4096, num_steps=1000)
 ENVS = Path(__file__).parent / "envs"
@@ -55,7 +55,7 @@ def remove_by_force(bridge: str) -> None:
 def attached(
     make_env: Callable[..., Any], bridge: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Any]]:
-    monkeypatch.setattr(link, "ASK_S", 0.3)
+    monkeypatch.setattr(control_link, "ASK_S", 0.3)
 
     def make(env_class: type | None = None, lane_bytes: str = "256K", **config: Any) -> Any:
         env = make_env(env_class, **config)
@@ -226,7 +226,7 @@ async def test_waiting_is_said_at_growing_intervals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: 10 * time.monotonic()))
+    monkeypatch.setattr(control_link, "time", SimpleNamespace(monotonic=lambda: 10 * time.monotonic()))
     env = attached()
     registering = asyncio.create_task(env.register_env())
     began = time.monotonic()
@@ -287,8 +287,8 @@ def test_sigterm_while_it_waits_for_a_consumer(start_env: Callable[..., Any]) ->
 def test_the_second_sigterm_ends_at_once(bridge: str, start_env: Callable[..., Any], tmp_path: Path) -> None:
     patient = tmp_path / "patient.py"
     patient.write_text(
-        "import runpy\nfrom shmbridge.producers.atropos import attachments\n"
-        "attachments.FLUSH_WHEN_STOPPED_S = 1000\n"
+        "import runpy\nfrom shmbridge.producers.atropos import patches\n"
+        "patches.FLUSH_WHEN_STOPPED_S = 1000\n"
         f"runpy.run_path({str(ENVS / 'seeded_env.py')!r}, run_name='__main__')\n"
     )
     with shmbridge.Consumer(bridge, run=RUN) as consumer:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmbridge.atropos_buffer import SizeBuffer
-from shmbridge.atropos_policy import AtroposQueue
+from shmbridge.atropos.env_status import EnvShare
+from shmbridge.atropos.queue import AtroposQueue
+from shmbridge.atropos.size_buffer import SizeBuffer
 from shmbridge.errors import NoWeight, UnknownEnvironment
-from shmbridge.steering import EnvShare
 
 server = pytest.importorskip("atroposlib.api.server")
 utils = pytest.importorskip("atroposlib.api.utils")

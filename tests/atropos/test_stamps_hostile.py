@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stamped_rows import BEGAN, LONG, NOW, PROMPT, bounds, column, group, ledger_of, under
 
-from shmbridge.producers.atropos import ledger
-from shmbridge.producers.atropos.answers import answers_in
-from shmbridge.producers.atropos.stamps import NOT_TAKEN, UNCLEAR, stamp
+from shmbridge.producers.atropos import response_index
+from shmbridge.producers.atropos.responses import answers_in
+from shmbridge.producers.atropos.version_stamps import NOT_TAKEN, UNCLEAR, stamp
 
 
 def chat(
@@ -183,15 +183,15 @@ def test_answers_that_begin_alike_are_not_compared_one_by_one(monkeypatch: pytes
     """
     looked = 0
 
-    class Counted(ledger.Heard):
+    class Counted(response_index.Heard):
         @property
         def length(self) -> int:
             nonlocal looked
             looked += 1
             return super().length
 
-    monkeypatch.setattr(ledger, "Heard", Counted)
-    chance, heard, parts, turns = random.Random(1), ledger.Ledger(), [], 200
+    monkeypatch.setattr(response_index, "Heard", Counted)
+    chance, heard, parts, turns = random.Random(1), response_index.Ledger(), [], 200
     for turn in range(turns):
         output = [*range(20), *(chance.randrange(1000) for _ in range(30))]
         heard.note(answers_in(under([chance.randrange(1000)], output, turn)))

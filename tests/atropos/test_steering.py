@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from shmbridge.atropos.env_status import Queued
 from shmbridge.config import Run
-from shmbridge.environments import Environments
-from shmbridge.messages import Register
-from shmbridge.steering import Queued
+from shmbridge.control.environments import Environments
+from shmbridge.control.messages import Register
 
 server = pytest.importorskip("atroposlib.api.server")
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shmbridge.producers import atropos
 from shmbridge.producers.atropos import __main__ as command_line
-from shmbridge.producers.atropos import traps
+from shmbridge.producers.atropos import upstream_workarounds
 
 CHAT = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
 
@@ -139,7 +139,9 @@ def test_on_a_cluster_a_lone_server_config_is_left_to_upstream(
         pass
 
     def servers(**more: Any) -> Any:
-        return traps.with_its_own_url(begin, (None, None, lone), more).arguments["server_configs"]
+        return upstream_workarounds.with_its_own_url(begin, (None, None, lone), more).arguments[
+            "server_configs"
+        ]
 
     assert servers() == [lone]
     assert servers(slurm=True) is servers(testing=True) is lone
@@ -196,7 +198,7 @@ def test_other_errors_are_the_scripts_own(
 
 
 def test_hints_are_given_for_what_is_known() -> None:
-    assert "transformers<5" in traps.hint_for(
+    assert "transformers<5" in upstream_workarounds.hint_for(
         TypeError("Object of type BatchEncoding is not JSON serializable")
     )
-    assert traps.hint_for(ValueError("x")) == ""
+    assert upstream_workarounds.hint_for(ValueError("x")) == ""

@@ -30,7 +30,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
 from shmbridge.producers import atropos
-from shmbridge.producers.atropos import listening
+from shmbridge.producers.atropos import response_hooks
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -465,7 +465,7 @@ async def test_workers_beside_each_other_hear_their_own(
     records = [await consumer.get_async(timeout_s=5) for _ in workers]
     for record in records:
         as_it_was(record, server)
-    assert listening.heard() is None
+    assert response_hooks.heard() is None
 
 
 async def test_a_cancelled_worker_leaves_nothing_behind(
@@ -539,7 +539,7 @@ async def test_health_checks_are_not_heard(
     answers to nobody.
     """
     noted = []
-    monkeypatch.setattr(listening.Ledger, "note", lambda ledger, answers: noted.extend(answers))
+    monkeypatch.setattr(response_hooks.Ledger, "note", lambda ledger, answers: noted.extend(answers))
     env = await make_env(Chat, server_type="openai", health_check=True)
     await work_on(env, 1)
     await until(lambda: len(server.asked) > 5)
@@ -578,11 +578,11 @@ async def test_the_policy_server_takes_new_weights_while_a_worker_generates(
     """
     from transformers import AutoModelForCausalLM
 
-    from shmbridge.consumers.policy.follow_weights import WeightsFollower
-    from shmbridge.consumers.policy.generation import PolicyModel
-    from shmbridge.consumers.policy.policy_api import PolicyApi
-    from shmbridge.consumers.policy.policy_engine import PolicyEngine
     from shmbridge.consumers.policy_server import PolicyServer
+    from shmbridge.consumers.policy_server_parts.api import PolicyApi
+    from shmbridge.consumers.policy_server_parts.engine import PolicyEngine
+    from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
+    from shmbridge.consumers.policy_server_parts.generation import PolicyModel
     from shmbridge.weights import WeightsReader, WeightsWriter
 
     learner = AutoModelForCausalLM.from_pretrained(model)

@@ -17,7 +17,7 @@ from shmbridge.bench.checked_rows import put_ratios
 from shmbridge.bench.contract import Plan
 from shmbridge.bench.figures import measure
 from shmbridge.bench.groups import DTYPES, MIDDLE, make
-from shmbridge.row_checks import DEFAULT_EVERY
+from shmbridge.record.row_checks import DEFAULT_EVERY
 from shmbridge.testing.fixtures import bridge
 
 __all__ = ["bridge"]

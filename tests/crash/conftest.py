@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 import shmbridge
-from shmbridge import segment
 from shmbridge._ext import header
+from shmbridge.segments import segment
 from shmbridge.testing.fault_build import fault_build as build_with_faults
 from shmbridge.testing.faults import Fault, FaultyChild
 

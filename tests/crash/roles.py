@@ -206,9 +206,9 @@ def attend(bridge: str) -> None:
 
 def sweep(bridge: str) -> None:
     """Removes what is dead."""
-    from shmbridge import participation
+    from shmbridge.segments import membership
 
-    say("swept", *participation.sweep(bridge).removed)
+    say("swept", *membership.sweep(bridge).removed)
 
 
 def write_weights(bridge: str, first: str, last: str) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from roles import given, pattern, say
 
 import shmbridge
-from shmbridge import segment
+from shmbridge.segments import segment
 from shmbridge.testing import faults
 from shmbridge.weights import WeightsReader, WeightsWriter
 
@@ -81,7 +81,7 @@ def keep_a_view(bridge: str, how: str) -> None:
 
 def import_all() -> None:
     """Before the forks, not in each."""
-    importlib.import_module("shmbridge.control")
+    importlib.import_module("shmbridge.control.server")
 
 
 def fork_all(jobs: list[Callable[[], None]], armed: dict[int, faults.Fault]) -> dict[int, int]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 import shmbridge
-from shmbridge import segment
+from shmbridge.segments import segment
 from shmbridge.testing.faults import Fault
 
 

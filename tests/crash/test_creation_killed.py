@@ -8,7 +8,7 @@ import time
 import pytest
 
 import shmbridge
-from shmbridge import participation, segment
+from shmbridge.segments import membership, segment
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 
@@ -100,7 +100,7 @@ def test_two_sweepers_meet_at_one_lane(bridge, faulty, make_producer, make_consu
     (name,) = segment.lane_names(bridge)
     sweeper = faulty("sweep", fault=Fault("segment.unlinking", 0, signal.SIGSTOP))
     sweeper.wait_stopped()
-    assert participation.sweep(bridge).kept[name]
+    assert membership.sweep(bridge).kept[name]
     producer = make_producer(producer_id="next", on_full="raise")
     consumer = make_consumer()
     sweeper.go_on()
@@ -148,7 +148,7 @@ def test_many_sweepers_and_many_dead(bridge, faulty, segments):
         name for sweeper in sweepers for line in sweeper.said for name in line.split()[1:] if ".l." in name
     ]
     assert len(removed) == len(set(removed)) == 4, "each lane is removed once"
-    participation.sweep(bridge)
+    membership.sweep(bridge)
     assert segments() == []
 
 
@@ -156,11 +156,11 @@ def test_undelivered_records_survive_every_sweep(
     bridge, faulty, make_producer, make_consumer, take, segments
 ):
     faulty("produce", "victim", 9, fault=Fault("producer.committed", 2)).end_on_fault()
-    assert participation.sweep(bridge).undelivered
+    assert membership.sweep(bridge).undelivered
     assert shmbridge.clean(bridge).undelivered, "a dry run says what would go"
     make_producer().close()
     (name,) = segment.lane_names(bridge)
-    assert participation.sweep(bridge).kept[name] == "holds 3 undelivered records"
+    assert membership.sweep(bridge).kept[name] == "holds 3 undelivered records"
     consumer = make_consumer()
     assert take(consumer, {"victim": 3}) == {"victim": [(0, False), (1, False), (2, False)]}
     consumer.close()

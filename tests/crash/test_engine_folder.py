@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge import engine_folders
-from shmbridge.engine_folders import EngineFolder
+from shmbridge.segments import engine_folders
+from shmbridge.segments.engine_folders import EngineFolder
 
 WRITER = """
 import sys, numpy as np

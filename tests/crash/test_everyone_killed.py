@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge import participation, segment
+from shmbridge.segments import membership, segment
 from shmbridge.testing import wait_until
 from shmbridge.testing.faults import FaultyChild
 
@@ -171,7 +171,7 @@ def test_a_bridge_swept_between_open_and_lock_is_entered_anew(
     end, bridge, make_producer, make_consumer, monkeypatch
 ):
     """The window is too narrow for the races below: here a sweeper comes exactly then, once."""
-    opened = participation.open_segment
+    opened = membership.open_segment
     swept = []
 
     def open_and_lose(name: str, flags: int = 0) -> int:
@@ -181,7 +181,7 @@ def test_a_bridge_swept_between_open_and_lock_is_entered_anew(
             (segment.MOUNT / name[1:]).unlink()
         return file
 
-    monkeypatch.setattr(participation, "open_segment", open_and_lose)
+    monkeypatch.setattr(membership, "open_segment", open_and_lose)
     first = (make_producer if end == "producer" else make_consumer)()
     assert swept
     assert segment.still_named(first._control.mapping.fd, segment.control_name(bridge)), (

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from shmbridge import segment
 from shmbridge._ext import header
+from shmbridge.segments import segment
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 def labels_in_sources() -> list[str]:
     found: list[str] = []
     for path in [
-        *(ROOT / "shmbridge").glob("*.py"),
+        *(ROOT / "shmbridge").rglob("*.py"),
         *(ROOT / "shmbridge/_ext").glob("*.pyx"),
         *(ROOT / "shmbridge/_ext").glob("*.[ch]"),
     ]:

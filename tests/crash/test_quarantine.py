@@ -7,8 +7,8 @@ import struct
 import pytest
 
 import shmbridge
-from shmbridge import segment
 from shmbridge._ext import header
+from shmbridge.segments import segment
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 

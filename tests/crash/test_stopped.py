@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge import segment
+from shmbridge.segments import segment
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 

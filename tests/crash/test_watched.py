@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge import participation, segment
+from shmbridge.segments import membership, segment
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 ROUNDS = 8
@@ -78,6 +78,6 @@ def succeed(role: str, bridge: str, until) -> None:
         shmbridge.Consumer(bridge).close()
     elif role == "producer":
         (lane,) = segment.lane_names(bridge)
-        until(lambda: participation.remove_lane(lane)[0])
+        until(lambda: membership.remove_lane(lane)[0])
     else:
         WeightsWriter(bridge).close()

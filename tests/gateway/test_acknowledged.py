@@ -19,7 +19,7 @@ import pytest
 import requests
 from gateway_clients import Api, GatewayProcess, RawClient, group, marks
 
-from shmbridge.consumers.gateway.proof import _Lingering
+from shmbridge.consumers.gateway.delivery import _Lingering
 
 # so that a batch does not fit into the buffers of a socket
 LONG = {"advantages": [[0.123456789 + at for at in range(20_000)]] * 4}

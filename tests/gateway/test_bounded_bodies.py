@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 from gateway_clients import GatewayProcess, RawClient, group
 
-from shmbridge.consumers.gateway.bodies import gunzip
+from shmbridge.consumers.gateway.decode import gunzip
 from shmbridge.consumers.gateway.posts import Booking, HeldBytes
 
 MIB = 1 << 20

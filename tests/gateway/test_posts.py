@@ -17,11 +17,11 @@ from gateway_clients import group
 
 import shmbridge
 from shmbridge.consumers.gateway import modes, posts
-from shmbridge.consumers.gateway.bodies import Posted, Refused
+from shmbridge.consumers.gateway.decode import Posted, Refused
 from shmbridge.consumers.gateway.modes import DefaultMode, Mode, StrictMode
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import Post, PostLedger, RemoteLane
-from shmbridge.segment import MOUNT
+from shmbridge.segments.segment import MOUNT
 
 
 class Rows(list[Any]):

@@ -17,7 +17,7 @@ import pytest
 from gateway_clients import GatewayProcess, RawClient
 
 import shmbridge
-from shmbridge.segment import gateway_directory
+from shmbridge.segments.segment import gateway_directory
 
 ROOT = Path(__file__).parents[2]
 SEEDED = ROOT / "tests" / "atropos" / "envs" / "seeded_env.py"

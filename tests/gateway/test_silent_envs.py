@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import shmbridge
-from shmbridge.consumers.gateway.bodies import Refused
-from shmbridge.consumers.gateway.envs import RemoteEnvs
+from shmbridge.consumers.gateway.decode import Refused
 from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.remote_envs import RemoteEnvs
 from shmbridge.consumers.gateway.state import StateFile
-from shmbridge.segment import lane_names
+from shmbridge.segments.segment import lane_names
 
 WISH = {"max_token_length": 64, "weight": 1.0, "group_size": 4, "min_batch_allocation": None}
 SILENT_S, LANES = 60.0, 4  # one of them shared

@@ -13,9 +13,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from shmbridge.consumers.dataset_parts.pinned_lanes import CudaDriver, PinnedLanes  # noqa: E402
 from shmbridge.consumers.device_batch import DeviceCopies  # noqa: E402
-from shmbridge.consumers.learner import attention, forward  # noqa: E402
-from shmbridge.consumers.pinned import CudaDriver, PinnedLanes  # noqa: E402
+from shmbridge.consumers.learner.model import attention, forward  # noqa: E402
 
 DEVICE = os.environ.get("SHMBRIDGE_TEST_DEVICE", "cuda")
 pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no CUDA device")

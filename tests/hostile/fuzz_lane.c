@@ -153,7 +153,7 @@ static void read_record(const lane_reader *reader, const lane_found *found, cons
         if (entry->validity_at) touch(extent + entry->validity_at * 64ull, entry->entries);
         if (entry->checks_at) touch(extent + entry->checks_at * 64ull, entry->entries * 8ull);
     }
-    /* A lane whose table has no such column is refused before its records are looked at: shmbridge/lanes.py. */
+    /* A lane whose table has no such column is refused before its records are looked at: shmbridge/hub/lanes.py. */
     must(has_tokens || reader->tokens == reader->shape.column_count, "a row of tokens for each row");
 }
 

@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmbridge
-from shmbridge import messages, segment
-from shmbridge.control import control_address
-from shmbridge.control_client import AsyncControlClient, ControlClient
+from shmbridge.control import messages
+from shmbridge.control.client import AsyncControlClient, ControlClient
+from shmbridge.control.server import control_address
+from shmbridge.segments import segment
 
 TIMEOUT_S = 0.3
 SLACK_S = 1.0

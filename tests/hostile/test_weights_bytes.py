@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmbridge
-from shmbridge import segment
+from shmbridge.segments import segment
 from shmbridge.weights import WeightsPart, WeightsReader, WeightsWriter
 
 TABLE_AT, LATEST_AT = 4096, 128

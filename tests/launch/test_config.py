@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shmbridge.consumers.learner import grpo_options
+from shmbridge.consumers.learner.config import grpo_options
 from shmbridge.errors import BadConfig
 from shmbridge.launch import config, services
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge.consumers.learner import grpo_options
+from shmbridge.consumers.learner.config import grpo_options
 
 pytestmark = pytest.mark.timeout(300)
 

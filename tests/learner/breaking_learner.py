@@ -9,7 +9,7 @@ import sys
 import torch
 
 from shmbridge.consumers import grpo
-from shmbridge.consumers.learner.grpo_update import Learner
+from shmbridge.consumers.learner.train.grpo_update import Learner
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import shmbridge
-from shmbridge.consumers.learner.row_checks import Watch
+from shmbridge.consumers.learner.data.row_checks import Watch
 
 VOCABULARY = 28
 BLOCK = 32768  # a W&B file is a log of blocks, as LevelDB's: each piece has crc, length and kind in front

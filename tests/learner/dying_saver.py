@@ -5,7 +5,7 @@ import os
 import signal
 import time
 
-from shmbridge.consumers.learner import checkpoint
+from shmbridge.consumers.learner.checkpoint import checkpoint
 
 
 def killed(step, model, tokenizer):

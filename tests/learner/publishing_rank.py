@@ -8,8 +8,8 @@ import sys
 import torch
 from torch import nn
 
-from shmbridge.consumers.learner.publishing import WeightsPublisher
-from shmbridge.consumers.learner.sharding import whole
+from shmbridge.consumers.learner.model.sharding import whole
+from shmbridge.consumers.learner.train.publishing import WeightsPublisher
 from shmbridge.consumers.learner.world import joined
 from shmbridge.weights import WeightsPart, WeightsReader, WeightsWriter
 

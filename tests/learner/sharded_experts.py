@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shmbridge.consumers.learner.sharding import parallel_of, whole
+from shmbridge.consumers.learner.model.sharding import parallel_of, whole
 from shmbridge.consumers.learner.world import World, joined
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from shmbridge.consumers.learner.grpo_update import Learner, Objective
-from shmbridge.consumers.learner.objective import SHARES
+from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
+from shmbridge.consumers.learner.train.objective import SHARES
 
 PARTS = (  # of unequal sizes, so that means of means would be wrong
     ([[3, 4, 5, 6], [3, 4, 7, 8]], [1.0, 0.0], [[0, 0, 1, 1], [0, 0, 1, 1]]),

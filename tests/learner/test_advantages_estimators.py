@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shmbridge.consumers.advantages import (
+from shmbridge.consumers.advantages.rows import (
     clip_to_range,
     group_advantages,
     group_normalised,
@@ -20,7 +20,7 @@ from shmbridge.consumers.advantages import (
     silence_rows,
     spread_to_tokens,
 )
-from shmbridge.consumers.whole_batch import batch_normalised
+from shmbridge.consumers.advantages.whole_batch import batch_normalised
 
 SCORE = st.floats(-8, 8, width=16) | st.sampled_from([0.0, 1.0])
 ROWS = st.lists(st.tuples(SCORE, st.integers(0, 4), st.booleans()), max_size=24)

@@ -30,10 +30,10 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from shmbridge.consumers.learner import attention
-from shmbridge.consumers.learner.forward import trained_logprobs
-from shmbridge.consumers.learner.microbatch import micro_batches
-from shmbridge.consumers.learner.training_rows import prepare
+from shmbridge.consumers.learner.data.microbatch import micro_batches
+from shmbridge.consumers.learner.data.training_rows import prepare
+from shmbridge.consumers.learner.model import attention
+from shmbridge.consumers.learner.model.forward import trained_logprobs
 
 CPU = torch.device("cpu")
 ROWS = [

@@ -12,10 +12,10 @@ import weakref
 import pytest
 
 import shmbridge
-from shmbridge.consumers.learner import batch_source, batch_wait
-from shmbridge.consumers.learner.batch_source import HubSource
-from shmbridge.consumers.learner.batch_wait import NoBatch, Patience, patience_of
-from shmbridge.consumers.learner.grpo_options import parser
+from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.data import batch_source, batch_wait
+from shmbridge.consumers.learner.data.batch_source import HubSource
+from shmbridge.consumers.learner.data.batch_wait import NoBatch, Patience, patience_of
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 
 

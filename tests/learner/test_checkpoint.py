@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shmbridge.consumers.learner import checkpoint
-from shmbridge.consumers.learner.checkpoint import Progress
-from shmbridge.consumers.learner.grpo_update import Learner, Objective
-from shmbridge.consumers.learner.optimizer import cast_parameters, new_optimizer
-from shmbridge.consumers.learner.rng_state import rng_state, set_rng_state
+from shmbridge.consumers.learner.checkpoint import checkpoint
+from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
+from shmbridge.consumers.learner.checkpoint.rng_state import rng_state, set_rng_state
+from shmbridge.consumers.learner.model.optimizer import cast_parameters, new_optimizer
+from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 
 ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]
 

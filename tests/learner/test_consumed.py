@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 import shmbridge
-from shmbridge import inventory
-from shmbridge.consumers import lane_records
-from shmbridge.consumers.learner import consumed
-from shmbridge.consumers.learner.checkpoint import Progress
-from shmbridge.consumers.learner.consumed import Consumed
-from shmbridge.consumers.learner.evaluation import TrainingScreen
+from shmbridge.consumers.dataset_parts import lane_records
+from shmbridge.consumers.learner.checkpoint import consumed
+from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
+from shmbridge.consumers.learner.checkpoint.consumed import Consumed
+from shmbridge.consumers.learner.train.evaluation import TrainingScreen
+from shmbridge.segments import inventory
 
 START = Progress(step=0, policy_version=-1)
 GROUP = {"tokens": [[1, 2, 3]], "scores": [1.0]}

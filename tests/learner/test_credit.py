@@ -12,12 +12,12 @@ import pyarrow as pa
 import pytest
 
 import shmbridge
-from shmbridge.consumers.advantages import group_advantages, group_normalised, leave_one_out
-from shmbridge.consumers.credit import Credit, NoAdvantages, credited
-from shmbridge.consumers.learner.grpo_update import Learner, Objective
-from shmbridge.consumers.learner.reference import Reference
-from shmbridge.consumers.learner.training_rows import prepare, trained_tokens
-from shmbridge.consumers.whole_batch import batch_normalised
+from shmbridge.consumers.advantages.credit import Credit, NoAdvantages, credited
+from shmbridge.consumers.advantages.rows import group_advantages, group_normalised, leave_one_out
+from shmbridge.consumers.advantages.whole_batch import batch_normalised
+from shmbridge.consumers.learner.data.training_rows import prepare, trained_tokens
+from shmbridge.consumers.learner.model.reference import Reference
+from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 
 FOUR = [[1, 2, 3], [4, 5], [6, 7, 8], [9, 10, 11, 12]]
 SCORES = [1.0, 0.0, 0.25, 2.0]

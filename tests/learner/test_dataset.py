@@ -451,8 +451,8 @@ def test_environments_that_wait_for_a_run_are_told_of_one(bridge):
     """The snippet of the docs names no run, and an Atropos environment puts nothing before it has heard of
     one.
     """
-    from shmbridge.control_client import ControlClient
-    from shmbridge.messages import Register, Registered
+    from shmbridge.control.client import ControlClient
+    from shmbridge.control.messages import Register, Registered
 
     with (
         BridgeDataset(bridge, groups=16, timeout_s=0.1) as data,

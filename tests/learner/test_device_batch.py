@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import shmbridge
+from shmbridge.consumers.dataset_parts.pinned_lanes import PinnedLanes
 from shmbridge.consumers.device_batch import DeviceCopies
-from shmbridge.consumers.learner.grpo_update import Learner, Objective
-from shmbridge.consumers.pinned import PinnedLanes
+from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 
 COLUMNS = ("tokens", "inference_logprobs", "advantages", "loss_mask", "token_rewards")
 GROUPS = [
@@ -329,8 +329,8 @@ def test_a_learner_killed_before_release_leaves_the_batch_to_its_successor(
 
 
 def test_the_learners_option_takes_tokens_straight_from_the_ring(producer, consumer):
-    from shmbridge.consumers.learner.batch_source import HubSource
-    from shmbridge.consumers.learner.grpo_options import parser
+    from shmbridge.consumers.learner.config.grpo_options import parser
+    from shmbridge.consumers.learner.data.batch_source import HubSource
     from shmbridge.consumers.learner.stopping import StopSignals
 
     for way, kind in (("direct", torch.Tensor), ("auto", np.ndarray), ("batch", np.ndarray)):

@@ -14,9 +14,9 @@ import pytest
 
 import shmbridge
 from shmbridge.consumers import grpo
-from shmbridge.consumers.learner.checkpoint import Progress
-from shmbridge.consumers.learner.consumed import Consumed
-from shmbridge.consumers.learner.evaluation import BadHook, EvalHook, TrainingScreen, load_hook
+from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
+from shmbridge.consumers.learner.checkpoint.consumed import Consumed
+from shmbridge.consumers.learner.train.evaluation import BadHook, EvalHook, TrainingScreen, load_hook
 
 START = Progress(step=0, policy_version=-1)
 

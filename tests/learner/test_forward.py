@@ -25,9 +25,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from shmbridge.consumers.learner import attention, forward
-from shmbridge.consumers.learner.microbatch import micro_batches
-from shmbridge.consumers.learner.training_rows import prepare
+from shmbridge.consumers.learner.data.microbatch import micro_batches
+from shmbridge.consumers.learner.data.training_rows import prepare
+from shmbridge.consumers.learner.model import attention, forward
 
 CPU = torch.device("cpu")
 ROWS = [[3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [1, 2, 3, 4, 5], [20, 21], [8, 8, 8, 9, 9, 1, 2, 3, 4, 5, 6]]
@@ -197,8 +197,9 @@ PEAK = """
 import resource, sys
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from shmbridge.consumers.learner import attention, forward
-from shmbridge.consumers.learner.microbatch import MicroBatch
+from shmbridge.consumers.learner.model import attention
+from shmbridge.consumers.learner.model import forward
+from shmbridge.consumers.learner.data.microbatch import MicroBatch
 
 chunk, tokens, length = int(sys.argv[1]), int(sys.argv[2]), 512
 torch.set_num_threads(1)

@@ -9,14 +9,14 @@ import signal
 import pytest
 
 from shmbridge.consumers import grpo
-from shmbridge.consumers.learner.batch_source import HubSource, who_is_missing
-from shmbridge.consumers.learner.checkpoint import load_progress
-from shmbridge.consumers.learner.grpo_options import parser
-from shmbridge.consumers.learner.metrics_log import MetricsLog
-from shmbridge.consumers.learner.publishing import first_version
-from shmbridge.consumers.learner.saving import Saver
-from shmbridge.consumers.learner.startup import new_learner, starting_point
+from shmbridge.consumers.learner.checkpoint.checkpoint import load_progress
+from shmbridge.consumers.learner.checkpoint.saving import Saver
+from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.data.batch_source import HubSource, who_is_missing
+from shmbridge.consumers.learner.report.log import MetricsLog
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
+from shmbridge.consumers.learner.train.publishing import first_version
+from shmbridge.consumers.learner.train.setup import new_learner, starting_point
 
 ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from shmbridge.consumers import grpo
-from shmbridge.consumers.credit import Credit
-from shmbridge.consumers.learner import checkpoint
-from shmbridge.consumers.learner.checkpoint import Progress
-from shmbridge.consumers.learner.forward import trained_logprobs
-from shmbridge.consumers.learner.grpo_options import parser
-from shmbridge.consumers.learner.grpo_update import Learner, NoReference, Objective
-from shmbridge.consumers.learner.microbatch import micro_batches
-from shmbridge.consumers.learner.reference import Reference
-from shmbridge.consumers.learner.sharding import Parallel
-from shmbridge.consumers.learner.startup import load_learner
-from shmbridge.consumers.learner.training_rows import prepare
+from shmbridge.consumers.advantages.credit import Credit
+from shmbridge.consumers.learner.checkpoint import checkpoint
+from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
+from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.data.microbatch import micro_batches
+from shmbridge.consumers.learner.data.training_rows import prepare
+from shmbridge.consumers.learner.model.forward import trained_logprobs
+from shmbridge.consumers.learner.model.reference import Reference
+from shmbridge.consumers.learner.model.sharding import Parallel
+from shmbridge.consumers.learner.train.grpo_update import Learner, NoReference, Objective
+from shmbridge.consumers.learner.train.setup import load_learner
 from shmbridge.consumers.learner.world import ALONE
 
 ROWS = [

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from shmbridge.consumers.credit import Credit
-from shmbridge.consumers.learner.forward import trained_logprobs as logprobs_of
-from shmbridge.consumers.learner.grpo_update import Learner, NothingToLearn, Objective, UnknownTokens
-from shmbridge.consumers.learner.microbatch import micro_batches, plan
-from shmbridge.consumers.learner.schedule import learning_rate_at
-from shmbridge.consumers.learner.training_rows import prepare
+from shmbridge.consumers.advantages.credit import Credit
+from shmbridge.consumers.learner.data.microbatch import micro_batches, plan
+from shmbridge.consumers.learner.data.training_rows import prepare
+from shmbridge.consumers.learner.model.forward import trained_logprobs as logprobs_of
+from shmbridge.consumers.learner.model.schedule import learning_rate_at
+from shmbridge.consumers.learner.train.grpo_update import Learner, NothingToLearn, Objective, UnknownTokens
 
 CPU = torch.device("cpu")
 ROWS = [[3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [1, 2, 3, 4, 5], [20, 21], [8, 8, 8, 9, 9, 1, 2, 3, 4, 5, 6]]

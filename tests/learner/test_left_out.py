@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.consumers.credit import Credit
-from shmbridge.consumers.learner.grpo_update import Learner, UnknownTokens
-from shmbridge.consumers.learner.left_out import (
+from shmbridge.consumers.advantages.credit import Credit
+from shmbridge.consumers.learner.data.left_out import (
     SaidOnce,
     UnreadImages,
     refuse_images,
     rows_with_unknown_tokens,
 )
-from shmbridge.consumers.learner.objective import Objective
-from shmbridge.consumers.learner.token_staleness import token_staleness
-from shmbridge.consumers.learner.training_rows import prepare
+from shmbridge.consumers.learner.data.token_staleness import token_staleness
+from shmbridge.consumers.learner.data.training_rows import prepare
+from shmbridge.consumers.learner.train.grpo_update import Learner, UnknownTokens
+from shmbridge.consumers.learner.train.objective import Objective
 
 
 @pytest.fixture

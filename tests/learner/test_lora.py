@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("peft")
 
-from shmbridge.consumers.learner import checkpoint
-from shmbridge.consumers.learner.checkpoint import Progress
-from shmbridge.consumers.learner.grpo_update import Learner, Objective
-from shmbridge.consumers.learner.lora import (
+from shmbridge.consumers.learner.checkpoint import checkpoint
+from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
+from shmbridge.consumers.learner.model.lora import (
     BadAdapter,
     Lora,
     add_adapters,
@@ -25,7 +24,8 @@ from shmbridge.consumers.learner.lora import (
     prepare_adapters,
     published_parameters,
 )
-from shmbridge.consumers.learner.optimizer import new_optimizer
+from shmbridge.consumers.learner.model.optimizer import new_optimizer
+from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 
 ROWS = [[3, 4, 5, 6], [3, 4, 7, 8], [9, 1, 2], [9, 1, 3]]
 PROMPT = torch.tensor([[3, 4, 9, 1]])

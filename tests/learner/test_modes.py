@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
-from shmbridge.consumers.learner import forward
-from shmbridge.consumers.learner.checkpoint import Progress
-from shmbridge.consumers.learner.consumed import Consumed
-from shmbridge.consumers.learner.grpo_options import parser
-from shmbridge.consumers.learner.grpo_update import Learner, Objective
-from shmbridge.consumers.learner.microbatch import micro_batches
-from shmbridge.consumers.learner.startup import load_model
-from shmbridge.consumers.learner.training_rows import prepare
-from shmbridge.consumers.learner.training_step import Around
+from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
+from shmbridge.consumers.learner.checkpoint.consumed import Consumed
+from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.data.microbatch import micro_batches
+from shmbridge.consumers.learner.data.training_rows import prepare
+from shmbridge.consumers.learner.model import forward
+from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
+from shmbridge.consumers.learner.train.setup import load_model
+from shmbridge.consumers.learner.train.training_step import Around
 
 CPU = torch.device("cpu")
 ROWS = [[3, 4, 5, 6, 7], [3, 4, 7], [9, 1, 2, 2], [9, 1, 3]]
@@ -72,7 +72,7 @@ def test_gradient_checkpointing_brings_no_dropout(packed_batch, tmp_path, family
 
 def adapted(tiny_model, *targets):
     pytest.importorskip("peft")
-    from shmbridge.consumers.learner.lora import Lora, add_adapters
+    from shmbridge.consumers.learner.model.lora import Lora, add_adapters
 
     model = tiny_model(1)
     add_adapters(model, Lora(rank=4, alpha=8.0, dropout=0.5, targets=targets), "unused")
@@ -96,7 +96,7 @@ def test_the_evaluation_hook_sees_the_policy_without_dropout_and_training_has_it
         model.train()
         return {"x": 1.0}
 
-    monkeypatch.setattr("shmbridge.consumers.learner.training_step.load_hook", lambda name: hook)
+    monkeypatch.setattr("shmbridge.consumers.learner.train.training_step.load_hook", lambda name: hook)
     saver = SimpleNamespace(consumed=Consumed(Progress(step=0, policy_version=-1)))
     around = Around(options(tmp_path, "--eval-hook", "my:hook", "--eval-every", "1"), saver)
     assert (

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shmbridge.consumers import losses
-from shmbridge.consumers.credit import Credit
-from shmbridge.consumers.learner.grpo_options import parser
-from shmbridge.consumers.learner.objective import SHARES, BadObjective, Counts, Objective, micro_loss
-from shmbridge.consumers.learner.training_rows import TrainingRows
+from shmbridge.consumers.advantages.credit import Credit
+from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.data.training_rows import TrainingRows
+from shmbridge.consumers.learner.train.objective import SHARES, BadObjective, Counts, Objective, micro_loss
 
 LENGTHS = (5, 1, 3, 8, 2, 4)
 EVERY_LOSS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shmbridge.consumers.learner.optimizer import MasterAdamW, new_optimizer
+from shmbridge.consumers.learner.model.optimizer import MasterAdamW, new_optimizer
 
 
 def step(optimizer, parameter, rate):

@@ -25,10 +25,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shmbridge
-from shmbridge.consumers.policy.generation import PolicyModel, Row
-from shmbridge.consumers.policy.policy_api import PolicyApi
-from shmbridge.consumers.policy.policy_engine import PolicyEngine
 from shmbridge.consumers.policy_server import PolicyServer
+from shmbridge.consumers.policy_server_parts.api import PolicyApi
+from shmbridge.consumers.policy_server_parts.engine import PolicyEngine
+from shmbridge.consumers.policy_server_parts.generation import PolicyModel, Row
 from shmbridge.weights import WeightsWriter
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmbridge.consumers.learner.publishing import WeightsPublisher, first_version, weights_segment
+from shmbridge.consumers.learner.train.publishing import WeightsPublisher, first_version, weights_segment
 from shmbridge.consumers.learner.world import ALONE
 from shmbridge.weights import WeightsReader, WeightsWriter
 
@@ -60,7 +60,7 @@ def test_two_ranks_write_what_would_have_been_gathered(bridge, how, dtype):
 
 def test_of_a_model_with_adapters_only_the_merged_tensors_are_written_again(bridge, tiny_model):
     pytest.importorskip("peft")
-    from shmbridge.consumers.learner.lora import Lora, add_adapters
+    from shmbridge.consumers.learner.model.lora import Lora, add_adapters
 
     model = tiny_model(1)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

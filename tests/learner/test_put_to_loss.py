@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 
 import shmbridge
 from shmbridge.batch import Batch
-from shmbridge.consumers import credit
-from shmbridge.consumers.advantages import group_normalised
-from shmbridge.consumers.learner import microbatch, training_rows
-from shmbridge.consumers.learner.microbatch import micro_batches
-from shmbridge.consumers.learner.training_rows import NO_LOGPROB, prepare
+from shmbridge.consumers.advantages import credit
+from shmbridge.consumers.advantages.rows import group_normalised
+from shmbridge.consumers.learner.data import microbatch, training_rows
+from shmbridge.consumers.learner.data.microbatch import micro_batches
+from shmbridge.consumers.learner.data.training_rows import NO_LOGPROB, prepare
 from shmbridge.errors import InvalidRecord
 
 GROUPS = 4  # of a batch

@@ -25,8 +25,8 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import shmbridge
-from shmbridge.consumers.learner.batch_wait import NoBatch
-from shmbridge.consumers.learner.rank_source import Word, leave_together
+from shmbridge.consumers.learner.data.batch_wait import NoBatch
+from shmbridge.consumers.learner.data.rank_source import Word, leave_together
 from shmbridge.consumers.learner.stopping import Stopped
 from shmbridge.consumers.learner.world import PeerFailed
 from shmbridge.weights import WeightsReader

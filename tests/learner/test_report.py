@@ -7,8 +7,8 @@ import json
 import pytest
 
 from shmbridge.cli import main
-from shmbridge.consumers.learner import report_plot
-from shmbridge.consumers.learner.run_report import NoRun, read_run, summary
+from shmbridge.consumers.learner.report import plot
+from shmbridge.consumers.learner.report.run_report import NoRun, read_run, summary
 
 SVG_BYTES = 300_000
 
@@ -103,9 +103,9 @@ def test_an_older_run_without_a_split_of_its_time_is_shown_too(make_run, capsys)
 
 def test_without_matplotlib_the_words_come_and_the_error_says_what_to_do(make_run, capsys, monkeypatch):
     def missing(runs, file):
-        raise report_plot.MatplotlibMissing("a plot needs the matplotlib package")
+        raise plot.MatplotlibMissing("a plot needs the matplotlib package")
 
-    monkeypatch.setattr(report_plot, "plot", missing)
+    monkeypatch.setattr(plot, "plot", missing)
     assert main(["report", str(make_run("one", [line(1)]))]) == 1
     out, err = capsys.readouterr()
     assert "one: 1 steps" in out
@@ -114,8 +114,8 @@ def test_without_matplotlib_the_words_come_and_the_error_says_what_to_do(make_ru
 
 def test_matplotlib_that_is_not_there(make_run, monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(report_plot.MatplotlibMissing, match="--format none"):
-        report_plot.plot([read_run(make_run("one", [line(1)]))], tmp_path / "x.svg")
+    with pytest.raises(plot.MatplotlibMissing, match="--format none"):
+        plot.plot([read_run(make_run("one", [line(1)]))], tmp_path / "x.svg")
 
 
 def test_no_run_in_the_folder(make_run, tmp_path, capsys):

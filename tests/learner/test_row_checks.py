@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.consumers.credit import Credit
-from shmbridge.consumers.learner import grpo_update, training_rows
-from shmbridge.consumers.learner.grpo_update import Learner, Objective
-from shmbridge.consumers.learner.row_checks import DIFFERENCE
-from shmbridge.consumers.learner.run_report import as_text, read_run, summary
+from shmbridge.consumers.advantages.credit import Credit
+from shmbridge.consumers.learner.data import training_rows
+from shmbridge.consumers.learner.data.row_checks import DIFFERENCE
+from shmbridge.consumers.learner.report.run_report import as_text, read_run, summary
+from shmbridge.consumers.learner.train import grpo_update
+from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
 
 SEED = 1414
 GROUPS, ROWS = 3, 4

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shmbridge.consumers.learner.grpo_options import parser
-from shmbridge.consumers.learner.staleness_options import BadLimit, consumer_arguments
+from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.config.staleness_options import BadLimit, consumer_arguments
 
 
 def told(*flags: str) -> dict:

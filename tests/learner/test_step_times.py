@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from shmbridge.consumers.learner import step_times
-from shmbridge.consumers.learner.step_times import StepCost, StepTimes
+from shmbridge.consumers.learner.report import step_times
+from shmbridge.consumers.learner.report.step_times import StepCost, StepTimes
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.consumers.credit import Credit
-from shmbridge.consumers.learner.grpo_options import parser
-from shmbridge.consumers.learner.objective import Objective
-from shmbridge.consumers.learner.training_rows import prepare
+from shmbridge.consumers.advantages.credit import Credit
+from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.data.training_rows import prepare
+from shmbridge.consumers.learner.train.objective import Objective
 from shmbridge.schema import FINISH_REASONS
 
 ROWS = [[1, 2, 3]] * 5

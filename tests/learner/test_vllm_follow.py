@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shmbridge.consumers.learner.publishing import first_version
+from shmbridge.consumers.learner.train.publishing import first_version
 from shmbridge.consumers.vllm.follow import Follower
 from shmbridge.consumers.vllm.follow_settings import follow_settings
 from shmbridge.errors import BadBridgeName, BadConfig, NotReady, WeightsMismatch

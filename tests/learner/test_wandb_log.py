@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from shmbridge.consumers import grpo
-from shmbridge.consumers.learner.grpo_options import parser
-from shmbridge.consumers.learner.metrics_log import MetricsLog
-from shmbridge.consumers.learner.wandb_log import ID_FILE, WandbMissing, WandbRun
+from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.report.log import MetricsLog
+from shmbridge.consumers.learner.report.wandb_log import ID_FILE, WandbMissing, WandbRun
 
 METRICS = {
     "step": 3,

@@ -524,7 +524,7 @@ def test_a_server_that_refused_a_version_for_good_is_not_waited_for(bridge, serv
 def test_a_follower_that_is_slow_to_say_so_is_not_taken_for_one_to_push_to(
     bridge, serving, vllm, model, monkeypatch
 ):
-    looking = "shmbridge.consumers.engines.at_url._TIMEOUT_S"
+    looking = "shmbridge.consumers.engines.autodetect._TIMEOUT_S"
     monkeypatch.setattr(looking, 0.2)
     given_up = threading.Event()
 

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 import shmbridge
-import shmbridge.control
-from shmbridge import Consumer, Producer, clean, limits, list_bridges
+import shmbridge.control.server
+from shmbridge import Consumer, Producer, clean, list_bridges
+from shmbridge.segments import os_limits as limits
 from shmbridge.weights import WeightsWriter
 
 MOUNT = "/dev/shm"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge import participation, segment
+from shmbridge.segments import membership, segment
 from shmbridge.weights import WeightsWriter
 
 NOBODY = 65534
@@ -23,9 +23,15 @@ def as_nobody(not_root, tmp_path):
     or its result as text.
     """
     # what is imported lazily must be there before: the interpreter may lie where nobody may read
-    import shmbridge.control
+    import shmbridge.control.server
 
-    _ = shmbridge.control, shmbridge.clean, shmbridge.list_bridges, shmbridge.Consumer, shmbridge.Producer
+    _ = (
+        shmbridge.control.server,
+        shmbridge.clean,
+        shmbridge.list_bridges,
+        shmbridge.Consumer,
+        shmbridge.Producer,
+    )
 
     def run(action) -> str:
         read, write = os.pipe()
@@ -94,7 +100,7 @@ def test_root_does_not_lock_a_user_out_of_his_bridge(bridge, as_nobody) -> None:
     """
 
     def open_and_leave() -> None:
-        control = participation.open_control(bridge)
+        control = membership.open_control(bridge)
         control.mapping.fd  # noqa: B018
         os._exit(0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge import segment
+from shmbridge.segments import segment
 
 ELSEWHERE = ("unshare", "-p", "-f", "--kill-child", "--mount-proc")
 

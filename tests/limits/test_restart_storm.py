@@ -3,7 +3,7 @@ consumer the mount fills.
 """
 
 import shmbridge
-from shmbridge import segment
+from shmbridge.segments import segment
 
 COUNT, LANES = 200, 8
 

@@ -285,7 +285,9 @@ def test_the_mount(bridge) -> None:
     """What all lanes of a bridge take, to the page."""
     lane = parse_size("1M")
     made = [shmbridge.Producer(bridge, lane_bytes=lane) for _ in range(3)]
-    found = [path.stat().st_blocks * 512 for path in shmbridge.segment.MOUNT.glob(f"shmbridge.{bridge}.*")]
+    found = [
+        path.stat().st_blocks * 512 for path in shmbridge.segments.segment.MOUNT.glob(f"shmbridge.{bridge}.*")
+    ]
     assert sum(found) == sizing.mount_bytes_for(lane, 3)
     for producer in made:
         producer.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge import segment
+from shmbridge.segments import segment
 
 
 def test_a_lock_on_the_mount_delays_nobody(make_producer: Callable[..., shmbridge.Producer]):

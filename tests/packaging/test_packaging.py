@@ -7,6 +7,7 @@ import subprocess
 import tarfile
 import zipfile
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,12 @@ def test_the_wheel_has_every_module(tree, in_wheel):
         assert f"{stem}.pyi" in in_wheel, "types travel with the extension"
     assert "shmbridge/py.typed" in in_wheel
     assert not [name for name in in_wheel if name.endswith((".pyx", ".c"))]
+
+
+def test_the_wheel_has_every_public_path(fresh_python):
+    tried = Path(__file__).parents[1] / "sources" / "public_paths.py"
+    done = subprocess.run([fresh_python, tried], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_wheel_has_no_suite_and_no_result(tree, in_wheel):

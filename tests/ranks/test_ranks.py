@@ -12,7 +12,7 @@ import pytest
 import shmbridge
 from shmbridge import errors
 from shmbridge.batch import Batch
-from shmbridge.control_client import RequestRefused
+from shmbridge.control.client import RequestRefused
 
 LEAVES = """
 import sys, shmbridge
@@ -506,7 +506,7 @@ def test_a_rank_that_came_back_reads_what_the_other_leaves(
 
     Batches that nobody has read are not released.
     """
-    monkeypatch.setattr("shmbridge.ranks._LOOK_EVERY_S", 0.0)  # each question finds who is dead
+    monkeypatch.setattr("shmbridge.ranks.server._LOOK_EVERY_S", 0.0)  # each question finds who is dead
     consumer, producer = make_consumer(), make_producer()
     put_groups(producer, range(10))
     consumer.serve_ranks(2, groups=2, mode="broadcast", prefetch=2, dead_rank="spread")
@@ -536,11 +536,11 @@ def test_a_rank_that_dies_before_the_hub_looked_leaves_its_share_to_the_living(
     put_groups(producer, range(2))
     consumer.serve_ranks(2, groups=2, dead_rank="spread", prefetch=0)
     found = [record.sequence for record in first.next_share(10).records]  # the hub looks: rank 0 lives
-    monkeypatch.setattr("shmbridge.ranks._LOOK_EVERY_S", 1e9)
+    monkeypatch.setattr("shmbridge.ranks.server._LOOK_EVERY_S", 1e9)
     second = shmbridge.Rank(bridge, 1, 2)
     assert len(second.next_share(10).groups) == 1
     second.close()
-    monkeypatch.setattr("shmbridge.ranks._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("shmbridge.ranks.server._LOOK_EVERY_S", 0.0)
     with first.next_share(10) as share:  # its own, which it had let go
         assert [record.sequence for record in share.records] == found
     with first.next_share(10) as share:
@@ -610,7 +610,7 @@ def test_a_share_that_no_message_could_name_is_refused(
     make_rank, make_consumer, make_producer, monkeypatch, put_groups
 ):
     consumer, producer = make_consumer(), make_producer()
-    monkeypatch.setattr("shmbridge.ranks._MOST_RECORDS", 3)
+    monkeypatch.setattr("shmbridge.ranks.server._MOST_RECORDS", 3)
     put_groups(producer, range(4))
     consumer.serve_ranks(1, groups=4)
     with pytest.raises(RequestRefused, match="4 records, and a manifest names 3"):

@@ -17,15 +17,15 @@ LONG = {
     "consumers/dataset.py": "rows, batches and position of one data set",
     "consumers/gateway/posts.py": "a post from its body to its answer",
     "shmbridge/_ext/ring.pyx": "claims, leases and the readers that end them know the same C structs",
-    "shmbridge/atropos_policy.py": "upstream's queue, as it is",
-    "shmbridge/batching.py": "one lock and one closing state; what forms batches, and what ends that",
+    "shmbridge/atropos/queue.py": "upstream's queue, as it is",
+    "shmbridge/batching/former.py": "one lock and one closing state; what forms batches, and what ends that",
     "shmbridge/consumer.py": "which of its calls releases what is told in one place",
-    "shmbridge/intake.py": "every form of a column in one place",
-    "shmbridge/lanes.py": "adopting, burying and counting share one table of lanes and its locks",
+    "shmbridge/put/convert.py": "every form of a column in one place",
+    "shmbridge/hub/lanes.py": "adopting, burying and counting share one table of lanes and its locks",
     "shmbridge/producer.py": "put, put_async and claim are three doors to one claim-commit sequence",
     "shmbridge/rank.py": "one rank's requests, batches and answers share its state",
-    "shmbridge/segment.py": "the life of a name is one order of steps",
-    "shmbridge/weights_writer.py": "a filling and what ends it share the slot's states",
+    "shmbridge/segments/segment.py": "the life of a name is one order of steps",
+    "shmbridge/weights/writer.py": "a filling and what ends it share the slot's states",
 }
 EXT = ROOT / "shmbridge" / "_ext"
 MODEL = (ROOT / "docs" / "memory-model.md").read_text()

@@ -41,7 +41,7 @@ from fuzz.word_referee import WordReferee
 _IMPORTED_BEFORE_FORK = (
     "shmbridge.producer",
     "shmbridge.consumer",
-    "shmbridge.control",
+    "shmbridge.control.server",
     "shmbridge.batch",
     "concurrent.futures.thread",
 )

@@ -33,8 +33,8 @@ from fuzz.word_referee import WordReferee
 _IMPORTED_BEFORE_FORK = (
     "shmbridge.producer",
     "shmbridge.rank",
-    "shmbridge.ranks",
-    "shmbridge.control_client",
+    "shmbridge.ranks.server",
+    "shmbridge.control.client",
     "shmbridge.batch",
 )
 _ROUND_S = 5.0

@@ -25,7 +25,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one thread, or it could no
 import numpy as np
 
 import shmbridge
-from shmbridge import segment
+from shmbridge.segments import segment
 from shmbridge.weights import WeightsLease, WeightsPart, WeightsReader, WeightsWriter
 
 SHAPES = {"large": (300, 1000), "wide": (4, 50_000), "vector": (999,), "small": (2, 3), "scalar": ()}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shmbridge.control import ControlClient, ControlServer
-from shmbridge.messages import Register
+from shmbridge.control.messages import Register
+from shmbridge.control.server import ControlClient, ControlServer
 from shmbridge.testing.fake_hub import FakeHub
 
 sys.path.insert(0, str(Path(__file__).parent))  # for interrupts

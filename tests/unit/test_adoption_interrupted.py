@@ -5,7 +5,7 @@ import time
 import pytest
 
 from shmbridge._ext.turns import Turns
-from shmbridge.deathwatch import DeathWatch
+from shmbridge.segments.death_watch import DeathWatch
 
 
 class Stop(Exception):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shmbridge
-from shmbridge import segment
+from shmbridge.segments import segment
 
 NAN, INF = float("nan"), float("inf")
 MASKED = [np.array([0.0, 1.0]), np.ma.array([2.0], mask=[1])]
@@ -575,7 +575,7 @@ def test_a_consumer_that_could_not_start_leaves_the_bridge_free(
         raise OSError("no socket today")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shmbridge.control.ControlServer", broken)
+        patch.setattr("shmbridge.control.server.ControlServer", broken)
         with pytest.raises(OSError, match="no socket"):
             shmbridge.Consumer(bridge)
     make_consumer()

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 from shmbridge.batch import Batch
-from shmbridge.groups import Group
-from shmbridge.record import Ragged, RaggedLists, Record
+from shmbridge.record.groups import Group
+from shmbridge.record.record import Ragged, RaggedLists, Record
 from shmbridge.schema import Kind
 
 ROWS = [

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmbridge.capacity import PROMISE_NS, Chosen, Limit, Promises, limit_of
-from shmbridge.groups import Group
-from shmbridge.oldest_policy import OldestScheduler
-from shmbridge.want import Want
+from shmbridge.admission.limit import PROMISE_NS, Chosen, Limit, Promises, limit_of
+from shmbridge.batching.batch_size import Want
+from shmbridge.batching.oldest import OldestScheduler
+from shmbridge.record.groups import Group
 
 
 @dataclass

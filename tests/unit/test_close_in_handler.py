@@ -15,9 +15,9 @@ import pytest
 
 import shmbridge
 from shmbridge import errors
-from shmbridge.in_thread import Joined
-from shmbridge.placement import MemoryUse
-from shmbridge.ranks import RankServer
+from shmbridge.ranks.server import RankServer
+from shmbridge.segments.in_thread import Joined
+from shmbridge.segments.placement import MemoryUse
 
 # Who holds it never waits for what close() waits for, or close() never asks for it.
 ELSEWHERE = {

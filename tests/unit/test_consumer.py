@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge import limits, segment
 from shmbridge._ext import header
-from shmbridge.lanes import LaneSet
+from shmbridge.hub.lanes import LaneSet
+from shmbridge.segments import os_limits, segment
 
 GROUP = {"tokens": [[1, 2]]}
 
@@ -276,11 +276,11 @@ def test_seventy_environments_are_all_taken_from_by_default(bridge, make_consume
 
 def test_as_many_lanes_as_descriptors_allow(monkeypatch) -> None:
     def limited_to(count: int) -> int:
-        monkeypatch.setattr(limits, "raise_descriptors", lambda: None)
-        monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (count, count))
-        return limits.lanes_at_most()
+        monkeypatch.setattr(os_limits, "raise_descriptors", lambda: None)
+        monkeypatch.setattr(os_limits.resource, "getrlimit", lambda _: (count, count))
+        return os_limits.lanes_at_most()
 
-    assert limited_to(1 << 20) == limited_to(limits.resource.RLIM_INFINITY) == 1024
+    assert limited_to(1 << 20) == limited_to(os_limits.resource.RLIM_INFINITY) == 1024
     assert 300 < limited_to(1024) < 448
     assert limited_to(64) == 1
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 import shmbridge
-from shmbridge import in_thread
+from shmbridge.segments import in_thread
 
 
 def numbers(records) -> list[int]:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from shmbridge import messages
 from shmbridge.config import Run
-from shmbridge.control import ControlClient, ControlServer, RequestRefused, control_address
+from shmbridge.control import messages
+from shmbridge.control.messages import Register, StatusRequest
+from shmbridge.control.server import ControlClient, ControlServer, RequestRefused, control_address
 from shmbridge.errors import ShmPermission
-from shmbridge.messages import Register, StatusRequest
-from shmbridge.segment import socket_directory
+from shmbridge.segments.segment import socket_directory
 from shmbridge.testing.fake_hub import FakeHub
 
 RUN = FakeHub().run

@@ -12,12 +12,13 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from shmbridge import control, messages
-from shmbridge.control import AsyncControlClient, ControlClient, ControlServer
-from shmbridge.environments import ENV_IDS_PER_HUB
+from shmbridge.control import messages
+from shmbridge.control import server as control
+from shmbridge.control.environments import ENV_IDS_PER_HUB
+from shmbridge.control.messages import Register, StatusRequest
+from shmbridge.control.server import AsyncControlClient, ControlClient, ControlServer
 from shmbridge.errors import Closed, NoConsumer
-from shmbridge.messages import Register, StatusRequest
-from shmbridge.segment import socket_directory
+from shmbridge.segments.segment import socket_directory
 from shmbridge.testing.fake_hub import FakeHub
 
 RUN = FakeHub().run
@@ -95,7 +96,7 @@ def test_a_hub_without_a_run_holds_an_environment_it_does_not_know(
 
 HUB_PROCESS = """
 import time
-from shmbridge.control import ControlServer
+from shmbridge.control.server import ControlServer
 from shmbridge.testing.fake_hub import FakeHub
 server = ControlServer({bridge!r}, FakeHub(hub_epoch={epoch}))
 print("up", flush=True)
@@ -162,9 +163,9 @@ def test_a_forked_child_may_not_use_the_client_nor_close_the_server(
 
 FORGETFUL = """
 import asyncio, gc
-from shmbridge.control import AsyncControlClient, ControlClient
+from shmbridge.control.server import AsyncControlClient, ControlClient
 from shmbridge.errors import NoConsumer
-from shmbridge.messages import Pause
+from shmbridge.control.messages import Pause
 
 async def forget(keep):
     client = AsyncControlClient("nobody", role="test", name="t")

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import shmbridge
-from shmbridge import engine_folders, limits, liveness, participation, placement, segment
 from shmbridge._ext.mapping import Descriptor
+from shmbridge.segments import engine_folders, locks, membership, os_limits, placement, segment
 
-WATCHED = {each.__file__ for each in (engine_folders, limits, liveness, participation, placement, segment)}
+WATCHED = {each.__file__ for each in (engine_folders, os_limits, locks, membership, placement, segment)}
 
 
 class Stop(Exception):
@@ -84,13 +84,13 @@ def test_interrupted_anywhere_nothing_is_closed_twice(what, bridge) -> None:
         if what == "open":
             segment.open_mapping(name)
         del mapping
-        participation.remove_lane(name)
+        membership.remove_lane(name)
 
     calls: dict[str, Callable[[], object]] = {
         "create": lambda: segment.create_lane(bridge, 1 << 16),
         "open": open_and_forget,
         "remove": open_and_forget,
-        "enter": lambda: participation.open_control(bridge),
+        "enter": lambda: membership.open_control(bridge),
         "engine folder": lambda: engine_folders.EngineFolder(bridge).remove(),
     }
     number = 0
@@ -99,7 +99,7 @@ def test_interrupted_anywhere_nothing_is_closed_twice(what, bridge) -> None:
             os.close(each)  # OSError: somebody has
         number += 1
     assert number > 100
-    participation.sweep(bridge, with_records=True)
+    membership.sweep(bridge, with_records=True)
 
 
 def test_a_bell_that_is_dropped_gives_its_number_to_nobody_while_its_thread_writes(
@@ -135,7 +135,7 @@ def test_with_many_descriptors_open_the_living_consumer_is_named(bridge, consume
 
 @pytest.mark.parametrize("pid", [1 << 40, (1 << 22) + 1])
 def test_a_holder_that_cannot_be_has_ended(pid) -> None:
-    assert liveness._has_ended(pid)
+    assert locks._has_ended(pid)
 
 
 def test_an_error_as_the_bridge_is_entered_holds_no_lock(bridge, monkeypatch) -> None:
@@ -144,7 +144,7 @@ def test_an_error_as_the_bridge_is_entered_holds_no_lock(bridge, monkeypatch) ->
             monkeypatch.undo()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(participation.header, "fault", interrupt)
+    monkeypatch.setattr(membership.header, "fault", interrupt)
     with pytest.raises(KeyboardInterrupt) as kept:
         shmbridge.Producer(bridge)
     shmbridge.Producer(bridge).close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge import segment
+from shmbridge.segments import segment
 
 LOSSY = {"tokens": [[5, 6]], "masks": [[-100, 7]], "scores": [1.0]}
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 import shmbridge
-from shmbridge import environments
-from shmbridge.environments import Environments
-from shmbridge.lanes import LaneSet
-from shmbridge.messages import Register
-from shmbridge.steering import Queued
+from shmbridge.atropos.env_status import Queued
+from shmbridge.control import environments
+from shmbridge.control.environments import Environments
+from shmbridge.control.messages import Register
+from shmbridge.hub.lanes import LaneSet
 from shmbridge.testing.fake_hub import FakeHub
 
 

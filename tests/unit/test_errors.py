@@ -57,13 +57,13 @@ BUILTIN = {
 
 def test_the_documents_table_has_every_class() -> None:
     import shmbridge.consumers.engines.engine
-    import shmbridge.control_client
-    import shmbridge.messages
+    import shmbridge.control.client
+    import shmbridge.control.messages
     import shmbridge.producers.atropos.lane
 
     elsewhere = [
-        shmbridge.messages.BadMessage,
-        shmbridge.control_client.RequestRefused,
+        shmbridge.control.messages.BadMessage,
+        shmbridge.control.client.RequestRefused,
         shmbridge.producers.atropos.lane.GroupsRefused,
         shmbridge.consumers.engines.engine.EngineFailed,
     ]

@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from shmbridge import participation, segment
 from shmbridge._ext import header, ring
+from shmbridge.segments import membership, segment
 
 LINES = 32
 FIELDS = {
@@ -29,7 +29,7 @@ FIELDS = {
 
 class Lane:
     def __init__(self, bridge: str, lines: int = LINES) -> None:
-        self.control = participation.open_control(bridge)
+        self.control = membership.open_control(bridge)
         size = header.lane_geometry(lines * 64, 32)[-1]
         _, self.mapping = segment.create_lane(bridge, size)
         header.format_lane(self.mapping, lines * 64, 32, b"", 0, os.getpid(), 0, b"", b"")

@@ -15,18 +15,18 @@ import pytest
 from interrupts import Stop, raising_at
 
 import shmbridge
-from shmbridge.control_client import ControlClient
-from shmbridge.messages import Register
+from shmbridge.control.client import ControlClient
+from shmbridge.control.messages import Register
 
 SIZE = 4
 PUT = 3 * SIZE
 POLICY_MODULES = (
-    "fair_policy",
-    "round_robin",
-    "oldest_policy",
-    "atropos_scheduler",
-    "atropos_policy",
-    "atropos_buffer",
+    "batching.fair",
+    "batching.deficit_round_robin",
+    "batching.oldest",
+    "batching.atropos",
+    "atropos.queue",
+    "atropos.size_buffer",
 )
 MODULES = [f"shmbridge.{name}" for name in ("batching", "groups", *POLICY_MODULES)]
 POLICIES = ("fair", "shares", "oldest", "atropos", "allocations")

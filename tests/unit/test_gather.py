@@ -14,7 +14,7 @@ from shmbridge._ext.blocks import Pool
 from shmbridge._ext.gather import Gather, TooManyTokens, positions
 from shmbridge._ext.header import LaneCorrupt
 from shmbridge.batch import Batch
-from shmbridge.groups import Group
+from shmbridge.record.groups import Group
 from shmbridge.schema import Kind
 
 INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pytest
 
 import shmbridge
-from shmbridge import liveness, segment
 from shmbridge._ext import header
-from shmbridge.deathwatch import DeathWatch
-from shmbridge.lanes import LaneSet
+from shmbridge.hub.lanes import LaneSet
 from shmbridge.schema import Columns, standard_columns
+from shmbridge.segments import locks, segment
+from shmbridge.segments.death_watch import DeathWatch
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 PID_AT, HUB_EPOCH_AT, TABLE_AT, DEFINITION = 12, 0x110, 4096, 64
@@ -69,7 +69,7 @@ def test_a_batch_that_fails_for_no_group_of_its_own_loses_none(make_producer, co
     producer.put({"tokens": [[2]]})
     with monkeypatch.context() as patch:
         patch.setattr(
-            "shmbridge.batching.Batch", lambda *_: (_ for _ in ()).throw(MemoryError("no room today"))
+            "shmbridge.batching.former.Batch", lambda *_: (_ for _ in ()).throw(MemoryError("no room today"))
         )
         with pytest.raises(MemoryError):
             next(consumer.batches(groups=2, prefetch=0))
@@ -174,7 +174,7 @@ def test_a_pid_of_another_process_that_ends_does_not_spin_the_watch(producer, wa
     other = subprocess.Popen(["sleep", "60"])
     death_watch, ticks = watch(lambda _: False)
     lane = segment.open_mapping(producer.lane_name)
-    death_watch.watch(producer.lane_name, lane, other.pid, liveness.pid_namespace())
+    death_watch.watch(producer.lane_name, lane, other.pid, locks.pid_namespace())
     other.kill()
     other.wait()
     began = len(ticks)

@@ -14,7 +14,7 @@ import pytest
 
 import shmbridge
 from shmbridge.batch import Batch
-from shmbridge.prefetch import Prefetcher
+from shmbridge.batching.prefetch import Prefetcher
 
 
 @pytest.fixture

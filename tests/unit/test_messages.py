@@ -6,9 +6,9 @@ import random
 import msgspec
 import pytest
 
-from shmbridge import messages
 from shmbridge.config import Run
-from shmbridge.messages import BadMessage
+from shmbridge.control import messages
+from shmbridge.control.messages import BadMessage
 
 RUN = Run(batch_size=16, max_token_len=2048, num_steps=50, checkpoint_dir="/ckpt", wandb_project="p")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge import segment
+from shmbridge.segments import segment
 
 GROUP = {"tokens": [[1, 2, 3]]}
 

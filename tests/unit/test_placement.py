@@ -9,8 +9,8 @@ import threading
 import pytest
 
 import shmbridge
-from shmbridge import placement
 from shmbridge._ext import mapping as mapping_module
+from shmbridge.segments import placement
 
 MIB = 1 << 20
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.atropos_policy import AtroposQueue
-from shmbridge.control_client import ControlClient
-from shmbridge.groups import Group
-from shmbridge.messages import Register, StatusRequest
-from shmbridge.steering import EnvShare
+from shmbridge.atropos.env_status import EnvShare
+from shmbridge.atropos.queue import AtroposQueue
+from shmbridge.control.client import ControlClient
+from shmbridge.control.messages import Register, StatusRequest
+from shmbridge.record.groups import Group
 
 
 def group(number: int, rows: int = 1, env_id: int | None = None) -> dict:

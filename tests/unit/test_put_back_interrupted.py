@@ -11,11 +11,11 @@ from interrupts import Stop, raising_at
 import shmbridge
 
 MODULES = (
-    "shmbridge.batching",
-    "shmbridge.late_returns",
-    "shmbridge.capacity",
-    "shmbridge.groups",
-    "shmbridge.closing",
+    "shmbridge.batching.former",
+    "shmbridge.batching.late_returns",
+    "shmbridge.admission.limit",
+    "shmbridge.record.groups",
+    "shmbridge.segments.closing",
 )
 EVENTS = ("line", "return")
 GROUPS = 4

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge import adopted_lane, segment
-from shmbridge.reasons import Discard
+from shmbridge.hub import lane as adopted_lane
+from shmbridge.segments import segment
+from shmbridge.segments.reasons import Discard
 
 PUT = 4
 
@@ -42,7 +43,7 @@ def accounted(counters: dict[str, float]) -> bool:
 
 
 def at_each_line(call: Callable[[], object], then: Callable[[int], object]) -> int:
-    """Does `then` before each line of adopted_lane.py that a call comes to; how many there were."""
+    """Does `then` before each line of shmbridge/hub/lane.py that a call comes to; how many there were."""
     lines = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

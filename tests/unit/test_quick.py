@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmbridge import participation, segment
 from shmbridge._ext import header, quick, ring
 from shmbridge._ext.plan import Plan, Stamp
-from shmbridge.intake import take_in
+from shmbridge.put.convert import take_in
 from shmbridge.schema import ALIASES, standard_columns
+from shmbridge.segments import membership, segment
 
 TABLE = standard_columns()
 FORMS = quick.Forms({**TABLE.forms, **{alias: TABLE.forms[name] for alias, name in ALIASES.items()}})
@@ -29,7 +29,7 @@ def plans(group) -> tuple[Plan | None, Plan]:
 @pytest.fixture
 def placed(bridge):
     """The bytes of a plan in a lane."""
-    control = participation.open_control(bridge)
+    control = membership.open_control(bridge)
     *_, size = header.lane_geometry(1 << 20, 64)
     _, mapping = segment.create_lane(bridge, size)
     header.format_lane(mapping, 1 << 20, 64, TABLE.encode(), len(TABLE), 1, 1, b"me", b"env")

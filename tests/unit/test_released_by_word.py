@@ -19,7 +19,7 @@ import pytest
 
 import shmbridge
 from shmbridge import errors
-from shmbridge.lanes import LaneSet
+from shmbridge.hub.lanes import LaneSet
 
 PUT = 4
 PATIENCE_S = 1.0
@@ -387,7 +387,7 @@ def test_the_log_line_of_a_loss_is_written_where_no_signal_handler_raises(
     """
     logged_in = []
     monkeypatch.setattr(
-        logging.getLogger("shmbridge.unreleased"),
+        logging.getLogger("shmbridge.record.unreleased"),
         "warning",
         lambda *_: logged_in.append(threading.current_thread()),
     )
@@ -403,8 +403,10 @@ def test_the_log_line_of_a_loss_is_written_where_no_signal_handler_raises(
 def test_a_loss_is_said_though_logging_hangs(make_producer, make_consumer, monkeypatch) -> None:
     """As it does for every other thread once the program's own logging was interrupted."""
     stuck = threading.Event()
-    monkeypatch.setattr(logging.getLogger("shmbridge.unreleased"), "warning", lambda *_: stuck.wait(60))
-    monkeypatch.setattr("shmbridge.unreleased._LOG_S", 0.05)
+    monkeypatch.setattr(
+        logging.getLogger("shmbridge.record.unreleased"), "warning", lambda *_: stuck.wait(60)
+    )
+    monkeypatch.setattr("shmbridge.record.unreleased._LOG_S", 0.05)
     make_producer().put({"tokens": [[1]]})
     hub = make_consumer()
     hub.get(5)
@@ -516,7 +518,9 @@ def test_a_handler_closes_while_a_batch_is_formed(
 
     try:
         batches = hub.batches(groups=1, prefetch=prefetch, timeout_s=10)
-        monkeypatch.setattr("shmbridge.capacity.Chosen.begin_step", lambda self, groups: begin_step(groups))
+        monkeypatch.setattr(
+            "shmbridge.admission.limit.Chosen.begin_step", lambda self, groups: begin_step(groups)
+        )
         seen = list(batches)
     finally:
         signal.signal(signal.SIGUSR1, before)

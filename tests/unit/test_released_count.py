@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge import segment
 from shmbridge._ext import header
+from shmbridge.segments import segment
 
 GROUP = {"tokens": [[1, 2, 3]]}
 SLOT_WORDS = 16  # 64-bit words of a slot
@@ -24,7 +24,7 @@ def scribbled(released: str) -> str:
     """Code of a child that adds to a lane's count of releases for ever."""
     return f"""
 import numpy as np
-from shmbridge import segment
+from shmbridge.segments import segment
 from shmbridge._ext import header
 lane = segment.open_mapping({released!r})
 words = np.frombuffer(memoryview(lane), "<u8")

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shmbridge import participation, segment
 from shmbridge._ext import header, ring
+from shmbridge.segments import membership, segment
 
 FIELDS = {
     "rows": 1,
@@ -31,7 +31,7 @@ WORD = {"layout_version": 8, "slot_count": 32, "data_bytes": 72, "tail": 0x200}
 @pytest.fixture
 def lane(bridge):
     def make(slots: int = 4, lines: int = 8) -> SimpleNamespace:
-        control = participation.open_control(bridge)
+        control = membership.open_control(bridge)
         *places, size = header.lane_geometry(lines * 64, slots)
         name, mapping = segment.create_lane(bridge, size)
         header.format_lane(mapping, lines * 64, slots, b"", 0, os.getpid(), 1, b"me", b"env")

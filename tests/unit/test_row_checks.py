@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shmbridge
-from shmbridge.row_checks import CHECKED_COLUMNS, DEFAULT_EVERY, VARIABLE, check_of, checked_every
+from shmbridge.record.row_checks import CHECKED_COLUMNS, DEFAULT_EVERY, VARIABLE, check_of, checked_every
 
 TOKENS = [[5, 6, 7], [8, 9]]
 MASK = [[0, 1, 1], [0, 1]]

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmbridge import round_robin
-from shmbridge.fair_policy import FairScheduler
-from shmbridge.groups import Group
-from shmbridge.scheduler import scheduler_of
-from shmbridge.steering import EnvShare
-from shmbridge.want import Want
+from shmbridge.atropos.env_status import EnvShare
+from shmbridge.batching import deficit_round_robin
+from shmbridge.batching.batch_size import Want
+from shmbridge.batching.fair import FairScheduler
+from shmbridge.batching.scheduler import scheduler_of
+from shmbridge.record.groups import Group
 
 
 def group(producer: str, rows: int = 1, tokens: int = 10, name: object = None) -> Group:
@@ -123,14 +123,14 @@ def test_nobody_with_a_backlog_is_further_behind_than_a_round(
 
 def test_tiny_weights_cost_no_rounds(monkeypatch) -> None:
     visits = 0
-    earned = round_robin.RoundRobin._earned
+    earned = deficit_round_robin.RoundRobin._earned
 
     def counted(self, flow):
         nonlocal visits
         visits += 1
         return earned(self, flow)
 
-    monkeypatch.setattr(round_robin.RoundRobin, "_earned", counted)
+    monkeypatch.setattr(deficit_round_robin.RoundRobin, "_earned", counted)
     bench = Bench(heavy=share(0, 1e6), a=share(1, 0.01), b=share(2, 0.01))
     bench.put("a", 50)
     bench.put("b", 50)

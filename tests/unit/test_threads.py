@@ -16,15 +16,16 @@ from types import SimpleNamespace
 import pytest
 
 import shmbridge
-from shmbridge import in_thread, messages, one_thread
-from shmbridge.adopted_lane import AdoptedLane
-from shmbridge.batching import BatchAssembly
-from shmbridge.control import ControlClient, ControlServer
-from shmbridge.hub import Hub
-from shmbridge.lanes import LaneSet
-from shmbridge.loop_bell import LoopBell
-from shmbridge.placement import MemoryUse
-from shmbridge.prefetch import Prefetcher
+from shmbridge.batching.former import BatchAssembly
+from shmbridge.batching.prefetch import Prefetcher
+from shmbridge.control import messages
+from shmbridge.control.server import ControlClient, ControlServer
+from shmbridge.hub.asyncio_wait import LoopBell
+from shmbridge.hub.lane import AdoptedLane
+from shmbridge.hub.lanes import LaneSet
+from shmbridge.hub.state import Hub
+from shmbridge.segments import in_thread, one_thread
+from shmbridge.segments.placement import MemoryUse
 from shmbridge.testing import wait_until
 
 RUN = shmbridge.Run(batch_size=1)

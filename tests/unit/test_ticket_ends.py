@@ -17,8 +17,10 @@ import time
 import pytest
 
 import shmbridge
-from shmbridge import liveness, messages, tickets
-from shmbridge.control import ControlClient, RequestRefused
+from shmbridge.admission import tickets
+from shmbridge.control import messages
+from shmbridge.control.server import ControlClient, RequestRefused
+from shmbridge.segments import locks
 from shmbridge.testing import wait_until
 from shmbridge.testing.faults import ASKING_FOR_TICKETS
 
@@ -31,7 +33,7 @@ def held(producer: shmbridge.Producer) -> int:
     """What another process sees of a lane's tickets."""
     fd = os.open(f"/dev/shm{producer.lane_name}", os.O_RDWR)
     try:
-        return liveness.tickets_held(fd)
+        return locks.tickets_held(fd)
     finally:
         os.close(fd)
 
@@ -89,7 +91,7 @@ def test_a_collection_that_gives_one_back_meanwhile_leaves_the_bytes_in_a_row(
     stays = producer.begin_group(timeout_s=5)
     cycle: list = [producer.begin_group(timeout_s=5)]
     cycle.append(cycle)
-    lock = liveness._lock
+    lock = locks._lock
 
     def collect_first(*arguments: int) -> bool:
         gc.collect()
@@ -98,7 +100,7 @@ def test_a_collection_that_gives_one_back_meanwhile_leaves_the_bytes_in_a_row(
     gc.disable()
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(liveness, "_lock", collect_first)
+            patched.setattr(locks, "_lock", collect_first)
             del cycle
             if call == "show":
                 producer._taken(messages.MayBegin(consumer.hub_epoch, 0, time.monotonic_ns() + 10**10)).end()
@@ -158,7 +160,7 @@ def test_a_ticket_that_comes_after_close_is_not_shown(producer, consumer) -> Non
     producer.close()
     assert producer._taken(messages.MayBegin(consumer.hub_epoch, 0, until_ns)) is None
     other = os.open(f"/proc/self/fd/{producer._lane.fd}", os.O_RDWR)
-    assert liveness.tickets_held(other) == 0
+    assert locks.tickets_held(other) == 0
     os.close(other)
 
 
@@ -180,7 +182,7 @@ def test_a_producer_that_drains_gives_its_tickets_back_first(make_producer, limi
     batches.close()
 
 
-@pytest.mark.parametrize("running", [-1, liveness.MOST_TICKETS, 10**15])
+@pytest.mark.parametrize("running", [-1, locks.MOST_TICKETS, 10**15])
 def test_a_number_of_tickets_that_no_lane_holds_is_refused(bridge, make_producer, limited, running) -> None:
     limited(0, 1)
     producer = make_producer()
@@ -192,7 +194,7 @@ def test_a_number_of_tickets_that_no_lane_holds_is_refused(bridge, make_producer
     producer.begin_group(timeout_s=0.4).end()
 
 
-@pytest.mark.parametrize(("start", "length"), [(0, 0), (liveness.Byte.FIRST_TICKET + 5, 0), (1, 1 << 40)])
+@pytest.mark.parametrize(("start", "length"), [(0, 0), (locks.Byte.FIRST_TICKET + 5, 0), (1, 1 << 40)])
 def test_locks_that_no_producer_takes_are_counted_within_what_a_lane_can_hold(
     producer, start, length
 ) -> None:
@@ -200,9 +202,9 @@ def test_locks_that_no_producer_takes_are_counted_within_what_a_lane_can_hold(
     producer.close()
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
     other = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
-    assert liveness.tickets_held(other) == liveness.MOST_TICKETS
+    assert locks.tickets_held(other) == locks.MOST_TICKETS
     os.close(fd)
-    assert liveness.tickets_held(other) == 0
+    assert locks.tickets_held(other) == 0
     os.close(other)
 
 
@@ -247,7 +249,7 @@ def test_every_question_is_asked_once(producer, make_producer, limited, monkeypa
     """Said again it would void a promise whose answer is on its way, and whoever has that answer believes
     it.
     """
-    from shmbridge import control
+    from shmbridge.control import server as control
 
     limited(0, 1)
     ticket = make_producer().begin_group(timeout_s=5)
@@ -298,7 +300,7 @@ def test_who_waited_and_is_gone_is_not_looked_at_for_ever(
     bridge, make_producer, limited, monkeypatch, until
 ) -> None:
     """Waiting for a ticket is where most producers are when they are killed."""
-    from shmbridge import control
+    from shmbridge.control import server as control
 
     consumer = limited(0, 1)
     holder, gone = make_producer(), make_producer()
@@ -345,7 +347,9 @@ def test_a_clock_ahead_of_the_consumers_is_named_as_the_reason(limited, make_pro
     limited()
     producer = make_producer()
     with monkeypatch.context() as patch:
-        patch.setattr("shmbridge.hub.PROMISE_NS", -1_000_000 * 10**9)  # as in a time namespace that is behind
+        patch.setattr(
+            "shmbridge.hub.state.PROMISE_NS", -1_000_000 * 10**9
+        )  # as in a time namespace that is behind
         with pytest.raises(
             shmbridge.NotAdmitted,
             match=r"clock that is (1000000|999999) s ahead of its consumer's .*time namespace",
@@ -369,7 +373,7 @@ async def test_a_task_that_an_exception_of_a_handler_ends_keeps_no_turn(producer
 
         def trace(frame, event, _):
             nonlocal left
-            if frame.f_globals.get("__name__") not in ("shmbridge.tickets", "asyncio.timeouts"):
+            if frame.f_globals.get("__name__") not in ("shmbridge.admission.tickets", "asyncio.timeouts"):
                 return None
             words = linecache.getline(frame.f_code.co_filename, frame.f_lineno).split()
             if (

@@ -9,7 +9,7 @@ import time
 import pytest
 
 import shmbridge
-from shmbridge import liveness
+from shmbridge.segments import locks
 
 
 def group(number: int = 0, rows: int = 1) -> dict:
@@ -200,8 +200,8 @@ def test_a_promise_that_is_not_taken_up_is_forgotten(bridge, make_producer, limi
     """An answer that never arrived: the place is kept for a second, and then somebody else's; its own at
     once.
     """
-    from shmbridge.control import ControlClient
-    from shmbridge.messages import BeginGroup, Full, MayBegin
+    from shmbridge.control.messages import BeginGroup, Full, MayBegin
+    from shmbridge.control.server import ControlClient
 
     limited(0, 1)
     producer, other = make_producer(), make_producer()
@@ -216,8 +216,8 @@ def test_who_waits_is_looked_at_again_though_nobody_says_that_there_is_room(
     bridge, make_producer, limited
 ) -> None:
     """A question that is asked once only is answered when a holder has given up."""
-    from shmbridge import messages
-    from shmbridge.control import ControlClient
+    from shmbridge.control import messages
+    from shmbridge.control.server import ControlClient
 
     limited(0, 1)
     holder, waiting = make_producer(), make_producer()
@@ -232,13 +232,13 @@ def test_who_waits_is_looked_at_again_though_nobody_says_that_there_is_room(
 
 
 def test_an_answer_of_a_hub_that_is_gone_counts_for_nothing(producer, make_consumer) -> None:
-    from shmbridge.messages import MayBegin
+    from shmbridge.control.messages import MayBegin
 
     epoch = make_consumer().hub_epoch
     now = time.monotonic_ns()
     assert producer._taken(MayBegin(epoch - 1, 0, now + 10**9)) is None
     assert producer._taken(MayBegin(epoch, 0, now - 1)) is None
-    assert liveness.tickets_held(producer._lane.fd) == producer._held.count == 0
+    assert locks.tickets_held(producer._lane.fd) == producer._held.count == 0
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shmbridge import participation, segment
 from shmbridge._ext import header, ring
 from shmbridge._ext.turns import Turns
+from shmbridge.segments import membership, segment
 
 FIELDS = {
     "rows": 1,
@@ -31,7 +31,7 @@ class Bridge:
     """Lanes of up to 16 records; `env_id` of a record says which lane it is from."""
 
     def __init__(self, bridge: str) -> None:
-        self.bridge, self.control, self.told = bridge, participation.open_control(bridge), []
+        self.bridge, self.control, self.told = bridge, membership.open_control(bridge), []
         self.mappings, self.writers, self.readers = [], [], []
 
     def turns(self, lanes: int, cls: type = ring.Lease) -> Turns:

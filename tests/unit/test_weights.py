@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shmbridge
-from shmbridge import liveness, segment
+from shmbridge.segments import locks, segment
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 
@@ -367,9 +367,9 @@ def test_a_lease_that_the_writer_came_round_before_is_of_what_is_there(ends, mon
         monkeypatch.undo()
         for version in (3, 4):
             writer.publish(version, tensors(version))
-        return liveness.lock_shared(*arguments)
+        return locks.lock_shared(*arguments)
 
-    monkeypatch.setattr(liveness, "lock_shared", overtaken)
+    monkeypatch.setattr(locks, "lock_shared", overtaken)
     if wanted is None:
         with reader.lease() as lease:
             assert (lease.version, lease.tensors["w"][0, 0]) == (4, 4)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shmbridge
-from shmbridge import segment
+from shmbridge.segments import segment
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 NAMES = ["a", "b", "c"]

@@ -5,7 +5,7 @@ import posix_ipc
 import pytest
 
 import shmbridge
-from shmbridge import participation, segment
+from shmbridge.segments import membership, segment
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 
@@ -127,7 +127,7 @@ def test_the_floor_is_the_bridge_s(bridge):
 
 
 def test_nobody_lowers_it(bridge, reader):
-    control = participation.open_control(bridge)
+    control = membership.open_control(bridge)
     for version, expected in ((0, 0), (7, 7), (3, 7), (8, 8)):
         control.raise_weights_floor(version)
         assert control.weights_floor == expected

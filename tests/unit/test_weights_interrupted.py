@@ -12,7 +12,12 @@ import pytest
 from shmbridge.weights import WeightsPart, WeightsReader, WeightsWriter
 
 SPECS = [("large", "int64", (2000,)), ("scalar", "int64", ())]
-OURS = ("weights_writer.py", "weights_reader.py", "weights_part.py", "liveness.py")
+OURS = (
+    "shmbridge/weights/writer.py",
+    "shmbridge/weights/reader.py",
+    "shmbridge/weights/shard_writer.py",
+    "shmbridge/segments/locks.py",
+)
 
 
 class Interrupted(BaseException):

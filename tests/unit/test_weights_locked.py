@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge import liveness
+from shmbridge.segments import locks
 from shmbridge.weights import WeightsReader, WeightsWriter
 
 
@@ -24,13 +24,13 @@ def test_the_bell_rings_when_the_slot_can_be_held(ends, monkeypatch) -> None:
     """
     writer, reader = ends
     writer.publish(1, weights(1))
-    found, unlock, bells = writer._versions, liveness.unlock, []
+    found, unlock, bells = writer._versions, locks.unlock, []
 
     def noted(fd: int, byte: int) -> None:
         bells.append(found.bell)
         unlock(fd, byte)
 
-    monkeypatch.setattr(liveness, "unlock", noted)
+    monkeypatch.setattr(locks, "unlock", noted)
     silent = found.bell
     writer.publish(2, weights(2))
     assert set(bells) == {silent}
@@ -41,13 +41,13 @@ def test_the_bell_rings_when_the_slot_can_be_held(ends, monkeypatch) -> None:
 def test_a_version_that_its_writer_keeps_locked_is_said_to_be_there(ends) -> None:
     writer, reader = ends
     writer.publish(1, weights(1))
-    fd, byte = writer._versions.mapping.fd, liveness.Byte.FIRST_SLOT + writer._versions.latest[1]
-    assert liveness.lock_exclusive(fd, byte)  # as of a writer that was stopped before it let go
+    fd, byte = writer._versions.mapping.fd, locks.Byte.FIRST_SLOT + writer._versions.latest[1]
+    assert locks.lock_exclusive(fd, byte)  # as of a writer that was stopped before it let go
     with (
         pytest.raises(shmbridge.NotReady, match=r"version 1 .* is locked by its writer"),
         reader.lease(timeout_s=0.02),
     ):
         pass
-    liveness.unlock(fd, byte)
+    locks.unlock(fd, byte)
     with reader.lease() as lease:
         assert lease.version == 1

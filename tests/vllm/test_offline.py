@@ -189,7 +189,7 @@ def test_numbers_of_an_earlier_segment_are_not_taken_for_those_of_the_next(
 ):
     push(5, make_model(1, tied=tied).named_parameters())
     push.writer.close()
-    posix_ipc.unlink_shared_memory(shmbridge.segment.weights_name(bridge))  # by a foreign hand
+    posix_ipc.unlink_shared_memory(shmbridge.segments.segment.weights_name(bridge))  # by a foreign hand
     model = make_model(2, tied=tied)
     with WeightsWriter(bridge) as writer:
         writer.publish(3, model.named_parameters())

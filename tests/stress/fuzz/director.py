@@ -30,7 +30,7 @@ from .tally import Tally
 _IMPORTED_BEFORE_FORK = (
     "shmbridge.producer",
     "shmbridge.consumer",
-    "shmbridge.control",
+    "shmbridge.control.server",
     "shmbridge.batch",
     "concurrent.futures.thread",
 )

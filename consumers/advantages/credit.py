@@ -1,0 +1,252 @@
+"""Who gets what credit: the advantage of each token of a batch, from all that its records carry about it.
+
+From the scores first, then mixed with the rewards of steps and of tokens, then what a record itself says of
+its tokens, and last the rows that shall train nothing. A row that lacks one of these falls back to what comes
+before it, and is counted. Pure numpy; the formulas are in `rows.py`, `process_rewards.py`,
+`token_rewards.py`, `whole_batch.py` and `overlong.py`. Knows nothing of models. Called by `training_rows.py`.
+
+Letters: B rows (trajectories), N tokens of the whole batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from shmbridge.consumers.advantages.overlong import answer_lengths, overlong_penalty
+from shmbridge.consumers.advantages.process_rewards import Steps, mixed, process_advantages
+from shmbridge.consumers.advantages.row_settings import silenced_rows
+from shmbridge.consumers.advantages.rows import (
+    clip_to_range,
+    group_advantages,
+    group_normalised,
+    leave_one_out,
+    override_tokens,
+    silence_rows,
+    spread_to_tokens,
+)
+from shmbridge.consumers.advantages.token_rewards import token_reward_advantages
+from shmbridge.consumers.advantages.whole_batch import Reduce, alone, batch_normalised
+from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.metrics import usable_scores
+
+FloatArray = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+
+class NoAdvantages(Exception):
+    """A group came without advantages of its own, and falling back to its scores is not allowed."""
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What advantages are made of, and how."""
+
+    estimator: Literal["grpo", "dr_grpo", "rloo", "batch"] = "grpo"  # from the scores
+    use_own: bool = True  # the records' own advantages, where they have them
+    fallback: bool = True  # to the rest of this, where they have none
+    steps: Literal["off", "to_go", "step"] = "off"  # which step rewards a token gets
+    step_over: Literal["group", "place"] = "group"  # which of them are compared
+    step_discount: float = 1.0
+    step_weight: float = 0.5  # of the step rewards beside the outcome
+    token_rewards: Literal["off", "group", "batch"] = "off"  # over what they are normalised
+    token_discount: float = 1.0
+    token_weight: float = 0.5  # of the token rewards beside all before
+    overlong_length: int | None = None  # tokens of an answer that lose it 1; None: nobody loses anything
+    overlong_buffer: int = 0  # tokens before that, in which the loss grows
+    # all of it once more, over the trained tokens of a rank or of all
+    normalise: Literal["none", "batch", "global"] = "none"
+    clip: tuple[float, float] | None = None  # least and greatest advantage
+
+
+def credited(
+    batch: Any,
+    trained: Bools,
+    credit: Credit = Credit(),
+    *,
+    answers: Bools | None = None,
+    unscored: Bools | None = None,
+    reduce: Reduce = alone,
+) -> tuple[FloatArray, Metrics]:
+    """Returns the advantage of each token, and what was made of what. Blocks as long as `reduce` does.
+
+    Every rank calls `reduce` as often, whatever its batch holds.
+
+    Args:
+        batch: a packed `shmbridge.Batch`, or anything with its attributes.
+        trained: bool (N,), the trained tokens; the others get 0.
+        credit: what advantages are made of.
+        answers: bool (N,), what the policy wrote, for the length of answers; None: what is trained.
+        unscored: bool (B,), rows whose score counts for nobody; None: none.
+        reduce: takes a float64 array and returns its sum over all ranks; by default there is one rank.
+
+    Returns:
+        float32 (N,), dimensionless, and metrics.
+    """
+    row_count = len(batch.meta)
+    scores = np.zeros(row_count) if batch.scores is None else np.asarray(batch.scores, np.float64)
+    scored = batch.has("score") & usable_scores(scores)
+    if unscored is not None:
+        scored &= ~unscored
+    own, odd_mask = _own_tokens(batch, credit.use_own)
+    has_own = batch.has("advantages") & credit.use_own
+    fallen_back = _fallen_back(batch, trained, own, credit)
+    penalty = _overlong(batch, trained if answers is None else answers, credit)
+    advantages = _from_scores(batch, scores + penalty, scored, trained, credit, reduce)
+    advantages, has_steps, odd_steps = _with_steps(batch, advantages, trained, credit)
+    advantages, has_rewards = _with_token_rewards(batch, advantages, trained, credit, reduce)
+    if own.any():
+        advantages = override_tokens(advantages, batch.advantages, own, trained)
+    if credit.normalise != "none":
+        advantages = batch_normalised(
+            advantages, trained, reduce=reduce if credit.normalise == "global" else alone
+        )
+    if credit.clip is not None:
+        advantages = clip_to_range(advantages, *credit.clip)
+    signalled = scored | has_own | has_steps | has_rewards
+    silenced = silenced_rows(batch)
+    if silenced.any():
+        advantages = silence_rows(advantages, silenced, batch.cu_seqlens)
+    return advantages, {
+        "trajectories_own_advantages": int(batch.has("advantages").sum()),
+        "trajectories_partly_own": int((has_own & fallen_back).sum()),
+        "trajectories_no_signal": int((~signalled).sum()),
+        "trajectories_silenced": int(silenced.sum()),
+        "trajectories_without_steps": int((~has_steps).sum()) if credit.steps != "off" else 0,
+        "trajectories_without_token_rewards": int((~has_rewards).sum())
+        if credit.token_rewards != "off"
+        else 0,
+        "trajectories_odd_credit": int((odd_mask | odd_steps).sum()),
+        "overlong_penalty_mean": float(-penalty.mean()) if row_count else 0.0,
+        "groups_fallback": int(np.unique(batch.group_index[fallen_back]).size),
+    }
+
+
+def require_advantages(batch: Any, trained: Bools, credit: Credit) -> None:
+    """Raises `NoAdvantages` if a group needs the fallback that is not allowed; arguments as of `credited`.
+
+    Never blocks.
+    """
+    if credit.fallback:
+        return
+    without = _fallen_back(batch, trained, _own_tokens(batch, credit.use_own)[0], credit)
+    if without.any():
+        raise _no_advantages(batch, without)
+
+
+def _fallen_back(batch: Any, trained: Bools, own: Bools, credit: Credit) -> Bools:
+    """Returns bool (B,): rows that want advantages of their own, and have them not at all, or not for all
+    that is trained.
+    """
+    without = ~batch.has("advantages")
+    if getattr(batch, "advantages_mask", None) is not None:
+        row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
+        without |= np.bincount(row_of_token[trained & ~own], minlength=len(batch.meta)) > 0
+    fallen_back: Bools = without & ~silenced_rows(batch) & credit.use_own
+    return fallen_back
+
+
+def _own_tokens(batch: Any, wanted: bool) -> tuple[Bools, Bools]:
+    """Returns bool (N,): the tokens whose record says their advantage; and bool (B,): rows whose mask of
+    those does not fit.
+
+    Such a row counts as one without a mask: the record speaks of all its tokens.
+    """
+    odd = np.zeros(len(batch.meta), bool)
+    own: Bools = np.repeat(batch.has("advantages") & wanted, batch.lengths)
+    mask = getattr(batch, "advantages_mask", None)
+    if mask is None or not own.any():
+        return own, odd
+    if isinstance(mask, np.ndarray):
+        return own & ((mask != 0) | ~np.repeat(batch.has("advantages_mask"), batch.lengths)), odd
+    there = batch.has("advantages_mask")
+    fits = there & (mask.lengths == batch.lengths)
+    own[np.repeat(fits, batch.lengths)] &= mask.values[np.repeat(fits, mask.lengths)] != 0
+    return own, there & ~fits
+
+
+def _no_advantages(batch: Any, without: Bools) -> NoAdvantages:
+    first = int(np.flatnonzero(without)[0])
+    meta = batch.meta[first]
+    rows = batch.group_index == batch.group_index[first]
+    return NoAdvantages(
+        f"group {meta.group_id} of environment {meta.env_name!r} has {int(rows.sum())} trajectories, and "
+        f"{int((rows & without).sum())} of them without advantages -> run without "
+        "--no-fallback-to-grpo, as what that environment writes from now on does not change what it has put"
+    )
+
+
+def _overlong(batch: Any, answers: Bools, credit: Credit) -> FloatArray:
+    """Returns float32 (B,): what each answer's length does to its score, at most 0."""
+    if credit.overlong_length is None:
+        return np.zeros(len(batch.meta), np.float32)
+    lengths = answer_lengths(batch.cu_seqlens, answers)
+    return overlong_penalty(lengths, credit.overlong_length, credit.overlong_buffer)
+
+
+def _from_scores(
+    batch: Any, scores: npt.NDArray[np.float64], scored: Bools, trained: Bools, credit: Credit, reduce: Reduce
+) -> FloatArray:
+    group = batch.group_index
+    if credit.estimator == "grpo":
+        per_row = group_normalised(scores, group, usable=scored)
+    elif credit.estimator == "rloo":
+        per_row = leave_one_out(scores, group, usable=scored)
+    else:
+        per_row = group_advantages(scores, group, usable=scored, scale="none")
+    advantages = spread_to_tokens(per_row, batch.cu_seqlens, trained)
+    if credit.estimator != "batch":
+        return advantages
+    # Groups with nothing to say keep their 0, and are no part of the batch's mean and deviation.
+    speaking = np.bincount(group, weights=per_row != 0)[group] > 0
+    return batch_normalised(advantages, trained & np.repeat(speaking & scored, batch.lengths), reduce=reduce)
+
+
+def _with_steps(
+    batch: Any, outcome: FloatArray, trained: Bools, credit: Credit
+) -> tuple[FloatArray, Bools, Bools]:
+    """Returns the advantages with the step rewards in them, which rows have steps, and whose steps do not fit
+    the row.
+    """
+    nobody = np.zeros(len(batch.meta), bool)
+    rewards, ends = getattr(batch, "step_rewards", None), getattr(batch, "step_ends", None)
+    if credit.steps == "off" or rewards is None:
+        return outcome, nobody, nobody
+    where, counts = (None, None) if ends is None else (ends.values, ends.lengths)
+    steps, odd = Steps.sound(rewards.values, rewards.lengths, where, counts, batch.cu_seqlens)
+    process = process_advantages(
+        steps,
+        batch.group_index,
+        trained,
+        reach=credit.steps,
+        over=credit.step_over,
+        discount=credit.step_discount,
+        scale="none" if credit.estimator in ("dr_grpo", "rloo") else "std",
+    )
+    has = steps.counts > 0
+    return mixed(outcome, process, has, batch.cu_seqlens, weight=credit.step_weight), has, odd
+
+
+def _with_token_rewards(
+    batch: Any, before: FloatArray, trained: Bools, credit: Credit, reduce: Reduce
+) -> tuple[FloatArray, Bools]:
+    """Returns the advantages with the token rewards in them, and which rows have such."""
+    if credit.token_rewards == "off":
+        return before, np.zeros(len(batch.meta), bool)
+    rewards, has = getattr(batch, "token_rewards", None), batch.has("token_rewards")
+    if rewards is None:  # other ranks may have some, and all call `reduce` as often
+        rewards = np.zeros(trained.size, np.float32)
+    placed = token_reward_advantages(
+        rewards,
+        batch.group_index,
+        batch.cu_seqlens,
+        trained,
+        has_rewards=has,
+        discount=credit.token_discount,
+        over=credit.token_rewards,
+        reduce=reduce,
+    )
+    return mixed(before, placed, has, batch.cu_seqlens, weight=credit.token_weight), has

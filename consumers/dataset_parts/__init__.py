@@ -1,0 +1,1 @@
+"""What data sets and device batches are made of: tensors, positions, pinned lanes."""

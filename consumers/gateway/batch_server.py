@@ -1,0 +1,330 @@
+"""The taking side of a gateway: the consumer it becomes, the batches that are out, and those that come again.
+
+A batch is out from the moment it is handed to an answer until that answer is proven read; then its records
+are released. One that was not read is the next to be handed out, the same bytes again. Knows records and
+leases; knows nothing of HTTP. For one thread: the hub's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from shmbridge import Consumer, ConsumerTaken, Run, ShmBridgeError, list_bridges
+from shmbridge.consumers.gateway.encode import encoded_batch, served
+from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.state import StateFile
+from shmbridge.record.groups import Group
+from shmbridge.segments.reasons import Discard
+
+log = logging.getLogger(__name__)
+
+_DRY_S, _STUCK_S = 2.0, 1.5
+
+
+class NotRegistered(Exception):
+    """Nobody has registered a training run here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch on its way: its number, by which its fate is told, and its body."""
+
+    number: int
+    body: bytes
+
+
+class Taker:
+    """The consumer of one bridge, once there is a run; see Consumer for what it raises."""
+
+    extras = True
+
+    def __init__(self, options: GatewayOptions, state: StateFile, posts_wait: Callable[[], bool]) -> None:
+        self._options, self._state, self._posts_wait = options, state, posts_wait
+        self.consumer: Consumer | None = None
+        self.run: Run | None = None
+        self._inherited = False  # the run was announced to an earlier gateway
+        self._out: dict[int, list[Group]] = {}
+        self._again: list[int] = []
+        self._numbers = itertools.count()
+        self._dry_since = 0.0
+        self._latest: dict[str, Any] | None = None
+        self.counts = {
+            "batches_total": 0,
+            "batches_redelivered_total": 0,
+            "batches_read_total": 0,
+            "groups_discarded_total": 0,
+        }
+
+    # -- who trains
+    # --------------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Goes on with the run of an earlier gateway, if there was one; somebody else may be the hub by
+        now.
+        """
+        saved = self._state.saved
+        if saved.run is None:
+            return
+        self.run, self._inherited = msgspec.structs.replace(saved.run, starting_step=saved.step), True
+        try:
+            self._become_hub()
+        except ConsumerTaken as taken:
+            log.warning("batches are not served here: %s", taken)
+
+    def register(self, run: Run) -> None:
+        """Announces a run; the first one holds until reset(), but one that an earlier gateway knew gives way
+        to another.
+        """
+        if self.run is not None and not self._inherited:
+            return
+        # the same trainer, or another process of it
+        if self.run is not None and self._state.saved.run == run:
+            self._become_hub()
+            self._inherited = False
+            return
+        before, self.run = self.run, run
+        try:
+            self._become_hub()
+        except ShmBridgeError:
+            self.run = before
+            raise
+        self._inherited = False
+        if self.consumer is not None and self.consumer.run != run:
+            self.consumer.announce_run(run)
+        self._state.update(run=run, step=run.starting_step)
+
+    def _become_hub(self) -> Consumer:
+        if self.consumer is None:
+            self.consumer = self._open(self.run, "redeliver")
+        return self.consumer
+
+    def _open(self, run: Run | None, resume: Any) -> Consumer:
+        return Consumer(
+            self._options.bridge, run, lanes=self._options.lanes, resume=resume, policy=self._options.policy
+        )
+
+    def step(self) -> int:
+        """The step as the trainer's: batches handed out, from where the run began."""
+        return (
+            self.consumer.current_step
+            if self.consumer is not None
+            else self.run.starting_step
+            if self.run is not None
+            else 0
+        )
+
+    def look(self) -> None:
+        """A lane was opened: what is in it counts as queued from now on."""
+        if self.consumer is not None:
+            self.consumer.poll(0)  # adopts, and takes nothing
+
+    # -- batches
+    # --------------------------------------------------------------------------------------------------------
+
+    def next_batch(self, gzip: bool, gone: Callable[[], bool] = lambda: False) -> Batch | None:
+        """The batch to hand out, or None while there is none.
+
+        Blocks a moment only where a post waits for room that a batch would make.
+
+        Args:
+            gzip: whether its body is to be compressed.
+            gone: whether whoever asked has gone meanwhile: then nothing is handed out.
+
+        Raises:
+            NotRegistered: nobody has said how large a batch is.
+            ConsumerTaken: another consumer serves this bridge.
+            BatchTooBig: the lanes cannot hold a batch.
+        """
+        if self.run is None:
+            self._check_no_other()
+            raise NotRegistered
+        self._become_hub()
+        if gone():
+            return None
+        while (found := self._next()) is not None:
+            number, counter = found
+            try:
+                body = encoded_batch(self._out[number], extras=self.extras, gzip=gzip)
+            except Exception:
+                if self._undo_unreadable(number):
+                    continue
+                self.lost(number)
+                raise
+            self.counts[counter] += 1
+            if gone():
+                self.lost(number)
+                return None
+            return Batch(number, body)
+        return None
+
+    def _next(self) -> tuple[int, str] | None:
+        """The number of the batch that comes next, out from now on, and how it is counted; None if there is
+        none.
+        """
+        if self._again:
+            return heapq.heappop(self._again), "batches_redelivered_total"
+        groups = self._form()
+        if groups is None:
+            return None
+        number = next(self._numbers)
+        self._out[number] = groups
+        self._remember_step()
+        return number, "batches_total"
+
+    def _undo_unreadable(self, number: int) -> bool:
+        """Whether groups of this batch cannot be read: they are discarded, the others wait again, and the
+        batch never was.
+        """
+        groups = self._out[number]
+        wrong = {place: why for place, group in enumerate(groups) if (why := self._fault(group))}
+        if not wrong:
+            return False
+        del self._out[number]
+        for place, why in wrong.items():
+            group = groups[place]
+            log.error("group %s of %s is discarded: %s", group.records[0].group_id, group.producer_id, why)
+            self._discard(group, Discard.CORRUPT)
+        self.counts["groups_discarded_total"] += len(wrong)
+        self._put_back([group for place, group in enumerate(groups) if place not in wrong])
+        self._remember_step()
+        return True
+
+    def _fault(self, group: Group) -> str:
+        """Why a group cannot be served; "" if it can."""
+        try:
+            encoded_batch([group], extras=self.extras, gzip=False)
+        except MemoryError:
+            return ""
+        except Exception as wrong:
+            return str(wrong) or repr(wrong)
+        return ""
+
+    def _discard(self, group: Group, reason: Discard) -> None:
+        consumer = self._become_hub()
+        for record in group.records:
+            consumer.discard(record, reason)
+
+    def _put_back(self, groups: list[Group]) -> None:
+        """What is left of a batch that is undone waits again, before all others."""
+        consumer = self._become_hub()
+        consumer.put_back(groups)
+        consumer.count_batch(-1)
+
+    def _form(self) -> list[Group] | None:
+        consumer, rows = self._become_hub(), max(1, self.run.batch_size if self.run is not None else 1)
+        groups = consumer.take_groups(rows=rows)
+        now = time.monotonic()
+        if groups is not None or not self._dry_since:
+            self._dry_since = 0.0 if groups is not None else now
+        elif now - self._dry_since > _DRY_S and self._posts_wait():
+            self._dry_since = now
+            groups = consumer.take_groups(rows=rows, timeout_s=_STUCK_S)  # raises if it never can
+        if groups is not None:
+            self._latest = None
+        return groups
+
+    def _check_no_other(self) -> None:
+        if self.consumer is not None:
+            return
+        for bridge in list_bridges():
+            if bridge.name == self._options.bridge and bridge.consumer_pid is not None:
+                raise ConsumerTaken(
+                    f"bridge {bridge.name!r} has a living consumer: pid {bridge.consumer_pid}",
+                    hint="it takes all groups, also those that are posted here; end it to poll /batch",
+                )
+
+    def proven(self, number: int) -> None:
+        """The batch was read: its records are released."""
+        groups = self._out.pop(number, None)
+        if groups is None:  # reset() was faster
+            return
+        self.counts["batches_read_total"] += 1
+        self._release(groups)
+        self._remember_step()
+
+    def _release(self, groups: list[Group]) -> None:
+        for group in groups:
+            for record in group.records:
+                record.release()
+
+    def lost(self, number: int) -> None:
+        """The batch was not read: it comes next, before all others."""
+        if number in self._out:
+            heapq.heappush(self._again, number)
+
+    def _remember_step(self) -> None:
+        self._state.update(step=self.step() - len(self._out))
+
+    def latest(self) -> dict[str, Any] | None:
+        """A group of those that are out, the last one; None if none is."""
+        if self._out:
+            self._latest = self._shown(self._out[max(self._out)][-1])
+        return self._latest
+
+    def _shown(self, group: Group) -> dict[str, Any] | None:
+        """The group as an example, or the last one if it cannot be read."""
+        try:
+            return served(group, extras=self.extras)
+        except Exception as wrong:
+            log.error(
+                "group %s of %s cannot be shown: %s", group.records[0].group_id, group.producer_id, wrong
+            )
+            return self._latest
+
+    # -- the end
+    # --------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> int:
+        """Forgets the run; what lies in the lanes, and in batches without proof, is discarded and counted:
+        how many groups that were.
+        """
+        self._check_no_other()  # what that one takes is not ours to discard
+        consumer = self.consumer or self._open(None, "redeliver")
+        self.run, self._inherited, self._latest, self.consumer = None, False, None, None
+        discarded = self._discard_held(consumer) + consumer.queue_groups()
+        consumer.close()
+        self._open(None, "discard").close()
+        self.counts["groups_discarded_total"] += discarded
+        return discarded
+
+    def _discard_held(self, consumer: Consumer) -> int:
+        held = [group for groups in self._out.values() for group in groups] + self._held()
+        self._out.clear()
+        self._again.clear()
+        for group in held:
+            for record in group.records:
+                consumer.discard(record, Discard.RESUME)
+        return len(held)
+
+    def _held(self) -> list[Group]:
+        """Groups that were taken from lanes and are in no batch that is out."""
+        return []
+
+    def close(self) -> None:
+        """Gives the bridge up; what is out comes again from the next gateway."""
+        if self.consumer is not None:
+            for groups in self._out.values():
+                for group in groups:
+                    for record in group.records:
+                        record.abandon()
+            self._out.clear()
+            self.consumer.close()
+            self.consumer = None
+
+    def stats(self) -> dict[str, float]:
+        """Counters, and the consumer's own. Any thread."""
+        own = {**self.counts, "batches_out": len(self._out), "batches_to_serve_again": len(self._again)}
+        consumer = self.consumer
+        return own | (
+            {f"bridge_{key}": value for key, value in consumer.stats().items()}
+            if consumer is not None
+            else {}
+        )

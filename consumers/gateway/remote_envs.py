@@ -1,0 +1,357 @@
+"""Remote environments in default mode: their names, numbers and lanes here, their weights and queues in the
+hub's one table.
+
+Every question goes over the control socket to whoever is the hub: this process, or a learner. Knows Atropos'
+words for environments and the control messages; knows nothing of HTTP or batches. For one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from shmbridge import ShmBridgeError
+from shmbridge.consumers.gateway.decode import Refused
+from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.posts import RemoteLane
+from shmbridge.consumers.gateway.state import SavedEnv, StateFile
+from shmbridge.control.messages import (
+    UNKNOWN_ENV,
+    Answer,
+    Goodbye,
+    Register,
+    Registered,
+    Request,
+    RunInfo,
+    RunInfoRequest,
+    Status,
+    StatusRequest,
+)
+from shmbridge.control.server import AsyncControlClient, RequestRefused
+from shmbridge.errors import NoConsumer
+
+log = logging.getLogger(__name__)
+
+_ASK_S = 1.5
+_MISSING_S = 0.5  # after nobody answered, nobody is asked for so long
+
+_SHARED = 1  # the lane of those who are not known
+_FORGOTTEN_AFTER = 60  # times as long as it takes to count as silent
+
+_WAIT = {"status": "wait for trainer to start"}
+
+
+@dataclass(eq=False, slots=True)
+class RemoteEnv:
+    """One environment beyond the bridge."""
+
+    about: SavedEnv
+    lane: RemoteLane
+    own_lane: bool = True
+    hub_id: int | None = None
+    heard_s: float = field(default_factory=time.monotonic)
+    silent: bool = False
+    status: dict[str, Any] = field(default_factory=dict)
+    _refusal: str = ""
+
+    def refused(self, why: str) -> None:
+        """The hub, or memory, has no place for it; said once, it asks ten times a second."""
+        if why != self._refusal:
+            self._refusal = why
+            log.warning("environment %s: %s", self.about.wandb_name, why)
+
+
+class RemoteEnvs:
+    """All of them, by the number they know themselves by."""
+
+    def __init__(self, options: GatewayOptions, state: StateFile, lane_opened: Callable[[str], None]) -> None:
+        self._options, self._state, self._lane_opened = options, state, lane_opened
+        self._table: dict[int, RemoteEnv] = {}
+        self._client: AsyncControlClient | None = None
+        self._turn = asyncio.Lock()
+        self._missing_until = 0.0
+        self.shared = RemoteLane(options, "gateway", lane_opened)
+        for saved in state.saved.envs:
+            if saved.connected:
+                self._table[saved.env_id] = RemoteEnv(
+                    saved, RemoteLane(options, saved.desired_name, lane_opened), silent=saved.silent
+                )
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    # -- the hub
+    # --------------------------------------------------------------------------------------------------------
+
+    async def ask(self, question: Request) -> Answer:
+        """What the hub answers.
+
+        Raises NoConsumer, at once if there was none a moment ago, and RequestRefused.
+        """
+        async with self._turn:
+            if time.monotonic() < self._missing_until:
+                raise NoConsumer(f"no consumer of bridge {self._options.bridge!r} answers")
+            if self._client is None:
+                self._client = AsyncControlClient(self._options.bridge, role="gateway", name="gateway")
+            try:
+                return await self._client.request(question, _ASK_S)
+            except NoConsumer:
+                self._missing_until = time.monotonic() + _MISSING_S
+                raise
+
+    def hub_came(self) -> None:
+        """There is one for certain: it may be asked."""
+        self._missing_until = 0.0
+
+    async def run_info(self) -> RunInfo | None:
+        """What is trained, by whoever is the hub; None if nobody is."""
+        try:
+            answer = await self.ask(RunInfoRequest())
+        except NoConsumer:
+            return None
+        return answer if isinstance(answer, RunInfo) else None
+
+    # -- environments
+    # --------------------------------------------------------------------------------------------------------
+
+    async def register(self, wish: dict[str, Any]) -> dict[str, Any]:
+        """The answer to /register-env: a number, a name and a lane, or that there is no run yet.
+
+        Raises RequestRefused, Refused.
+        """
+        name = wish["desired_name"]
+        info = await self.run_info()
+        if info is None or info.run is None:
+            return _WAIT
+        if self._lanes_are_taken():
+            have, most = self._options.lanes - _SHARED, self._options.lanes
+            raise Refused(
+                503,
+                f"{have} environments have lanes, {most} lanes are taken from at once: raise --lanes",
+                "lanes",
+            )
+        lane = RemoteLane(self._options, name, self._lane_opened)
+        try:
+            producer = await lane.open()
+            await self._admit_all()  # those an earlier gateway knew have their names first
+            answer = await self.ask(
+                Register(**wish, producer_id=producer.producer_id, env_id=self._free_number())
+            )
+        except BaseException as failed:
+            lane.close()
+            if isinstance(failed, NoConsumer):
+                return _WAIT
+            raise
+        if not isinstance(answer, Registered):
+            lane.close()
+            return _WAIT
+        number = answer.env_id
+        while number in self._table:  # the hub is another than the one that gave this number
+            number += 1
+        about = SavedEnv(env_id=number, wandb_name=answer.wandb_name, **wish)
+        self._table[number] = RemoteEnv(about, lane, hub_id=answer.env_id)
+        self._save()
+        return {
+            "status": "success",
+            "env_id": number,
+            "wandb_name": answer.wandb_name,
+            "checkpoint_dir": answer.run.checkpoint_dir,
+            "starting_step": answer.current_step,
+            "checkpoint_interval": answer.run.save_checkpoint_interval,
+            "num_steps": answer.run.num_steps,
+        }
+
+    def _lanes_are_taken(self) -> bool:
+        return (
+            sum(env.own_lane and not env.silent for env in self._table.values()) + _SHARED
+            >= self._options.lanes
+        )
+
+    def _free_number(self) -> int | None:
+        """A number nobody here has, if an earlier gateway gave some; else the hub chooses."""
+        return self._state.saved.next_env_id or None
+
+    def _save(self) -> None:
+        rows = [replace(env.about, silent=env.silent) for env in self._table.values() if env.own_lane]
+        most = max((row.env_id + 1 for row in rows), default=0)
+        self._state.update(envs=rows, next_env_id=max(self._state.saved.next_env_id, most))
+
+    async def disconnect(self, number: int) -> dict[str, Any]:
+        """The answer to /disconnect-env: its weight and its share are free again, what it has posted
+        stays.
+        """
+        env = self._table.pop(number, None)
+        if env is None:
+            return {"status": "failure", "error": f"no environment {number} is registered here"}
+        self._save()
+        await self._leave(env)
+        return {"status": "success"}
+
+    async def _leave(self, env: RemoteEnv) -> None:
+        hub_id, env.hub_id = env.hub_id, None
+        if env.own_lane:
+            env.lane.close()
+        if hub_id is not None:
+            try:
+                await self.ask(Goodbye(hub_id))
+            except ShmBridgeError as gone:  # a hub that is not there needs no goodbye
+                log.debug("no goodbye for environment %s: %s", env.about.wandb_name, gone)
+
+    def lane_of(self, number: int | None) -> RemoteLane:
+        """The lane for what this environment posts; one for all that are not known."""
+        env = None if number is None else self._table.get(number)
+        if env is None:
+            return self.shared
+        self._hear(env)
+        return env.lane
+
+    def _hear(self, env: RemoteEnv) -> None:
+        """It speaks.
+
+        One that was silent has a lane again: the shared one, if others have all lanes by now.
+        """
+        if env.silent and env.own_lane and self._lanes_are_taken():
+            log.warning(
+                "environment %s speaks again and shares a lane: others have all lanes, raise --lanes",
+                env.about.wandb_name,
+            )
+            env.lane, env.own_lane = self.shared, False
+        env.heard_s, env.silent = time.monotonic(), False
+
+    async def status(self, number: int) -> dict[str, Any]:
+        """The answer to /status-env; the last one while there is no hub.
+
+        An unknown environment is admitted, with what is known of it.
+        """
+        env = self._table.get(number) or self._stranger(number)
+        self._hear(env)
+        try:
+            await self._admit_all()
+            answer = await self._ask_status(env)
+        except NoConsumer:
+            answer = None
+        except ShmBridgeError as refused:
+            env.refused(str(refused))
+            answer = None
+        if answer is not None:
+            waiting = env.lane.posting
+            env.status = {
+                "current_step": answer.current_step,
+                # what waits for room is queued as well, and throttles as well
+                "queue_size": answer.queue_groups + waiting,
+                "unallocated_fraction": answer.unallocated_fraction,
+                "self_queue_size": answer.self_queue_groups + waiting,
+                "max_group_size": answer.max_group_size,
+                "env_weight": answer.env_weight,
+            }
+        return env.status or {
+            "current_step": self._state.saved.step,
+            "queue_size": env.lane.posting,
+            "unallocated_fraction": 1.0,
+            "self_queue_size": env.lane.posting,
+            "max_group_size": 1,
+            "env_weight": 1.0,
+        }
+
+    def _stranger(self, number: int) -> RemoteEnv:
+        log.warning("environment %d is not registered here; it is admitted with what is known", number)
+        run = self._state.saved.run
+        about = SavedEnv(number, f"env_{number}", f"env_{number}", run.max_token_len if run else 2048, 1, 1.0)
+        env = self._table[number] = RemoteEnv(about, self.shared, own_lane=False)
+        return env
+
+    async def _admit_all(self) -> None:
+        """A hub weighs an environment by all others: whoever was here before counts until it has been silent
+        for long.
+
+        One that cannot be admitted keeps no other out, nor does it end: Atropos' environments do so after
+        three answers of 5xx.
+        """
+        for env in list(self._table.values()):
+            if env.hub_id is None and not env.silent:
+                try:
+                    await self._admit(env)
+                except NoConsumer:
+                    raise
+                except ShmBridgeError as refused:
+                    # such as no memory for its lane yet; the next question tries again
+                    env.refused(str(refused))
+
+    async def _admit(self, env: RemoteEnv) -> None:
+        """Registers with the hub of now, under the number and the name it has."""
+        about = env.about
+        if env.own_lane:
+            await env.lane.open()
+        producer = env.lane.producer if env.own_lane else None
+        answer = await self.ask(
+            Register(
+                about.desired_name,
+                about.max_token_length,
+                max(1, about.group_size),
+                about.weight,
+                about.min_batch_allocation,
+                producer.producer_id if producer is not None else "",
+                about.env_id,
+                about.wandb_name,
+            )
+        )
+        env.hub_id = answer.env_id if isinstance(answer, Registered) else None
+
+    async def _ask_status(self, env: RemoteEnv) -> Status | None:
+        for _ in range(2):
+            if env.hub_id is None:
+                return None
+            try:
+                answer = await self.ask(StatusRequest(env.hub_id))
+                return answer if isinstance(answer, Status) else None
+            except RequestRefused as refused:
+                if refused.reason != UNKNOWN_ENV:
+                    raise
+                await self._admit(env)  # another hub, which knows nobody
+        return None
+
+    # -- the end
+    # --------------------------------------------------------------------------------------------------------
+
+    async def let_the_silent_go(self) -> None:
+        """Environments that have said nothing for long lose weight and lane until they speak again; much
+        later they are forgotten.
+        """
+        timeout_s, changed = self._options.env_timeout_s, False
+        for number, env in list(self._table.items()):
+            quiet_s = time.monotonic() - env.heard_s
+            if env.silent and quiet_s > _FORGOTTEN_AFTER * timeout_s and self._table.get(number) is env:
+                del self._table[number]
+                changed = True
+            elif not env.silent and quiet_s > timeout_s and not env.lane.posting:
+                env.silent = changed = True
+                log.warning("environment %s has been silent for %.0f s", env.about.wandb_name, timeout_s)
+                await self._leave(env)
+        if changed:
+            self._save()
+
+    def forget(self) -> None:
+        """After a reset nobody is registered, and there is no hub to say goodbye to."""
+        envs, self._table = list(self._table.values()), {}
+        for env in envs:
+            if env.own_lane:
+                env.lane.close()
+
+    def close_lanes(self) -> None:
+        """Nothing more is put; what is in the lanes stays."""
+        for env in self._table.values():
+            env.lane.close()
+        self.shared.close()
+
+    def close(self) -> None:
+        """Ends the conversation with the hub."""
+        self.close_lanes()
+        if self._client is not None:
+            self._client.close()
+            self._client = None

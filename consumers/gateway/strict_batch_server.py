@@ -1,0 +1,315 @@
+"""`--compat strict`: the taking side as the Atropos server does it, over lanes instead of a list in memory.
+
+Everything that is committed is taken at once, in the order of its commits, and held in the server's own queue
+until it is in a batch that was read. Knows records and the original's state; knows nothing of HTTP. For one
+thread: the hub's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any
+
+from msgspec.structs import replace
+
+from shmbridge import Consumer, Run
+from shmbridge.consumers.gateway.atropos_state import EnvRow, Upstream
+from shmbridge.consumers.gateway.batch_server import Batch, NotRegistered, Taker
+from shmbridge.consumers.gateway.options import GatewayOptions
+from shmbridge.consumers.gateway.state import SavedEnv, StateFile
+from shmbridge.control.server import ControlServer
+from shmbridge.record.groups import Group, GroupAssembler
+from shmbridge.segments.reasons import Discard
+
+log = logging.getLogger(__name__)
+
+_FRAGMENTS_WAIT_S = 600.0
+_FIRST_ATTACHED = 1 << 30  # environments that post are numbered from 0 on, one after the other
+
+
+class _EagerConsumer(Consumer):
+    """A consumer whose records are all taken at once: what waits in the gateway's queue counts as queued for
+    attached environments.
+    """
+
+    def __init__(self, *arguments: Any, waiting: Counter[str], **options: Any) -> None:
+        self._waiting = waiting
+        super().__init__(*arguments, **options)
+
+    def queue_groups(self, producer_id: str | None = None) -> int:
+        """As Hub's, those the gateway holds included."""
+        return super().queue_groups(producer_id) + (
+            self._waiting.total() if producer_id is None else self._waiting[producer_id]
+        )
+
+    def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
+        """As Hub's, likewise."""
+        seen = super().look_at_producers(producer_ids)
+        return {each: (live, groups + self._waiting[each]) for each, (live, groups) in seen.items()}
+
+    def _open_control_plane(self) -> ControlServer:
+        return ControlServer(self.bridge, self, self._batching.queue_view, first_env_id=_FIRST_ATTACHED)
+
+    def discard_partial(self, fragments: GroupAssembler) -> None:
+        """Discards groups that will not become whole, counted; call it when everything there is was taken."""
+        late = fragments.late(time.monotonic(), self._lanes.busy_producers())
+        for group in [*late, *fragments.orphans(self._lanes.finished_producers())]:
+            first = group.records[0]
+            log.warning(
+                "group %s of %s has %d of %d rows: discarded",
+                first.group_id,
+                group.producer_id,
+                group.rows,
+                group.size,
+            )
+            for record in group.records:
+                self.discard(record, Discard.PARTIAL)
+
+
+class StrictTaker(Taker):
+    """A Taker with the original's queue. It is the hub from the beginning."""
+
+    extras = False
+
+    def __init__(self, options: GatewayOptions, state: StateFile) -> None:
+        super().__init__(options, state, lambda: False)
+        self.upstream: Upstream[Group] = Upstream()
+        self._fragments = GroupAssembler(_FRAGMENTS_WAIT_S)
+        self._outcomes: dict[tuple[str, int], int | None] = {}
+        self._own: set[str] = set()  # lanes whose posts ask for their outcome
+        self._waiting: Counter[str] = Counter()
+        self._shown_last: Group | None = None
+
+    # -- who trains
+    # --------------------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Becomes the hub, with what an earlier gateway knew. Raises ConsumerTaken."""
+        saved, upstream = self._state.saved, self.upstream
+        if saved.run is not None:
+            self.run, self._inherited = replace(saved.run, starting_step=saved.step), True
+            upstream.register(saved.run)
+            upstream.queue.step, upstream.started = saved.step, saved.started
+            for env in saved.envs:
+                upstream.restore_env(
+                    EnvRow(
+                        env.desired_name,
+                        env.wandb_name,
+                        env.max_token_length,
+                        env.weight,
+                        env.group_size,
+                        env.min_batch_allocation,
+                        env.connected,
+                    )
+                )
+        self._become_hub()
+        self.take_all()
+
+    def _become_hub(self) -> _EagerConsumer:
+        consumer = super()._become_hub()
+        assert isinstance(consumer, _EagerConsumer)
+        return consumer
+
+    def _open(self, run: Run | None, resume: Any) -> Consumer:
+        return _EagerConsumer(
+            self._options.bridge, run, lanes=self._options.lanes, resume=resume, waiting=self._waiting
+        )
+
+    def register(self, run: Run) -> None:
+        """As the original: the first one holds; one that an earlier gateway knew gives way to another.
+
+        What came over lanes before, which the original cannot know, stays queued.
+        """
+        self.take_all()
+        upstream, groups, latest = self.upstream, list(self.upstream.queue), self.upstream.latest
+        if self._inherited and self._state.saved.run != run:
+            upstream.registered = False
+        if not upstream.register(run):
+            self._inherited = False
+            return
+        for group in groups:
+            upstream.post(group, group.rows, group.env_id)
+        upstream.latest = latest
+        self.run, self._inherited = run, False
+        self._become_hub().announce_run(run)
+        self._state.update(run=run, step=run.starting_step, started=False, envs=[])
+
+    def said_run(self) -> Run | None:
+        """What /info and /wandb_info tell: after a reset the length of a sequence is the only thing that is
+        remembered.
+        """
+        upstream = self.upstream
+        return None if upstream.run is None else replace(upstream.run, batch_size=upstream.queue.batch_size)
+
+    def step(self) -> int:
+        """The original's, less what was counted and is not handed out."""
+        return self.upstream.queue.step - self.upstream.formed
+
+    # -- batches
+    # --------------------------------------------------------------------------------------------------------
+
+    def _form(self) -> list[Group] | None:
+        self.take_all()
+        groups, formed = self.upstream.next_batch()
+        for _ in range(formed):
+            self._become_hub().count_batch()
+        if not self._state.saved.started:
+            self._state.update(started=True)
+        self._waiting.subtract(group.producer_id for group in groups or ())
+        return groups
+
+    def _put_back(self, groups: list[Group]) -> None:
+        self.upstream.put_back([(group, group.rows, group.env_id) for group in groups])
+        self._waiting.update(group.producer_id for group in groups)
+        self._become_hub().count_batch(-1)
+
+    def next_batch(self, gzip: bool, gone: Callable[[], bool] = lambda: False) -> Batch | None:
+        """See Taker. Raises NoSuchThing where the original fails."""
+        if self.upstream.started is None:
+            raise NotRegistered
+        # whoever registers after a reset and a post announces nothing, there too
+        self.run = self.run or Run()
+        return super().next_batch(gzip, gone)
+
+    def take_all(self) -> None:
+        """Queues what the lanes have, in the order in which it was committed."""
+        consumer = self._become_hub()
+        records = []
+        while some := consumer.poll(1024):
+            records += some
+        records.sort(key=lambda record: record.meta.t_publish_ns)
+        for record in records:
+            group = self._fragments.add(record, time.monotonic())
+            if group is not None:
+                meta = group.records[0].meta
+                self._waiting[meta.producer_id] += 1
+                outcome = self.upstream.post(group, group.rows, meta.env_id)
+                if record.lane_name in self._own:
+                    self._outcomes[meta.producer_id, meta.sequence] = outcome
+        if len(self._fragments):
+            consumer.discard_partial(self._fragments)
+
+    def own(self, lane: str) -> None:
+        """Posts into this lane will ask what became of them. Any thread."""
+        self._own.add(lane)
+
+    def posted(self, places: list[tuple[str, int]]) -> list[int | None]:
+        """What the original answers for these groups, (producer, sequence): None for queued, else how many
+        sequences are buffered.
+        """
+        self.upstream.registered = True  # a post makes the queue, there too
+        self.take_all()
+        return [self._outcomes.pop(place, None) for place in places]
+
+    def latest(self) -> dict[str, Any] | None:
+        """The group that was queued last; it survives its release and a reset."""
+        group = self.upstream.latest
+        if group is not None and group is not self._shown_last:
+            self._latest, self._shown_last = self._shown(group), group
+        return self._latest
+
+    def _release(self, groups: list[Group]) -> None:
+        if any(group is self.upstream.latest for group in groups):
+            self.latest()
+        super()._release(groups)
+
+    # -- environments
+    # --------------------------------------------------------------------------------------------------------
+
+    def register_env(self, wish: dict[str, Any]) -> dict[str, Any]:
+        """The answer to /register-env."""
+        upstream = self.upstream
+        if not upstream.started:
+            return {"status": "wait for trainer to start"}
+        number = upstream.add_env(
+            wish["desired_name"],
+            wish["max_token_length"],
+            wish["weight"],
+            wish["group_size"],
+            wish["min_batch_allocation"],
+        )
+        self._save_envs()
+        run = upstream.run or Run()
+        return {
+            "status": "success",
+            "env_id": number,
+            "wandb_name": upstream.envs[number].real_name,
+            "checkpoint_dir": run.checkpoint_dir,
+            "starting_step": upstream.queue.step,
+            "checkpoint_interval": run.save_checkpoint_interval,
+            "num_steps": upstream.num_steps,
+        }
+
+    def disconnect_env(self, number: int) -> dict[str, Any]:
+        """The answer to /disconnect-env."""
+        if self.upstream.started is None:
+            return {"status": "failure", "error": "'State' object has no attribute 'envs'"}
+        try:
+            self.upstream.disconnect(number)
+        except IndexError as unknown:
+            return {"status": "failure", "error": str(unknown)}
+        self._save_envs()
+        return {"status": "success"}
+
+    def env_status(self, number: int) -> dict[str, Any]:
+        """The answer to /status-env. Raises where the original fails."""
+        self.take_all()
+        return self.upstream.env_status(number)
+
+    def status(self) -> dict[str, int]:
+        """The answer to /status."""
+        self.take_all()
+        return self.upstream.status()
+
+    def _save_envs(self) -> None:
+        rows = enumerate(self.upstream.envs)
+        self._state.update(
+            envs=[
+                SavedEnv(
+                    number,
+                    row.real_name,
+                    row.desired_name,
+                    row.max_token_length,
+                    row.group_size,
+                    row.weight,
+                    row.min_batch_allocation,
+                    row.connected,
+                )
+                for number, row in rows
+            ]
+        )
+
+    # -- the end
+    # --------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> int:
+        """As Taker's; without a registration and without a post there is nothing to forget, as in the
+        original.
+        """
+        self.take_all()
+        if not self.upstream.registered:
+            return 0
+        latest = self.latest()
+        discarded = super().reset()
+        self._latest = latest
+        self._outcomes.clear()
+        self._become_hub()
+        self._fragments = GroupAssembler(_FRAGMENTS_WAIT_S)
+        return discarded
+
+    def _held(self) -> list[Group]:
+        upstream = self.upstream
+        groups = [*upstream.queue, *self._fragments]
+        upstream.reset()
+        self._waiting.clear()
+        return groups
+
+    def close(self) -> None:
+        """See Taker."""
+        for group in self._held():
+            for record in group.records:
+                record.abandon()
+        super().close()

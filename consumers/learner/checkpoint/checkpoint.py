@@ -1,0 +1,203 @@
+"""Checkpoints of a learner: written aside, then renamed, so that a folder with its final name is whole.
+
+    <folder>/step-00000050/   model.safetensors, config.json, tokenizer files    what a sampler can load
+                              optimizer.safetensors                              exp_avg.<parameter>, ...
+                              rng.safetensors                                    rng_state()
+                              learner.json                                       Progress
+
+An adapter is saved as peft does, `adapter_model.safetensors` and `adapter_config.json`, which names its base
+model. No pickle anywhere. Knows nothing of batches, losses or the bridge. Called by the GRPO learner
+(`grpo.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from shmbridge.consumers.learner.model.optimizer import MasterAdamW
+from shmbridge.consumers.learner.model.sharding import gathered, shared_like, whole_state
+
+_NAME = re.compile(r"step-(\d{8,})")
+_WRITING = ".writing-"
+
+
+class CheckpointMismatch(Exception):
+    """A checkpoint is not of this kind of learner, of a newer one, or damaged; the message says which and
+    what to do.
+    """
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a learner is, and what of the bridge is in its weights; what an older checkpoint does not say
+    is 0 or empty.
+    """
+
+    step: int  # optimizer steps done
+    policy_version: int  # of these weights, published or not
+    groups: int = 0  # consumed, by all steps
+    trajectories: int = 0
+    tokens: int = 0
+    wall_s: float = 0.0  # of all processes that took part in the run
+    # producer id -> highest sequence that was consumed
+    last_sequences: dict[str, int] = field(default_factory=dict)
+    # producer id -> consumed sequences that may come again
+    held: dict[str, list[int]] = field(default_factory=dict)
+    mounts: dict[str, str] = field(default_factory=dict)  # producer id of those -> mount of its lane
+
+
+def save(
+    folder: Path,
+    progress: Progress,
+    model: Any,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    keep: int = 2,
+    rng: Mapping[str, torch.Tensor] | None = None,
+    write: bool = True,
+) -> Path:
+    """Writes one checkpoint and return its path; older ones beyond `keep` go. Blocks for the disk.
+
+    Killed at any point, this leaves the earlier checkpoints whole and at most one folder that no reader takes
+    for a checkpoint; the next save removes it. The files are on the disk before the name is.
+
+    Args:
+        folder: where the checkpoints of one run lie; created when missing.
+        progress: step and policy version of these weights, and what they were made of.
+        model: a Hugging Face model, or a peft model, of which the adapter is saved.
+        tokenizer: its tokenizer, saved beside it; None when the model came without one.
+        optimizer: its state is saved under the model's parameter names.
+        keep: newest checkpoints to leave in the folder, at least 1.
+        rng: states of random generators by name; None for none.
+        write: False only takes part in what a sharded model needs of every rank, and leaves the disk to
+            another one.
+    """
+    final = folder / f"step-{progress.step:08d}"
+    state = whole_state(model, write)
+    moments = _optimizer_tensors(model, optimizer, write)
+    if not write:
+        return final
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob(_WRITING + "*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+
+    writing = folder / f"{_WRITING}{final.name}"
+    model.save_pretrained(writing, safe_serialization=True, **({"state_dict": state} if state else {}))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(writing)
+    save_file(moments, writing / "optimizer.safetensors")
+    if rng is not None:
+        save_file(dict(rng), writing / "rng.safetensors")
+    (writing / "learner.json").write_text(json.dumps(asdict(progress)) + "\n")
+
+    for file in writing.rglob("*"):
+        _sync(file)
+    _sync(writing)
+    writing.rename(final)
+    _sync(folder)
+
+    for old in complete(folder)[: -max(1, keep)]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def complete(folder: Path) -> list[Path]:
+    """Returns the whole checkpoints of a folder, oldest step first; empty when there are none."""
+    found = {int(match[1]): path for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))}
+    return [found[step] for step in sorted(found)]
+
+
+def load_progress(path: Path) -> Progress:
+    """Returns how far the learner was that wrote this checkpoint. Blocks for the disk.
+
+    Raises:
+        CheckpointMismatch: it is damaged, or says things that this release does not know, and might get
+            wrong.
+    """
+    try:
+        said = json.loads((path / "learner.json").read_text())
+        step, policy_version = int(said.pop("step")), int(said.pop("policy_version"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, "learner.json", error) from error
+    if unknown := said.keys() - {each.name for each in fields(Progress)}:
+        raise CheckpointMismatch(
+            f"{path} was written by a newer release: its learner.json has {', '.join(sorted(unknown))} -> "
+            "update shmbridge"
+        )
+    return Progress(step, policy_version, **said)
+
+
+def load_rng(path: Path) -> dict[str, torch.Tensor] | None:
+    """Returns the states of the random generators, or None if an older release wrote the checkpoint.
+
+    Blocks for the disk.
+
+    Raises:
+        CheckpointMismatch: it is damaged.
+    """
+    return _tensors(path, "rng.safetensors") if (path / "rng.safetensors").exists() else None
+
+
+def load_optimizer(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Puts the saved state back into an optimizer over the same model's parameters. Blocks for the disk.
+
+    Raises:
+        CheckpointMismatch: other parameters were trained, or in another dtype, or it is damaged.
+    """
+    saved = _tensors(path, "optimizer.safetensors")
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if unknown := {key.split(".", 1)[1] for key in saved} - parameters.keys():
+        raise CheckpointMismatch(
+            f"{path} has trained {min(unknown)} and {len(unknown) - 1} more that this learner does not train "
+            "-> resume with the same --lora-* options"
+        )
+    if saved and isinstance(optimizer, MasterAdamW) != any(key.startswith("master.") for key in saved):
+        raise CheckpointMismatch(f"{path} was trained in another dtype -> resume with the same --param-dtype")
+    for key, value in saved.items():
+        kind, name = key.split(".", 1)
+        parameter = parameters[name]
+        # The step counter stays on the CPU, where the optimizer keeps it; moments live with their parameter.
+        optimizer.state[parameter][kind] = value if kind == "step" else shared_like(value, parameter)
+
+
+def _optimizer_tensors(model: Any, optimizer: torch.optim.Optimizer, write: bool) -> dict[str, torch.Tensor]:
+    tensors = {
+        f"{kind}.{name}": gathered(value, write)
+        for name, parameter in model.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+    return {name: value.contiguous() for name, value in tensors.items() if value is not None}
+
+
+def _tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path / name)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, name, error) from error
+
+
+def _damaged(path: Path, name: str, error: Exception) -> CheckpointMismatch:
+    return CheckpointMismatch(
+        f"{path / name} is damaged or not there ({type(error).__name__}: {error}) "
+        f"-> put {path.name} elsewhere: --resume takes the one before it"
+    )
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

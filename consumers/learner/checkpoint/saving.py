@@ -1,0 +1,138 @@
+"""When a learner's state goes to the disk: each finished step at most once, with an account of what was
+consumed.
+
+Knows the learner and the run's folder; what a checkpoint holds is `checkpoint.py`'s. Called by the GRPO
+learner (`grpo.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from safetensors import SafetensorError
+
+from shmbridge.consumers.learner.checkpoint import checkpoint
+from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
+from shmbridge.consumers.learner.checkpoint.consumed import Consumed
+from shmbridge.consumers.learner.checkpoint.rng_state import rng_state
+from shmbridge.consumers.learner.model.sharding import is_sharded
+from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.consumers.learner.train.grpo_update import Learner
+
+
+class CannotSave(Exception):
+    """A checkpoint could not be written; the message says which and why."""
+
+
+class Saver:
+    """Saves each finished step at most once.
+
+    Args:
+        folder: where the checkpoints of this run lie.
+        learner: whose state is saved.
+        tokenizer: saved beside the model; None for none.
+        keep: newest checkpoints to leave.
+        progress: of the checkpoint that the run goes on from; None for a fresh start.
+    """
+
+    def __init__(
+        self, folder: Path, learner: Learner, tokenizer: Any, keep: int, progress: Progress | None = None
+    ) -> None:
+        self.consumed = Consumed(progress or Progress(step=0, policy_version=-1))
+        self._folder = folder
+        self._learner = learner
+        self._tokenizer = tokenizer
+        self._keep = keep
+        self._saved_step = self._taken_step = learner.step
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the learner is at the end of a step, all of whose batches are accounted for: what a
+        checkpoint may hold.
+        """
+        return self._learner.consistent and self._taken_step == self._learner.step
+
+    def took(self, batches: Iterable[Any], measured: Metrics) -> None:
+        """Notes what a step was made of, over all ranks; blocks for the others.
+
+        Args:
+            batches: this rank's.
+            measured: the step's metrics over all ranks.
+        """
+        metas = [meta for batch in batches for meta in batch.meta]
+        if self._learner.world.size > 1:
+            said = self._learner.world.gathered(sorted({(meta.producer_id, meta.sequence) for meta in metas}))
+            metas = [
+                SimpleNamespace(producer_id=who, sequence=number) for each in said for who, number in each
+            ]
+        numbers = {name: int(measured[name]) for name in ("groups", "trajectories", "tokens")}
+        self.consumed.took(metas, **numbers)
+        self._taken_step = self._learner.step
+
+    def save(self, policy_version: int) -> None:
+        """Writes a checkpoint unless this step has one, or broke off; every rank calls it, rank 0 writes.
+
+        Blocks until it is on the disk.
+
+        Raises:
+            CannotSave: the disk did not take it; on all ranks.
+        """
+        learner = self._learner
+        if learner.step == self._saved_step or not self.consistent:
+            return
+        failure = ""
+        try:
+            self._write(policy_version)
+        except (OSError, SafetensorError) as error:
+            failure = str(error)
+        if failure := learner.world.told(failure):  # no rank releases what the disk does not have
+            raise CannotSave(
+                f"no checkpoint of step {learner.step} in {self._folder}: {failure} -> make room there, "
+                "then --resume"
+            )
+        self._saved_step = learner.step
+
+    def rescue(self, policy_version: int) -> str:
+        """Saves the last finished step after an error, without other ranks. Blocks for the disk.
+
+        Raises nothing.
+
+        Returns:
+            what can be gone on from, in a few words for people.
+        """
+        learner = self._learner
+        newest = (
+            f"step {self._saved_step} is the newest checkpoint"
+            if self._saved_step
+            else "there is no checkpoint"
+        )
+        if learner.step == self._saved_step:
+            return f"{newest}, and no step was finished since"
+        if not self.consistent:
+            return f"the update broke off, so nothing of it is saved: {newest}"
+        if is_sharded(learner.model):
+            return f"a sharded model is saved by all ranks together: {newest}"
+        if not learner.world.is_main:
+            return f"rank 0 saves step {learner.step}"
+        try:
+            self._write(policy_version)
+        except Exception as error:  # whatever is wrong here, what went wrong first is to be said
+            return f"step {learner.step} could not be saved ({type(error).__name__}: {error}): {newest}"
+        self._saved_step = learner.step
+        return f"step {learner.step} is saved"
+
+    def _write(self, policy_version: int) -> None:
+        learner = self._learner
+        checkpoint.save(
+            self._folder,
+            self.consumed.progress(learner.step, policy_version),
+            learner.model,
+            self._tokenizer,
+            learner.optimizer,
+            keep=self._keep,
+            write=learner.world.is_main,
+            rng=rng_state(),
+        )

@@ -1,0 +1,1 @@
+"""The learner's batches: where they come from, and what they say about training."""

@@ -1,0 +1,244 @@
+"""What environments send and training cannot use, or leaves out: counted by environment, and said once.
+
+Rows whose column does not fit their tokens, rows that say nothing of which tokens to train, greedy and cut
+sampling, columns that this learner reads nowhere. Pure numpy. Knows columns by name; knows nothing of models
+and losses. Called by `training_rows.py` and `grpo_update.py`; `training_step.py` says it.
+
+Letter: B rows (trajectories).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shmbridge.consumers.advantages.credit import Credit
+from shmbridge.consumers.advantages.row_settings import Heat, cut_sampling
+from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.metrics import rows_by_environment
+
+Bools = npt.NDArray[np.bool_]
+
+# Columns that training reads whatever the options are, and those that describe a row and are not meant for a
+# loss.
+_READ = frozenset(
+    {
+        "tokens",
+        "prompt_length",
+        "loss_mask",
+        "masks",
+        "score",
+        "advantages",
+        "advantages_mask",
+        "inference_logprobs",
+        "token_versions",
+        "temperature",
+        "overrides",
+        "group_overrides",
+        "generation_params",
+        "finish_reason",
+    }
+)
+_DESCRIBE = frozenset(
+    {
+        "raw_score",
+        "messages",
+        "extra",
+        "instance_id",
+        "repetition_id",
+        "row_index",
+        "is_last",
+        "turn_ends",
+        "trace_spans",
+        "env_id",
+    }
+)
+_NOTHING = frozenset({None, "", "null", "[]", "{}", '""'})
+
+_SAID = {
+    "trajectories_uneven": (
+        "{count} trajectories have another number of values of {column} than tokens; these are left out -> "
+        "write one value for each token, prompt included"
+    ),
+    "trajectories_without_mask": (
+        "{count} trajectories have neither a mask nor prompt_length, or a mask that does not fit their "
+        "tokens, and train nothing -> write loss_mask, one value for each token; --train-whole-rows is for "
+        "rows without any"
+    ),
+    "trajectories_unknown_tokens": (
+        "{count} trajectories have a token id that the model does not have, and train nothing -> start the "
+        "environment with the learner's tokenizer"
+    ),
+    "trajectories_odd_versions": (
+        "{count} trajectories say a policy version above the one that is trained, or a token version below "
+        "-1; their age is unknown -> write the version that sampled each token, -1 where none did"
+    ),
+    "trajectories_binary_mask": (
+        "{count} trajectories have masks of 0 and 1; Atropos masks are -100 where nothing is trained, so "
+        "all their tokens are -> write -100 and token ids, or loss_mask"
+    ),
+    "trajectories_greedy": (
+        "{count} trajectories were sampled at a temperature below 1e-5, whose log-probabilities say "
+        "nothing; --temperature is used -> sample at the temperature that is trained"
+    ),
+    "trajectories_cut_sampling": (
+        "{count} trajectories were sampled with top_p, top_k or min_p; ratios to their log-probabilities "
+        "are biased -> sample with top_p=1 and without top_k and min_p"
+    ),
+    "columns_ignored": "{count} trajectories have {column}, which this learner does not read",
+}
+_COUNTER = re.compile(r"^atropos/([^/]+)/(\w+)(?:[{/](.+?)}?)?$")  # environment, counter, column
+
+
+class UnreadImages(ValueError):
+    """A batch has images, which this learner does not read; the message says whose."""
+
+
+def refuse_images(batch: Any) -> None:
+    """Raises `UnreadImages` if a row has images: a rollout that saw them is not the text alone.
+
+    Never blocks.
+    """
+    rows = np.flatnonzero(_filled(batch, "images"))
+    if rows.size:
+        meta = batch.meta[int(rows[0])]
+        raise UnreadImages(
+            f"{rows.size} trajectories have images, first in group {meta.group_id} of environment "
+            f"{meta.env_name!r}: this learner trains text, and would take them for answers to the text "
+            "alone -> --ignore-images, which trains the text alone"
+        )
+
+
+def left_out(
+    batch: Any,
+    credit: Credit,
+    heat: Heat,
+    *,
+    whole_rows: bool,
+    with_reference: bool,
+    unknown_tokens: Bools | None = None,
+    odd_versions: Bools | None = None,
+) -> Metrics:
+    """Returns the counters of a batch, over all environments and of each that has some. Never blocks.
+
+    Args:
+        batch: a packed `shmbridge.Batch`, or anything with its attributes.
+        credit: which columns advantages are made of.
+        heat: the batch's temperatures.
+        whole_rows: rows with neither a mask nor `prompt_length` are trained whole.
+        with_reference: the reference's log-probabilities are read.
+        unknown_tokens: bool (B,), rows that train nothing for a token that the model does not have; None: no
+            such row.
+        odd_versions: bool (B,), rows whose policy versions cannot be; None: no such row.
+    """
+    none = np.zeros(len(batch.meta), bool)
+    rows = {
+        "trajectories_unknown_tokens": none if unknown_tokens is None else unknown_tokens,
+        "trajectories_odd_versions": none if odd_versions is None else odd_versions,
+        "trajectories_without_mask": without_mask(batch, whole_rows),
+        "trajectories_binary_mask": _binary_masks(batch),
+        "trajectories_greedy": heat.greedy,
+        "trajectories_cut_sampling": cut_sampling(batch),
+        **{f"trajectories_uneven{{{name}}}": uneven for name, uneven in getattr(batch, "uneven", {}).items()},
+    }
+    used = {"step_rewards", "step_ends"} if credit.steps != "off" else set()
+    used |= ({"token_rewards"} if credit.token_rewards != "off" else set()) | (
+        {"ref_logprobs"} if with_reference else set()
+    )
+    for name in getattr(batch, "columns", ()):
+        if name not in _READ | _DESCRIBE | used and (there := _filled(batch, name)).any():
+            rows[f"columns_ignored/{name}"] = there
+    found: Metrics = {name: int(which.sum()) for name, which in rows.items()}
+    for env_name, of_it in rows_by_environment([meta.env_name for meta in batch.meta]).items():
+        found |= {
+            f"atropos/{env_name}/{name}": count
+            for name, which in rows.items()
+            if (count := int(which[of_it].sum()))
+        }
+    return found
+
+
+def without_mask(batch: Any, whole_rows: bool = False) -> Bools:
+    """Returns bool (B,): rows that train nothing, since they do not say which of their tokens to train.
+
+    Never blocks.
+
+    A mask that does not fit its tokens says that some are not to be trained, and not which: neither
+    `prompt_length` nor `whole_rows` stands in for it.
+    """
+    masked, uneven = batch.has("loss_mask"), getattr(batch, "uneven", {})
+    without = np.full(len(masked), not whole_rows)
+    if batch.prompt_length is not None:
+        without &= ~(batch.has("prompt_length") & (batch.prompt_length >= 0))
+    for name in ("loss_mask", "masks"):
+        without |= uneven.get(name, False)
+    rows: Bools = without & ~masked
+    return rows
+
+
+def rows_with_unknown_tokens(batch: Any, vocabulary: int) -> Bools | None:
+    """Returns bool (B,): rows with a token id that is not within 0 and `vocabulary` - 1; None if no row has
+    one.
+
+    Blocks for the device where the tokens lie on one.
+    """
+    tokens = batch.tokens
+    if not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocabulary:
+        return None
+    outside = (tokens < 0) | (tokens >= vocabulary)
+    places = np.flatnonzero(outside if isinstance(outside, np.ndarray) else outside.cpu().numpy())
+    rows = np.zeros(len(batch.meta), bool)
+    rows[np.searchsorted(batch.cu_seqlens, places, side="right") - 1] = True
+    return rows
+
+
+class SaidOnce:
+    """Says of each counter of each environment what it means, the first time that it counts.
+
+    Asks nothing of anybody.
+    """
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def sentences(self, metrics: Metrics) -> list[str]:
+        """Returns what has not been said of a step's metrics, over all ranks. Never blocks."""
+        found = []
+        for name, count in metrics.items():
+            match = _COUNTER.match(name)
+            if match is None or match[2] not in _SAID or not count or name in self._said:
+                continue
+            self._said.add(name)
+            found.append(
+                f"environment {match[1]}: {_SAID[match[2]].format(count=count, column=match[3])}; counted "
+                f"as {match[2]}"
+            )
+        return found
+
+
+def _filled(batch: Any, name: str) -> Bools:
+    """Returns bool (B,): rows in which a column says something; text that says "nothing" does not."""
+    has: Bools = batch.has(name)
+    values = getattr(batch, name, None) if has.any() else None
+    if isinstance(values, list):
+        has = has & np.array(
+            [value not in _NOTHING if isinstance(value, str) else bool(value) for value in values], bool
+        )
+    return has
+
+
+def _binary_masks(batch: Any) -> Bools:
+    """Returns bool (B,): rows whose Atropos masks are 0 and 1.
+
+    They are kept beside the mask only where they are not -100 and tokens.
+    """
+    rows: Bools = batch.has("masks")
+    if not rows.any():
+        return rows
+    odd = (batch.masks < 0) | (batch.masks > 1)
+    before = np.concatenate([[0], np.cumsum(odd)])
+    binary: Bools = rows & (np.diff(before[batch.cu_seqlens]) == 0) & (batch.lengths > 0)
+    return binary

@@ -1,0 +1,226 @@
+"""Where a learner's batches come from when several ranks train on them: each reads its share, and all begin a
+step together.
+
+Nobody may wait alone: a rank that gave up, was stopped or found the bridge drained would leave the others in
+a collective. So each waits for its share a short time, then all say where they are, until they can go on, or
+leave, together. Knows the bridge and the world; knows nothing of models. Called by the GRPO learner
+(`grpo.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+import shmbridge
+from shmbridge.consumers.learner.data.batch_source import HubSource, hub, most_held, who_is_missing
+from shmbridge.consumers.learner.data.batch_wait import BatchWait, NoBatch, patience_of
+from shmbridge.consumers.learner.report.log import say
+from shmbridge.consumers.learner.stopping import Stopped, StopSignals
+from shmbridge.consumers.learner.world import PeerFailed, World
+from shmbridge.rank import RankShare
+
+_TICK_S = 1.0  # what one rank waits for its share before it hears of the others
+
+
+class NoRows:
+    """A packed batch without rows, for a rank that has none: it takes part in the step all the same."""
+
+    def __init__(self) -> None:
+        self.tokens = self.position_ids = self.lengths = self.group_index = np.zeros(0, np.int32)
+        self.cu_seqlens = np.zeros(1, np.int32)
+        self.meta: list[Any] = []
+        self.columns: list[str] = []
+        self.uneven: dict[str, npt.NDArray[np.bool_]] = {}
+
+    def has(self, name: str) -> npt.NDArray[np.bool_]:
+        """bool (0,)."""
+        return np.zeros(0, bool)
+
+    def __getattr__(self, name: str) -> None:
+        """No column is there."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+    def release(self) -> None:
+        """Does nothing: nothing is leased."""
+
+
+@dataclass
+class Word:
+    """What one rank says about the next step."""
+
+    share: Literal["waited for", "here", "drained"] = "waited for"
+    step: int = -1  # of the share that is here
+    signum: int = 0
+    gave_up: str = ""
+    failed: str = ""
+
+
+class RankSource:
+    """This rank's shares of the batches of a bridge.
+
+    Args:
+        world: the ranks; rank 0 is the hub.
+        rank: this one's place at the bridge.
+        consumer: the hub, on rank 0; closed by whoever opened it.
+        options: groups of a batch over all ranks, limits on staleness and on waiting.
+        stops: its signals end the run on all ranks, between two steps.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        rank: shmbridge.Rank,
+        consumer: shmbridge.Consumer | None,
+        options: argparse.Namespace,
+        stops: StopSignals,
+    ) -> None:
+        self._world, self._rank, self._consumer = world, rank, consumer
+        self._options, self._stops = options, stops
+        # the last published
+        self.policy_version = world.told(-1 if consumer is None else consumer.policy_version)
+        self.training_version = self.policy_version  # of the weights in training
+
+    def note_training_version(self, version: int) -> None:
+        """Lets rank 0 have staleness counted up to weights that are not published.
+
+        Blocks as `publish_version`.
+        """
+        if self._consumer is not None:
+            self._consumer.note_training_version(version)
+        self.training_version = self._world.told(version)
+
+    def publish_version(self, version: int) -> None:
+        """Lets rank 0 tell everybody of new weights.
+
+        Blocks until it has: nobody may release what they were made of before.
+        """
+        if self._consumer is not None:
+            self._consumer.publish_policy_version(version)
+        self.policy_version = self.training_version = self._world.told(version)
+
+    def stats(self) -> dict[str, float]:
+        """Counters of the bridge, on rank 0; of this rank elsewhere."""
+        return (self._consumer or self._rank).stats()
+
+    @contextmanager
+    def batches(self) -> Iterator[Iterator[Any]]:
+        """Yields an iterator over this rank's shares, the same number on every rank, until the bridge is
+        drained.
+
+        A share in which nothing can be read has no rows. `next` blocks for the other ranks, too; on all of
+        them it raises NoBatch when the limits are exhausted, Stopped, PeerFailed for another rank's error,
+        and what the bridge raises.
+        """
+        if self._consumer is not None:
+            self._consumer.serve_ranks(
+                self._world.size,
+                groups=self._options.groups,
+                max_staleness=self._options.max_staleness,
+                prefetch=self._options.prefetch + most_held(self._options) - 1,
+            )
+        yield self._iterate()
+        self._rank.report_done()  # while the hub is there to hear it
+        self._world.told(0)
+
+    def _iterate(self) -> Iterator[Any]:
+        while True:
+            share = self._next_share()
+            if share == "drained":
+                return
+            yield (None if share is None else self._rank.gather(share, "packed")) or NoRows()
+
+    def _next_share(self) -> RankShare | Literal["drained"] | None:
+        """The share of the next step; None if there is none for this rank."""
+        wait = self._wait()
+        share = None
+        own = Word()
+        while True:
+            failure: Exception | None = None
+            try:
+                if own.share == "waited for":
+                    share, own = self._ask(min(_TICK_S, wait.left_s))
+            except Exception as error:  # the others are to hear of it, whatever it is
+                failure, own.failed = error, f"{type(error).__name__}: {error}"
+            try:
+                wait.look()
+            except NoBatch as error:
+                own.gave_up = str(error) if own.share == "waited for" else ""
+            own.signum = self._stops.received or 0
+            words = [Word(**said) for said in self._world.gathered(asdict(own))]
+            if failure is not None:
+                raise failure
+            leave_together(words)
+            if all(word.share == "drained" for word in words):
+                return "drained"
+            if all(word.share != "waited for" for word in words):
+                return share
+
+    def _wait(self) -> BatchWait:
+        """What the wait for this batch is measured by: rank 0 alone speaks, and gives up for all."""
+        if self._consumer is None:
+            return BatchWait(None, str, lambda line: None)
+        return BatchWait(
+            patience_of(self._options),
+            functools.partial(who_is_missing, self._consumer, self._options.groups),
+            say,
+        )
+
+    def _ask(self, timeout_s: float) -> tuple[RankShare | None, Word]:
+        try:
+            share = self._rank.next_share(timeout_s)
+        except (shmbridge.ConsumerEmpty, shmbridge.NoConsumer):
+            return None, Word()
+        return share, Word("drained") if share is None else Word("here", share.manifest.step)
+
+
+def leave_together(words: list[Word]) -> None:
+    """Raises what any rank has to leave for: an error first, then a signal, then that no batch came."""
+    for rank, word in enumerate(words):
+        if word.failed:
+            raise PeerFailed(f"rank {rank}: {word.failed}")
+    steps = {word.step for word in words if word.share == "here"}
+    if len(steps) > 1:
+        raise PeerFailed(
+            f"the ranks hold shares of different batches, {sorted(steps)}: another hub was here meanwhile"
+        )
+    for word in words:
+        if word.signum:
+            raise Stopped(word.signum)
+    for word in words:
+        if word.gave_up:
+            raise NoBatch(word.gave_up)
+
+
+@contextmanager
+def opened(
+    options: argparse.Namespace,
+    run: shmbridge.Run,
+    screen: Callable[[Any], bool],
+    world: World,
+    stops: StopSignals,
+) -> Iterator[HubSource | RankSource]:
+    """Opens the bridge for this rank, and as its hub on rank 0; yield where its batches come from.
+
+    Raises:
+        What Consumer and Rank raise; PeerFailed if they did so on another rank.
+    """
+    if world.size == 1:
+        with hub(options, run, screen) as alone:
+            yield HubSource(alone, options, stops)
+        return
+    if options.host_copy == "direct" and world.is_main:
+        say("--host-copy direct is for one process: each rank gathers its shares on the host")
+    with ExitStack() as stack:
+        with world.together():
+            consumer = stack.enter_context(hub(options, run, screen)) if world.is_main else None
+            rank = stack.enter_context(shmbridge.Rank(options.bridge, world.rank, world.size))
+        yield RankSource(world, rank, consumer, options, stops)

@@ -1,0 +1,274 @@
+"""Whether a learner trains with the values that were put: a checked row is taken back out of the
+micro-batches, and compared.
+
+A producer stores a check beside the tokens, mask, log-probabilities and advantages of one row in so many
+(`shmbridge.record.row_checks`). Here it is computed again behind everything that handles these values: the
+gathering, `prepare` and the cut into micro-batches. What the learner's own masks leave out of the training is
+taken from what they were applied to. A row that is trained twice, or not at all, differs, too.
+
+Knows batches, their records and the arrays of `training_rows.py`; knows nothing of models. Called by
+`grpo_update.py`.
+
+Letters: B rows, N tokens of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shmbridge import LeaseReleased
+from shmbridge.consumers.advantages.credit import Credit
+from shmbridge.consumers.advantages.row_settings import silenced_rows
+from shmbridge.consumers.learner.data.microbatch import MicroBatch
+from shmbridge.consumers.learner.data.training_rows import NO_LOGPROB, TrainingRows
+from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.metrics import rows_by_environment
+from shmbridge.record.row_checks import CHECKED_COLUMNS, check_of
+
+Array = npt.NDArray[Any]
+
+DIFFERENCE = "row_difference"  # the name of the first one in a step's metrics
+_COMPARED, _DIFFER = "rows_compared", "rows_differ"
+_TAKEN = ("tokens", "trained", "sampled_logprobs", "advantages", "reference_logprobs")  # of a micro-batch
+
+
+class RowChecks:
+    """Compares the rows of batch after batch; knows whether a difference has been named already.
+
+    One thread.
+    """
+
+    def __init__(self) -> None:
+        self._named = False
+
+    def watch(self, batch: Any, rows: TrainingRows, credit: Credit) -> Watch:
+        """Returns the comparison of one batch, whose leases are held until it is over. Never blocks.
+
+        Args:
+            batch: a packed `shmbridge.Batch`, or anything with its attributes; without `records` nothing is
+                compared.
+            rows: what `prepare` has made of it.
+            credit: how its advantages were made.
+        """
+        return Watch(batch, rows, credit)
+
+    def metrics(self, watch: Watch) -> Metrics:
+        """Returns counters of a batch per environment, and in words the first difference of all.
+
+        Blocks for copies from the device.
+        """
+        differences = watch.differences()
+        names = [meta.env_name for meta in watch.metas]
+        found: Metrics = {}
+        for env, places in rows_by_environment(names).items():
+            count = Counter(int(row) in differences for row in np.asarray(places) if watch.checked[row])
+            if count.total():
+                found |= {f"{_COMPARED}{{{env}}}": count.total(), f"{_DIFFER}{{{env}}}": count[True]}
+        if differences and not self._named:
+            self._named = True
+            found[DIFFERENCE] = differences[min(differences)]
+        return found
+
+
+class Watch:
+    """One batch, from its rows to its micro-batches; see `RowChecks`.
+
+    Attributes:
+        checked: bool, which of the records' rows carry checks.
+        metas: of the records' rows.
+    """
+
+    def __init__(self, batch: Any, rows: TrainingRows, credit: Credit) -> None:
+        self._batch, self._rows, self._credit = batch, rows, credit
+        self._records = list(getattr(batch, "records", None) or ())
+        self._first = np.cumsum([0, *(len(record) for record in self._records)])
+        self._stored = {name: self._checks(name) for name in CHECKED_COLUMNS}
+        self.checked: npt.NDArray[np.bool_] = self._stored["tokens"] != 0
+        self.metas = [record.meta for record in self._records for _ in range(len(record))]
+        self._seen: list[
+            tuple[list[int], list[int], dict[str, Tensor]]
+        ] = []  # rows, their lengths, flat values
+
+    def _checks(self, column: str) -> npt.NDArray[np.uint64]:
+        """Returns uint64, one per row of the records; 0 where there is none."""
+        parts = []
+        for record in self._records:
+            try:
+                said = record.row_checks(column)
+            except LeaseReleased:  # somebody let go of it early: there is nothing to compare with
+                said = None
+            parts.append(np.zeros(len(record), np.uint64) if said is None else said)
+        return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+
+    def saw(self, micro: MicroBatch) -> None:
+        """Takes what is checked out of a micro-batch, on its device. Never blocks."""
+        chosen = [
+            place
+            for place, row in enumerate(micro.row_numbers)
+            if row < self.checked.size and self.checked[row]
+        ]
+        if not chosen:
+            return
+        lengths = np.asarray(micro.row_lengths)
+        padded = micro.position_ids is None
+        starts = np.arange(lengths.size) * micro.tokens.shape[1] if padded else np.cumsum(lengths) - lengths
+        places = np.concatenate([np.arange(starts[each], starts[each] + lengths[each]) for each in chosen])
+        index = torch.from_numpy(places).to(micro.tokens.device)
+        columns = {name: getattr(micro, name) for name in _TAKEN}
+        flat = {name: each.reshape(-1)[index] for name, each in columns.items() if each is not None}
+        self._seen.append(([micro.row_numbers[each] for each in chosen], lengths[chosen].tolist(), flat))
+
+    def differences(self) -> dict[int, str]:
+        """Returns which checked rows differ, and in words how. Blocks for copies from the device."""
+        if not self.checked.any():
+            return {}
+        times: Counter[int] = Counter()
+        found: dict[int, str] = {}
+        silenced = (
+            silenced_rows(self._batch)
+            if self._stored["advantages"].any()
+            else np.zeros(self.checked.size, bool)
+        )
+        for row, micro in self._taken():
+            times[row] += 1
+            wrong = self._compare(row, micro, bool(silenced[row]))
+            if wrong:
+                found.setdefault(row, wrong)
+        row_count = len(self._rows.cu_seqlens) - 1
+        for row in np.flatnonzero(self.checked).tolist():
+            if row >= row_count:
+                found[row] = self._said(row, "is in no row of the batch")
+            elif times[row] > 1:
+                found.setdefault(row, self._said(row, f"is trained {times[row]} times"))
+            elif not times[row]:
+                trains = bool(self._of(row, self._rows.trained).any())
+                wrong = self._said(row, "is in no micro-batch") if trains else self._compare(row, None, False)
+                if wrong:
+                    found[row] = wrong
+        return found
+
+    def _taken(self) -> Any:
+        """Yields (row, its values by name) of all that was seen, on the host."""
+        for rows, lengths, flat in self._seen:
+            values = {name: each.cpu().numpy() for name, each in flat.items()}
+            ends = np.cumsum(lengths)
+            for row, begin, end in zip(rows, (ends - lengths).tolist(), ends.tolist(), strict=True):
+                yield row, {name: each[begin:end] for name, each in values.items()}
+
+    def _of(self, row: int, values: Any) -> Array:
+        """A row's part of (N,) values, on the host."""
+        begin, end = self._rows.cu_seqlens[row : row + 2].tolist()
+        part = values[begin:end]
+        return part.cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
+
+    def _compare(self, row: int, micro: dict[str, Array] | None, silenced: bool) -> str:
+        """Returns what is wrong with a row's values, "" if nothing; without `micro` it trains nothing, and
+        `prepare`'s count.
+        """
+        batch, rows = self._batch, self._rows
+        trained = self._of(row, rows.trained)
+        cut = micro["trained"] if micro is not None else trained
+        answers = trained if rows.answers is None else self._of(row, rows.answers)
+        if not np.array_equal(cut, trained) or (trained & ~answers).any():
+            at = np.flatnonzero(cut != trained) if cut.size == trained.size else np.zeros(0, np.intp)
+            at = at if at.size else np.flatnonzero(trained & ~answers)
+            what = "a token is trained that the mask leaves out, or left out on the way"
+            return self._said(row, f"column 'loss_mask' {_position(at)}: {what}")
+        values: dict[str, Array] = {
+            "tokens": (micro["tokens"] if micro is not None else self._of(row, rows.tokens)).astype(np.int32)
+        }
+        if self._has("loss_mask", row):
+            values["loss_mask"] = _mask(self._of(row, batch.loss_mask), answers)
+        for column, name, whole in (
+            ("inference_logprobs", "sampled_logprobs", rows.sampled_logprobs),
+            ("ref_logprobs", "reference_logprobs", rows.reference_logprobs),
+        ):
+            if whole is None:
+                continue
+            sampled = micro[name] if micro is not None else self._of(row, whole)
+            if self._has(column, row) or (sampled != NO_LOGPROB).any():
+                values[column] = sampled
+        if self._has("advantages", row):
+            own = self._of(row, batch.advantages)
+            as_put = micro is not None and self._as_put(silenced)
+            values["advantages"] = (
+                np.where(trained, micro["advantages"], own) if micro is not None and as_put else own
+            )
+        for column in CHECKED_COLUMNS:
+            stored = int(self._stored[column][row])
+            if column == "ref_logprobs" and rows.reference_logprobs is None:
+                continue
+            if column not in values:
+                if stored:
+                    return self._said(row, f"column {column!r} is missing, and was put")
+            elif not stored:
+                return self._said(row, f"column {column!r} is there, and was not put for this row")
+            elif check_of(column, np.ascontiguousarray(values[column])) != stored:
+                return self._said(row, self._where(row, column, values[column], stored))
+        return ""
+
+    def _has(self, column: str, row: int) -> bool:
+        return getattr(self._batch, column, None) is not None and bool(self._batch.has(column)[row])
+
+    def _as_put(self, silenced: bool) -> bool:
+        """Whether the advantage of each trained token of a row with its own is to be what was put."""
+        credit = self._credit
+        partly = getattr(self._batch, "advantages_mask", None) is not None
+        return (
+            credit.use_own
+            and credit.normalise == "none"
+            and credit.clip is None
+            and not partly
+            and not silenced
+        )
+
+    def _where(self, row: int, column: str, values: Array, stored: int) -> str:
+        """Says where a column differs, by what still lies in the lane."""
+        record, place = self._record_of(row)
+        try:
+            put = record[column][place]
+        except (LeaseReleased, KeyError):
+            return f"column {column!r}: at an unknown position, its record is not held any more"
+        if check_of(column, put) != stored:
+            return (
+                f"column {column!r}: at an unknown position, the lane's own values have changed since they "
+                "were put"
+            )
+        if put.size != values.size:
+            return f"column {column!r}: {values.size} values, {put.size} were put"
+        at = np.flatnonzero(
+            put.view(np.uint8).reshape(put.size, -1) != values.view(np.uint8).reshape(put.size, -1)
+        )
+        first = int(at[0]) // put.itemsize if at.size else 0
+        return f"column {column!r} position {first}: trained with {values[first]!s}, put was {put[first]!s}"
+
+    def _record_of(self, row: int) -> tuple[Any, int]:
+        number = int(np.searchsorted(self._first, row, side="right")) - 1
+        return self._records[number], row - int(self._first[number])
+
+    def _said(self, row: int, what: str) -> str:
+        record, place = self._record_of(row)
+        meta = record.meta
+        return (
+            f"producer {meta.producer_id} record {meta.sequence} row {place} of environment "
+            f"{meta.env_name!r}: {what}"
+        )
+
+
+def _mask(put: Array, answers: Array) -> Array:
+    """Returns the mask that the answers come from: as gathered where they agree with it; nothing predicts a
+    row's first token.
+    """
+    agrees = (put != 0) == answers
+    agrees[:1] = True
+    return np.where(agrees, put, answers.astype(put.dtype))
+
+
+def _position(places: Array) -> str:
+    return f"position {int(places[0])}" if places.size else "with another length"

@@ -1,0 +1,78 @@
+"""A batch in numbers, as it is about to be trained: scores, advantages, lengths.
+
+Pure numpy. Knows the arrays of `training_rows.py`; knows nothing of models and losses. Called from there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shmbridge.consumers.advantages.overlong import answer_lengths
+from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.metrics import rollout_metrics, rows_by_environment, usable_scores
+
+if TYPE_CHECKING:
+    from shmbridge.consumers.learner.data.training_rows import TrainingRows
+
+
+def row_metrics(batch: Any, rows: TrainingRows) -> Metrics:
+    """Returns what metrics.jsonl says of a batch. Never blocks.
+
+    Args:
+        batch: a packed `shmbridge.Batch`, or anything with its attributes.
+        rows: what was made of it.
+    """
+    scores = (
+        np.full(len(batch.meta), np.nan) if batch.scores is None else np.asarray(batch.scores, np.float64)
+    )
+    scores = np.where(batch.has("score") & usable_scores(scores), scores, np.nan)
+    return {**_describe(batch, rows, scores[np.isfinite(scores)]), **_rollouts(batch, rows, scores)}
+
+
+def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
+    pushes = rows.advantages[rows.trained]
+    groups = np.unique(batch.group_index).size
+    # tokens with an advantage in front of each
+    before = np.concatenate([[0], np.cumsum(rows.advantages != 0)])
+    pushing = np.unique(batch.group_index[np.diff(before[batch.cu_seqlens]) > 0]).size
+    return {
+        "reward_mean": float(scores.mean()) if scores.size else float("nan"),
+        "reward_std": float(scores.std()) if scores.size else float("nan"),
+        "advantage_mean": float(pushes.mean(dtype=np.float64)) if pushes.size else 0.0,
+        "advantage_std": float(pushes.std(dtype=np.float64)) if pushes.size else 0.0,
+        "advantage_max_abs": float(np.abs(pushes).max(initial=0.0)),
+        "tokens": len(rows.tokens),
+        "trained_tokens": rows.trained_count,
+        "trajectories": len(batch.meta),
+        "trajectories_scored": int(scores.size),
+        "trajectories_redelivered": sum(bool(meta.redelivered) for meta in batch.meta),
+        "groups": int(groups),
+        "groups_flat": int(groups - pushing),
+    }
+
+
+def _rollouts(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
+    """What dashboards know trajectories by; the advantages are those that are trained with, the lengths those
+    of whole answers.
+    """
+    answers = rows.trained if rows.answers is None else rows.answers
+    row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
+    at = np.flatnonzero(rows.trained)
+    counts = np.bincount(row_of_token[at], minlength=len(batch.meta))
+    scored, env_names = np.isfinite(scores), [meta.env_name for meta in batch.meta]
+    found: Metrics = {"groups_scored": int(np.unique(batch.group_index[scored]).size)}
+    # what the means of an environment are means of
+    for env_name, of_it in rows_by_environment(env_names).items():
+        found[f"atropos/{env_name}/trajectories_scored"] = int(np.count_nonzero(scored[of_it]))
+        found[f"atropos/{env_name}/trajectories_trained"] = int(np.count_nonzero(counts[of_it]))
+    sums = np.bincount(row_of_token[at], weights=rows.advantages[at], minlength=len(batch.meta))
+    return found | rollout_metrics(
+        env_names,
+        batch.group_index,
+        scores,
+        advantages=np.where(counts > 0, sums / np.maximum(counts, 1), np.nan),
+        response_lengths=answer_lengths(batch.cu_seqlens, answers),
+    )

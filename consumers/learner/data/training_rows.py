@@ -1,0 +1,188 @@
+"""What a batch says about training: which tokens, with what advantage, sampled with what probability.
+
+Turns a packed batch, in which any column but the tokens may be missing from any record, into arrays that the
+loss can use as they are. What an advantage is made of is in `credit.py`, the description in numbers in
+`row_metrics.py`. Knows nothing of torch and of models. Called by `grpo_update.py`.
+
+Letters: B rows (trajectories), N tokens of the whole batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from shmbridge.consumers.advantages.credit import Credit, NoAdvantages, credited, require_advantages
+from shmbridge.consumers.advantages.row_settings import temperatures
+from shmbridge.consumers.advantages.whole_batch import Reduce, alone
+from shmbridge.consumers.learner.data.finish import truncated_rows
+from shmbridge.consumers.learner.data.left_out import left_out, without_mask
+from shmbridge.consumers.learner.data.row_metrics import row_metrics
+from shmbridge.consumers.learner.data.token_staleness import (
+    UNKNOWN,
+    odd_versions,
+    says_version,
+    token_staleness,
+)
+from shmbridge.consumers.learner.report.log import Metrics
+
+__all__ = ["NO_LOGPROB", "NoAdvantages", "TrainingRows", "known_count", "prepare", "trained_tokens"]
+
+# A log-probability is never positive, so a positive one says "none was recorded": Atropos writes 1.0 where no
+# token was sampled, and rows whose record carried no log-probabilities get the same mark here.
+NO_LOGPROB = 1.0
+
+
+def known_count(logprobs: npt.NDArray[np.float32], where: npt.NDArray[np.bool_]) -> int:
+    """Returns how many recorded log-probabilities, of those at the places, are one: not positive, and finite.
+
+    Never blocks.
+    """
+    return int(np.count_nonzero(where & (logprobs <= 0.0) & (logprobs > -np.inf)))
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """What the loss needs of a batch, row after row without padding; value i belongs to token i."""
+
+    tokens: npt.NDArray[np.int32]  # (N,)
+    cu_seqlens: npt.NDArray[np.int32]  # (B+1,) where each row begins, then N
+    trained: npt.NDArray[np.bool_]  # (N,) never true for the first token of a row: nothing predicts it
+    advantages: npt.NDArray[np.float32]  # (N,) dimensionless
+    sampled_logprobs: npt.NDArray[np.float32]  # (N,) nats; NO_LOGPROB where none was recorded
+    temperature: npt.NDArray[np.float32]  # (B,) > 0
+    # (N,) as sampled_logprobs; None if nobody asked for them
+    reference_logprobs: npt.NDArray[np.float32] | None = None
+    # (N,) whose own version is the one about to be trained; None if that is not known
+    fresh: npt.NDArray[np.bool_] | None = None
+    # (N,) `trained` before any masking of the learner's own; None: not kept
+    answers: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def trained_count(self) -> int:
+        """Trained tokens of this rank's batch."""
+        return int(np.count_nonzero(self.trained))
+
+    @property
+    def answer_count(self) -> int:
+        """Rows of this rank's batch with a trained token."""
+        before = np.concatenate([[0], np.cumsum(self.trained)])  # trained tokens in front of each
+        return int(np.count_nonzero(np.diff(before[self.cu_seqlens])))
+
+
+def prepare(
+    batch: Any,
+    temperature: float,
+    credit: Credit = Credit(),  # noqa: B008
+    *,
+    reduce: Reduce = alone,
+    with_reference: bool = False,
+    policy_version: int | None = None,
+    max_token_staleness: int | None = None,
+    whole_rows: bool = False,
+    truncated: Literal["keep", "mask", "drop"] = "keep",
+    unknown_tokens: npt.NDArray[np.bool_] | None = None,
+) -> tuple[TrainingRows, Metrics]:
+    """Returns what the loss needs of a packed batch, and metrics that describe it.
+
+    Blocks as long as `reduce` does.
+
+    Args:
+        batch: a packed `shmbridge.Batch`, or anything with its attributes.
+        temperature: sampling temperature of rows whose record does not say.
+        credit: what advantages are made of.
+        reduce: takes a float64 array and returns its sum over all ranks; by default there is one rank.
+        with_reference: whether the reference's log-probabilities are wanted, where records have them.
+        policy_version: the one about to be trained; None: the staleness of no token is known.
+        max_token_staleness: tokens sampled more versions ago are not trained; None: all are.
+        whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise they train
+            nothing. A mask that does not fit its tokens trains nothing either way.
+        truncated: answers that did not end by themselves: "mask" does not train them, "drop" also takes no
+            score from them.
+        unknown_tokens: bool (B,), rows that train nothing for a token that the model does not have; None: no
+            such row.
+
+    Raises:
+        NoAdvantages: a group needs the fallback that is not allowed.
+    """
+    answers = trained_tokens(batch, whole_rows)
+    known = answers if unknown_tokens is None else answers & ~np.repeat(unknown_tokens, batch.lengths)
+    require_advantages(batch, answers, credit)
+    staleness = None if policy_version is None else token_staleness(batch, policy_version)
+    young = (
+        known
+        if staleness is None or max_token_staleness is None
+        else known & (staleness <= max_token_staleness)
+    )
+    cut, unnamed = truncated_rows(batch)
+    trained = young if truncated == "keep" else young & ~np.repeat(cut, batch.lengths)
+    heat = temperatures(batch, temperature)
+    advantages, credit_metrics = credited(
+        batch, trained, credit, answers=answers, unscored=cut if truncated == "drop" else None, reduce=reduce
+    )
+    rows = TrainingRows(
+        tokens=batch.tokens,
+        cu_seqlens=batch.cu_seqlens,
+        trained=trained,
+        advantages=advantages,
+        sampled_logprobs=_logprobs(batch, "inference_logprobs"),
+        temperature=heat.values,
+        reference_logprobs=_logprobs(batch, "ref_logprobs") if with_reference else None,
+        fresh=None if policy_version is None else says_version(batch, policy_version),
+        answers=answers,
+    )
+    stale_by = np.zeros(0, np.int32) if staleness is None else staleness[trained & (staleness != UNKNOWN)]
+    reference = rows.reference_logprobs
+    return rows, {
+        **row_metrics(batch, rows),
+        **credit_metrics,
+        **left_out(
+            batch,
+            credit,
+            heat,
+            whole_rows=whole_rows,
+            with_reference=with_reference,
+            unknown_tokens=unknown_tokens,
+            odd_versions=None if policy_version is None else odd_versions(batch, policy_version),
+        ),
+        "trajectories_odd_temperature": int(np.count_nonzero(heat.odd)),
+        "trajectories_truncated": int(np.count_nonzero(cut)),
+        "trajectories_without_finish_reason": int(np.count_nonzero(unnamed)),
+        "tokens_masked_truncated": int(np.count_nonzero(young)) - rows.trained_count,
+        "tokens_masked_stale": int(np.count_nonzero(known)) - int(np.count_nonzero(young)),
+        "tokens_without_logprob": rows.trained_count - known_count(rows.sampled_logprobs, trained),
+        "tokens_without_reference": 0
+        if reference is None
+        else rows.trained_count - known_count(reference, trained),
+        "tokens_without_version": rows.trained_count - stale_by.size,
+        "token_staleness_mean": float(stale_by.mean()) if stale_by.size else 0.0,
+        "token_staleness_max": int(stale_by.max(initial=0)),
+    }
+
+
+def trained_tokens(batch: Any, whole_rows: bool = False) -> npt.NDArray[np.bool_]:
+    """Returns bool (N,): the loss mask; in rows without one, everything after the prompt, and nothing unless
+    they say where that ends.
+
+    With `whole_rows` those that do not say are trained whole. Rows whose mask does not fit their tokens train
+    nothing. Never blocks.
+    """
+    prompt = np.zeros(len(batch.meta), np.int32) if batch.prompt_length is None else batch.prompt_length
+    trained: npt.NDArray[np.bool_] = batch.position_ids >= np.repeat(prompt, batch.lengths)
+    trained &= ~np.repeat(without_mask(batch, whole_rows), batch.lengths)
+    masked = batch.has("loss_mask")
+    if masked.any():
+        trained = np.where(np.repeat(masked, batch.lengths), batch.loss_mask != 0, trained)
+    predicted: npt.NDArray[np.bool_] = batch.position_ids > 0
+    return trained & predicted
+
+
+def _logprobs(batch: Any, column: str) -> npt.NDArray[np.float32]:
+    """Returns float32 (N,): what the records have, NO_LOGPROB in rows of those that have none."""
+    found, recorded = np.full(len(batch.tokens), NO_LOGPROB, np.float32), getattr(batch, column, None)
+    return (
+        found if recorded is None else np.where(np.repeat(batch.has(column), batch.lengths), recorded, found)
+    )

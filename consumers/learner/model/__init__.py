@@ -1,0 +1,1 @@
+"""The model that is trained: forward pass, attention, adapters, sharding, optimizer."""

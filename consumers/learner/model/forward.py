@@ -1,0 +1,236 @@
+"""The log-probabilities of a micro-batch's trained tokens under a model, through as few logits as there can
+be.
+
+The output layer sees the hidden states in front of trained tokens and no others: its `forward` is replaced
+for the time of the model's own, so that all of it runs inside the model, wherever its weights are whole at
+that time (DDP, FSDP2), and with whatever a model does beside it (LoRA, a bias, scaled or capped logits). In
+chunks, the replaced layer gives log-probabilities instead of logits, and no more than a chunk of logits is
+ever there.
+
+Knows nothing of losses' meaning, of the bridge and of optimizers. Called by `grpo_update.py` and
+`reference.py`.
+
+Letters: n trained tokens of a micro-batch, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from shmbridge.consumers import losses
+from shmbridge.consumers.learner.data.microbatch import MicroBatch
+from shmbridge.consumers.learner.model.eval_mode import evaluating
+
+log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 256 << 20  # of float32 logits
+_SMALL = 1 << 30  # bytes of all float32 logits of a micro-batch that need no chunks
+_Head = Callable[[Tensor], Tensor]
+
+_as_they_are: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+# one thread at a time has a layer replaced
+_locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_changing_locks = threading.Lock()
+
+
+def chunk_tokens_for(vocabulary: int, micro_tokens: int) -> int | None:
+    """Returns tokens per chunk, so that a chunk of logits takes 256 MiB; None, no chunks, where all take less
+    than 1 GiB.
+
+    Args:
+        vocabulary: V.
+        micro_tokens: most tokens of one forward pass.
+    """
+    if 4 * vocabulary * micro_tokens <= _SMALL:
+        return None
+    return max(1, _CHUNK_BYTES // (4 * vocabulary))
+
+
+def trained_logprobs(
+    model: Any, micro: MicroBatch, *, precision: torch.dtype, chunk_tokens: int | None, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the log-probabilities of the tempered policy at each trained token, with gradient.
+
+    Blocks for the compute.
+
+    Args:
+        model: a causal language model; also wrapped for DDP, FSDP2 or LoRA. For a packed micro-batch it has
+            to keep rows apart: see `attention.keeps_rows_apart`.
+        micro: rows of either layout.
+        precision: float32, or bfloat16 for an autocast forward pass.
+        chunk_tokens: trained tokens whose logits are there at a time; None: all of them.
+        with_entropy: return the entropy of each distribution too, with gradient.
+
+    Returns:
+        (n,) float32, nats, and the same of the entropy or None; n counts the trained tokens row after row.
+    """
+    if chunk_tokens is not None and leaves_logits_alone(model):
+        return _in_chunks(model, micro, precision, chunk_tokens, with_entropy)
+    logits = _at_trained(model, micro, precision)
+    logs = losses.log_distribution(logits, micro.token_temperature)
+    entropy: Tensor | None = _Entropy.apply(logs) if with_entropy else None  # type: ignore[no-untyped-call]
+    return losses.chosen_logprobs(logs, micro.tokens[micro.trained]), entropy
+
+
+class _Entropy(torch.autograd.Function):
+    """`losses.entropy` that keeps nothing for its gradient but what it is given: most learners only want the
+    number.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logs: Tensor) -> Tensor:
+        ctx.save_for_backward(logs)
+        return losses.entropy(logs)
+
+    @staticmethod
+    def backward(ctx: Any, push: Tensor) -> Tensor:
+        logs: Tensor = ctx.saved_tensors[0]
+        return (logs.exp() * (logs + 1.0)).mul_(-push[:, None])
+
+
+def leaves_logits_alone(model: Any) -> bool:
+    """Returns whether a model's logits are just what its output layer gives: not scaled, not capped, the
+    layer not bypassed.
+
+    Found out once for each model, by a forward pass of two tokens, and logged if not. Where not, there are no
+    chunks.
+    """
+    if model not in _as_they_are:
+        device = next(model.parameters()).device
+        given = torch.tensor([-60.0, -2.5, 0.0, 0.3, 47.0], device=device).expand(1, 2, 5)
+        # Dropout would draw random numbers, that a learner which goes on from a checkpoint draws again.
+        with (
+            torch.no_grad(),
+            evaluating(model),
+            _head_replaced(model, lambda head, hidden: given.to(hidden.dtype)) as used,
+        ):
+            out = model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=device), use_cache=False).logits
+        _as_they_are[model] = (
+            bool(used) and out.shape == given.shape and torch.equal(out.float(), given.to(out.dtype).float())
+        )
+        if not _as_they_are[model]:
+            log.warning(
+                "%s changes its logits behind its output layer, so they are made all at once",
+                type(_unwrapped(model)).__name__,
+            )
+    return _as_they_are[model]
+
+
+def _at_trained(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor:
+    """Returns (n, V): the model's own logits at the positions before the trained tokens."""
+    where = micro.trained[:, 1:]
+    with _head_replaced(model, lambda head, hidden: head(hidden[:, :-1][where])[None]) as used:
+        logits: Tensor = _forward(model, micro, precision)
+    return logits[0] if used else logits[:, :-1][where]
+
+
+def _in_chunks(
+    model: Any, micro: MicroBatch, precision: torch.dtype, chunk: int, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As `trained_logprobs`, the output layer giving log-probabilities, and entropies beside them, in place
+    of logits.
+    """
+    where, targets, heat = micro.trained[:, 1:], micro.tokens[micro.trained], micro.token_temperature
+    linear = _plain_linear(_unwrapped(model).get_output_embeddings())
+
+    def instead(head: _Head, hidden: Tensor) -> Tensor:
+        chosen = hidden[:, :-1][where]
+        if linear is None:
+            return torch.stack(_through(head, chosen, targets, heat, chunk), dim=-1)[None]
+        weight = linear.weight
+        if with_entropy:
+            pair = losses.chosen_logprobs_chunked(chosen, weight, targets, heat, chunk, with_entropy=True)
+            return torch.stack(pair, dim=-1)[None]
+        return losses.chosen_logprobs_chunked(chosen, weight, targets, heat, chunk)[None, :, None]
+
+    with _head_replaced(model, instead):
+        out = _forward(model, micro, precision)[0]
+    return out[:, 0], out[:, 1] if with_entropy else None
+
+
+def _through(head: _Head, hidden: Tensor, targets: Tensor, heat: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Chunk by chunk through an output layer that is not just a matrix; each is computed again in the
+    backward pass.
+    """
+
+    def part(own: Tensor, wanted: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        logs = losses.log_distribution(head(own), temperature)
+        return losses.chosen_logprobs(logs, wanted), losses.entropy(logs)
+
+    cuts = range(0, len(targets), chunk)
+    pieces = [(hidden[at : at + chunk], targets[at : at + chunk], heat[at : at + chunk]) for at in cuts]
+    done = [checkpoint(part, *piece, use_reentrant=False) for piece in pieces]
+    return torch.cat([each[0] for each in done]), torch.cat([each[1] for each in done])
+
+
+def _forward(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor:
+    with torch.autocast(micro.tokens.device.type, dtype=precision, enabled=precision != torch.float32):
+        output = model(input_ids=micro.tokens, use_cache=False, **_arguments(micro))
+    logits: Tensor = output.logits
+    return logits
+
+
+def _arguments(micro: MicroBatch) -> dict[str, Any]:
+    if micro.position_ids is None or micro.cu_seqlens is None:
+        # A mask of ones says "nothing is padding", which causality makes true for every real token, and lets
+        # the model take its fast causal kernel; without a mask it would look for packed rows and build one.
+        return {"attention_mask": torch.ones_like(micro.tokens)}
+    return borders(micro.position_ids, micro.cu_seqlens, micro.row_lengths)
+
+
+def borders(position_ids: Tensor, cu_seqlens: Tensor, row_lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Returns what tells a model's forward pass where the rows of a pack end, in the words of each attention
+    there is.
+    """
+    return {
+        "position_ids": position_ids,
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": max(row_lengths),
+        "max_length_k": max(row_lengths),
+        "row_lengths": row_lengths,
+    }
+
+
+@contextmanager
+def _head_replaced(model: Any, instead: Callable[[_Head, Tensor], Tensor]) -> Iterator[list[bool]]:
+    """Has the model's output layer give what `instead` makes of its own forward and its input; the list tells
+    whether it was used.
+    """
+    used: list[bool] = []
+    head = _unwrapped(model).get_output_embeddings()
+    if head is None:
+        yield used
+        return
+    with _changing_locks:
+        lock = _locks.setdefault(head, threading.Lock())
+    with lock:
+        own = head.forward
+
+        def forward(hidden: Tensor) -> Tensor:
+            used.append(True)
+            return instead(own, hidden)
+
+        head.forward = forward
+        try:
+            yield used
+        finally:
+            del head.forward
+
+
+def _plain_linear(head: Any) -> torch.nn.Linear | None:
+    return head if isinstance(head, torch.nn.Linear) and head.bias is None else None
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside DDP's wrapper."""
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model

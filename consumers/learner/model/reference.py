@@ -1,0 +1,47 @@
+"""The policy that the trained one shall stay near: a frozen copy of the model, or the model with its adapter
+switched off.
+
+Knows a model's forward pass; knows nothing of losses. Made by the learner only if there is a KL term.
+
+Letter: n trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shmbridge.consumers.learner.data.microbatch import MicroBatch
+from shmbridge.consumers.learner.model.forward import trained_logprobs
+from shmbridge.consumers.learner.model.lora import has_adapters, without_adapters
+
+
+class Reference:
+    """Log-probabilities under the policy as it was before training.
+
+    Args:
+        model: the policy before training. One with a LoRA adapter of peft stays the same object, and its
+            adapter is switched off for the reference's forward passes: no second copy. Any other is copied.
+        device: where the copy goes; None: where the model is.
+    """
+
+    def __init__(self, model: Any, device: torch.device | None = None) -> None:
+        self._adapted = has_adapters(model)
+        self._model = model if self._adapted else copy.deepcopy(model).eval().requires_grad_(False).to(device)
+
+    def logprobs(self, micro: MicroBatch, *, precision: torch.dtype, chunk_tokens: int | None) -> Tensor:
+        """Returns (n,) float32, nats, without gradient; arguments as of `trained_logprobs`.
+
+        Blocks for the compute.
+        """
+        without: AbstractContextManager[Any] = (
+            without_adapters(self._model) if self._adapted else nullcontext()
+        )
+        with torch.no_grad(), without:
+            return trained_logprobs(
+                self._model, micro, precision=precision, chunk_tokens=chunk_tokens, with_entropy=False
+            )[0]

@@ -1,0 +1,101 @@
+"""What a batch and its bridge are worth saying at each step, under the names of `shmbridge.metrics`.
+
+Knows the metadata of a batch and the counters of a consumer; knows nothing of torch and of losses. Called by
+the GRPO learner (`grpo.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from shmbridge.batching.staleness import LAGS, lag_of
+from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.metrics import LatencyWindow, batch_metrics, bridge_metrics, rows_by_environment
+
+_WINDOW = 200  # records whose latency counts, or those of so many batches if that is more:
+_BATCHES = 4
+
+
+class LearnerMetrics:
+    """Looks at each batch as it is taken, and describes it, its bridge and the totals of this learner.
+
+    Args:
+        groups: trajectory groups of a batch.
+    """
+
+    def __init__(self, groups: int) -> None:
+        self._latency = LatencyWindow(max(_WINDOW, _BATCHES * groups))
+        self._fallback_groups = 0
+
+    def taken(self, batch: Any, now_ns: int, policy_version: int) -> Metrics:
+        """Returns how old the batch is, and how fast records come.
+
+        Args:
+            batch: a `shmbridge.Batch`, or anything with its metadata.
+            now_ns: when it was taken, CLOCK_MONOTONIC as the records' own times.
+            policy_version: the one about to be trained.
+        """
+        behind = staleness(batch, policy_version)
+        rows = Counter(id(meta) for meta in batch.meta)  # rows of one record share its metadata
+        records = {id(meta): meta for meta in batch.meta}
+        for key, meta in records.items():
+            self._latency.add((now_ns - meta.t_publish_ns) / 1e9, items=rows[key], ended_s=now_ns / 1e9)
+        committed_ns = np.array([meta.t_publish_ns for meta in batch.meta], np.int64)
+        groups, ordinal = np.unique(batch.group_index, return_inverse=True)
+        first_ns = np.full(groups.size, np.iinfo(np.int64).max)
+        np.minimum.at(first_ns, ordinal, committed_ns)
+        return {
+            "staleness_mean": sum(behind) / len(behind) if behind else 0.0,
+            "staleness_max": max(behind, default=0),
+            **{f"staleness_hist_{lag}": count for lag, count in _histogram(batch, policy_version).items()},
+            "age_mean_s": float((now_ns - committed_ns).mean()) / 1e9 if committed_ns.size else float("nan"),
+            "age_max_s": float((now_ns - committed_ns).max(initial=0)) / 1e9,
+            **batch_metrics(behind, (now_ns - first_ns) / 1e9),
+            **self._latency.metrics(now_ns / 1e9),
+        }
+
+    def totals(self, measured: Metrics, stats: dict[str, float]) -> Metrics:
+        """Returns the counters of the bridge and of this learner, after a step whose metrics are
+        `measured`.
+        """
+        self._fallback_groups += measured["groups_fallback"]
+        return {
+            "dropped_total": stats["dropped_total"],  # by producers, of records that were never committed
+            "discarded_total": stats["discarded_total"],  # by this bridge's consumers, of records in no batch
+            "atropos/fallback_groups_total": self._fallback_groups,
+            **bridge_metrics(stats),
+        }
+
+
+def rows_of_environments(batch: Any) -> dict[str, int]:
+    """Trajectories of a batch, by the name that their environment has in metrics."""
+    return {
+        name: rows.size for name, rows in rows_by_environment([meta.env_name for meta in batch.meta]).items()
+    }
+
+
+def _histogram(batch: Any, policy_version: int) -> dict[str, int]:
+    """Trajectories by lag: a bar per version up to a few, one for all beyond, one for those of unknown
+    age.
+    """
+    known = (-1 if version is None or version > policy_version else version for version in _stamped(batch))
+    lags = Counter(lag_of(version, policy_version) for version in known)
+    return {lag: lags[lag] for lag in LAGS}
+
+
+def staleness(batch: Any, policy_version: int) -> list[int]:
+    """Versions between the policy that began each trajectory and the current one, where that is known: a
+    later one is nobody's.
+    """
+    return [
+        policy_version - version
+        for version in _stamped(batch)
+        if version is not None and 0 <= version <= policy_version
+    ]
+
+
+def _stamped(batch: Any) -> list[int | None]:
+    return [meta.min_policy_version for meta in batch.meta]

@@ -1,0 +1,95 @@
+"""A W&B run that gets the learner's metrics: started, fed and ended without ever stopping the training.
+
+The only file of the learner that imports wandb, and only once it is asked to. Knows nothing of torch and of
+the bridge. Called by the GRPO learner (`grpo.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+from shmbridge.consumers.learner.report.log import Metrics
+
+ID_FILE = "wandb-run-id"  # in the run directory: a resumed learner goes on with its W&B run
+
+
+class WandbMissing(Exception):
+    """The wandb package is not installed; the message says how to get it."""
+
+
+class WandbRun:
+    """Context manager over one W&B run; a failure of W&B is said once, counted, and otherwise ignored.
+
+    What the environment says (WANDB_MODE, WANDB_DIR, WANDB_ENTITY, ...) holds. May block for the network at
+    the start and at the end, never in between. Call from one thread.
+
+    Args:
+        options: the learner's command line, which becomes the run's configuration.
+        resumed: whether the learner goes on from a checkpoint.
+        say: takes a line for people.
+
+    Raises:
+        WandbMissing: the package is not there.
+    """
+
+    name = "wandb"
+
+    def __init__(self, options: argparse.Namespace, resumed: bool, say: Callable[[str], None]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise WandbMissing(f"--wandb needs the wandb package ({error}): pip install wandb") from error
+        self.failures_total = 0
+        self._say = say
+        self._run: Any = None
+        self._guarded("start", lambda: self._start(wandb, options, resumed))
+
+    def log(self, metrics: Metrics) -> None:
+        """Hands over one step's metrics, at their step; values that are not finite are left out."""
+        if self._run is not None:
+            values = {name: value for name, value in metrics.items() if _known(value)}
+            self._guarded("take metrics", lambda: self._run.log(values, step=metrics["step"]))
+
+    def __enter__(self) -> WandbRun:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._run is not None:
+            self._guarded("end", lambda: self._run.finish())
+
+    def _start(self, wandb: Any, options: argparse.Namespace, resumed: bool) -> None:
+        options.run_dir.mkdir(parents=True, exist_ok=True)
+        id_file = options.run_dir / ID_FILE
+        again = id_file.read_text().strip() if resumed and id_file.exists() else None
+        self._run = wandb.init(
+            project=options.wandb_project or None,
+            group=options.wandb_group or None,
+            name=options.wandb_name or options.bridge,
+            job_type="learner",
+            config={name: value if _plain(value) else str(value) for name, value in vars(options).items()},
+            dir=os.environ.get("WANDB_DIR") or str(options.run_dir),
+            id=again,
+            resume="allow" if again else None,
+            settings=wandb.Settings(console="off"),
+        )
+        id_file.write_text(str(self._run.id))
+
+    def _guarded(self, what: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever it is, the training is worth more
+            self.failures_total += 1
+            if self.failures_total == 1:
+                self._say(f"W&B cannot {what}, training goes on: {type(error).__name__}: {error}")
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _known(value: Any) -> bool:
+    return not (isinstance(value, float) and not math.isfinite(value))

@@ -1,0 +1,93 @@
+"""What is said when a step cannot be computed: which one, what of the run is saved, and what to lower where
+memory ran out.
+
+Knows the command line and torch's words for a lack of memory; knows nothing of the bridge. Called by the GRPO
+learner (`grpo.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from shmbridge.consumers.learner.train.grpo_update import Learner
+
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
+
+
+class BrokenStep(Exception):
+    """A step could not be computed.
+
+    Attributes:
+        details: the traceback, "" where memory ran out, which needs none.
+    """
+
+    details = ""
+
+
+def broken_step(
+    error: Exception, options: argparse.Namespace, learner: Learner, rescue: Callable[[], str]
+) -> BrokenStep:
+    """Saves what was trained; return the error with words for people. Blocks for the disk.
+
+    Args:
+        error: what was raised; its frames in the computation are cleared.
+        options: of the command line.
+        learner: that was training.
+        rescue: saves, and says what is on the disk: `Saver.rescue`.
+    """
+    what, step = (str(error).splitlines() or [""])[0], learner.step + 1
+    details = "" if lacks_memory(error) else "".join(traceback.format_exception(error))
+    _free_activations(error)
+    for free in (learner.drop_gradient, torch.cuda.empty_cache):
+        # a device that is broken says so again at each call; what went wrong first is to be said
+        with suppress(RuntimeError):
+            free()
+    saved = rescue()
+    if lacks_memory(error):
+        place = "the update" if not learner.consistent else "forward or backward"
+        found = BrokenStep(
+            f"out of memory in {place} of step {step}: {what}; {saved} -> {_lower(options, learner)}, then "
+            "--resume"
+        )
+    else:
+        found = BrokenStep(
+            f"step {step} broke off: {type(error).__name__}: {what}; {saved} -> the batch comes again with "
+            "--resume"
+        )
+    found.details = details
+    return found
+
+
+def _free_activations(error: Exception) -> None:
+    """Clears the frames that computed.
+
+    Those that called them go on holding the batch, which is not released but comes again.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals is not Learner.accumulate.__globals__:
+        trace = trace.tb_next
+    traceback.clear_frames(trace)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Returns whether an error says that there is no memory left, on a device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
+
+
+def _lower(options: argparse.Namespace, learner: Learner) -> str:
+    """What takes less memory, of what is not done yet."""
+    if not learner.consistent:
+        return "--param-dtype bfloat16, --lora-rank, or --parallel fsdp2 on more GPUs"
+    ways = [f"lower --micro-tokens ({options.micro_tokens} now)"]
+    if not options.gradient_checkpointing:
+        ways.append("give --gradient-checkpointing")
+    if options.precision == "float32":
+        ways.append("--precision bfloat16")
+    return " or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)

@@ -1,0 +1,133 @@
+"""When a run may end before its last step: a metric is good enough, or has not become better for long.
+
+Knows metrics by name; nothing of training. Called by the GRPO learner.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shmbridge.consumers.learner.report.log import Metrics
+
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_CONDITION = re.compile(r"\s*([^\s<>=]+)\s*(>=|<=|>|<)\s*(\S+)\s*")
+_GOAL = re.compile(r"\s*([^\s:]+)\s*:\s*(max|min)\s*")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A metric compared with a number."""
+
+    metric: str
+    comparison: str
+    bound: float
+
+    def holds(self, value: float) -> bool:
+        """Whether a value of the metric meets it."""
+        return _COMPARISONS[self.comparison](value, self.bound)
+
+    def __str__(self) -> str:
+        return f"{self.metric}{self.comparison}{self.bound:g}"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A metric that is to become larger, or smaller."""
+
+    metric: str
+    largest: bool
+
+
+class EarlyStop:
+    """Looks at every step's metrics, and says when the run may end.
+
+    A step without the metric, or with none known, counts for nothing.
+
+    Args:
+        condition: to hold in `patience` steps one after the other; None for none.
+        patience: how many.
+        goal: what must get better within `stall` steps; None for none.
+        stall: how many.
+        say: takes a line for people: a name that the first step does not know may be a slip.
+    """
+
+    def __init__(
+        self,
+        condition: Condition | None,
+        patience: int = 1,
+        goal: Goal | None = None,
+        stall: int = 1,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._condition, self._patience = condition, patience
+        self._goal, self._stall = goal, stall
+        self._held = 0
+        self._best: float | None = None
+        self._since_best = 0
+        self._say = say
+        self._unseen = {each.metric for each in (condition, goal) if each is not None}
+
+    def reason(self, metrics: Metrics) -> str | None:
+        """Returns why to stop after a step with these metrics; None to go on."""
+        for name in sorted(self._unseen - metrics.keys()):
+            self._say(
+                f"no metric {name} in the first step: until there is one, it does not end this run early"
+            )
+        self._unseen = set()
+        return self._good_enough(metrics) or self._no_better(metrics)
+
+    def _good_enough(self, metrics: Metrics) -> str | None:
+        condition = self._condition
+        if condition is None or (value := _known(metrics, condition.metric)) is None:
+            return None
+        self._held = self._held + 1 if condition.holds(value) else 0
+        if self._held < self._patience:
+            return None
+        return f"{condition} in {self._patience} steps one after the other, {value:g} in the last"
+
+    def _no_better(self, metrics: Metrics) -> str | None:
+        goal = self._goal
+        if goal is None or (value := _known(metrics, goal.metric)) is None:
+            return None
+        if self._best is None or (value > self._best if goal.largest else value < self._best):
+            self._best, self._since_best = value, 0
+            return None
+        self._since_best += 1
+        if self._since_best < self._stall:
+            return None
+        return f"{goal.metric} has not become better than {self._best:g} in {self._stall} steps"
+
+
+def parse_condition(text: str) -> Condition:
+    """Returns the condition that a text such as reward_mean>=0.95 says. Raises ValueError."""
+    if (found := _CONDITION.fullmatch(text)) is None:
+        raise ValueError(f"{text!r} is not such as reward_mean>=0.95")
+    try:
+        bound = float(found[3])
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise ValueError(f"{text!r}: {found[3]} is no finite number")
+    return Condition(found[1], found[2], bound)
+
+
+def parse_goal(text: str) -> Goal:
+    """Returns the goal that a text such as reward_mean:max says. Raises ValueError."""
+    if (found := _GOAL.fullmatch(text)) is None:
+        raise ValueError(f"{text!r} is not such as reward_mean:max or loss:min")
+    return Goal(found[1], found[2] == "max")
+
+
+def _known(metrics: Metrics, name: str) -> float | None:
+    value = metrics.get(name)
+    return None if value is None or not math.isfinite(value) else float(value)

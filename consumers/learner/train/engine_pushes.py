@@ -1,0 +1,163 @@
+"""The learner's engines, brought to each version by a thread while the learner waits for its next batch.
+
+At most one push is under way, and it is over before the segment changes again: versions never go back, and an
+engine finds the one that it is told to take. An engine that fails is said and counted; the training goes on,
+and ends when that lasts. Knows the interface of `engines/` and no engine. Called by the GRPO learner, on rank
+0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from shmbridge.consumers.engines.autodetect import AtUrl
+from shmbridge.consumers.engines.engine import Engine, EngineFailed, Pause, Update
+from shmbridge.consumers.engines.fleet import Fleet
+from shmbridge.consumers.learner.report.log import Metrics, say
+from shmbridge.consumers.learner.world import World
+
+_AT_LEAST = 2  # failures in a row before the training ends for them
+_SHORTEST_S, _LONGEST_S = 10.0, 300.0  # for one push
+_GOODBYE_S = 1.0  # when the learner is stopped, for the push that is under way
+
+
+@dataclass
+class _Trouble:
+    """Failures of one engine, one after the other."""
+
+    since: float
+    count: int = 0
+    said: str = ""
+
+
+class EnginePushes:
+    """Pushes, one after the other. One thread calls it; none of its engines is anybody else's.
+
+    Args:
+        engines: may be none, and everything does nothing then.
+        bridge: whose weights segment they read.
+        pause: what becomes of requests in flight.
+        patience_s: how long an engine may fail, push after push.
+        say: takes a line for people.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine] = (),
+        bridge: str = "",
+        pause: Pause = "keep",
+        patience_s: float = 600.0,
+        say: Callable[[str], None] = say,
+    ) -> None:
+        self._fleet = Fleet(engines)
+        self._bridge, self._pause, self._patience_s, self._say = bridge, pause, patience_s, say
+        self._at: dict[str, int] = {}  # the last version that each took
+        self._trouble: dict[str, _Trouble] = {}
+        self._failures_total = 0
+        self._push_s = self._waited_s = 0.0
+        self._thread: threading.Thread | None = None
+
+    def begin(self, version: int) -> None:
+        """Lets the engines be brought to the segment's newest version.
+
+        Never blocks; call `settled` between two of these.
+        """
+        if self._fleet.engines:
+            assert self._thread is None, "the push before is not settled"
+            update = Update(
+                self._bridge,
+                version,
+                self._pause,
+                timeout_s=min(max(self._patience_s, _SHORTEST_S), _LONGEST_S),
+            )
+            self._thread = threading.Thread(
+                target=self._push, args=(update,), name="engine-push", daemon=True
+            )
+            self._thread.start()
+
+    def settled(self) -> None:
+        """Returns when no push is under way. Blocks for it.
+
+        Raises:
+            EngineFailed: an engine has failed for too long.
+        """
+        if self._thread is None:
+            return
+        begun = time.monotonic()
+        self._thread.join()
+        self._thread = None
+        self._waited_s += time.monotonic() - begun
+        for address, trouble in self._trouble.items():
+            lasted = time.monotonic() - trouble.since
+            if trouble.count >= _AT_LEAST and lasted >= self._patience_s:
+                raise EngineFailed(
+                    f"{address} has taken none of the last {trouble.count} versions, in {lasted:.0f} s: "
+                    f"{trouble.said}",
+                    hint="start it again, then --resume; or raise --engine-patience",
+                )
+
+    def metrics(self) -> Metrics:
+        """Returns what is known of the pushes that are over; nothing without engines. Never blocks."""
+        if not self._fleet.engines:
+            return {}
+        waited, self._waited_s = self._waited_s, 0.0
+        reached = [self._at.get(engine.address, -1) for engine in self._fleet.engines]
+        return {
+            "engines/version": min(reached),
+            "engines/push_s": self._push_s,
+            "engines/wait_s": waited,
+            "engines/failures_total": self._failures_total,
+        }
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Lets the engines go, after the push that is under way; `at_once`: others end that as soon as this
+        process is gone.
+
+        Idempotent.
+        """
+        if self._thread is not None:
+            self._thread.join(_GOODBYE_S if at_once else None)
+            if self._thread.is_alive():
+                return  # daemon: it ends with the process
+        self._fleet.close()
+
+    def _push(self, update: Update) -> None:
+        begun = time.monotonic()
+        failed = self._fleet.update(update)
+        self._push_s = time.monotonic() - begun
+        for engine in self._fleet.engines:
+            if (error := failed.get(engine.address)) is not None:
+                self._note(engine.address, error, begun)
+                continue
+            self._at[engine.address] = update.version
+            if (trouble := self._trouble.pop(engine.address, None)) is not None:
+                self._say(
+                    f"{engine.address} is at version {update.version}, after {trouble.count} that it did "
+                    "not take"
+                )
+
+    def _note(self, address: str, error: EngineFailed, since: float) -> None:
+        self._failures_total += 1
+        trouble = self._trouble.setdefault(address, _Trouble(since))
+        trouble.count += 1
+        if (words := str(error)) != trouble.said:
+            trouble.said = words
+            self._say(f"an engine has old weights, training goes on: {words}")
+
+
+@contextmanager
+def engine_pushes(options: argparse.Namespace, world: World) -> Iterator[EnginePushes]:
+    """Yields the pushes to the engines of the command line; on all ranks but one there are none."""
+    engines = [AtUrl(url) for url in dict.fromkeys(options.engine)] if world.is_main else []
+    pushes = EnginePushes(engines, options.bridge, options.pause, options.engine_patience)
+    try:
+        yield pushes
+    except BaseException:
+        pushes.close(at_once=True)
+        raise
+    pushes.close()

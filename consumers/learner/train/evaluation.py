@@ -1,0 +1,156 @@
+"""Evaluation beside training: the scores of groups that environments put for it, and a function of the user's
+own.
+
+Knows groups of a bridge, and metrics; knows nothing of losses. Called by the GRPO learner.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from shmbridge.consumers.learner.checkpoint.consumed import Consumed
+from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.metrics import rollout_metrics
+
+EVAL = "eval"
+Hook = Callable[[int, Any, Any], Mapping[str, float]]  # step, model, tokenizer -> numbers by name
+
+
+class BadHook(Exception):
+    """The evaluation hook cannot be used; the message says why."""
+
+
+class TrainingScreen:
+    """What `Consumer.screen` asks: keeps evaluation groups, and those a checkpoint has been trained with, out
+    of batches.
+
+    It is asked in the thread that forms batches; `metrics` is for the thread that trains.
+
+    Args:
+        consumed: what the checkpoint contains.
+    """
+
+    def __init__(self, consumed: Consumed) -> None:
+        self._consumed = consumed
+        self._lock = threading.Lock()
+        # environment, group, score since `metrics` was last called
+        self._scores: list[tuple[str, int, float]] = []
+        self._groups = 0
+        self._groups_total = 0
+        self._known_total = 0
+
+    def __call__(self, group: Any) -> bool:
+        """Returns whether the group is for training. Never blocks."""
+        metas = [record.meta for record in group.records]
+        if metas[0].split == EVAL:
+            self._add(group, metas[0].env_name)
+            return False
+        if all(self._consumed.contains(meta) for meta in metas):
+            with self._lock:
+                self._known_total += 1
+            return False
+        return True
+
+    def metrics(self) -> Metrics:
+        """Returns `eval/...` of the groups since the last call, if there were any, and the totals.
+
+        Never blocks for long.
+        """
+        with self._lock:
+            scores, self._scores, groups, self._groups = self._scores, [], self._groups, 0
+            totals = {"eval/groups_total": self._groups_total, "resume/known_groups_total": self._known_total}
+        if not groups:
+            return totals
+        found = rollout_metrics(
+            [env for env, _, _ in scores], [n for _, n, _ in scores], [s for _, _, s in scores]
+        )
+        per_env = {
+            name.replace("atropos/", "eval/", 1): value
+            for name, value in found.items()
+            if name.count("/") == 2
+        }
+        return (
+            totals
+            | per_env
+            | {
+                "eval/mean_score": found["atropos/mean_score"],
+                "eval/groups": groups,
+                "eval/trajectories": len(scores),
+            }
+        )
+
+    def _add(self, group: Any, env_name: str) -> None:
+        scores = [score for record in group.records for score in _scores(record)]
+        with self._lock:
+            self._scores += [(env_name, self._groups_total, score) for score in scores]
+            self._groups += 1
+            self._groups_total += 1
+
+
+class EvalHook:
+    """Calls the user's function every so many steps; a failure is said, counted, and otherwise ignored.
+
+    Args:
+        function: what to call.
+        every: steps between two calls.
+        say: takes a line for people.
+    """
+
+    def __init__(self, function: Hook, every: int, say: Callable[[str], None]) -> None:
+        self._function, self._every, self._say = function, every, say
+        self.failures_total = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether the function is to be called after this step."""
+        return step % self._every == 0
+
+    def called(self, step: int, model: Any, tokenizer: Any) -> Metrics:
+        """Returns what the function says, under `eval/`; nothing if it fails.
+
+        Blocks as long as the function.
+        """
+        try:
+            said = self._function(step, model, tokenizer)
+            return {f"eval/{name}": float(value) for name, value in said.items()}
+        except Exception as error:  # whatever it is, the training is worth more
+            self.failures_total += 1
+            self._say(
+                f"the evaluation hook failed at step {step}, training goes on: {type(error).__name__}: "
+                f"{error}"
+            )
+            return {}
+
+
+def load_hook(name: str) -> Hook:
+    """Returns the function that `module:function` names; the module is imported.
+
+    Raises:
+        BadHook: there is none.
+    """
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise BadHook(f"--eval-hook {name}: it is module:function")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # a module of the user's raises what it likes
+        raise BadHook(f"--eval-hook {name}: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise BadHook(f"--eval-hook {name}: a {type(found).__name__} cannot be called")
+    return found  # type: ignore[no-any-return]
+
+
+def _scores(record: Any) -> list[float]:
+    """One per row; NaN where there is none."""
+    if "score" not in record:
+        return [math.nan] * len(record)
+    scores = np.array(record["score"], np.float64)
+    scores[~np.isfinite(scores)] = math.nan
+    if (valid := record.valid("score")) is not None:
+        scores[~np.asarray(valid, bool)] = math.nan
+    return [float(score) for score in scores]

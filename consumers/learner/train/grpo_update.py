@@ -1,0 +1,332 @@
+"""One update: a packed batch in, a gradient and an optimizer step out.
+
+Knows nothing of the bridge, of processes or of files. Called by the GRPO learner (`grpo.py`), and by programs
+that bring their own batches. What is optimised is in `objective.py`, where advantages come from in
+`credit.py`.
+
+What differs by default from the GRPO paper (arXiv 2402.03300):
+1. the loss is a mean over tokens, not over answers, and the two clip bounds are separate (DAPO, 2503.14476);
+2. no KL term; an entropy bonus instead, off by default;
+3. advantages that an environment wrote per token replace those from the scores, token by token;
+4. one update per batch: the ratio corrects for staleness, not for epochs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shmbridge.consumers import losses
+from shmbridge.consumers.advantages.credit import require_advantages
+from shmbridge.consumers.learner.data.left_out import refuse_images, rows_with_unknown_tokens
+from shmbridge.consumers.learner.data.microbatch import MicroBatch, micro_batches
+from shmbridge.consumers.learner.data.row_checks import RowChecks
+from shmbridge.consumers.learner.data.training_rows import NO_LOGPROB, TrainingRows, prepare, trained_tokens
+from shmbridge.consumers.learner.model.forward import trained_logprobs
+from shmbridge.consumers.learner.model.optimizer import new_optimizer
+from shmbridge.consumers.learner.model.reference import Reference
+from shmbridge.consumers.learner.model.sharding import Parallel, whole
+from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.consumers.learner.report.step_times import StepTimes
+from shmbridge.consumers.learner.train.mismatch import Mismatch
+from shmbridge.consumers.learner.train.objective import LOSS_SHARES, SHARES, Counts, Objective, micro_loss
+from shmbridge.consumers.learner.world import World
+
+__all__ = ["Learner", "NoReference", "Objective"]
+
+
+_IDLE = TrainingRows(
+    tokens=np.zeros(2, np.int32),
+    cu_seqlens=np.array([0, 2], np.int32),
+    trained=np.array([False, True]),
+    advantages=np.zeros(2, np.float32),
+    sampled_logprobs=np.full(2, NO_LOGPROB, np.float32),
+    temperature=np.ones(1, np.float32),
+)  # what a rank computes that has nothing to train
+
+
+Result = TypeVar("Result")
+
+
+class NoReference(ValueError):
+    """There is a KL term, and nothing that says what the reference thinks."""
+
+
+class NothingToLearn(ValueError):
+    """Every advantage of a step is 0 where there is nothing else to learn from; the message says what to
+    do.
+    """
+
+
+class UnknownTokens(ValueError):
+    """A token id is not in the model's vocabulary; the message says which, and whose it is."""
+
+
+class Learner:
+    """A model, its optimizer and the count of steps done; turns batches into updates.
+
+    Args:
+        model: a Hugging Face causal language model on its device; what needs no gradient is not trained.
+        objective: what to optimise.
+        learning_rate: step (0-based) -> learning rate.
+        weight_decay: of AdamW.
+        max_grad_norm: the gradient's norm is clipped to this.
+        reference: what the KL term is against where records do not say; None: they have to.
+        parallel: how the ranks share the model; None: there is one.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        objective: Objective,
+        learning_rate: Callable[[int], float],
+        *,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        reference: Reference | None = None,
+        parallel: Parallel | None = None,
+    ) -> None:
+        self.model = model
+        self._parallel = parallel or Parallel(model)
+        self.objective = objective
+        self.step = 0
+        self.optimizer = new_optimizer(model.parameters(), weight_decay)
+        self.times = StepTimes(next(model.parameters()).device)
+        self._learning_rate = learning_rate
+        self._max_grad_norm = max_grad_norm
+        self._reference = reference
+        self._counts = Counts(0.0, 0.0, 0.0, 0.0)  # of what is in the gradient
+        self._shares = np.zeros(len(SHARES))
+        self._mismatch = Mismatch()
+        self._push = 0.0  # above 0 if an advantage in the gradient is not 0; under sft
+        self._updating = False
+        self._row_checks = RowChecks()
+
+    @property
+    def consistent(self) -> bool:
+        """Whether parameters and optimizer are those of `step`: not once an update has broken off."""
+        return not self._updating
+
+    @property
+    def world(self) -> World:
+        """The ranks that train this model."""
+        return self._parallel.world
+
+    def read(self, compute: Callable[[Any], Result]) -> Result:
+        """Returns what a function of the model says between two steps; it takes no gradient and does not
+        raise.
+
+        Every rank calls it.
+        """
+        return self._parallel.read(compute)
+
+    def accumulate(self, batch: Any, policy_version: int | None = None, *, first: bool = True) -> Metrics:
+        """Leaves the gradient of one batch in the parameters, whose values stay.
+
+        Blocks for the compute, and for other ranks.
+
+        Args:
+            batch: a packed `shmbridge.Batch`, or anything with its attributes; one rank's part of the whole
+                batch.
+            policy_version: the one about to be trained, from which the staleness of tokens is counted; None
+                if it is not known.
+            first: False leaves the gradient of this batch and of those before it, as if all of them were one.
+                The loss and what is said of the policy are of all of them, too; every other number is of this
+                batch.
+
+        Raises:
+            UnreadImages: a row has images, and the objective does not say to go on without.
+            UnknownTokens: a token id outside the model's vocabulary, and the objective does not say to leave
+                such rows out.
+            NoAdvantages: a group needs the fallback that the objective does not allow.
+            NoReference: a KL term, no reference, and no record of the batch that has its log-probabilities.
+        """
+        goal, world = self.objective, self.world
+        # whatever one rank alone can refuse, before ranks wait for one another's numbers
+        with world.together():
+            unknown_tokens = self._unknown_tokens(batch)
+            if not goal.ignore_images:
+                refuse_images(batch)
+            require_advantages(batch, trained_tokens(batch, goal.whole_rows), goal.credit)
+        rows, metrics = prepare(
+            batch,
+            goal.temperature,
+            goal.credit,
+            reduce=world.sum,
+            with_reference=goal.kl > 0.0,
+            policy_version=policy_version,
+            max_token_staleness=goal.max_token_staleness,
+            whole_rows=goal.whole_rows,
+            truncated=goal.truncated,
+            unknown_tokens=unknown_tokens,
+        )
+        counts = Counts.of(rows, world.sum)
+        unknown = counts.tokens - counts.with_reference if goal.kl else 0.0
+        if unknown and self._reference is None and not counts.with_reference:
+            raise NoReference(
+                f"the objective has a KL term of weight {goal.kl}, and none of {counts.tokens:.0f} trained "
+                "tokens has ref_logprobs -> give the learner a reference, or let the environments write "
+                "ref_logprobs"
+            )
+        reference = self._reference if unknown else None
+        self._make_room(counts, first)
+        if goal.loss == "sft":
+            own_push = np.abs(rows.advantages[rows.trained]).max(initial=0.0)
+            self._push = max(self._push, float(world.sum(np.array([own_push], np.float64))[0]))
+        device = next(self.model.parameters()).device
+        totals = torch.zeros(len(SHARES), device=device)
+        watch = self._row_checks.watch(batch, rows, goal.credit)
+        pieces = self.times.each("copy", micro_batches(rows, goal.micro_tokens, device, goal.layout))
+        for micro in self._parallel.rounds(pieces):
+            if micro is None:
+                self._take_part(next(micro_batches(_IDLE, goal.micro_tokens, device)), reference)
+            else:
+                watch.saw(micro)
+                totals += self._backward(micro, self._counts, reference)
+        with self.times.of("sync"):
+            self._shares += world.sum(totals.double().cpu().numpy())
+            mismatch = self._mismatch.metrics(world.sum)
+        shares = dict(zip(SHARES, self._shares.tolist(), strict=True))
+        return {**shares, **mismatch, **metrics, **self._row_checks.metrics(watch)}
+
+    def apply(self) -> Metrics:
+        """Takes the optimizer step of the accumulated gradient; one that is not finite changes nothing.
+
+        Raises:
+            NothingToLearn: fine-tuning, and every advantage is 0; nothing was changed.
+        """
+        self._require_push()
+        rate = self._learning_rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)).item()
+        finite = math.isfinite(norm)
+        if finite:
+            self._updating = True
+            self.optimizer.step()
+        self.step += 1
+        self._updating = False
+        return {"step": self.step, "lr": rate, "grad_norm": norm, "update_skipped": not finite}
+
+    def drop_gradient(self) -> None:
+        """Frees what the gradient takes; the batches that are in it count for nothing."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _require_push(self) -> None:
+        goal = self.objective
+        if goal.loss != "sft" or self._push or not self._counts.tokens or goal.kl or goal.entropy:
+            return
+        way = (
+            "--sft-normalization none, if equal advantages mean plain fine-tuning: normalised, they are all 0"
+            if goal.credit.normalise != "none"
+            else "another --loss, which passes over such a step; scores that differ help later steps only"
+        )
+        raise NothingToLearn(
+            f"every advantage of step {self.step + 1} is 0, of {self._counts.tokens:.0f} trained tokens: "
+            f"--loss sft would learn nothing -> {way}"
+        )
+
+    def _make_room(self, counts: Counts, first: bool) -> None:
+        """Shrink what is in the gradient to its share of all that will be in it, which is what new shares are
+        divided by.
+        """
+        before = self._counts
+        if first:
+            self._counts, self._shares, self._mismatch, self._push = (
+                counts,
+                np.zeros(len(SHARES)),
+                Mismatch(),
+                0.0,
+            )
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        self._counts = before + counts
+        loss = self.objective.loss
+        shrink = before.divisor(loss) / max(self._counts.divisor(loss), 1.0)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(shrink)
+        self._shares[:LOSS_SHARES] *= shrink
+        self._shares[LOSS_SHARES:] *= before.tokens / max(self._counts.tokens, 1.0)
+
+    def _unknown_tokens(self, batch: Any) -> npt.NDArray[np.bool_] | None:
+        """Returns bool (B,): rows to leave out for a token that the model does not have; None if no row has
+        one.
+
+        May raise.
+        """
+        # On a GPU an id out of range kills the process with an assertion that names nobody.
+        size = self.model.get_input_embeddings().num_embeddings
+        rows = rows_with_unknown_tokens(batch, size)
+        if rows is None or self.objective.leave_out_unknown_tokens:
+            return rows
+        first = int(rows.argmax())
+        begin, end = batch.cu_seqlens[first : first + 2].tolist()
+        meta, wrong = (
+            batch.meta[first],
+            next(each for each in batch.tokens[begin:end].tolist() if not 0 <= each < size),
+        )
+        raise UnknownTokens(
+            f"token id {wrong}, but the model has {size}: environment {meta.env_name!r} uses another "
+            f"tokenizer than the learner, in {int(rows.sum())} trajectories, first in group "
+            f"{meta.group_id}, record {meta.sequence} of producer {meta.producer_id} -> start it with the "
+            "learner's; what it has put waits, and trains nothing under --leave-out-unknown-tokens"
+        )
+
+    def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Returns (n,) log-probabilities and entropy of the trained tokens; the entropy with gradient if that
+        is wanted.
+        """
+        goal = self.objective
+        logprobs, entropy = self._parallel(
+            trained_logprobs,
+            micro,
+            precision=goal.precision,
+            chunk_tokens=goal.chunk_tokens,
+            with_entropy=True,
+        )
+        assert entropy is not None
+        # which frees (n, V) numbers before the backward pass
+        return logprobs, entropy if goal.entropy else entropy.detach()
+
+    def _take_part(self, micro: MicroBatch, reference: Reference | None) -> None:
+        """A forward and a backward that leave every gradient as it is: the other ranks have one micro-batch
+        more.
+        """
+        goal = self.objective
+        if reference is not None:
+            reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)
+        self._parallel.backward(self._logprobs(micro)[0].sum() * 0.0)
+
+    def _backward(self, micro: MicroBatch, counts: Counts, reference: Reference | None) -> Tensor:
+        """Adds one micro-batch's share of the gradient; return its shares of the metrics."""
+        goal, trained = self.objective, micro.trained
+        of_reference = None if micro.reference_logprobs is None else micro.reference_logprobs[trained]
+        with self.times.of("forward"):
+            if of_reference is not None and reference is not None:
+                asked = reference.logprobs(micro, precision=goal.precision, chunk_tokens=goal.chunk_tokens)
+                of_reference = torch.where(losses.known(of_reference), of_reference, asked)
+            logprobs, entropy = self._logprobs(micro)
+            sampled = micro.sampled_logprobs[trained]
+            self._mismatch.add(
+                logprobs.detach(), sampled, None if micro.fresh is None else micro.fresh[trained]
+            )
+            loss, shares = micro_loss(
+                goal,
+                counts,
+                micro.trained_lengths,
+                logprobs,
+                sampled,
+                micro.advantages[trained],
+                entropy=entropy,
+                reference_logprobs=of_reference,
+            )
+        with self.times.of("backward"):
+            self._parallel.backward(loss)
+        return shares

@@ -1,0 +1,143 @@
+"""Whether the policy that samples is the one that is trained: how far apart their log-probabilities of the
+same tokens are.
+
+Over tokens of the very version that is trained both are the same weights, so that what is left is a fault:
+raw log-probabilities, another temperature, an engine that did not load the weights. These tokens are called
+fresh. Knows log-probabilities; knows nothing of losses and batches. Called by `grpo_update.py` and
+`training_step.py`.
+
+Letter: n trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shmbridge.consumers import losses
+from shmbridge.consumers.advantages.whole_batch import Reduce, alone
+from shmbridge.consumers.learner.report.log import Metrics
+
+_OF = ("mismatch_kl", "logprob_diff_mean", "logprob_diff_max")
+MISMATCH = (*_OF, *(f"{name}_fresh" for name in _OF), "tokens_fresh")
+_UNSEEN_STEPS = 10  # without a fresh token, after which it is said that nothing is compared
+
+
+class Mismatch:
+    """Adds up, over the micro-batches of a step, what the two say of trained tokens whose sampler's
+    log-probability is known.
+    """
+
+    def __init__(self) -> None:
+        # over all ranks; all tokens, then the fresh ones: how many, divergence, distance
+        self._sums = np.zeros((2, 3))
+        self._largest = np.zeros(2)
+        # of this rank and batch, (2, 4) on the device: the sums, and the largest distance
+        self._own: list[Tensor] = []
+
+    def add(self, logprobs: Tensor, sampled_logprobs: Tensor, fresh: Tensor | None) -> None:
+        """Counts a micro-batch. Never blocks.
+
+        Args:
+            logprobs: (n,) nats, under the policy about to be updated, without gradient.
+            sampled_logprobs: (n,) nats, recorded when the token was sampled; positive or not finite where
+                unknown.
+            fresh: (n,) bool, says itself that this very policy version sampled it; None: unknown of all.
+        """
+        known = losses.known(sampled_logprobs)
+        apart = torch.where(known, (logprobs - sampled_logprobs).abs(), 0.0).double()
+        # The tokens were drawn by the sampler, so this estimates KL(sampler || policy).
+        divergence = losses.kl_estimate(
+            torch.where(known, sampled_logprobs, logprobs).double(), logprobs.double(), "k3"
+        )
+        rows = []
+        for counted in (known, torch.zeros_like(known) if fresh is None else known & fresh):
+            distance = torch.where(counted, apart, 0.0)
+            largest = torch.nn.functional.pad(distance, (0, 1)).max()
+            rows.append(
+                torch.stack(
+                    [
+                        counted.sum().double(),
+                        torch.where(counted, divergence, 0.0).sum(),
+                        distance.sum(),
+                        largest,
+                    ]
+                )
+            )
+        self._own.append(torch.stack(rows))
+
+    def metrics(self, reduce: Reduce = alone) -> Metrics:
+        """Returns the numbers of all batches so far, NaN where no token counts: means over all ranks, the
+        largest of this rank.
+
+        Blocks as long as `reduce` does, which every rank calls once: it adds an array up over all ranks.
+        """
+        own = torch.stack(self._own).cpu().numpy() if self._own else np.zeros((1, 2, 4))
+        self._own = []
+        self._sums += reduce(own[..., :3].sum(axis=0))
+        self._largest = np.maximum(self._largest, own[..., 3].max(axis=0))
+        found: Metrics = {}
+        for (count, divergence, distance), largest, suffix in zip(
+            self._sums.tolist(), self._largest.tolist(), ("", "_fresh"), strict=True
+        ):
+            values = (divergence / count, distance / count, largest) if count else (float("nan"),) * 3
+            found |= {f"{name}{suffix}": value for name, value in zip(_OF, values, strict=True)}
+        return found | {"tokens_fresh": self._sums[1, 0].item()}
+
+
+class MismatchAlarm:
+    """Warns where sampler and policy are further apart over fresh tokens than rounding explains, or where no
+    token is fresh.
+
+    Args:
+        limit: of the mean distance, nats; 0: no warning.
+        say: takes a line for people.
+    """
+
+    def __init__(self, limit: float, say: Callable[[str], None]) -> None:
+        self._limit, self._say = limit, say
+        self._above = False
+        self._total = 0
+        self._unseen = 0  # steps with log-probabilities and without a fresh token, before the first with one
+
+    def looked(self, measured: Metrics) -> Metrics:
+        """Looks at a step's metrics; return how many steps were above the limit.
+
+        Says it when one is, after one that was not.
+        """
+        self._look_for_fresh(measured)
+        mean = measured.get("logprob_diff_mean_fresh", float("nan"))
+        above = bool(self._limit) and mean > self._limit
+        self._total += above
+        if above and not self._above:
+            self._say(
+                f"the sampler is not the policy: over {measured['tokens_fresh']:.0f} tokens of this very "
+                f"version their log-probabilities are {mean:.3g} nats apart in the mean, "
+                f"{measured['logprob_diff_max_fresh']:.3g} at most (--mismatch-warn {self._limit:g}) -> "
+                "does the engine report processed log-probabilities, of the temperature that the record "
+                "says, without top_p and top_k, and does it have the newest weights?"
+            )
+        self._above = above
+        return {"mismatch_alarms_total": self._total}
+
+    def _look_for_fresh(self, measured: Metrics) -> None:
+        """Says once that nothing is compared, where log-probabilities came for some steps and no token was
+        fresh.
+        """
+        if (
+            not self._limit
+            or self._unseen >= _UNSEEN_STEPS
+            or math.isnan(measured.get("logprob_diff_mean", float("nan")))
+        ):
+            return
+        self._unseen = _UNSEEN_STEPS if measured.get("tokens_fresh") else self._unseen + 1
+        if self._unseen == _UNSEEN_STEPS and not measured.get("tokens_fresh"):
+            self._say(
+                f"whether the sampler is the policy is not looked at: in {_UNSEEN_STEPS} steps no token "
+                "named the version being trained -> write token_versions, the version that each token was "
+                "sampled with; where they are there, all were older"
+            )

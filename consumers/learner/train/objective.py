@@ -1,0 +1,323 @@
+"""What a learner optimises, and the loss of one micro-batch from arrays of its trained tokens.
+
+Knows which options go together, and whose number is divided by what; the formulas are in `losses`. Knows
+nothing of models, layouts and records. Called by `grpo_update.py`.
+
+Letters: n trained tokens of a micro-batch, row after row; b rows of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shmbridge.consumers import losses
+from shmbridge.consumers.advantages.credit import Credit
+from shmbridge.consumers.advantages.whole_batch import Reduce, alone
+from shmbridge.consumers.learner.data.microbatch import Layout
+from shmbridge.consumers.learner.data.training_rows import TrainingRows, known_count
+
+# What `micro_loss` says of a micro-batch, in this order: its share of the whole batch's.
+SHARES = (
+    *("loss", "policy_loss", "entropy", "ratio_mean", "clip_frac", "clip_frac_low", "clip_frac_high"),
+    *("kl", "tis_weight_mean", "tis_frac", "clip_frac_dual", "mask_frac", "mask_frac_sequence"),
+)
+LOSS_SHARES = 2  # the first of them are divided as the loss is, the others by trained tokens
+
+
+class BadObjective(ValueError):
+    """Options that do not go together; the message says which, and what to do."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is optimised, and how large a piece of it one forward pass takes.
+
+    Raises:
+        BadObjective: an option means nothing beside another one.
+    """
+
+    loss: losses.Name = "dapo"
+    clip_low: float | None = None  # None: the loss's own bound
+    clip_high: float | None = None
+    # of the clipped losses: the ratio above which a negative advantage stops pushing; None: none
+    clip_dual: float | None = 3.0
+    # tokens whose ratio is outside are not trained; None: all are
+    mask_ratio: tuple[float, float] | None = None
+    # answers whose geometric mean ratio is outside; None: all are
+    mask_ratio_sequence: tuple[float, float] | None = None
+    max_tokens: int | None = None  # the longest answer allowed: what dr_grpo divides by
+    entropy: float = 0.0  # weight of the mean token entropy
+    kl: float = 0.0  # weight of the divergence from the reference
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    # largest weight of truncated importance sampling; None: the ratio itself corrects
+    tis_cap: float | None = None
+    tis_level: Literal["token", "sequence"] = "token"
+    # versions; older tokens are not trained. None: the ratio corrects for any
+    max_token_staleness: int | None = None
+    # answers that did not end by themselves, by `finish_reason`
+    truncated: Literal["keep", "mask", "drop"] = "keep"
+    temperature: float = 1.0  # of rows whose record does not say
+    # rows with neither a mask nor prompt_length are trained whole, not at all otherwise
+    whole_rows: bool = False
+    ignore_images: bool = False  # rows with images are trained as text; otherwise they are an error
+    # rows with a token that the model does not have train nothing; otherwise they are an error
+    leave_out_unknown_tokens: bool = False
+    micro_tokens: int = 8192  # of one forward pass, padding included
+    # of one forward pass; "packed" for models that keep rows apart: see attention.py
+    layout: Layout = "padded"
+    chunk_tokens: int | None = None  # whose logits are there at a time; None: all of a forward pass
+    precision: torch.dtype = torch.float32  # of the forward pass; parameters are float32
+    credit: Credit = Credit()  # noqa: RUF009  # frozen
+
+    def __post_init__(self) -> None:
+        clipped = self.clip_low is not None or self.clip_high is not None
+        if self.loss not in losses.NAMED:
+            raise BadObjective(f"loss {self.loss!r} is none of {', '.join(losses.NAMED)}")
+        masked = self.mask_ratio is not None or self.mask_ratio_sequence is not None
+        if self.loss == "sft" and (clipped or masked or self.tis_cap is not None):
+            raise BadObjective(
+                "--loss sft has no ratio: leave --clip-low, --clip-high, --tis-cap, --mask-ratio and "
+                "--mask-ratio-sequence out"
+            )
+        if self.clip_dual is not None and not self.clip_dual > 1.0:
+            raise BadObjective(
+                f"--clip-dual {self.clip_dual} is not above 1, the ratio of a token that did not change -> "
+                "3, or 0 for none"
+            )
+        for flag, bounds in (
+            ("--mask-ratio", self.mask_ratio),
+            ("--mask-ratio-sequence", self.mask_ratio_sequence),
+        ):
+            if bounds is not None and not 0.0 <= bounds[0] <= 1.0 <= bounds[1]:
+                raise BadObjective(
+                    f"{flag} {bounds[0]} {bounds[1]} does not hold 1, the ratio of a sampler that is the "
+                    "policy"
+                )
+        if self.loss in ("gspo", "cispo") and self.tis_cap is not None:
+            raise BadObjective(
+                f"--tis-cap beside --loss {self.loss}: its own ratio corrects for the sampler already -> "
+                "--loss grpo, dr_grpo or dapo"
+            )
+        if self.tis_cap is not None and clipped:
+            raise BadObjective(
+                "--clip-low and --clip-high beside --tis-cap: one update per batch leaves the ratio at 1, "
+                "which no bound holds -> leave them or --tis-cap out"
+            )
+        if self.tis_cap is not None and not self.tis_cap > 0.0:
+            raise BadObjective(f"--tis-cap {self.tis_cap} is not above 0: every weight would be 0")
+        if self.loss == "dr_grpo" and not (self.max_tokens and self.max_tokens > 0):
+            raise BadObjective(
+                "--loss dr_grpo divides by the longest answer allowed: give --max-answer-tokens"
+            )
+        if self.loss != "sft" and self.credit.normalise != "none":
+            raise BadObjective(
+                f"--sft-normalization is for --loss sft alone, not for {self.loss} -> --advantages batch"
+            )
+        credit = self.credit
+        if credit.clip is not None and not credit.clip[0] <= 0.0 <= credit.clip[1]:
+            raise BadObjective(
+                f"--clip-advantages {credit.clip[0]} .. {credit.clip[1]} does not hold 0, as untrained "
+                "tokens have"
+            )
+        if credit.overlong_buffer > (credit.overlong_length or 0):
+            raise BadObjective(
+                f"--overlong-buffer {credit.overlong_buffer} is longer than --overlong-length "
+                f"{credit.overlong_length}"
+            )
+        if credit.overlong_length is not None and not credit.overlong_buffer:
+            raise BadObjective(
+                f"--overlong-length {credit.overlong_length} without --overlong-buffer: an answer that was "
+                f"cut at {credit.overlong_length} tokens would lose nothing -> give --overlong-buffer, or "
+                "--truncated mask"
+            )
+        if self.kl < 0.0:
+            raise BadObjective(
+                f"--kl-coef {self.kl} is negative: it would drive the policy away from the reference"
+            )
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Objective:
+        """Returns the objective of the command line, less what a model decides (layout, chunks); raises
+        `BadObjective`.
+
+        Never blocks.
+        """
+        normalise: Literal["none", "batch", "global"] = "batch" if options.loss == "sft" else "none"
+        return cls(
+            loss=options.loss,
+            clip_low=options.clip_low,
+            clip_high=options.clip_high,
+            clip_dual=options.clip_dual or None,
+            mask_ratio=options.mask_ratio and tuple(options.mask_ratio),
+            mask_ratio_sequence=options.mask_ratio_sequence and tuple(options.mask_ratio_sequence),
+            max_tokens=options.max_answer_tokens or options.max_token_len,
+            entropy=options.entropy,
+            kl=options.kl_coef,
+            kl_estimator=options.kl_estimator,
+            tis_cap=options.tis_cap,
+            tis_level=options.tis_level,
+            max_token_staleness=options.max_token_staleness,
+            truncated=options.truncated,
+            temperature=options.temperature,
+            whole_rows=options.train_whole_rows,
+            ignore_images=options.ignore_images,
+            leave_out_unknown_tokens=options.leave_out_unknown_tokens,
+            micro_tokens=options.micro_tokens,
+            precision=getattr(torch, options.precision),
+            credit=Credit(
+                estimator=options.advantages,
+                use_own=options.use_advantages,
+                fallback=options.fallback_to_grpo,
+                steps=options.process_rewards,
+                step_over=options.process_over,
+                step_discount=options.process_discount,
+                step_weight=options.process_weight,
+                token_rewards=options.token_rewards,
+                token_discount=options.token_discount,
+                token_weight=options.token_weight,
+                overlong_length=options.overlong_length,
+                overlong_buffer=options.overlong_buffer,
+                normalise=options.sft_normalization or normalise,
+                clip=options.clip_advantages and tuple(options.clip_advantages),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the whole batch has over all ranks: the numbers that losses and metrics are divided by."""
+
+    tokens: float  # trained
+    answers: float  # with a trained token
+    rows: float
+    with_reference: float  # trained tokens whose record knows the reference's log-probability
+
+    @classmethod
+    def of(cls, rows: TrainingRows, reduce: Reduce = alone) -> Counts:
+        """Returns the counts of all ranks' rows; calls `reduce` once, and blocks as long as it does."""
+        reference = rows.reference_logprobs
+        with_reference = 0 if reference is None else known_count(reference, rows.trained)
+        own = [rows.trained_count, rows.answer_count, len(rows.cu_seqlens) - 1, with_reference]
+        return cls(*reduce(np.array(own, np.float64)).tolist())
+
+    def __add__(self, other: Counts) -> Counts:
+        """Returns the counts of two batches together."""
+        return Counts(
+            self.tokens + other.tokens,
+            self.answers + other.answers,
+            self.rows + other.rows,
+            self.with_reference + other.with_reference,
+        )
+
+    def divisor(self, loss: losses.Name) -> float:
+        """Returns what the loss averages over."""
+        return {"token_mean": self.tokens, "sequence_mean": self.answers, "constant": self.rows}[
+            losses.NAMED[loss].mode
+        ]
+
+
+def micro_loss(
+    goal: Objective,
+    counts: Counts,
+    trained_lengths: Tensor,
+    logprobs: Tensor,
+    sampled_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    entropy: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns a micro-batch's share of the loss and of its metrics. Never blocks.
+
+    The shares of all micro-batches of all ranks add up to the whole batch's, however it was cut, and so do
+    their gradients. No row may be cut.
+
+    Args:
+        goal: what is optimised.
+        counts: of the whole batch, over all ranks.
+        trained_lengths: (b,) int64, trained tokens of each row.
+        logprobs: (n,) float32, nats, under the policy being trained, with gradient.
+        sampled_logprobs: (n,) float32, nats, recorded when the token was sampled; positive or not finite
+            where unknown.
+        advantages: (n,) float32, dimensionless.
+        entropy: (n,) float32, nats, with gradient if the objective has an entropy term; None counts as 0.
+        reference_logprobs: (n,) float32, nats, under the reference, unknown as above; None: all unknown.
+
+    Returns:
+        () float32 with gradient, and (len(SHARES),) float32 without.
+    """
+    loss = losses.NAMED[goal.loss]
+    mask = torch.ones_like(logprobs, dtype=torch.bool)
+    cuts = torch.nn.functional.pad(trained_lengths.cumsum(0), (1, 0))
+
+    def whole(values: Tensor) -> Tensor:
+        return loss.share(
+            values,
+            mask,
+            cuts,
+            divisor=counts.divisor(goal.loss),
+            max_tokens=goal.max_tokens,
+            answers_only=True,
+        )
+
+    known = losses.known(sampled_logprobs)
+    weights = torch.ones_like(logprobs.detach())
+    old = sampled_logprobs
+    if goal.tis_cap is not None:
+        # One update per batch: the trainer's own old log-probabilities are those of now.
+        old = logprobs.detach()
+        weights = losses.truncated_weights(old, sampled_logprobs, mask, cuts, goal.tis_cap, goal.tis_level)
+    terms = loss.terms(
+        logprobs,
+        old,
+        advantages,
+        mask,
+        cuts,
+        clip_low=goal.clip_low,
+        clip_high=goal.clip_high,
+        clip_dual=goal.clip_dual,
+        answers_only=True,
+    )
+    policy = terms.values if goal.tis_cap is None else terms.values * weights
+    kl = torch.zeros_like(weights)
+    if reference_logprobs is not None:
+        kl = losses.kl_estimate(logprobs, reference_logprobs, goal.kl_estimator)
+    values = policy
+    if goal.kl:
+        values = values + goal.kl * kl
+    if goal.entropy and entropy is not None:
+        values = values - goal.entropy * entropy
+    far = far_answers = torch.zeros_like(mask)
+    if goal.mask_ratio is not None:
+        far = losses.outside(logprobs, sampled_logprobs, mask, cuts, *goal.mask_ratio, "token")
+    if goal.mask_ratio_sequence is not None:
+        far_answers = losses.outside(
+            logprobs, sampled_logprobs, mask, cuts, *goal.mask_ratio_sequence, "sequence"
+        )
+    left_out = far | far_answers  # of the loss, not of what it is divided by
+    policy, values = (torch.where(left_out, 0.0, each) for each in (policy, values))
+    share = whole(values)
+
+    ratio = losses.importance_ratio(logprobs.detach(), sampled_logprobs)
+    capped = known & (weights >= goal.tis_cap) if goal.tis_cap is not None else torch.zeros_like(mask)
+    means = (
+        torch.zeros_like(weights) if entropy is None else entropy.detach(),
+        ratio,
+        terms.held_low | terms.held_high | terms.held_dual,
+        terms.held_low,
+        terms.held_high,
+        kl.detach(),
+        weights,
+        capped,
+        terms.held_dual,
+        left_out,
+        far_answers,
+    )
+    per_token = torch.stack([each.float() for each in means]).sum(dim=1) / max(counts.tokens, 1.0)
+    return share, torch.cat([torch.stack([share.detach(), whole(policy.detach())]).float(), per_token])

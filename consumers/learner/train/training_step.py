@@ -1,0 +1,241 @@
+"""One optimizer step, from the batches that are taken for it to their release, and what happens around it.
+
+The order is the contract with everybody else: update, publish the weights, publish their version, save if it
+is time, release. Engines are brought to the version meanwhile, and are there before the next one is
+published. Killed before the release, a learner leaves the batches to its successor, whose checkpoint says
+whether it contains them. Knows where batches come from, the learner and everybody who wants to hear of a
+step. Called by the GRPO learner (`grpo.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from shmbridge.consumers.learner.checkpoint.saving import Saver
+from shmbridge.consumers.learner.data.batch_source import HubSource
+from shmbridge.consumers.learner.data.left_out import SaidOnce
+from shmbridge.consumers.learner.data.rank_source import RankSource
+from shmbridge.consumers.learner.data.row_checks import DIFFERENCE
+from shmbridge.consumers.learner.model.eval_mode import evaluating
+from shmbridge.consumers.learner.report.learner_metrics import LearnerMetrics, rows_of_environments
+from shmbridge.consumers.learner.report.log import Metrics, MetricsLog, say
+from shmbridge.consumers.learner.report.rank_metrics import merged, of_all_ranks
+from shmbridge.consumers.learner.report.step_times import StepCost
+from shmbridge.consumers.learner.train.early_stop import EarlyStop
+from shmbridge.consumers.learner.train.engine_pushes import EnginePushes
+from shmbridge.consumers.learner.train.evaluation import EvalHook, TrainingScreen, load_hook
+from shmbridge.consumers.learner.train.grpo_update import Learner
+from shmbridge.consumers.learner.train.mismatch import MISMATCH, MismatchAlarm
+from shmbridge.consumers.learner.train.objective import SHARES
+from shmbridge.consumers.learner.train.publishing import PublishWeights
+
+
+class Around:
+    """What a run has besides its steps, by its options: evaluation, an end before the last step, and engines.
+
+    Args:
+        options: of the command line.
+        saver: whose account of what was consumed tells known groups from new ones.
+        tokenizer: for the evaluation hook; None without one.
+
+    Attributes:
+        engines: that are brought to each version; none unless somebody puts them here.
+
+    Raises:
+        BadHook: the evaluation hook cannot be used.
+    """
+
+    def __init__(self, options: argparse.Namespace, saver: Saver, tokenizer: Any = None) -> None:
+        self.engines = EnginePushes()
+        self.screen = TrainingScreen(saver.consumed)
+        self.early_stop = EarlyStop(
+            options.stop_when, options.stop_patience, options.stop_no_better, options.stop_stall, say=say
+        )
+        self._hook = (
+            EvalHook(load_hook(options.eval_hook), options.eval_every, say) if options.eval_hook else None
+        )
+        self._tokenizer = tokenizer
+
+    def metrics(self, learner: Learner) -> Metrics:
+        """Returns what evaluation says after a step. Blocks as long as the hook; every rank calls it."""
+        found, hook = self.screen.metrics(), self._hook
+        if hook is None:
+            return found
+        if hook.is_due(learner.step):
+            with evaluating(learner.model):
+                found |= learner.read(lambda model: hook.called(learner.step, model, self._tokenizer))
+        return found | {"eval/hook_failures_total": hook.failures_total}
+
+
+class TrainingStep:
+    """Takes batches until a step is full, and makes the step. One thread, and every rank alike.
+
+    Args:
+        learner: what is trained.
+        source: where the batches come from.
+        publish_weights: takes a version.
+        saver: writes checkpoints.
+        log: gets each step's metrics, over all ranks; None on all ranks but one.
+        options: of the command line.
+        around: evaluation.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        source: HubSource | RankSource,
+        publish_weights: PublishWeights,
+        saver: Saver,
+        log: MetricsLog | None,
+        options: argparse.Namespace,
+        around: Around,
+    ) -> None:
+        self._learner, self._source, self._publish, self._saver = learner, source, publish_weights, saver
+        self._log, self._options, self._around = log, options, around
+        self._describe = LearnerMetrics(options.groups)
+        self._cost, self._said = StepCost(), SaidOnce()
+        self._alarm = MismatchAlarm(options.mismatch_warn, say)
+        self._batches: list[Any] = []  # of this step
+        self._held: list[Any] = []  # of steps since the last checkpoint
+        self._parts: list[Metrics] = []
+        self._waited_s = self._computed_s = 0.0
+        self._waiting_since = time.monotonic()
+
+    @property
+    def begun(self) -> bool:
+        """Whether a batch was taken whose step is not made."""
+        return bool(self._batches)
+
+    @property
+    def full(self) -> bool:
+        """Whether all batches of the step are there."""
+        return len(self._batches) >= int(self._options.accumulate)
+
+    def take(self, batch: Any) -> None:
+        """Adds a batch's gradient.
+
+        Blocks for the compute, and for other ranks; raises as `Learner.accumulate`.
+        """
+        begun = time.monotonic()
+        version = self._source.training_version
+        aged = self._describe.taken(batch, int(begun * 1e9), version)
+        self._parts.append(self._learner.accumulate(batch, version, first=not self._batches) | aged)
+        self._batches.append(batch)
+        self._waited_s += begun - self._waiting_since
+        self._waiting_since = time.monotonic()
+        self._computed_s += self._waiting_since - begun
+
+    def settle(self) -> None:
+        """Returns when all engines had their time for the last version.
+
+        Blocks, and may be interrupted; every rank calls it.
+
+        Raises:
+            EngineFailed: an engine has failed for too long; PeerFailed on the other ranks.
+        """
+        if self._options.engine:
+            with self._learner.world.together():
+                self._around.engines.settled()
+
+    def make(self) -> Metrics:
+        """Update, publish and save if it is time, release, log; return the step's metrics.
+
+        Blocks; nothing may interrupt it.
+        """
+        learner, source = self._learner, self._source
+        begun = time.monotonic()
+        metrics = learner.apply()
+        applied = time.monotonic()
+        measured = self._measured()
+        # from here on a checkpoint of this step knows what is in it
+        self._saver.took(self._batches, measured)
+        accounted = time.monotonic()
+        version = source.training_version + 1
+        if learner.step % self._options.publish_every == 0 or learner.step >= self._options.steps:
+            self._publish_version(version)
+        else:
+            source.note_training_version(version)
+        published = time.monotonic()
+        metrics["policy_version"] = source.policy_version
+        if DIFFERENCE in measured:  # once a rank
+            say(
+                f"{measured[DIFFERENCE]} -> what was trained is not what was put: end the run, and keep "
+                "this line and the lane"
+            )
+        self._held += self._batches
+        if learner.step % self._options.save_every == 0 or learner.step >= self._options.steps:
+            self.save()
+        elif not self._options.hold_until_saved:
+            self._release()
+        metrics |= {
+            **measured,
+            "wait_s": self._waited_s,
+            "forward_backward_s": self._computed_s,
+            "update_s": applied - begun,
+            "publish_s": published - accounted,
+            **learner.times.taken(),
+            **self._around.metrics(learner),
+            **self._around.engines.metrics(),
+            **self._cost.step(self._waited_s, measured["host_cpu_s"], measured["tokens"]),
+            **self._alarm.looked(measured),
+            "time": time.time(),
+        }
+        if self._log is not None:
+            for sentence in self._said.sentences(measured):
+                say(sentence)
+            metrics |= self._describe.totals(measured, source.stats())
+            self._log.append(metrics)
+        self._batches, self._parts = [], []
+        self._waited_s = self._computed_s = 0.0
+        self._waiting_since = time.monotonic()
+        return metrics
+
+    def finish(self) -> None:
+        """Publishes the weights and save them, where the last step was not one for that.
+
+        Blocks; every rank calls it. Raises as `settle`.
+        """
+        if (version := self._source.training_version) > self._source.policy_version:
+            self.settle()
+            self._publish_version(version)
+        self.save()
+
+    def _publish_version(self, version: int) -> None:
+        self._publish(version)
+        self._source.publish_version(version)
+        self._around.engines.begin(version)
+
+    def save(self) -> None:
+        """Writes a checkpoint unless this step has one, then release what is in it. Blocks for the disk."""
+        self._saver.save(self._source.training_version)
+        self._release()
+
+    def _release(self) -> None:
+        for batch in self._held:
+            batch.release()
+        self._held = []
+        self._saver.consumed.released()
+
+    def _measured(self) -> Metrics:
+        """The batches' metrics as those of one batch, over all ranks."""
+        rows = [rows_of_environments(batch) for batch in self._batches]
+        own = merged(self._parts, rows)
+        last = self._parts[-1]  # what is of all batches so far, or of more than this step
+        own |= {
+            name: value
+            for name, value in last.items()
+            if name in SHARES or name in MISMATCH or name.startswith("api_perf/")
+        }
+        own["host_cpu_s"] = self._cost.cpu_s()
+        return of_all_ranks(self._learner.world, own, _summed(rows))
+
+
+def _summed(rows: Iterable[dict[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in rows:
+        total.update(each)
+    return dict(total)

@@ -1,0 +1,309 @@
+"""The JSON of a policy server: request bodies to questions, replies to response bodies.
+
+Speaks the OpenAI completions and chat completions API, and vLLM's token-in token-out `/generate` in the form
+that Atropos sends and parses. Every answer says which policy versions sampled it: `/generate` token by token,
+in `weight_versions`, the OpenAI API with the newest and the oldest, and with the tokens of prompt and answer.
+Knows nothing of sockets, threads and models. Called by `policy_server.py`.
+
+A field that would change what is sampled and is not supported is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from shmbridge.consumers.policy_server_parts.engine import Question, Reply
+from shmbridge.consumers.policy_server_parts.generation import Row, Sampling, TokenLogprobs
+
+Json = dict[str, Any]
+
+# Unsupported fields, with the values that ask for nothing; null always does.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "stream": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "top_k": (0, -1),
+    "use_beam_search": (False,),
+}
+_VLLM_DEFAULT_TOKENS = 16  # of completions and /generate; a chat may fill its context
+
+Count = Annotated[int, Meta(ge=1)]
+Alternatives = Annotated[int, Meta(ge=0, le=20)]
+
+
+class BadRequest(ValueError):
+    """The request cannot be answered as it stands; the text says why."""
+
+
+class _SamplingFields(msgspec.Struct):
+    """What the three request bodies share; null means the default."""
+
+    n: Count | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    max_tokens: Count | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+
+    def sampling(self, max_tokens: int, top_logprobs: int) -> Sampling:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+            stop=tuple(filter(None, stops)),
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            top_logprobs=top_logprobs,
+        )
+
+
+class _Completions(_SamplingFields):
+    prompt: str | list[Any] = ""
+    logprobs: Alternatives | None = None
+
+
+class _Chat(_SamplingFields):
+    messages: list[Json] = []
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    add_generation_prompt: bool = True
+
+
+class _PromptTokens(msgspec.Struct):
+    prompt_token_ids: list[int]
+
+
+class _Generate(_SamplingFields):
+    prompt: str | _PromptTokens = ""
+    logprobs: Alternatives | None = None
+    prompt_logprobs: Alternatives | None = None
+
+
+Body = TypeVar("Body", bound=_SamplingFields)
+
+
+@dataclass(frozen=True)
+class PolicyApi:
+    """Translates for one model.
+
+    Args:
+        tokenizer: the model's; used from the caller's thread.
+        model_name: what responses call the model.
+        context: most tokens of prompt and answer together.
+        vocab_size: token ids are below this.
+    """
+
+    tokenizer: Any
+    model_name: str
+    context: int
+    vocab_size: int
+
+    # --- requests ------------------------------------------------------------------------------------------
+
+    def completions(self, raw: bytes) -> Question:
+        """Returns the question of a `/v1/completions` body; raises BadRequest. Never blocks."""
+        body = _decoded(raw, _Completions)
+        prompts = [self._encoded(prompt) for prompt in _prompt_list(body.prompt)]
+        return self._question(body, prompts, body.max_tokens or _VLLM_DEFAULT_TOKENS, body.logprobs or 0)
+
+    def chat(self, raw: bytes) -> Question:
+        """Returns the question of a `/v1/chat/completions` body; raises BadRequest. Never blocks."""
+        body = _decoded(raw, _Chat)
+        prompt = self._rendered(body)
+        room = max(1, self.context - len(prompt))
+        wanted = body.max_completion_tokens or body.max_tokens or room
+        return self._question(body, [prompt], wanted, (body.top_logprobs or 0) if body.logprobs else 0)
+
+    def generate(self, raw: bytes) -> Question:
+        """Returns the question of a `/generate` body; raises BadRequest. Never blocks."""
+        body = _decoded(raw, _Generate)
+        given = body.prompt
+        prompt = given.prompt_token_ids if isinstance(given, _PromptTokens) else self._encoded(given)
+        wanted = body.max_tokens or _VLLM_DEFAULT_TOKENS
+        return self._question(body, [prompt], wanted, body.logprobs or 0, body.prompt_logprobs)
+
+    def _question(
+        self,
+        body: _SamplingFields,
+        prompts: list[list[int]],
+        wanted: int,
+        top_logprobs: int,
+        prompt_logprobs: int | None = None,
+    ) -> Question:
+        for prompt in prompts:
+            self._check(prompt, wanted)
+        return Question(prompts, body.sampling(wanted, top_logprobs), body.n or 1, prompt_logprobs)
+
+    def _check(self, prompt: list[int], wanted: int) -> None:
+        if not prompt:
+            raise BadRequest("the prompt has no tokens")
+        if strange := [token for token in prompt if not 0 <= token < self.vocab_size]:
+            raise BadRequest(f"token id {strange[0]} is outside the vocabulary of {self.vocab_size}")
+        if len(prompt) + wanted > self.context:
+            raise BadRequest(
+                f"{len(prompt)} prompt and {wanted} new tokens do not fit into a context of {self.context}"
+            )
+
+    def _encoded(self, prompt: str | list[int]) -> list[int]:
+        return prompt if isinstance(prompt, list) else list(self.tokenizer.encode(prompt))
+
+    def _rendered(self, body: _Chat) -> list[int]:
+        if not body.messages:
+            raise BadRequest("messages is empty")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                body.messages, tokenize=False, add_generation_prompt=body.add_generation_prompt
+            )
+        except Exception as error:  # a template is a program: it raises whatever it likes
+            raise BadRequest(f"the chat template refused the messages: {error}") from error
+        # As text first: what apply_chat_template(tokenize=True) returns differs between transformers 4 and 5.
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    # --- responses -----------------------------------------------------------------------------------------
+
+    def completions_response(self, question: Question, reply: Reply) -> Json:
+        """Returns the body for `/v1/completions`."""
+        choices = [
+            {
+                "index": index,
+                "text": row.text,
+                "finish_reason": row.finish_reason,
+                "token_ids": row.token_ids,
+                "prompt_token_ids": row.prompt,
+                "logprobs": self._completion_logprobs(row),
+            }
+            for index, row in enumerate(reply.rows)
+        ]
+        return self._response("text_completion", choices, question, reply)
+
+    def chat_response(self, question: Question, reply: Reply) -> Json:
+        """Returns the body for `/v1/chat/completions`."""
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": row.text},
+                "finish_reason": row.finish_reason,
+                "token_ids": row.token_ids,
+                "logprobs": {"content": list(self._chat_logprobs(row))},
+            }
+            for index, row in enumerate(reply.rows)
+        ]
+        return self._response("chat.completion", choices, question, reply) | {
+            "prompt_token_ids": question.prompts[0]
+        }
+
+    def generate_response(self, question: Question, reply: Reply) -> Json:
+        """Returns the body for `/generate`: per answer and token `[{token id: log-probability, ...}]`."""
+        body: Json = {
+            "text": [row.text for row in reply.rows],
+            "finish_reasons": [row.finish_reason for row in reply.rows],
+            "logprobs": [[[entry] for entry in _per_token(row)] for row in reply.rows],
+            "token_ids": [row.token_ids for row in reply.rows],
+            "prompt_token_ids": list(question.prompts[0]),
+            "weight_version": reply.version,
+            # One span each: weights change between two batches only.
+            "weight_versions": [
+                [{"version": str(reply.version), "start": 0, "end": len(row.token_ids)}] for row in reply.rows
+            ],
+        }
+        if reply.prompt_logprobs:
+            body["prompt_logprobs"] = reply.prompt_logprobs[0]
+        return body
+
+    def models(self, version: int) -> Json:
+        """Returns the body for `/v1/models`."""
+        card = {"id": self.model_name, "object": "model", "created": 0, "owned_by": "shmbridge"}
+        return {"object": "list", "data": [card | {"max_model_len": self.context, "weight_version": version}]}
+
+    def _response(self, kind: str, choices: list[Json], question: Question, reply: Reply) -> Json:
+        prompt_tokens = sum(map(len, question.prompts))
+        new_tokens = sum(len(row.token_ids) for row in reply.rows)
+        return {
+            "id": uuid.uuid4().hex,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model_name,
+            "choices": choices,
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": new_tokens,
+                "total_tokens": prompt_tokens + new_tokens,
+            },
+            "weight_version": reply.version,
+            "oldest_weight_version": reply.version,
+        }
+
+    def _completion_logprobs(self, row: Row) -> Json:
+        words = [self.tokenizer.decode([token]) for token in row.token_ids]
+        return {
+            "tokens": words,
+            "token_logprobs": row.logprobs,
+            "top_logprobs": [
+                {self.tokenizer.decode([token]): value for token, value in entry.items()}
+                for entry in _per_token(row)
+            ],
+            "text_offset": [len("".join(words[:index])) for index in range(len(words))],
+        }
+
+    def _chat_logprobs(self, row: Row) -> Iterator[Json]:
+        for token, value, entry in zip(row.token_ids, row.logprobs, _per_token(row), strict=True):
+            likeliest = sorted(entry.items(), key=lambda item: -item[1])[: row.sampling.top_logprobs]
+            yield self._named(token, value) | {"top_logprobs": [self._named(*pair) for pair in likeliest]}
+
+    def _named(self, token: int, value: float) -> Json:
+        word = self.tokenizer.decode([token])
+        return {"token": word, "logprob": value, "bytes": list(word.encode())}
+
+
+def _per_token(row: Row) -> list[TokenLogprobs]:
+    if row.alternatives:
+        return row.alternatives
+    return [{token: value} for token, value in zip(row.token_ids, row.logprobs, strict=True)]
+
+
+def _decoded(raw: bytes, kind: type[Body]) -> Body:
+    try:
+        fields = msgspec.json.decode(raw or b"null")
+        if not isinstance(fields, dict):
+            raise BadRequest("the body is not a JSON object")
+        for name, neutral in _NEUTRAL.items():
+            value = fields.get(name)
+            if value is not None and value not in neutral:
+                raise BadRequest(f"{name} = {value!r} is not supported")
+        return msgspec.convert(fields, kind)
+    except msgspec.MsgspecError as error:
+        raise BadRequest(str(error)) from error
+
+
+def _prompt_list(prompt: str | list[Any]) -> list[str | list[int]]:
+    """OpenAI's four forms of a prompt: text, tokens, and a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if all(isinstance(token, int) for token in prompt):
+        return [prompt]
+    for one in prompt:
+        if not isinstance(one, str) and not (isinstance(one, list) and all(isinstance(t, int) for t in one)):
+            raise BadRequest("prompt is neither text, nor token ids, nor a list of either")
+    return prompt

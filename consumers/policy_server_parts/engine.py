@@ -1,0 +1,285 @@
+"""The one thread that owns a policy: it collects requests into batches and takes new weights in between.
+
+Knows nothing of HTTP. Called by `policy_server.py` from an asyncio loop, which it never blocks.
+
+Because weights change only here and only between batches, every answer was sampled under one policy version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from shmbridge.consumers.policy_server_parts.follow_weights import WeightsFollower
+from shmbridge.consumers.policy_server_parts.generation import PolicyModel, Row, Sampling, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+# While nobody asks, new weights are looked for this often: one load from shared memory.
+_IDLE_TICK_S = 0.05
+
+
+class EngineClosed(RuntimeError):
+    """The engine ended before it answered."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What one request wants sampled: `answers` rows for each prompt."""
+
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    answers: int = 1
+    prompt_logprobs: int | None = None  # score the prompts too, with this many alternatives
+
+    @property
+    def row_count(self) -> int:
+        """Lines this question takes of a batch."""
+        return len(self.prompts) * self.answers
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Finished rows, prompt by prompt, and the one policy version that sampled them."""
+
+    rows: list[Row]
+    version: int
+    prompt_logprobs: list[list[TokenLogprobs | None]]  # per prompt; empty unless asked for
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Totals since the start."""
+
+    batches_total: int
+    rows_total: int
+    tokens_total: int
+    weights_loaded_total: int
+    refused_version: int | None = None  # the newest version, if it does not fit this model
+    last_error: str | None = None  # why
+
+
+@dataclass(eq=False)
+class _Job:
+    question: Question
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Reply]
+    arrived: float = field(default_factory=time.monotonic)
+    rows: list[Row] = field(init=False)
+
+    def __post_init__(self) -> None:
+        asked = self.question
+        self.rows = [
+            Row(prompt, asked.sampling, None if asked.sampling.seed is None else asked.sampling.seed + index)
+            for prompt in asked.prompts
+            for index in range(asked.answers)
+        ]
+
+    def abandon(self) -> None:
+        for row in self.rows:
+            row.abandon()
+
+    def settle(self, deliver: Callable[[], None]) -> None:
+        """Runs `deliver` in the waiting loop, unless nobody waits any more."""
+
+        def in_loop() -> None:
+            if not self.future.done():
+                deliver()
+
+        try:
+            self.loop.call_soon_threadsafe(in_loop)
+        except RuntimeError:
+            logger.debug("an answer came after its event loop had closed")
+
+
+class PolicyEngine:
+    """Batches questions over one policy model in a thread of its own.
+
+    Args:
+        policy: the model; the engine's thread alone touches it after `start`.
+        follower: loads new weights into it between batches; None keeps its weights.
+        window_s: how long the oldest waiting question waits for company.
+        max_rows: lines of one batch; a larger question is refused.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        follower: WeightsFollower | None = None,
+        *,
+        window_s: float = 0.010,
+        max_rows: int = 256,
+    ) -> None:
+        self.max_rows = max_rows
+        self._policy = policy
+        self._follower = follower
+        self._window_s = window_s
+        self._changed = threading.Condition()
+        self._waiting: deque[_Job] = deque()
+        self._running: list[_Job] = []
+        self._closing = False
+        self._batches = self._rows = self._tokens = 0
+        self._thread = threading.Thread(target=self._run, name="policy-engine", daemon=True)
+
+    @property
+    def version(self) -> int:
+        """Policy version of the next batch, as far as known; never blocks."""
+        return self._policy.version
+
+    @property
+    def alive(self) -> bool:
+        """Whether questions are being answered."""
+        return self._thread.is_alive() and not self._closing
+
+    def stats(self) -> EngineStats:
+        """Returns the totals; never blocks."""
+        follower = self._follower
+        if follower is None:
+            return EngineStats(self._batches, self._rows, self._tokens, 0)
+        refused, why = follower.refused or (None, None)
+        return EngineStats(self._batches, self._rows, self._tokens, follower.loaded_total, refused, why)
+
+    def start(self) -> None:
+        """Starts the thread. Never blocks."""
+        self._thread.start()
+
+    async def ask(self, question: Question) -> Reply:
+        """Answers one question; cancelling the call abandons its rows and no others.
+
+        Raises:
+            ValueError: more rows than a batch has; prompts are the caller's to check.
+            EngineClosed: the engine ended first.
+        """
+        if question.row_count > self.max_rows:
+            raise ValueError(f"{question.row_count} answers asked for at once; a batch has {self.max_rows}")
+        loop = asyncio.get_running_loop()
+        job = _Job(question, loop, loop.create_future())
+        with self._changed:  # held for a few instructions by the other side: this does not stop the loop
+            if self._closing:
+                raise EngineClosed("the policy engine is closed")
+            self._waiting.append(job)
+            self._changed.notify()
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            job.abandon()
+            raise
+
+    def close(self) -> None:
+        """Abandon what is not answered, end the thread. Blocks for at most one token of the running batch."""
+        with self._changed:
+            self._closing = True
+            for job in self._running:
+                job.abandon()
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- everything below runs in the engine's thread ------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (jobs := self._collect()) is not None:
+                self._take_weights()
+                if jobs:
+                    self._answer(jobs)
+                    self._running = []
+        finally:
+            self._closing = True
+            self._dismiss()
+            if self._follower is not None:
+                self._follower.close()
+
+    def _collect(self) -> list[_Job] | None:
+        """Waits for the next batch: no jobs after an idle tick, None once closing."""
+        with self._changed:
+            if not self._waiting and not self._closing:
+                self._changed.wait(_IDLE_TICK_S)
+            while self._waiting and not self._closing and not self._full():
+                patience = self._waiting[0].arrived + self._window_s - time.monotonic()
+                if patience <= 0:
+                    break
+                self._changed.wait(patience)
+            if self._closing:
+                return None
+            self._running = self._next_jobs()
+            return self._running
+
+    def _full(self) -> bool:
+        return sum(job.question.row_count for job in self._waiting) >= self.max_rows
+
+    def _next_jobs(self) -> list[_Job]:
+        jobs: list[_Job] = []
+        room = self.max_rows
+        while self._waiting and self._waiting[0].question.row_count <= room:
+            job = self._waiting.popleft()
+            if not job.rows[0].abandoned:
+                jobs.append(job)
+                room -= job.question.row_count
+        return jobs
+
+    def _take_weights(self) -> None:
+        if self._follower is not None and (version := self._follower.refresh()) is not None:
+            self._policy.version = version
+
+    def _answer(self, jobs: list[_Job]) -> None:
+        try:
+            replies = self._sample(jobs)
+        except Exception as error:  # whatever torch raises: it belongs to the one request that caused it
+            if len(jobs) > 1:
+                for job in jobs:
+                    self._answer([job])
+                return
+            logger.exception("a batch of one request failed")
+            self._refuse(jobs[0], error)
+            return
+        self._count(jobs)
+        for job, reply in zip(jobs, replies, strict=True):
+            self._deliver(job, reply)
+
+    def _sample(self, jobs: list[_Job]) -> list[Reply]:
+        for job in jobs:
+            _rewind(job.rows)
+        self._policy.generate([row for job in jobs for row in job.rows])
+        return [Reply(job.rows, self._policy.version, self._score(job.question)) for job in jobs]
+
+    def _score(self, question: Question) -> list[list[TokenLogprobs | None]]:
+        if question.prompt_logprobs is None:
+            return []
+        return [self._policy.score(prompt, question.prompt_logprobs) for prompt in question.prompts]
+
+    def _count(self, jobs: list[_Job]) -> None:
+        rows = [row for job in jobs for row in job.rows]
+        self._batches += 1
+        self._rows += len(rows)
+        self._tokens += sum(len(row.token_ids) for row in rows)
+
+    def _dismiss(self) -> None:
+        for job in (*self._running, *self._waiting):
+            self._refuse(job, EngineClosed("the policy server is stopping"))
+        self._waiting.clear()
+
+    @staticmethod
+    def _deliver(job: _Job, reply: Reply) -> None:
+        if any(row.finish_reason is None for row in reply.rows):
+            job.settle(lambda: job.future.set_exception(EngineClosed("the answer was abandoned half-way")))
+        else:
+            job.settle(lambda: job.future.set_result(reply))
+
+    @staticmethod
+    def _refuse(job: _Job, error: Exception) -> None:
+        job.settle(lambda: job.future.set_exception(error))
+
+
+def _rewind(rows: Sequence[Row]) -> None:
+    """Forgets what a failed batch had sampled so far."""
+    for row in rows:
+        row.token_ids.clear()
+        row.logprobs.clear()
+        row.alternatives.clear()
+        row.text, row.finish_reason = "", None

@@ -1,0 +1,183 @@
+"""Keeps a torch module at the newest policy version of a bridge's weights segment.
+
+Knows nothing of sampling and of HTTP. Called by `engine.py` between two batches, from its thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+import shmbridge
+from shmbridge.consumers.engines.published_tensors import as_tensor
+
+logger = logging.getLogger(__name__)
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+
+# The reader of a weights segment shows the newest version within this time, or keeps its writer's excuse.
+_LEASE_TIMEOUT_S = 1.0
+
+
+class Weights(Protocol):
+    """One version, held still while its lease lasts."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of these tensors."""
+
+    @property
+    def tensors(self) -> Tensors:
+        """Read-only arrays by parameter name, bfloat16 as uint16."""
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """The learner's word for each dtype, such as bfloat16."""
+
+    def changed_since(self, version: int) -> Collection[str]:
+        """Names of the tensors that differ from that version's."""
+
+
+class WeightsSource(Protocol):
+    """What is used of `shmbridge.weights.WeightsReader`."""
+
+    @property
+    def version(self) -> int | None:
+        """Newest complete version; None while there is no segment."""
+
+    def lease(self, *, timeout_s: float) -> AbstractContextManager[Weights]:
+        """Holds the newest version still."""
+
+    def close(self) -> None:
+        """Lets the segment go."""
+
+
+class WeightsFollower:
+    """Copies each new version into a module; for one thread.
+
+    Args:
+        source: where versions come from; a missing segment, or one whose learner died, is no error.
+        module: the torch module; changed in place, whole versions only.
+    """
+
+    def __init__(self, source: WeightsSource, module: torch.nn.Module) -> None:
+        self._source = source
+        self._module = module
+        self._considered: int | None = None  # a version that does not fit is not tried again at every batch
+        self._loaded: int | None = None  # what the module holds: the next version is copied where it differs
+        self._complaint = ""
+        self._refused: tuple[int, str] | None = None
+        self.loaded_total = 0
+
+    @property
+    def refused(self) -> tuple[int, str] | None:
+        """The last version that was tried, and why it is not loaded and will not be; None if it is.
+
+        Any thread.
+        """
+        return self._refused
+
+    def refresh(self) -> int | None:
+        """Loads the newest version if it is another one; return it, or None if nothing changed.
+
+        Blocks for the copy. Trouble with the segment is logged once and leaves the module as it is.
+        """
+        try:
+            newest = self._source.version
+            if newest is None or newest == self._considered:
+                return None
+            return self._load()
+        except shmbridge.ShmBridgeError as error:
+            if (complaint := str(error)) != self._complaint:
+                logger.warning("weights stay as they are: %s", complaint)
+                self._complaint = complaint
+            return None
+
+    def _load(self) -> int:
+        began = time.perf_counter()
+        with self._source.lease(timeout_s=_LEASE_TIMEOUT_S) as weights:
+            self._considered = weights.version
+            changed = None if self._loaded is None else weights.changed_since(self._loaded)
+            self._loaded = None
+            try:
+                copy_into(self._module, weights.tensors, weights.dtypes, only=changed)
+            except shmbridge.WeightsMismatch as error:
+                self._refused = weights.version, str(error)
+                raise
+            self._loaded, self._refused = weights.version, None
+        self.loaded_total += 1
+        self._complaint = ""
+        logger.info("policy version %d in %.1f ms", weights.version, (time.perf_counter() - began) * 1e3)
+        return weights.version
+
+    def close(self) -> None:
+        """Lets the segment go; never blocks."""
+        self._source.close()
+
+
+def copy_into(
+    module: torch.nn.Module,
+    tensors: Tensors,
+    dtypes: Mapping[str, str],
+    *,
+    only: Collection[str] | None = None,
+) -> None:
+    """Copy published tensors into a module's parameters and buffers, converting dtypes. Blocks for the copy.
+
+    Args:
+        module: changed in place, and only if everything fits.
+        tensors: by `state_dict` name; parameters that are tied may come under one of their names.
+        dtypes: name -> torch's word for the dtype; bfloat16 and float8 come as arrays of their bits.
+        only: names of those that are copied; None: all. All have to fit.
+
+    Raises:
+        WeightsMismatch: a parameter is missing, a name is unknown or a shape differs; nothing was copied.
+    """
+    targets = module.state_dict(keep_vars=True)
+    _require_fit(module, targets, tensors, dtypes)
+    with torch.no_grad():
+        for name, array in tensors.items():
+            if only is None or name in only:
+                targets[name].copy_(as_tensor(array, dtypes[name]))
+
+
+def _require_fit(
+    module: torch.nn.Module, targets: Mapping[str, Tensor], tensors: Tensors, dtypes: Mapping[str, str]
+) -> None:
+    arrived = {id(targets[name]) for name in tensors if name in targets}
+    missing = [name for name, parameter in module.named_parameters() if id(parameter) not in arrived]
+    unknown = [name for name in tensors if name not in targets]
+    reshaped = [
+        f"{name} {tuple(array.shape)} here {tuple(targets[name].shape)}"
+        for name, array in tensors.items()
+        if name in targets and tuple(array.shape) != tuple(targets[name].shape)
+    ]
+    # Two values in a byte are nothing that torch copies into numbers.
+    untaken = [
+        f"{name} {dtypes[name]}"
+        for name in tensors
+        if not hasattr(torch, dtypes[name]) or dtypes[name].startswith("float4")
+    ]
+    faults = {
+        "missing": missing,
+        "unknown": unknown,
+        "other shape": reshaped,
+        "type that torch does not convert": untaken,
+    }
+    if any(faults.values()):
+        told = "; ".join(
+            f"{kind}: {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+            for kind, names in faults.items()
+            if names
+        )
+        raise shmbridge.WeightsMismatch(
+            f"the published weights are of another model ({told})",
+            hint="serve the model that the learner trains",
+        )

@@ -1,0 +1,359 @@
+"""One environment's two ends: its lane for groups, and its conversation with the consumer for all else.
+
+Speaks Atropos' words (the answers of its rollout server, as plain dicts) but imports nothing of it. A missing
+consumer is never an error here: the environment is told to hold, and goes on when there is one again.
+
+Called by `shmbridge.producers.atropos.patches`, in the environment's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+
+from shmbridge import Run, ShmBridgeError
+from shmbridge.config import format_size
+from shmbridge.control.messages import (
+    Goodbye,
+    Register,
+    Registered,
+    RunInfo,
+    RunInfoRequest,
+    Status,
+    StatusRequest,
+)
+from shmbridge.control.server import AsyncControlClient
+from shmbridge.errors import NoConsumer
+from shmbridge.producers.atropos.lane import EnvLane, LinkOptions
+from shmbridge.producers.atropos.response_hooks import heard
+from shmbridge.producers.atropos.version_stamps import stamp
+
+log = logging.getLogger(__name__)
+
+# How long one question may take before the consumer counts as missing. Rollouts go on meanwhile.
+ASK_S = 2.0
+
+# Between two questions, while the environment cannot begin: doubled each time, from the first to the last.
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.25, 4.0
+
+# The policy version when this worker began to generate. Every task has a context of its own.
+_began_at: ContextVar[int] = ContextVar("policy_version_when_generation_began")
+
+
+class EnvLink:
+    """One environment on one bridge, for as long as it runs.
+
+    Opening reserves the lane, which takes milliseconds for each MiB at worst; nothing else here blocks the
+    event loop.
+    """
+
+    def __init__(self, options: LinkOptions, env_name: str) -> None:
+        self._bridge, self._env_name = options.bridge, env_name
+        self.loop = asyncio.get_running_loop()
+        self._lane = EnvLane(options, env_name)
+        self._control = self._client()
+        self._hold = _Hold(options.bridge, self._lane)
+        self._registered: Register | None = None
+        self._env_id = -1
+        self._hub_epoch = 0
+        self._run: Run | None = None
+        self._status: dict[str, Any] = {}
+        self.closed = False  # or about to be
+
+    def _client(self) -> AsyncControlClient:
+        return AsyncControlClient(self._bridge, role="env", name=self._env_name)
+
+    # --- what the rollout server would answer -------------------------------------------------------------
+
+    async def wandb_info(self) -> dict[str, str]:
+        """Where to log. Returns once a consumer has announced its run."""
+        await self._until(self._ask_run)
+        assert self._run is not None
+        return {"group": self._run.wandb_group, "project": self._run.wandb_project}
+
+    async def register(self, wish: Mapping[str, Any]) -> dict[str, Any]:
+        """Asks to be admitted. Returns once a consumer has announced its run, and has admitted."""
+        self._registered = Register(
+            desired_name=wish["desired_name"] or self._env_name,
+            max_token_length=wish["max_token_length"],
+            group_size=wish["group_size"],
+            weight=wish["weight"],
+            min_batch_allocation=wish["min_batch_allocation"],
+            producer_id=self._lane.producer_id,
+        )
+        await self._until(self._ask_admission)
+        assert self._run is not None
+        return {
+            "status": "success",
+            "env_id": self._env_id,
+            "wandb_name": self._registered.wandb_name,
+            "checkpoint_dir": self._run.checkpoint_dir,
+            "starting_step": self._status["current_step"],
+            "checkpoint_interval": self._run.save_checkpoint_interval,
+            "num_steps": self._run.num_steps,
+        }
+
+    async def info(self) -> dict[str, int]:
+        """What a batch takes; -1 where nobody has said."""
+        run = self._run
+        return {
+            "batch_size": run.batch_size if run else -1,
+            "max_token_len": run.max_token_len if run else -1,
+        }
+
+    async def status(self) -> dict[str, Any]:
+        """The numbers the environment throttles by; while nobody answers, the last ones.
+
+        The last ones, and `holding`, instead of an invented full queue: an environment ends itself once what
+        is queued completes its last step, so near the end it would take a full queue for the end.
+        """
+        try:
+            if await self._missing_lane() or not await self._still_admitted():
+                return self._status
+            answer = await self._control.request(StatusRequest(self._env_id), ASK_S)
+        except NoConsumer:
+            self._hold.begin("no consumer answers")
+        except ShmBridgeError as refused:  # the consumer's trouble, of which no environment should die
+            self._hold.begin(str(refused))
+        else:
+            if isinstance(answer, Status):
+                await self._take(answer)
+            else:
+                self._hold.begin("the consumer has announced no run")
+        return self._status
+
+    async def _take(self, answer: Status) -> None:
+        if answer.draining or answer.paused:
+            self._hold.begin(
+                "the consumer drains the bridge" if answer.draining else "the consumer has paused it"
+            )
+        else:
+            self._hold.end()
+        if answer.hub_epoch != self._hub_epoch:
+            with suppress(NoConsumer):
+                await self._ask_run(ASK_S)
+            self._hub_epoch = answer.hub_epoch
+        self._status = _status(
+            answer.current_step,
+            # Groups that wait for room in the lane are queued as well, and must throttle as well.
+            queue_size=answer.queue_groups + self._lane.unsent,
+            self_queue_size=answer.self_queue_groups + self._lane.unsent,
+            unallocated_fraction=answer.unallocated_fraction,
+            max_group_size=answer.max_group_size,
+            env_weight=answer.env_weight,
+        )
+
+    def check(self) -> None:
+        """Raises GroupsRefused once the environment is of no use."""
+        if self._lane.fatal is not None:
+            raise self._lane.fatal
+
+    @property
+    def holding(self) -> bool:
+        """No new rollouts are to begin: nobody consumes, or the consumer wants none."""
+        return bool(self._hold.reason)
+
+    @property
+    def run(self) -> Run | None:
+        """What the consumer trains, as last heard; another one after a change of consumer."""
+        return self._run
+
+    @property
+    def env_id(self) -> int:
+        """The environment's number, -1 before it has one; another one where the bridge was made again and the
+        old one was taken.
+        """
+        return self._env_id
+
+    # --- asking -------------------------------------------------------------------------------------------
+
+    async def _until(self, ask: Callable[[float], Awaitable[str]]) -> None:
+        """Asks until there is no reason against it, and says why not: now, and at growing intervals.
+
+        A consumer that is not there yet is waited for in the asking itself, ever longer: it is answered the
+        moment it comes.
+        """
+        patience = _Patience(self._bridge)
+        while True:
+            try:
+                reason = (
+                    "there is no lane"
+                    if await self._missing_lane()
+                    else await ask(max(ASK_S, patience.pause_s))
+                )
+            except NoConsumer:
+                reason = "no consumer answers"
+            if not reason:
+                self._hold.end()
+                return
+            self._hold.begin(reason)
+            patience.say(reason)
+            if reason != "no consumer answers":
+                await asyncio.sleep(patience.pause_s)
+
+    async def _ask_run(self, timeout_s: float) -> str:
+        answer = await self._control.request(RunInfoRequest(), timeout_s)
+        if not isinstance(answer, RunInfo) or answer.run is None:
+            return "the consumer has announced no run"
+        self._run = answer.run
+        return ""
+
+    async def _ask_admission(self, timeout_s: float) -> str:
+        """Asks to be admitted, with the number and name it has, if it has some."""
+        assert self._registered is not None
+        admitted = await self._control.request(self._registered, timeout_s)
+        if not isinstance(admitted, Registered):
+            return "the consumer has announced no run"
+        self._registered = msgspec.structs.replace(
+            self._registered, env_id=admitted.env_id, wandb_name=admitted.wandb_name
+        )
+        self._env_id, self._hub_epoch, self._run = admitted.env_id, admitted.hub_epoch, admitted.run
+        self._status = _status(admitted.current_step)
+        return ""
+
+    async def _missing_lane(self) -> bool:
+        """Sees that the lane is one that a consumer can find; whether there is none now.
+
+        A new lane has a conversation of its own.
+        """
+        if await self._lane.stay():
+            self._control.close()
+            self._control = self._client()
+        if not self._lane.is_there:
+            self._hold.begin("the bridge was removed and there is no new lane yet")
+        return not self._lane.is_there
+
+    async def _still_admitted(self) -> bool:
+        """Whether the consumer knows the present lane as this environment's; told if need be."""
+        wish = self._registered
+        if wish is None or wish.producer_id == self._lane.producer_id:
+            return True
+        self._registered = msgspec.structs.replace(wish, producer_id=self._lane.producer_id)
+        try:
+            reason = await self._ask_admission(ASK_S)
+        except ShmBridgeError:
+            self._registered = wish
+            raise
+        if reason:
+            self._registered = wish
+            self._hold.begin(reason)
+        return not reason
+
+    # --- groups -------------------------------------------------------------------------------------------
+
+    async def ticket(self) -> AbstractContextManager[object]:
+        """Leaves to begin, for as long as what it is for is generated and sent; returns once there is room
+        for it.
+        """
+        return await self._lane.ticket()
+
+    def generation_begins(self) -> None:
+        """Remembers the policy version for what the calling task is about to generate."""
+        _began_at.set(self._lane.policy_version)
+
+    async def send(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Puts groups into the lane, in order; returns once each is committed or counted.
+
+        They go there also if the awaiting worker is cancelled, which Atropos does to a worker at any moment.
+        Their versions are those that the worker's inference servers named; where these named none, the one
+        when it began and the one now.
+        """
+        now = self._lane.policy_version
+        began, ledger = _began_at.get(now), heard()
+        await self._lane.send(groups, [stamp(group, ledger, began, now) for group in groups])
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    async def close(self, flush_s: float) -> None:
+        """Leaves the bridge: what waits for room gets `flush_s` to find it and is then counted as dropped."""
+        self.closed = True
+        await self._lane.flush(flush_s)
+        with suppress(ShmBridgeError):  # a consumer that is not there needs no goodbye
+            await self._control.request(Goodbye(self._env_id), min(flush_s, ASK_S))
+        self._control.close()
+        await self._lane.close()
+
+    def leave(self) -> None:
+        """`close` where the event loop runs no more: nothing is flushed, nobody is told."""
+        self.closed = True
+        self._control.close()
+        self._lane.leave()
+
+
+class _Patience:
+    """How long to wait between two questions, and when to say again that one waits."""
+
+    def __init__(self, bridge: str) -> None:
+        self._bridge = bridge
+        self._began, self._say_after_s = time.monotonic(), 1.0
+        self.pause_s = FIRST_PAUSE_S
+
+    def say(self, reason: str) -> None:
+        """One more question had no use."""
+        self.pause_s = min(2 * self.pause_s, LAST_PAUSE_S)
+        waited = time.monotonic() - self._began
+        if waited < self._say_after_s:
+            return
+        while self._say_after_s <= waited:
+            self._say_after_s *= 2
+        log.warning(
+            "bridge %s: still waiting after %.0f s: %s; asked again within %.3g s, said again after %.0f s",
+            *(self._bridge, waited, reason, max(ASK_S, self.pause_s), self._say_after_s),
+        )
+
+
+class _Hold:
+    """Whether rollouts hold and since when; said once when it begins and once when it ends."""
+
+    def __init__(self, bridge: str, lane: EnvLane) -> None:
+        self._bridge, self._lane = bridge, lane
+        self._since = 0.0
+        self._records_before = 0
+        self.reason = ""
+
+    def begin(self, reason: str) -> None:
+        if reason == self.reason:
+            return
+        if not self.reason:
+            self._since = time.monotonic()
+            self._records_before = self._lane.records_total
+        self.reason = reason
+        stats = self._lane.stats()
+        log.warning(
+            "bridge %s: %s; no new rollouts begin until that ends (lane: %d groups, %s of %s free)",
+            self._bridge,
+            reason,
+            stats["held"],
+            format_size(stats["lane_free_bytes"]),
+            format_size(stats["lane_bytes"]),
+        )
+
+    def end(self) -> None:
+        if not self.reason:
+            return
+        self.reason = ""
+        log.warning(
+            "bridge %s: going on after %.1f s (%d groups were put meanwhile)",
+            self._bridge,
+            time.monotonic() - self._since,
+            self._lane.records_total - self._records_before,
+        )
+
+
+def _status(
+    current_step: int,
+    queue_size: int = 0,
+    self_queue_size: int = 0,
+    unallocated_fraction: float = 1.0,
+    max_group_size: int = 1,
+    env_weight: float = 1.0,
+) -> dict[str, Any]:
+    """The answer to /status-env; without arguments that of an empty queue."""
+    return dict(locals())

@@ -1,0 +1,315 @@
+"""Which policy version sampled each token of a group: its rows looked up among the answers that its worker
+heard.
+
+Knows answers and rows of tokens; knows nothing of HTTP and of lanes. A row says nothing of where it is from
+but its tokens, so they are what is looked up: first a row's beginning, prompt and output together, in one
+pass for all answers; then, for trained tokens that leaves open, answers that begin where a run of them begins
+(an end token cut off or added, a prompt that was tokenised again). Where answers of different versions fit
+equally, none is taken. Called by `shmbridge.producers.atropos.control_link`, in the worker's context.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shmbridge.producers.atropos.response_index import (
+    ANSWERS_DISAGREE,
+    LONG,
+    NOT_KNOWN,
+    SHORT,
+    Heard,
+    Index,
+    Ledger,
+)
+from shmbridge.producers.atropos.responses import Tokens, token_array
+
+# What stands in a row of versions until it is looked up, beside what the ledger has there.
+_OPEN = -3
+
+# So many trained tokens may follow an answer of few tokens: end tokens. With more, it was the beginning of
+# another that is not known.
+_ENDING = 2
+
+_MASKED = -100
+
+CONTRADICTORY = "answers whose spans contradict each other"
+UNCLEAR = "groups with tokens that fit answers of different versions"
+NOT_TAKEN = "groups whose own token_versions are none"
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What a record is to say: the oldest and the newest version, the column `token_versions`, and what was
+    unclear, by kind.
+    """
+
+    oldest: int
+    newest: int
+    # the group's own, or (int32 of all rows, lengths); None: nothing is known of any token
+    column: Any = None
+    unclear: Counter[str] = field(default_factory=Counter)
+
+
+# --- groups -----------------------------------------------------------------------------------------------
+
+
+def stamp(group: Mapping[str, Any], ledger: Ledger | None, began: int, now: int) -> Stamp:
+    """What the record of a group is to say of versions. Never raises, never changes the group.
+
+    Args:
+        group: as the environment sends it. Its own `token_versions` are taken where it has them, one integer
+            per token.
+        ledger: what its worker heard.
+        began: the version the learner had published when the worker began; with `now`, bounds for what no
+            server speaks of.
+        now: the version it has published.
+    """
+    rows = _rows(group.get("tokens"))
+    if rows is None:
+        return Stamp(min(began, now), max(began, now))
+    stamping = _Stamping(rows, _masks(group.get("masks"), rows), began, now)
+    own = group.get("token_versions")
+    if own is not None and (taken := _own(own, rows)) is not None:
+        return stamping.by_the_group(own, taken)
+    if own is not None:
+        stamping.unclear[NOT_TAKEN] += 1
+    return stamping.by_answers(ledger)
+
+
+class _Stamping:
+    """One group being stamped."""
+
+    def __init__(self, rows: list[Tokens], masks: list[Tokens | None], began: int, now: int) -> None:
+        self._rows, self._masks = rows, masks
+        self._bounds = min(began, now), max(began, now)
+        self._placed: set[Heard] = set()
+        self._found: set[Heard] = set()  # by their tokens alone, as one for all that are alike
+        self.unclear: Counter[str] = Counter()
+
+    def by_the_group(self, own: Any, versions: list[Tokens]) -> Stamp:
+        complete = all(
+            bool((row[_trained(mask, len(row))] >= 0).all())
+            for row, mask in zip(versions, self._masks, strict=True)
+        )
+        known = np.concatenate(versions)
+        known = known[known >= 0]
+        if not known.size:
+            return Stamp(*self._bounds, own)
+        oldest, newest = int(known.min()), int(known.max())
+        if not complete:
+            oldest, newest = min(oldest, self._bounds[0]), max(newest, self._bounds[1])
+        return Stamp(oldest, newest, own)
+
+    def by_answers(self, ledger: Ledger | None) -> Stamp:
+        index = ledger.index() if ledger is not None else None
+        if ledger is not None and (contradictory := ledger.take_contradictory()):
+            self.unclear[CONTRADICTORY] += contradictory
+        if index is None:
+            return Stamp(*self._bounds, unclear=self.unclear)
+        lengths = [len(row) for row in self._rows]
+        flat = np.full(sum(lengths), _OPEN, np.int32)
+        complete, without, at = True, 0, 0
+        for row, mask in zip(self._rows, self._masks, strict=True):
+            versions = flat[at : at + len(row)]
+            at += len(row)
+            if not self._look_up(index, row, mask, versions):
+                complete = False
+                without += bool((versions == _OPEN).all())
+        if bool((flat == ANSWERS_DISAGREE).any()):
+            self.unclear[UNCLEAR] += 1
+        known = flat[flat >= 0]
+        flat[flat < 0] = NOT_KNOWN
+        found = (int(known.min()), int(known.max())) if known.size else None
+        bounds = self._widened(index, found, without) if not complete else found or self._bounds
+        return Stamp(*bounds, (flat, lengths) if found else None, self.unclear)
+
+    def _look_up(self, index: Index, row: Tokens, mask: Tokens | None, versions: Tokens) -> bool:
+        """Finds what of a row was sampled; whether the version of every trained token is known."""
+        stretches = []
+        for answers in _by_start(_believable(index.beginnings(row), mask, len(row)), mask):
+            for heard in answers:
+                self._place(heard, versions[heard.start :])
+            begin, end, longest = answers[0].start, answers[0].end, answers[-1].end
+            # the rest of a longer answer, or what came after a shorter one
+            versions[end:longest] = ANSWERS_DISAGREE
+            stretches.append((begin, longest))
+        gaps = _gaps(stretches, len(row))
+        if all(_is_masked(mask, begin, end) for begin, end in gaps):
+            return all(bool((versions[begin:end] >= 0).all()) for begin, end in stretches)
+        trained = _trained(mask, len(row))
+        for begin, end in _runs(trained & (versions == _OPEN)):
+            self._search(index, row[begin:end], versions[begin:end])
+        return bool((versions[trained] >= 0).all())
+
+    def _search(self, index: Index, run: Tokens, versions: Tokens) -> None:
+        """Answers one after the other, from the beginning of a run."""
+        found: list[tuple[int, list[tuple[Heard, int]]]] = []
+        at = believed = 0
+        while len(run) - at >= (SHORT if at else 1) and (fits := index.fitting(run[at:])):
+            found.append((at, fits))
+            at += (count := max(count for _, count in fits))
+            if not any(heard.length == count for heard, _ in fits):
+                break
+            if count >= LONG:
+                believed = len(found)
+        if len(run) - at <= _ENDING:
+            believed = len(found)
+        for begin, fits in found[:believed]:
+            self._place_all(index, fits, versions[begin:])
+
+    def _place_all(self, index: Index, fits: list[tuple[Heard, int]], versions: Tokens) -> None:
+        for heard, count in fits:
+            self._place(heard, versions[:count])
+            if heard not in self._found:
+                self._found.add(heard)
+                self._placed.update(index.same(heard))
+        fewest, most = min(count for _, count in fits), max(count for _, count in fits)
+        if bool((versions[:fewest] == ANSWERS_DISAGREE).any()):
+            # the last token of one, or an end token behind the other
+            versions[fewest:most] = ANSWERS_DISAGREE
+
+    def _place(self, heard: Heard, versions: Tokens) -> None:
+        """An answer's versions, as far as there is room; what another one says otherwise of a token is
+        unclear.
+        """
+        said = heard.versions()[: len(versions)]
+        there = versions[: len(said)]
+        there[:] = np.where((there == _OPEN) | (there == said), said, ANSWERS_DISAGREE)
+        self._placed.add(heard)
+
+    def _widened(self, index: Index, found: tuple[int, int] | None, without: int) -> tuple[int, int]:
+        """Bounds where some trained token is of unknown version: of all that the worker was answered, if that
+        can be all there is.
+
+        A row of which nothing was found can be one of the answers that were found nowhere. Where there are
+        too few of these, or one says nothing of versions, what the learner had published when the worker
+        began and now are bounds as well.
+        """
+        answers = [heard.answer for heard in index.heard]
+        elsewhere = sum(heard not in self._placed for heard in index.heard)
+        said = [bound for answer in answers for bound in (answer.oldest, answer.newest) if bound is not None]
+        said += [version for answer in answers for version, _, _ in answer.spans]
+        said += found or ()
+        explained = without <= elsewhere
+        oldest, newest = min(said), max(said)
+        if not explained or any(answer.oldest is None for answer in answers):
+            oldest = min(oldest, self._bounds[0])
+        if not explained or any(answer.newest is None for answer in answers):
+            newest = max(newest, self._bounds[1])
+        return oldest, newest
+
+
+# --- rows -------------------------------------------------------------------------------------------------
+
+
+def _rows(tokens: Any) -> list[Tokens] | None:
+    if not isinstance(tokens, (list, tuple)):
+        return None
+    rows = [token_array(row) for row in tokens]
+    return [row for row in rows if row is not None] if all(row is not None for row in rows) else None
+
+
+def _masks(masks: Any, rows: list[Tokens]) -> list[Tokens | None]:
+    """A mask per row, or None where there is none that fits it."""
+    if not isinstance(masks, (list, tuple)) or len(masks) != len(rows):
+        return [None] * len(rows)
+    arrays = map(token_array, masks)
+    return [
+        mask if mask is not None and len(mask) == len(row) else None
+        for mask, row in zip(arrays, rows, strict=True)
+    ]
+
+
+def _own(own: Any, rows: list[Tokens]) -> list[Tokens] | None:
+    """The group's `token_versions`, if there is one for each token."""
+    if not isinstance(own, (list, tuple)) or any(
+        isinstance(row, (list, tuple)) and bool in set(map(type, row)) for row in own
+    ):
+        return None
+    versions = _rows(own)
+    if versions is None or [len(row) for row in versions] != [len(row) for row in rows]:
+        return None
+    return versions if all(bool((row >= NOT_KNOWN).all()) for row in versions) else None
+
+
+def _is_masked(mask: Tokens | None, begin: int, end: int) -> bool:
+    """Whether no token of [begin, end) is trained, as far as the mask says."""
+    return mask is not None and bool((mask[begin:end] == _MASKED).all())
+
+
+def _trained(mask: Tokens | None, length: int) -> npt.NDArray[np.bool_]:
+    return np.ones(length, bool) if mask is None else mask != _MASKED
+
+
+def _believable(heard: list[Heard], mask: Tokens | None, length: int) -> list[Heard]:
+    """Without short ones at the end that the row goes on from: those may be how another answer begins,
+    too.
+    """
+    last = max((each.start for each in heard), default=0)
+
+    def is_whole(each: Heard) -> bool:
+        return each.length >= LONG or _run_end(mask, each.end, length) - each.end <= _ENDING
+
+    return [
+        each
+        for each in heard
+        if each.start < last or _is_masked(mask, each.start, each.end) or is_whole(each)
+    ]
+
+
+def _by_start(heard: list[Heard], mask: Tokens | None) -> list[list[Heard]]:
+    """Answers that begin at one place together, shorter first.
+
+    Of several lengths, the one that fills its run of trained tokens; and those that do so with an end token,
+    where they say otherwise.
+    """
+    by_start: dict[int, list[Heard]] = defaultdict(list)
+    for each in heard:
+        by_start[each.start].append(each)
+    for start, answers in by_start.items():
+        if answers[0].end < answers[-1].end and (
+            filling := [each for each in answers if _fills_a_run(mask, start, each.end)]
+        ):
+            said = filling[0].versions()
+            others = [
+                each
+                for each in answers
+                if each.end == filling[0].end - 1 and bool((each.versions() != said[:-1]).any())
+            ]
+            by_start[start] = others + filling
+    return list(by_start.values())
+
+
+def _run_end(mask: Tokens | None, begin: int, length: int) -> int:
+    """Where the run of trained tokens ends that goes on at `begin`."""
+    masked = [] if mask is None else np.flatnonzero(mask[begin:] == _MASKED).tolist()
+    return begin + masked[0] if masked else length
+
+
+def _fills_a_run(mask: Tokens | None, begin: int, end: int) -> bool:
+    return (
+        mask is not None
+        and not (mask[begin:end] == _MASKED).any()
+        and (end == len(mask) or mask[end] == _MASKED)
+    )
+
+
+def _gaps(stretches: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """What of [0, length) is in no stretch."""
+    gaps, reached = [], 0
+    for begin, end in sorted(stretches):
+        if begin > reached:
+            gaps.append((reached, begin))
+        reached = max(reached, end)
+    return [*gaps, (reached, length)] if reached < length else gaps
+
+
+def _runs(where: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    edges = np.flatnonzero(np.diff(where, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,0 +1,1 @@
+"""How many groups may be under way: the off-policy limit, and tickets to begin a group."""

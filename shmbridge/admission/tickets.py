@@ -1,0 +1,330 @@
+"""Tickets: leave to begin a group, asked of the hub before anything is generated that would be too old when
+it is trained with.
+
+A ticket is a locked byte of the producer's own lane: the kernel gives it back however the producer ends, and
+every later hub can count it. Knows the lane's descriptor and the control plane; who gets a ticket is the
+hub's business (limit.py). Base of Producer.
+"""
+
+import asyncio
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Self
+
+from shmbridge._ext import header, ring
+from shmbridge._ext.mapping import Mapping
+from shmbridge.errors import ClaimOpen, Closed, NoConsumer, NotAdmitted, ShmBridgeError
+from shmbridge.put import refusals
+from shmbridge.segments import locks
+from shmbridge.segments.locks import MOST_TICKETS
+from shmbridge.segments.one_process import OneProcess
+
+if TYPE_CHECKING:
+    from shmbridge.control.client import AsyncControlClient, ControlClient
+    from shmbridge.control.messages import Answer, BeginGroup
+
+# then it is asked again: the bridge may be draining by now. No longer than a client repeats after: that voids
+# the promise
+_ASK_S = 0.5
+_LAST_S = 0.5  # for the answer to the last question, which says why not
+
+
+class Ticket(OneProcess):
+    """Leave to generate one group.
+
+    A context manager: put the group inside it, so that it is never counted as nobody's.
+
+    `policy_version` is the one that generation begins under, for `put(policy_version=)`. It ends with the
+    block, with `end()`, when it is let go, or with its producer. For the threads of its producer.
+    """
+
+    def __init__(self, policy_version: int, held: "_Held") -> None:
+        self.policy_version = policy_version
+        self._held, self._key = held, object()
+        self._end = weakref.finalize(self, held.give_back, self._key)
+        self._end.atexit = False  # the lane's locks end with the process
+
+    def show(self) -> None:
+        """Locks a byte for it; for who makes it."""
+        self._held.show(self._key)
+
+    def end(self) -> None:
+        """Gives it back. Never blocks; idempotent."""
+        self._held.give_back(self._key)
+        self._end.detach()  # only now: whatever interrupts this, its end comes with the object's
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+class _Held:
+    """The tickets a lane shows, by as many locked bytes in a row. Any thread.
+
+    A collection gives tickets back at any point, also inside these methods, and an interrupt ends them at
+    any: the bytes are made as many as the tickets, whatever they were.
+    """
+
+    def __init__(self, lane: Mapping) -> None:
+        self._lane, self._lock = lane, threading.RLock()
+        self._tickets: set[object] = set()
+        self.over = False
+
+    @property
+    def count(self) -> int:
+        return len(self._tickets)
+
+    def show(self, ticket: object) -> None:
+        with self._lock:
+            if not self.over:
+                self._tickets.add(ticket)
+                self._lock_as_many()
+
+    def give_back(self, ticket: object) -> None:
+        if self._lane.forked:
+            return
+        with self._lock:
+            self._tickets.discard(ticket)
+            self._lock_as_many()
+
+    def end(self) -> None:
+        with self._lock:
+            self.over = True
+            self._tickets.clear()
+            self._lock_as_many()
+
+    def _lock_as_many(self) -> None:
+        shown = -1
+        while shown != self.count:
+            shown = self.count
+            locks.show_tickets(self._lane.fd, shown)
+
+
+class Tickets(OneProcess):
+    """What of a Producer asks for tickets."""
+
+    bridge: str
+    lane_name: str
+    _lane: Mapping
+    _control: header.Control
+    _writer: ring.LaneWriter
+
+    def __init__(self) -> None:
+        self._held = _Held(self._lane)
+        self._asking = threading.Lock()  # one question at a time: the hub promises one lane one thing
+        self._client: ControlClient | None = None
+        self._async_client: tuple[asyncio.AbstractEventLoop, AsyncControlClient, asyncio.Lock] | None = None
+
+    def begin_group(self, timeout_s: float | None = None) -> Ticket:
+        """A ticket for one group, once the consumer has room for it:
+        `with producer.begin_group() as ticket: ...`.
+
+        Blocks until then, also while there is no consumer or the bridge is paused, at most `timeout_s` (None:
+        for ever). A consumer without max_off_policy_steps always has room. Ends with the `with` block, in
+        which the group is generated and put.
+
+        Raises:
+            NotAdmitted: as many groups as may be were under way all the time. NoConsumer: nobody answered, or
+                can any more.
+            RequestRefused: the consumer does not read this lane. LaneQuarantined, BridgeDraining, Closed.
+            ClaimOpen: another thread or task is asking.
+        """
+        deadline = _deadline(timeout_s)
+        if self._asking.locked():
+            raise self._asks_already()
+        try:
+            with self._asking:
+                self._check_may_ask()
+                self._client = self._client or self._new_client()
+                return self._ask_until(self._client, deadline, timeout_s)
+        except ShmBridgeError:
+            raise
+        except BaseException:  # an interrupt, maybe between the frames of a message
+            self._close_client()
+            raise
+        finally:
+            self._close_if_over()
+
+    def _ask_until(self, client: "ControlClient", deadline: float, timeout_s: float | None) -> Ticket:
+        asked_ns = time.monotonic_ns()
+        while True:
+            left_s = deadline - time.monotonic()
+            answer = _ask(
+                client, self._question(wait=left_s > 0), min(_ASK_S, left_s) if left_s > 0 else _LAST_S
+            )
+            if (ticket := self._taken(answer, asked_ns)) is not None:
+                return ticket
+            self._check_may_ask()
+            if left_s <= 0:
+                raise self._not_admitted(timeout_s, answer)
+
+    async def begin_group_async(self, timeout_s: float | None = None) -> Ticket:
+        """`begin_group` that never blocks the event loop; tasks are served in the order of their calls.
+
+        May be cancelled.
+        """
+        deadline = _deadline(timeout_s)
+        self._check_may_ask()
+        client, turn = self._client_of_this_loop()
+        waits = asyncio.timeout(timeout_s)
+        try:
+            # nothing in between, where an exception of a signal handler would keep the turn
+            async with waits, turn:
+                waits.reschedule(None)
+                return await self._ask_in_turn(client, deadline, timeout_s)
+        except TimeoutError:
+            if waits.expired():
+                raise self._not_admitted(timeout_s, None) from None
+            raise
+        finally:
+            self._close_if_over()
+
+    async def _ask_in_turn(
+        self, client: "AsyncControlClient", deadline: float, timeout_s: float | None
+    ) -> Ticket:
+        if self._asking.locked():
+            raise self._asks_already()
+        with self._asking:
+            asked_ns = time.monotonic_ns()
+            while True:
+                self._check_may_ask()
+                left_s = deadline - time.monotonic()
+                question = self._question(wait=left_s > 0)
+                answer = await _ask_async(client, question, min(_ASK_S, left_s) if left_s > 0 else _LAST_S)
+                if (ticket := self._taken(answer, asked_ns)) is not None:
+                    return ticket
+                if left_s <= 0:
+                    raise self._not_admitted(timeout_s, answer)
+
+    def _close_if_over(self) -> None:
+        """The producer has closed meanwhile, and left the sockets to whoever was using them."""
+        if self._held.over and not self._asking.locked():
+            self._close_clients()
+
+    def _question(self, *, wait: bool) -> "BeginGroup":
+        from shmbridge.control import messages
+
+        return messages.BeginGroup(self.lane_name, self._held.count, wait)
+
+    def _taken(self, answer: "Answer | None", asked_ns: int = 0) -> Ticket | None:
+        """The ticket an answer grants, shown in the lane; None if it grants none, or no longer.
+
+        A hub that came since has stored its epoch before it looks at lanes, and this looks at the epoch after
+        the lane shows the ticket: one of the two sees the other. So with the time after which this hub no
+        longer believes in the promise.
+        """
+        from shmbridge.control import messages
+
+        if not isinstance(answer, messages.MayBegin) or self._held.over:
+            return None
+        # a promise that was over before it was asked for: no clock that both read says so
+        if answer.until_ns < asked_ns:
+            raise refusals.other_clock(
+                self.producer_id, self._control.hub_pid, (asked_ns - answer.until_ns) / 1e9
+            )
+        # from here on it is given back, whatever interrupts
+        ticket = Ticket(answer.policy_version, self._held)
+        header.fault(b"ticket.granted")
+        ticket.show()
+        header.fault(b"ticket.shown")
+        if time.monotonic_ns() < answer.until_ns and self._control.hub_epoch == answer.hub_epoch:
+            return ticket
+        ticket.end()
+        return None
+
+    def _check_may_ask(self) -> None:
+        self._check_open()
+        if self._held.over:
+            raise Closed(f"producer {self.producer_id} closes")
+        if self._writer.quarantined:
+            raise refusals.quarantined(self.producer_id, self._control.hub_pid)
+        if self._control.draining:
+            raise refusals.draining(self.bridge)
+        if self._held.count >= MOST_TICKETS:
+            raise refusals.too_many_tickets(self.producer_id, MOST_TICKETS)
+        if self.removed:
+            raise refusals.removed(self.producer_id)
+
+    @property
+    def producer_id(self) -> str:
+        """See Producer."""
+        raise NotImplementedError
+
+    @property
+    def removed(self) -> bool:
+        """See Producer."""
+        raise NotImplementedError
+
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def _asks_already(self) -> ClaimOpen:
+        return ClaimOpen(
+            f"producer {self.producer_id} asks for a ticket already, in another thread or task",
+            hint="from tasks, use begin_group_async only; give each thread a producer of its own",
+        )
+
+    def _not_admitted(self, timeout_s: float | None, answer: "Answer | None") -> NotAdmitted | NoConsumer:
+        return refusals.not_admitted(self.producer_id, self._control, answer, self._held.count, timeout_s)
+
+    def _new_client(self) -> "ControlClient":
+        from shmbridge.control.client import ControlClient
+
+        return ControlClient(self.bridge, role="producer", name=self.producer_id)
+
+    def _client_of_this_loop(self) -> "tuple[AsyncControlClient, asyncio.Lock]":
+        from shmbridge.control.client import AsyncControlClient
+
+        loop = asyncio.get_running_loop()
+        if self._async_client is None or self._async_client[0] is not loop:
+            if self._asking.locked():
+                raise self._asks_already()
+            self._close_async_client()
+            client = AsyncControlClient(self.bridge, role="producer", name=self.producer_id)
+            self._async_client = loop, client, asyncio.Lock()
+        return self._async_client[1:]
+
+    def _close_async_client(self) -> None:
+        if self._async_client is not None:
+            self._async_client[1].close()
+            self._async_client = None
+
+    def _close_clients(self) -> None:
+        self._close_async_client()
+        self._close_client()
+
+    def _close_client(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _end_tickets(self) -> None:
+        """The producer closes: its tickets are room for others.
+
+        Whoever still asks closes the sockets; no other thread or task may.
+        """
+        self._held.end()
+        self._close_if_over()
+
+
+def _deadline(timeout_s: float | None) -> float:
+    return float("inf") if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _ask(client: "ControlClient", question: "BeginGroup", timeout_s: float) -> "Answer | None":
+    try:
+        return client.request(question, timeout_s)
+    except NoConsumer:  # or it has no room: both end by themselves
+        return None
+
+
+async def _ask_async(
+    client: "AsyncControlClient", question: "BeginGroup", timeout_s: float
+) -> "Answer | None":
+    try:
+        return await client.request(question, timeout_s)
+    except NoConsumer:
+        return None

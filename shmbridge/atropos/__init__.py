@@ -1,0 +1,1 @@
+"""What the transport knows of the arithmetic of the Atropos API server."""

@@ -1,0 +1,1 @@
+"""From records to batches: forming, schedulers, staleness, batches formed ahead."""

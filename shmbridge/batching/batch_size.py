@@ -1,0 +1,45 @@
+"""How large a batch is to be. Knows groups' sizes; nothing of who chooses them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shmbridge.errors import BadArgument
+from shmbridge.record.groups import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """How large a batch is to be: so many groups, or so many rows (trajectories)."""
+
+    groups: int | None
+    rows: int | None
+
+    def __post_init__(self) -> None:
+        given = [
+            (name, size) for name, size in (("groups", self.groups), ("rows", self.rows)) if size is not None
+        ]
+        if len(given) != 1:
+            said = "groups and rows are both given" if given else "neither groups nor rows is given"
+            raise BadArgument(f"how large is a batch? {said}", hint="groups=8, or rows=64")
+        name, size = given[0]
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise BadArgument(f"{name}={size!r} is no number of {name} from 1", hint=f"{name}=8")
+
+    def __str__(self) -> str:
+        return f"{self.groups} groups" if self.rows is None else f"{self.rows} trajectories"
+
+    @property
+    def size(self) -> int:
+        """In groups or in rows, whichever it is."""
+        return self.groups if self.groups is not None else self.rows or 0
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether trajectories are counted."""
+        return self.groups is None
+
+    def as_groups(self, like: Sequence[Group]) -> int:
+        """How many groups that is, if all are like these."""
+        if self.groups is not None:
+            return self.groups
+        return -(-(self.rows or 1) * len(like) // max(sum(group.size for group in like), 1))

@@ -1,0 +1,51 @@
+"""Groups returned to a consumer that has closed: the next consumer gets them, and the bridge is free once
+nothing is held.
+
+Knows leases, and which lanes some were held in; knows nothing of batches. Called by former.py.
+"""
+
+import weakref
+from collections.abc import Iterable
+
+from shmbridge._ext.mapping import Mapping
+from shmbridge._ext.ring import LaneReader
+from shmbridge.record.groups import Group
+from shmbridge.segments import locks, membership
+from shmbridge.segments.locks import Byte
+
+
+def abandon(groups: Iterable[Group]) -> None:
+    """Ends the groups' leases without release."""
+    for group in groups:
+        for record in group.records:
+            record.abandon()
+
+
+class LateReturns:
+    """Made when the consumer closes; keeps no memory of a lane or of the bridge mapped.
+
+    For one thread at a time.
+    """
+
+    def __init__(self, readers: Iterable[LaneReader], control: Mapping, bridge: str) -> None:
+        self._held_in = weakref.WeakSet([reader.lane for reader in readers if reader.held])
+        self._control, self._bridge = weakref.ref(control), bridge
+
+    def take(self, groups: list[Group], *, closed: bool) -> None:
+        """Lets go of the groups, un-released.
+
+        `closed`: close() is over, so the end of the last lease gives the bridge up.
+
+        An interrupted call may be repeated: the groups keep their records until the rest is done.
+        """
+        readers = {record.reader for group in groups for record in group.records}
+        abandon(groups)
+        for reader in readers:
+            if not reader.held:
+                self._held_in.discard(reader.lane)
+                if closed:
+                    locks.unlock(reader.lane.fd, Byte.READER)
+        if closed and not self._held_in and (control := self._control()) is not None:
+            membership.leave(control.fd, self._bridge)
+        for group in groups:
+            group.records = []  # each keeps its lane mapped

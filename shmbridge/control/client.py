@@ -1,0 +1,253 @@
+"""How a participant asks the hub of a bridge: one request, one answer, over the control socket.
+
+The hub may die and another come between the two: the question is asked again. Knows messages and deadlines;
+knows nothing of the hub's side, of lanes or of records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+import weakref
+from collections.abc import Generator
+from typing import Any, Self, TypeAlias
+
+import msgspec
+import zmq
+
+from shmbridge.control import messages
+from shmbridge.control.messages import Answer, Refused, Register, Registered, Request, WaitForRun
+from shmbridge.errors import Closed, NoConsumer, ShmBridgeError
+from shmbridge.segments import os_limits
+from shmbridge.segments.one_process import OneProcess
+from shmbridge.segments.segment import socket_directory
+
+# A peer that sends more than this is cut off by the socket itself; below it, it gets an answer.
+CUT_OFF_BYTES = 16 * messages.MAX_MESSAGE_BYTES
+
+_DESCRIPTORS = 12  # libzmq aborts the process where it finds none left
+
+# A request without an answer is sent again: it may have died with the hub that read it.
+REPEAT_AFTER_S = 0.5
+
+
+def control_address(bridge: str) -> str:
+    """Returns the ZeroMQ address of a bridge's control socket. Never blocks, touches nothing."""
+    return f"ipc://{socket_directory(bridge) / 'control.sock'}"
+
+
+class RequestRefused(ShmBridgeError):
+    """The hub understood a request and will not do it; `reason` is a constant of
+    `shmbridge.control.messages`.
+    """
+
+    code = "SB407"
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.message, hint=refused.hint)
+        self.reason = refused.code
+
+
+class _Send(msgspec.Struct, frozen=True):
+    """Put these frames on the wire once a hub is connected; performed: whether that was done."""
+
+    frames: list[bytes]
+    timeout_s: float
+
+
+class _Receive(msgspec.Struct, frozen=True):
+    """Take the next frames off the wire; after the timeout: None."""
+
+    timeout_s: float
+
+
+_Step: TypeAlias = _Send | _Receive
+_Performed: TypeAlias = bool | list[bytes] | None
+_Talk: TypeAlias = Generator[_Step, _Performed, Answer]
+
+
+class _Client(OneProcess):
+    """The conversation, without doing any of it: each client performs the steps that `_talk` asks for."""
+
+    def __init__(self, bridge: str, role: str, name: str) -> None:
+        os_limits.check_descriptors(_DESCRIPTORS, f"a control client of bridge {bridge!r}")
+        self._bridge = bridge
+        self._pid = os.getpid()
+        self._hello = messages.Hello(role=role, name=name, pid=self._pid)
+        self._ids = itertools.count(1)
+        self._admitted: Register | None = None
+
+    def close(self) -> None:
+        """Closes the socket. Never blocks; does nothing in a forked child."""
+        self._close()
+
+    def _connect(self, context: Any) -> Any:
+        socket = context.socket(zmq.DEALER)
+        # A context that is collected before its socket would wait for it for ever: this keeps both.
+        self._close = weakref.finalize(self, _destroy, context, socket, self._pid)
+        # Only to a hub that is there: requests nobody waits for any more would pile up for the next one.
+        socket.immediate = 1
+        socket.linger = 0
+        socket.reconnect_ivl = 20
+        socket.reconnect_ivl_max = 500
+        socket.maxmsgsize = CUT_OFF_BYTES
+        socket.connect(control_address(self._bridge))
+        return socket
+
+    def _talk(self, request: Request, timeout_s: float) -> _Talk:
+        """One request and its answer; to a hub that does not know us any more we are introduced first."""
+        if os.getpid() != self._pid:
+            raise Closed(
+                f"this control client belongs to process {self._pid}, this is its child {os.getpid()}",
+                hint="make a new client after fork",
+            )
+        deadline = time.monotonic() + timeout_s
+        answer = yield from self._ask(request, deadline, timeout_s)
+        if isinstance(answer, Refused) and answer.code == messages.UNKNOWN_ENV and self._admitted is not None:
+            admission = yield from self._ask(self._admitted, deadline, timeout_s)
+            if isinstance(admission, WaitForRun):
+                return admission
+            self._remember(self._admitted, admission)
+            answer = yield from self._ask(request, deadline, timeout_s)
+        if isinstance(answer, Refused):
+            raise RequestRefused(answer)
+        if isinstance(request, Register):
+            self._remember(request, answer)
+        return answer
+
+    def _ask(self, request: Request, deadline: float, timeout_s: float) -> _Talk:
+        request_id = next(self._ids)
+        frames = messages.encode(request_id, request)
+        while (left_s := deadline - time.monotonic()) > 0:
+            if not (yield _Send(frames, left_s)):
+                continue
+            repeat_at = min(deadline, time.monotonic() + REPEAT_AFTER_S)
+            while (left_s := repeat_at - time.monotonic()) > 0:
+                received = yield _Receive(left_s)
+                if isinstance(received, list):
+                    answer_id, answer = messages.decode_answer(received)
+                    if answer_id == request_id:
+                        return messages.checked(request, answer)
+        raise NoConsumer(
+            f"no consumer of bridge {self._bridge!r} answered within {timeout_s:g} s",
+            hint=f"start one, or look who holds the bridge: shmbridge inspect {self._bridge}",
+        )
+
+    def _remember(self, request: Register, answer: Answer) -> None:
+        if isinstance(answer, Registered):
+            self._admitted = msgspec.structs.replace(
+                request, env_id=answer.env_id, wandb_name=answer.wandb_name
+            )
+
+
+class ControlClient(_Client):
+    """Asks the hub, and waits for the answer. For one thread; in a forked child it raises `Closed`."""
+
+    def __init__(self, bridge: str, *, role: str, name: str) -> None:
+        super().__init__(bridge, role, name)
+        self._socket = self._connect(zmq.Context())
+
+    def hello(self, timeout_s: float = 5.0) -> Answer:
+        """Introduce this participant, as `request` does."""
+        return self.request(self._hello, timeout_s)
+
+    def request(self, message: Request, timeout_s: float = 5.0) -> Answer:
+        """Returns the hub's answer.
+
+        Blocks until then or until the deadline. Survives a change of hub: the request goes to whoever is
+        there, and an environment that registered through this client is registered again first.
+
+        Raises:
+            NoConsumer: nobody answered in time.
+            RequestRefused: the hub will not.
+            BadMessage: what answers is no hub of this version.
+        """
+        talk = self._talk(message, timeout_s)
+        try:
+            step = next(talk)
+            while True:
+                step = talk.send(self._perform(step))
+        except StopIteration as end:
+            answer: Answer = end.value
+            return answer
+
+    def _perform(self, step: _Step) -> _Performed:
+        timeout_ms = _milliseconds(step.timeout_s)
+        if isinstance(step, _Receive):
+            if not self._socket.poll(timeout_ms, zmq.POLLIN):
+                return None
+            try:
+                frames: list[bytes] = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:  # announced, and gone with the hub that sent it
+                return None
+            return frames
+        if not self._socket.poll(timeout_ms, zmq.POLLOUT):
+            return False
+        try:
+            self._socket.send_multipart(step.frames, zmq.NOBLOCK)
+        except zmq.Again:  # the hub went in between
+            return False
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+class AsyncControlClient(_Client):
+    """`ControlClient` for an event loop, which it never blocks. One request is in flight at a time."""
+
+    def __init__(self, bridge: str, *, role: str, name: str) -> None:
+        import zmq.asyncio  # here, because the synchronous client does not need asyncio
+
+        super().__init__(bridge, role, name)
+        self._socket = self._connect(zmq.asyncio.Context())
+        self._turn = asyncio.Lock()
+
+    async def hello(self, timeout_s: float = 5.0) -> Answer:
+        """Introduce this participant, as `request` does."""
+        return await self.request(self._hello, timeout_s)
+
+    async def request(self, message: Request, timeout_s: float = 5.0) -> Answer:
+        """Returns the hub's answer, as `ControlClient.request` does; may be cancelled at any await."""
+        async with self._turn:
+            talk = self._talk(message, timeout_s)
+            try:
+                step = next(talk)
+                while True:
+                    step = talk.send(await self._perform(step))
+            except StopIteration as end:
+                answer: Answer = end.value
+                return answer
+
+    async def _perform(self, step: _Step) -> _Performed:
+        timeout_ms = _milliseconds(step.timeout_s)
+        if isinstance(step, _Receive):
+            if not await self._socket.poll(timeout_ms, zmq.POLLIN):
+                return None
+            try:
+                frames: list[bytes] = await self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:  # announced, and gone with the hub that sent it
+                return None
+            return frames
+        if not await self._socket.poll(timeout_ms, zmq.POLLOUT):
+            return False
+        try:
+            await self._socket.send_multipart(step.frames, zmq.NOBLOCK)
+        except zmq.Again:  # the hub went in between
+            return False
+        return True
+
+
+def _destroy(context: Any, socket: Any, pid: int) -> None:
+    if os.getpid() == pid:
+        socket.close(linger=0)
+        context.destroy(linger=0)
+
+
+def _milliseconds(timeout_s: float) -> int:
+    return max(1, round(timeout_s * 1000))

@@ -1,0 +1,323 @@
+"""The environments a hub has admitted, and the numbers they steer themselves by.
+
+An environment throttles itself: ten times a second it asks how much is queued, and starts or stops rollouts.
+The arithmetic is that of the Atropos API server, on groups in lanes instead of a list in memory. One thing
+differs: a dead environment takes its weight and its share of the batch with it.
+
+Knows nothing of sockets, nor of the bytes of messages. Called by the control server's thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+from shmbridge.atropos.env_status import EnvShare, Queued, steer
+from shmbridge.config import Run
+from shmbridge.control.messages import (
+    Ack,
+    BeginGroup,
+    Full,
+    Manifest,
+    MayBegin,
+    NextShare,
+    NoMoreShares,
+    Refused,
+    Register,
+    Registered,
+    SharesDone,
+    Status,
+    WaitForRun,
+)
+
+# Each hub of a bridge numbers new environments from a block of its own: those of an earlier hub come back
+# with the number they have, and must find it free.
+ENV_IDS_PER_HUB = 1000
+# One without a living lane is known by its questions alone; it asks ten times a second, and registers again
+# when it is unknown.
+SILENCE_S = 120.0
+MOST_WITHOUT_LANE = 1000
+
+
+class HubView(Protocol):
+    """What the control plane sees of the hub.
+
+    Everything here is called from the control server's thread while the consumer works on its own. So each
+    must be thread-safe, never block, never raise, and cost no more than reading a few shared words: every
+    environment asks ten times a second.
+    """
+
+    @property
+    def hub_epoch(self) -> int:
+        """Which hub of this bridge this is: 1 for the first, rising."""
+
+    @property
+    def run(self) -> Run | None:
+        """What is being trained, or None before anybody has said so."""
+
+    @property
+    def current_step(self) -> int:
+        """`run.starting_step` plus the batches handed out since."""
+
+    @property
+    def policy_version(self) -> int:
+        """The newest published policy version, -1 before the first."""
+
+    @property
+    def paused(self) -> bool:
+        """Environments are asked to begin no new groups."""
+
+    @property
+    def draining(self) -> bool:
+        """As `paused`, for good: the run ends when the lanes are empty."""
+
+    def announce_run(self, run: Run) -> None:
+        """Takes over what a learner that is not the hub trains."""
+
+    def publish_policy_version(self, version: int) -> None:
+        """Takes over the version that such a learner has published."""
+
+    def pause(self) -> None:
+        """Sets `paused`."""
+
+    def resume(self) -> None:
+        """Clears `paused`."""
+
+    def drain(self) -> None:
+        """Sets `draining`."""
+
+    def queue_groups(self) -> int:
+        """Groups committed and not yet taken into a batch, of all producers."""
+
+    def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
+        """Of each: whether a lane of it is attached and its process holds it, and its part of queue_groups.
+
+        Unknown: False, 0.
+        """
+
+    def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
+        """A learner rank's next share; None while there is none."""
+
+    def shares_done(self, request: SharesDone) -> Ack | Refused:
+        """A learner rank is done with shares."""
+
+    def begin_group(self, request: BeginGroup) -> MayBegin | Full | Refused | None:
+        """Whether a producer may begin one group more; None: not yet."""
+
+
+class QueueView(Protocol):
+    """A queue that knows what lies in it; for any thread. A hub without one counts groups only."""
+
+    def by_env(self) -> Mapping[int | None, Queued]:
+        """What is queued, by the number its environment has registered under."""
+
+    def queued(self, producer_id: str) -> int:
+        """Groups of one producer in it."""
+
+    def __len__(self) -> int:
+        """Groups in it."""
+
+
+@dataclass
+class Environment:
+    """One admitted environment, as it described itself."""
+
+    env_id: int
+    desired_name: str
+    wandb_name: str
+    producer_id: str
+    max_token_length: int
+    group_size: int
+    weight: float
+    min_batch_allocation: float | None
+    seen_live: bool = False
+    heard_s: float = 0.0  # by time.monotonic()
+
+    @property
+    def asks(self) -> EnvShare:
+        """What of it the forming of batches and the steering of others go by."""
+        return EnvShare(
+            self.env_id,
+            self.wandb_name,
+            self.weight,
+            self.min_batch_allocation,
+            self.group_size,
+            max_token_length=self.max_token_length,
+        )
+
+
+class Environments:
+    """The table.
+
+    For one thread; `shares`, by producer id, is replaced and never changed, so that any thread may read it.
+
+    Numbers below `first_env_id` belong to another table: an environment that brings such a number gets a new
+    one.
+    """
+
+    def __init__(self, hub: HubView, queue: QueueView | None = None, first_env_id: int = 0) -> None:
+        self._hub, self._queue, self._first = hub, queue, first_env_id
+        self._table: dict[int, Environment] = {}
+        self.shares: Mapping[str, EnvShare] = MappingProxyType({})
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __contains__(self, env_id: int) -> bool:
+        return env_id in self._table
+
+    def admit(self, wish: Register) -> Registered | WaitForRun:
+        """Gives an environment its number and its name; the same ones if it had some. Never blocks."""
+        run = self._hub.run
+        if run is None:
+            return WaitForRun(hub_epoch=self._hub.hub_epoch)
+        self._bury_the_dead(self._look())
+        env_id = self._number_for(wish)
+        name = wish.wandb_name or self._known_name(env_id) or self._free_name(wish.desired_name)
+        self._table[env_id] = Environment(
+            env_id=env_id,
+            desired_name=wish.desired_name,
+            wandb_name=name,
+            producer_id=wish.producer_id,
+            max_token_length=wish.max_token_length,
+            group_size=wish.group_size,
+            weight=wish.weight,
+            min_batch_allocation=wish.min_batch_allocation,
+            heard_s=time.monotonic(),
+        )
+        self._publish()
+        return Registered(
+            env_id=env_id,
+            wandb_name=name,
+            run=run,
+            current_step=self._hub.current_step,
+            hub_epoch=self._hub.hub_epoch,
+            policy_version=self._hub.policy_version,
+        )
+
+    def forget(self, env_id: int) -> None:
+        """Frees what an environment took; unknown numbers are ignored. Never blocks."""
+        if self._table.pop(env_id, None) is not None:
+            self._publish()
+
+    def status(self, env_id: int) -> Status:
+        """Returns what one environment steers by. Never blocks. Raises KeyError for an unknown number."""
+        me = self._table[env_id]
+        me.heard_s = time.monotonic()
+        seen = self._look()
+        self._bury_the_dead(seen, but=me)
+        queued = self._queued(me, {producer_id: groups for producer_id, (_, groups) in seen.items()})
+        told = steer(
+            me.asks,
+            [env.asks for env in self._table.values()],
+            queued,
+            run.batch_size if (run := self._hub.run) else 0,
+        )
+        if told.group_size != me.group_size:
+            me.group_size = told.group_size
+            self._publish()
+        return Status(
+            current_step=self._hub.current_step,
+            queue_groups=told.queue_size,
+            self_queue_groups=told.self_queue_size,
+            unallocated_fraction=told.unallocated_fraction,
+            max_group_size=told.max_group_size,
+            env_weight=told.env_weight,
+            policy_version=self._hub.policy_version,
+            hub_epoch=self._hub.hub_epoch,
+            paused=self._hub.paused,
+            draining=self._hub.draining,
+        )
+
+    # --- admission ----------------------------------------------------------------------------------------
+
+    def _number_for(self, wish: Register) -> int:
+        if wish.env_id is not None and wish.env_id >= self._first:
+            holder = self._table.get(wish.env_id)
+            if holder is None or holder.producer_id == wish.producer_id:
+                return wish.env_id
+        if wish.producer_id:
+            for env in self._table.values():
+                if env.producer_id == wish.producer_id:
+                    return env.env_id
+        number = self._first + max(0, self._hub.hub_epoch - 1) * ENV_IDS_PER_HUB
+        while number in self._table:
+            number += 1
+        return number
+
+    def _known_name(self, env_id: int) -> str:
+        known = self._table.get(env_id)
+        return known.wandb_name if known else ""
+
+    def _free_name(self, desired: str) -> str:
+        """With the lowest free index: an environment started again finds its checkpoints under its name."""
+        taken = {env.wandb_name for env in self._table.values()}
+        index = 0
+        while f"{desired}_{index}" in taken:
+            index += 1
+        return f"{desired}_{index}"
+
+    def _look(self) -> dict[str, tuple[bool, int]]:
+        """Of every producer here: whether it lives, and its groups; once a question, since the hub walks all
+        its lanes for it.
+        """
+        return self._hub.look_at_producers({env.producer_id for env in self._table.values()})
+
+    def _bury_the_dead(self, seen: Mapping[str, tuple[bool, int]], but: Environment | None = None) -> None:
+        known, late, silent = len(self._table), time.monotonic() - SILENCE_S, []
+        for env in list(self._table.values()):
+            live, _ = seen[env.producer_id]
+            if (env.seen_live or env.heard_s < late) and not live and env is not but:
+                del self._table[env.env_id]
+            elif not live and env is not but:
+                silent.append(env)
+            env.seen_live = env.seen_live or live
+        for env in sorted(silent, key=lambda env: env.heard_s)[: max(0, len(silent) + 1 - MOST_WITHOUT_LANE)]:
+            del self._table[env.env_id]
+        if len(self._table) != known:
+            self._publish()
+
+    # --- what is queued -----------------------------------------------------------------------------------
+
+    def _queued(self, me: Environment, waiting: Mapping[str, int]) -> dict[int | None, Queued]:
+        """By environment.
+
+        Groups nobody has looked at yet are taken to be of the size their environment has registered.
+        """
+        seen = self._queue.by_env() if self._queue is not None else {}
+        unseen = {
+            env.env_id: self._unseen(env.producer_id, waiting[env.producer_id])
+            for env in self._table.values()
+        }
+        queued: dict[int | None, Queued] = {
+            env_id: _with(seen.get(env_id, Queued()), groups, self._table[env_id].group_size)
+            for env_id, groups in unseen.items()
+        }
+        # Of producers that never registered; their group size is not known here, taken to be the asker's.
+        strangers = max(0, self._unseen(None, self._hub.queue_groups()) - sum(unseen.values()))
+        others = {env_id: each for env_id, each in seen.items() if env_id not in self._table}
+        queued |= others
+        queued[None] = _with(others.get(None, Queued()), strangers, me.group_size)
+        return queued
+
+    def _unseen(self, producer_id: str | None, groups: int) -> int:
+        """Of so many groups of one producer, or of all, those that the queue does not know."""
+        if self._queue is not None:
+            groups -= len(self._queue) if producer_id is None else self._queue.queued(producer_id)
+        return max(0, groups)
+
+    def _publish(self) -> None:
+        """Replaced, never changed: another thread reads it."""
+        self.shares = MappingProxyType(
+            {env.producer_id: env.asks for env in self._table.values() if env.producer_id}
+        )
+
+
+def _with(seen: Queued, groups: int, group_size: int) -> Queued:
+    """What is queued, with so many groups more."""
+    if not groups:
+        return seen
+    return Queued(seen.groups + groups, seen.sequences + groups * group_size, max(seen.largest, group_size))

@@ -1,0 +1,312 @@
+"""The control plane, the hub's side: conversations with the participants of a bridge, over one Unix socket.
+
+Only conversations: what everybody must agree on (policy version, pause, hub epoch) is in shared memory, and
+the data path runs without any of this. The socket lies in an owner-only directory on the shared-memory mount,
+so that containers which share that mount can talk.
+
+Knows nothing of lanes and records. The hub owns a `ControlServer`; everybody else uses a client
+(client.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import stat
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from shmbridge._ext.mapping import Descriptor
+from shmbridge.atropos.env_status import EnvShare
+from shmbridge.config import Run
+from shmbridge.control import messages
+from shmbridge.control.client import (
+    CUT_OFF_BYTES,
+    AsyncControlClient,
+    ControlClient,
+    RequestRefused,
+    control_address,
+)
+from shmbridge.control.environments import Environments, HubView, QueueView
+from shmbridge.control.messages import Answer, BadMessage, Refused, Register, Request
+from shmbridge.errors import ShmPermission
+from shmbridge.segments.closing import is_mine
+from shmbridge.segments.in_thread import Joined
+from shmbridge.segments.segment import remove_folder, socket_directory
+
+__all__ = [
+    "AsyncControlClient",
+    "ControlClient",
+    "ControlServer",
+    "HubView",
+    "RequestRefused",
+    "control_address",
+]
+
+log = logging.getLogger(__name__)
+
+_NUMBERS = 1 << 31  # what environments count in
+_VERSIONS = 1 << 62
+_HANDSHAKE_MS = 2000  # then a connection that says nothing is cut off
+_AFTER_STUMBLE_S = 0.1
+# while somebody waits to begin a group: a death or a discard makes room, and nobody says so
+_LOOK_AGAIN_S = 0.05
+_GONE_AFTER_S = 5.0  # who waits asks again ten times meanwhile
+_MOST_WAITING = 1024
+
+_COUNTERS = ("requests_total", "malformed_total", "oversized_total", "refused_total")
+
+
+class ControlServer:
+    """Answers the participants of a bridge, in one daemon thread of the hub.
+
+    Only the holder of the bridge's hub lock may construct one: it removes the socket of a dead predecessor.
+    """
+
+    def __init__(
+        self, bridge: str, hub: HubView, queue: QueueView | None = None, *, first_env_id: int = 0
+    ) -> None:
+        self._bridge = bridge
+        self._hub = hub
+        self._environments = Environments(hub, queue, first_env_id)
+        self._counters = dict.fromkeys(_COUNTERS, 0)
+        self._pid = os.getpid()
+        self._closed = False
+        self._closing = threading.Lock()
+        # who rings does so before close() closes the descriptor, or not at all
+        self._bell = threading.RLock()
+        _make_private(socket_directory(bridge))
+        self._context = zmq.Context()
+        self._socket = self._bind()
+        self._stop, self._again = (
+            Descriptor(os.eventfd(0, os.EFD_CLOEXEC), kept_from_children=False) for _ in range(2)
+        )
+        # peer -> a request that has no answer yet, and when it came
+        self._waiting: dict[bytes, tuple[list[bytes], float]] = {}
+        self._look_again_s: float | None = None  # when, by time.monotonic()
+        self._thread = Joined(self._serve, f"shmbridge-control-{bridge}")
+        try:
+            self._thread.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def stats(self) -> dict[str, int]:
+        """Returns counters of requests, and how many environments are known. Never blocks; any thread."""
+        return {**self._counters, "environments": len(self._environments)}
+
+    @property
+    def shares(self) -> Mapping[str, EnvShare]:
+        """Returns what the registered environments ask for, by producer id: an immutable snapshot.
+
+        Never blocks; any thread.
+        """
+        return self._environments.shares
+
+    @property
+    def lock_is_mine(self) -> bool:
+        """Returns whether this thread is just ringing: a handler that closes then would wait for itself."""
+        return is_mine(self._bell)
+
+    def look_again(self) -> None:
+        """Tries again to answer those who wait, because something has changed. Never blocks; any thread."""
+        with self._bell:
+            if not self._closed:
+                os.eventfd_write(self._again.fd, 1)
+
+    def close(self) -> None:
+        """Stop answering and remove the socket and its directory.
+
+        Blocks until the answer being written is out. Any thread; more than once is fine, and finishes what an
+        interrupt ended; does nothing in a forked child.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._closing:
+            if self._again.fd < 0:
+                return
+            with self._bell:
+                self._closed = True
+            if self._stop.fd >= 0:
+                os.eventfd_write(self._stop.fd, 1)
+                self._thread.join()
+                # Context.destroy forgets it when it is interrupted, and the next waits for it for ever
+                self._socket.close(linger=100)
+                self._context.term()
+                remove_folder(socket_directory(self._bridge))
+                self._stop.close()
+            self._again.close()
+
+    def _bind(self) -> zmq.Socket[bytes]:
+        address = control_address(self._bridge)
+        Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        socket = self._context.socket(zmq.ROUTER)
+        socket.maxmsgsize = CUT_OFF_BYTES
+        socket.handshake_ivl = _HANDSHAKE_MS
+        socket.bind(address)
+        return socket
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for each in (self._socket, self._stop.fd, self._again.fd):
+            poller.register(each, zmq.POLLIN)
+        while not self._closed:
+            try:
+                self._serve_once(dict(poller.poll(self._until_look_ms())))
+            except Exception:  # the thread must outlive any peer
+                log.exception("the control plane of bridge %r stumbled", self._bridge)
+                time.sleep(_AFTER_STUMBLE_S)
+
+    def _serve_once(self, ready: dict[Any, int]) -> None:
+        if self._again.fd in ready:
+            os.eventfd_read(self._again.fd)
+        if self._again.fd in ready or self._until_look_ms() == 0:
+            self._look_again_s = None
+            now_s = time.monotonic()
+            for peer, (frames, came_s) in list(self._waiting.items()):
+                if now_s < came_s + _GONE_AFTER_S:
+                    self._reply(peer, frames, came_s)
+                else:
+                    del self._waiting[peer]
+        if self._socket in ready:
+            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            self._counters["requests_total"] += 1
+            self._reply(peer, frames, time.monotonic())
+
+    def _until_look_ms(self) -> int | None:
+        return (
+            None
+            if self._look_again_s is None
+            else max(math.ceil((self._look_again_s - time.monotonic()) * 1000), 0)
+        )
+
+    def _reply(self, peer: bytes, frames: list[bytes], came_s: float) -> None:
+        request_id, answer = self._answer(frames)
+        if answer is None:
+            # a peer has one request under way; said again, it is the same one
+            self._waiting[peer] = frames, came_s
+            if len(self._waiting) > _MOST_WAITING:  # peers that are gone, mostly; one that is not asks again
+                del self._waiting[next(iter(self._waiting))]
+            return
+        self._waiting.pop(peer, None)
+        with contextlib.suppress(zmq.Again):  # a peer that does not read its answers loses them
+            self._socket.send_multipart([peer, *self._encode(request_id, answer)], zmq.NOBLOCK)
+
+    def _encode(self, request_id: int, answer: Answer) -> list[bytes]:
+        try:
+            return messages.encode(request_id, answer)
+        except Exception as error:  # such as a number beyond 64 bits
+            log.exception("the answer %s cannot be said", answer)
+            self._counters["refused_total"] += 1
+            said = f"the answer cannot be said: {type(error).__name__}"
+            return messages.encode(request_id, Refused(messages.INTERNAL, said, "see the consumer's log"))
+
+    def _answer(self, frames: list[bytes]) -> tuple[int, Answer | None]:
+        """None: not yet. Never raises: the thread must outlive any peer."""
+        try:
+            request_id, request = messages.decode_request(frames)
+        except BadMessage as bad:
+            self._counters["oversized_total" if bad.reason == messages.OVERSIZED else "malformed_total"] += 1
+            return bad.request_id, Refused(bad.reason, bad.message, bad.hint)
+        try:
+            answer = self._do(request)
+        except ValueError as wrong:
+            answer = Refused(messages.BAD_VALUE, str(wrong), "correct the value")
+        except Exception as error:
+            log.exception("control request %s failed", request)
+            answer = Refused(messages.INTERNAL, f"{type(error).__name__}: {error}", "see the consumer's log")
+        self._counters["refused_total"] += isinstance(answer, Refused)
+        return request_id, answer
+
+    def _do(self, request: Request) -> Answer | None:
+        hub = self._hub
+        match request:
+            case messages.StatusRequest(env_id):
+                known = env_id in self._environments
+                return self._environments.status(env_id) if known else _unknown(env_id)
+            case Register():
+                return _fault_of(request) or self._environments.admit(request)
+            case messages.Hello():
+                return messages.Welcome(os.getpid(), hub.hub_epoch, hub.policy_version, hub.run)
+            case messages.RunInfoRequest():
+                return messages.RunInfo(hub.run, hub.current_step, hub.hub_epoch)
+            case messages.AnnounceRun(run):
+                if (odd := _fault_of_run(run)) is not None:
+                    return odd
+                if run != hub.run:  # said again, it must not begin the run again
+                    hub.announce_run(run)
+            case messages.SetPolicyVersion(version):
+                if version >= _VERSIONS:
+                    raise ValueError(f"policy version {version} is not below {_VERSIONS}")
+                hub.publish_policy_version(version)
+            case messages.Pause():
+                hub.pause()
+            case messages.Resume():
+                hub.resume()
+            case messages.Drain():
+                hub.drain()
+            case messages.NextShare():
+                return hub.next_share(request)
+            case messages.SharesDone():
+                return hub.shares_done(request)
+            case messages.BeginGroup():
+                if (answer := hub.begin_group(request)) is None and self._look_again_s is None:
+                    self._look_again_s = time.monotonic() + _LOOK_AGAIN_S
+                return answer
+            case messages.Goodbye(env_id):
+                self._environments.forget(env_id)
+        return messages.Ack()
+
+
+def _make_private(directory: Path) -> None:
+    """Makes it ours and ours alone, or refuse: whoever may write there could answer in the hub's place."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise ShmPermission(
+            f"{directory} is not ours alone (owner {found.st_uid}, mode {found.st_mode:o})",
+            hint="choose another bridge name, or let its owner remove it",
+        )
+    directory.chmod(0o700)
+
+
+def _unknown(env_id: int) -> Refused:
+    return Refused(messages.UNKNOWN_ENV, f"no environment {env_id} is registered here", "register again")
+
+
+def _fault_of(wish: Register) -> Refused | None:
+    """Returns the refusal of an environment whose numbers would make the steering arithmetic meaningless."""
+    share = wish.min_batch_allocation
+    if not (1 <= wish.group_size < _NUMBERS and 0 <= wish.max_token_length < _NUMBERS):
+        fault = f"group_size {wish.group_size}, max_token_length {wish.max_token_length}"
+    elif wish.env_id is not None and not 0 <= wish.env_id < _NUMBERS:
+        fault = f"env_id {wish.env_id}"
+    elif share is not None and not 0.0 <= share <= 1.0:
+        fault = f"min_batch_allocation {share} is not within 0 and 1"
+    elif not -1e12 < wish.weight < 1e12:  # so for NaN too
+        fault = f"weight {wish.weight}"
+    else:
+        return None
+    return Refused(
+        messages.BAD_VALUE, f"cannot register {wish.desired_name!r}: {fault}", "correct its config"
+    )
+
+
+def _fault_of_run(run: Run) -> Refused | None:
+    """Returns the refusal of a run whose numbers are no counts of anything."""
+    for name in ("batch_size", "max_token_len", "num_steps", "starting_step", "save_checkpoint_interval"):
+        if not -_NUMBERS < getattr(run, name) < _NUMBERS:
+            return Refused(
+                messages.BAD_VALUE,
+                f"cannot announce a run with {name} {getattr(run, name)}",
+                "correct the run",
+            )
+    return None

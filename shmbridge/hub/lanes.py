@@ -1,0 +1,500 @@
+"""The lanes a consumer has adopted: found, checked, taken from in turn, buried when their producer is dead.
+
+Knows lane segments, column agreement and deaths; knows nothing of batches, the control plane or who asks.
+Owned by the consumer; `take` is for the consumer's thread, burying for the death watch's, everything else for
+any.
+"""
+
+import functools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shmbridge._ext import header, ring
+from shmbridge._ext.mapping import Mapping
+from shmbridge._ext.turns import Turns
+from shmbridge.errors import Closed, ProcessLimit, SchemaMismatch, ShmPermission
+from shmbridge.hub.lane import AdoptedLane
+from shmbridge.record.record import Lane, Record
+from shmbridge.record.unreleased import Call, say_lost
+from shmbridge.schema import Columns
+from shmbridge.segments import locks, membership, os_limits, segment
+from shmbridge.segments.closing import is_mine
+from shmbridge.segments.death_watch import DeathWatch
+from shmbridge.segments.locks import Byte
+
+log = logging.getLogger(__name__)
+
+_KILLED_S = 0.2  # the kernel gives a dead hub's locks back one after the other, that of the bridge first
+_DESCRIPTORS = 32  # control plane, death watch, and what is open only for a moment
+_THREADS = 5  # death watch, control plane and the two of its socket library, prefetch
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """Lanes full of what one reader holds, or has dropped, so that nothing more can come; `live` of them have
+    a living producer.
+    """
+
+    lanes: int
+    live: int
+    data_bytes: int
+    held: int
+    dropped: int
+    wanted_bytes: int
+    crowded: bool
+
+
+class LaneSet:
+    """All adopted lanes of a bridge."""
+
+    def __init__(self, bridge: str, control: header.Control, columns: Columns, limit: int) -> None:
+        os_limits.raise_descriptors()
+        os_limits.check_descriptors(
+            _DESCRIPTORS, f"the consumer of bridge {bridge!r} with up to {limit} lanes"
+        )
+        os_limits.check_threads(_THREADS, f"the consumer of bridge {bridge!r}")
+        self.bridge, self.columns, self.limit = bridge, columns, limit
+        self._control = control
+        self._lanes: dict[str, AdoptedLane] = {}
+        # just opened: with pid and its namespace
+        self._unsettled: dict[str, tuple[AdoptedLane, int, int]] = {}
+        on_lost = functools.partial(say_lost, f"bridge {bridge!r}")
+        self.turns = Turns(Record, control.mapping, self._on_corrupt, control.arrivals, on_lost)
+        self.refused: set[str] = set()
+        self._taken: set[str] = set()  # of these: another consumer reads them; tried again
+        self._gone: Counter[str] = Counter()  # counters of lanes that are no more
+        self._counting = threading.RLock()  # a lane is among the lanes, or in there
+        self._crowded = False  # there are more lanes than `limit`
+        self._hindered = False  # a lane could not be opened: a limit of this process
+        self._ranks_before = False
+        self._adopting = threading.RLock()
+        self._watch = DeathWatch(self._on_death, self._look_round)
+
+    @property
+    def lock_is_mine(self) -> bool:
+        """Whether this thread, which then runs a signal's handler, is just adopting or counting lanes."""
+        return is_mine(self._adopting) or is_mine(self._counting)
+
+    def __iter__(self) -> Iterator[AdoptedLane]:
+        """A snapshot: the death watch removes lanes meanwhile."""
+        return iter(list(self._lanes.values()))
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    # -- adopting
+    # --------------------------------------------------------------------------------------------------------
+
+    def adopt(self, *, strict: bool = False) -> None:
+        """Takes over every new lane there is room for, oldest first.
+
+        Dead lanes whose records are all taken need no room.
+
+        A lane that disagrees on a column's type is refused and logged; with `strict` it is a SchemaMismatch.
+        A lane that this process has no descriptor or address space left for is tried again by the death
+        watch.
+        """
+        with self._adopting:
+            if self.turns.closed:
+                raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
+            # before the names are listed: what comes later is looked for again
+            arrivals = self._control.arrivals
+            # until all are adopted, who takes looks here, and waits for this thread
+            self.turns.arrivals = (arrivals - 1) & 0xFFFFFFFF
+            self._settle()
+            self._adopt(strict)
+            self.turns.arrivals = arrivals
+
+    def _adopt(self, strict: bool) -> None:
+        room, crowded, hindered = self._room(), 0, ""
+        found: list[tuple[int, str, Mapping, dict[str, Any]]] = []
+        try:
+            names = segment.lane_names(self.bridge)
+            self._taken.intersection_update(names)
+            for name in names:
+                if (
+                    name not in self._lanes
+                    and name not in self.refused - self._taken
+                    and (opened := self._open(name)) is not None
+                ):
+                    found.append((opened[1]["created_ns"], name, *opened))
+                    found.sort(key=lambda each: each[:2])
+                    crowded += len(found) > room
+                    del found[room:]  # the youngest wait; only so many are open at a time
+        except OSError as wrong:
+            limit = (
+                wrong
+                if isinstance(wrong, ProcessLimit)
+                else os_limits.as_process_limit(wrong, f"a lane of bridge {self.bridge!r}")
+            )
+            if limit is None:
+                raise
+            hindered = str(limit)
+        for _, name, mapping, info in found:
+            self._adopt_one(name, mapping, info, strict)
+        del found
+        self._say_what_waits(crowded, hindered)
+
+    def _room(self) -> int:
+        """Lanes that may still be adopted."""
+        return max(self.limit - sum(not lane.dead or lane.waiting > 0 for lane in self), 0)
+
+    def _open(self, name: str) -> tuple[Mapping, dict[str, Any]] | None:
+        """A ready lane's mapping and header; None if it is gone, not ready, or refused.
+
+        Raises ProcessLimit.
+        """
+        try:
+            mapping = segment.open_mapping(name, minimum=header.control_bytes)
+        except ShmPermission as foreign:
+            self._refuse(name, str(foreign))
+            return None
+        info = self._header(name, mapping) if mapping is not None else None
+        return None if mapping is None or info is None else (mapping, info)
+
+    def _header(self, name: str, mapping: Mapping) -> dict[str, Any] | None:
+        try:
+            return header.read_lane(mapping)
+        except header.LaneCorrupt as wrong:
+            self._refuse(name, str(wrong))
+            return None
+
+    def _lock(self, name: str, mapping: Mapping) -> bool:
+        """Becomes the lane's one reader.
+
+        Another hub is one of a control segment that was removed, if it is not just dying.
+        """
+        until = time.monotonic() + (0 if name in self._taken else _KILLED_S)
+        while not locks.lock_exclusive(mapping.fd, Byte.READER):
+            if time.monotonic() >= until:
+                if name not in self._taken:
+                    self._taken.add(name)
+                    self._refuse(
+                        name,
+                        "another consumer reads it, whose control segment was removed; adopted once that "
+                        "one has ended",
+                    )
+                return False
+            time.sleep(0.002)
+        self._taken.discard(name)
+        self.refused.discard(name)
+        return True
+
+    def _adopt_one(self, name: str, mapping: Mapping, info: dict[str, Any], strict: bool) -> None:
+        if not self._lock(name, mapping):
+            return
+        try:
+            columns = Columns.decode(info["columns"])
+            columns.check_standard()
+        except SchemaMismatch as garbage:  # what no producer writes is that lane's matter alone
+            self._refuse(name, str(garbage))
+            return
+        try:
+            here = f"in producer {info['producer_id']}"
+            self.columns.check_agrees(columns, "in this consumer", here)
+            for other in self:
+                columns.check_agrees(other.lane.columns, here, f"in producer {other.producer_id}")
+            reader = ring.LaneReader(mapping, self._control.mapping)
+            lane = Lane(info["producer_id"], info["env_name"], columns, name)
+            lane.describe_to(reader, info["columns"])
+        except (SchemaMismatch, header.LaneCorrupt) as wrong:
+            if strict and isinstance(wrong, SchemaMismatch):
+                raise
+            self._refuse(name, str(wrong))
+            return
+        mapping.protect(reader.data_at)
+        reader.ranks_before = self._ranks_before
+        self._unsettled[name] = (AdoptedLane(reader, lane, mapping.size), info["pid"], info["pid_namespace"])
+        self._settle()
+
+    def _settle(self) -> None:
+        """Takes from lanes just opened and watches their producers.
+
+        Idempotent: the next adoption repeats it.
+        """
+        for name, (adopted, pid, namespace) in list(self._unsettled.items()):
+            self._lanes[name] = adopted
+            if not adopted.corrupt:
+                self.turns.remove(adopted.reader)
+                self.turns.add(adopted.reader)
+            adopted.reader.ring()  # a predecessor may have died between release and wake
+            self._watch.watch(name, adopted.reader.lane, pid, namespace)
+            del self._unsettled[name]
+
+    def _refuse(self, name: str, why: str) -> None:
+        self.refused.add(name)
+        log.error("lane %s is refused: %s", name, why)
+
+    def _say_what_waits(self, crowded: int, hindered: str) -> None:
+        if crowded and not self._crowded:
+            log.warning(
+                "%d environments of bridge %r wait for a lane: the consumer takes from %d at once -> raise "
+                "--lanes (of the learner), lanes: (of launch), or Consumer(lanes=); shmbridge inspect %s "
+                "shows which",
+                crowded,
+                self.bridge,
+                self.limit,
+                self.bridge,
+            )
+        if hindered and not self._hindered:
+            log.error(
+                "bridge %r has %d lanes, and at least one more that waits: %s",
+                self.bridge,
+                len(self._lanes),
+                hindered,
+            )
+        self._crowded, self._hindered = crowded > 0, bool(hindered)
+
+    @property
+    def _unlisted(self) -> bool:
+        """Whether lanes have arrived that are not adopted, or are just being."""
+        return self.turns.overtaken
+
+    @property
+    def some_wait(self) -> bool:
+        """Whether a lane is known that could not be adopted yet."""
+        return self._crowded or self._hindered
+
+    # -- taking
+    # --------------------------------------------------------------------------------------------------------
+
+    def take(self, call: Call) -> Record | None:
+        """The next record, one lane after the other; None if no lane has one."""
+        if self._unlisted:
+            self.adopt()
+        record = self.turns.take(True, call)
+        if record is None and self._crowded and self._room():
+            self.adopt()
+            record = self.turns.take(True, call)
+        return record
+
+    def poll(self, most: int, call: Call = Call.POLL) -> list[Record]:
+        """Up to `most` records that are there now, one lane after the other."""
+        if self._unlisted:
+            self.adopt()
+        records = self.turns.poll(most, True, call)
+        if not records and most > 0 and self._crowded and self._room():
+            self.adopt()
+            records = self.turns.poll(most, True, call)
+        return records
+
+    def take_back_dropped(self) -> int:
+        """Has what was dropped after a look handed out again, before all others; how many records that
+        are.
+        """
+        return sum(lane.reader.take_back_dropped() for lane in self if not lane.corrupt)
+
+    def _on_corrupt(self, reader: ring.LaneReader, why: str) -> None:
+        for lane in self:
+            if lane.reader is reader:
+                lane.distrust(why)
+
+    def take_backlog(self) -> Iterator[Record]:
+        """What was committed and un-released when these lanes were adopted."""
+        for lane in self:
+            for _ in range(lane.waiting):
+                if (record := lane.take()) is None:
+                    break  # the lane's words said more than there is
+                yield record
+
+    def readers(self) -> list[ring.LaneReader]:
+        """Of the lanes to wait for."""
+        return self.turns.readers()
+
+    def ring_all(self) -> None:
+        """Wakes every producer that waits for room or for the end of a pause."""
+        for lane in self:
+            lane.reader.ring()
+
+    # -- deaths
+    # --------------------------------------------------------------------------------------------------------
+
+    def _on_death(self, name: str) -> None:
+        """The lock is free: nothing more will be committed."""
+        lane = self._lanes.get(name)
+        if lane is not None:
+            lane.dead = True
+            self._control.ring()
+
+    def _look_round(self) -> bool:
+        """Adopts what came while the consumer was busy, removes dead lanes that hold nothing any more;
+        whether any is left for later.
+        """
+        if self._unlisted or self._hindered or self._taken or (self._crowded and self._room()):
+            known = len(self._lanes)
+            self.adopt()
+            if len(self._lanes) != known:
+                # the consumer may sleep, and nobody else says that they can be taken from
+                self._control.ring()
+        if self._ranks_before:
+            self._heed_ranks_before()
+        left = self._ranks_before
+        for lane in self:
+            if lane.dead:
+                left |= bool(lane.waiting or lane.held or lane.dropped or not self._bury(lane))
+        return left
+
+    def look_for_ranks(self) -> None:
+        """This hub's epoch has begun: from now on ranks of earlier ones are heeded, as long as there are
+        any.
+        """
+        self._heed_ranks_before()
+        self._watch.nudge()
+
+    def _heed_ranks_before(self) -> None:
+        """While a rank of an earlier hub lives, releases of what is redelivered are put off; once none does,
+        they are done.
+        """
+        with self._adopting:
+            self._ranks_before = membership.ranks_before(self._control)
+            for lane in self:
+                if self._ranks_before:
+                    lane.reader.ranks_before = True
+                else:
+                    lane.reader.release_put_off()
+
+    def _bury(self, lane: AdoptedLane) -> bool:
+        counters = lane.counters()
+        try:
+            removed, reason, _ = membership.remove_lane(lane.name, with_records=lane.corrupt)
+        except ProcessLimit:  # it can wait until a descriptor is free
+            return False
+        if not (removed or reason == "gone already"):
+            return False
+        self.turns.remove(lane.reader)
+        with self._counting:
+            self._lanes.pop(lane.name, None)
+            self._gone.update(
+                {
+                    key: value
+                    for key, value in counters.items()
+                    if key not in ("held", "put_off", "lane_bytes")
+                }
+            )
+        if self._crowded:
+            self._control.ring()  # there may be room for one that waits
+        return True
+
+    def finished_producers(self) -> set[str]:
+        """Ids of the producers that will put nothing more and whose records are all taken."""
+        return {lane.producer_id for lane in self if lane.dead and not lane.waiting} - {
+            lane.producer_id for lane in self if not lane.dead
+        }
+
+    def busy_producers(self) -> set[str]:
+        """Ids of the producers that have records nobody has taken yet."""
+        return {lane.producer_id for lane in self if lane.waiting}
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether nothing can be taken, nor could be if there were room for more lanes."""
+        return not self._unlisted and not self.some_wait and not any(lane.waiting for lane in self)
+
+    def tickets(self) -> dict[str, int]:
+        """How many groups each lane's producer has begun and not put, by living lane; one system call each.
+
+        Any thread.
+        """
+        return {
+            lane.name: locks.tickets_held(lane.reader.lane.fd)
+            for lane in self
+            if not (lane.corrupt or lane.dead)
+        }
+
+    # -- state
+    # --------------------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> int:
+        """Lanes whose producer lives."""
+        return sum(not lane.dead for lane in self)
+
+    @property
+    def held(self) -> int:
+        """Records taken and not yet released, over all lanes; without those that nobody holds any more."""
+        return sum(lane.held for lane in self)
+
+    def dropped_words(self) -> str:
+        """What an error says of records that keep their room though nobody holds them; "" if there are
+        none.
+        """
+        count = sum(lane.dropped for lane in self)
+        return (
+            f"; {count} records were dropped without release and keep their room: take_back_dropped()"
+            if count
+            else ""
+        )
+
+    def stuck(self, held_here: int) -> Stuck | None:
+        """What is full, if no lane can bring anything more until one of the caller's `held_here` records is
+        released.
+        """
+        held = self.held  # first: what is let go from here on is room that the lanes show
+        lanes = [lane for lane in self if not lane.corrupt]
+        if all(lane.dead for lane in lanes):
+            return None
+        if any(lane.waiting or not (lane.dead or lane.starves) for lane in lanes):
+            return None
+        if held > held_here:  # somebody else holds leases, whose end makes room
+            return None
+        return Stuck(
+            lanes=len(lanes),
+            live=sum(not lane.dead for lane in lanes),
+            data_bytes=sum(lane.reader.data_bytes for lane in lanes),
+            held=held,
+            dropped=sum(lane.dropped for lane in lanes),
+            wanted_bytes=max(lane.reader.wanted_bytes for lane in lanes),
+            crowded=self.some_wait,
+        )
+
+    def counters(self) -> Counter[str]:
+        """Summed over all lanes that there are and were."""
+        with self._counting:
+            total, lanes = Counter(self._gone), list(self)
+        for lane in lanes:
+            total.update(lane.counters())
+        total["leases_returned_total"], total["leases_dropped_total"] = (
+            self.turns.drops.returned,
+            self.turns.drops.dropped,
+        )
+        return total
+
+    def abandon(self) -> None:
+        """Leases that are still held end without release, whenever that is: the next consumer gets those
+        records again.
+        """
+        for lane in self:
+            lane.reader.abandoned = True
+
+    def unlock(self) -> None:
+        """Gives every lane to the next consumer, though views of this one may live: nothing is released
+        through them any more.
+        """
+        for lane in self:
+            if not lane.reader.lane.forked:
+                locks.unlock(lane.reader.lane.fd, Byte.READER)
+
+    def close(self) -> int:
+        """Ends the death watch and lets go of all lanes; how many records are still leased.
+
+        Views keep their lane.
+
+        A release that is still put off is not done any more: the next consumer gets the record again.
+        """
+        self._watch.stop()
+        with self._adopting:
+            self.turns.close()  # from here on nothing is taken, whoever iterates
+            held = sum(lane.reader.held for lane in self)
+            for lane in self:
+                if not lane.reader.held and not lane.reader.lane.forked:
+                    # whoever still knows the lane reads nothing in it
+                    locks.unlock(lane.reader.lane.fd, Byte.READER)
+            self._lanes.clear()
+            self._unsettled.clear()
+            vars(self).pop("_control", None)  # views, through their reader, are to be the last that keep it
+        return held

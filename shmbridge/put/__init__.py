@@ -1,0 +1,1 @@
+"""What `put` takes: forms, conversion, the plan of a record, an open claim, refusals."""

@@ -1,0 +1,61 @@
+"""Whether the names of a producer's lane and of its bridge still lead to what it has open, or were removed by
+force.
+
+Knows names and who reads a lane; decides nothing but when to look. Owned by the producer.
+"""
+
+import logging
+
+from shmbridge._ext import header, ring
+from shmbridge._ext.mapping import Mapping
+from shmbridge.put import refusals
+from shmbridge.segments import locks, segment
+from shmbridge.segments.locks import Byte
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.4  # how often a producer that puts, or waits, looks
+
+
+class OwnNames:
+    """One producer's two names. Any thread."""
+
+    def __init__(
+        self,
+        producer_id: str,
+        bridge: str,
+        control: header.Control,
+        lane_name: str,
+        lane: Mapping,
+        writer: ring.LaneWriter,
+    ) -> None:
+        self._producer_id, self._lane_name, self._lane, self._writer = producer_id, lane_name, lane, writer
+        self._control, self._control_name = control, segment.control_name(bridge)
+
+    @property
+    def removed(self) -> bool:
+        """Whether either is gone. Two stats."""
+        both = ((self._lane.fd, self._lane_name), (self._control.mapping.fd, self._control_name))
+        return not all(segment.still_named(*each) for each in both)
+
+    def check(self) -> None:
+        """Raises LaneRemoved if either is gone; looks only as often as LOOK_S says."""
+        if self._writer.look_due:
+            if self.removed:
+                raise refusals.lane_removed(self._producer_id, self._lane_name, self._unreachable())
+            self._writer.looked(LOOK_S)
+
+    def check_reachable(self) -> None:
+        """Raises LaneRemoved if the lane holds records that no consumer reads, nor will find."""
+        if lost := self._unreachable():
+            raise refusals.lane_removed(self._producer_id, self._lane_name, lost)
+
+    def say_what_is_left(self) -> None:
+        """Logs how many those are, if any."""
+        if lost := self._unreachable():
+            log.error("%s", refusals.lane_removed(self._producer_id, self._lane_name, lost))
+
+    def _unreachable(self) -> int:
+        if segment.still_named(self._lane.fd, self._lane_name) or locks.is_locked(self._lane.fd, Byte.READER):
+            return 0
+        return self._writer.outstanding

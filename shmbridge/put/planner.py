@@ -1,0 +1,271 @@
+"""A group on its way into a lane: what is handed to `put` becomes a plan, made before any memory is claimed.
+
+Knows columns, plans and stamps; knows nothing of lanes, waiting or who reads. The common forms are understood
+in C (_ext/quick.pyx), all others by shmbridge.put.convert, which also finds the words for what is wrong.
+"""
+
+import operator
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from shmbridge import sizing
+from shmbridge._ext import quick
+from shmbridge._ext.column import Column
+from shmbridge._ext.pack import BadValue
+from shmbridge._ext.plan import Plan, RowSampler, Stamp
+from shmbridge.config import format_size
+from shmbridge.errors import InvalidRecord, RecordTooBig
+from shmbridge.put import convert
+from shmbridge.put.column_forms import as_invalid, checked_lengths
+from shmbridge.put.notices import PutNotices
+from shmbridge.record.row_checks import new_sampler
+from shmbridge.schema import ALIASES, Columns, Kind
+
+Version = int | tuple[int, int] | None
+Split = Literal["train", "eval"]
+_LONGEST_GROUP_ID = 4096
+_MOST_PARTIAL = 1024
+
+
+def checked_stamp(
+    group_id: str | int, group_size: int | None, version: Version, current: int, split: str
+) -> Stamp:
+    """What a caller says of a group beside its columns; `current` is stamped where no policy version is
+    given.
+
+    Raises InvalidRecord.
+    """
+    if split not in ("train", "eval"):
+        raise InvalidRecord(f'split={split!r} is not "train" or "eval"')
+    raw_id = str(group_id).encode(errors="replace")
+    if len(raw_id) > _LONGEST_GROUP_ID or raw_id.decode() != str(group_id):
+        raise InvalidRecord(
+            f"group_id {str(group_id)[:40]!r} is not text of at most {_LONGEST_GROUP_ID} bytes"
+        )
+    if group_size is not None and not (_is_int(group_size) and 1 <= group_size < 1 << 31):
+        raise InvalidRecord(
+            f"group_size={group_size!r} is not a number of rows", hint="group_size=8: rows of the whole group"
+        )
+    bounds = version if isinstance(version, tuple) else (version, version)
+    try:
+        oldest, newest = (current if bound is None else operator.index(bound) for bound in bounds)
+    except (TypeError, ValueError):
+        oldest, newest = 0, -1
+    if not -1 <= oldest <= newest < 1 << 62:
+        raise InvalidRecord(
+            f"policy_version={version!r} is not a version, or (oldest, newest)", hint=_version_hint(version)
+        )
+    said = 0 if version is None else 1 if bounds == (version, version) else 2
+    return Stamp(raw_id, group_size or 0, oldest, newest, split == "eval", said)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _version_hint(version: object) -> str:
+    if isinstance(version, str) and version.isdigit():
+        return f"policy_version={version}, without quotes"
+    if (
+        isinstance(version, tuple)
+        and len(version) == 2
+        and all(map(_is_int, version))
+        and version[0] > version[1]
+    ):
+        return f"oldest first: policy_version={version[::-1]}"
+    return (
+        "policy_version=3: the version when generation began, from 0; leave it out for "
+        "producer.policy_version"
+    )
+
+
+class Loader:
+    """Makes the plans of one producer's records."""
+
+    def __init__(self, table: Columns, lane_bytes: int, env_name: str | None = None) -> None:
+        self.table, self.lane_bytes, self.sampler = table, lane_bytes, new_sampler()
+        # None: a caller that only measures says nothing
+        self.notices = None if env_name is None else PutNotices(env_name)
+        self.forms = _by_key(table, self.sampler)
+        # Atropos cannot carry NaN or infinity in any column: of a batch with one of them, nothing would
+        # arrive.
+        self._foreign_table = Columns(replace(column, finite=True) for column in table.order)
+        self._foreign_forms = _by_key(self._foreign_table, self.sampler, foreign=True)
+        self._knows_tensors = False
+        self.fragments = Fragments()
+
+    @property
+    def most_bytes(self) -> int:
+        """The largest record: a larger one could never be written while another is read."""
+        return self.lane_bytes // 2
+
+    def plan(self, group: Any, stamp: Stamp, foreign: bool) -> Plan:
+        """A group's plan. Raises InvalidRecord, RecordTooBig."""
+        if (
+            not self._knows_tensors
+            and (tensor := getattr(sys.modules.get("torch"), "Tensor", None)) is not None
+        ):
+            quick.know_tensors(tensor)
+            self._knows_tensors = True
+        forms = self._foreign_forms if foreign else self.forms
+        plan = self._fitting(
+            forms.plan(group, stamp, (group, foreign)) or self._at_leisure(group, stamp, foreign)
+        )
+        self.look(group)
+        return plan
+
+    def look(self, group: Any, *, nulls: bool = True) -> None:
+        """Says in the log what learners will not train of a group; without `nulls`, no row of it is None."""
+        if self.notices is not None:
+            self.notices.look(group, nulls=nulls)
+
+    def with_masks_as_they_are(self, plan: Plan) -> Plan:
+        """The same group planned again, its Atropos masks not folded."""
+        group, foreign = plan.source
+        return self._fitting(self._at_leisure(group, plan.stamp, foreign, fold_masks=False))
+
+    def claimed(self, rows: int, lengths: Mapping[str, Any], stamp: Stamp) -> Plan:
+        """The plan of a record whose values the caller will write in place.
+
+        Raises InvalidRecord, RecordTooBig.
+        """
+        columns = [_claimed_column(self.table, name, rows, wanted) for name, wanted in lengths.items()]
+        tokens = next((column for column in columns if column.name == "tokens"), None)
+        if rows < 1 or tokens is None or tokens.lengths is None:
+            raise InvalidRecord(
+                f"a claim needs `tokens` and at least one row, got {rows} rows of "
+                f"{', '.join(lengths) or 'nothing'}"
+            )
+        for column in columns:
+            if (
+                column.form.per_token
+                and column.lengths is not None
+                and not np.array_equal(column.lengths, tokens.lengths)
+            ):
+                raise InvalidRecord(
+                    f"column {column.name!r} has lengths {column.lengths.tolist()}, tokens have "
+                    f"{tokens.lengths.tolist()}",
+                    column=column.name,
+                )
+        if any(column.name == "score" for column in columns) and not tokens.lengths.all():
+            row = int(tokens.lengths.argmin())
+            raise InvalidRecord(
+                f"column 'tokens' row {row} has no tokens, and there is a score for it",
+                hint="leave the row out",
+                column="tokens",
+                row=row,
+            )
+        self.look(dict.fromkeys(lengths, True))
+        return self._fitting(
+            _plan(convert.Intake(columns, rows, tokens.count, False, -1), stamp, None, self.sampler)
+        )
+
+    def refusal(self, bad: BadValue, group: Any) -> InvalidRecord:
+        """The public error of a value the packer refused, in the caller's own names; `group` is what was
+        handed to put, None if unknown.
+        """
+        return as_invalid(bad, self.table, convert.written_as(bad.column, group))
+
+    def _at_leisure(self, group: Any, stamp: Stamp, foreign: bool, *, fold_masks: bool = True) -> Plan:
+        table = self._foreign_table if foreign else self.table
+        measured = convert.take_in(group, table, foreign=foreign, fold_masks=fold_masks)
+        if self.notices is not None:
+            self.notices.uneven(measured.why_uneven)
+        return _plan(measured, stamp, (group, foreign), self.sampler)
+
+    def _fitting(self, plan: Plan) -> Plan:
+        """The plan, or RecordTooBig, or InvalidRecord for a fragment of another group than it says."""
+        size = plan.extent_bytes
+        self.fragments.check(plan)
+        if size <= self.most_bytes:
+            return plan
+        least, eight = (sizing.as_option(sizing.lane_bytes_holding(held, size)) for held in (1, 8))
+        raise RecordTooBig(
+            f"a record of {format_size(size)} ({plan.rows} rows, {plan.tokens} tokens); half of the lane's "
+            f"{format_size(self.lane_bytes)} is the limit",
+            hint=f'Producer(lane_bytes="{least}") holds one, "{eight}" eight of them; or put the group in '
+            "fragments with group_size=",
+        )
+
+
+class Fragments:
+    """Groups that this producer has put a part of, so that fragments which contradict each other are refused.
+
+    For one thread.
+    """
+
+    def __init__(self) -> None:
+        self._partial: dict[bytes, tuple[int, int]] = {}  # id -> group_size, rows committed
+
+    def check(self, plan: Plan) -> None:
+        """Raises InvalidRecord for a fragment that does not fit those of its group that were committed."""
+        stamp = plan.stamp
+        known = self._partial.get(stamp.group_id) if stamp.group_size else None
+        if known is None:
+            return
+        size, rows = known
+        name = stamp.group_id.decode()
+        if stamp.group_size != size:
+            raise InvalidRecord(
+                f"group {name!r} has group_size={stamp.group_size}, and an earlier fragment said {size}",
+                hint="one group_size= for all fragments of a group, and a group_id of its own for each group",
+            )
+        if rows + plan.rows > size:
+            raise InvalidRecord(
+                f"group {name!r} has {rows} rows of group_size={size} already, and {plan.rows} more are put",
+                hint="group_size= is the number of rows of all fragments together",
+            )
+
+    def note(self, plan: Plan) -> None:
+        """The fragment was committed."""
+        stamp = plan.stamp
+        if stamp.group_size <= plan.rows:
+            return
+        rows = self._partial.pop(stamp.group_id, (0, 0))[1] + plan.rows
+        if rows < stamp.group_size:
+            self._partial[stamp.group_id] = stamp.group_size, rows
+            if len(self._partial) > _MOST_PARTIAL:  # the oldest is forgotten: the consumer looks, too
+                del self._partial[next(iter(self._partial))]
+
+
+def _by_key(table: Columns, sampler: RowSampler, *, foreign: bool = False) -> quick.Forms:
+    return quick.Forms(
+        {**table.forms, **{alias: table.forms[name] for alias, name in ALIASES.items()}}, sampler, foreign
+    )
+
+
+def _plan(measured: convert.Intake, stamp: Stamp, source: Any, sampler: RowSampler) -> Plan:
+    if stamp.group_size and stamp.group_size < measured.rows:
+        raise InvalidRecord(f"group_size={stamp.group_size} is less than the {measured.rows} rows given")
+    try:
+        return Plan(
+            measured.columns,
+            stamp,
+            measured.rows,
+            measured.tokens,
+            measured.uneven,
+            measured.env_id,
+            source,
+            sampler,
+        )
+    except OverflowError as wrong:
+        raise RecordTooBig(str(wrong), hint="put the group in fragments with group_size=") from None
+
+
+def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> Column:
+    column = table.get(name)
+    if column is None or column.kind not in (Kind.LIST, Kind.SCALAR):
+        raise InvalidRecord(
+            f"column {name!r} cannot be claimed: only number and list<number> columns can", column=name
+        )
+    form, rows = table.forms[name], 1 if column.per_record else rows
+    if column.kind is Kind.SCALAR:
+        return Column(form, entries=rows, count=rows)
+    lengths = checked_lengths(name, wanted)
+    if lengths.shape != (rows,):
+        raise InvalidRecord(f"column {name!r}: lengths of shape {lengths.shape} for {rows} rows", column=name)
+    return Column(form, entries=rows, count=int(lengths.sum()), lengths=lengths)

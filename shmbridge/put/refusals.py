@@ -1,0 +1,120 @@
+"""What a producer says when it cannot put: who is in the way, in numbers, and what to do.
+
+Makes errors, decides nothing.
+"""
+
+from shmbridge._ext import header, ring
+from shmbridge.config import format_size
+from shmbridge.control.messages import Full
+from shmbridge.errors import BridgeDraining, LaneFull, LaneQuarantined, LaneRemoved, NoConsumer, NotAdmitted
+from shmbridge.segments import locks
+from shmbridge.segments.locks import Byte
+
+
+def lane_full(
+    producer_id: str, control: header.Control, writer: ring.LaneWriter, wanted_bytes: int, waited_s: float
+) -> LaneFull:
+    """No room came within the time given."""
+    if not locks.is_locked(control.mapping.fd, Byte.HUB):
+        culprit, hint = "no consumer is alive: waiting for the next one", "start the learner"
+    elif control.paused:
+        culprit, hint = f"paused by the consumer (pid {control.hub_pid})", "resume the bridge"
+    else:
+        culprit = f"consumer pid {control.hub_pid} is alive and has not released {writer.outstanding} records"
+        hint = "the learner is slow or holds leases: raise lane_bytes, or lower what it holds"
+        if dropped := writer.leases_dropped:
+            culprit += f", {dropped} of them dropped without release"
+            hint = (
+                "the consumer's log says which call handed them out: release() each record there, or call "
+                "take_back_dropped()"
+            )
+    return LaneFull(
+        f"lane of {producer_id} has no room for {format_size(wanted_bytes)} after {waited_s:.1f} s "
+        f"({format_size(writer.free_bytes)} of {format_size(writer.data_bytes)} free, "
+        f"{writer.slot_count - writer.outstanding} of {writer.slot_count} slots); {culprit}",
+        hint=hint,
+    )
+
+
+def quarantined(producer_id: str, hub_pid: int) -> LaneQuarantined:
+    """The hub reads this lane no more."""
+    return LaneQuarantined(
+        f"the consumer (pid {hub_pid}) has quarantined the lane of {producer_id}: its words cannot be true",
+        hint="something overwrote shared memory: see the consumer's log, then open a new producer",
+    )
+
+
+def lane_removed(producer_id: str, lane_name: str, records: int) -> LaneRemoved:
+    """By force; `records` of it can be reached by no consumer."""
+    left = f"; {records} records in it can be reached by no consumer" if records else ""
+    return LaneRemoved(
+        f"lane {lane_name} of {producer_id}, or its bridge's control segment, was removed from "
+        f"/dev/shm{left}",
+        hint="close it and open a new producer; if the user's last logout did it, set RemoveIPC=no in "
+        "/etc/systemd/logind.conf",
+    )
+
+
+def ahead(producer_id: str, bridge: str, stamped: int, published: int) -> str:
+    """What is said once of groups stamped with a version that nobody has published."""
+    newest = f"{published} is the newest published" if published >= 0 else "none is published"
+    return (
+        f"{producer_id} puts groups of policy version {stamped}, and {newest} on bridge {bridge!r}: they "
+        "count as new, however old they get -> policy_version= is the version when generation began, as "
+        "producer.policy_version says it"
+    )
+
+
+def draining(bridge: str) -> BridgeDraining:
+    """The run is over."""
+    return BridgeDraining(
+        f"the consumer of bridge {bridge!r} is draining it", hint="the run is over: close the producer"
+    )
+
+
+def not_admitted(
+    producer_id: str, control: header.Control, answer: object, tickets: int, timeout_s: float | None
+) -> NotAdmitted | NoConsumer:
+    """No ticket came within the time given; `answer` says why, if it is messages.Full."""
+    waited = f"{producer_id} was given no ticket within {timeout_s} s and holds {tickets}"
+    if not locks.is_locked(control.mapping.fd, Byte.HUB):
+        return NoConsumer(f"{waited}; no consumer is alive", hint="start the learner")
+    if control.paused:
+        return NotAdmitted(
+            f"{waited}; paused by the consumer (pid {control.hub_pid})", hint="resume the bridge"
+        )
+    under_way = ""
+    if isinstance(answer, Full):
+        under_way = (
+            f": {answer.running} groups are being generated and {answer.committed} wait or are trained "
+            f"with, of {answer.limit}"
+        )
+    return NotAdmitted(
+        f"{waited}; the consumer (pid {control.hub_pid}) has no room{under_way}",
+        hint="the learner's steps make room: wait longer, or raise Consumer(max_off_policy_steps=)",
+    )
+
+
+def other_clock(producer_id: str, hub_pid: int, ahead_s: float) -> NotAdmitted:
+    """The consumer's promises are over before they are asked for."""
+    return NotAdmitted(
+        f"{producer_id} reads a clock that is {ahead_s:.0f} s ahead of its consumer's (pid {hub_pid}): "
+        "another time namespace",
+        hint="run both in one time namespace: no ticket granted there can be believed here",
+    )
+
+
+def too_many_tickets(producer_id: str, most: int) -> NotAdmitted:
+    """No lane shows more."""
+    return NotAdmitted(
+        f"{producer_id} holds {most} tickets, the most that a lane shows",
+        hint="end those of groups that were put",
+    )
+
+
+def removed(producer_id: str) -> NoConsumer:
+    """By force: whoever takes the bridge has other segments."""
+    return NoConsumer(
+        f"no consumer will answer {producer_id}: its lane or the control segment was removed",
+        hint="close it and open a new producer",
+    )

@@ -1,0 +1,1 @@
+"""Learner ranks: the hub's server for them, who gets which share, what a rank reads of it."""

@@ -1,0 +1,367 @@
+"""The hub's side of learner ranks: forms batches ahead, hands out shares, and keeps their leases until all
+readers are done.
+
+Knows who asked for what and, by a lock, which ranks live; who gets which group is shares.py's. The other side
+is rank.py; why nothing changes under a rank's eyes, also when a hub or a rank dies, is in
+docs/adr/0002-ranks.md.
+"""
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Literal
+
+from shmbridge._ext import header
+from shmbridge.batching.staleness import is_stale
+from shmbridge.config import check_count
+from shmbridge.control.messages import (
+    BAD_VALUE,
+    NO_MORE_BATCHES,
+    OTHER_EPOCH,
+    Ack,
+    GroupPlaces,
+    Manifest,
+    NextShare,
+    NoMoreShares,
+    RecordPlace,
+    Refused,
+    SharesDone,
+)
+from shmbridge.errors import BatchTooBig
+from shmbridge.ranks.shares import Mode, Share, ShareBook
+from shmbridge.record.groups import Group
+from shmbridge.segments import locks
+from shmbridge.segments.closing import is_mine, then_close
+from shmbridge.segments.in_thread import Joined
+from shmbridge.segments.locks import MOST_RANKS, Byte
+
+if TYPE_CHECKING:
+    from shmbridge.batching.former import BatchAssembly
+    from shmbridge.consumer import Consumer
+
+_MOST_RECORDS = 30_000  # of one share: messages.MAX_MESSAGE_BYTES at 34 bytes a record
+_LOOK_EVERY_S = 0.2
+
+log = logging.getLogger(__name__)
+
+DeadRank = Literal["wait", "spread"]
+
+
+class RankServer:
+    """Deals a consumer's batches out to learner ranks, in a thread of its own.
+
+    Made by Consumer.serve_ranks.
+    """
+
+    def __init__(
+        self,
+        consumer: "Consumer",
+        batching: "BatchAssembly",
+        *,
+        world_size: int,
+        groups: int,
+        mode: Mode,
+        max_staleness: int | None,
+        prefetch: int,
+        dead_rank: DeadRank,
+    ) -> None:
+        world_size = check_count("world_size", world_size, 1, MOST_RANKS)
+        if prefetch < 0 or (max_staleness is not None and max_staleness < 0):
+            raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}: at least 0 each")
+        if groups < (world_size if mode == "sharded" else 1):
+            raise ValueError(f"groups={groups}: each of {world_size} ranks needs one of every batch")
+        batching.want(groups, None)
+        if mode not in ("sharded", "broadcast") or dead_rank not in ("wait", "spread"):
+            raise ValueError(
+                f'mode={mode!r} is "sharded" or "broadcast", dead_rank={dead_rank!r} is "wait" or "spread"'
+            )
+        self.world_size = world_size
+        self._consumer, self._batching = consumer, batching
+        self._groups, self._max_staleness, self._dead_rank = (
+            groups,
+            batching.most_stale(max_staleness),
+            dead_rank,
+        )
+        self._steps_ahead = 1 + prefetch
+        self._book = ShareBook(world_size, mode)
+        self._known: set[int] = set()  # ranks that were alive when last looked at, or have asked since
+        self._dead: set[int] = set()  # ranks that were alive once and are not now
+        self._done = 0
+        self._looked_s = 0.0
+        self._drained, self._withdrawn, self._failed = False, False, ""
+        self._stop = threading.Event()
+        self._change = threading.Condition()
+        self._thread = Joined(self._run, f"shmbridge-ranks-{consumer.bridge}")
+        try:
+            self._thread.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    # -- forming batches
+    # --------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_room():
+                groups = self._batching.choose(
+                    self._batching.want(self._groups, None), self._max_staleness, self._stop
+                )
+                if groups is None:
+                    self._wait_drained()
+                    continue
+                self._check_sayable(groups)
+                with self._change:
+                    self._book.open(groups, self._consumer.policy_version, self._takers())
+                self._consumer.look_again()
+        except Exception as error:  # whatever it is, the ranks are to hear of it
+            log.exception("bridge %r forms no more batches for its ranks", self._consumer.bridge)
+            with self._change:
+                self._failed = f"{type(error).__name__}: {error}"
+                self._change.notify_all()
+            self._consumer.look_again()
+
+    def _check_sayable(self, groups: list[Group]) -> None:
+        """Raises if a share could have more records than a message can name."""
+        # as many as wanted, but for a policy that counts otherwise
+        if self._book.mode == "sharded" and len(groups) < self.world_size:
+            self._batching.put_back(groups)
+            raise ValueError(
+                f"a batch of {len(groups)} groups, and each of {self.world_size} ranks needs one: raise "
+                "run.batch_size"
+            )
+        records = sum(len(group.records) for group in groups)
+        shares = self.world_size if self._book.mode == "sharded" else 1
+        if records > _MOST_RECORDS * shares:
+            self._batching.put_back(groups)
+            raise BatchTooBig(
+                f"a batch of {len(groups)} groups has {records} records, and a manifest names "
+                f"{_MOST_RECORDS}",
+                hint="ask for fewer groups, or put groups whole: one record each",
+            )
+
+    def _wait_for_room(self) -> bool:
+        with self._change:
+            self._change.wait_for(lambda: self._stop.is_set() or self._book.open_steps < self._steps_ahead)
+        return not self._stop.is_set()
+
+    def _wait_drained(self) -> None:
+        """Nothing more can be formed: the ranks hear of it, unless it is because this consumer closes.
+
+        Until some batch is withdrawn.
+        """
+        with self._change:
+            self._drained = not (self._withdrawn or self._batching.closed or self._stop.is_set())
+            self._say_if_finished()  # before anybody is told, and closes
+            self._change.notify_all()
+        if self._drained:
+            self._consumer.look_again()
+        with self._change:
+            self._change.wait_for(lambda: self._stop.is_set() or self._withdrawn)
+            if self._withdrawn:
+                self._withdrawn = self._drained = False
+
+    def _takers(self) -> list[int]:
+        """The ranks that a new batch is for: all, those that have not come yet, too; without the dead, where
+        their work is spread.
+        """
+        everybody = set(range(self.world_size))
+        return sorted((everybody - self._dead if self._dead_rank == "spread" else everybody) or everybody)
+
+    def _living(self) -> list[int]:
+        fd = self._consumer.control_fd
+        return [rank for rank in range(self.world_size) if locks.is_locked(fd, Byte.FIRST_RANK + rank)]
+
+    # -- answering, in the control plane's thread
+    # -------------------------------------------------------------------------------------
+
+    def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
+        """The rank's next share; None while there is none. Never blocks."""
+        if request.epoch != self._consumer.hub_epoch:
+            return self._other_epoch(request.epoch)
+        if request.world_size != self.world_size or not 0 <= request.rank < self.world_size:
+            said = (
+                f"rank {request.rank} of {request.world_size} asks a hub that serves {self.world_size} ranks"
+            )
+            return Refused(BAD_VALUE, said, "give Rank and Consumer.serve_ranks the same world_size")
+        if request.member > time.monotonic_ns():
+            return Refused(
+                BAD_VALUE,
+                f"incarnation {request.member} is in the future",
+                "share one clock: CLOCK_MONOTONIC",
+            )
+        if self._failed:
+            return Refused(
+                NO_MORE_BATCHES, f"no more batches are formed: {self._failed}", "see the consumer's log"
+            )
+        with self._change:
+            if request.rank not in self._dead:  # a dead one's question may still wait here
+                self._known.add(request.rank)  # it may die before anybody looks
+            self._look_for_deaths()
+            self._withdraw_stale()
+            known = self._book.issued_steps
+            share = (
+                None
+                if self._stop.is_set()
+                else self._book.next_for(request.rank, request.member, request.after)
+            )
+            if self._book.issued_steps > known:  # not when it is formed: it may be withdrawn
+                self._consumer.count_batch()
+                self._batching.count_lags(share.step.groups if share is not None else [])
+            if share is not None:
+                header.fault(b"hub.share_issued")
+                return self._manifest(share, request.rank)
+            return NoMoreShares() if self._drained and not self._may_be_inherited() else None
+
+    def _may_be_inherited(self) -> bool:
+        """Whether a share that another rank reads now may yet come to this one."""
+        return self._dead_rank == "spread" and self._book.open_steps > 0
+
+    def shares_done(self, request: SharesDone) -> Ack | Refused:
+        """Ends the leases that nobody needs any more. Never blocks."""
+        if request.epoch != self._consumer.hub_epoch:
+            return self._other_epoch(request.epoch)
+        header.fault(b"hub.share_done")
+        with self._change:
+            self._finish(self._book.done(request.rank, request.member, request.numbers))
+        self._consumer.look_again()  # for some the end may have come
+        return Ack()
+
+    def _other_epoch(self, epoch: int) -> Refused:
+        said = f"that was a share of hub {epoch}, this is hub {self._consumer.hub_epoch}"
+        return Refused(OTHER_EPOCH, said, "join again: what was not released is handed out again")
+
+    def _finish(self, groups: list[Group]) -> None:
+        for group in groups:
+            for record in group.records:
+                record.release()
+        self._done += len(groups)
+        self._batching.finished(groups)
+        self._say_if_finished()
+        self._change.notify_all()
+
+    def _say_if_finished(self) -> None:
+        if self._is_idle():
+            self._consumer.say_finished()
+
+    def _look_for_deaths(self) -> None:
+        if time.monotonic() < self._looked_s + _LOOK_EVERY_S:
+            return
+        self._looked_s = time.monotonic()
+        living = set(self._living())
+        self._dead = (self._dead | self._known) - living
+        for rank in sorted(self._known - living):
+            waiting = sum(rank in share.readers for share in self._book)
+            log.warning(
+                "rank %d of bridge %r is dead; %d shares of it wait", rank, self._consumer.bridge, waiting
+            )
+        self._known = living
+        if self._dead_rank == "spread" and living:
+            for rank in {reader for share in self._book for reader in share.readers} & self._dead:
+                self._finish(self._book.hand_over(rank, sorted(living)))
+
+    def _withdraw_stale(self) -> None:
+        """What grew stale while it waited to be asked for is not handed out."""
+        current = self._consumer.training_version
+        groups = self._book.withdraw(
+            lambda group: is_stale(group.oldest_version, current, self._max_staleness)
+        )
+        if groups:
+            self._batching.put_back(groups)
+            self._withdrawn, self._drained = True, False
+            self._change.notify_all()
+
+    def _manifest(self, share: Share, rank: int) -> Manifest:
+        lanes: dict[str, int] = {}
+        groups = []
+        for group in share.groups:
+            places = []
+            for record in group.records:
+                lane = lanes.setdefault(record.lane_name, len(lanes))
+                places.append(
+                    RecordPlace(
+                        lane, record.slot, record.generation, record.sequence, bool(record.redelivered)
+                    )
+                )
+            groups.append(GroupPlaces(group.size, places))
+        step = share.step
+        return Manifest(
+            epoch=self._consumer.hub_epoch,
+            number=share.number,
+            step=step.number,
+            rank=rank,
+            world_size=self.world_size,
+            mode=self._book.mode,
+            reissued=share.reissued,
+            policy_version=step.policy_version,
+            batch_groups=len(step.groups),
+            batch_rows=step.rows,
+            batch_tokens=step.tokens,
+            lanes=list(lanes),
+            groups=groups,
+        )
+
+    # -- state
+    # --------------------------------------------------------------------------------------------------------
+
+    @property
+    @then_close
+    def idle(self) -> bool:
+        """Whether the bridge is drained and every share is done."""
+        with self._change:
+            return self._is_idle()
+
+    def _is_idle(self) -> bool:
+        return self._drained and self._book.open_steps == 0
+
+    @property
+    def lock_is_mine(self) -> bool:
+        """Whether this thread, which then runs a signal's handler, is just looking at shares."""
+        return is_mine(self._change)
+
+    def close_if_owed(self) -> None:
+        """A handler that interrupted a call of this server may have put the consumer's close() off."""
+        self._consumer.close_if_owed()
+
+    @then_close
+    def stats(self) -> dict[str, float]:
+        """Counters, flat. Any thread."""
+        with self._change:
+            return {
+                "ranks_live": len(self._living()),
+                "ranks_steps_open": self._book.open_steps,
+                "ranks_groups_done_total": self._done,
+                "ranks_reissued_total": self._book.reissues,
+            }
+
+    @then_close
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Blocks until the bridge is drained and every share is done: True.
+
+        False if the time is over first, or no more can come: the consumer was closed, or a batch could not be
+        formed (its log says why). Any thread.
+        """
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        with self._change:
+            while not (self._is_idle() or self._failed or self._stop.is_set() or self._batching.closed):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                # a handler of this thread cannot tell it that it has closed
+                self._change.wait(min(left, _LOOK_EVERY_S))
+            return self._is_idle()
+
+    def stop(self) -> None:
+        """Ends the thread; what is dealt out is still held. For Consumer.close."""
+        self._stop.set()
+        with self._change:
+            self._change.notify_all()
+        self._thread.join()
+
+    def forget(self) -> None:
+        """Lets go of every lease un-released: the next consumer gets those records. For Consumer.close."""
+        with self._change:
+            for share in self._book:
+                for group in share.groups:
+                    for record in group.records:
+                        record.abandon()

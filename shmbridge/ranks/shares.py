@@ -1,0 +1,194 @@
+"""Shares: which learner rank reads which groups of a batch, and who is not done yet.
+
+Knows groups and rank numbers; knows nothing of sockets, threads, locks or who is alive. Used by server.py,
+under its lock.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shmbridge.record.groups import Group
+
+Mode = Literal["sharded", "broadcast"]
+
+
+def share_out(groups: list[Group], ranks: list[int]) -> dict[int, list[Group]]:
+    """Deals whole groups out: counts differ by one at most, tokens as little as that allows; oldest first
+    within a share.
+
+    The longest first, each to whoever has the fewest tokens and still wants a group (the LPT rule of R. L.
+    Graham, "Bounds on Multiprocessing Timing Anomalies", 1969, with a limit on the count).
+    """
+    most, rest = divmod(len(groups), len(ranks))
+    dealt: dict[int, list[int]] = {rank: [] for rank in ranks}
+    tokens = dict.fromkeys(ranks, 0)
+    for place in sorted(range(len(groups)), key=lambda place: -groups[place].tokens):
+        larger = sum(len(places) > most for places in dealt.values())
+        open_to = [
+            rank for rank in ranks if len(dealt[rank]) < most or (len(dealt[rank]) == most and larger < rest)
+        ]
+        rank = min(open_to, key=lambda rank: (tokens[rank], len(dealt[rank])))
+        dealt[rank].append(place)
+        tokens[rank] += groups[place].tokens
+    return {rank: [groups[place] for place in sorted(places)] for rank, places in dealt.items()}
+
+
+@dataclass(slots=True)
+class Step:
+    """One global batch: all its groups, oldest first, and the policy version it was formed under."""
+
+    number: int
+    groups: list[Group]
+    policy_version: int
+    issued: bool = False  # a part of it has been handed out
+
+    @property
+    def rows(self) -> int:
+        """Of all its shares."""
+        return sum(group.rows for group in self.groups)
+
+    @property
+    def tokens(self) -> int:
+        """Of all its shares."""
+        return sum(group.tokens for group in self.groups)
+
+
+@dataclass(slots=True)
+class Share:
+    """Groups that the same ranks read.
+
+    `readers` are not done; `issued` says which incarnation of a rank got it last.
+
+    `read`: some rank has said that it is done with it. Without that it is never over.
+    """
+
+    number: int
+    step: Step
+    groups: list[Group]
+    readers: set[int]
+    issued: dict[int, int] = field(default_factory=dict)
+    reissued: bool = False
+    read: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of all its groups."""
+        return sum(group.tokens for group in self.groups)
+
+
+class ShareBook:
+    """The shares that somebody still reads or will read. Not thread-safe."""
+
+    def __init__(self, world_size: int, mode: Mode) -> None:
+        self.world_size, self.mode = world_size, mode
+        self._shares: dict[int, Share] = {}  # by number, rising
+        self._members: dict[int, int] = {}  # rank -> its newest incarnation
+        self._next_share = self._next_step = 0
+        self.reissues = self.issued_steps = 0
+
+    def __iter__(self) -> Iterator[Share]:
+        return iter(self._shares.values())
+
+    @property
+    def open_steps(self) -> int:
+        """Batches of which some share is not done."""
+        return len({share.step.number for share in self})
+
+    def open(self, groups: list[Group], policy_version: int, ranks: list[int]) -> None:
+        """A batch is formed: shares of it for these ranks."""
+        step = Step(self._next_step, groups, policy_version)
+        self._next_step += 1
+        if self.mode == "broadcast":
+            self._add(step, groups, set(ranks))
+        else:
+            for rank, dealt in share_out(groups, ranks).items():
+                self._add(step, dealt, {rank})
+
+    def _add(self, step: Step, groups: list[Group], readers: set[int]) -> None:
+        self._shares[self._next_share] = Share(self._next_share, step, groups, readers)
+        self._next_share += 1
+
+    def next_for(self, rank: int, member: int, after: int) -> Share | None:
+        """The first share after number `after` that the rank is to read, now issued to `member`; a lost
+        answer comes again.
+
+        Nothing is issued to an incarnation that has a successor: its question was under way when it died.
+        """
+        if member < self._members.get(rank, member):
+            return None
+        self._members[rank] = member
+        for share in self:
+            if share.number > after and rank in share.readers:
+                if share.issued.get(rank, member) != member:
+                    share.reissued = True
+                    self.reissues += 1
+                share.issued[rank] = member
+                self.issued_steps += not share.step.issued
+                share.step.issued = True
+                return share
+        return None
+
+    def done(self, rank: int, member: int, numbers: Iterable[int]) -> list[Group]:
+        """The rank is done with these shares: the groups that nobody reads any more.
+
+        A second time changes nothing.
+
+        Only a reader may say so, and of its incarnations the one that the share was last issued to: another
+        one may be looking at it.
+        """
+        finished: list[Group] = []
+        for share in [self._shares[number] for number in numbers if number in self._shares]:
+            if rank in share.readers and share.issued.get(rank) == member:
+                share.readers.discard(rank)
+                share.read = True
+                finished += self._end_if_read(share)
+        return finished
+
+    def hand_over(self, dead: int, living: list[int]) -> list[Group]:
+        """The dead rank reads nothing more.
+
+        A share that no other rank reads or has read goes to the living: in broadcast to all of them, else to
+        the one with the fewest tokens before it.
+
+        The groups that are over by that. A share that moves gets a new number, so that whoever gets it has
+        not seen it.
+        """
+        finished: list[Group] = []
+        for share in [share for share in self if dead in share.readers]:
+            share.readers.discard(dead)
+            if not share.readers and not share.read:
+                self._move(share, set(living) if self.mode == "broadcast" else {self._least_loaded(living)})
+            else:
+                finished += self._end_if_read(share)
+        return finished
+
+    def _least_loaded(self, living: list[int]) -> int:
+        load = {rank: sum(share.tokens for share in self if rank in share.readers) for rank in living}
+        return min(living, key=lambda rank: load[rank])
+
+    def _move(self, share: Share, heirs: set[int]) -> None:
+        del self._shares[share.number]
+        self.reissues += bool(share.issued)
+        self._shares[self._next_share] = Share(
+            self._next_share, share.step, share.groups, heirs, reissued=bool(share.issued)
+        )
+        self._next_share += 1
+
+    def withdraw(self, unfit: Callable[[Group], bool]) -> list[Group]:
+        """Takes back the batches of which nothing was issued and some group is unfit: their groups, oldest
+        first.
+        """
+        steps = {share.step.number: share.step for share in self if not share.step.issued}
+        unfit_steps = {number: step for number, step in steps.items() if any(map(unfit, step.groups))}
+        self._shares = {
+            number: share for number, share in self._shares.items() if share.step.number not in unfit_steps
+        }
+        return [group for step in unfit_steps.values() for group in step.groups]
+
+    def _end_if_read(self, share: Share) -> list[Group]:
+        """The only way out for groups that were dealt out: nobody is left to read them, and somebody has."""
+        if share.readers or not share.read:
+            return []
+        del self._shares[share.number]
+        return share.groups

@@ -1,0 +1,1 @@
+"""A leased record, a group of records, and their exports to Arrow and to Atropos."""

@@ -1,0 +1,90 @@
+"""A record as a pyarrow.RecordBatch over the lane's own buffers.
+
+The only file besides schema.py that needs pyarrow.
+"""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from shmbridge.errors import RecordUnreadable
+from shmbridge.record.record import Ragged, RaggedLists
+from shmbridge.schema import Column, Kind, arrow_field, arrow_type
+
+if TYPE_CHECKING:
+    from shmbridge.record.record import Record
+
+
+def record_batch(record: "Record") -> pa.RecordBatch:
+    """Zero-copy for numbers; text, bytes and maps are copied.
+
+    Record metadata goes into the schema's metadata.
+    """
+    if record.meta.uneven:
+        raise ValueError(
+            f"{record!r} has rows of unequal length and no rectangular form: use record[name] or "
+            "to_scored_data()"
+        )
+    names = record.columns
+    columns = record.lane_columns
+    arrays = [_rows_of(record, columns[name]) for name in names]
+    meta = {field.name: str(getattr(record.meta, field.name)) for field in fields(record.meta)}
+    return pa.record_batch(
+        arrays, schema=pa.schema([arrow_field(columns[name]) for name in names], metadata=meta)
+    )
+
+
+def _rows_of(record: "Record", column: Column) -> pa.Array:
+    """One value a row, which a lane may have said and not kept."""
+    array = _array(record, column)
+    if column.per_record and len(array) == 1:
+        array = array.take(pa.array(np.zeros(len(record), np.int32)))
+    if len(array) != len(record):
+        raise RecordUnreadable(
+            f"column {column.name!r} of {record!r} has {len(array)} rows",
+            hint="end that producer: it is broken",
+        )
+    return array
+
+
+def _array(record: "Record", column: Column) -> pa.Array:
+    value = record[column.name]
+    if column.kind is Kind.SCALAR:
+        return _with_nulls(_flat(value), record.valid(column.name), column)
+    if isinstance(value, Ragged):
+        return _list(value.lengths, _flat(value.values), value.valid)
+    if isinstance(value, RaggedLists):
+        return _list(value.lengths, _list(value.inner_lengths, _flat(value.values), None), value.valid)
+    if column.kind is Kind.MAP:
+        valid = record.valid(column.name)
+        value = [
+            list(row.items()) if valid is None or valid[number] else None for number, row in enumerate(value)
+        ]
+    return pa.array(value, arrow_type(column))
+
+
+def _flat(values: np.ndarray[Any, Any]) -> pa.Array:
+    return (
+        pa.array(values)
+        if values.dtype == np.bool_ or len(values) == 0
+        else pa.Array.from_buffers(
+            pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)]
+        )
+    )
+
+
+def _list(lengths: np.ndarray[Any, Any], values: pa.Array, valid: np.ndarray[Any, Any] | None) -> pa.Array:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    mask = None if valid is None else pa.array(~valid)
+    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=mask)
+
+
+def _with_nulls(array: pa.Array, valid: np.ndarray[Any, Any] | None, column: Column) -> pa.Array:
+    return (
+        array
+        if valid is None
+        else pa.compute.if_else(pa.array(valid), array, pa.scalar(None, arrow_type(column)))
+    )

@@ -1,0 +1,136 @@
+"""Trajectory groups from records: fragments of one group, put by one producer, become whole again.
+
+Knows records' metadata only. Called by the consumer; decides nothing about order or staleness.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+
+from shmbridge.record.record import Record
+from shmbridge.record.unreleased import Call
+
+log = logging.getLogger(__name__)
+
+NO_VERSION = 1 << 62  # later than all
+
+
+class Group:
+    """The records of one group, complete when their rows add up to its size. Holds their leases."""
+
+    __slots__ = ("began_s", "chosen", "number", "records", "rows", "size", "wrong")
+
+    def __init__(self, size: int, began_s: float) -> None:
+        self.records: list[Record] = []
+        self.rows = 0
+        self.size = size
+        self.began_s = began_s
+        self.number = 0  # in the order in which groups became complete; set by who queues it
+        self.wrong = ""  # how its fragments contradict each other: it is never complete then
+        self.chosen = False  # for a batch whose step is not over; set by admission/limit.py
+
+    def append(self, record: Record) -> None:
+        """Takes a record, and its lease, over."""
+        self.rows += record.rows
+        self.records.append(record)  # the first call here: no signal's handler gets in between
+
+    @property
+    def complete(self) -> bool:
+        """Whether all rows are here."""
+        return self.rows >= self.size and not self.wrong
+
+    @property
+    def producer_id(self) -> str:
+        """Who put it; one group comes from one producer."""
+        return self.records[0]._lane.producer_id  # not of its meta, which is made for whoever reads it
+
+    @property
+    def env_id(self) -> int | None:
+        """The number its environment has registered under; None if it has not said one."""
+        env_id = self.records[0].env_id
+        return None if env_id < 0 else env_id
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        records = self.records
+        return records[0].token_count if len(records) == 1 else sum(record.token_count for record in records)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version any of its records began under; -1 if none was stamped."""
+        return min(record.min_policy_version for record in self.records)
+
+
+class GroupAssembler:
+    """Holds partial groups until they are complete or late. Not thread-safe."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._partial: dict[tuple[str, str], Group] = {}
+
+    def __len__(self) -> int:
+        return len(self._partial)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._partial.values())
+
+    def add(self, record: Record, now_s: float) -> Group | None:
+        """Takes a record over; returns its group once that is complete. `now_s` is time.monotonic()."""
+        if record.rows >= record.group_size:
+            group = Group(record.group_size, now_s)
+            group.append(record)
+            return group
+        key = (record._lane.producer_id, record.group_id)
+        group = self._partial.get(key) or self._partial.setdefault(key, Group(record.group_size, now_s))
+        if not group.wrong and (why := _contradiction(group, record)):
+            group.wrong = why
+            log.error(
+                "group %s of %s will be discarded: %s -> one group_size= for all fragments of a group",
+                key[1],
+                key[0],
+                why,
+            )
+        group.append(record)
+        return self._partial.pop(key) if group.complete else None
+
+    def completed(self) -> Iterator[Group]:
+        """Takes out and yields groups that are complete: an exception has kept `add` from returning them."""
+        for key in [key for key, group in self._partial.items() if group.complete]:
+            yield self._partial.pop(key)
+
+    def late(self, now_s: float, busy: set[str]) -> Iterator[Group]:
+        """Takes out and yields contradictory groups, and partial ones older than the timeout unless more of
+        their producer is there.
+        """
+        late = [
+            key
+            for key, group in self._partial.items()
+            if group.wrong or (now_s - group.began_s > self.timeout_s and key[0] not in busy)
+        ]
+        for key in late:
+            yield self._partial.pop(key)
+
+    def orphans(self, producer_ids: set[str]) -> Iterator[Group]:
+        """Takes out and yields the partial groups of producers that will put nothing more."""
+        for key in [key for key in self._partial if key[0] in producer_ids]:
+            yield self._partial.pop(key)
+
+
+def hand_out(groups: Iterable[Group], call: Call, *, looked_at: bool) -> None:
+    """Notes which call handed the groups' records out, and whether the records count as looked at."""
+    for group in groups:
+        for record in group.records:
+            record.handed_out_by, record.looked_at = call, looked_at
+
+
+def oldest_version(groups: Iterable[Group], known: int = NO_VERSION) -> int:
+    """The oldest version any is stamped with, or `known` if that is older."""
+    return min([known, *(version for group in groups if (version := group.oldest_version) >= 0)])
+
+
+def _contradiction(group: Group, record: Record) -> str:
+    """Why the record cannot be a fragment of the group it names; "" if it can."""
+    if record.group_size != group.size:
+        return f"one fragment says group_size={group.size}, another {record.group_size}"
+    rows = group.rows + record.rows
+    return f"its fragments have {rows} rows, and group_size={group.size}" if rows > group.size else ""

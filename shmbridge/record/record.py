@@ -1,0 +1,217 @@
+"""A committed trajectory group (or a fragment of one) as its reader sees it: zero-copy columns, Arrow,
+Atropos.
+
+Knows the record layout and the lease; knows nothing of lanes, groups or batches. Made by the consumer, used
+by everybody downstream.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from shmbridge._ext.record import LeasedRecord
+from shmbridge._ext.record import Ragged as Ragged
+from shmbridge._ext.record import RecordMeta as RecordMeta
+from shmbridge._ext.ring import LaneReader
+from shmbridge.errors import LeaseReleased, RecordUnreadable
+from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
+from shmbridge.segments import segment
+from shmbridge.segments.one_process import OneProcess
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What every record of one lane shares."""
+
+    producer_id: str
+    env_name: str
+    columns: Columns
+    name: str  # of the segment
+
+    def describe_to(self, reader: LaneReader, table: bytes) -> None:
+        """Tells the lane's reader, whose records are to know it.
+
+        Raises LaneCorrupt if `table`, that the columns are from, has changed.
+        """
+        reader.describe(
+            self, table, tuple(self.columns), tuple(column.dtype for column in self.columns.order)
+        )
+
+
+class RaggedLists:
+    """A list<list> column of one record: flat values in place, lists per row, values per list."""
+
+    __slots__ = ("inner_lengths", "lengths", "valid", "values")
+
+    def __init__(
+        self,
+        values: np.ndarray[Any, Any],
+        lengths: np.ndarray[Any, Any],
+        inner: np.ndarray[Any, Any],
+        valid: np.ndarray[Any, Any] | None,
+    ) -> None:
+        self.values, self.lengths, self.inner_lengths, self.valid = values, lengths, inner, valid
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> Ragged:
+        """Row `row` as a Ragged over the same values."""
+        row = range(len(self))[row]
+        first = int(self.lengths[:row].sum())
+        inner = self.inner_lengths[first : first + int(self.lengths[row])]
+        start = int(self.inner_lengths[:first].sum())
+        return Ragged(self.values[start : start + int(inner.sum())], inner, None)
+
+
+class Record(OneProcess, LeasedRecord):
+    """One record, leased: its memory does not change until release() was called and the last view of it is
+    gone.
+
+    `len(record)` counts rows; `record[name]` is a column; `name in record` and `record.columns` say which are
+    present. Use it as a context manager, which releases it unless it is left by an exception, or call
+    release(). One that is let go without is not released: it is handed out again if nobody has read its meta
+    or a column, else the next consumer gets it. One thread at a time; views may go anywhere.
+    """
+
+    __slots__ = ()
+    _instead = "pass copies of its columns: to_arrow(), to_scored_data(), or numpy arrays"
+
+    @property
+    def _lane(self) -> Lane:
+        lane: Lane = self.reader.about
+        return lane
+
+    @property
+    def lane_columns(self) -> Columns:
+        """All columns its lane may carry, by name."""
+        return self._lane.columns
+
+    @property
+    def lane_name(self) -> str:
+        """Name of the segment it lies in."""
+        return self._lane.name
+
+    @property
+    def lane_memory(self) -> memoryview:
+        """All of its lane's segment, read-only, for who registers memory with a device: the mapping stays as
+        long as this does.
+
+        It holds no lease. BufferError in a child of fork.
+        """
+        return memoryview(self.reader.lane).toreadonly()
+
+    def map_lane_writable(self) -> None:
+        """Maps its lane's data writable in this process, for a device that registers no read-only memory;
+        logged, and shown by `inspect`.
+
+        Never blocks. Raises OSError if the kernel refuses.
+        """
+        segment.map_data_writable(self.reader.lane, self.lane_name)
+
+    def __enter__(self) -> "Record":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.release()
+
+    def __repr__(self) -> str:
+        meta = self.meta
+        return (
+            f"<Record {meta.producer_id}#{meta.sequence} group {meta.group_id} "
+            f"{self.rows}/{meta.group_size} rows {self.token_count} tokens "
+            f"v{meta.min_policy_version}{' redelivered' if meta.redelivered else ''}>"
+        )
+
+    def tag(self, name: str) -> Tag | None:
+        """Whether a column stands there as values, null, [] or {}; None if it is absent."""
+        tag = self._tag(name)
+        return None if tag < 0 else Tag(tag)
+
+    def to_arrow(self) -> "pa.RecordBatch":
+        """The record as a pyarrow.RecordBatch over the lane's own buffers; it holds the lease until it is
+        dropped.
+
+        Columns with one value per record repeat it. Raises ValueError for uneven records, which have no
+        rectangular form, and RecordUnreadable for text that is none.
+        """
+        from shmbridge.record.arrow import record_batch
+
+        return record_batch(self)
+
+    def to_scored_data(self) -> dict[str, Any]:
+        """The Atropos ScoredDataGroup this record came from, as a new dict; per-token floats are rounded to
+        float32.
+        """
+        from shmbridge.record.scored_data import scored_data
+
+        return scored_data(self)
+
+    def json(self, name: str) -> Any:
+        """A column of JSON text, decoded: one value, or a list with one per row.
+
+        KeyError if absent, RecordUnreadable if it is none.
+        """
+        if name not in JSON_COLUMNS:
+            raise KeyError(f"{name} is not JSON")
+        try:
+            values = [None if text is None else msgspec.json.decode(text) for text in self[name]]
+            return values[0] if self._lane.columns[name].per_record else values
+        except (msgspec.MsgspecError, RecursionError, IndexError) as wrong:
+            raise self._unreadable(name, f"is no JSON: {wrong}") from None
+
+    def _unreadable(self, name: str, why: object) -> RecordUnreadable:
+        return RecordUnreadable(
+            f"column {name!r} of record {self.sequence} of producer {self._lane.producer_id} {why}",
+            hint="end that producer: it is broken, or something overwrites shared memory",
+        )
+
+    def _absent(self, name: str) -> KeyError:
+        return KeyError(f"{name}: absent from this record, which has {', '.join(self.columns)}")
+
+    def _too_late(self, name: str) -> LeaseReleased:
+        return LeaseReleased(
+            f"column {name!r} was read after release()", hint="take the views you need before release()"
+        )
+
+    def _compound(self, name: str) -> Any:
+        """A column that is neither numbers nor lists of them."""
+        column = self._lane.columns[name]
+        if column.kind is Kind.LIST_LIST:
+            return RaggedLists(
+                self._values(name), self._lengths(name), self._inner_lengths(name), self.valid(name)
+            )
+        return self._maps(name) if column.kind is Kind.MAP else self._texts(column)
+
+    def _texts(self, column: Column) -> list[Any]:
+        raw, valid = self._values(column.name).tobytes(), self.valid(column.name)
+        rows: list[Any] = _cut(raw, self._lengths(column.name))
+        if column.text:
+            rows = self._decoded(column.name, rows)
+        return (
+            rows
+            if valid is None
+            else [row if there else None for row, there in zip(rows, valid, strict=True)]
+        )
+
+    def _decoded(self, name: str, raw: list[bytes]) -> list[str]:
+        try:
+            return [each.decode() for each in raw]
+        except UnicodeDecodeError as wrong:
+            raise self._unreadable(name, f"is no text: {wrong}") from None
+
+    def _maps(self, name: str) -> list[dict[str, float]]:
+        keys = self._decoded(name, _cut(self._keys(name), self._inner_lengths(name)))
+        pairs = iter(zip(keys, self._values(name).tolist(), strict=True))
+        return [dict(next(pairs) for _ in range(count)) for count in self._lengths(name).tolist()]
+
+
+def _cut(raw: bytes, lengths: np.ndarray[Any, Any]) -> list[bytes]:
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    return [raw[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,0 +1,73 @@
+"""A record back to Atropos' ScoredDataGroup. Knows Atropos' words; imports nothing of it."""
+
+from typing import TYPE_CHECKING, Any
+
+from shmbridge.record.record import Ragged, RaggedLists
+from shmbridge.schema import Tag
+
+if TYPE_CHECKING:
+    from shmbridge.record.record import Record
+
+_LISTS = ("advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
+_STEPS = ("step_rewards", "step_ends")
+_JSON = ("messages", "overrides", "images", "group_overrides", "generation_params")
+
+
+def scored_data(record: "Record") -> dict[str, Any]:
+    """The group as upstream's HTTP path would deliver it: the same keys, null, [] and {} told apart; then
+    what that path loses: rewards of steps, and the unknown keys in `extra`.
+    """
+    group: dict[str, Any] = {"tokens": _rows(record["tokens"]), "masks": _masks(record)}
+    for name, source in (("scores", "score"), *((name, name) for name in (*_LISTS, *_STEPS))):
+        if record.tag(source) is not None:
+            group[name] = _value(record, source)
+    for name in _JSON:
+        if record.tag(name) is not None:
+            group[name] = record.json(name) if name in record else _empty(record, name)
+    if record.meta.env_id is not None:
+        group["env_id"] = record.meta.env_id
+    if "extra" in record:
+        extra = record.json("extra")
+        group.update(extra if isinstance(extra, dict) else {"extra": extra})
+    return group
+
+
+def _empty(record: "Record", name: str) -> Any:
+    """What stood in a column without values: null, [] or {}."""
+    tag = record.tag(name)
+    return [] if tag is Tag.EMPTY_LIST else {} if tag is Tag.EMPTY_MAP else None
+
+
+def _value(record: "Record", name: str) -> Any:
+    if name not in record:
+        return _empty(record, name)
+    column = record[name]
+    if isinstance(column, (Ragged, RaggedLists)):
+        return _rows(column)
+    valid = record.valid(name)
+    return [value if valid is None or valid[row] else None for row, value in enumerate(column.tolist())]
+
+
+def _rows(column: Ragged | RaggedLists) -> list[Any]:
+    rows: list[Any] = []
+    for row in range(len(column)):
+        there = column.valid is None or column.valid[row]
+        value = column[row]
+        rows.append(None if not there else _rows(value) if isinstance(value, Ragged) else value.tolist())
+    return rows
+
+
+def _masks(record: "Record") -> Any:
+    """masks as they came, or rebuilt: the token where trained, -100 elsewhere."""
+    if record.tag("masks") is not None:
+        return _value(record, "masks")
+    if "loss_mask" not in record:
+        return None
+    masks = _rows(record["loss_mask"])
+    pairs = zip(record["tokens"], masks, strict=False)
+    return [
+        None
+        if mask is None
+        else [token if on else -100 for token, on in zip(row.tolist(), mask, strict=False)]
+        for row, mask in pairs
+    ]

@@ -1,0 +1,1 @@
+"""Shared memory: segments, membership and sweeping, kernel locks, deaths, placement, limits, inventory."""

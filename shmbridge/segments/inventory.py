@@ -1,0 +1,222 @@
+"""What stands on the shared-memory mount: list_bridges() and clean().
+
+Looks from outside; never touches what is alive.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shmbridge._ext import header, versions
+from shmbridge._ext.versions import Versions
+from shmbridge.config import check_bridge_name
+from shmbridge.errors import ShmBridgeError, ShmPermission
+from shmbridge.segments import locks, membership, segment
+from shmbridge.segments.locks import Byte
+
+_OWN_LANE = re.compile(r"-([0-9a-f]{16})$")  # what a producer's id ends with
+
+
+@dataclass(frozen=True, slots=True)
+class LaneInfo:
+    """One lane as seen from outside.
+
+    `held` counts committed, un-released records, `dropped` those of them that its consumer has dropped
+    without release; `size_bytes` is the whole segment.
+
+    `released` is what its consumers have counted, `unaccounted` what the lane's slots show as released beyond
+    that: 0, but for one at most between a consumer's death and the next, unless a record was lost; None if
+    the lane was too busy to tell. `data_writable`: a reader maps its data so, for a GPU.
+    """
+
+    name: str
+    producer_id: str
+    env_name: str
+    pid: int
+    alive: bool
+    held: int
+    records: int
+    size_bytes: int
+    dropped: int = 0
+    released: int = 0
+    unaccounted: int | None = 0
+    data_writable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsInfo:
+    """The weights of a bridge as seen from outside.
+
+    `version` is None before the first, `writer_pid` when no writer is alive.
+    """
+
+    version: int | None
+    writer_pid: int | None
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BridgeInfo:
+    """One bridge as seen from outside.
+
+    `consumer_pid` is None when no consumer is alive; `policy_version` -1 before the first.
+
+    `weights` is None if no version of them was ever begun. `waiting` names the lanes that the living consumer
+    has no room for yet.
+    """
+
+    name: str
+    consumer_pid: int | None
+    participants: bool
+    policy_version: int
+    lanes: list[LaneInfo]
+    weights: WeightsInfo | None
+    waiting: list[str] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its lanes."""
+        return sum(lane.size_bytes for lane in self.lanes)
+
+
+@dataclass(slots=True)
+class CleanReport:
+    """What clean() removed (or would), what it kept and why, and the undelivered records that went or stay
+    with each lane.
+    """
+
+    dry_run: bool
+    removed: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+    undelivered: dict[str, int] = field(default_factory=dict)
+
+
+def list_bridges() -> list[BridgeInfo]:
+    """All bridges of this user's mount, by name. Never blocks, changes nothing."""
+    return [_bridge(name) for name in segment.bridges()]
+
+
+def unreleased(producers: Iterable[str]) -> dict[str, set[int]]:
+    """Sequences of each producer's committed, un-released records, by `producer_id`, on any bridge.
+
+    Never blocks, changes nothing.
+
+    Empty for a producer whose lane is gone. A producer is left out if nobody can tell: its lane cannot be
+    read, or its id names none.
+    """
+    own = {producer: match[1] for producer in producers if (match := _OWN_LANE.search(producer))}
+    try:
+        lanes = (
+            {lane.rpartition(".")[2]: lane for name in segment.bridges() for lane in segment.lane_names(name)}
+            if own
+            else {}
+        )
+    except OSError:  # no descriptor left, say
+        return {}
+    found = {
+        producer: set[int]() if lane not in lanes else _unreleased(lanes[lane])
+        for producer, lane in own.items()
+    }
+    return {producer: sequences for producer, sequences in found.items() if sequences is not None}
+
+
+def _unreleased(lane: str) -> set[int] | None:
+    try:
+        mapping = segment.open_mapping(lane, readonly=True)
+        return None if mapping is None else set(header.unreleased(mapping))
+    except (OSError, ShmBridgeError, header.LaneCorrupt):
+        return None
+
+
+def _bridge(name: str) -> BridgeInfo:
+    lanes = [lane for lane in map(_lane, segment.lane_names(name)) if lane is not None]
+    mapping = segment.open_mapping(segment.control_name(name), readonly=True, minimum=header.control_bytes)
+    if mapping is None:
+        return BridgeInfo(name, None, False, -1, lanes, _weights(name))
+    control = header.Control(mapping)
+    alive = locks.is_locked(mapping.fd, Byte.HUB)
+    participants = locks.is_locked(mapping.fd, Byte.PARTICIPANTS)
+    pid, waiting = control.hub_pid if alive else None, _waiting(lanes) if alive else []
+    return BridgeInfo(name, pid, participants, control.policy_version, lanes, _weights(name), waiting)
+
+
+def _waiting(lanes: list[LaneInfo]) -> list[str]:
+    """Lanes with a living producer or with records, which a consumer that reads others does not read."""
+    unread = [lane for lane in lanes if not _is_read(lane.name)]
+    return [lane.name for lane in unread if lane.alive or lane.held] if len(unread) < len(lanes) else []
+
+
+def _is_read(lane: str) -> bool:
+    mapping = segment.open_mapping(lane, readonly=True)
+    return mapping is not None and locks.is_locked(mapping.fd, Byte.READER)
+
+
+def _weights(bridge: str) -> WeightsInfo | None:
+    try:
+        mapping = segment.open_mapping(
+            segment.weights_name(bridge), readonly=True, minimum=versions.header_bytes
+        )
+    except ShmPermission:
+        return None
+    if mapping is None:
+        return None
+    found = Versions(mapping)
+    latest = found.latest if found.ready else None
+    writer = found.writer_pid if locks.is_locked(mapping.fd, Byte.WRITER) else None
+    return WeightsInfo(None if latest is None else latest[0], writer, mapping.size)
+
+
+def _lane(name: str) -> LaneInfo | None:
+    fate = membership.lane_fate(name)
+    if fate is None:
+        return None
+    info = fate.info or {"producer_id": "", "env_name": "", "pid": 0}
+    return LaneInfo(
+        name,
+        info["producer_id"],
+        info["env_name"],
+        info["pid"],
+        fate.alive,
+        fate.held,
+        fate.records,
+        fate.size,
+        fate.dropped,
+        fate.released,
+        fate.unaccounted,
+        fate.data_writable,
+    )
+
+
+def clean(bridge: str | None = None, dry_run: bool = True) -> CleanReport:
+    """Removes what no living process uses, undelivered records included; with `dry_run` only says what it
+    would remove.
+
+    Never blocks, never touches a live lane, or the control segment of a bridge that somebody takes part in.
+
+    Args:
+        bridge: one bridge, or None for all.
+        dry_run: look only.
+    """
+    report = CleanReport(dry_run)
+    for name in segment.bridges() if bridge is None else [check_bridge_name(bridge)]:
+        swept = membership.sweep(name, with_records=True, dry_run=dry_run)
+        report.removed += swept.removed
+        report.kept.update(swept.kept)
+        report.undelivered.update(swept.undelivered)
+        _forget_gateway(name, report)
+    return report
+
+
+def _forget_gateway(bridge: str, report: CleanReport) -> None:
+    """What a gateway keeps for its next start goes with the rest of a dead bridge, and only here: a restarted
+    gateway wants it.
+    """
+    folder = segment.gateway_directory(bridge)
+    if segment.stands_there(f"/{folder.name}") != "other":
+        return
+    if kept := segment.foreign_owner(f"/{folder.name}") or report.kept.get(segment.control_name(bridge)):
+        report.kept[f"/{folder.name}"] = kept
+        return
+    report.removed.append(f"/{folder.name}")
+    if not report.dry_run:
+        segment.remove_folder(folder)

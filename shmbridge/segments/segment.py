@@ -1,0 +1,422 @@
+"""Names and memory of segments: how they are called, created, reserved, opened and unlinked.
+
+Knows inodes and memory limits; who takes part in a bridge and what is dead of it is membership.py's.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import posix_ipc
+
+from shmbridge._ext import header
+from shmbridge._ext import mapping as mapping_module
+from shmbridge._ext.mapping import Descriptor, Mapping
+from shmbridge.config import check_bridge_name, format_size
+from shmbridge.errors import LayoutMismatch, ShmPermission, ShmTooSmall, ShmUnavailable
+from shmbridge.segments import locks, os_limits, placement
+from shmbridge.segments.locks import Byte
+
+log = logging.getLogger(__name__)
+
+MOUNT = Path("/dev/shm")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PREFIX = "shmbridge."
+_STEP_BYTES = 16 << 20
+_LEFT_ALONE_BYTES = 8 << 20
+_TURN_PREFIX = ".shmbridge-turn."
+_TURN_TIMEOUT_S = 10.0
+_LESS_WEIGHTS = "publish smaller types"
+_SEGMENT_NAME = re.compile(r"shmbridge\.([A-Za-z0-9_-]{1,48})\.(c|w|s|g|[le]\.[0-9a-f]{16})")
+
+
+def control_name(bridge: str) -> str:
+    """Name of the bridge's control segment."""
+    return f"/{_PREFIX}{check_bridge_name(bridge)}.c"
+
+
+def weights_name(bridge: str) -> str:
+    """Name of the bridge's weights segment."""
+    return f"/{_PREFIX}{check_bridge_name(bridge)}.w"
+
+
+def socket_directory(bridge: str) -> Path:
+    """Owner-only directory of the bridge's control socket, on the same mount."""
+    return MOUNT / f"{_PREFIX}{check_bridge_name(bridge)}.s"
+
+
+def gateway_directory(bridge: str) -> Path:
+    """Owner-only directory of what an HTTP gateway of the bridge wants to know after a restart, on the same
+    mount.
+    """
+    return MOUNT / f"{_PREFIX}{check_bridge_name(bridge)}.g"
+
+
+def engine_folder_prefix(bridge: str) -> str:
+    """What names of folders with weights for engines begin with, on the same mount."""
+    return f"{_PREFIX}{check_bridge_name(bridge)}.e."
+
+
+def lane_names(bridge: str) -> list[str]:
+    """Names of all lanes of the bridge that exist now, sorted."""
+    prefix = f"{_PREFIX}{check_bridge_name(bridge)}.l."
+    return sorted(
+        f"/{entry.name}"
+        for entry in _mount()
+        if entry.name.startswith(prefix) and entry.is_file(follow_symlinks=False)
+    )
+
+
+def mount_id() -> str:
+    """Tells this mount, as long as it stands, from those of other machines and containers; "" where nothing
+    can tell.
+    """
+    with contextlib.suppress(OSError):
+        return f"{_BOOT_ID.read_text().strip()}:{MOUNT.stat().st_dev}"
+    return ""
+
+
+def bridges() -> list[str]:
+    """Names of all bridges of which this user has anything on the mount, sorted."""
+    found = ((_SEGMENT_NAME.fullmatch(entry.name), entry) for entry in _mount())
+    fit = (
+        (match, entry)
+        for match, entry in found
+        if match and entry.is_dir(follow_symlinks=False) == (match[2][0] in "sge")
+    )
+    ours = {match[1] for match, entry in fit if _is_ours(entry)}
+    return sorted(ours)
+
+
+def _is_ours(entry: "os.DirEntry[str]") -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+    return False
+
+
+def _mount() -> list["os.DirEntry[str]"]:
+    """What stands on the mount; anybody may put anything there."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(MOUNT) as entries:
+        return list(entries)
+    return []
+
+
+def open_segment(name: str, flags: int = 0) -> Descriptor:
+    """A named segment, open; not inherited by exec nor by fork.
+
+    FileNotFoundError, FileExistsError, ShmPermission.
+    """
+    while True:
+        forks = mapping_module.forks()
+        file = _open_once(name, flags)
+        if mapping_module.forks() == forks:
+            return file
+        # A child forked in between may hold this open file, and with it any lock we take on it: not this one,
+        # then.
+        if flags & posix_ipc.O_EXCL:
+            unlink(file.fd, name)
+        file.close()
+
+
+def _open_once(name: str, flags: int) -> Descriptor:
+    try:
+        opened = posix_ipc.SharedMemory(name, flags, mode=0o600, size=0)
+    except posix_ipc.ExistentialError as missing:
+        if flags & posix_ipc.O_EXCL:
+            raise FileExistsError(name) from missing
+        if flags & posix_ipc.O_CREAT:
+            hint = "mount a tmpfs at /dev/shm, or share the host's: docker run --ipc=host"
+            raise ShmUnavailable(f"{MOUNT} is not there", hint=hint) from missing
+        raise FileNotFoundError(name) from missing
+    except posix_ipc.PermissionsError as denied:
+        raise _denied(name) from denied
+    except (ValueError, OSError) as wrong:
+        raise _cannot_open(name, wrong) from wrong
+    file = Descriptor(opened.fd)
+    owner = os.fstat(file.fd).st_uid
+    if owner == os.geteuid():
+        return file
+    file.close()  # root may open everything, and would lock the owner out with what it creates
+    raise _foreign(name, owner)
+
+
+def _cannot_open(name: str, wrong: ValueError | OSError) -> Exception:
+    if stands_there(name) == "other":
+        return LayoutMismatch(
+            f"{MOUNT}{name} is a directory, a link or the like, no segment", hint="remove it"
+        )
+    if isinstance(wrong, ValueError):
+        return wrong
+    if wrong.errno == errno.EROFS:
+        return ShmUnavailable(
+            f"{MOUNT} is mounted read-only", hint="mount it read-write: docker run -v /dev/shm:/dev/shm:rw"
+        )
+    if wrong.errno == errno.ENOSPC:
+        return _mount_too_small(0, f"segment {name}")
+    return os_limits.as_process_limit(wrong, f"segment {name}") or wrong
+
+
+def _denied(name: str) -> ShmPermission | ShmUnavailable:
+    try:
+        return _foreign(name, os.stat(MOUNT / name[1:]).st_uid)
+    except OSError:  # nobody's: it is the mount that this user may not write to
+        mode = os.stat(MOUNT).st_mode & 0o7777
+        return ShmUnavailable(
+            f"{MOUNT} has mode {mode:04o}: uid {os.geteuid()} may not create there",
+            hint="chmod 1777 /dev/shm",
+        )
+
+
+def _foreign(name: str, owner: int) -> ShmPermission:
+    return ShmPermission(
+        f"segment {name} belongs to uid {owner}, this process is uid {os.geteuid()}",
+        hint="run producers and consumer as the same user, or choose another bridge name",
+    )
+
+
+def stands_there(name: str) -> str:
+    """What the name leads to: "segment", "other" (a directory, a link), or "" for nothing."""
+    try:
+        mode = os.lstat(MOUNT / name[1:]).st_mode
+    except FileNotFoundError:
+        return ""
+    return "segment" if stat.S_ISREG(mode) else "other"
+
+
+def foreign_owner(name: str) -> str:
+    """Whose the name is, in words, if another user's; "" if it is ours, or nothing stands there.
+
+    Root could remove it all the same.
+    """
+    try:
+        owner = os.lstat(MOUNT / name[1:]).st_uid
+    except FileNotFoundError:
+        return ""
+    return "" if owner == os.geteuid() else f"belongs to uid {owner}"
+
+
+def still_named(fd: int, name: str) -> bool:
+    """Whether the name still leads to this open segment."""
+    try:
+        named = os.stat(MOUNT / name[1:])
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(fd)
+    return (named.st_dev, named.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def unlink(fd: int, name: str) -> bool:
+    """Removes the name if it still leads to `fd`; the caller holds the segment's lock.
+
+    False if it was gone already.
+    """
+    if not still_named(fd, name):
+        return False
+    with contextlib.suppress(posix_ipc.ExistentialError):
+        posix_ipc.unlink_shared_memory(name)
+        return True
+    return False
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder and what is in it, as far as that can be; follows no link.
+
+    Not by shutil.rmtree: interrupted by a signal handler that raises, that closes a descriptor twice.
+    """
+    with contextlib.suppress(OSError):
+        if path.is_symlink():
+            return
+        for each in map(path.joinpath, os.listdir(path)):
+            with contextlib.suppress(OSError):
+                if each.is_dir() and not each.is_symlink():
+                    remove_folder(each)
+                else:
+                    each.unlink()
+        path.rmdir()
+
+
+def reserve(fd: int, size: int, what: str, *, less: str = "lower lane_bytes") -> bool:
+    """Reserves every page of a segment now, so that too little memory is an error here and never a SIGBUS
+    later; whether in huge pages.
+
+    One process of the mount at a time, and it looks before each step at the memory that is left: the kernel
+    ends somebody when two find the last of it free. Raises ShmTooSmall, ProcessLimit.
+    """
+    with _one_at_a_time(), placement.near_the_gpu():
+        return _reserve(fd, size, what, less)
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Holds a lock on this user's own file, which ends with its holder.
+
+    Somebody stopped in here is waited for 10 s, not for ever.
+    """
+    how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        turn = Descriptor(os.open(MOUNT / f"{_TURN_PREFIX}{os.geteuid()}", how, 0o600))
+    except OSError:  # no file more fits, or somebody else has put something there
+        yield
+        return
+    deadline = time.monotonic() + _TURN_TIMEOUT_S
+    try:
+        # another user's could be held by him for ever
+        while os.fstat(turn.fd).st_uid == os.geteuid() and time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(turn.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.002)
+        yield
+    finally:
+        turn.close()
+
+
+def _reserve(fd: int, size: int, what: str, less: str) -> bool:
+    huge = size >= placement.HUGE_PAGE and placement.huge_pages_wanted()
+    _require_room(size, what, less)
+    for at in range(0, size, _STEP_BYTES):
+        room, whose = os_limits.memory_headroom()
+        if size - at + min(size, _LEFT_ALONE_BYTES) > room:
+            raise ShmTooSmall(
+                f"{what} needs {format_size(size - at)}{' more' if at else ''}, {whose} has "
+                f"{format_size(room)} left ({format_size(_LEFT_ALONE_BYTES)} of it for the processes "
+                "themselves)",
+                hint="give the container more memory (segments count as memory of who creates them), or "
+                f"{less}",
+            )
+        step = min(_STEP_BYTES, size - at)
+        huge = huge and (step < placement.HUGE_PAGE or placement.fill(fd, at, step))
+        try:
+            os.posix_fallocate(fd, at, step)
+        except OSError as full:
+            limit = os_limits.as_process_limit(full, what) if full.errno == errno.EFBIG else None
+            raise limit or _mount_too_small(size, what, less) from full
+    return huge
+
+
+def _require_room(size: int, what: str, less: str, freed: int = 0) -> None:
+    mount = os.statvfs(MOUNT)
+    if mount.f_blocks and size > mount.f_bavail * mount.f_frsize + freed:
+        raise _mount_too_small(size, what, less)
+
+
+def _mount_too_small(size: int, what: str, less: str = "lower lane_bytes") -> ShmTooSmall:
+    mount = os.statvfs(MOUNT)
+    if mount.f_files and not mount.f_favail:
+        return ShmTooSmall(
+            f"{what}: {MOUNT} has no inode left of {mount.f_files}",
+            hint="remove what is dead: shmbridge clean",
+        )
+    return ShmTooSmall(
+        f"{what} needs {format_size(size)}, {MOUNT} has {format_size(mount.f_bavail * mount.f_frsize)} free "
+        f"of {format_size(mount.f_blocks * mount.f_frsize)}",
+        hint=f"docker run --shm-size=16g (Kubernetes: emptyDir with medium Memory), or {less}",
+    )
+
+
+def map_segment(file: Descriptor, size: int, what: str, *, readonly: bool = False) -> Mapping:
+    """Maps a segment whole; the mapping keeps `file` open. Raises ProcessLimit."""
+    try:
+        return Mapping(file, size, readonly)
+    except OSError as wrong:
+        limit = os_limits.as_process_limit(wrong, f"{what} ({format_size(size)})")
+        if limit is None:
+            raise
+        raise limit from wrong
+
+
+def map_data_writable(lane: Mapping, name: str) -> None:
+    """Has a reader's mapping of a lane be writable, for a GPU that registers no other memory; logged, and
+    shown by inspect.
+
+    Idempotent.
+    """
+    if not lane.data_writable:
+        lane.make_writable()
+        locks.lock_shared(lane.fd, Byte.WRITABLE_DATA)
+        log.warning("lane %s is mapped writable here: this GPU registers no read-only memory", name)
+
+
+def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
+    """A new, locked, reserved, empty lane segment.
+
+    The caller formats it; until then it counts as dead to nobody but its locker.
+    """
+    while True:
+        name = f"/{_PREFIX}{check_bridge_name(bridge)}.l.{secrets.token_hex(8)}"
+        try:
+            file = open_segment(name, posix_ipc.O_CREX)
+        except FileExistsError:
+            continue
+        header.fault(b"segment.created")
+        try:
+            # A sweeper may take an unlocked, empty segment for the remains of a dead creator; then it is not
+            # ours any more.
+            if not (locks.lock_exclusive(file.fd, Byte.PRODUCER) and still_named(file.fd, name)):
+                file.close()
+                continue
+            header.fault(b"segment.locked")
+            huge = reserve(file.fd, size, f"a lane of bridge {bridge!r}")
+            header.fault(b"segment.reserved")
+            mapping = map_segment(file, size, f"a lane of bridge {bridge!r}")
+            placement.settle(mapping, huge)
+            return name, mapping
+        except BaseException:
+            unlink(file.fd, name)
+            file.close()
+            raise
+
+
+def require_room_for_weights(bridge: str, size: int, *, freed: int) -> None:
+    """ShmTooSmall if the mount has no room for a weights segment even once another one, of `freed` bytes, is
+    gone.
+
+    Reserves nothing.
+    """
+    _require_room(size, f"the weights segment of bridge {bridge!r}", _LESS_WEIGHTS, freed)
+
+
+def create_weights(bridge: str, size: int) -> Mapping | None:
+    """A new, writer-locked, reserved, empty weights segment; None if the name is taken."""
+    name = weights_name(bridge)
+    try:
+        file = open_segment(name, posix_ipc.O_CREX)
+    except FileExistsError:
+        return None
+    header.fault(b"weights.created")
+    try:
+        if not (locks.lock_exclusive(file.fd, Byte.WRITER) and still_named(file.fd, name)):
+            file.close()
+            return None
+        huge = reserve(file.fd, size, f"the weights segment of bridge {bridge!r}", less=_LESS_WEIGHTS)
+        mapping = map_segment(file, size, f"the weights segment of bridge {bridge!r}")
+        placement.settle(mapping, huge)
+        return mapping
+    except BaseException:
+        unlink(file.fd, name)
+        file.close()
+        raise
+
+
+def open_mapping(name: str, *, readonly: bool = False, minimum: int = 1) -> Mapping | None:
+    """Maps an existing segment whole; None if it is gone, no segment, or not yet as large as `minimum`."""
+    try:
+        file = open_segment(name)
+    except (FileNotFoundError, LayoutMismatch):
+        return None
+    try:
+        size = os.fstat(file.fd).st_size
+        if size >= minimum:
+            return map_segment(file, size, f"segment {name}", readonly=readonly)
+    except BaseException:
+        file.close()  # the error's frames keep it
+        raise
+    return None

@@ -1,0 +1,306 @@
+"""Readers of a bridge's weights: the newest complete version, held still under a lease, or copied and looked
+at again.
+
+Knows the readers' side of locks and words. A reader's death frees its slot; that of a writer leaves what is
+there.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+
+from shmbridge._ext import header, tensor_bytes, versions
+from shmbridge._ext.versions import Versions
+from shmbridge.errors import NotReady, WeightsMismatch
+from shmbridge.segments import locks, segment
+from shmbridge.segments.locks import Byte
+from shmbridge.weights.endpoint import WeightsEnd
+from shmbridge.weights.table import Array, TensorSpec, carrier, open_segment, read_table, view
+
+_RETRY_S = 0.0005
+_LOOK_S = 0.01  # for a segment that is not there yet
+_TICK_S = 0.25  # for another segment of the name, and for versions of a writer that died before it rang
+_TORN_COPIES = 2
+
+
+class WeightsLease:
+    """One version, held still.
+
+    `tensors` are read-only views, valid inside the `with` block only: copy them into the model there.
+
+    Never blocks, but `verify`. `dtypes` has the learner's words for types; bfloat16 and float8 come as uint16
+    and uint8 bits.
+    """
+
+    def __init__(
+        self, found: Versions, version: int, slot: int, table: list[TensorSpec], comparable_from: int
+    ) -> None:
+        self.version = version
+        self.specs = table
+        self.dtypes = {spec.name: spec.dtype for spec in table}
+        memory = memoryview(found.mapping).toreadonly()
+        self._mapping, self._base = found.mapping, found.slot_at(slot)
+        self.tensors: Mapping[str, Array] = {spec.name: view(memory, self._base, spec) for spec in table}
+        self._stamps, self._checksums = found.stamps(slot)
+        self._comparable_from = comparable_from
+
+    def changed_since(self, version: int) -> frozenset[str]:
+        """Names of the tensors that were given after that version; of all, if this cannot be said, as of a
+        version of another segment.
+        """
+        stamps = self._stamps.tolist()
+        if not self._comparable_from <= version <= self.version or not all(
+            0 < stamp <= self.version + 1 for stamp in stamps
+        ):
+            return frozenset(self.dtypes)
+        return frozenset(
+            spec.name for spec, stamp in zip(self.specs, stamps, strict=True) if stamp > version + 1
+        )
+
+    def verify(self) -> int:
+        """Compares every tensor that was published with `checksum=True` with its checksum; how many those
+        are.
+
+        Reads them: blocks.
+
+        Raises WeightsMismatch, which names the first that differs.
+        """
+        wanted = self._checksums.tolist()
+        for spec, known in zip(self.specs, wanted, strict=True):
+            if (
+                known
+                and tensor_bytes.checksum(self._mapping, self._base + spec.offset, spec.size_bytes) != known
+            ):
+                raise WeightsMismatch(
+                    f"tensor {spec.name!r} of weights version {self.version} is not what was published",
+                    hint="something overwrote shared memory: publish it again",
+                )
+        return sum(1 for known in wanted if known)
+
+
+class WeightsReader(WeightsEnd):
+    """Reads the newest weights of a bridge. Never waits for a writer to exist; follows one that is replaced.
+
+    For one thread.
+
+    All but `close` raise WeightsMismatch for a segment whose table cannot be what a writer wrote.
+    `late_wakes` counts versions that were found without a ring: 0 in a healthy run.
+    """
+
+    _called = "weights reader"
+
+    def __init__(self, bridge: str) -> None:
+        super().__init__(bridge)
+        self._table: list[TensorSpec] = []
+        self._segments = 0  # mapped so far; versions of earlier ones are not compared with
+        self._comparable_from = 0
+        self._told = 1  # of which of them `wait` or `lease` told last
+        self._holds: set[_Hold] = set()
+        self.late_wakes = 0
+
+    @property
+    def version(self) -> int | None:
+        """The newest complete version, None before the first. Never blocks."""
+        found = self._current()
+        latest = found.latest if found is not None else None
+        return None if latest is None else int(latest[0])
+
+    def _current(self) -> Versions | None:
+        """The mapped segment, mapped again if another took its name."""
+        self._require_open()
+        name = segment.weights_name(self.bridge)
+        if self._versions is not None and segment.still_named(self._versions.mapping.fd, name):
+            return self._versions
+        self._versions = None
+        if (found := open_segment(self.bridge)) is not None:
+            self._table = read_table(found, self.bridge)
+            self._versions = found
+            self._segments += 1
+            self._comparable_from = 0
+        return self._versions
+
+    def wait(self, after: int | None, timeout_s: float) -> int:
+        """Blocks until the newest version is another than `after`, which it returns; any version if `after`
+        is None.
+
+        The same number in another segment than the one told of last, by this or by `lease`, is another
+        version. Sleeps until the writer rings, with the GIL released. Raises NotReady after `timeout_s`
+        seconds.
+        """
+        if (latest := self._await(after, time.monotonic() + timeout_s)) is None:
+            newer = "" if after is None else f" but {after}"
+            raise NotReady(
+                f"no weights on bridge {self.bridge!r}{newer} within {timeout_s} s",
+                hint="does the learner still publish?",
+            )
+        return latest
+
+    def _await(self, after: int | None, deadline: float) -> int | None:
+        """As `wait`; None once the time is over."""
+        nobody_rang, slept_in = False, None
+        while True:
+            found = self._current()
+            seen = 0 if found is None else found.bell
+            latest = None if found is None else found.latest
+            if latest is not None and (latest[0] != after or self._told < self._segments):
+                self._told = self._segments
+                self.late_wakes += nobody_rang and found is slept_in
+                return int(latest[0])
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            if found is None:
+                time.sleep(min(left, _LOOK_S))
+            else:
+                slept_in = found
+                nobody_rang = found.wait_bell(seen, int(min(left, _TICK_S) * 1e9))
+
+    @contextmanager
+    def lease(self, *, version: int | None = None, timeout_s: float = 5.0) -> Iterator[WeightsLease]:
+        """Holds a version still for the `with` block: the newest, or the one that is asked for.
+
+        Blocks until there is a version, at most `timeout_s` seconds, then NotReady; at once if there are
+        others, and not the one asked for. A long lease makes the writer wait with its second next version;
+        while it lasts, whoever asks for that version has it.
+        """
+        hold = _Hold()
+        try:
+            found, held, slot = self._take(hold, version, time.monotonic() + timeout_s, timeout_s)
+            header.fault(b"weights.leased")
+            self._told = self._segments
+            comparable_from = self._comparable_from
+            # its versions may have the numbers of those before
+            if self._segments > 1 and not comparable_from:
+                self._comparable_from, comparable_from = held, held + 1
+            yield WeightsLease(found, held, slot, self._table, comparable_from)
+        finally:
+            try:
+                self._let_go(hold)
+            except BaseException:
+                # a signal's; in place, since it could come before a call of this had begun to try
+                self._let_go(hold)
+                raise
+
+    def _take(
+        self, hold: "_Hold", wanted: int | None, deadline: float, timeout_s: float
+    ) -> tuple[Versions, int, int]:
+        while (held := self._try_hold(hold, wanted)) is None:
+            if time.monotonic() > deadline:
+                if (newest := self.version) is not None:
+                    said = (
+                        f"version {newest} of the weights of bridge {self.bridge!r} is locked by its "
+                        f"writer, for more than {timeout_s} s"
+                    )
+                    raise NotReady(said, hint="look for a stopped learner: ps -eo pid,stat,cmd")
+                raise NotReady(
+                    f"no weights on bridge {self.bridge!r} within {timeout_s} s",
+                    hint="has the learner published a version?",
+                )
+            time.sleep(_RETRY_S)
+        return held
+
+    def _try_hold(self, hold: "_Hold", wanted: int | None) -> tuple[Versions, int, int] | None:
+        found = self._current()
+        latest = found.latest if found is not None else None
+        if found is None or latest is None:
+            return None
+        version, slot = latest
+        if wanted is not None:
+            if not (slots := [each for each in range(versions.slots) if found.holds(each, wanted)]):
+                raise NotReady(
+                    f"version {wanted} of the weights of bridge {self.bridge!r} was asked for, the segment "
+                    f"holds {version}",
+                    hint="ask for the newest version",
+                )
+            version, slot = wanted, slots[0]
+        # noted before it is so: wherever a signal's exception comes, it is let go
+        hold.found, hold.slot = found, slot
+        self._holds.add(hold)
+        if locks.lock_shared(found.mapping.fd, Byte.FIRST_SLOT + slot) and found.holds(slot, version):
+            return found, version, slot
+        self._let_go(hold)  # the writer came round in between
+        return None
+
+    def _let_go(self, hold: "_Hold") -> None:
+        """Ends one lease; its slot's lock goes with the last, since all of this reader are one to the kernel.
+
+        Idempotent.
+
+        Nothing in a child of fork, where the lease is the parent's.
+        """
+        self._holds.discard(hold)
+        others = [each for each in self._holds if each.found is hold.found and each.slot == hold.slot]
+        if (found := hold.found) is not None and not others and not found.mapping.forked:
+            locks.unlock(found.mapping.fd, Byte.FIRST_SLOT + hold.slot)
+
+    def copy(
+        self, into: Mapping[str, Array] | None = None, *, timeout_s: float = 5.0
+    ) -> tuple[int, dict[str, Array]]:
+        """Copies the newest version without keeping its writer from going on: copied, then looked at again;
+        (version, tensors by name).
+
+        Blocks for the copy, and until there is a version, at most `timeout_s` seconds, then NotReady. After
+        two copies in whose midst the writer came round, the third is taken under a lease.
+
+        Args:
+            into: writable arrays of an earlier copy, which are filled again and returned; torn if this
+                raises.
+            timeout_s: seconds.
+
+        Raises WeightsMismatch, which names the first tensor of `into` that does not fit.
+        """
+        deadline = time.monotonic() + timeout_s
+        for _ in range(_TORN_COPIES):
+            if self._await(None, deadline) is None:
+                break
+            found = self._current()
+            latest = None if found is None else found.latest
+            if found is None or latest is None:
+                continue
+            tensors = self._copy_slot(found, latest[1], into)
+            if found.held_throughout(latest[1], latest[0]):
+                return int(latest[0]), tensors
+        hold = _Hold()
+        try:
+            found, version, slot = self._take(hold, None, deadline, timeout_s)
+            return version, self._copy_slot(found, slot, into)
+        finally:
+            try:
+                self._let_go(hold)
+            except BaseException:
+                self._let_go(hold)
+                raise
+
+    def _copy_slot(self, found: Versions, slot: int, into: Mapping[str, Array] | None) -> dict[str, Array]:
+        base, copied = found.slot_at(slot), {}
+        for spec in self._table:
+            to = np.empty(spec.shape, carrier(spec.dtype)) if into is None else _fitting(into, spec)
+            if spec.size_bytes:
+                tensor_bytes.copy_out(found.mapping, base + spec.offset, to.reshape(-1).view(np.uint8))
+            copied[spec.name] = to
+        return copied
+
+
+class _Hold:
+    """What one lease holds, or is about to."""
+
+    found: Versions | None = None
+    slot = 0
+
+
+def _fitting(into: Mapping[str, Array], spec: TensorSpec) -> Array:
+    to = into.get(spec.name)
+    if (
+        to is None
+        or to.shape != spec.shape
+        or to.dtype != carrier(spec.dtype)
+        or not (to.flags.c_contiguous and to.flags.writeable)
+    ):
+        there = "nothing" if to is None else f"{to.dtype.name}{list(to.shape)}"
+        raise WeightsMismatch(
+            f"tensor {spec.name!r} {spec.dtype}{list(spec.shape)} is to be copied into {there}",
+            hint="give writable arrays in one piece, as an earlier copy() returned them",
+        )
+    return to

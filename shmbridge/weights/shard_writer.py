@@ -1,0 +1,125 @@
+"""Another process' part of a filling: a rank of a sharded learner writes its shards where the writer's ticket
+says.
+
+Knows tickets and the parts' lock; what is written is tensors.py's. Killed anywhere, it leaves bytes
+uncounted, and the writer does not commit.
+"""
+
+import time
+from typing import Any
+
+import msgspec
+
+from shmbridge._ext import header, versions
+from shmbridge._ext.versions import Versions
+from shmbridge.errors import FillingOver, WeightsMismatch
+from shmbridge.segments import locks
+from shmbridge.segments.locks import Byte
+from shmbridge.weights import tensors
+from shmbridge.weights.endpoint import WeightsEnd
+from shmbridge.weights.table import TensorSpec, open_segment, read_table
+from shmbridge.weights.tensors import Index
+
+_RETRY_S = 0.0005
+
+
+class _Ticket(msgspec.Struct, frozen=True):
+    """What `WeightsFilling.ticket` says."""
+
+    segment: str
+    filling: int
+    version: int
+
+
+class WeightsPart(WeightsEnd):
+    """Writes parts of the tensors of a filling that a WeightsWriter elsewhere has opened.
+
+    For one thread; a context manager.
+    """
+
+    _called = "part of the weights' writer"
+
+    def __init__(self, bridge: str) -> None:
+        super().__init__(bridge)
+        self._rows: dict[str, tuple[int, TensorSpec]] = {}
+
+    def write(self, ticket: Any, name: str, tensor: Any, index: Index | None = None) -> None:
+        """Copies a tensor, or the part of it that `index` names, into the version being filled.
+
+        Blocks for the copy.
+
+        Args:
+            ticket: what `WeightsFilling.ticket` was in the writer's process, also after a way through JSON.
+            name: of the tensor.
+            tensor: torch tensor or ndarray, of the shape of the part.
+            index: tuple of slices into the full tensor; None for all of it. Each element is written once, by
+                one process.
+
+        Raises:
+            FillingOver: the ticket's filling has ended, its writer is dead, or another one has begun; nothing
+                was written.
+            WeightsMismatch: name, type or shape differ from the writer's table; nothing was written.
+        """
+        self._require_open()
+        wanted = self._read(ticket)
+        found = self._attach(wanted)
+        if name not in self._rows:
+            raise WeightsMismatch(
+                f"the segment has no tensor {name!r}", hint="one bridge carries one model: use another bridge"
+            )
+        row, spec = self._rows[name]
+        source = tensors.as_source(name, tensor)
+        try:
+            self._hold(found, wanted)
+            header.fault(b"weights.part_locked")
+            if not found.lets_in(wanted.filling) or not locks.is_locked(found.mapping.fd, Byte.WRITER):
+                raise self._over(wanted)
+            base = found.slot_at(wanted.filling // 2 % versions.slots)
+            size = tensors.write(found.mapping, base, spec, source, index, going_round=found.slot_bytes)
+            header.fault(b"weights.part_written")
+            found.add_written(row, size)
+            header.fault(b"weights.part_counted")
+        finally:
+            try:
+                locks.unlock(found.mapping.fd, Byte.PARTS)
+            except BaseException:  # a signal's, which came just before
+                locks.unlock(found.mapping.fd, Byte.PARTS)
+                raise
+
+    def _read(self, ticket: Any) -> _Ticket:
+        try:
+            found = msgspec.convert(ticket, _Ticket)
+        except msgspec.ValidationError as wrong:
+            raise FillingOver(
+                f"{ticket!r} is no ticket of a filling: {wrong}", hint="hand on what filling.ticket is"
+            ) from None
+        if not 0 <= found.filling < 1 << 64:
+            raise FillingOver(f"{ticket!r} is no ticket of a filling", hint="hand on what filling.ticket is")
+        return found
+
+    def _attach(self, wanted: _Ticket) -> Versions:
+        """The ticket's segment, with its table."""
+        if self._versions is None or f"{self._versions.segment_id:016x}" != wanted.segment:
+            self._versions = None
+            found = open_segment(self.bridge)
+            if found is None or f"{found.segment_id:016x}" != wanted.segment:
+                raise self._over(wanted)
+            self._rows = {spec.name: (row, spec) for row, spec in enumerate(read_table(found, self.bridge))}
+            self._versions = found
+        return self._versions
+
+    def _hold(self, found: Versions, wanted: _Ticket) -> None:
+        """Takes the parts' lock with the others; the writer holds it alone for moments, before and after a
+        filling.
+        """
+        while not locks.lock_shared(found.mapping.fd, Byte.PARTS):
+            if not found.lets_in(wanted.filling):
+                raise self._over(wanted)
+            time.sleep(_RETRY_S)
+
+    def _over(self, wanted: _Ticket) -> FillingOver:
+        return FillingOver(
+            f"the filling of version {wanted.version} of the weights of bridge {self.bridge!r} is over, or "
+            "its writer is dead",
+            hint="wait for the writer's next ticket",
+        )

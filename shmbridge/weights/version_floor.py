@@ -1,0 +1,78 @@
+"""The floor under the versions of a bridge's weights: what stays of them, in the control segment, once their
+segment is replaced.
+
+Knows that word, and the lock under which it is raised; knows no tensors. Whoever dies at any line leaves the
+segment, or the floor.
+"""
+
+import contextlib
+import os
+
+from shmbridge._ext import header, versions
+from shmbridge._ext.header import Control
+from shmbridge._ext.versions import Versions
+from shmbridge.errors import LayoutMismatch
+from shmbridge.segments import locks, segment
+from shmbridge.segments.locks import Byte
+
+
+def floor(control: Control, bridge: str) -> int | None:
+    """The highest version of the segments that were replaced; None if none was.
+
+    LayoutMismatch for what no writer can have left.
+    """
+    version = control.weights_floor
+    if version >= versions.end:
+        raise LayoutMismatch(
+            f"the control segment of bridge {bridge!r} says that its weights had version {version}, none is "
+            f"above {versions.end - 1}",
+            hint="something overwrote it: end what uses the bridge and run: shmbridge clean <bridge> --yes",
+        )
+    return None if version < 0 else int(version)
+
+
+def require_above(version: int, last: int | None) -> None:
+    """ValueError unless the version is above the last one."""
+    if last is not None and version <= last:
+        raise ValueError(f"weights version {version} is not after {last}: versions of one bridge only rise")
+
+
+def keep(control: Control, found: Versions, bridge: str) -> None:
+    """Raises the floor to the newest version of a segment that has the name; the caller holds its writer's
+    lock.
+
+    LayoutMismatch as `floor`.
+
+    The segment may be remains: its version is what two words of the header agree on, whatever became of the
+    others.
+    """
+    floor(control, bridge)
+    if (latest := found.latest) is not None:
+        control.raise_weights_floor(latest[0])
+
+
+def remove_segment(control: Control, bridge: str, version: int, size: int) -> None:
+    """Removes the weights segment, or its remains, for one of `size` bytes that begins with `version`, if no
+    writer lives; its last version stays in the control segment.
+
+    Readers that map it keep it until they look again. Raises ValueError if it has that version or a later
+    one, ShmTooSmall if the mount has no room for the other even without it, LayoutMismatch as `floor`: the
+    segment stays then.
+    """
+    name = segment.weights_name(bridge)
+    with contextlib.suppress(FileNotFoundError):
+        file, mapping = segment.open_segment(name), None
+        try:
+            if os.fstat(file.fd).st_size >= versions.header_bytes:
+                mapping = segment.map_segment(file, versions.header_bytes, f"segment {name}", readonly=True)
+            if not (locks.lock_exclusive(file.fd, Byte.WRITER) and segment.still_named(file.fd, name)):
+                return
+            if mapping is not None:
+                keep(control, Versions(mapping), bridge)
+            require_above(version, floor(control, bridge))
+            segment.require_room_for_weights(bridge, size, freed=os.fstat(file.fd).st_size)
+            segment.unlink(file.fd, name)
+            header.fault(b"weights.removed")
+        finally:
+            locks.unlock(file.fd, Byte.WRITER)  # the error's frames keep the mapping, and that the lock
+            file.close()

@@ -1,0 +1,437 @@
+"""The one writer of a bridge's weights: fills the slot that is not newest, alone or with parts in other
+processes, then moves one word.
+
+Knows locks, slots and their order; how values get there is tensors.py's. Whoever dies at any line
+leaves the last complete version.
+"""
+
+import asyncio
+import logging
+import operator
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from shmbridge._ext import header, tensor_bytes, versions
+from shmbridge._ext.mapping import Mapping
+from shmbridge._ext.versions import Versions
+from shmbridge.errors import ConsumerTaken, FillingOver, WeightsBusy, WeightsMismatch
+from shmbridge.segments import locks, segment
+from shmbridge.segments.in_thread import to_its_end
+from shmbridge.segments.locks import Byte
+from shmbridge.weights import tensors as weights_tensors
+from shmbridge.weights import version_floor
+from shmbridge.weights.endpoint import WeightsEnd
+from shmbridge.weights.table import (
+    Spec,
+    TensorSpec,
+    as_specs,
+    create,
+    difference,
+    lay_out,
+    read_table,
+    segment_bytes,
+)
+from shmbridge.weights.tensors import Index
+
+_RETRY_S = 0.0005
+_ONE_MODEL = "one bridge carries one model: use another bridge"
+
+log = logging.getLogger(__name__)
+
+
+class WeightsWriter(WeightsEnd):
+    """The one writer of a bridge's weights. For one thread; a context manager.
+
+    Takes over the segment a dead writer left. Raises ConsumerTaken if another writer is alive, LayoutMismatch
+    if something overwrote the bridge's control segment.
+    """
+
+    _called = "weights writer"
+
+    def __init__(self, bridge: str) -> None:
+        super().__init__(bridge)
+        self._table: list[TensorSpec] = []
+        self._rows: dict[str, int] = {}
+        self._wrote_here = False
+        self._under_way: int | None = None  # the version that is being written
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self) -> None:
+        assert self._control is not None
+        version_floor.floor(self._control, self.bridge)
+        mapping = segment.open_mapping(segment.weights_name(self.bridge), minimum=versions.header_bytes)
+        if mapping is None:
+            return
+        if not locks.lock_after(lambda: Versions(mapping).writer_pid, mapping.fd, Byte.WRITER):
+            raise self._taken(mapping)
+        if not segment.still_named(mapping.fd, segment.weights_name(self.bridge)):
+            return  # another writer removed it just before; what this one publishes makes it again
+        found = Versions(mapping)
+        try:
+            if found.ready:
+                self._use(found, read_table(found, self.bridge))
+                found.enter(os.getpid())
+                return
+        except WeightsMismatch as remains:
+            log.warning("%s: they are made again", remains.message)
+        version_floor.keep(self._control, found, self.bridge)
+
+    def _taken(self, living: Mapping | None) -> ConsumerTaken:
+        pid = 0 if living is None else Versions(living).writer_pid
+        who = f": pid {pid}{' (this very process)' if pid == os.getpid() else ''}" if pid else ""
+        return ConsumerTaken(
+            f"the weights of bridge {self.bridge!r} have a living writer{who}",
+            hint="one learner writes weights, one of several ranks: end the other",
+        )
+
+    def _use(self, found: Versions, table: list[TensorSpec]) -> None:
+        self._versions, self._table = found, table
+        self._rows = {spec.name: row for row, spec in enumerate(table)}
+
+    @property
+    def last_version(self) -> int | None:
+        """The newest complete version, also an earlier writer's, and of another model whose segment is gone;
+        None if there was none.
+
+        Never blocks. LayoutMismatch if something overwrote the bridge's control segment.
+        """
+        self._require_open()
+        assert self._control is not None
+        floor = version_floor.floor(self._control, self.bridge)
+        latest = self._versions.latest if self._versions is not None else None
+        return floor if latest is None else max(int(latest[0]), -1 if floor is None else floor)
+
+    def publish(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Any]],
+        *,
+        changed_only: bool = False,
+        checksum: bool = False,
+        timeout_s: float = 30.0,
+    ) -> None:
+        """Copies the tensors into the free slot and makes them the newest version.
+
+        Blocks for the copy, and while a reader still holds the slot, at most `timeout_s` seconds.
+
+        Args:
+            version: policy version, above `last_version`.
+            tensors: (name, torch tensor or ndarray), in any order; names, dtypes and shapes stay the same
+                over versions. Each is copied when it comes, but for a writer's first version, before which
+                all are looked at.
+            changed_only: the tensors given are those that changed; all others keep the value of the last
+                version, whoever wrote it.
+            checksum: readers can `verify` the tensors given. Reads them once more.
+            timeout_s: seconds.
+
+        Raises:
+            WeightsMismatch: the tensors are not those of the table (names the first that differs); with
+                `changed_only`, that the segment has no version yet.
+            WeightsBusy: a reader held the slot for too long, or a part of an earlier filling is being
+                written; the last version stays.
+            ConsumerTaken: of two writers that began before any version was there the other was first.
+                FillingOver: this writer is writing one. ShmTooSmall: no room for a first version; that of
+                another model stays if not even its place would do.
+            ValueError: the version does not rise. LayoutMismatch: as `last_version`.
+        """
+        version = self._check(version)
+        if changed_only and (self._versions is None or self._versions.latest is None):
+            raise WeightsMismatch(
+                f"the weights of bridge {self.bridge!r} have no version yet",
+                hint="publish every tensor first",
+            )
+        tensors = weights_tensors.pairs(tensors)
+        if not (changed_only or self._wrote_here):
+            tensors = [(name, weights_tensors.on_host(name, tensor)) for name, tensor in tensors]
+            self._fit(version, [(name, *weights_tensors.kind(source)) for name, source in tensors])
+        found = self._segment()
+        slot, newest = self._slots()
+        with self._open(version, slot, timeout_s):
+            stamps, checksums = found.stamps(newest)
+            base, going_round = found.slot_at(slot), found.slot_bytes
+            for row, source in self._to_write(tensors, slot, newest, changed_only):
+                spec = self._table[row]
+                found.touch(slot, row)
+                if source is not None:
+                    weights_tensors.write(found.mapping, base, spec, source, going_round=going_round)
+                    stamps[row] = version + 1
+                    checksums[row] = (
+                        tensor_bytes.checksum(found.mapping, base + spec.offset, spec.size_bytes)
+                        if checksum
+                        else 0
+                    )
+                else:
+                    at = found.slot_at(newest) + spec.offset
+                    unchanged = memoryview(found.mapping)[at : at + spec.size_bytes]
+                    tensor_bytes.copy_in(found.mapping, base + spec.offset, unchanged, going_round)
+                header.fault(b"weights.tensor_written")
+            self._require_open()
+            found.commit(slot, version, stamps, checksums)
+
+    async def publish_async(self, version: int, tensors: Iterable[tuple[str, Any]], **more: Any) -> None:
+        """`publish` that never blocks the event loop, in which a reader of the version before the last can so
+        let go; arguments as there.
+
+        Awaited before the next call. The tensors are read until this is over; a cancellation comes then.
+        """
+        await to_its_end(self.publish, version, tensors, **more)
+
+    def _to_write(
+        self, tensors: Iterable[tuple[str, Any]], slot: int, newest: int, changed_only: bool
+    ) -> Iterator[tuple[int, Any]]:
+        """(row, source) of each tensor as it comes; then, of those not given, (row, None) if the slot has an
+        older value.
+        """
+        given: set[int] = set()
+        for name, tensor in tensors:
+            if (row := self._rows.get(name)) is None or row in given:
+                problem = "is not of them" if row is None else "comes twice"
+                raise WeightsMismatch(
+                    f"tensor {name!r} was given, the segment has {len(self._table)}: it {problem}",
+                    hint=_ONE_MODEL,
+                )
+            given.add(row)
+            yield row, weights_tensors.as_source(name, tensor)
+        if not changed_only:
+            if len(given) < len(self._table):
+                came = [
+                    (spec.name, spec.dtype, spec.shape)
+                    for row, spec in enumerate(self._table)
+                    if row in given
+                ]
+                raise WeightsMismatch(difference(self._table, came), hint=_ONE_MODEL)
+            return
+        here, there = self._segment().stamps(slot)[0], self._segment().stamps(newest)[0]
+        for row in np.flatnonzero((here != there) | (there == 0)).tolist():
+            if row not in given:
+                yield row, None
+
+    @contextmanager
+    def fill(
+        self, version: int, specs: Iterable[Spec], *, checksum: bool = False, timeout_s: float = 30.0
+    ) -> Iterator["WeightsFilling"]:
+        """A filling that several processes write, each its part: commits at the end of the `with` block,
+        nothing on an exception.
+
+        Blocks while a reader holds the slot, and at the end while a part is being written, at most
+        `timeout_s` seconds each.
+
+        Args:
+            version: policy version, above `last_version`.
+            specs: (name, dtype word, shape) of every tensor of the model, whole; in any order.
+            checksum: readers can `verify` the version. Reads it once more.
+            timeout_s: seconds.
+
+        Raises:
+            WeightsMismatch: as `publish`; at the end, that some tensor was not written whole, each element
+                once: a rank was killed.
+            WeightsBusy, ConsumerTaken, ShmTooSmall, FillingOver, ValueError, LayoutMismatch: as `publish`.
+        """
+        version = self._check(version)
+        self._fit(version, as_specs(specs))
+        found = self._segment()
+        slot, _ = self._slots()
+        with self._open(version, slot, timeout_s, with_parts=True) as word:
+            filling = WeightsFilling(found, self._table, version, slot, word)
+            try:
+                yield filling
+            finally:
+                filling.is_open = False
+                if not found.mapping.forked:
+                    found.end_filling()
+            self._require_open()
+            with self._no_part_writes(timeout_s):
+                self._require_whole(version)
+                stamps, checksums = (
+                    np.full(len(self._table), version + 1, np.uint64),
+                    np.zeros(len(self._table), np.uint64),
+                )
+                for row, spec in enumerate(self._table if checksum else ()):
+                    checksums[row] = tensor_bytes.checksum(
+                        found.mapping, found.slot_at(slot) + spec.offset, spec.size_bytes
+                    )
+                found.commit(slot, version, stamps, checksums)
+
+    def _check(self, version: int) -> int:
+        """The version, if it can be written now."""
+        self._require_open()
+        if self._under_way is not None:
+            raise FillingOver(
+                f"version {self._under_way} of the weights of bridge {self.bridge!r} is being filled by "
+                "this writer",
+                hint="leave its `with` block; a writer is for one thread",
+            )
+        version = operator.index(version)
+        version_floor.require_above(version, self.last_version)
+        if not 0 <= version < versions.end:
+            raise ValueError(f"weights version {version} is not from 0 to 2^60")
+        return version
+
+    def _segment(self) -> Versions:
+        assert self._versions is not None
+        return self._versions
+
+    def _slots(self) -> tuple[int, int]:
+        """The slot to be filled, and the newest, whatever that holds before the first version."""
+        latest = self._segment().latest
+        return (0, 1) if latest is None else ((latest[1] + 1) % versions.slots, latest[1])
+
+    def _fit(self, version: int, given: list[Spec]) -> None:
+        """Makes the segment for the first version; later ones must match it.
+
+        A dead writer's other model makes room for ours.
+
+        The floor is looked at again under the new segment's lock, which nobody raises it without: before,
+        another writer may have.
+        """
+        if self._versions is not None:
+            differs = difference(self._table, given)
+            if not differs:
+                # the tensors' iterator may have published
+                version_floor.require_above(version, self.last_version)
+                return
+            if self._wrote_here:
+                raise WeightsMismatch(differs, hint=_ONE_MODEL)
+        table, slot_bytes = lay_out(given, self.bridge)
+        if self._versions is not None:
+            locks.unlock(self._versions.mapping.fd, Byte.WRITER)
+            self._versions = None
+        assert self._control is not None
+        version_floor.remove_segment(self._control, self.bridge, version, segment_bytes(table, slot_bytes))
+        if (made := create(table, slot_bytes, self.bridge)) is None:
+            raise self._taken(
+                segment.open_mapping(segment.weights_name(self.bridge), minimum=versions.header_bytes)
+            )
+        self._use(made, table)
+        version_floor.require_above(version, self.last_version)
+        self._wrote_here = True
+
+    @contextmanager
+    def _open(self, version: int, slot: int, timeout_s: float, *, with_parts: bool = False) -> Iterator[int]:
+        """Holds the slot alone, no part being written into it; gives the filling's word.
+
+        With parts, every tensor is torn from here on.
+        """
+        found = self._segment()
+        self._hold(
+            Byte.FIRST_SLOT + slot,
+            timeout_s,
+            "a reader has held its slot",
+            "copy the tensors and leave the `with` block",
+        )
+        try:
+            self._under_way = version
+            with self._no_part_writes(timeout_s):
+                found.begin(slot)
+                word = found.next_filling(slot, with_parts)
+                for row in range(len(self._table) if with_parts else 0):
+                    found.touch(slot, row)
+            self._wrote_here = True
+            yield word
+        finally:
+            self._under_way = None
+            self._let_go(Byte.FIRST_SLOT + slot)
+            if not found.mapping.forked:
+                found.ring()  # whoever wakes wants the slot, and may keep this process off its CPU
+
+    @contextmanager
+    def _no_part_writes(self, timeout_s: float) -> Iterator[None]:
+        self._hold(
+            Byte.PARTS,
+            timeout_s,
+            "a rank has been writing its part of them",
+            "look for a stopped rank: ps -eo pid,stat,cmd",
+        )
+        try:
+            yield
+        finally:
+            self._let_go(Byte.PARTS)
+
+    def _let_go(self, byte: int) -> None:
+        """Gives a lock back; nothing in a child of fork, where it is the parent's."""
+        mapping = self._segment().mapping
+        if not mapping.forked:
+            locks.unlock(mapping.fd, byte)
+
+    def _hold(self, byte: int, timeout_s: float, who: str, hint: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not locks.lock_exclusive(self._segment().mapping.fd, byte):
+            if time.monotonic() > deadline:
+                if _in_event_loop():
+                    hint = (
+                        "await publish_async: who reads in this thread's event loop cannot let go while "
+                        "that is blocked; or "
+                    ) + hint
+                raise WeightsBusy(
+                    f"weights of bridge {self.bridge!r}: {who} for more than {timeout_s:g} s", hint=hint
+                )
+            time.sleep(_RETRY_S)
+
+    def _require_whole(self, version: int) -> None:
+        for spec, written in zip(self._table, self._segment().written.tolist(), strict=True):
+            if written != spec.size_bytes:
+                raise WeightsMismatch(
+                    f"version {version} of the weights of bridge {self.bridge!r} is not whole: "
+                    f"{written} of {spec.size_bytes} bytes of tensor {spec.name!r} were written",
+                    hint="every rank writes its part before the `with` block ends, each element once; was "
+                    "one killed?",
+                )
+
+    def _before_leaving(self) -> None:
+        if self._versions is not None:
+            locks.unlock(self._versions.mapping.fd, Byte.WRITER)
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+class WeightsFilling:
+    """One version while it is written. Made by `WeightsWriter.fill`; for the writer's thread.
+
+    `ticket` is a dict of plain values for the other processes' `WeightsPart.write`.
+    """
+
+    def __init__(self, found: Versions, table: list[TensorSpec], version: int, slot: int, word: int) -> None:
+        self.version = version
+        self.is_open = True
+        self.ticket: dict[str, Any] = {
+            "segment": f"{found.segment_id:016x}",
+            "filling": word,
+            "version": version,
+        }
+        self._found, self._base = found, found.slot_at(slot)
+        self._rows = {spec.name: (row, spec) for row, spec in enumerate(table)}
+
+    def write(self, name: str, tensor: Any, index: Index | None = None) -> None:
+        """Copies a tensor, or the part of it that `index` (a tuple of slices into the full tensor) names.
+
+        Blocks for the copy.
+
+        Raises WeightsMismatch if name, type or shape differ, FillingOver after the `with` block, and in a
+        child of fork.
+        """
+        if not self.is_open or self._found.mapping.forked:
+            over = f"the filling of weights version {self.version} is over, or the parent process'"
+            raise FillingOver(over, hint="begin the next with fill()")
+        if name not in self._rows:
+            raise WeightsMismatch(f"the segment has no tensor {name!r}", hint=_ONE_MODEL)
+        row, spec = self._rows[name]
+        source = weights_tensors.as_source(name, tensor)
+        size = weights_tensors.write(
+            self._found.mapping, self._base, spec, source, index, going_round=self._found.slot_bytes
+        )
+        self._found.add_written(row, size)
