@@ -10,7 +10,7 @@ RUN    := $(BIN)/python
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
 
 # For C files that stand alone; bash's own SECONDS is not taken.
-SAN := -std=gnu11 -g -O1 -Wall -Wno-unused-function -fno-sanitize-recover=undefined -I shmbridge/_ext
+SAN := -std=gnu11 -g -O1 -Wall -Wno-unused-function -fno-sanitize-recover=undefined -I shmbridge/_ext/c
 ifneq ($(origin SECONDS),command line)
 SECONDS :=
 endif
@@ -37,7 +37,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints-cpu.txt
 	touch $@
 
 # Extensions are rebuilt when their sources change.
-$(VENV)/.built: $(VENV)/.installed $(wildcard shmbridge/_ext/*.pyx shmbridge/_ext/*.pxd shmbridge/_ext/*.h shmbridge/_ext/*.c)
+$(VENV)/.built: $(VENV)/.installed $(wildcard shmbridge/_ext/*.pyx shmbridge/_ext/*.pxd shmbridge/_ext/c/*.h shmbridge/_ext/c/*.c)
 	$(RUN) setup.py --quiet build_ext --inplace
 	touch $@
 

@@ -25,8 +25,8 @@ def extension(name: str, *c_sources: str) -> Extension:
     return Extension(
         f"shmbridge._ext.{name}",
         [f"{EXT}/{name}.pyx", *c_sources],
-        include_dirs=[EXT, numpy.get_include()],
-        depends=glob(f"{EXT}/*.h") + glob(f"{EXT}/*.pxd"),
+        include_dirs=[f"{EXT}/c", numpy.get_include()],
+        depends=glob(f"{EXT}/c/*.h") + glob(f"{EXT}/*.pxd"),
         define_macros=[
             ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"),
             *([("SHMBRIDGE_FAULTS", "1")] if FAULTS else []),
@@ -55,7 +55,7 @@ class WithoutSuites(build_py):
 
 
 EXTENSIONS = [
-    extension("mapping", f"{EXT}/fork.c"),
+    extension("mapping", f"{EXT}/c/fork.c"),
     *map(extension, ("header", "ring", "record", "turns", "wait", "column", "pack", "plan", "quick")),
     *map(extension, ("blocks", "gather", "versions", "tensor_bytes", "limit", "row_check")),
 ]

@@ -1,6 +1,8 @@
-"""Memory for large arrays that is used again once nobody refers to it: pages that are there already cost nothing to touch.
+"""Memory for large arrays that is used again once nobody refers to it:
+pages that are there already cost nothing to touch.
 
-A fresh page costs many times what copying into it does. Knows sizes and references; knows nothing of what the arrays hold.
+A fresh page costs many times what copying into it does. Knows sizes and references;
+knows nothing of what the arrays hold.
 """
 
 cimport cython
@@ -53,7 +55,10 @@ cdef class Pool:
         self._forget(size)
 
     def empty(self, shape, dtype):
-        """An array with undefined values, as np.empty. Its memory comes back here with the last reference to it or to a view of it."""
+        """An array with undefined values, as np.empty.
+
+        Its memory comes back here with the last reference to it or to a view of it.
+        """
         cdef Block block
         cdef size_t size
         need = dtype.itemsize
@@ -75,8 +80,10 @@ cdef class Pool:
     cdef bint _take(self, Block block, size_t size) noexcept:
         """The smallest spare block that is large enough, and not far too large."""
         cdef Py_ssize_t i, best = -1
+        cdef bint fits
         for i in range(self._count):
-            if size <= self._spare[i].size <= 2 * size and (best < 0 or self._spare[i].size < self._spare[best].size):
+            fits = size <= self._spare[i].size <= 2 * size
+            if fits and (best < 0 or self._spare[i].size < self._spare[best].size):
                 best = i
         if best < 0:
             return False
@@ -106,7 +113,9 @@ cdef class Pool:
 
 @cython.no_gc  # in no cycle: it refers to its pool, which refers to nothing
 cdef class Block:
-    """Memory of one array. The array and all its views refer to this; it ends with the last of them, and only then is the memory spare."""
+    """Memory of one array. The array and all its views refer to this; it ends with the last of them,
+    and only then is the memory spare.
+    """
 
     cdef Pool pool
     cdef void* base

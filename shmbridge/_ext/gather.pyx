@@ -1,6 +1,8 @@
-"""Leased records as the arrays of one batch: sizes first, then every column copied in one pass that holds no GIL.
+"""Leased records as the arrays of one batch: sizes first,
+then every column copied in one pass that holds no GIL.
 
-Knows column tables and arrays, over the C core in gather.h; knows nothing of groups, layouts' names, text or maps. A Gather is for one thread.
+Knows column tables and arrays, over the C core in gather.h; knows nothing of groups, layouts' names,
+text or maps. A Gather is for one thread.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -13,7 +15,10 @@ cimport numpy as cnp
 
 import numpy as np
 
-from shmbridge._ext.layout cimport COLUMN_NAME_BYTES, KIND_LIST, KIND_LIST_LIST, KIND_SCALAR, MAX_COLUMNS, TAG_VALUES, column_def, directory_entry
+from shmbridge._ext.layout cimport (
+    COLUMN_NAME_BYTES, KIND_LIST, KIND_LIST_LIST, KIND_SCALAR, MAX_COLUMNS, TAG_VALUES, column_def,
+    directory_entry,
+)
 from shmbridge._ext.ring cimport Lease, LaneReader
 
 from shmbridge._ext.header import LaneCorrupt
@@ -41,7 +46,8 @@ cdef extern from "gather.h" nogil:
         uint32_t* inner
     const directory_entry* gather_find(const gather_record* record, int32_t number)
     const uint32_t* gather_lengths(const gather_record* record, uint32_t line)
-    int gather_total(const gather_record* records, uint64_t count, const gather_column* column, uint64_t* lists, uint64_t* values)
+    int gather_total(const gather_record* records, uint64_t count, const gather_column* column,
+                     uint64_t* lists, uint64_t* values)
     void gather_copy(const gather_record* records, uint64_t count, const gather_column* column)
     void gather_positions(const int32_t* lengths, uint64_t rows, uint64_t width, int32_t* to)
     enum:
@@ -62,9 +68,11 @@ cdef inline void* data_of(object array) noexcept:
 
 
 cdef class Gather:
-    """The rows of many records, about to be copied: `add` allocates a column's arrays, `copy` fills all of them at once.
+    """The rows of many records, about to be copied: `add` allocates a column's arrays,
+    `copy` fills all of them at once.
 
-    Holds the records' leases, whoever releases them, until close() or the end of a `with` block. One thread at a time.
+    Holds the records' leases, whoever releases them, until close()
+    or the end of a `with` block. One thread at a time.
     """
 
     cdef readonly object lengths      # int32[rows]: tokens of each row
@@ -74,7 +82,9 @@ cdef class Gather:
     cdef readonly Py_ssize_t tokens
     cdef readonly Py_ssize_t longest  # tokens of the longest row
     cdef readonly tuple shape         # of what has a value per token: (tokens,), or (rows, longest)
-    cdef readonly list uneven         # of each added column, in order: bool[rows], filled by `copy`; its rows are more, fewer or of another length
+    # of each added column, in order: bool[rows], filled by `copy`; its rows are more, fewer or of another
+    # length
+    cdef readonly list uneven
     cdef object _pool                 # a blocks.Pool, where large arrays come from
     cdef size_t _bytes                # of the arrays that were added
     cdef list _leases
@@ -87,7 +97,10 @@ cdef class Gather:
     cdef Py_ssize_t _added
 
     def __cinit__(self, list groups not None, bint padded, pool not None):
-        """`groups` is a list of lists of leases. BufferError for a lease that has ended, TooManyTokens beyond MOST_TOKENS."""
+        """`groups` is a list of lists of leases.
+
+        BufferError for a lease that has ended, TooManyTokens beyond MOST_TOKENS.
+        """
         cdef Py_ssize_t i, group
         cdef Lease lease
         self._pool = pool
@@ -149,11 +162,12 @@ cdef class Gather:
     cdef uint32_t _table_of(self, LaneReader reader) except? 0xFFFFFFFF:
         """Number of the reader's column table; lanes of one schema share one."""
         cdef LaneReader other
-        cdef uint32_t table
+        cdef uint32_t table, count
+        count = reader._reader.shape.column_count
         for table, other in enumerate(self._tables):
             if reader is other or (
-                reader._reader.shape.column_count == other._reader.shape.column_count and memcmp(
-                    reader._reader.columns, other._reader.columns, reader._reader.shape.column_count * sizeof(column_def)) == 0):
+                    count == other._reader.shape.column_count and
+                    memcmp(reader._reader.columns, other._reader.columns, count * sizeof(column_def)) == 0):
                 return table
         self._tables.append(reader)
         return len(self._tables) - 1
@@ -176,7 +190,9 @@ cdef class Gather:
                 i += 1
 
     def columns(self):
-        """(record, number in its lane's column table) of each column with values, where it is first seen; a name may come once per table."""
+        """(record, number in its lane's column table) of each column with values, where it is first seen;
+        a name may come once per table.
+        """
         cdef Py_ssize_t i
         cdef uint32_t at
         cdef const directory_entry* directory
@@ -193,11 +209,13 @@ cdef class Gather:
         return found
 
     def add(self, bytes name not None, int kind, dtype, *, bint per_record=False, bint per_token=False):
-        """Allocates a column's arrays, which `copy` fills: (present bool[rows], values, lengths, inner lengths); the last three or None.
+        """Allocates a column's arrays, which `copy` fills: (present bool[rows], values, lengths,
+        inner lengths); the last three or None.
 
-        With `per_token`, lists are values of `shape`, zero right of each row's end; a row of another length than its tokens is not present
-        and zero. Scalars have values (rows,), lists and lists of lists all rows' values and uint32 lengths; of other kinds there is only `present`.
-        LaneCorrupt where the lanes do not agree on the column; OverflowError if there are more values than any machine holds.
+        With `per_token`, lists are values of `shape`, zero right of each row's end; a row of another length
+        than its tokens is not present and zero. Scalars have values (rows,), lists and lists of lists all
+        rows' values and uint32 lengths; of other kinds there is only `present`. LaneCorrupt where the lanes
+        do not agree on the column; OverflowError if there are more values than any machine holds.
         """
         cdef gather_column* column
         cdef uint64_t lists = 0, count = 0
@@ -217,7 +235,8 @@ cdef class Gather:
         present, values, lengths, inner = np.empty(self.rows, BOOL), None, None, None
         if joined:
             if gather_total(self._records, len(self._leases), column, &lists, &count):
-                raise OverflowError(f"column {name.decode()}: its rows repeat, or are, more values than there is memory for")
+                raise OverflowError(
+                    f"column {name.decode()}: its rows repeat, or are, more values than there is memory for")
             values = self._pool.empty((count,), dtype)
         elif per_token:
             values = self._pool.empty(self.shape, dtype)
@@ -239,7 +258,10 @@ cdef class Gather:
         return present, values, lengths, inner
 
     cdef object _numbers(self, bytes name, int kind, uint32_t item, bint per_record):
-        """The column's number in each table, int32[tables], -1 where it is not. What is copied by them must be of this type in all."""
+        """The column's number in each table, int32[tables], -1 where it is not.
+
+        What is copied by them must be of this type in all.
+        """
         numbers = np.empty(len(self._tables), INT32)
         cdef int32_t* to = <int32_t*>data_of(numbers)
         cdef LaneReader reader
@@ -253,15 +275,17 @@ cdef class Gather:
                 if strncmp(each.name, PyBytes_AS_STRING(name), COLUMN_NAME_BYTES) != 0:
                     continue
                 first = each if first == NULL else first
-                if (each.kind != kind or each.item_bytes != item or ((each.flags & COLUMN_PER_RECORD) != 0) != per_record or
-                        each.dtype != first.dtype):
-                    raise LaneCorrupt(f"column {name.decode()} is not of one type in {len(self._tables)} column tables")
+                if (each.kind != kind or each.item_bytes != item or each.dtype != first.dtype or
+                        ((each.flags & COLUMN_PER_RECORD) != 0) != per_record):
+                    raise LaneCorrupt(
+                        f"column {name.decode()} is not of one type in {len(self._tables)} column tables")
                 to[table] = <int32_t>at
                 break
         return numbers
 
     def copy(self):
-        """Fills every array that was added. Copies without the GIL; what is null, absent or beyond a row's end is zero.
+        """Fills every array that was added. Copies without the GIL; what is null,
+        absent or beyond a row's end is zero.
 
         The pool keeps as much spare memory as two such batches have from now on.
         """
@@ -276,7 +300,9 @@ cdef class Gather:
 
 
 def positions(lengths not None, bint padded, pool not None):
-    """0, 1, 2, ... for each row of int32 `lengths`: int32, one row after another, or (rows, longest) with zeros on the right."""
+    """0, 1, 2, ... for each row of int32 `lengths`: int32, one row after another, or (rows,
+    longest) with zeros on the right.
+    """
     lengths = np.ascontiguousarray(lengths, np.int32)
     cdef uint64_t rows = len(lengths), longest = lengths.max(initial=0) if padded else 0
     to = pool.empty([rows, longest] if padded else [int(lengths.sum())], INT32)

@@ -1,4 +1,5 @@
-"""Identity and counters of a lane, and the words of a control segment: what others may read without taking part.
+"""Identity and counters of a lane, and the words of a control segment:
+what others may read without taking part.
 
 Knows bytes of headers; knows nothing of claims, leases or locks. The protocol itself is ring.pyx.
 """
@@ -8,14 +9,14 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from shmbridge._ext.atomics cimport (
-    load_acquire64, load_acquire_words, load_relaxed64, load_seq32, load_seq64, shm_u64, store_relaxed64, store_release64,
-    store_release_words, store_seq32, store_seq64,
+    load_acquire64, load_acquire_words, load_relaxed64, load_seq32, load_seq64, shm_u64, store_relaxed64,
+    store_release64, store_release_words, store_seq32, store_seq64,
 )
 from shmbridge._ext.faults cimport FAULTS_COMPILED, fault_hit
 from shmbridge._ext.futex cimport monotonic_ns, ring_bell
 from shmbridge._ext.layout cimport (
-    CONTROL_BYTES, CONTROL_MAGIC, DISCARD_REASONS, DROP_REASONS, LANE_MAGIC, LAYOUT_VERSION, MAX_COLUMNS, PAGE, column_def,
-    control_header, lane_header, slot,
+    CONTROL_BYTES, CONTROL_MAGIC, DISCARD_REASONS, DROP_REASONS, LANE_MAGIC, LAYOUT_VERSION, MAX_COLUMNS,
+    PAGE, column_def, control_header, lane_header, slot,
 )
 from shmbridge._ext.mapping cimport Mapping
 
@@ -51,9 +52,13 @@ def lane_geometry(uint64_t data_bytes, uint32_t slot_count):
     return shape.ring_at, shape.slots_at, shape.released_at, shape.data_at, shape.segment_bytes
 
 
-def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count, bytes columns not None, uint32_t column_count,
-                uint32_t pid, uint64_t pid_namespace, bytes producer_id not None, bytes env_name not None):
-    """Writes the header of an empty, locked, reserved lane segment; magic last. Called once, by its producer."""
+def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count, bytes columns not None,
+                uint32_t column_count, uint32_t pid, uint64_t pid_namespace, bytes producer_id not None,
+                bytes env_name not None):
+    """Writes the header of an empty, locked, reserved lane segment; magic last.
+
+    Called once, by its producer.
+    """
     cdef lane_header* header = <lane_header*>lane.base
     ring_at, slots_at, released_at, data_at, total = lane_geometry(data_bytes, slot_count)
     if lane.size < total or column_count > MAX_COLUMNS or len(columns) != column_count * sizeof(column_def):
@@ -64,10 +69,12 @@ def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count,
     header.created_ns = monotonic_ns()
     header.slot_count = slot_count
     header.column_count = column_count
-    header.ring_at, header.slots_at, header.released_at, header.data_at = ring_at, slots_at, released_at, data_at
+    header.ring_at, header.slots_at = ring_at, slots_at
+    header.released_at, header.data_at = released_at, data_at
     header.data_bytes = data_bytes
     header.segment_bytes = total
-    memcpy(header.producer_id, PyBytes_AS_STRING(producer_id), min(len(producer_id), sizeof(header.producer_id) - 1))
+    memcpy(header.producer_id, PyBytes_AS_STRING(producer_id),
+           min(len(producer_id), sizeof(header.producer_id) - 1))
     memcpy(header.env_name, PyBytes_AS_STRING(env_name), min(len(env_name), 127))
     memcpy(lane.base + PAGE, PyBytes_AS_STRING(columns), len(columns))
     fault_hit(b"lane.before_magic")
@@ -76,7 +83,10 @@ def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count,
 
 
 def read_lane(Mapping lane not None):
-    """What a lane's header says, as a dict; None while it has no magic. Copies; validates nothing but sizes."""
+    """What a lane's header says, as a dict; None while it has no magic.
+
+    Copies; validates nothing but sizes.
+    """
     cdef lane_header* header = <lane_header*>lane.base
     cdef uint64_t magic
     if lane.size < PAGE + MAX_COLUMNS * sizeof(column_def):
@@ -88,10 +98,12 @@ def read_lane(Mapping lane not None):
         raise LaneCorrupt(f"magic {magic:#x}, not a lane")
     count = min(header.column_count, MAX_COLUMNS)
     return {
-        "layout_version": header.layout_version, "pid": header.producer_pid, "pid_namespace": header.pid_namespace,
-        "created_ns": header.created_ns, "slot_count": header.slot_count, "data_bytes": header.data_bytes,
+        "layout_version": header.layout_version, "pid": header.producer_pid,
+        "pid_namespace": header.pid_namespace, "created_ns": header.created_ns,
+        "slot_count": header.slot_count, "data_bytes": header.data_bytes,
         "segment_bytes": header.segment_bytes,
-        "producer_id": header.producer_id[:sizeof(header.producer_id)].split(b"\0")[0].decode("utf-8", "replace"),
+        "producer_id": (
+            header.producer_id[:sizeof(header.producer_id)].split(b"\0")[0].decode("utf-8", "replace")),
         "env_name": header.env_name[:128].split(b"\0")[0].decode("utf-8", "replace"),
         "columns": PyBytes_FromStringAndSize(<char*>lane.base + PAGE, count * sizeof(column_def)),
     }
@@ -105,7 +117,8 @@ def lane_counters(Mapping lane not None):
     return {
         "tail": load_acquire64(&header.tail), "head": load_acquire64(&header.head),
         "bytes": load_relaxed64(&header.bytes_total), "tokens": load_relaxed64(&header.tokens_total),
-        "wait_ns": load_relaxed64(&header.wait_ns_total), "late_wakes": load_relaxed64(&header.late_wakes_total),
+        "wait_ns": load_relaxed64(&header.wait_ns_total),
+        "late_wakes": load_relaxed64(&header.late_wakes_total),
         "quarantined": load_relaxed64(&header.quarantined),
         "released": load_relaxed64(&header.released_total),
         "leases_dropped": load_relaxed64(&header.leases_dropped),
@@ -115,14 +128,17 @@ def lane_counters(Mapping lane not None):
 
 
 def undelivered(Mapping lane not None):
-    """Number of committed, un-released records of a lane nobody writes any more; 0 for one that never became ready."""
+    """Number of committed, un-released records of a lane nobody writes any more;
+    0 for one that never became ready.
+    """
     return len(unreleased(lane))
 
 
 def unreleased(Mapping lane not None):
     """Sequences of a lane's committed, un-released records, in no order; none of one that never became ready.
 
-    Of a lane in use: each record is in it that was committed before this call, and is not released while it runs.
+    Of a lane in use: each record is in it that was committed before this call,
+    and is not released while it runs.
     """
     cdef lane_header* header = <lane_header*>lane.base
     cdef uint64_t tail
@@ -147,11 +163,13 @@ def unreleased(Mapping lane not None):
 
 
 def releases(Mapping lane not None):
-    """Released records of a lane: (as its hub counted them, as its slots' own words show them); (0, 0) before it is ready.
+    """Released records of a lane: (as its hub counted them, as its slots' own words show them);
+    (0, 0) before it is ready.
 
-    What its slots show is None if in none of eight looks at all of them the lane stood still: it is busy, and the next call may tell.
-    The two are equal whenever nobody commits or releases; after a hub's death the count may be one behind until the next hub adopts the lane.
-    Anything else is a record that was lost, or released past the count. LaneCorrupt if the header cannot be true. Anyone, at any time.
+    What its slots show is None if in none of eight looks at all of them the lane stood still: it is busy, and
+    the next call may tell. The two are equal whenever nobody commits or releases; after a hub's death the
+    count may be one behind until the next hub adopts the lane. Anything else is a record that was lost, or
+    released past the count. LaneCorrupt if the header cannot be true. Anyone, at any time.
     """
     cdef lane_header* header = <lane_header*>lane.base
     cdef uint64_t tail, counted = 0
@@ -161,13 +179,17 @@ def releases(Mapping lane not None):
     for _ in range(LOOKS):  # what moves meanwhile is looked at again
         tail, counted = load_acquire64(&header.tail), load_relaxed64(&header.released_total)  # SYNC(commit)
         unreleased = undelivered(lane)
-        if counted == load_relaxed64(&header.released_total) and tail == load_acquire64(&header.tail):  # SYNC(commit)
+        # SYNC(commit)
+        if counted == load_relaxed64(&header.released_total) and tail == load_acquire64(&header.tail):
             return counted, tail - unreleased
     return counted, None
 
 
 cdef class Control:
-    """The words of a control segment. Setters are for the holder of the hub lock, but of `weights_floor`; getters for anyone; none blocks."""
+    """The words of a control segment.
+
+    Setters are for the holder of the hub lock, but of `weights_floor`; getters for anyone; none blocks.
+    """
 
     cdef readonly Mapping mapping
     cdef control_header* _words
@@ -218,14 +240,16 @@ cdef class Control:
             raise ValueError(f"{count} columns, at most {MAX_COLUMNS}")
         store_release64(&self.words().column_count, 0)  # SYNC(hub-columns)
         table = <shm_u64*>(self.mapping.base + PAGE)
-        store_release_words(table, PyBytes_AS_STRING(columns), count * sizeof(column_def) // 8)  # SYNC(hub-columns)
+        # SYNC(hub-columns)
+        store_release_words(table, PyBytes_AS_STRING(columns), count * sizeof(column_def) // 8)
         self.words().hub_pid, self.words().hub_pid_namespace = pid, pid_namespace
         store_seq32(&self.words().hub_sleeping, 0)
         store_relaxed64(&self.words().paused, 0)
         store_relaxed64(&self.words().draining, 0)
         epoch = load_relaxed64(&self.words().hub_epoch) + 1
         store_seq64(&self.words().hub_epoch, epoch)  # SYNC(epoch)
-        store_release64(&self.words().column_count, count)  # SYNC(hub-columns): after the epoch, so that an old count cannot pass for it
+        # SYNC(hub-columns): after the epoch, so that an old count cannot pass for it
+        store_release64(&self.words().column_count, count)
         return epoch
 
     @property
@@ -234,7 +258,8 @@ cdef class Control:
         epoch = self.hub_epoch
         count = load_acquire64(&self.words().column_count)  # SYNC(hub-columns)
         table = PyBytes_FromStringAndSize(NULL, min(count, MAX_COLUMNS) * sizeof(column_def))
-        load_acquire_words(PyBytes_AS_STRING(table), <shm_u64*>(self.mapping.base + PAGE), len(table) // 8)  # SYNC(hub-columns)
+        # SYNC(hub-columns)
+        load_acquire_words(PyBytes_AS_STRING(table), <shm_u64*>(self.mapping.base + PAGE), len(table) // 8)
         still = load_acquire64(&self.words().column_count) == count  # SYNC(hub-columns)
         return table if still and self.hub_epoch == epoch else b""
 
@@ -301,7 +326,10 @@ cdef class Control:
         return word - 1
 
     def raise_weights_floor(self, int64_t version):
-        """Stores the floor if it is lower. Under the writer's lock of the weights segment that has the name."""
+        """Stores the floor if it is lower.
+
+        Under the writer's lock of the weights segment that has the name.
+        """
         if load_acquire64(&self.words().weights_floor) < <uint64_t>version + 1:  # SYNC(weights-floor)
             store_release64(&self.words().weights_floor, <uint64_t>version + 1)  # SYNC(weights-floor)
         fault_hit(b"weights.floor_raised")

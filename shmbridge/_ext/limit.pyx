@@ -1,4 +1,7 @@
-"""The limit that measurements are held against, and the read of every byte that all contenders share. Knows nothing of the ring."""
+"""The limit that measurements are held against, and the read of every byte that all contenders share.
+
+Knows nothing of the ring.
+"""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint8_t, uint64_t
@@ -22,11 +25,15 @@ cnp.import_array()
 
 
 def touch(object buffer) -> int:
-    """Reads every byte of a contiguous buffer: the sum of its 8-byte words and of the bytes after them, modulo 2**64. Holds the GIL."""
+    """Reads every byte of a contiguous buffer: the sum of its 8-byte words and of the bytes after them,
+    modulo 2**64. Holds the GIL.
+    """
     cdef Py_buffer view
     cdef uint64_t total
-    if cnp.PyArray_Check(buffer) and cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>buffer):  # half the time of the buffer protocol
-        return sum_of_words(<const uint8_t*>cnp.PyArray_BYTES(<cnp.ndarray>buffer), cnp.PyArray_NBYTES(<cnp.ndarray>buffer))
+    # half the time of the buffer protocol
+    if cnp.PyArray_Check(buffer) and cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray>buffer):
+        return sum_of_words(<const uint8_t*>cnp.PyArray_BYTES(<cnp.ndarray>buffer),
+                            cnp.PyArray_NBYTES(<cnp.ndarray>buffer))
     PyObject_GetBuffer(buffer, &view, PyBUF_SIMPLE)
     total = sum_of_words(<const uint8_t*>view.buf, view.len)
     PyBuffer_Release(&view)
@@ -44,7 +51,10 @@ def segment_bytes(uint64_t lane_bytes, uint64_t record_bytes) -> int:
 
 
 cdef class Twin:
-    """One side of the limit over a shared, writable, zeroed segment. For one thread; write and read spin with the GIL released."""
+    """One side of the limit over a shared, writable, zeroed segment.
+
+    For one thread; write and read spin with the GIL released.
+    """
 
     cdef Py_buffer _segment
     cdef twin _it
@@ -52,11 +62,13 @@ cdef class Twin:
 
     def __init__(self, object segment, uint64_t lane_bytes, uint64_t record_bytes, bint past_cache=False):
         if record_bytes < 8 or record_bytes % 8 or lane_bytes // record_bytes < 2:
-            raise ValueError(f"records of {record_bytes} bytes in a lane of {lane_bytes}: whole 8-byte words, and room for two, are needed")
+            raise ValueError(f"records of {record_bytes} bytes in a lane of {lane_bytes}: "
+                             "whole 8-byte words, and room for two, are needed")
         PyObject_GetBuffer(segment, &self._segment, PyBUF_WRITABLE)
         self._open = True
         if <uint64_t>self._segment.len < segment_bytes(lane_bytes, record_bytes):
-            raise ValueError(f"the segment has {self._segment.len} bytes, {segment_bytes(lane_bytes, record_bytes)} are needed")
+            raise ValueError(f"the segment has {self._segment.len} bytes, "
+                             f"{segment_bytes(lane_bytes, record_bytes)} are needed")
         self._it.slots, self._it.record, self._it.position = lane_bytes // record_bytes, record_bytes, 0
         self._it.past_cache = past_cache
         self._it.flags = <twin_flag*>self._segment.buf
@@ -66,7 +78,10 @@ cdef class Twin:
         self.close()
 
     def write(self, object source, uint64_t count, double patience_s=30.0) -> None:
-        """Copies `count` records in, from those in `source` in turn. Spins; TimeoutError if the reader stands still for patience_s."""
+        """Copies `count` records in, from those in `source` in turn.
+
+        Spins; TimeoutError if the reader stands still for patience_s.
+        """
         cdef Py_buffer view
         cdef uint64_t done
         PyObject_GetBuffer(source, &view, PyBUF_SIMPLE)
@@ -74,14 +89,19 @@ cdef class Twin:
             if not self._open or view.len == 0 or view.len % self._it.record:
                 raise ValueError(f"{view.len} bytes are no whole records of {self._it.record}")
             with nogil:
-                done = twin_write(&self._it, <const uint8_t*>view.buf, view.len // self._it.record, count, patience_s)
+                done = twin_write(&self._it, <const uint8_t*>view.buf, view.len // self._it.record, count,
+                                  patience_s)
         finally:
             PyBuffer_Release(&view)
         if done < count:
-            raise TimeoutError(f"the reader took no record for {patience_s} s; {done} of {count} were written")
+            raise TimeoutError(
+                f"the reader took no record for {patience_s} s; {done} of {count} were written")
 
     def read(self, uint64_t count, double patience_s=30.0) -> int:
-        """Reads every byte of `count` records: the sum of their words. Spins; TimeoutError if the writer stands still for patience_s."""
+        """Reads every byte of `count` records: the sum of their words.
+
+        Spins; TimeoutError if the writer stands still for patience_s.
+        """
         cdef uint64_t done, total = 0
         if not self._open:
             raise ValueError("this side is closed")

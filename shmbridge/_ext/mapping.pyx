@@ -1,7 +1,9 @@
-"""One mapped segment and its descriptor, and in what pages it lies. Knows neither names nor what the bytes mean; shmbridge.segments.segment makes them.
+"""One mapped segment and its descriptor, and in what pages it lies. Knows neither names nor what the bytes
+mean; shmbridge.segments.segment makes them.
 
-The descriptor carries the segment's locks: a lock lasts as long as its Mapping. The kernel counts a mapping as a descriptor. So a process whose
-program closes all descriptors, as daemons do, keeps its locks; and close() frees none while the Mapping lives.
+The descriptor carries the segment's locks: a lock lasts as long as its Mapping. The kernel counts a mapping
+as a descriptor. So a process whose program closes all descriptors, as daemons do, keeps its locks; and
+close() frees none while the Mapping lives.
 """
 
 cimport cython
@@ -9,7 +11,8 @@ from cpython.buffer cimport PyBuffer_FillInfo
 from libc.errno cimport EMFILE, errno
 from libc.stdint cimport int64_t, uint8_t
 from posix.mman cimport (
-    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ, PROT_WRITE, mlock, mmap, munmap,
+    MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_READ,
+    PROT_WRITE, mlock, mmap, munmap,
 )
 from posix.types cimport off_t
 from posix.unistd cimport _SC_PAGESIZE, close, sysconf
@@ -49,9 +52,9 @@ def forks():
 cdef class Descriptor:
     """An open file that is closed once: by the first close(), or with the last reference.
 
-    A second close of a plain number may hit what another thread has opened meanwhile, and an interrupt makes clean-ups run twice. Owns `fd`
-    also if it raises. `kept_from_children`: every child of fork closes it before it runs any Python, so that no child keeps its locks;
-    OSError when 4096 are.
+    A second close of a plain number may hit what another thread has opened meanwhile, and an interrupt makes
+    clean-ups run twice. Owns `fd` also if it raises. `kept_from_children`: every child of fork closes it
+    before it runs any Python, so that no child keeps its locks; OSError when 4096 are.
     """
 
     def __cinit__(self, int fd, bint kept_from_children=True):
@@ -86,12 +89,15 @@ cdef class Descriptor:
 
 
 cdef void* map_aligned(int fd, size_t size, int protection, off_t at) noexcept nogil:
-    """mmap at an address that huge pages can be mapped at, if it is large enough for one; anywhere if address space is short."""
+    """mmap at an address that huge pages can be mapped at, if it is large enough for one;
+    anywhere if address space is short.
+    """
     cdef uint8_t* room
     cdef uint8_t* base
     cdef void* there
     if size >= HUGE_PAGE:
-        room = <uint8_t*>mmap(NULL, size + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+        room = <uint8_t*>mmap(
+            NULL, size + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
         if room != MAP_FAILED:
             base = <uint8_t*>((<size_t>room + HUGE_PAGE - 1) & ~(<size_t>HUGE_PAGE - 1))
             there = mmap(base, size, protection, MAP_SHARED | MAP_FIXED, fd, at)
@@ -107,11 +113,13 @@ cdef void* map_aligned(int fd, size_t size, int protection, off_t at) noexcept n
 
 
 def fill_with_huge_pages(int fd, size_t at, size_t size, int64_t most_ns):
-    """Has bytes `at` to `at + size` of a segment lie in huge pages, as far as whole ones go, and returns how many bytes do; both are multiples of
-    a huge page from the segment's start, but for the last bytes of a segment.
+    """Has bytes `at` to `at + size` of a segment lie in huge pages, as far as whole ones go, and returns how
+    many bytes do; both are multiples of a huge page from the segment's start, but for the last bytes of a
+    segment.
 
-    Best effort: ends at the first that the kernel refuses (before Linux 6.1 all), or that took more than `most_ns` of processor time to be found.
-    Memory that nobody has reserved yet is reserved by that. Blocks; releases the GIL.
+    Best effort: ends at the first that the kernel refuses (before Linux 6.1 all), or that took more than
+    `most_ns` of processor time to be found. Memory that nobody has reserved yet is reserved by that. Blocks;
+    releases the GIL.
     """
     cdef size_t whole = size & ~(<size_t>HUGE_PAGE - 1), done = 0
     cdef int64_t began
@@ -124,8 +132,10 @@ def fill_with_huge_pages(int fd, size_t at, size_t size, int64_t most_ns):
             madvise(base, whole, MADV_DONTFORK)
             while done < whole:
                 began = worked_ns()
-                # A huge page grows out of small ones. First the first: the segment is not to end behind a page that is not reserved.
-                if posix_fallocate(fd, at + done, 4096) or posix_fallocate(fd, at + done + HUGE_PAGE - 4096, 4096):
+                # A huge page grows out of small ones. First the first: the segment is not to end behind a
+                # page that is not reserved.
+                if (posix_fallocate(fd, at + done, 4096) or
+                        posix_fallocate(fd, at + done + HUGE_PAGE - 4096, 4096)):
                     break
                 if madvise(base + done, HUGE_PAGE, MADV_COLLAPSE):
                     break
@@ -137,7 +147,10 @@ def fill_with_huge_pages(int fd, size_t at, size_t size, int64_t most_ns):
 
 
 cdef class NodePreference:
-    """While it is entered, new memory of this thread comes from one NUMA node, if that has any. Does nothing where the kernel refuses."""
+    """While it is entered, new memory of this thread comes from one NUMA node, if that has any.
+
+    Does nothing where the kernel refuses.
+    """
 
     cdef node_choice _kept
     cdef int _node
@@ -159,7 +172,8 @@ cdef class NodePreference:
 cdef class Mapping:
     """A shared mapping of a whole segment, closed with the last reference.
 
-    Never blocks. Keeps `file` open. In a child of fork the mapping is gone and `alive()` is false: nothing may be touched.
+    Never blocks. Keeps `file` open. In a child of fork the mapping
+    is gone and `alive()` is false: nothing may be touched.
     """
 
     def __cinit__(self, Descriptor file not None, size_t size, bint readonly=False):
@@ -196,9 +210,11 @@ cdef class Mapping:
         return self._born != fork_generation()
 
     def protect(self, size_t at):
-        """Has the bytes from `at` on be readable only, here; a write there is a fault from now on, and no buffer is writable any more.
+        """Has the bytes from `at` on be readable only, here; a write there is a fault from now on,
+        and no buffer is writable any more.
 
-        `at` is rounded up to the system's page. OSError if the kernel refuses. Locks, forks and huge pages are as before.
+        `at` is rounded up to the system's page. OSError if the kernel refuses. Locks,
+        forks and huge pages are as before.
         """
         cdef size_t page = sysconf(_SC_PAGESIZE)
         at = (at + page - 1) // page * page
@@ -208,7 +224,9 @@ cdef class Mapping:
             self._readonly, self._protected = True, True
 
     def make_writable(self):
-        """Has all of it be writable here, for a device that registers no other memory; buffers stay as they are. OSError if the kernel refuses."""
+        """Has all of it be writable here, for a device that registers no other memory; buffers stay as they
+        are. OSError if the kernel refuses.
+        """
         if self.alive() and mprotect(self.base, self.size, PROT_READ | PROT_WRITE):
             raise OSError(errno, f"{self.size} bytes cannot be made writable")
         self._protected = False
@@ -219,13 +237,19 @@ cdef class Mapping:
         return not self._protected
 
     def populate(self):
-        """Has every page mapped now, so that no first write to it is a fault. Blocks; does nothing before Linux 5.14."""
+        """Has every page mapped now, so that no first write to it is a fault.
+
+        Blocks; does nothing before Linux 5.14.
+        """
         if self.alive():
             with nogil:
                 madvise(self.base, self.size, MADV_POPULATE_WRITE)
 
     def lock(self):
-        """Keeps the pages from being swapped out, if RLIMIT_MEMLOCK allows; returns whether it did. Blocks; maps every page."""
+        """Keeps the pages from being swapped out, if RLIMIT_MEMLOCK allows; returns whether it did.
+
+        Blocks; maps every page.
+        """
         cdef bint locked = False
         if self.alive():
             with nogil:

@@ -1,7 +1,9 @@
-"""What a leased record says: its metadata, and its columns as arrays over the lane's own memory, each by one call and without Python.
+"""What a leased record says: its metadata, and its columns as arrays over the lane's own memory,
+each by one call and without Python.
 
-Knows the private copy of a record's index, which index_check has passed, and what LaneReader.describe was told of the lane. Knows nothing of
-text, maps, Arrow, nor of errors' words: Record in shmbridge/record/record.py derives from LeasedRecord and says those.
+Knows the private copy of a record's index, which index_check has passed, and what LaneReader.describe was
+told of the lane. Knows nothing of text, maps, Arrow, nor of errors' words: Record in shmbridge/record/record.py
+derives from LeasedRecord and says those.
 """
 
 import numpy as np
@@ -15,12 +17,14 @@ from cpython.ref cimport Py_INCREF
 from cython.dataclasses cimport dataclass
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from shmbridge._ext.layout cimport ALIGNMENT, KIND_LIST, KIND_SCALAR, SLOT_EVAL, SLOT_UNEVEN, TAG_VALUES, directory_entry
+from shmbridge._ext.layout cimport (
+    ALIGNMENT, KIND_LIST, KIND_SCALAR, SLOT_EVAL, SLOT_UNEVEN, TAG_VALUES, directory_entry,
+)
 from shmbridge._ext.ring cimport Lease
 
 cdef extern from "numpy/arrayobject.h":
-    object PyArray_NewFromDescr(type subtype, cnp.dtype dtype, int dimensions, cnp.npy_intp* shape, cnp.npy_intp* strides, void* data, int flags,
-                                PyObject* like)
+    object PyArray_NewFromDescr(type subtype, cnp.dtype dtype, int dimensions, cnp.npy_intp* shape,
+                                cnp.npy_intp* strides, void* data, int flags, PyObject* like)
 
 cnp.import_array()
 cdef cnp.dtype UINT32 = cnp.PyArray_DescrFromType(cnp.NPY_UINT32)
@@ -47,7 +51,11 @@ cdef View view_of(Lease lease):
 
 
 class LaneArray(np.ndarray):
-    """A read-only view of a lane. NumPy keeps it read-only; what NumPy cannot tell others, who may write then, is refused: take to_torch() or copy()."""
+    """A read-only view of a lane.
+
+    NumPy keeps it read-only; what NumPy cannot tell others, who may write then, is refused: take to_torch()
+    or copy().
+    """
 
     __slots__ = ()
 
@@ -61,7 +69,8 @@ class LaneArray(np.ndarray):
         if copy:
             return np.array(self).__dlpack__(**how)
         if not self.flags.writeable:
-            raise BufferError("a view of a lane is read-only, and who takes it by DLPack could write: use its to_torch() or copy(), which copy")
+            raise BufferError("a view of a lane is read-only, and who takes it by DLPack could write: "
+                              "use its to_torch() or copy(), which copy")
         return self.view(np.ndarray).__dlpack__(copy=copy, **how)
 
     def __array_wrap__(self, array, context=None, return_scalar=False):
@@ -81,7 +90,8 @@ cdef object array_over(object keeper, cnp.dtype dtype, const void* at, uint64_t 
     """A read-only array of `count` values at `at`, which are there as long as `keeper` is."""
     cdef cnp.npy_intp shape = count
     Py_INCREF(dtype)  # the call keeps one
-    cdef object made = PyArray_NewFromDescr(LANE_ARRAY, dtype, 1, &shape, NULL, <void*>at, cnp.NPY_ARRAY_CARRAY_RO, NULL)
+    cdef object made = PyArray_NewFromDescr(
+        LANE_ARRAY, dtype, 1, &shape, NULL, <void*>at, cnp.NPY_ARRAY_CARRAY_RO, NULL)
     cnp.set_array_base(made, keeper)
     return made
 
@@ -99,8 +109,8 @@ cdef object nothing(cnp.dtype dtype):
 cdef class Ragged:
     """A list column of one record: flat values in place, and the length of each row.
 
-    `values` is a read-only view of the lane, valid as long as it is referenced, also after the record's release().
-    `lengths` is uint32[rows]. `valid` is bool[rows] where some rows are null, None where none is.
+    `values` is a read-only view of the lane, valid as long as it is referenced, also after the record's
+    release(). `lengths` is uint32[rows]. `valid` is bool[rows] where some rows are null, None where none is.
     """
 
     cdef readonly object values
@@ -118,7 +128,8 @@ cdef class Ragged:
     @property
     def lengths(self):
         if self._lengths is None:
-            self._lengths = array_over(self._index, UINT32, PyBytes_AS_STRING(self._index) + self._lengths_at, self._rows)
+            self._lengths = array_over(
+                self._index, UINT32, PyBytes_AS_STRING(self._index) + self._lengths_at, self._rows)
         return self._lengths
 
     @property
@@ -136,7 +147,8 @@ cdef class Ragged:
             self._offsets = np.concatenate(([0], np.cumsum(self._lengths, dtype=np.int64)))
         elif self._offsets is None:
             made = cnp.PyArray_SimpleNew(1, &shape, cnp.NPY_INT64)
-            offset, length = <int64_t*>cnp.PyArray_DATA(made), <const uint32_t*>(PyBytes_AS_STRING(self._index) + self._lengths_at)
+            offset = <int64_t*>cnp.PyArray_DATA(made)
+            length = <const uint32_t*>(PyBytes_AS_STRING(self._index) + self._lengths_at)
             offset[0] = 0
             for row in range(self._rows):
                 offset[row + 1] = offset[row] + length[row]
@@ -175,13 +187,17 @@ cdef class Ragged:
         return type(self), (self.values, self.lengths, self.valid)
 
     def __repr__(self):
-        return f"<Ragged {self.values.dtype}: {', '.join(map(str, list(self)[:8]))}{', …' if len(self) > 8 else ''}>"
+        shown = ", ".join(map(str, list(self)[:8]))
+        return f"<Ragged {self.values.dtype}: {shown}{', …' if len(self) > 8 else ''}>"
 
 
 @cython.final
 @dataclass(frozen=True)
 cdef class RecordMeta:
-    """Where a record came from and when. Times are CLOCK_MONOTONIC nanoseconds; versions are -1 where nobody stamped one."""
+    """Where a record came from and when.
+
+    Times are CLOCK_MONOTONIC nanoseconds; versions are -1 where nobody stamped one.
+    """
 
     cdef readonly str producer_id
     cdef readonly str env_name
@@ -223,7 +239,10 @@ cdef class LeasedRecord(Lease):
         return self._meta
 
     cdef const directory_entry* find(self, object name) except? NULL:
-        """The entry of a column; NULL if it has none. One that has values comes last (index_check), so the last one counts."""
+        """The entry of a column; NULL if it has none.
+
+        One that has values comes last (index_check), so the last one counts.
+        """
         cdef PyObject* number = PyDict_GetItemWithError(self.reader.numbers, name)
         cdef const directory_entry* entries = <const directory_entry*>PyBytes_AS_STRING(self.index)
         cdef uint32_t column, i = self.column_entries
@@ -250,7 +269,8 @@ cdef class LeasedRecord(Lease):
         return array_over(view_of(self), dtype, self._extent + entry.values_at * <uint64_t>ALIGNMENT, count)
 
     cdef object lengths(self, const directory_entry* entry):
-        return array_over(self.index, UINT32, PyBytes_AS_STRING(self.index) + entry.lengths_at * <uint64_t>ALIGNMENT, entry.entries)
+        cdef const char* at = PyBytes_AS_STRING(self.index) + entry.lengths_at * <uint64_t>ALIGNMENT
+        return array_over(self.index, UINT32, at, entry.entries)
 
     cdef object validity(self, const directory_entry* entry):
         """bool[entries], a copy; None where nothing is null."""
@@ -280,13 +300,14 @@ cdef class LeasedRecord(Lease):
         """Names of the columns that have values in this record."""
         cdef const directory_entry* entries = <const directory_entry*>PyBytes_AS_STRING(self.index)
         cdef uint32_t i
-        return [self.reader.names[entries[i].column] for i in range(self.column_entries) if entries[i].tag == TAG_VALUES]
+        return [self.reader.names[entries[i].column] for i in range(self.column_entries)
+                if entries[i].tag == TAG_VALUES]
 
     def __getitem__(self, name):
         """A column: Ragged (lists), RaggedLists, ndarray (rows,) of scalars, or a list of dict, str or bytes.
 
-        Raises KeyError if it is absent, RecordUnreadable for text that is none. Numbers are read-only views of the lane; dicts, str
-        and bytes are copies.
+        Raises KeyError if it is absent, RecordUnreadable for text that is none. Numbers are read-only views
+        of the lane; dicts, str and bytes are copies.
         """
         cdef const directory_entry* entry = self.find(name)
         cdef Ragged ragged
@@ -301,7 +322,8 @@ cdef class LeasedRecord(Lease):
             return self._compound(name)
         ragged = Ragged.__new__(Ragged)
         ragged.values, ragged.valid = self.values(entry), self.validity(entry)
-        ragged._index, ragged._lengths_at, ragged._rows = self.index, entry.lengths_at * <uint64_t>ALIGNMENT, entry.entries
+        ragged._index, ragged._rows = self.index, entry.entries
+        ragged._lengths_at = entry.lengths_at * <uint64_t>ALIGNMENT
         return ragged
 
     def valid(self, name):
@@ -309,9 +331,11 @@ cdef class LeasedRecord(Lease):
         return self.validity(self.there(name))
 
     def row_checks(self, name):
-        """uint64[rows], a copy: the check of each row's values (shmbridge.record.row_checks), 0 for a row without; None if the column has none.
+        """uint64[rows], a copy: the check of each row's values (shmbridge.record.row_checks), 0 for a row without;
+        None if the column has none.
 
-        A row that has not one value per token has a check, which is 0 here: no reader trains with such a row's values.
+        A row that has not one value per token has a check, which is 0 here:
+        no reader trains with such a row's values.
         """
         cdef const directory_entry* entry = self.find(name)
         cdef const directory_entry* tokens = self.find("tokens")
@@ -331,7 +355,8 @@ cdef class LeasedRecord(Lease):
         wanted = <const uint32_t*>(PyBytes_AS_STRING(self.index) + tokens.lengths_at * <uint64_t>ALIGNMENT)
         copy = cnp.PyArray_ZEROS(1, &shape, cnp.NPY_UINT64, 0)
         to = <uint64_t*>cnp.PyArray_DATA(<cnp.ndarray>copy)
-        if entry.entries == self.rows:  # else no row has the column: nobody knows which of its rows belongs to which trajectory
+        # else no row has the column: nobody knows which of its rows belongs to which trajectory
+        if entry.entries == self.rows:
             for row in range(self.rows):
                 if lengths[row] == wanted[row]:
                     to[row] = said[row]

@@ -19,8 +19,8 @@ cdef extern from "shape.h" nogil:
     int shape_read(const lane_header* header, uint64_t size, lane_shape* shape, complaint* why)
 
 cdef extern from "index.h" nogil:
-    int index_check(const uint8_t* index, const slot* body, const column_def* columns, uint32_t column_count, uint32_t tokens,
-                    complaint* why)
+    int index_check(const uint8_t* index, const slot* body, const column_def* columns, uint32_t column_count,
+                    uint32_t tokens, complaint* why)
 
 cdef extern from "lane_write.h" nogil:
     ctypedef struct lane_writer:
@@ -63,7 +63,8 @@ cdef extern from "lane_read.h" nogil:
     int lane_reader_open(lane_reader* reader, uint8_t* base, uint64_t size, complaint* why)
     void lane_reader_close(lane_reader* reader)
     int lane_adopt(lane_reader* reader, complaint* why)
-    int lane_look(const lane_reader* reader, uint32_t index, uint64_t sequence, lane_found* found, complaint* why)
+    int lane_look(const lane_reader* reader, uint32_t index, uint64_t sequence, lane_found* found,
+                  complaint* why)
     int lane_next(const lane_reader* reader, lane_found* found, complaint* why)
     int lane_hand_out(lane_reader* reader, const lane_found* found)
     void lane_put_back(lane_reader* reader, uint64_t sequence, uint32_t index, int again)
@@ -90,7 +91,8 @@ cdef class LaneWriter:
 
 
 cdef class Drops:
-    cdef readonly uint64_t returned  # leases lost before anybody had looked: their records are handed out again
+    # leases lost before anybody had looked: their records are handed out again
+    cdef readonly uint64_t returned
     cdef readonly uint64_t dropped   # leases lost after: their records stay un-released
     cdef bint unsaid                 # somebody is to be told of a first one
     cdef int _first_returned         # the Call that had handed it out, or NEVER, or TOLD
@@ -110,10 +112,12 @@ cdef class Claim:
 cdef class LaneReader:
     cdef readonly Mapping lane
     cdef public Drops drops          # None: nobody counts what is dropped
-    cdef object _keep                # what views hold on to through their lane: the control mapping with the hub lock
+    # what views hold on to through their lane: the control mapping with the hub lock
+    cdef object _keep
     cdef lane_reader _reader
     cdef public bint abandoned       # leases end without release: the next hub gets these records again
-    cdef public bint ranks_before    # a rank of an earlier hub may still read what is redelivered: its release is put off
+    # a rank of an earlier hub may still read what is redelivered: its release is put off
+    cdef public bint ranks_before
     cdef list _put_off               # (slot, generation, _discard_of of the lease)
     cdef readonly uint64_t held
     cdef readonly bint untrusted     # the lane is quarantined: nothing more is taken from it
@@ -133,7 +137,8 @@ cdef class LaneReader:
 cdef class RankReader(LaneReader):
     cdef set _looks                  # numbers of the leases that live; one record may be looked at twice
     cdef uint64_t _next_look
-    cdef dict _lost                  # number of a look whose lease is gone without release -> whether it was looked at
+    # number of a look whose lease is gone without release -> whether it was looked at
+    cdef dict _lost
 
 
 cdef class Lease:
@@ -158,7 +163,8 @@ cdef class Lease:
     cdef uint32_t _group_id_bytes
     cdef const uint8_t* _extent
     cdef uint32_t _exports
-    cdef public bint looked_at       # by whoever it was handed to: lost without release, it is not handed out as if nothing had been
+    # by whoever it was handed to: lost without release, it is not handed out as if nothing had been
+    cdef public bint looked_at
     cdef public uint8_t handed_out_by  # a Call
     cdef bint _released              # asked for; the lease ends with the last export
     cdef uint32_t _discard_of        # 1 + the reason for which it is discarded, 0: it is not

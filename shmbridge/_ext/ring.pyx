@@ -1,8 +1,9 @@
 """Claims and leases as Python objects, over the C core of the lane protocol (lane_write.h, lane_read.h).
 
-Knows lifetimes: who may touch a lane's memory, and until when. Knows nothing of headers' identity (header.pyx), names, locks, or Python values
-of columns. LaneWriter is for the lane's producer, LaneReader for the holder of the hub lock, RankReader for a learner rank; each for one thread
-at a time, except that a Lease may end on any thread.
+Knows lifetimes: who may touch a lane's memory, and until when. Knows nothing of headers' identity
+(header.pyx), names, locks, or Python values of columns. LaneWriter is for the lane's producer, LaneReader for
+the holder of the hub lock, RankReader for a learner rank; each for one thread at a time, except that a Lease
+may end on any thread.
 """
 
 cimport cython
@@ -16,7 +17,9 @@ from posix.time cimport clock_gettime, timespec
 from shmbridge._ext.atomics cimport load_acquire64, load_relaxed64, load_seq32, shm_u64, store_relaxed64
 from shmbridge._ext.faults cimport fault_hit
 from shmbridge._ext.futex cimport monotonic_ns, ring_bell
-from shmbridge._ext.layout cimport DISCARD_REASONS, DROP_REASONS, column_def, control_header, directory_entry, lane_header, slot
+from shmbridge._ext.layout cimport (
+    DISCARD_REASONS, DROP_REASONS, column_def, control_header, directory_entry, lane_header, slot,
+)
 from shmbridge._ext.mapping cimport Mapping
 
 from shmbridge._ext.header import LaneCorrupt
@@ -98,7 +101,9 @@ cdef class LaneWriter:
 
     @property
     def hindered(self) -> bool:
-        """Whether to look closer before a claim: it is time to, another is open, the lane is quarantined, the bridge draining or paused."""
+        """Whether to look closer before a claim: it is time to, another is open, the lane is quarantined,
+        the bridge draining or paused.
+        """
         return self.is_hindered()
 
     cdef bint is_hindered(self) noexcept:
@@ -112,7 +117,8 @@ cdef class LaneWriter:
 
     cdef int64_t policy_version(self) noexcept:
         """The newest the hub has announced, -1 before the first; the lane must be alive."""
-        return <int64_t>load_acquire64(&(<control_header*>self._control.base).policy_version) - 1  # SYNC(flags)
+        # SYNC(flags)
+        return <int64_t>load_acquire64(&(<control_header*>self._control.base).policy_version) - 1
 
     @property
     def claiming(self) -> bool:
@@ -139,8 +145,9 @@ cdef class LaneWriter:
         """Gives the open claim back, whosever it is; no shared word has been touched."""
         self.give_back(self._writer.claim_number)
 
-    def commit(self, *, uint32_t rows, uint32_t columns, uint32_t index_bytes, uint16_t group_id_bytes, uint16_t flags, uint64_t tokens,
-               int64_t min_policy_version, int64_t max_policy_version, int64_t t_created_ns, int32_t group_size, int32_t env_id):
+    def commit(self, *, uint32_t rows, uint32_t columns, uint32_t index_bytes, uint16_t group_id_bytes,
+               uint16_t flags, uint64_t tokens, int64_t min_policy_version, int64_t max_policy_version,
+               int64_t t_created_ns, int32_t group_size, int32_t env_id):
         """Publishes the open claim and returns its sequence."""
         cdef slot stamp
         stamp.min_policy_version, stamp.max_policy_version = min_policy_version, max_policy_version
@@ -155,14 +162,16 @@ cdef class LaneWriter:
         return lane_commit(&self._writer, stamp)
 
     def wait_space(self, int64_t timeout_ns):
-        """Sleeps until something was released since the last claim, the bell has rung since the last wait, or the timeout is over.
+        """Sleeps until something was released since the last claim, the
+        bell has rung since the last wait, or the timeout is over.
 
         Returns nanoseconds slept. Releases the GIL. A tick that finds work counts in `late_wakes`.
         """
         cdef int64_t slept
         if not self._lane.alive() or timeout_ns <= 0:
             return 0
-        lane_note_outstanding(&self._writer)  # the GIL is the lock: another thread may put while this one sleeps
+        # the GIL is the lock: another thread may put while this one sleeps
+        lane_note_outstanding(&self._writer)
         with nogil:
             slept = lane_wait_space(&self._writer, timeout_ns)
         return slept
@@ -204,9 +213,11 @@ cdef enum:
 
 
 cdef class Drops:
-    """Counts the leases that ended without a word, over all lanes of a hub or a rank, and keeps what is to be said of the first ones.
+    """Counts the leases that ended without a word, over all lanes of a hub or a rank,
+    and keeps what is to be said of the first ones.
 
-    Noted while an object is destroyed, so that nothing of Python may run: whoever takes the next record says it.
+    Noted while an object is destroyed, so that nothing of Python may run:
+    whoever takes the next record says it.
     """
 
     def __cinit__(self):
@@ -221,7 +232,9 @@ cdef class Drops:
             self._first_returned, self.unsaid = by, True
 
     def take_unsaid(self):
-        """What nobody was told yet: a list of (number of the Call that handed the record out, whether it was looked at); it is told now."""
+        """What nobody was told yet: a list of (number of the Call that handed the record out,
+        whether it was looked at); it is told now.
+        """
         self.unsaid = False
         unsaid = []
         if self._first_returned >= 0:
@@ -235,16 +248,21 @@ cdef class Drops:
 
 @cython.no_gc_clear  # a claim that ends while a cycle is collected needs the lane
 cdef class Claim:
-    """One claim of a lane, from `begin` to the end of its `with` block; it is published once or given back, whatever interrupts either.
+    """One claim of a lane, from `begin` to the end of its `with` block; it is published once or given back,
+    whatever interrupts either.
 
-    All in C: no interrupt comes between the entry of `__exit__` and its `try`, and the loss of the object ends its claim, and no other.
+    All in C: no interrupt comes between the entry of `__exit__` and its `try`,
+    and the loss of the object ends its claim, and no other.
     """
 
     def __cinit__(self, LaneWriter writer not None, *_):
         self._writer = writer
 
     def begin(self, uint64_t size):
-        """Reserves a slot and `size` bytes; False if the lane has no room now. ClaimLost if another claim is open."""
+        """Reserves a slot and `size` bytes; False if the lane has no room now.
+
+        ClaimLost if another claim is open.
+        """
         if not self._writer.begin(size):
             return False
         self._number = self._writer._writer.claim_number
@@ -253,7 +271,8 @@ cdef class Claim:
     @property
     def is_open(self) -> bool:
         """Whether it has begun, and was neither published nor given back."""
-        return self._number and self._writer._writer.claimed >= 0 and self._writer._writer.claim_number == self._number
+        return (self._number and self._writer._writer.claimed >= 0 and
+                self._writer._writer.claim_number == self._number)
 
     cdef uint8_t* memory_here(self) except NULL:
         return self._writer.claimed(self._number)
@@ -308,12 +327,15 @@ cdef class LaneReader:
         lane_reader_close(&self._reader)
 
     def describe(self, object about, bytes table not None, tuple names not None, tuple dtypes not None):
-        """What all records of the lane share, for LeasedRecord: `about` has producer_id and env_name; the columns' names and NumPy types, by number.
+        """What all records of the lane share, for LeasedRecord: `about` has producer_id and env_name; the
+        columns' names and NumPy types, by number.
 
-        `table` is the column table that these were read from. LaneCorrupt if the lane had another when this reader opened it.
+        `table` is the column table that these were read from. LaneCorrupt
+        if the lane had another when this reader opened it.
         """
         cdef uint32_t count = self._reader.shape.column_count
-        if len(table) != count * sizeof(column_def) or memcmp(PyBytes_AS_STRING(table), self._reader.columns, len(table)):
+        if (len(table) != count * sizeof(column_def) or
+                memcmp(PyBytes_AS_STRING(table), self._reader.columns, len(table))):
             raise LaneCorrupt("its column table has changed")
         if len(names) != count or len(dtypes) != count:
             raise ValueError(f"{len(names)} names and {len(dtypes)} types for {count} columns")
@@ -355,11 +377,15 @@ cdef class LaneReader:
 
     @property
     def quarantined(self) -> int:
-        """0 unless this hub or an earlier one has quarantined the lane; else how many records were given up with it, 1 at least."""
+        """0 unless this hub or an earlier one has quarantined the lane;
+        else how many records were given up with it, 1 at least.
+        """
         return load_relaxed64(&self._reader.header.quarantined) if self.lane.alive() else 0
 
     def has_room_for(self, uint64_t size):
-        """Whether a record of `size` bytes fits beside the committed, un-released ones: a free slot, and a gap in the data area."""
+        """Whether a record of `size` bytes fits beside the committed, un-released ones: a free slot,
+        and a gap in the data area.
+        """
         cdef uint64_t at = 0, generation, start, taken, data = self._reader.shape.data_bytes
         cdef uint32_t i
         extents = []
@@ -405,8 +431,8 @@ cdef class LaneReader:
         cdef const slot* body = &found.body
         cdef const uint8_t* extent = self._reader.data + body.extent_at
         index = PyBytes_FromStringAndSize(<const char*>extent, body.index_bytes)
-        if index_check(<const uint8_t*>PyBytes_AS_STRING(index), body, self._reader.columns, self._reader.shape.column_count,
-                       self._reader.tokens, &why):
+        if index_check(<const uint8_t*>PyBytes_AS_STRING(index), body, self._reader.columns,
+                       self._reader.shape.column_count, self._reader.tokens, &why):
             raise LaneCorrupt(why.text.decode())
         lease = <Lease>cls.__new__(cls)
         lease.reader, lease.index = self, index
@@ -434,14 +460,16 @@ cdef class LaneReader:
         return 0
 
     cdef void end_use(self, uint32_t index, uint64_t generation, uint32_t discard_of) noexcept:
-        """Releases, then counts the discard: a hub that is killed before its release has discarded nothing."""
+        """Releases, then counts the discard: a hub that is
+        killed before its release has discarded nothing.
+        """
         lane_release(&self._reader, index, generation)
         if discard_of:
             self.count_in_lane(discard_of - 1, 1)
 
     cdef void lose_lease(self, Lease lease) noexcept:
-        """The lease's object is gone, and nobody has released it. Looked at, the record stays un-released; else it is handed out next,
-        unless its lane has been quarantined meanwhile.
+        """The lease's object is gone, and nobody has released it. Looked at, the record stays un-released;
+        else it is handed out next, unless its lane has been quarantined meanwhile.
         """
         cdef bint stays = lease.looked_at or self.untrusted
         self.held -= 1
@@ -498,8 +526,9 @@ cdef class LaneReader:
             store_relaxed64(&words[reason], load_relaxed64(&words[reason]) + count)
 
     def quarantine(self, uint64_t count):
-        """Nothing of the lane is believed any more; `count` records, or as many as an earlier hub gave up, are never released. Done once:
-        one word says both: no thread, no handler and no later hub sees the half of it.
+        """Nothing of the lane is believed any more; `count` records, or as many as an earlier hub gave up,
+        are never released. Done once: one word says both: no thread, no handler and no later hub sees the
+        half of it.
         """
         if self.untrusted or not self.lane.alive():
             return
@@ -511,7 +540,10 @@ cdef class LaneReader:
 
 @cython.no_gc_clear
 cdef class RankReader(LaneReader):
-    """A learner rank's look at one lane: reads what a manifest names, writes nothing. Its leases end in this process only."""
+    """A learner rank's look at one lane: reads what a manifest names, writes nothing.
+
+    Its leases end in this process only.
+    """
 
     def __init__(self, Mapping lane not None, object keep):
         self._looks, self._lost = set(), {}  # nothing is adopted: that is for the hub
@@ -521,7 +553,9 @@ cdef class RankReader(LaneReader):
         return look in self._looks
 
     def lost(self, uint64_t look):
-        """None while the lease of that number lives or once it was released; else, whether its record was looked at."""
+        """None while the lease of that number lives or once it was released; else,
+        whether its record was looked at.
+        """
         return self._lost.get(look)
 
     def excuse(self, uint64_t look):
@@ -535,14 +569,18 @@ cdef class RankReader(LaneReader):
         self._lost.pop(look, None)
 
     def look(self, type cls, uint32_t index, uint64_t sequence, uint64_t generation, bint redelivered):
-        """The record that the hub said is in slot `index`, as an instance of `cls`. LaneCorrupt if another is there."""
+        """The record that the hub said is in slot `index`, as an instance of `cls`.
+
+        LaneCorrupt if another is there.
+        """
         cdef lane_found found
         cdef complaint why
         cdef Lease lease
         if lane_look(&self._reader, index, sequence, &found, &why):
             raise LaneCorrupt(why.text.decode())
         if found.generation != generation:
-            raise LaneCorrupt(f"slot {index} is in generation {found.generation}, the manifest says {generation}")
+            raise LaneCorrupt(
+                f"slot {index} is in generation {found.generation}, the manifest says {generation}")
         lease = self.lease(cls, &found)
         lease.redelivered, lease.look = redelivered, self._next_look
         self._looks.add(self._next_look)
@@ -568,8 +606,9 @@ cdef class RankReader(LaneReader):
 cdef class Lease:
     """One record held in place: its memory does not change until the lease ends.
 
-    It ends with the last of release() and the last view of its buffer; any thread may do either. Ending is one idempotent store. The loss of
-    the object releases nothing: see LaneReader.lose_lease. shmbridge.record.record.Record derives from it.
+    It ends with the last of release() and the last view of its buffer; any thread may do either. Ending is
+    one idempotent store. The loss of the object releases nothing: see LaneReader.lose_lease.
+    shmbridge.record.record.Record derives from it.
     """
 
     def __cinit__(self):
@@ -591,7 +630,10 @@ cdef class Lease:
             self._end()
 
     def discard(self, uint32_t reason):
-        """release() of a record that nobody is to train with: counted under `reason` when the lease ends. Not twice."""
+        """release() of a record that nobody is to train with: counted under `reason` when the lease ends.
+
+        Not twice.
+        """
         if reason >= DISCARD_REASONS:
             raise ValueError(f"discard reason {reason}, there are {DISCARD_REASONS}")
         if not self._released:

@@ -1,4 +1,7 @@
-"""Bytes of tensors into and out of a mapped segment, without the GIL, and their checksum. Knows places, not what lies there."""
+"""Bytes of tensors into and out of a mapped segment, without the GIL, and their checksum.
+
+Knows places, not what lies there.
+"""
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint8_t, uint64_t
@@ -30,7 +33,8 @@ cdef int _inside(Mapping mapping, uint64_t at, uint64_t size) except -1:
 def copy_in(Mapping mapping not None, uint64_t at, source not None, uint64_t going_round):
     """Copies the contiguous buffer `source` to byte `at` of the segment. Blocks, with the GIL released.
 
-    Past the cache if this place is written again only after `going_round` bytes, and those are more than the cache keeps.
+    Past the cache if this place is written again only after `going_round` bytes,
+    and those are more than the cache keeps.
     """
     cdef Py_buffer view
     cdef bint is_cold = going_round > FAR_OFF
@@ -45,7 +49,9 @@ def copy_in(Mapping mapping not None, uint64_t at, source not None, uint64_t goi
 
 
 def copy_out(Mapping mapping not None, uint64_t at, to not None):
-    """Fills the contiguous, writable buffer `to` from byte `at` of the segment on, which others may be writing. Blocks, with the GIL released."""
+    """Fills the contiguous, writable buffer `to` from byte `at` of the segment on, which others may be
+    writing. Blocks, with the GIL released.
+    """
     cdef Py_buffer view
     PyObject_GetBuffer(to, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
     try:

@@ -1,6 +1,8 @@
-"""The lanes of a hub in turn: one record of each, then the next of each. Knows readers; which lanes there are, and why, is lanes.py's.
+"""The lanes of a hub in turn: one record of each, then the next of each. Knows readers;
+which lanes there are, and why, is lanes.py's.
 
-Taking is for the hub's thread. The death watch's thread adds and removes lanes meanwhile: between two records at most, since the GIL is held.
+Taking is for the hub's thread. The death watch's thread adds and removes lanes meanwhile:
+between two records at most, since the GIL is held.
 """
 
 from libc.stdint cimport uint8_t, uint32_t
@@ -16,8 +18,9 @@ from shmbridge._ext.header import LaneCorrupt
 cdef class Turns:
     """Takes records of type `cls` from many lanes, fairly. Never blocks.
 
-    A lane whose words cannot be true is told to `on_corrupt(reader, why)` at once, and left out from then on. Before the next record is
-    taken, `on_lost(call, looked_at)` hears of a first lease that ended without a word; what it raises comes from there.
+    A lane whose words cannot be true is told to `on_corrupt(reader, why)` at once, and left out from then on.
+    Before the next record is taken, `on_lost(call, looked_at)` hears of a first lease that ended without a
+    word; what it raises comes from there.
     """
 
     cdef type _cls
@@ -31,7 +34,8 @@ cdef class Turns:
     cdef public uint32_t arrivals    # of the bridge, before its lanes were listed
     cdef public bint ending          # nothing is taken any more: close() is owed
 
-    def __init__(self, type cls not None, Mapping control not None, on_corrupt, uint32_t arrivals, on_lost=None):
+    def __init__(self, type cls not None, Mapping control not None, on_corrupt, uint32_t arrivals,
+                 on_lost=None):
         self.drops, self._on_lost = Drops(), on_lost
         self._cls, self._control, self._on_corrupt, self.arrivals = cls, control, on_corrupt, arrivals
         self._words, self._readers = <control_header*>control.base, []
@@ -72,7 +76,8 @@ cdef class Turns:
         return self._control is not None and self._control.alive()
 
     cdef bint may_take(self, bint anyway):
-        return not self.ending and self.is_open() and (anyway or load_seq32(&self._words.arrivals) == self.arrivals)  # SYNC(bell)
+        return (not self.ending and self.is_open() and
+                (anyway or load_seq32(&self._words.arrivals) == self.arrivals))  # SYNC(bell)
 
     def say_lost(self):
         """Tells `on_lost` what it was not told yet."""
@@ -101,13 +106,20 @@ cdef class Turns:
         return None
 
     def take(self, bint anyway=False, uint8_t by=0):
-        """The next record, for the Call `by`. None if there is none, if this is closed or belongs to the process before fork, or, unless `anyway`, if lanes have arrived."""
+        """The next record, for the Call `by`.
+
+        None if there is none, if this is closed or belongs to the process before fork, or, unless `anyway`,
+        if lanes have arrived.
+        """
         if self.drops.unsaid:
             self.say_lost()
         return self.next(by) if self.may_take(anyway) else None
 
     def poll(self, Py_ssize_t most, bint anyway=False, uint8_t by=1):
-        """A list of up to `most` records, by the same rules. Once there are some, no want of memory for more loses them."""
+        """A list of up to `most` records, by the same rules.
+
+        Once there are some, no want of memory for more loses them.
+        """
         cdef list records = []
         if self.drops.unsaid:
             self.say_lost()

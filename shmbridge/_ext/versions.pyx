@@ -1,4 +1,6 @@
-"""The shared words of a weights segment: which slot holds the newest complete version, and how far a filling is. Knows no tensors and no locks."""
+"""The shared words of a weights segment: which slot holds the newest complete version,
+and how far a filling is. Knows no tensors and no locks.
+"""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 cimport numpy as cnp
@@ -6,7 +8,8 @@ cimport numpy as cnp
 import numpy as np
 
 from shmbridge._ext.atomics cimport (
-    add_seq64, load_acquire64, load_acquire_words, load_seq32, load_seq64, shm_u64, store_release64, store_release_words, store_seq64,
+    add_seq64, load_acquire64, load_acquire_words, load_seq32, load_seq64, shm_u64, store_release64,
+    store_release_words, store_seq64,
 )
 from shmbridge._ext.faults cimport fault_hit
 from shmbridge._ext.futex cimport futex_wait, ring_bell
@@ -43,14 +46,16 @@ def data_place(uint64_t table_bytes, uint64_t tensors):
 
 
 cdef class Versions:
-    """Header and words of a mapped weights segment. Setters are for the holder of the writer's lock, `add_written` is its parts'.
+    """Header and words of a mapped weights segment. Setters are for the holder of the writer's lock,
+    `add_written` is its parts'.
 
     Nothing blocks but `wait_bell`.
     """
 
     cdef readonly Mapping mapping
     cdef weights_header* _header
-    cdef uint64_t _table_bytes, _tensors, _data_at, _slot_bytes  # our own copies: what is computed with was checked
+    # our own copies: what is computed with was checked
+    cdef uint64_t _table_bytes, _tensors, _data_at, _slot_bytes
     cdef shm_u64* _words
 
     def __cinit__(self, Mapping mapping not None):
@@ -59,16 +64,20 @@ cdef class Versions:
         self.mapping = mapping
         self._header = <weights_header*>mapping.base
 
-    cdef void _keep(self, uint64_t table_bytes, uint64_t tensors, uint64_t data_at, uint64_t slot_bytes) noexcept:
-        self._table_bytes, self._tensors, self._data_at, self._slot_bytes = table_bytes, tensors, data_at, slot_bytes
+    cdef void _keep(self, uint64_t table_bytes, uint64_t tensors, uint64_t data_at,
+                    uint64_t slot_bytes) noexcept:
+        self._table_bytes, self._tensors = table_bytes, tensors
+        self._data_at, self._slot_bytes = data_at, slot_bytes
         self._words = <shm_u64*>(self.mapping.base + _words_at(table_bytes))
 
-    def format(self, uint32_t pid, bytes table not None, uint64_t tensors, uint64_t slot_bytes, uint64_t segment_id):
+    def format(self, uint32_t pid, bytes table not None, uint64_t tensors, uint64_t slot_bytes,
+               uint64_t segment_id):
         """Makes an empty segment a weights segment; magic last."""
         self._keep(len(table), tensors, data_place(len(table), tensors), slot_bytes)
         self._header.layout_version, self._header.writer_pid = LAYOUT_VERSION, pid
-        self._header.table_bytes, self._header.data_at, self._header.slot_bytes = self._table_bytes, self._data_at, slot_bytes
-        self._header.tensors, self._header.words_at, self._header.segment_id = tensors, _words_at(self._table_bytes), segment_id
+        self._header.table_bytes, self._header.data_at = self._table_bytes, self._data_at
+        self._header.slot_bytes, self._header.tensors = slot_bytes, tensors
+        self._header.words_at, self._header.segment_id = _words_at(self._table_bytes), segment_id
         memoryview(self.mapping)[PAGE:PAGE + len(table)] = table
         fault_hit(b"weights.before_magic")
         store_release64(&self._header.magic, WEIGHTS_MAGIC)  # SYNC(weights-ready)
@@ -85,17 +94,23 @@ cdef class Versions:
     @property
     def layout_version(self) -> int:
         """Of the segment, if it is whole; 0 if it is not."""
-        return self._header.layout_version if load_acquire64(&self._header.magic) == WEIGHTS_MAGIC else 0  # SYNC(weights-ready)
+        # SYNC(weights-ready)
+        return self._header.layout_version if load_acquire64(&self._header.magic) == WEIGHTS_MAGIC else 0
 
     @property
     def ready(self) -> bool:
-        """Whether the segment is whole, of this build's layout, and what its header says of it can be; to be asked before all else."""
+        """Whether the segment is whole, of this build's layout, and what its header says of it can be;
+        to be asked before all else.
+        """
         cdef uint64_t size = self.mapping.size, table_bytes, tensors, data_at, slot_bytes
-        if load_acquire64(&self._header.magic) != WEIGHTS_MAGIC or self._header.layout_version != LAYOUT_VERSION:  # SYNC(weights-ready)
+        # SYNC(weights-ready)
+        if (load_acquire64(&self._header.magic) != WEIGHTS_MAGIC or
+                self._header.layout_version != LAYOUT_VERSION):
             return False
         table_bytes, tensors = self._header.table_bytes, self._header.tensors
         data_at, slot_bytes = self._header.data_at, self._header.slot_bytes
-        if table_bytes > size or tensors > size // (8 * WEIGHTS_WORDS) or self._header.words_at != _words_at(table_bytes):
+        if (table_bytes > size or tensors > size // (8 * WEIGHTS_WORDS) or
+                self._header.words_at != _words_at(table_bytes)):
             return False
         if data_at != data_place(table_bytes, tensors) or data_at > size:
             return False
@@ -127,10 +142,13 @@ cdef class Versions:
 
     @property
     def latest(self):
-        """(version, slot) of the newest complete version; None before the first, or if no slot holds what the word says, or none can."""
+        """(version, slot) of the newest complete version; None before the first,
+        or if no slot holds what the word says, or none can.
+        """
         cdef uint64_t word = load_seq64(&self._header.latest), before  # SYNC(weights-commit)
         while WEIGHTS_SLOTS <= word < (END + 1) * WEIGHTS_SLOTS:
-            if load_acquire64(&self._header.slot_version[word % WEIGHTS_SLOTS]) == word // WEIGHTS_SLOTS:  # SYNC(weights-slot)
+            # SYNC(weights-slot)
+            if load_acquire64(&self._header.slot_version[word % WEIGHTS_SLOTS]) == word // WEIGHTS_SLOTS:
                 return word // WEIGHTS_SLOTS - 1, word % WEIGHTS_SLOTS
             before, word = word, load_seq64(&self._header.latest)  # SYNC(weights-commit)
             if word == before:
@@ -139,12 +157,16 @@ cdef class Versions:
 
     def holds(self, uint32_t slot, int64_t version):
         """Whether the slot holds that version, whole."""
-        return slot < WEIGHTS_SLOTS and load_acquire64(&self._header.slot_version[slot]) == version + 1  # SYNC(weights-slot)
+        # SYNC(weights-slot)
+        return slot < WEIGHTS_SLOTS and load_acquire64(&self._header.slot_version[slot]) == version + 1
 
     def held_throughout(self, uint32_t slot, int64_t version):
-        """Whether the slot has held that version, whole, since `latest` named it until the last byte was read."""
+        """Whether the slot has held that version, whole, since
+        `latest` named it until the last byte was read.
+        """
         bytes_were_read()
-        return slot < WEIGHTS_SLOTS and load_acquire64(&self._header.slot_version[slot]) == version + 1  # SYNC(weights-slot)
+        # SYNC(weights-slot)
+        return slot < WEIGHTS_SLOTS and load_acquire64(&self._header.slot_version[slot]) == version + 1
 
     cdef shm_u64* _stamps(self, uint32_t slot) except NULL:
         if slot >= WEIGHTS_SLOTS:
@@ -152,9 +174,12 @@ cdef class Versions:
         return self._words + (1 + 2 * slot) * self._tensors
 
     def stamps(self, uint32_t slot):
-        """(stamps, checksums), uint64[tensors] each: version + 1 that last changed a tensor, 0 where it is torn; 0 where there is no checksum."""
+        """(stamps, checksums), uint64[tensors] each: version + 1 that last changed a tensor, 0 where it is
+        torn; 0 where there is no checksum.
+        """
         found = np.empty((2, self._tensors), np.uint64)
-        load_acquire_words(cnp.PyArray_DATA(<cnp.ndarray>found), self._stamps(slot), 2 * self._tensors)  # SYNC(weights-stamps)
+        # SYNC(weights-stamps)
+        load_acquire_words(cnp.PyArray_DATA(<cnp.ndarray>found), self._stamps(slot), 2 * self._tensors)
         return found[0], found[1]
 
     def begin(self, uint32_t slot):
@@ -170,7 +195,10 @@ cdef class Versions:
         store_release64(self._stamps(slot) + tensor, 0)  # SYNC(weights-stamps)
 
     def commit(self, uint32_t slot, int64_t version, stamps not None, checksums not None):
-        """Publishes the filled slot; uint64[tensors] each, as `stamps` gives them. `ring` is to follow, once the slot can be held."""
+        """Publishes the filled slot; uint64[tensors] each, as `stamps` gives them.
+
+        `ring` is to follow, once the slot can be held.
+        """
         cdef uint64_t[::1] changed = stamps, sums = checksums
         cdef shm_u64* words = self._stamps(slot)
         if changed.shape[0] != self._tensors or sums.shape[0] != self._tensors:
@@ -182,7 +210,8 @@ cdef class Versions:
         fault_hit(b"weights.stamped")
         store_release64(&self._header.slot_version[slot], version + 1)  # SYNC(weights-slot)
         fault_hit(b"weights.slot_whole")
-        store_seq64(&self._header.latest, <uint64_t>(version + 1) * WEIGHTS_SLOTS + slot)  # SYNC(weights-commit)
+        # SYNC(weights-commit)
+        store_seq64(&self._header.latest, <uint64_t>(version + 1) * WEIGHTS_SLOTS + slot)
         fault_hit(b"weights.committed")
 
     def ring(self):
@@ -190,7 +219,8 @@ cdef class Versions:
         ring_bell(&self._header.bell)
 
     def next_filling(self, uint32_t slot, bint with_parts):
-        """Begins a filling of the slot that no earlier ticket is for, with no byte written; its word, for tickets if parts are let in.
+        """Begins a filling of the slot that no earlier ticket is for, with no byte written; its word,
+        for tickets if parts are let in.
 
         Under the parts' lock, held alone.
         """
@@ -209,7 +239,10 @@ cdef class Versions:
         fault_hit(b"weights.parts_refused")
 
     def lets_in(self, uint64_t word):
-        """Whether the filling of this word is under way and takes parts. Under the parts' lock, held with others."""
+        """Whether the filling of this word is under way and takes parts.
+
+        Under the parts' lock, held with others.
+        """
         return word % 2 == 1 and load_seq64(&self._header.filling) == word  # SYNC(weights-filling)
 
     def add_written(self, uint32_t tensor, uint64_t size):
@@ -222,7 +255,8 @@ cdef class Versions:
     def written(self):
         """uint64[tensors]: bytes written in this filling."""
         found = np.empty(self._tensors, np.uint64)
-        load_acquire_words(cnp.PyArray_DATA(<cnp.ndarray>found), self._words, self._tensors)  # SYNC(weights-written)
+        # SYNC(weights-written)
+        load_acquire_words(cnp.PyArray_DATA(<cnp.ndarray>found), self._words, self._tensors)
         return found
 
     @property
@@ -231,7 +265,9 @@ cdef class Versions:
         return load_seq32(&self._header.bell)  # SYNC(bell)
 
     def wait_bell(self, uint32_t seen, int64_t timeout_ns):
-        """Sleeps until the bell is another than `seen`, at most `timeout_ns`, or a signal; whether nobody rang for all that time."""
+        """Sleeps until the bell is another than `seen`, at most `timeout_ns`, or a signal;
+        whether nobody rang for all that time.
+        """
         if not self.mapping.alive():
             raise BufferError("the segment was mapped before fork: attach again in this process")
         with nogil:

@@ -1,10 +1,12 @@
-"""How the hub waits for records of any lane: hub_wait.h over the lanes of LaneReader objects. Knows words, not records, nor event loops.
+"""How the hub waits for records of any lane: hub_wait.h over the lanes of LaneReader objects. Knows words,
+not records, nor event loops.
 
 A producer's wait for space is LaneWriter.wait_space.
 """
 
 from cpython.pythread cimport (
-    NOWAIT_LOCK, PY_LOCK_ACQUIRED, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock, PyThread_release_lock, PyThread_type_lock,
+    NOWAIT_LOCK, PY_LOCK_ACQUIRED, PyThread_acquire_lock, PyThread_allocate_lock, PyThread_free_lock,
+    PyThread_release_lock, PyThread_type_lock,
 )
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
@@ -47,7 +49,8 @@ cdef enum:
 cdef class HubWait:
     """Waits until a watched lane has a record, a lane arrives, or the doorbell rings.
 
-    `wait` sleeps, one thread at a time; between `arm` and `disarm` an event loop is told by `relay` instead, and the two may overlap.
+    `wait` sleeps, one thread at a time; between `arm` and `disarm` an
+    event loop is told by `relay` instead, and the two may overlap.
     """
 
     cdef Mapping _control
@@ -116,15 +119,18 @@ cdef class HubWait:
         if owned:
             return 0
         with nogil:
-            while not owned:  # rung again and again: who is about to sleep may not have looked at the bell yet
+            # rung again and again: who is about to sleep may not have looked at the bell yet
+            while not owned:
                 ring_bell(&self._words.doorbell)
                 owned = PyThread_acquire_lock_timed(self._one_sleeper, RING_AGAIN_US, 0) == PY_LOCK_ACQUIRED
         return 0
 
     def wait(self, list readers not None, int64_t timeout_ns, uint32_t arrivals):
-        """Returns True when there may be work: a record, an arrival since `arrivals`, or a ring of the bell since the last wait; False on timeout.
+        """Returns True when there may be work: a record, an arrival since `arrivals`, or a ring of the bell
+        since the last wait; False on timeout.
 
-        Blocks at most `timeout_ns` and at most one tick of a second, with the GIL released; also returns True on a signal.
+        Blocks at most `timeout_ns` and at most one tick of a second, with the GIL released;
+        also returns True on a signal.
         """
         cdef int64_t began = monotonic_ns()
         cdef int work, late = 0
@@ -149,7 +155,8 @@ cdef class HubWait:
         return bool(work)
 
     def arm(self, list readers not None, uint32_t arrivals):
-        """From now on the relay is rung for what `wait` waits for; True if it is there already, or the relay has ended. Never sleeps.
+        """From now on the relay is rung for what `wait` waits for; True if it is there already,
+        or the relay has ended. Never sleeps.
 
         For each, one `disarm`.
         """
@@ -169,7 +176,9 @@ cdef class HubWait:
         return bool(work)
 
     def disarm(self, bint tick_over=False):
-        """Takes one `arm` back. With `tick_over`: nobody rang for a whole tick, so work that is there now came late."""
+        """Takes one `arm` back. With `tick_over`: nobody rang for a whole tick,
+        so work that is there now came late.
+        """
         if not self._control.alive():
             return
         self._own()
@@ -187,7 +196,10 @@ cdef class HubWait:
             PyThread_release_lock(self._one_sleeper)
 
     def relay(self, int event):
-        """Writes to the eventfd whenever the doorbell rings, until `stop_relay`. Blocks, with the GIL released: for a thread of its own."""
+        """Writes to the eventfd whenever the doorbell rings, until `stop_relay`.
+
+        Blocks, with the GIL released: for a thread of its own.
+        """
         with nogil:
             hub_relay(self._words, self._relay_from, &self._stop, event)
 

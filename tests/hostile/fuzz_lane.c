@@ -1,11 +1,15 @@
-/* A lane made of hostile bytes, read as the hub and as a learner rank read one, and gathered. Any sanitizer report is a finding.
+/* A lane made of hostile bytes, read as the hub and as a learner rank read one, and gathered.
+ * Any sanitizer report is a finding.
  *
- * The input is a compact lane (struct recipe below, made from real lanes by seeds.py) and a few patches, each applied at a moment of its
- * own: a peer writes while the reader reads. The lane lies in heap memory of exactly its size; while a record is read, everything but its
- * extent is poisoned. Knows the C core only, nothing of Python.
+ * The input is a compact lane (struct recipe below, made from real lanes by seeds.py) and a few patches, each
+ * applied at a moment of its own: a peer writes while the reader reads. The lane lies in heap memory of
+ * exactly its size; while a record is read, everything but its extent is poisoned. Knows the C core only,
+ * nothing of Python.
  *
- *   libFuzzer:  clang -DWITH_LIBFUZZER -fsanitize=fuzzer,address,undefined -I shmbridge/_ext tests/hostile/fuzz_lane.c
- *   anywhere:   gcc -fsanitize=address,undefined -I shmbridge/_ext tests/hostile/fuzz_lane.c && ./a.out SECONDS SEED seed-files...
+ *   libFuzzer:  clang -DWITH_LIBFUZZER -fsanitize=fuzzer,address,undefined -I shmbridge/_ext/c \
+ *                   tests/hostile/fuzz_lane.c
+ *   anywhere:   gcc -fsanitize=address,undefined -I shmbridge/_ext/c tests/hostile/fuzz_lane.c && \
+ *                   ./a.out SECONDS SEED seed-files...
  */
 #include <sanitizer/asan_interface.h>
 #include <stdio.h>
@@ -55,7 +59,8 @@ static void at_moment(lane *lane, int moment) {
     for (uint32_t i = 0; i < lane->patch_count; i++) {
         const patch *one = lane->patches + i;
         uint64_t width = 1ull << (one->width_log2 & 3), value = one->value, old = 0, at;
-        if (one->moment % MOMENTS != moment || (one->round & 7) != (lane->round & 7) || lane->size < 8) continue;
+        if (one->moment % MOMENTS != moment || (one->round & 7) != (lane->round & 7) || lane->size < 8)
+            continue;
         at = one->at % (lane->size - 7) & ~(width - 1);
         memcpy(&old, lane->base + at, width);
         if (one->relative & 1) value += old;
@@ -85,8 +90,10 @@ static void build(const uint8_t *input, size_t size, lane *lane, recipe *wish, p
     header = (lane_header *)whole;
     header->magic = LANE_MAGIC;
     header->layout_version = LAYOUT_VERSION;
-    header->slot_count = shape.slot_count, header->column_count = shape.column_count, header->data_bytes = shape.data_bytes;
-    header->ring_at = shape.ring_at, header->slots_at = shape.slots_at, header->released_at = shape.released_at;
+    header->slot_count = shape.slot_count, header->column_count = shape.column_count;
+    header->data_bytes = shape.data_bytes;
+    header->ring_at = shape.ring_at, header->slots_at = shape.slots_at;
+    header->released_at = shape.released_at;
     header->data_at = shape.data_at, header->segment_bytes = shape.segment_bytes;
     header->tail = wish->tail;
     header->head = wish->head;
@@ -115,13 +122,15 @@ static void touch(const uint8_t *bytes, uint64_t count) {
     sink += sum;
 }
 
-/* Reads what index_check has allowed, as record.py does: lengths in the copy, values, validity and keys in place. */
+/* Reads what index_check has allowed, as record.py does: lengths in the copy, values,
+ * validity and keys in place. */
 static void read_record(const lane_reader *reader, const lane_found *found, const uint8_t *index) {
     const slot *body = &found->body;
     const uint8_t *extent = reader->data + body->extent_at;
     int has_tokens = reader->tokens == reader->shape.column_count;
     must(body->rows > 0, "there are rows");
-    must(body->columns * sizeof(directory_entry) + body->group_id_bytes <= body->index_bytes, "the group id is inside the index");
+    must(body->columns * sizeof(directory_entry) + body->group_id_bytes <= body->index_bytes,
+         "the group id is inside the index");
     touch(index + body->columns * sizeof(directory_entry), body->group_id_bytes);
     for (uint32_t i = 0; i < body->columns; i++) {
         const directory_entry *entry = (const directory_entry *)index + i;
@@ -129,7 +138,8 @@ static void read_record(const lane_reader *reader, const lane_found *found, cons
         must(entry->column < reader->shape.column_count, "the column is in the table");
         if (entry->tag != TAG_VALUES) continue;
         has_tokens |= entry->column == reader->tokens && entry->entries == body->rows;
-        if (reader->columns[entry->column].flags & COLUMN_PER_RECORD) must(entry->entries == 1, "one value per record");
+        if (reader->columns[entry->column].flags & COLUMN_PER_RECORD)
+            must(entry->entries == 1, "one value per record");
         else must(entry->entries == body->rows || body->flags & SLOT_UNEVEN, "one value per row");
         if (entry->kind != KIND_SCALAR) {
             const uint32_t *lengths = (const uint32_t *)(index + entry->lengths_at * 64ull);
@@ -146,14 +156,17 @@ static void read_record(const lane_reader *reader, const lane_found *found, cons
             if (entry->keys_bytes) touch(extent + entry->keys_at * 64ull, entry->keys_bytes);
         }
         if (reader->columns[entry->column].item_bytes) {
-            uint64_t count = entry->kind == KIND_SCALAR ? entry->entries : entry->kind == KIND_LIST_LIST ? inner : rows;
-            must(entry->values_bytes / reader->columns[entry->column].item_bytes == count, "as many values as the lengths say");
+            uint64_t values = entry->kind == KIND_LIST_LIST ? inner : rows;
+            uint64_t count = entry->kind == KIND_SCALAR ? entry->entries : values;
+            must(entry->values_bytes / reader->columns[entry->column].item_bytes == count,
+                 "as many values as the lengths say");
         }
         if (entry->values_bytes) touch(extent + entry->values_at * 64ull, entry->values_bytes);
         if (entry->validity_at) touch(extent + entry->validity_at * 64ull, entry->entries);
         if (entry->checks_at) touch(extent + entry->checks_at * 64ull, entry->entries * 8ull);
     }
-    /* A lane whose table has no such column is refused before its records are looked at: shmbridge/hub/lanes.py. */
+    /* A lane whose table has no such column is refused
+     * before its records are looked at: shmbridge/hub/lanes.py. */
     must(has_tokens || reader->tokens == reader->shape.column_count, "a row of tokens for each row");
 }
 
@@ -167,27 +180,35 @@ static void gather_one(const gather_record *records, gather_column *column, uint
     column->present = malloc(rows);
     column->uneven = width ? NULL : malloc(rows); /* once wanted, once not */
     column->values = column->kind <= KIND_LIST_LIST ? malloc(count * item + !count) : NULL;
-    column->lengths = column->kind != KIND_SCALAR && !column->per_token && column->values ? malloc(rows * sizeof(uint32_t)) : NULL;
+    column->lengths = column->kind != KIND_SCALAR && !column->per_token && column->values
+                          ? malloc(rows * sizeof(uint32_t))
+                          : NULL;
     column->inner = column->kind == KIND_LIST_LIST ? malloc(lists * sizeof(uint32_t) + !lists) : NULL;
     gather_copy(records, 2, column);
     touch(column->present, rows);
     if (column->uneven) touch(column->uneven, rows);
     if (column->values) touch(column->values, count * item);
-    if (column->lengths) must(index_sum(column->lengths, rows) == (column->inner ? lists : count), "as many as the gathered lengths say");
-    if (column->inner) must(index_sum(column->inner, lists) == count, "as many values as the gathered inner lengths say");
-    free(column->present), free(column->uneven), free(column->values), free(column->lengths), free(column->inner);
+    if (column->lengths)
+        must(index_sum(column->lengths, rows) == (column->inner ? lists : count),
+             "as many as the gathered lengths say");
+    if (column->inner)
+        must(index_sum(column->inner, lists) == count, "as many values as the gathered inner lengths say");
+    free(column->present), free(column->uneven), free(column->values);
+    free(column->lengths), free(column->inner);
 }
 
 /* Gathers every column of the lane, in each form that its kind has, as gather.pyx does. */
 static void gather_record_twice(const lane_reader *reader, const lane_found *found, const uint8_t *index) {
     const slot *body = &found->body;
-    gather_record both[2] = {{.extent = reader->data + body->extent_at, .index = index, .entries = body->columns, .rows = body->rows}};
+    gather_record both[2] = {{.index = index, .entries = body->columns, .rows = body->rows}};
+    both->extent = reader->data + body->extent_at;
     const directory_entry *tokens = gather_find(both, (int32_t)reader->tokens);
     uint64_t longest = 0;
     if (!tokens) return;
     both->lengths = gather_lengths(both, tokens->lengths_at);
     both->tokens = index_sum(both->lengths, both->rows);
-    for (uint32_t row = 0; row < both->rows; row++) longest = both->lengths[row] > longest ? both->lengths[row] : longest;
+    for (uint32_t row = 0; row < both->rows; row++)
+        longest = both->lengths[row] > longest ? both->lengths[row] : longest;
     both[1] = both[0];
     for (int32_t number = 0; number < (int32_t)reader->shape.column_count; number++) {
         const column_def *def = &reader->columns[number];
@@ -205,7 +226,8 @@ static int take_index(lane *lane, const lane_reader *reader, const lane_found *f
     const slot *body = &found->body;
     uint8_t *index = malloc(body->index_bytes ? body->index_bytes : 1);
     int good;
-    must((reader->data - lane->base) + body->extent_at + body->extent_bytes <= lane->size, "the extent is inside the segment");
+    must((reader->data - lane->base) + body->extent_at + body->extent_bytes <= lane->size,
+         "the extent is inside the segment");
     only(lane, (uint64_t)(reader->data - lane->base) + body->extent_at, body->extent_bytes);
     memcpy(index, reader->data + body->extent_at, body->index_bytes);
     all(lane);
@@ -254,7 +276,8 @@ static void read_lane(lane *lane, const recipe *wish) {
         at_moment(lane, RELEASED);
     }
     for (uint32_t i = 0; i < 4; i++) /* a rank, with a manifest that may be wrong */
-        if (lane_look(&reader, (wish->release_order >> 2) + i, wish->head + i, &found, &why) == 0) take_index(lane, &reader, &found);
+        if (lane_look(&reader, (wish->release_order >> 2) + i, wish->head + i, &found, &why) == 0)
+            take_index(lane, &reader, &found);
     lane_reader_close(&reader);
 }
 

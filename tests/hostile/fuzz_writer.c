@@ -1,7 +1,9 @@
-/* A producer whose lane is scribbled over while it puts: the writer's side of lane_write.h on heap memory of exactly the lane's size.
+/* A producer whose lane is scribbled over while it puts: the writer's
+ * side of lane_write.h on heap memory of exactly the lane's size.
  *
- * The input is a list of steps: claim, fill, commit, abort, release, look, scribble. Whatever stands in shared memory, what a claim gives
- * must lie inside the data area, and nothing outside the segment may be touched. Built and run like fuzz_lane.c; needs no seeds of its own.
+ * The input is a list of steps: claim, fill, commit, abort, release, look, scribble. Whatever stands in
+ * shared memory, what a claim gives must lie inside the data area, and nothing outside the segment may be
+ * touched. Built and run like fuzz_lane.c; needs no seeds of its own.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -37,7 +39,9 @@ static void perform(lane_writer *writer, uint8_t *base, const lane_shape *shape,
     case 0:
     case 1:
         if (writer->claimed >= 0 || !lane_claim(writer, 1 + one->value % DATA_BYTES)) break;
-        must(writer->claim_at <= shape->data_bytes && writer->claim_bytes <= shape->data_bytes - writer->claim_at, "a claim is inside the data");
+        must(writer->claim_at <= shape->data_bytes &&
+                 writer->claim_bytes <= shape->data_bytes - writer->claim_at,
+             "a claim is inside the data");
         memset(writer->data + writer->claim_at, one->which, writer->claim_bytes);
         break;
     case 2:
@@ -47,7 +51,8 @@ static void perform(lane_writer *writer, uint8_t *base, const lane_shape *shape,
         if (writer->claimed >= 0) lane_abort(writer);
         break;
     case 4: /* as the hub does */
-        store_seq64(&writer->released[one->which % SLOTS], load_acquire64(&writer->slots[one->which % SLOTS].generation));
+        store_seq64(&writer->released[one->which % SLOTS],
+                    load_acquire64(&writer->slots[one->which % SLOTS].generation));
         break;
     case 5:
         must(lane_free_bytes(writer) <= shape->data_bytes, "no more bytes are free than there are");
@@ -66,7 +71,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size) {
     lane_writer writer;
     uint8_t *base = NULL;
     step one;
-    if (posix_memalign((void **)&base, PAGE, shape.segment_bytes) || posix_memalign((void **)&hub, PAGE, sizeof *hub)) abort();
+    if (posix_memalign((void **)&base, PAGE, shape.segment_bytes) ||
+        posix_memalign((void **)&hub, PAGE, sizeof *hub))
+        abort();
     memset(base, 0, shape.segment_bytes), memset(hub, 0, sizeof *hub);
     must(lane_writer_open(&writer, base, &shape, hub) == 0, "memory");
     for (; size >= sizeof one; input += sizeof one, size -= sizeof one) {

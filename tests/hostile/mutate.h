@@ -1,8 +1,8 @@
-/* A small mutating driver for a fuzz target, where there is no libFuzzer: seeded, without feedback. Included by the target, after it; the target counts
- * records_read.
+/* A small mutating driver for a fuzz target, where there is no libFuzzer: seeded, without feedback. Included
+ * by the target, after it; the target counts records_read.
  *
- * main(SECONDS, SEED, seed files...): flips, boundary numbers, copies, splices and cuts of the seeds. What ends the process is written to
- * crash-SEED.bin; the same file as the only argument runs it again.
+ * main(SECONDS, SEED, seed files...): flips, boundary numbers, copies, splices and cuts of the seeds. What
+ * ends the process is written to crash-SEED.bin; the same file as the only argument runs it again.
  */
 #include <fcntl.h>
 #include <time.h>
@@ -25,7 +25,8 @@ static void keep_input(void) {
     char name[64];
     snprintf(name, sizeof name, "crash-%llu.bin", (unsigned long long)executions);
     int file = open(name, O_WRONLY | O_CREAT | O_TRUNC, 0600);
-    if (file >= 0 && write(file, current, current_size) >= 0) fprintf(stderr, "input of execution %llu: %s\n", (unsigned long long)executions, name);
+    if (file >= 0 && write(file, current, current_size) >= 0)
+        fprintf(stderr, "input of execution %llu: %s\n", (unsigned long long)executions, name);
 }
 
 static size_t read_file(const char *name, uint8_t *to) {
@@ -37,8 +38,11 @@ static size_t read_file(const char *name, uint8_t *to) {
 }
 
 static uint64_t boundary(void) {
-    static const uint64_t values[] = {0, 1, 2, 3, 7, 8, 63, 64, 65, 127, 128, 255, 256, 4095, 4096, 65535, 65536, 1u << 30, 0x7fffffff, 0x80000000,
-                                      0xfffffffe, 0xffffffff, 1ull << 32, 1ull << 62, 0x7fffffffffffffff, 1ull << 63, ~63ull, ~1ull, ~0ull};
+    static const uint64_t values[] = {
+        0, 1, 2, 3, 7, 8, 63, 64, 65, 127, 128, 255, 256, 4095, 4096, 65535, 65536, 1u << 30, 0x7fffffff,
+        0x80000000, 0xfffffffe, 0xffffffff, 1ull << 32, 1ull << 62, 0x7fffffffffffffff, 1ull << 63, ~63ull,
+        ~1ull, ~0ull,
+    };
     return values[next_random() % (sizeof values / sizeof *values)];
 }
 
@@ -80,7 +84,8 @@ int main(int count, char **arguments) {
         current_size = read_file(arguments[1], current);
         return LLVMFuzzerTestOneInput(current, current_size);
     }
-    if (count < 4) return fprintf(stderr, "usage: %s SECONDS SEED FILES | %s FILE\n", arguments[0], arguments[0]), 2;
+    if (count < 4)
+        return fprintf(stderr, "usage: %s SECONDS SEED FILES | %s FILE\n", arguments[0], arguments[0]), 2;
     random_state = strtoull(arguments[2], NULL, 10) * 2654435761u + 88172645463325252ull;
     for (int i = 3; i < count && seed_count < 64; i++, seed_count++) {
         sizes[seed_count] = read_file(arguments[i], seeds[seed_count]);
@@ -91,13 +96,15 @@ int main(int count, char **arguments) {
     clock_gettime(CLOCK_MONOTONIC, &began);
     while (seconds > 0) {
         for (int i = 0; i < 256; i++, executions++) {
-            int one = (int)(next_random() % (uint64_t)seed_count), other = (int)(next_random() % (uint64_t)seed_count);
+            int one = (int)(next_random() % (uint64_t)seed_count),
+                other = (int)(next_random() % (uint64_t)seed_count);
             memcpy(current, seeds[one], current_size = sizes[one]);
             for (uint64_t times = 1 + next_random() % 8; times; times--) mutate(seeds[other], sizes[other]);
             LLVMFuzzerTestOneInput(current, current_size);
         }
         clock_gettime(CLOCK_MONOTONIC, &now);
-        if ((double)(now.tv_sec - began.tv_sec) + (double)(now.tv_nsec - began.tv_nsec) / 1e9 > seconds) break;
+        if ((double)(now.tv_sec - began.tv_sec) + (double)(now.tv_nsec - began.tv_nsec) / 1e9 > seconds)
+            break;
     }
     printf("%llu executions, no finding\n", (unsigned long long)executions);
     return 0;

@@ -14,7 +14,7 @@ import pytest
 from . import seeds
 
 HERE = Path(__file__).parent
-EXT = HERE.parents[1] / "shmbridge" / "_ext"
+CORE = HERE.parents[1] / "shmbridge" / "_ext" / "c"
 SANITIZED = [
     "-std=gnu11",
     "-g",
@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         program = folder / target
         if not program.exists():
             subprocess.run(
-                [compiler, *SANITIZED, f"-I{EXT}", str(HERE / f"{target}.c"), "-o", str(program)], check=True
+                [compiler, *SANITIZED, f"-I{CORE}", str(HERE / f"{target}.c"), "-o", str(program)], check=True
             )
         ended = subprocess.run(
             [str(program), *map(str, arguments)], cwd=folder, capture_output=True, text=True, timeout=120

@@ -20,9 +20,9 @@ class Mutation:
     tests: str
 
 
-WRITE, READ, RING, INDEX = (
-    f"shmbridge/_ext/{name}" for name in ("lane_write.h", "lane_read.h", "ring.pyx", "index.h")
-)
+C = "shmbridge/_ext/c"
+WRITE, READ, INDEX = (f"{C}/{name}" for name in ("lane_write.h", "lane_read.h", "index.h"))
+RING = "shmbridge/_ext/ring.pyx"
 WEIGHTS, HEADER = "shmbridge/_ext/versions.pyx", "shmbridge/_ext/header.pyx"
 
 MUTATIONS = (
@@ -95,7 +95,7 @@ MUTATIONS = (
         "row-read-past-its-end",
         1,
         "a row longer than its tokens is not left out where a batch is gathered",
-        "shmbridge/_ext/gather.h",
+        "shmbridge/_ext/c/gather.h",
         "taken = present[row] ? tokens : 0;",
         "taken = row < entries ? lengths[row] : 0;",
         "tests/hostile/test_fuzz_harness.py",
@@ -113,7 +113,7 @@ MUTATIONS = (
         "row-check-knows-no-column",
         1,
         "values have one check in whatever column they stand",
-        "shmbridge/_ext/row_check.h",
+        "shmbridge/_ext/c/row_check.h",
         "return checksum_of((const uint8_t *)column, strlen(column));",
         "return strlen(column) != 0;",
         "tests/unit/test_row_checks.py",
@@ -336,8 +336,8 @@ MUTATIONS = (
         2,
         "a record is handed out before head says so",
         READ,
-        "    if (sequence >= load_relaxed64(&reader->header->head)) store_release64",
-        "    if (0) store_release64",
+        "    if (sequence >= load_relaxed64(&reader->header->head)) /* SYNC(hand-out) */\n",
+        "    if (0)\n",
         "tests/crash/test_hub_killed.py",
     ),
     Mutation(
@@ -582,7 +582,7 @@ MUTATIONS = (
         "uneven-row-shifted",
         5,
         "values of a row with another length than its tokens are taken for those of its first tokens",
-        "shmbridge/_ext/gather.h",
+        "shmbridge/_ext/c/gather.h",
         "        present[row] &= !is_uneven;\n",
         "",
         "tests/unit/test_batch.py",
@@ -656,7 +656,7 @@ MUTATIONS = (
         "version-not-compared",
         7,
         "a lane of another layout version is read",
-        "shmbridge/_ext/shape.h",
+        "shmbridge/_ext/c/shape.h",
         "    if (version != LAYOUT_VERSION)",
         "    if (0)",
         "tests/unit/test_ring.py",

@@ -49,7 +49,7 @@ def suites(tree) -> set[str]:
 
 def test_the_archive_has_what_people_wrote(tree, in_archive):
     wanted = sources(tree, ".py", ".pyx", ".pxd", ".pyi", ".h") | {
-        "shmbridge/_ext/fork.c",
+        "shmbridge/_ext/c/fork.c",
         "pyproject.toml",
         "setup.py",
         "LICENSE",
@@ -61,7 +61,7 @@ def test_the_archive_has_nothing_that_was_built(in_archive):
     generated = [
         name
         for name in in_archive
-        if name.endswith((".so", ".pyc", ".o", ".c")) and name != "shmbridge/_ext/fork.c"
+        if name.endswith((".so", ".pyc", ".o", ".c")) and name != "shmbridge/_ext/c/fork.c"
     ]
     assert not generated
     links = ("shmbridge/producers", "shmbridge/consumers", "shmbridge/bench")
@@ -85,6 +85,8 @@ def test_the_wheel_has_every_module(tree, in_wheel):
         )
         assert f"{stem}.pyi" in in_wheel, "types travel with the extension"
     assert "shmbridge/py.typed" in in_wheel
+    declared = {name for name in sources(tree, ".pxd", ".h") if name.startswith("shmbridge/")}
+    assert "shmbridge/_ext/c/layout.h" in declared <= in_wheel, "so that others can build against the lanes"
     assert not [name for name in in_wheel if name.endswith((".pyx", ".c"))]
 
 

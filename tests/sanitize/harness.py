@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-CORE = HERE.parents[1] / "shmbridge" / "_ext"
+CORE = HERE.parents[1] / "shmbridge" / "_ext" / "c"
 FLAGS = [
     "-std=gnu11",
     "-O1",

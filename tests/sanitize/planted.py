@@ -83,7 +83,7 @@ PLANTED = {
         "slot-body", "lane_write.h", "store_release64(&body->generation", "tsan", 4
     ),
     "slot-body loaded relaxed by the scan": relaxed(
-        "slot-body", "lane_read.h", "load_acquire64(&reader->slots[i].generation", "tsan", 4
+        "slot-body", "lane_read.h", "load_acquire64(&reader->slots[i].generation), sequence", "tsan", 4
     ),
     "slot-body loaded relaxed by lane_look": relaxed(
         "slot-body",
@@ -184,8 +184,8 @@ PLANTED = {
     "bell loaded after the second look, by the hub": Planted(
         "bell",
         "hub_wait.h",
-        "    if (!work) status",
-        "    disturb(), seen = load_seq32(&control->doorbell);\n    if (!work) status",
+        "    if (!work)\n        status",
+        "    disturb(), seen = load_seq32(&control->doorbell);\n    if (!work)\n        status",
         "lost wake",
         2,
     ),

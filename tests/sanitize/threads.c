@@ -1,17 +1,22 @@
-/* The C core of a lane with threads in place of processes, for sanitizers: whatever is delivered is compared byte for byte, and counted.
+/* The C core of a lane with threads in place of processes, for sanitizers:
+ * whatever is delivered is compared byte for byte, and counted.
  *
- *   threads [--seconds 3] [--seed 1] [--producers 3] [--slots 4] [--data 4096] [--hold 6] [--releasers 2] [--deaths 1] [--patience-ms 10000]
+ *   threads [--seconds 3] [--seed 1] [--producers 3] [--slots 4] [--data 4096] [--hold 6] [--releasers 2]
+ *           [--deaths 1] [--patience-ms 10000]
  *
- * Runs rounds until the time is over. In a round every producer thread writes lanes, one after another (it dies at random fail-points, and goes
- * on with a new lane); one hub thread at a time takes, and hands leases to releasing threads that end them out of order. The hub and its
- * releasers die at random fail-points too; the next hub thread adopts what they left.
+ * Runs rounds until the time is over. In a round every producer thread writes lanes, one after another (it
+ * dies at random fail-points, and goes on with a new lane); one hub thread at a time takes, and hands leases
+ * to releasing threads that end them out of order. The hub and its releasers die at random fail-points too;
+ * the next hub thread adopts what they left.
  *
- * Producers share nothing with the hub's side but the lanes and the control segment: no lock, no flag of this harness orders them, or the
- * order that the core must provide would come from here. The hub's own threads do share a queue, as threads of one process do; hub follows
- * hub by join and create, which stands for the lock that the kernel hands over. The ledger (what was handed out, what was released) is
- * kept by the hub's side alone.
+ * Producers share nothing with the hub's side but the lanes and the control segment: no lock, no flag of this
+ * harness orders them, or the order that the core must provide would come from here. The hub's own threads do
+ * share a queue, as threads of one process do; hub follows hub by join and create, which stands for the lock
+ * that the kernel hands over. The ledger (what was handed out, what was released) is kept by the hub's side
+ * alone.
  *
- * Exit status: 0 all well; 1 a record is wrong, missing, or there twice; 3 a wake-up was lost; 66 ThreadSanitizer.
+ * Exit status: 0 all well; 1 a record is wrong, missing, or there twice;
+ * 3 a wake-up was lost; 66 ThreadSanitizer.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -37,7 +42,10 @@
 
 static struct {
     uint64_t seconds, seed, producers, slots, data, hold, releasers, patience_ms, deaths;
-} want = {.seconds = 3, .seed = 1, .producers = 3, .slots = 4, .data = 4096, .hold = 6, .releasers = 2, .patience_ms = 10000, .deaths = 1};
+} want = {
+    .seconds = 3, .seed = 1, .producers = 3, .slots = 4, .data = 4096,
+    .hold = 6, .releasers = 2, .patience_ms = 10000, .deaths = 1,
+};
 
 #define CHECK(condition, ...) \
     do { \
@@ -67,7 +75,8 @@ typedef struct {
     uint32_t index;
 } lease;
 
-/* A thread that can die at a fail-point: a producer, which is a process of its own, or one of the hub's threads, which die together. */
+/* A thread that can die at a fail-point: a producer, which is a process of its own,
+ * or one of the hub's threads, which die together. */
 typedef struct {
     uint64_t random;
     uint64_t steps_left; /* fail-points until its death; 0: it lives */
@@ -140,11 +149,13 @@ int patient_wait(shm_u32 *word, uint32_t seen) {
         if (status != ETIMEDOUT) return status;
         if (self->dying && load_relaxed32(self->dying)) return EINTR;
     }
-    fprintf(stderr, "threads.c: a wake-up was lost: %s slept %" PRIu64 " ms\n", self->dying ? "the hub" : "a producer", want.patience_ms);
+    fprintf(stderr, "threads.c: a wake-up was lost: %s slept %" PRIu64 " ms\n",
+            self->dying ? "the hub" : "a producer", want.patience_ms);
     _exit(3);
 }
 
-/* What record `sequence` of a lane is: follows from its numbers, so that nothing need be told to the reader. */
+/* What record `sequence` of a lane is: follows from its numbers,
+ * so that nothing need be told to the reader. */
 typedef struct {
     uint64_t key, tokens;
     struct {
@@ -156,17 +167,22 @@ typedef struct {
 _Static_assert(sizeof(((plan *)NULL)->index) == INDEX_BYTES, "index");
 
 static plan plan_of(const lane *of, uint64_t sequence) {
-    plan made = {.key = mix(want.seed * 1000003 + total.rounds * 1009 + (uint64_t)(of - lanes) * 7919 + sequence * 104729)};
+    plan made = {.key = mix(want.seed * 1000003 + total.rounds * 1009 + (uint64_t)(of - lanes) * 7919 +
+                            sequence * 104729)};
     uint64_t most = (of->shape.data_bytes - INDEX_BYTES) / 4, size = made.key >> 8;
     uint32_t rows = 1 + (made.key >> 4) % 4;
-    made.tokens = made.key % 16 == 0 ? most : made.key % 4 == 0 ? size % (most / 2 + 1) : size % (most / 16 + 1);
-    made.index.entry = (directory_entry){.kind = KIND_LIST, .tag = TAG_VALUES, .entries = rows, .lengths_at = 1, .values_at = 2};
+    made.tokens = made.key % 16 == 0 ? most : size % (most / (made.key % 4 == 0 ? 2 : 16) + 1);
+    made.index.entry = (directory_entry){
+        .kind = KIND_LIST, .tag = TAG_VALUES, .entries = rows, .lengths_at = 1, .values_at = 2};
     made.index.entry.values_bytes = made.tokens * 4;
-    for (uint32_t i = 0; i < rows; i++) made.index.lengths[i] = (uint32_t)(i ? made.tokens / rows : made.tokens - made.tokens / rows * (rows - 1));
+    for (uint32_t i = 0; i < rows; i++)
+        made.index.lengths[i] = (uint32_t)(made.tokens / rows + (i ? 0 : made.tokens % rows));
     return made;
 }
 
-static uint32_t token(uint64_t key, uint64_t i) { return (uint32_t)((key + i) * 0x9e3779b97f4a7c15ull >> 29); }
+static uint32_t token(uint64_t key, uint64_t i) {
+    return (uint32_t)((key + i) * 0x9e3779b97f4a7c15ull >> 29);
+}
 
 /* Producer */
 
@@ -175,8 +191,10 @@ static void format_lane(lane *of) { /* as header.pyx does */
     column_def *column = (column_def *)(of->base + PAGE);
     header->layout_version = LAYOUT_VERSION;
     header->slot_count = of->shape.slot_count, header->column_count = 1;
-    header->ring_at = of->shape.ring_at, header->slots_at = of->shape.slots_at, header->released_at = of->shape.released_at;
-    header->data_at = of->shape.data_at, header->data_bytes = of->shape.data_bytes, header->segment_bytes = of->shape.segment_bytes;
+    header->ring_at = of->shape.ring_at, header->slots_at = of->shape.slots_at;
+    header->released_at = of->shape.released_at;
+    header->data_at = of->shape.data_at, header->data_bytes = of->shape.data_bytes;
+    header->segment_bytes = of->shape.segment_bytes;
     strcpy(column->name, "tokens");
     column->kind = KIND_LIST, column->item_bytes = 4;
     disturb();
@@ -210,9 +228,11 @@ static void produce(producer *me, lane *of) {
     format_lane(of);
     while (me->done < RECORDS) {
         plan made = plan_of(of, writer->tail);
-        slot stamp = {.min_policy_version = 1, .max_policy_version = 2, .t_created_ns = (int64_t)made.key, .tokens = made.tokens, .rows = made.index.entry.entries};
-        stamp.columns = 1, stamp.group_size = (int32_t)made.index.entry.entries, stamp.env_id = -1, stamp.index_bytes = INDEX_BYTES;
-        while (!lane_claim(writer, INDEX_BYTES + made.tokens * 4)) me->waits++, lane_note_outstanding(writer), lane_wait_space(writer, INT64_MAX);
+        slot stamp = {.min_policy_version = 1, .max_policy_version = 2, .env_id = -1, .columns = 1};
+        stamp.t_created_ns = (int64_t)made.key, stamp.tokens = made.tokens, stamp.index_bytes = INDEX_BYTES;
+        stamp.rows = made.index.entry.entries, stamp.group_size = (int32_t)stamp.rows;
+        while (!lane_claim(writer, INDEX_BYTES + made.tokens * 4))
+            me->waits++, lane_note_outstanding(writer), lane_wait_space(writer, INT64_MAX);
         write_record(writer, &made);
         if (draw() % 8 == 0) {
             memset(writer->data + writer->claim_at, 0xee, writer->claim_bytes);
@@ -233,7 +253,8 @@ static void *producer_main(void *argument) {
         if (setjmp(me->self.grave) == 0) {
             produce(me, of);
         } else {
-            int last = !strcmp(me->self.died_at, "producer.committed") || !strcmp(me->self.died_at, "producer.woken_hub");
+            int last = !strcmp(me->self.died_at, "producer.committed") ||
+                       !strcmp(me->self.died_at, "producer.woken_hub");
             of->committed += last, me->done += last;
         }
         me->self.steps_left = 0;
@@ -250,9 +271,12 @@ static void check_record(const lease *of) {
     const slot *body = &of->body;
     plan made = plan_of(of->of, body->sequence);
     const uint32_t *values = (const uint32_t *)(of->of->reader.data + body->extent_at + INDEX_BYTES);
-    CHECK(body->tokens == made.tokens && body->rows == made.index.entry.entries && body->t_created_ns == (int64_t)made.key, "stamp of record %" PRIu64, body->sequence);
+    CHECK(body->tokens == made.tokens && body->rows == made.index.entry.entries &&
+              body->t_created_ns == (int64_t)made.key,
+          "stamp of record %" PRIu64, body->sequence);
     for (uint64_t i = 0; i < made.tokens; i++)
-        CHECK(values[i] == token(made.key, i), "record %" PRIu64 " of lane %ld: token %" PRIu64 " of %" PRIu64 " is %#x", body->sequence,
+        CHECK(values[i] == token(made.key, i),
+              "record %" PRIu64 " of lane %ld: token %" PRIu64 " of %" PRIu64 " is %#x", body->sequence,
               (long)(of->of - lanes), i, made.tokens, values[i]);
 }
 
@@ -312,7 +336,8 @@ static void *releaser_main(void *argument) {
 /* Leaves a lease to the releasers, once they hold fewer than they may. */
 static void give_away(hub *me, const lease *given) {
     pthread_mutex_lock(&me->lock);
-    while (me->held_count + me->busy >= want.hold && !load_relaxed32(&me->dying)) pthread_cond_wait(&me->changed, &me->lock);
+    while (me->held_count + me->busy >= want.hold && !load_relaxed32(&me->dying))
+        pthread_cond_wait(&me->changed, &me->lock);
     me->held[me->held_count++] = *given;
     pthread_cond_broadcast(&me->changed);
     pthread_mutex_unlock(&me->lock);
@@ -330,15 +355,18 @@ static int hub_takes(hub *me, lane *from) {
     plan expected = plan_of(from, sequence);
     CHECK(found.body.index_bytes == INDEX_BYTES, "index of %u bytes", found.body.index_bytes);
     memcpy(index, from->reader.data + found.body.extent_at, INDEX_BYTES);
-    CHECK(!memcmp(index, &expected.index, INDEX_BYTES), "lane %ld: the index of record %" PRIu64, (long)(from - lanes), sequence);
+    CHECK(!memcmp(index, &expected.index, INDEX_BYTES), "lane %ld: the index of record %" PRIu64,
+          (long)(from - lanes), sequence);
     while (from->cursor < RECORDS && from->released[from->cursor]) from->cursor++;
-    CHECK(sequence == from->cursor, "lane %ld: record %" PRIu64 " comes where %" PRIu64 " should", (long)(from - lanes), sequence, from->cursor);
+    CHECK(sequence == from->cursor, "lane %ld: record %" PRIu64 " comes where %" PRIu64 " should",
+          (long)(from - lanes), sequence, from->cursor);
     from->cursor++;
     lease given = {.of = from, .generation = found.generation, .body = found.body, .index = found.index};
     self->at_hand = given;
     redelivered = lane_hand_out(&from->reader, &found);
-    CHECK(redelivered == from->handed[sequence], "lane %ld: record %" PRIu64 " redelivered: %d, handed out before: %d", (long)(from - lanes), sequence,
-          redelivered, from->handed[sequence]);
+    CHECK(redelivered == from->handed[sequence],
+          "lane %ld: record %" PRIu64 " redelivered: %d, handed out before: %d", (long)(from - lanes),
+          sequence, redelivered, from->handed[sequence]);
     from->handed[sequence] = 1;
     total.again += (uint64_t)redelivered;
     if (draw() % 4) give_away(me, &given);
@@ -349,9 +377,11 @@ static int hub_takes(hub *me, lane *from) {
 static void look_for_lanes(void) {
     complaint why;
     for (lane *each = lanes; each < lanes + lane_count; each++) {
-        if (each->open || lane_reader_open(&each->reader, each->base, each->shape.segment_bytes, &why)) continue;
+        if (each->open || lane_reader_open(&each->reader, each->base, each->shape.segment_bytes, &why))
+            continue;
         each->open = 1, each->cursor = 0;
-        CHECK(each->reader.columns[0].kind == KIND_LIST && !strcmp(each->reader.columns[0].name, "tokens"), "a column table half written");
+        CHECK(each->reader.columns[0].kind == KIND_LIST && !strcmp(each->reader.columns[0].name, "tokens"),
+              "a column table half written");
         CHECK(lane_adopt(&each->reader, &why) == 0, "lane %ld: %s", (long)(each - lanes), why.text);
         ring_bell(&each->reader.header->space_bell);
     }
@@ -365,7 +395,8 @@ static int hub_lives(hub *me) {
     int late;
     store_seq32(&control->hub_sleeping, 0);
     while (!load_relaxed32(&me->dying)) {
-        hub_watch watch = {.tails = tails, .next = next, .arrivals = load_seq32(&control->arrivals), .heard = load_seq32(&control->doorbell)};
+        hub_watch watch = {.tails = tails, .next = next};
+        watch.arrivals = load_seq32(&control->arrivals), watch.heard = load_seq32(&control->doorbell);
         uint32_t over = load_seq32(&finished), taken = 0;
         look_for_lanes();
         for (lane *each = lanes; each < lanes + lane_count; each++) {
@@ -381,7 +412,8 @@ static int hub_lives(hub *me) {
         hub_sleep(&watch, control, INT64_MAX, &late);
     }
     pthread_mutex_lock(&me->lock);
-    while (me->held_count + me->busy && !load_relaxed32(&me->dying)) pthread_cond_wait(&me->changed, &me->lock);
+    while (me->held_count + me->busy && !load_relaxed32(&me->dying))
+        pthread_cond_wait(&me->changed, &me->lock);
     pthread_mutex_unlock(&me->lock);
     return !load_relaxed32(&me->dying);
 }
@@ -412,8 +444,9 @@ static void *hubs_main(void *argument) {
     actor *me = argument;
     self = me;
     for (int done = 0; !done;) {
-        hub now = {.self = {.random = draw(), .dying = &now.dying}, .lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
+        hub now = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
         pthread_t thread;
+        now.self.random = draw(), now.self.dying = &now.dying;
         now.self.steps_left = want.deaths && draw() % 8 ? 1 + draw() % 300 : 0;
         pthread_create(&thread, NULL, hub_main, &now);
         pthread_join(thread, NULL);
@@ -436,15 +469,19 @@ static void check_lane(const lane *of) {
     const slot *slots = (const slot *)(of->base + of->shape.slots_at);
     const shm_u64 *released = (const shm_u64 *)(of->base + of->shape.released_at);
     uint64_t generations = 0;
-    CHECK(load_relaxed64(&header->tail) == of->committed && load_relaxed64(&header->head) == of->committed, "lane %ld: tail, head", (long)(of - lanes));
+    CHECK(load_relaxed64(&header->tail) == of->committed && load_relaxed64(&header->head) == of->committed,
+          "lane %ld: tail, head", (long)(of - lanes));
     for (uint64_t i = 0; i <= RECORDS; i++)
-        CHECK(of->handed[i] == (i < of->committed) && of->released[i] == (i < of->committed), "lane %ld: record %" PRIu64 " of %" PRIu64 ": %d, %d",
-              (long)(of - lanes), i, of->committed, of->handed[i], of->released[i]);
+        CHECK(of->handed[i] == (i < of->committed) && of->released[i] == (i < of->committed),
+              "lane %ld: record %" PRIu64 " of %" PRIu64 ": %d, %d", (long)(of - lanes), i, of->committed,
+              of->handed[i], of->released[i]);
     for (uint32_t i = 0; i < of->shape.slot_count; i++) {
         uint64_t generation = load_relaxed64(&slots[i].generation);
         int unreleased = generation != load_relaxed64(&released[i]);
-        /* Its producer may have died after it stored a generation and before tail: that record never existed. */
-        CHECK(!unreleased || slots[i].sequence == of->committed, "lane %ld: slot %u is un-released", (long)(of - lanes), i);
+        /* Its producer may have died after it stored a generation and before tail:
+         * that record never existed. */
+        CHECK(!unreleased || slots[i].sequence == of->committed, "lane %ld: slot %u is un-released",
+              (long)(of - lanes), i);
         generations += generation - (uint64_t)unreleased;
     }
     CHECK(generations == of->committed, "lane %ld: %" PRIu64 " generations", (long)(of - lanes), generations);
@@ -459,7 +496,8 @@ static void run_round(void) {
     lane_shape shape = shape_of(want.data, (uint32_t)want.slots);
     shape.column_count = 1;
     control = (control_header *)fresh(CONTROL_BYTES);
-    for (uint32_t i = 0; i < lane_count; i++) lanes[i] = (lane){.base = fresh(shape.segment_bytes), .shape = shape};
+    for (uint32_t i = 0; i < lane_count; i++)
+        lanes[i] = (lane){.base = fresh(shape.segment_bytes), .shape = shape};
     store_seq32(&finished, 0);
     pthread_create(&hubs, NULL, hubs_main, &first);
     for (uint32_t i = 0; i < want.producers; i++) {
@@ -468,7 +506,8 @@ static void run_round(void) {
     }
     for (uint32_t i = 0; i < want.producers; i++) {
         pthread_join(threads[i], NULL);
-        total.aborts += producers[i].aborts, total.lives += producers[i].lives, total.waits += producers[i].waits;
+        total.aborts += producers[i].aborts, total.lives += producers[i].lives;
+        total.waits += producers[i].waits;
     }
     store_seq32(&finished, 1);
     ring_bell(&control->arrivals); /* what the hub looks at again before it sleeps */
@@ -498,7 +537,8 @@ static void read_arguments(int count, char **words) {
         for (size_t k = 0; k < sizeof known / sizeof *known; k++) {
             if (i + 1 == count || strcmp(words[i], known[k].name)) continue;
             *known[k].value = strtoull(words[i + 1], NULL, 10), found = 1;
-            CHECK(*known[k].value >= known[k].least && *known[k].value <= known[k].most, "%s %s", words[i], words[i + 1]);
+            CHECK(*known[k].value >= known[k].least && *known[k].value <= known[k].most, "%s %s", words[i],
+                  words[i + 1]);
         }
         CHECK(found, "%s: see the top of threads.c", words[i]);
     }
@@ -512,9 +552,10 @@ int main(int count, char **words) {
     int64_t until = monotonic_ns() + (int64_t)want.seconds * 1000000000;
     do run_round();
     while (monotonic_ns() < until);
-    printf("%" PRIu64 " rounds, %" PRIu64 " records, %" PRIu64 " again, %" PRIu64 " aborts, %" PRIu64 " producers' lives, %" PRIu64
-           " hubs, %" PRIu64 " waits for room, %" PRIu64 " sleeps of the hub\n",
-           total.rounds, total.records, total.again, total.aborts, total.lives, total.hubs, total.waits, total.sleeps);
+    printf("%" PRIu64 " rounds, %" PRIu64 " records, %" PRIu64 " again, %" PRIu64 " aborts, %" PRIu64
+           " producers' lives, %" PRIu64 " hubs, %" PRIu64 " waits for room, %" PRIu64 " sleeps of the hub\n",
+           total.rounds, total.records, total.again, total.aborts, total.lives, total.hubs, total.waits,
+           total.sleeps);
     free(lanes);
     return 0;
 }

@@ -93,15 +93,18 @@ class Sync:
 
 def sources_of_words() -> list[Path]:
     """The files that touch shared words."""
-    return sorted(
-        path for path in EXT.iterdir() if path.suffix in (".pyx", ".h", ".pxd") or path.name == "fork.c"
+    return sorted((*EXT.glob("*.pyx"), *EXT.glob("*.pxd"), *(EXT / "c").glob("*.[ch]")))
+
+
+def defined_on(lines: list[str], number: int) -> str | None:
+    """Name of the function whose definition begins on this line; a C head may go on over the next ones."""
+    head = re.match(r"[^{;]*.", "\n".join(lines[number : number + 6]))
+    c = (
+        re.match(r"static inline [\w ]+[ *](\w+)\(", lines[number])
+        if head and head[0].endswith("{")
+        else None
     )
-
-
-def defined_on(line: str) -> str | None:
-    """Name of the function whose definition begins on this line."""
-    c = re.match(r"static inline [\w ]+[ *](\w+)\(.*\{", line)
-    cython = re.match(r"\s*(?:cdef|cpdef|def)\b[^(=]*?\b(\w+)\(.*", line)
+    cython = re.match(r"\s*(?:cdef|cpdef|def)\b[^(=]*?\b(\w+)\(.*", lines[number])
     found = c or cython
     return found[1] if found else None
 
@@ -111,7 +114,7 @@ def syncs() -> list[Sync]:
     for path in sources_of_words():
         lines, function = path.read_text().splitlines(), ""
         for number, line in enumerate(lines):
-            function = defined_on(line) or function
+            function = defined_on(lines, number) or function
             for tag in re.findall(r"SYNC\((?!tag\))([\w-]+)\)", line):
                 around = line if VERBS.search(line) else "\n".join(lines[number : number + 3])
                 found.append(Sync(tag, path.name, number + 1, function, " ".join(VERBS.findall(around))))
@@ -197,7 +200,7 @@ OWNERS = {
 
 def shared_words(struct: str) -> list[str]:
     """Names of the atomic fields of a struct of layout.h; those of arrays with brackets."""
-    layout = (EXT / "layout.h").read_text()
+    layout = (EXT / "c" / "layout.h").read_text()
     body = next(
         body
         for body in layout.split("typedef struct {")[1:]

@@ -1,9 +1,10 @@
-/* The C core under GenMC, which visits every execution that C11 (RC11) or the weaker hardware model IMM allows of a small test.
+/* The C core under GenMC, which visits every execution that C11 (RC11)
+ * or the weaker hardware model IMM allows of a small test.
  *
  *   python tests/sanitize/planted.py --model          needs genmc 0.10 (github.com/MPI-SWS/genmc)
  *
- * The functions are those of shmbridge/_ext, unchanged, over one lane of SLOTS slots; GenMC reports data races by itself. A test is chosen by
- * -DTEST=...; what each asks is beside it.
+ * The functions are those of shmbridge/_ext/c, unchanged, over one lane of SLOTS slots; GenMC reports data
+ * races by itself. A test is chosen by -DTEST=...; what each asks is beside it.
  */
 #include "stubs.h"
 
@@ -34,7 +35,8 @@ static lane_entry backlog_memory[SLOTS];
 static lane_writer writer;
 static lane_reader reader, next_reader;
 
-static inline void sort_few(void *base, size_t count, size_t size, int (*before)(const void *, const void *)) {
+static inline void sort_few(void *base, size_t count, size_t size,
+                            int (*before)(const void *, const void *)) {
     lane_entry *entries = base;
     (void)size;
     for (size_t i = 1; i < count; i++)
@@ -45,12 +47,16 @@ static inline void sort_few(void *base, size_t count, size_t size, int (*before)
 }
 
 static void open_lane(void) {
-    writer = (lane_writer){.header = &lane, .hub = &control, .ring = ring, .slots = slots, .released = released, .slot_count = SLOTS, .claimed = -1};
-    writer.own = own, writer.free_slots = free_slots, writer.outstanding = outstanding, writer.free_extents = free_extents;
+    writer = (lane_writer){.header = &lane, .hub = &control, .slot_count = SLOTS, .claimed = -1};
+    writer.ring = ring, writer.slots = slots, writer.released = released;
+    writer.own = own, writer.free_slots = free_slots;
+    writer.outstanding = outstanding, writer.free_extents = free_extents;
     writer.data = (uint8_t *)data, writer.data_bytes = sizeof data;
     writer.free_slot_count = writer.free_extent_count = SLOTS;
-    for (uint32_t i = 0; i < SLOTS; i++) free_slots[i] = SLOTS - 1 - i, free_extents[i].at = (SLOTS - 1 - i) * ALIGNMENT;
-    reader = (lane_reader){.header = &lane, .ring = ring, .slots = slots, .released = released, .data = (const uint8_t *)data};
+    for (uint32_t i = 0; i < SLOTS; i++)
+        free_slots[i] = SLOTS - 1 - i, free_extents[i].at = (SLOTS - 1 - i) * ALIGNMENT;
+    reader = (lane_reader){.header = &lane, .ring = ring, .slots = slots, .released = released};
+    reader.data = (const uint8_t *)data;
     reader.shape.slot_count = SLOTS, reader.shape.data_bytes = sizeof data;
     next_reader = reader;
 }
@@ -83,7 +89,8 @@ static void release(lane_reader *from, const lane_found *found) {
     lane_release(from, found->index, found->generation);
 }
 
-#if TEST == 1 /* commit, release, slot-body: records through reused slots are whole, in order, and nothing races */
+#if TEST == 1
+/* commit, release, slot-body: records through reused slots are whole, in order, and nothing races */
 #ifndef PUTS
 #define PUTS 2
 #endif
@@ -130,7 +137,9 @@ static void before(void) {
     take(&reader, 0, &held);
 }
 static void after(void) {}
-#elif TEST == 4 /* commit, slot-body, release: a new hub adopts while the producer goes on; what is committed comes once, in order */
+#elif TEST == 4
+/* commit, slot-body, release: a new hub adopts while the producer goes on;
+ * what is committed comes once, in order */
 static lane_found held;
 static void *first(void *unused) {
     put(101);
@@ -157,7 +166,8 @@ static void after(void) {
         taken++;
     }
 }
-#elif TEST == 5 /* lane-ready: who sees magic sees the header. The lines are those of format_lane and lane_reader_open */
+#elif TEST == 5
+/* lane-ready: who sees magic sees the header. The lines are those of format_lane and lane_reader_open */
 static void *first(void *unused) {
     lane_header *header = &lane;
     header->slot_count = 7;
@@ -166,7 +176,8 @@ static void *first(void *unused) {
 }
 static void *second(void *unused) {
     lane_reader *reader = &next_reader;
-    if (load_acquire64(&reader->header->magic) == LANE_MAGIC) assert(reader->header->slot_count == 7); /* SYNC(lane-ready) */
+    /* SYNC(lane-ready) */
+    if (load_acquire64(&reader->header->magic) == LANE_MAGIC) assert(reader->header->slot_count == 7);
     return unused;
 }
 static void before(void) {}

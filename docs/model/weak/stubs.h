@@ -1,6 +1,8 @@
-/* What GenMC cannot interpret, in place of futex.h, faults.h and extents.h: the kernel, and moves of a size found at run time.
+/* What GenMC cannot interpret, in place of futex.h, faults.h and extents.h: the kernel,
+ * and moves of a size found at run time.
  *
- * futex_wait is a loop that only the bell ends, without a tick: a lost wake-up is then a loop for ever, which --check-liveness reports.
+ * futex_wait is a loop that only the bell ends, without a tick: a lost wake-up is then a loop for ever,
+ * which --check-liveness reports.
  */
 #define SHMBRIDGE_FUTEX_H
 #define SHMBRIDGE_FAULTS_H
@@ -40,7 +42,8 @@ static inline void extent_give(interval *free_list, uint32_t *count, uint64_t at
     free_list[(*count)++].at = at;
 }
 
-/* The one memcpy that tests reach: a slot's body, field by field, since GenMC wants each word read as it was written. */
+/* The one memcpy that tests reach: a slot's body, field by field,
+ * since GenMC wants each word read as it was written. */
 static inline void copy_slot(void *into, const void *from) {
     slot *to = into;
     const slot *at = from;

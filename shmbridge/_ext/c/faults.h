@@ -1,6 +1,8 @@
-/* Labelled fail-points: FAULT(name) ends or stops the process there when a test armed that label. Compiled to nothing unless SHMBRIDGE_FAULTS.
+/* Labelled fail-points: FAULT(name) ends or stops the process there when a test armed that label. Compiled to
+ * nothing unless SHMBRIDGE_FAULTS.
  *
- * A label is armed by SHMBRIDGE_FAULT=label[:skip[:signal]] in the environment: skip passes first, then raise(signal), SIGKILL by default.
+ * A label is armed by SHMBRIDGE_FAULT=label[:skip[:signal]] in the environment: skip passes first, then
+ * raise(signal), SIGKILL by default.
  */
 #ifndef SHMBRIDGE_FAULTS_H
 #define SHMBRIDGE_FAULTS_H

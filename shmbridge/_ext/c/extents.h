@@ -1,11 +1,14 @@
-/* Allocator of a lane's data area. Private to the producer: nothing here is shared, so nothing here needs recovery.
+/* Allocator of a lane's data area. Private to the producer: nothing here is shared,
+ * so nothing here needs recovery.
  *
- * Free space is an array of disjoint intervals sorted by address, never adjacent. With n live extents there are at most n + 1 intervals.
+ * Free space is an array of disjoint intervals sorted by address, never adjacent.
+ * With n live extents there are at most n + 1 intervals.
  *
- * While the consumer keeps up, extents go round in a window at the start of the area: each behind the last, and from the lowest again. The
- * window is some times a core's own cache: memory that comes again sooner still lies, written, in the reader's or the writer's own cache, and fetching it
- * from there is slower than from the cache they share; memory that comes again much later has left that, too. Where the window has no room, the
- * lowest place that fits is taken: if there is a place, one is found.
+ * While the consumer keeps up, extents go round in a window at the start of the area: each behind the last,
+ * and from the lowest again. The window is some times a core's own cache: memory that comes again sooner
+ * still lies, written, in the reader's or the writer's own cache, and fetching it from there is slower than
+ * from the cache they share; memory that comes again much later has left that, too. Where the window has no
+ * room, the lowest place that fits is taken: if there is a place, one is found.
  */
 #ifndef SHMBRIDGE_EXTENTS_H
 #define SHMBRIDGE_EXTENTS_H
@@ -31,8 +34,10 @@ static inline void extent_cut(interval *free_list, uint32_t *count, uint32_t i, 
     }
 }
 
-/* Takes `bytes` at or behind *cursor, ending within `window`; else from the first interval that has them. The place, or UINT64_MAX. */
-static inline uint64_t extent_take(interval *free_list, uint32_t *count, uint64_t bytes, uint64_t *cursor, uint64_t window) {
+/* Takes `bytes` at or behind *cursor, ending within `window`; else from the first interval that has them.
+ * The place, or UINT64_MAX. */
+static inline uint64_t extent_take(interval *free_list, uint32_t *count, uint64_t bytes, uint64_t *cursor,
+                                   uint64_t window) {
     uint32_t lowest = UINT32_MAX;
     for (uint32_t i = 0; i < *count; i++) {
         uint64_t at = free_list[i].at, end = at + free_list[i].bytes;

@@ -1,9 +1,11 @@
 /* Bytes into a claimed extent, and how warm that extent still is.
  *
- * A lane that its reader keeps up with goes round in a few megabytes, which stay in the cache: a plain copy is best, and the reader finds the
- * bytes there. An extent that comes again only after more than half of the last-level cache was written has left it: a plain store would first
- * fetch what it overwrites, one past the cache does not (measured: bench/README.md, "How far memory goes round"). Such stores are not ordered by a
- * release store on x86: lane_copies_done stands between them and the commit. Private to the producer; a wrong guess costs time, nothing else.
+ * A lane that its reader keeps up with goes round in a few megabytes, which stay in the cache: a plain copy
+ * is best, and the reader finds the bytes there. An extent that comes again only after more than half of the
+ * last-level cache was written has left it: a plain store would first fetch what it overwrites, one past the
+ * cache does not (measured: bench/README.md, "How far memory goes round"). Such stores are not ordered by a
+ * release store on x86: lane_copies_done stands between them and the commit. Private to the producer; a wrong
+ * guess costs time, nothing else.
  */
 #ifndef SHMBRIDGE_LANE_COPY_H
 #define SHMBRIDGE_LANE_COPY_H
@@ -18,7 +20,8 @@
 #define SHORTEST_STREAM 2048u
 
 typedef struct {
-    uint32_t *written; /* per page of the data area: pages claimed in all when it was claimed last, 0: never */
+    /* per page of the data area: pages claimed in all when it was claimed last, 0: never */
+    uint32_t *written;
     uint32_t pages;    /* claimed in all, plus one */
     uint32_t far_off;  /* pages after which one has left the cache */
 } extent_warmth;
@@ -51,7 +54,8 @@ static inline void copy_past_cache(uint8_t *to, const uint8_t *from, uint64_t by
     to += head, from += head, bytes -= head;
     for (; bytes >= 64; to += 64, from += 64, bytes -= 64) {
         __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)(from + 16));
-        __m128i c = _mm_loadu_si128((const __m128i *)(from + 32)), d = _mm_loadu_si128((const __m128i *)(from + 48));
+        __m128i c = _mm_loadu_si128((const __m128i *)(from + 32));
+        __m128i d = _mm_loadu_si128((const __m128i *)(from + 48));
         _mm_stream_si128((__m128i *)to, a), _mm_stream_si128((__m128i *)(to + 16), b);
         _mm_stream_si128((__m128i *)(to + 32), c), _mm_stream_si128((__m128i *)(to + 48), d);
     }

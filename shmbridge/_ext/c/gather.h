@@ -1,7 +1,9 @@
-/* Many leased records into the arrays of one batch: each column of each record is found in its index, and copied once.
+/* Many leased records into the arrays of one batch: each column
+ * of each record is found in its index, and copied once.
  *
- * Indices are the private copies that index_check has found true; of what lies in place only values are read, and nothing is computed from
- * them. Plain C without Python, so that copying needs no GIL; gather.pyx binds it and owns all memory. Knows no names and no dtypes.
+ * Indices are the private copies that index_check has found true; of what lies in place only values are read,
+ * and nothing is computed from them. Plain C without Python, so that copying needs no GIL; gather.pyx binds
+ * it and owns all memory. Knows no names and no dtypes.
  */
 #ifndef SHMBRIDGE_GATHER_H
 #define SHMBRIDGE_GATHER_H
@@ -52,22 +54,28 @@ static inline uint64_t gather_rows(const gather_record *record, const directory_
     return entry->entries < record->rows ? entry->entries : record->rows;
 }
 
-static inline gather_share gather_measure(const gather_record *record, const directory_entry *entry, const gather_column *column) {
-    gather_share share = {.rows = column->per_record ? 1 : gather_rows(record, entry), .times = column->per_record ? record->rows : 1};
+static inline gather_share gather_measure(const gather_record *record, const directory_entry *entry,
+                                          const gather_column *column) {
+    gather_share share = {.rows = column->per_record ? 1 : gather_rows(record, entry),
+                          .times = column->per_record ? record->rows : 1};
     int whole = share.rows == entry->entries;
     if (column->kind == KIND_SCALAR) {
         share.values = share.rows;
     } else if (column->kind == KIND_LIST) {
-        share.values = whole ? entry->values_bytes / column->item : index_sum(gather_lengths(record, entry->lengths_at), share.rows);
+        share.values = whole ? entry->values_bytes / column->item
+                             : index_sum(gather_lengths(record, entry->lengths_at), share.rows);
     } else {
-        share.lists = whole ? entry->inner_count : index_sum(gather_lengths(record, entry->lengths_at), share.rows);
-        share.values = whole ? entry->values_bytes / column->item : index_sum(gather_lengths(record, entry->inner_at), share.lists);
+        share.lists = whole ? entry->inner_count
+                            : index_sum(gather_lengths(record, entry->lengths_at), share.rows);
+        share.values = whole ? entry->values_bytes / column->item
+                             : index_sum(gather_lengths(record, entry->inner_at), share.lists);
     }
     return share;
 }
 
 /* Lists and values that all records have of a joined column. 0, or -1 if no machine can hold so many. */
-static inline int gather_total(const gather_record *records, uint64_t count, const gather_column *column, uint64_t *lists, uint64_t *values) {
+static inline int gather_total(const gather_record *records, uint64_t count, const gather_column *column,
+                               uint64_t *lists, uint64_t *values) {
     *lists = *values = 0;
     for (uint64_t i = 0; i < count; i++) {
         const directory_entry *entry = gather_find(&records[i], column->numbers[records[i].table]);
@@ -77,8 +85,10 @@ static inline int gather_total(const gather_record *records, uint64_t count, con
         }
         gather_share share = gather_measure(&records[i], entry, column);
         if (column->kind == KIND_SCALAR) share.values = records[i].rows, share.times = 1;
-        if (__builtin_mul_overflow(share.values, share.times, &share.values) || __builtin_add_overflow(*values, share.values, values) ||
-            __builtin_mul_overflow(share.lists, share.times, &share.lists) || __builtin_add_overflow(*lists, share.lists, lists))
+        if (__builtin_mul_overflow(share.values, share.times, &share.values) ||
+            __builtin_add_overflow(*values, share.values, values) ||
+            __builtin_mul_overflow(share.lists, share.times, &share.lists) ||
+            __builtin_add_overflow(*lists, share.lists, lists))
             return -1;
     }
     return *values > INT64_MAX / 8 || *lists > INT64_MAX / 8 ? -1 : 0;
@@ -95,21 +105,28 @@ static inline void gather_zero(uint8_t **to, uint64_t size) {
     *to += size;
 }
 
-static inline int gather_is_uneven(const gather_record *record, const directory_entry *entry, int per_record) {
+static inline int gather_is_uneven(const gather_record *record, const directory_entry *entry,
+                                   int per_record) {
     return entry && !per_record && entry->entries != record->rows;
 }
 
-/* Rows that carry the column: it reaches them, and they are not null there. `uneven`: of a column with more rows or fewer than the record. */
-static inline void gather_present(const gather_record *record, const directory_entry *entry, int per_record, uint8_t *to, uint8_t *uneven) {
+/* Rows that carry the column: it reaches them, and they are not null there. `uneven`: of a column with more
+ * rows or fewer than the record. */
+static inline void gather_present(const gather_record *record, const directory_entry *entry, int per_record,
+                                  uint8_t *to, uint8_t *uneven) {
     uint64_t rows = !entry ? 0 : per_record ? record->rows : gather_rows(record, entry);
-    const uint8_t *valid = entry && entry->validity_at ? record->extent + entry->validity_at * (uint64_t)ALIGNMENT : NULL;
+    const uint8_t *valid = entry && entry->validity_at
+                               ? record->extent + entry->validity_at * (uint64_t)ALIGNMENT
+                               : NULL;
     for (uint64_t row = 0; row < rows; row++) to[row] = !valid || valid[per_record ? 0 : row];
     if (record->rows > rows) memset(to + rows, 0, record->rows - rows);
     if (uneven && record->rows) memset(uneven, gather_is_uneven(record, entry, per_record), record->rows);
 }
 
-/* One value per token, or none at all: a row of another length than its tokens is absent, since nobody knows which value is whose. */
-static inline void gather_fit(const gather_record *record, const directory_entry *entry, int per_record, uint8_t *present, uint8_t *uneven) {
+/* One value per token, or none at all: a row of another length than its tokens is absent,
+ * since nobody knows which value is whose. */
+static inline void gather_fit(const gather_record *record, const directory_entry *entry, int per_record,
+                              uint8_t *present, uint8_t *uneven) {
     int all_uneven = gather_is_uneven(record, entry, per_record);
     const uint32_t *lengths = entry ? gather_lengths(record, entry->lengths_at) : NULL;
     for (uint64_t row = 0; entry && row < record->rows; row++) {
@@ -120,8 +137,8 @@ static inline void gather_fit(const gather_record *record, const directory_entry
 }
 
 /* The values of the rows that are present, zero in the others. */
-static inline void gather_per_token(const gather_record *record, const directory_entry *entry, const gather_column *column,
-                                    const uint8_t *present, uint8_t **to) {
+static inline void gather_per_token(const gather_record *record, const directory_entry *entry,
+                                    const gather_column *column, const uint8_t *present, uint8_t **to) {
     const uint8_t *from = entry ? record->extent + entry->values_at * (uint64_t)ALIGNMENT : NULL;
     const uint32_t *lengths = entry ? gather_lengths(record, entry->lengths_at) : NULL;
     uint64_t entries = entry ? entry->entries : 0, item = column->item;
@@ -138,13 +155,19 @@ static inline void gather_per_token(const gather_record *record, const directory
 }
 
 /* Scalars and lists, row after row; rows that an uneven record lacks are zero, or empty. */
-static inline void gather_joined(const gather_record *record, const directory_entry *entry, const gather_column *column, uint8_t **values,
-                                 uint8_t **lengths, uint8_t **inner) {
+static inline void gather_joined(const gather_record *record, const directory_entry *entry,
+                                 const gather_column *column, uint8_t **values, uint8_t **lengths,
+                                 uint8_t **inner) {
     gather_share share = entry ? gather_measure(record, entry, column) : (gather_share){0};
     for (uint64_t time = 0; time < share.times; time++) {
-        gather_put(values, record->extent + entry->values_at * (uint64_t)ALIGNMENT, share.values * column->item);
-        if (column->lengths) gather_put(lengths, record->index + entry->lengths_at * (uint64_t)ALIGNMENT, share.rows * sizeof(uint32_t));
-        if (column->inner) gather_put(inner, record->index + entry->inner_at * (uint64_t)ALIGNMENT, share.lists * sizeof(uint32_t));
+        gather_put(values, record->extent + entry->values_at * (uint64_t)ALIGNMENT,
+                   share.values * column->item);
+        if (column->lengths)
+            gather_put(lengths, record->index + entry->lengths_at * (uint64_t)ALIGNMENT,
+                       share.rows * sizeof(uint32_t));
+        if (column->inner)
+            gather_put(inner, record->index + entry->inner_at * (uint64_t)ALIGNMENT,
+                       share.lists * sizeof(uint32_t));
     }
     uint64_t lacking = record->rows - share.rows * share.times;
     if (column->lengths) gather_zero(lengths, lacking * sizeof(uint32_t));
@@ -153,7 +176,8 @@ static inline void gather_joined(const gather_record *record, const directory_en
 
 /* Fills the arrays of one column, which have the sizes that gather_total said. */
 static inline void gather_copy(const gather_record *records, uint64_t count, const gather_column *column) {
-    uint8_t *present = column->present, *uneven = column->uneven, *values = column->values, *lengths = (uint8_t *)column->lengths, *inner = (uint8_t *)column->inner;
+    uint8_t *present = column->present, *uneven = column->uneven, *values = column->values,
+            *lengths = (uint8_t *)column->lengths, *inner = (uint8_t *)column->inner;
     for (uint64_t i = 0; i < count; i++) {
         const gather_record *record = &records[i];
         const directory_entry *entry = gather_find(record, column->numbers[record->table]);

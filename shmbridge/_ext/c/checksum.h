@@ -1,7 +1,8 @@
-/* A 64-bit checksum of bytes, as fast as memory is read. Finds what was overwritten or torn; no defence against who forges it.
+/* A 64-bit checksum of bytes, as fast as memory is read. Finds what was overwritten or torn;
+ * no defence against who forges it.
  *
- * Eight lanes of 64 bits, each a multiplication and a rotation per word: for one lane every step is a bijection of its state, so that a single
- * changed word always changes the result of its lane.
+ * Eight lanes of 64 bits, each a multiplication and a rotation per word: for one lane every step is a
+ * bijection of its state, so that a single changed word always changes the result of its lane.
  */
 #ifndef SHMBRIDGE_CHECKSUM_H
 #define SHMBRIDGE_CHECKSUM_H
@@ -37,6 +38,8 @@ static inline uint64_t checksum_seeded(const uint8_t *bytes, uint64_t size, uint
     return (all ^ all >> 29) | CHECKSUM_PRESENT;
 }
 
-static inline uint64_t checksum_of(const uint8_t *bytes, uint64_t size) { return checksum_seeded(bytes, size, 0); }
+static inline uint64_t checksum_of(const uint8_t *bytes, uint64_t size) {
+    return checksum_seeded(bytes, size, 0);
+}
 
 #endif

@@ -1,8 +1,9 @@
-/* Python numbers to C arrays, without an array in between. Each function returns -1, or the index of the first value that does
- * not fit; a Python error is set then only if it is none of the value's own.
+/* Python numbers to C arrays, without an array in between. Each function returns -1, or the index of the
+ * first value that does not fit; a Python error is set then only if it is none of the value's own.
  *
- * `row` is a list or tuple of at least `count` items. Exact ints and floats are read as CPython keeps them, behind a version guard, and run no
- * Python code; everything else goes the checked way round, after which the row is looked at again: that code may have changed it.
+ * `row` is a list or tuple of at least `count` items. Exact ints and floats are read as CPython keeps them,
+ * behind a version guard, and run no Python code; everything else goes the checked way round, after which the
+ * row is looked at again: that code may have changed it.
  */
 #ifndef SHMBRIDGE_PYLIST_H
 #define SHMBRIDGE_PYLIST_H
@@ -18,16 +19,21 @@
 #define compact_value(item) ((int64_t)Py_SIZE(item) * (int64_t)((PyLongObject *)(item))->ob_digit[0])
 #endif
 
-/* The objects of a list lie one after another as a rule, but not always: they are asked for this far ahead. */
+/* The objects of a list lie one after another as a rule, but not always:
+ * they are asked for this far ahead. */
 #define OBJECTS_AHEAD 16
 #define prefetch_ahead(items, i, count) \
     if ((i) + OBJECTS_AHEAD < (count)) __builtin_prefetch((items)[(i) + OBJECTS_AHEAD])
 
-static inline int row_is_there(PyObject *row, Py_ssize_t count) { return PySequence_Fast_GET_SIZE(row) >= count; }
+static inline int row_is_there(PyObject *row, Py_ssize_t count) {
+    return PySequence_Fast_GET_SIZE(row) >= count;
+}
 
 /* An error of the value's own becomes "does not fit"; an interrupt or want of memory stays set. */
 static inline void forget_bad_value(void) {
-    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception) && !PyErr_ExceptionMatches(PyExc_MemoryError)) PyErr_Clear();
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception) &&
+        !PyErr_ExceptionMatches(PyExc_MemoryError))
+        PyErr_Clear();
 }
 
 /* The value of an int-like object. 0, or -1: not an integer, or beyond 64 bits. */
@@ -122,11 +128,14 @@ static inline Py_ssize_t pack_float64(PyObject *row, Py_ssize_t count, double *t
     return -1;
 }
 
-/* Atropos masks: -100 where not trained, else the token itself. 1 where trained; the index of the first value that is neither.
+/* Atropos masks: -100 where not trained, else the token itself. 1 where trained;
+ * the index of the first value that is neither.
  *
- * `packed` are the row's tokens as they were packed just now; `tokens` the objects, or NULL: a mask often is the very object.
+ * `packed` are the row's tokens as they were packed just now; `tokens` the objects, or NULL:
+ * a mask often is the very object.
  */
-static inline Py_ssize_t fold_masks(PyObject *masks, PyObject *tokens, const int32_t *packed, Py_ssize_t count, uint8_t *to) {
+static inline Py_ssize_t fold_masks(PyObject *masks, PyObject *tokens, const int32_t *packed,
+                                    Py_ssize_t count, uint8_t *to) {
     PyObject **items = PySequence_Fast_ITEMS(masks), **same = tokens ? PySequence_Fast_ITEMS(tokens) : NULL;
     int64_t mask;
     for (Py_ssize_t i = 0; i < count; i++) {

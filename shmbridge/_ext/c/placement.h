@@ -1,4 +1,5 @@
-/* Where new memory lies: sizes of pages, and the NUMA node that a thread prefers. Plain system calls; no shared word. */
+/* Where new memory lies: sizes of pages, and the NUMA node that a thread prefers.
+ * Plain system calls; no shared word. */
 #ifndef SHMBRIDGE_PLACEMENT_H
 #define SHMBRIDGE_PLACEMENT_H
 
@@ -33,7 +34,8 @@ static inline int64_t worked_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* From here on new memory of this thread comes from `node` if that has any. 0, or -1: the kernel does not let us; then nothing has changed. */
+/* From here on new memory of this thread comes from `node` if that has any. 0, or -1:
+ * the kernel does not let us; then nothing has changed. */
 static inline int node_policy(node_choice *kept, int node) {
     node_choice wanted = {.mode = PREFER_ONE_NODE};
     *kept = (node_choice){0};

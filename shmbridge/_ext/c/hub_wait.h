@@ -1,7 +1,8 @@
-/* How the hub waits for records of any lane: a short adaptive spin, then the doorbell; or, where it must not block, the doorbell's rings in
- * an eventfd. Plain C; wait.pyx binds it.
+/* How the hub waits for records of any lane: a short adaptive spin, then the doorbell; or, where it must not
+ * block, the doorbell's rings in an eventfd. Plain C; wait.pyx binds it.
  *
- * The store-load handshake is argued in docs/adr/0001-lanes.md; its other half is lane_commit. One sleeper at a time: hub_sleeping has one owner.
+ * The store-load handshake is argued in docs/adr/0001-lanes.md; its other half is lane_commit. One sleeper at
+ * a time: hub_sleeping has one owner.
  */
 #ifndef SHMBRIDGE_HUB_WAIT_H
 #define SHMBRIDGE_HUB_WAIT_H
@@ -30,7 +31,8 @@ static inline int hub_has_work(const hub_watch *watch, control_header *control) 
 }
 
 /* Looks for work for a while, which is the longer the oftener it was worth it. */
-static inline int hub_spin(const hub_watch *watch, control_header *control, int64_t timeout_ns, int64_t *spin_ns) {
+static inline int hub_spin(const hub_watch *watch, control_header *control, int64_t timeout_ns,
+                           int64_t *spin_ns) {
     int64_t until = monotonic_ns() + (*spin_ns < timeout_ns ? *spin_ns : timeout_ns);
     int work = hub_has_work(watch, control);
     while (!work && monotonic_ns() < until) {
@@ -52,14 +54,16 @@ static inline void hub_disarm(control_header *control) {
     store_seq32(&control->hub_sleeping, 0);
 }
 
-/* Sleeps until there is work, the bell rang or a tick is over. 1 if there may be work, 0 if not; *late if a tick found what nobody rang for. */
+/* Sleeps until there is work, the bell rang or a tick is over. 1 if there may be work, 0 if not; *late if a
+ * tick found what nobody rang for. */
 static inline int hub_sleep(const hub_watch *watch, control_header *control, int64_t timeout_ns, int *late) {
     uint32_t seen;
     int status = 0, work;
     *late = 0;
     fault_hit("hub.before_sleep");
     work = hub_arm(watch, control, &seen) || seen != watch->heard;
-    if (!work) status = futex_wait(&control->doorbell, seen, timeout_ns < HUB_TICK_NS ? timeout_ns : HUB_TICK_NS);
+    if (!work)
+        status = futex_wait(&control->doorbell, seen, timeout_ns < HUB_TICK_NS ? timeout_ns : HUB_TICK_NS);
     hub_disarm(control);
     if (status != ETIMEDOUT) return 1;
     work = hub_has_work(watch, control);
@@ -67,7 +71,8 @@ static inline int hub_sleep(const hub_watch *watch, control_header *control, int
     return work;
 }
 
-/* Writes to an eventfd whenever the bell has rung since `seen`, until *stop is set and the bell rung once more. Blocks; a thread of its own. */
+/* Writes to an eventfd whenever the bell has rung since `seen`, until *stop is set and the bell rung once
+ * more. Blocks; a thread of its own. */
 static inline void hub_relay(control_header *control, uint32_t seen, shm_u64 *stop, int event) {
     while (!load_relaxed64(stop)) {
         futex_wait(&control->doorbell, seen, HUB_TICK_NS);

@@ -1,8 +1,10 @@
-/* The bytes of a bridge: control segment, lane segment, slot, column directory. The single source; layout.pxd mirrors it.
+/* The bytes of a bridge: control segment, lane segment, slot, column directory. The single source;
+ * layout.pxd mirrors it.
  *
- * Little-endian, 64-bit monotone positions, roles on their own 128-byte lines (adjacent-line prefetch, 128-byte lines on some Arm).
- * "P" is written by the lane's producer only, "H" by the hub holding the hub lock only, "W" by whoever holds the writer's lock of the
- * weights segment that has the name, "A" is only ever atomically added to.
+ * Little-endian, 64-bit monotone positions, roles on their own 128-byte lines (adjacent-line prefetch,
+ * 128-byte lines on some Arm). "P" is written by the lane's producer only, "H" by the hub holding the hub
+ * lock only, "W" by whoever holds the writer's lock of the weights segment that has the name, "A" is only
+ * ever atomically added to.
  *
  *   control segment                          lane segment
  *   0x0000 +---------------------------+     0x0000 +------------------------------------+
@@ -89,7 +91,8 @@ typedef struct {
     uint8_t pad3[0x80 - 4];
     shm_u32 arrivals; /* A: a lane became ready */
     uint8_t pad4[0x80 - 4];
-    shm_u64 weights_floor; /* W: highest version of weights segments that were replaced, + 1; 0: none was. Only rises */
+    /* W: highest version of weights segments that were replaced, + 1; 0: none was. Only rises */
+    shm_u64 weights_floor;
     uint8_t pad5[PAGE - 0x300 - 8];
 } control_header;
 
@@ -118,9 +121,13 @@ typedef struct {
     uint8_t pad3[0x80 - 8 - 40 - 8 * DROP_REASONS];
     shm_u64 head; /* H: records that may have been handed out */
     shm_u64 discarded_total[DISCARD_REASONS];
-    shm_u64 quarantined; /* H: 0, or how many records were given up with the lane, 1 at least; not among discarded_total */
-    shm_u64 released_total; /* H: releases, of discarded records too; one behind at most after a hub's death, until the next hub adopts */
-    shm_u64 leases_dropped; /* H: leases that ended without a word, whose records stay un-released; of this hub */
+    /* H: 0, or how many records were given up with the lane, 1 at least; not among discarded_total */
+    shm_u64 quarantined;
+    /* H: releases, of discarded records too; one behind at most after a hub's death,
+     * until the next hub adopts */
+    shm_u64 released_total;
+    /* H: leases that ended without a word, whose records stay un-released; of this hub */
+    shm_u64 leases_dropped;
     shm_u64 releasing_generation; /* H: of the release under way, or the last one */
     shm_u64 releasing;            /* H: what released_total will be then << RELEASING_SLOT_BITS | its slot */
     uint8_t pad4[0x100 - 48 - 8 * DISCARD_REASONS];
@@ -147,7 +154,8 @@ typedef struct {
     uint8_t reserved[32];
 } slot;
 
-/* One per present column, at the start of the extent. Places are in 64-byte lines from the extent's start; 0 means absent.
+/* One per present column, at the start of the extent. Places are
+ * in 64-byte lines from the extent's start; 0 means absent.
  *
  *   kind       values                      lengths[entries]   inner[inner_count]        keys
  *   SCALAR     entries * item              -                  -                         -
@@ -156,7 +164,8 @@ typedef struct {
  *   MAP        sum(lengths) * item         pairs per row      bytes per key             key bytes
  *   BYTES      sum(lengths)                bytes per row      -                         -
  *
- * validity, where present, is one byte per entry: 0 means null. checks, where present, is one uint64 per entry: row_check.h, 0 means none.
+ * validity, where present, is one byte per entry: 0 means null. checks, where present, is one uint64 per
+ * entry: row_check.h, 0 means none.
  */
 typedef struct {
     uint16_t column; /* index in the lane's column table */
@@ -168,13 +177,14 @@ typedef struct {
     uint64_t reserved;
 } directory_entry;
 
-/* Weights segment: this header, the table (JSON: name, dtype, shape, offset, bytes; the same for every slot), words per tensor, then the slots.
+/* Weights segment: this header, the table (JSON: name, dtype, shape, offset, bytes; the same for every slot),
+ * words per tensor, then the slots.
  *
- *   table      PAGE                 JSON, once; magic last                                          writer
- *   words      8-byte aligned       written[tensors]: bytes written in the filling under way        A, zeroed by the writer
- *              per slot             stamp[tensors]: version + 1 that last changed it, 0: torn       writer
- *                                   checksum[tensors]: top bit set, 0: none was asked for           writer
- *   slots      a page               tensors, 64-byte aligned                                        writer and its parts
+ *   table    PAGE            JSON, once; magic last                                     writer
+ *   words    8-byte aligned  written[tensors]: bytes written in the filling under way  A, zeroed by writer
+ *            per slot        stamp[tensors]: version + 1 that last changed it, 0: torn  writer
+ *                            checksum[tensors]: top bit set, 0: none was asked for      writer
+ *   slots    a page          tensors, 64-byte aligned                                   writer and its parts
  */
 #define WEIGHTS_MAGIC 0x3254485757424853ull /* "SHBWWHT2" */
 #define WEIGHTS_SLOTS 2u
@@ -188,10 +198,12 @@ typedef struct {
     uint64_t tensors, words_at;
     uint64_t segment_id; /* random: tickets of another segment of this name are refused */
     uint8_t pad0[0x80 - 64];
-    shm_u64 latest;                       /* writer: 0 none yet, else (version + 1) * WEIGHTS_SLOTS + slot; the commit point */
+    /* writer: 0 none yet, else (version + 1) * WEIGHTS_SLOTS + slot; the commit point */
+    shm_u64 latest;
     shm_u64 slot_version[WEIGHTS_SLOTS];  /* writer: version + 1, 0 while the slot is being filled */
     uint8_t pad1[0x80 - 8 - 8 * WEIGHTS_SLOTS];
-    shm_u64 filling; /* writer: (number * WEIGHTS_SLOTS + slot) * 2 + 1 while parts are let in; the number never comes again */
+    /* writer: (number * WEIGHTS_SLOTS + slot) * 2 + 1 while parts are let in; the number never comes again */
+    shm_u64 filling;
     uint8_t pad2[0x80 - 8];
     shm_u32 bell; /* A: there is another version */
     uint8_t pad3[PAGE - 0x180 - 4];

@@ -1,4 +1,5 @@
-/* Sleeping on a 32-bit word of shared memory. The futexes are shared, not private: sleeper and waker are different processes. */
+/* Sleeping on a 32-bit word of shared memory. The futexes are shared, not private:
+ * sleeper and waker are different processes. */
 #ifndef SHMBRIDGE_FUTEX_H
 #define SHMBRIDGE_FUTEX_H
 
@@ -17,7 +18,8 @@ static inline int64_t monotonic_ns(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Sleeps until woken, at most timeout_ns, not at all if *word differs from seen. 0, or the errno: EAGAIN, ETIMEDOUT, EINTR. */
+/* Sleeps until woken, at most timeout_ns, not at all if *word differs from seen. 0, or the errno:
+ * EAGAIN, ETIMEDOUT, EINTR. */
 static inline int futex_wait(shm_u32 *word, uint32_t seen, int64_t timeout_ns) {
     struct timespec timeout = {timeout_ns / 1000000000, timeout_ns % 1000000000};
     return syscall(SYS_futex, (uint32_t *)word, FUTEX_WAIT, seen, &timeout, NULL, 0) == 0 ? 0 : errno;

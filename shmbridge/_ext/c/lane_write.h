@@ -1,7 +1,8 @@
-/* The producer's side of one lane: claim, commit, abort, wait for space. docs/adr/0001-lanes.md says why it is right.
+/* The producer's side of one lane: claim, commit, abort, wait for space.
+ * docs/adr/0001-lanes.md says why it is right.
  *
- * Plain C, so that the same lines run under ThreadSanitizer and in a harness; ring.pyx binds it. One thread at a time. Everything in
- * lane_writer is private to the process: what dies with it needs no repair.
+ * Plain C, so that the same lines run under ThreadSanitizer and in a harness; ring.pyx binds it. One thread
+ * at a time. Everything in lane_writer is private to the process: what dies with it needs no repair.
  */
 #ifndef SHMBRIDGE_LANE_WRITE_H
 #define SHMBRIDGE_LANE_WRITE_H
@@ -18,7 +19,8 @@
 #define PRODUCER_TICK_NS 50000000
 #define OWN_CACHES_ROUND 4 /* measured: bench/README.md, "How far memory goes round" */
 
-/* What a producer knows of a slot, whatever its shared words say by now: they may have been scribbled over. */
+/* What a producer knows of a slot, whatever its shared words say by now:
+ * they may have been scribbled over. */
 typedef struct {
     uint64_t generation;
     interval extent;
@@ -54,14 +56,18 @@ typedef struct {
     int claim_is_cold;      /* its extent has left the cache since it was last written */
     extent_warmth warmth;
     int64_t spin_ns;        /* how long to look for room before sleeping */
-    awaited *awaited;       /* what the one that sleeps for room looks at: it may do so while another thread puts */
+    /* what the one that sleeps for room looks at: it may do so while another thread puts */
+    awaited *awaited;
     uint32_t awaited_count;
-    uint32_t heard;         /* the bell, before whoever is to sleep looked at anything; a lane begins with 0 */
+    /* the bell, before whoever is to sleep looked at anything; a lane begins with 0 */
+    uint32_t heard;
 } lane_writer;
 
 /* For a lane that was formatted just now and has never been written to. 0, or -1: no memory. */
-static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lane_shape *shape, control_header *hub) {
-    *writer = (lane_writer){.header = (lane_header *)base, .hub = hub, .claimed = -1, .spin_ns = LONGEST_SPIN_NS};
+static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lane_shape *shape,
+                                   control_header *hub) {
+    *writer = (lane_writer){.header = (lane_header *)base, .hub = hub, .claimed = -1};
+    writer->spin_ns = LONGEST_SPIN_NS;
     writer->slot_count = shape->slot_count, writer->data_bytes = shape->data_bytes;
     writer->ring = (uint32_t *)(base + shape->ring_at);
     writer->slots = (slot *)(base + shape->slots_at);
@@ -72,8 +78,8 @@ static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lan
     writer->outstanding = malloc(shape->slot_count * sizeof(uint32_t));
     writer->awaited = malloc(shape->slot_count * sizeof(awaited));
     writer->free_extents = malloc((shape->slot_count + 2ull) * sizeof(interval));
-    if (!writer->own || !writer->free_slots || !writer->outstanding || !writer->free_extents || !writer->awaited ||
-        warmth_open(&writer->warmth, shape->data_bytes))
+    if (!writer->own || !writer->free_slots || !writer->outstanding || !writer->free_extents ||
+        !writer->awaited || warmth_open(&writer->warmth, shape->data_bytes))
         return -1;
     for (uint32_t i = 0; i < shape->slot_count; i++) writer->free_slots[i] = shape->slot_count - 1 - i;
     writer->free_slot_count = shape->slot_count;
@@ -84,7 +90,8 @@ static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lan
 }
 
 static inline void lane_writer_close(lane_writer *writer) {
-    free(writer->own), free(writer->free_slots), free(writer->outstanding), free(writer->awaited), free(writer->free_extents);
+    free(writer->own), free(writer->free_slots), free(writer->outstanding), free(writer->awaited);
+    free(writer->free_extents);
     warmth_close(&writer->warmth);
     *writer = (lane_writer){.claimed = -1};
 }
@@ -100,11 +107,13 @@ static inline int lane_is_released(const lane_writer *writer, uint32_t index) {
 }
 
 static inline void lane_take_back(lane_writer *writer, uint32_t index) {
-    extent_give(writer->free_extents, &writer->free_extent_count, writer->own[index].extent.at, writer->own[index].extent.bytes);
+    extent_give(writer->free_extents, &writer->free_extent_count, writer->own[index].extent.at,
+                writer->own[index].extent.bytes);
     writer->free_slots[writer->free_slot_count++] = index;
 }
 
-/* Takes released slots back: the oldest ones while they are released, or, thoroughly, by one pass over all. */
+/* Takes released slots back: the oldest ones while they are released, or, thoroughly,
+ * by one pass over all. */
 static inline void lane_reclaim(lane_writer *writer, int thoroughly) {
     uint32_t mask = writer->slot_count - 1, kept = 0;
     while (writer->outstanding_count && lane_is_released(writer, lane_outstanding(writer, 0))) {
@@ -120,13 +129,16 @@ static inline void lane_reclaim(lane_writer *writer, int thoroughly) {
     writer->outstanding_count = kept;
 }
 
-/* Reserves a slot and `bytes` of the data area, whole lines. 1, or 0 if there is no room now; touches nothing that others believe. */
+/* Reserves a slot and `bytes` of the data area, whole lines. 1, or 0 if there is no room now;
+ * touches nothing that others believe. */
 static inline int lane_claim(lane_writer *writer, uint64_t bytes) {
     uint64_t at = UINT64_MAX;
     bytes = up_to(bytes, ALIGNMENT);
     for (int thoroughly = 0; at == UINT64_MAX && thoroughly < 2; thoroughly++) {
         lane_reclaim(writer, thoroughly);
-        if (writer->free_slot_count) at = extent_take(writer->free_extents, &writer->free_extent_count, bytes, &writer->cursor, writer->window);
+        if (writer->free_slot_count)
+            at = extent_take(writer->free_extents, &writer->free_extent_count, bytes, &writer->cursor,
+                             writer->window);
     }
     if (at == UINT64_MAX) {
         store_relaxed64(&writer->header->wanted_bytes, bytes);
@@ -147,7 +159,8 @@ static inline void lane_abort(lane_writer *writer) {
     writer->claimed = -1;
 }
 
-/* Publishes the open claim under what `stamp` says of it; generation, sequence, extent and publish time are set here. Its sequence. */
+/* Publishes the open claim under what `stamp` says of it; generation, sequence,
+ * extent and publish time are set here. Its sequence. */
 static inline uint64_t lane_commit(lane_writer *writer, const slot *stamp) {
     uint32_t index = (uint32_t)writer->claimed, mask = writer->slot_count - 1;
     uint64_t sequence = writer->tail;
@@ -158,11 +171,13 @@ static inline uint64_t lane_commit(lane_writer *writer, const slot *stamp) {
     fault_hit("producer.payload_written");
     body->sequence = sequence;
     body->extent_at = writer->claim_at, body->extent_bytes = writer->claim_bytes;
-    body->min_policy_version = stamp->min_policy_version, body->max_policy_version = stamp->max_policy_version;
+    body->min_policy_version = stamp->min_policy_version;
+    body->max_policy_version = stamp->max_policy_version;
     body->t_created_ns = stamp->t_created_ns, body->t_publish_ns = monotonic_ns();
     body->tokens = stamp->tokens, body->rows = stamp->rows, body->columns = stamp->columns;
     body->group_size = stamp->group_size, body->env_id = stamp->env_id;
-    body->group_id_bytes = stamp->group_id_bytes, body->flags = stamp->flags, body->index_bytes = stamp->index_bytes;
+    body->group_id_bytes = stamp->group_id_bytes, body->flags = stamp->flags;
+    body->index_bytes = stamp->index_bytes;
     fault_hit("producer.body_written");
     store_release64(&body->generation, ++own->generation); /* SYNC(slot-body) */
     fault_hit("producer.generation_stored");
@@ -183,7 +198,8 @@ static inline uint64_t lane_commit(lane_writer *writer, const slot *stamp) {
     return sequence;
 }
 
-/* Notes what is outstanding now, before a wait for space. For the producer's thread, or, with its lock held, for the one that sleeps. */
+/* Notes what is outstanding now, before a wait for space. For the producer's thread, or, with its lock held,
+ * for the one that sleeps. */
 static inline void lane_note_outstanding(lane_writer *writer) {
     writer->awaited_count = writer->outstanding_count;
     for (uint32_t i = 0; i < writer->awaited_count; i++) {
@@ -194,11 +210,14 @@ static inline void lane_note_outstanding(lane_writer *writer) {
 
 static inline int lane_anything_released(const lane_writer *writer) {
     for (uint32_t i = 0; i < writer->awaited_count; i++)
-        if (load_seq64(&writer->released[writer->awaited[i].index]) >= writer->awaited[i].generation) return 1; /* SYNC(space-wake) */
+        /* SYNC(space-wake) */
+        if (load_seq64(&writer->released[writer->awaited[i].index]) >= writer->awaited[i].generation)
+            return 1;
     return 0;
 }
 
-/* Looks for a while whether something was released; a reader that keeps up does that sooner than anybody falls asleep. */
+/* Looks for a while whether something was released; a reader
+ * that keeps up does that sooner than anybody falls asleep. */
 static inline int lane_spin_for_space(lane_writer *writer, int64_t began, int64_t timeout_ns) {
     int64_t until = began + (writer->spin_ns < timeout_ns ? writer->spin_ns : timeout_ns);
     int released = lane_anything_released(writer);
@@ -210,7 +229,8 @@ static inline int lane_spin_for_space(lane_writer *writer, int64_t began, int64_
     return released;
 }
 
-/* Spins, then sleeps until something noted was released, the bell has rung since the last wait, or the timeout is over. Nanoseconds. */
+/* Spins, then sleeps until something noted was released, the bell has rung since the last wait,
+ * or the timeout is over. Nanoseconds. */
 static inline int64_t lane_wait_space(lane_writer *writer, int64_t timeout_ns) {
     lane_header *header = writer->header;
     int64_t began = monotonic_ns(), left;
@@ -232,7 +252,8 @@ static inline int64_t lane_wait_space(lane_writer *writer, int64_t timeout_ns) {
             left = timeout_ns - (monotonic_ns() - began);
         } while (status == ETIMEDOUT && left > 0 && !lane_anything_released(writer));
     store_seq32(&header->space_waiting, 0);
-    if (status == ETIMEDOUT && load_seq32(&header->space_bell) == seen && lane_anything_released(writer)) /* SYNC(bell) */
+    if (status == ETIMEDOUT && load_seq32(&header->space_bell) == seen && /* SYNC(bell) */
+        lane_anything_released(writer))
         store_relaxed64(&header->late_wakes_total, load_relaxed64(&header->late_wakes_total) + 1);
     writer->heard = load_seq32(&header->space_bell); /* SYNC(bell) */
     return monotonic_ns() - began;
@@ -242,14 +263,16 @@ static inline int64_t lane_wait_space(lane_writer *writer, int64_t timeout_ns) {
 static inline uint64_t lane_free_bytes(const lane_writer *writer) {
     uint64_t used = 0;
     for (uint32_t i = 0; i < writer->outstanding_count; i++)
-        if (!lane_is_released(writer, lane_outstanding(writer, i))) used += writer->own[lane_outstanding(writer, i)].extent.bytes;
+        if (!lane_is_released(writer, lane_outstanding(writer, i)))
+            used += writer->own[lane_outstanding(writer, i)].extent.bytes;
     return writer->data_bytes - used;
 }
 
 /* Committed and un-released records. */
 static inline uint32_t lane_unreleased(const lane_writer *writer) {
     uint32_t count = 0;
-    for (uint32_t i = 0; i < writer->outstanding_count; i++) count += !lane_is_released(writer, lane_outstanding(writer, i));
+    for (uint32_t i = 0; i < writer->outstanding_count; i++)
+        count += !lane_is_released(writer, lane_outstanding(writer, i));
     return count;
 }
 

@@ -1,6 +1,7 @@
 /* Where things lie in a lane, worked out from two numbers, and what a lane's header claims about it.
  *
- * Whoever opens a lane copies the claim to private memory, checks the copy, and computes with the copy: the header may change meanwhile.
+ * Whoever opens a lane copies the claim to private memory, checks the copy, and computes with the copy:
+ * the header may change meanwhile.
  */
 #ifndef SHMBRIDGE_SHAPE_H
 #define SHMBRIDGE_SHAPE_H
@@ -39,17 +40,24 @@ static inline lane_shape shape_of(uint64_t data_bytes, uint32_t slot_count) {
 static inline int shape_read(const lane_header *header, uint64_t size, lane_shape *shape, complaint *why) {
     uint32_t version, slots, columns;
     uint64_t data;
-    if (size < PAGE + MAX_COLUMNS * sizeof(column_def)) return complain(why, "%" PRIu64 " bytes are no lane", size);
-    version = header->layout_version, slots = header->slot_count, columns = header->column_count, data = header->data_bytes;
+    if (size < PAGE + MAX_COLUMNS * sizeof(column_def))
+        return complain(why, "%" PRIu64 " bytes are no lane", size);
+    version = header->layout_version, slots = header->slot_count, columns = header->column_count;
+    data = header->data_bytes;
     copied();
-    if (version != LAYOUT_VERSION) return complain(why, "layout version %u, this build reads %u", version, LAYOUT_VERSION);
+    if (version != LAYOUT_VERSION)
+        return complain(why, "layout version %u, this build reads %u", version, LAYOUT_VERSION);
     if (slots == 0 || slots & (slots - 1) || slots > MOST_SLOTS || data > size || columns > MAX_COLUMNS)
-        return complain(why, "%u slots, %" PRIu64 " data bytes, %u columns in %" PRIu64 " bytes", slots, data, columns, size);
+        return complain(why, "%u slots, %" PRIu64 " data bytes, %u columns in %" PRIu64 " bytes", slots, data,
+                        columns, size);
     *shape = shape_of(data, slots);
     shape->column_count = columns;
-    if (shape->segment_bytes > size || header->segment_bytes != shape->segment_bytes || header->ring_at != shape->ring_at ||
-        header->slots_at != shape->slots_at || header->released_at != shape->released_at || header->data_at != shape->data_at)
-        return complain(why, "geometry: ring at %" PRIu64 ", slots at %" PRIu64 ", released at %" PRIu64 ", data at %" PRIu64 " do not belong to %u slots",
+    if (shape->segment_bytes > size || header->segment_bytes != shape->segment_bytes ||
+        header->ring_at != shape->ring_at || header->slots_at != shape->slots_at ||
+        header->released_at != shape->released_at || header->data_at != shape->data_at)
+        return complain(why,
+                        "geometry: ring at %" PRIu64 ", slots at %" PRIu64 ", released at %" PRIu64
+                        ", data at %" PRIu64 " do not belong to %u slots",
                         header->ring_at, header->slots_at, header->released_at, header->data_at, slots);
     return 0;
 }

@@ -1,8 +1,9 @@
 /* The limit: what two processes move through shared memory when nothing but the bytes is done.
  *
- * Slots of one record in a lane of a given size: one memcpy in, a flag, one read of every byte as a sum of 8-byte words, the flag back. It spins
- * and never sleeps, checks nothing and keeps no books. Knows nothing of the ring; called by limit.pyx, for measurements alone.
- * What if a process dies here? The other sees no progress, and gives up when its patience ends.
+ * Slots of one record in a lane of a given size: one memcpy in, a flag, one read of every byte as a sum of
+ * 8-byte words, the flag back. It spins and never sleeps, checks nothing and keeps no books. Knows nothing of
+ * the ring; called by limit.pyx, for measurements alone. What if a process dies here? The other sees no
+ * progress, and gives up when its patience ends.
  */
 #ifndef SHMBRIDGE_TWIN_H
 #define SHMBRIDGE_TWIN_H
@@ -18,7 +19,8 @@
 #define TWIN_LINE 128u
 
 typedef struct {
-    _Alignas(TWIN_LINE) shm_u64 full; /* writer: 1 after the record is there; reader: 0 after it has read it */
+    /* writer: 1 after the record is there; reader: 0 after it has read it */
+    _Alignas(TWIN_LINE) shm_u64 full;
 } twin_flag;
 
 typedef struct {
@@ -45,7 +47,8 @@ static inline double twin_now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Spins until the flag has this value; 0 if patience_s pass. Yields now and then: two sides may share a core. */
+/* Spins until the flag has this value; 0 if patience_s pass. Yields now and then:
+ * two sides may share a core. */
 static inline int twin_wait(const shm_u64 *flag, uint64_t value, double patience_s) {
     double deadline = 0;
     for (unsigned spins = 1; load_acquire64(flag) != value; spins++) { /* SYNC(twin-full) */
@@ -59,11 +62,13 @@ static inline int twin_wait(const shm_u64 *flag, uint64_t value, double patience
 }
 
 /* Moves `count` records in, from `sources` records in turn; how many got there. */
-static inline uint64_t twin_write(twin *it, const uint8_t *source, uint64_t sources, uint64_t count, double patience_s) {
+static inline uint64_t twin_write(twin *it, const uint8_t *source, uint64_t sources, uint64_t count,
+                                  double patience_s) {
     for (uint64_t n = 0; n < count; n++, it->position++) {
         const uint64_t slot = it->position % it->slots;
         if (!twin_wait(&it->flags[slot].full, 0, patience_s)) return n;
-        lane_copy(it->data + slot * it->record, source + (n % sources) * it->record, it->record, it->past_cache);
+        lane_copy(it->data + slot * it->record, source + (n % sources) * it->record, it->record,
+                  it->past_cache);
         lane_copies_done(it->past_cache);
         store_release64(&it->flags[slot].full, 1); /* SYNC(twin-full) */
     }

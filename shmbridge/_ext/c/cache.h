@@ -1,11 +1,13 @@
-/* How large this machine's caches are. The kernel's word; libc's is wrong by ten times on some processors. Knows nothing else. */
+/* How large this machine's caches are. The kernel's word; libc's
+ * is wrong by ten times on some processors. Knows nothing else. */
 #ifndef SHMBRIDGE_CACHE_H
 #define SHMBRIDGE_CACHE_H
 
 #include <stdint.h>
 #include <stdio.h>
 
-/* Bytes of the first processor's data or unified cache of this level; `otherwise` where the kernel does not say. */
+/* Bytes of the first processor's data or unified cache of this level;
+ * `otherwise` where the kernel does not say. */
 static inline uint64_t cache_bytes(int level, uint64_t otherwise) {
     for (int index = 0; index < 8; index++) {
         char path[96], kind[32] = "";

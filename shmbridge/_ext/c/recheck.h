@@ -1,7 +1,9 @@
-/* Copying from a slot without its lock: what must stand between the word that is looked at and the bytes, on either side.
+/* Copying from a slot without its lock: what must stand between
+ * the word that is looked at and the bytes, on either side.
  *
- * The writer takes the slot's version away, then writes bytes; a copier copies bytes, then looks whether the version is still there. Neither an
- * acquire nor a release access keeps those two apart, a fence does. Knows no words.
+ * The writer takes the slot's version away, then writes bytes; a copier copies bytes, then looks whether the
+ * version is still there. Neither an acquire nor a release access keeps those two apart, a fence does. Knows
+ * no words.
  */
 #ifndef SHMBRIDGE_RECHECK_H
 #define SHMBRIDGE_RECHECK_H

@@ -1,7 +1,8 @@
 /* The reader's side of one lane: adopt, take, release. docs/adr/0001-lanes.md says why it is right.
  *
- * Plain C, so that the same lines run under sanitizers and fuzzers; ring.pyx binds it. For the holder of the hub lock; a learner rank uses
- * only lane_reader_open and lane_look. Whatever is used as an index is copied to private memory first and checked there.
+ * Plain C, so that the same lines run under sanitizers and fuzzers; ring.pyx binds it. For the holder of the
+ * hub lock; a learner rank uses only lane_reader_open and lane_look. Whatever is used as an index is copied
+ * to private memory first and checked there.
  */
 #ifndef SHMBRIDGE_LANE_READ_H
 #define SHMBRIDGE_LANE_READ_H
@@ -30,7 +31,8 @@ typedef struct {
     uint32_t tokens;       /* number of the column that every record has */
     uint64_t next;         /* sequence to take from the ring */
     uint64_t first_head;   /* head as the predecessor left it */
-    lane_entry *backlog;   /* before the ring goes on: un-released when this hub came, or put back since; newest first */
+    /* before the ring goes on: un-released when this hub came, or put back since; newest first */
+    lane_entry *backlog;
     lane_entry *dropped;   /* looked at, un-released, and their leases are gone; oldest loss first */
     uint32_t backlog_count, dropped_count;
 } lane_reader;
@@ -52,7 +54,8 @@ static inline void lane_reader_close(lane_reader *reader) {
 static inline int lane_reader_open(lane_reader *reader, uint8_t *base, uint64_t size, complaint *why) {
     *reader = (lane_reader){.header = (lane_header *)base};
     why->text[0] = 0;
-    if (size < sizeof(lane_header) || load_acquire64(&reader->header->magic) != LANE_MAGIC) /* SYNC(lane-ready) */
+    /* SYNC(lane-ready) */
+    if (size < sizeof(lane_header) || load_acquire64(&reader->header->magic) != LANE_MAGIC)
         return complain(why, "no lane");
     if (shape_read(reader->header, size, &reader->shape, why)) return -1;
     reader->ring = (const uint32_t *)(base + reader->shape.ring_at);
@@ -71,18 +74,22 @@ static inline int lane_newest_first(const void *one, const void *other) {
     return (a < b) - (a > b);
 }
 
-/* A predecessor died between a release and its count: counts it. Under the hub lock. Nothing else is mended: another difference is a fault. */
+/* A predecessor died between a release and its count: counts it. Under the hub lock. Nothing else is mended:
+ * another difference is a fault. */
 static inline void lane_finish_release(lane_reader *reader) {
     lane_header *header = reader->header;
     uint64_t releasing = load_acquire64(&header->releasing); /* SYNC(release-count) */
     uint64_t count = releasing >> RELEASING_SLOT_BITS, index = releasing & (MOST_SLOTS - 1);
     if (count != load_relaxed64(&header->released_total) + 1 || index >= reader->shape.slot_count) return;
-    if (load_relaxed64(&reader->released[index]) == load_relaxed64(&header->releasing_generation)) store_relaxed64(&header->released_total, count);
+    if (load_relaxed64(&reader->released[index]) == load_relaxed64(&header->releasing_generation))
+        store_relaxed64(&header->released_total, count);
 }
 
-/* Finds what is committed and un-released: tail first, then the slots. 0, or -1 and why; an empty complaint means no memory.
+/* Finds what is committed and un-released: tail first, then the slots. 0, or -1 and why;
+ * an empty complaint means no memory.
  *
- * A slot at or beyond that tail was, or is being, committed meanwhile. One beyond a tail loaded after it cannot be.
+ * A slot at or beyond that tail was, or is being, committed meanwhile.
+ * One beyond a tail loaded after it cannot be.
  */
 static inline int lane_adopt(lane_reader *reader, complaint *why) {
     uint64_t tail = load_seq64(&reader->header->tail), newest = 0; /* SYNC(commit) */
@@ -101,39 +108,47 @@ static inline int lane_adopt(lane_reader *reader, complaint *why) {
         if (sequence > newest) newest = sequence;
     }
     if (newest > load_acquire64(&reader->header->tail)) /* SYNC(commit) */
-        return complain(why, "a slot says record %" PRIu64 ", the lane has %" PRIu64, newest, load_acquire64(&reader->header->tail));
+        return complain(why, "a slot says record %" PRIu64 ", the lane has %" PRIu64, newest,
+                        load_acquire64(&reader->header->tail)); /* SYNC(commit) */
     qsort(reader->backlog, reader->backlog_count, sizeof(lane_entry), lane_newest_first);
     for (uint32_t i = 1; i < reader->backlog_count; i++)
         if (reader->backlog[i].sequence == reader->backlog[i - 1].sequence)
-            return complain(why, "slots %u and %u both say record %" PRIu64, reader->backlog[i].index, reader->backlog[i - 1].index,
-                            reader->backlog[i].sequence);
+            return complain(why, "slots %u and %u both say record %" PRIu64, reader->backlog[i].index,
+                            reader->backlog[i - 1].index, reader->backlog[i].sequence);
     reader->next = tail;
-    reader->first_head = load_relaxed64(&reader->header->head); /* SYNC(hand-out): ordered by the hub lock that changed hands */
+    /* Ordered by the hub lock that changed hands. */
+    reader->first_head = load_relaxed64(&reader->header->head); /* SYNC(hand-out) */
     store_relaxed64(&reader->header->leases_dropped, 0);        /* of this hub: an earlier one's come again */
     return 0;
 }
 
 /* Copies and checks what slot `index` holds, which must be `sequence`. 0, or -1 and why. */
-static inline int lane_look(const lane_reader *reader, uint32_t index, uint64_t sequence, lane_found *found, complaint *why) {
+static inline int lane_look(const lane_reader *reader, uint32_t index, uint64_t sequence, lane_found *found,
+                            complaint *why) {
     const slot *body = &found->body;
     uint64_t data = reader->shape.data_bytes;
     if (index >= reader->shape.slot_count)
-        return complain(why, "record %" PRIu64 " is said to be in slot %u of %u", sequence, index, reader->shape.slot_count);
+        return complain(why, "record %" PRIu64 " is said to be in slot %u of %u", sequence, index,
+                        reader->shape.slot_count);
     found->index = index;
     found->generation = load_acquire64(&reader->slots[index].generation); /* SYNC(slot-body) */
     memcpy(&found->body, &reader->slots[index], sizeof(slot));
     copied();
     if (body->sequence != sequence || found->generation == load_relaxed64(&reader->released[index]))
-        return complain(why, "slot %u holds record %" PRIu64 ", generation %" PRIu64 ", not an un-released record %" PRIu64, index, body->sequence,
-                        found->generation, sequence);
-    if (body->extent_at % ALIGNMENT || body->extent_bytes % ALIGNMENT || body->extent_at > data || body->extent_bytes > data - body->extent_at ||
-        body->index_bytes > body->extent_bytes)
-        return complain(why, "slot %u: extent %" PRIu64 "+%" PRIu64 " (index %u) is not inside %" PRIu64 " data bytes", index, body->extent_at,
-                        body->extent_bytes, body->index_bytes, data);
+        return complain(why,
+                        "slot %u holds record %" PRIu64 ", generation %" PRIu64
+                        ", not an un-released record %" PRIu64,
+                        index, body->sequence, found->generation, sequence);
+    if (body->extent_at % ALIGNMENT || body->extent_bytes % ALIGNMENT || body->extent_at > data ||
+        body->extent_bytes > data - body->extent_at || body->index_bytes > body->extent_bytes)
+        return complain(
+            why, "slot %u: extent %" PRIu64 "+%" PRIu64 " (index %u) is not inside %" PRIu64 " data bytes",
+            index, body->extent_at, body->extent_bytes, body->index_bytes, data);
     return 0;
 }
 
-/* The next record, from the backlog or the ring. 1, 0 if there is none, or -1 and why. Moves nothing: see lane_hand_out. */
+/* The next record, from the backlog or the ring. 1, 0 if there is none, or -1 and why.
+ * Moves nothing: see lane_hand_out. */
 static inline int lane_next(const lane_reader *reader, lane_found *found, complaint *why) {
     uint64_t tail, next = reader->next;
     found->from_backlog = reader->backlog_count > 0, found->again = 0;
@@ -145,7 +160,8 @@ static inline int lane_next(const lane_reader *reader, lane_found *found, compla
     tail = load_acquire64(&reader->header->tail); /* SYNC(commit) */
     if (tail == next) return 0;
     if (tail - next > reader->shape.slot_count)
-        return complain(why, "tail %" PRIu64 " is %" PRIu64 " past %" PRIu64 ", more than %u slots", tail, tail - next, next, reader->shape.slot_count);
+        return complain(why, "tail %" PRIu64 " is %" PRIu64 " past %" PRIu64 ", more than %u slots", tail,
+                        tail - next, next, reader->shape.slot_count);
     return lane_look(reader, reader->ring[next & (reader->shape.slot_count - 1)], next, found, why) ? -1 : 1;
 }
 
@@ -154,14 +170,17 @@ static inline void lane_leave_backlog(lane_reader *reader, uint64_t sequence) {
     uint32_t place = reader->backlog_count;
     while (place > 0 && reader->backlog[place - 1].sequence != sequence) place--;
     if (!place) return;
-    for (reader->backlog_count--; place <= reader->backlog_count; place++) reader->backlog[place - 1] = reader->backlog[place];
+    for (reader->backlog_count--; place <= reader->backlog_count; place++)
+        reader->backlog[place - 1] = reader->backlog[place];
 }
 
 /* A record that was handed out and not released waits again, in the order of commit. */
 static inline void lane_put_back(lane_reader *reader, uint64_t sequence, uint32_t index, int again) {
     uint32_t place = reader->backlog_count;
-    if (place >= reader->shape.slot_count) return; /* a lane that names a slot twice; the record stays un-released */
-    for (; place > 0 && reader->backlog[place - 1].sequence < sequence; place--) reader->backlog[place] = reader->backlog[place - 1];
+    /* a lane that names a slot twice; the record stays un-released */
+    if (place >= reader->shape.slot_count) return;
+    for (; place > 0 && reader->backlog[place - 1].sequence < sequence; place--)
+        reader->backlog[place] = reader->backlog[place - 1];
     reader->backlog[place] = (lane_entry){sequence, index, again != 0};
     reader->backlog_count++;
 }
@@ -188,21 +207,24 @@ static inline uint32_t lane_readmit(lane_reader *reader) {
     return count;
 }
 
-/* A found record is about to leave: stores head first. Whether it may have been handed out, and looked at, before. */
+/* A found record is about to leave: stores head first. Whether it may have been handed out,
+ * and looked at, before. */
 static inline int lane_hand_out(lane_reader *reader, const lane_found *found) {
     uint64_t sequence = found->body.sequence;
     if (found->from_backlog) lane_leave_backlog(reader, sequence);
     else reader->next = sequence + 1;
     fault_hit("hub.read");
-    if (sequence >= load_relaxed64(&reader->header->head)) store_release64(&reader->header->head, sequence + 1); /* SYNC(hand-out) */
+    if (sequence >= load_relaxed64(&reader->header->head)) /* SYNC(hand-out) */
+        store_release64(&reader->header->head, sequence + 1); /* SYNC(hand-out) */
     fault_hit("hub.marked");
     return found->again || (found->from_backlog && sequence < reader->first_head);
 }
 
-/* Slot and extent may be used again. Idempotent until they are: a second release of a generation changes and counts nothing.
- * One thread at a time: Python holds the GIL.
+/* Slot and extent may be used again. Idempotent until they are: a second release of a generation changes and
+ * counts nothing. One thread at a time: Python holds the GIL.
  *
- * What is about to be counted is said first, so that a successor knows whether a killed hub had released and not yet counted.
+ * What is about to be counted is said first, so that a successor
+ * knows whether a killed hub had released and not yet counted.
  */
 static inline void lane_release(lane_reader *reader, uint32_t index, uint64_t generation) {
     lane_header *header = reader->header;
@@ -224,13 +246,15 @@ static inline uint64_t lane_waiting(const lane_reader *reader) {
     return reader->backlog_count + load_acquire64(&reader->header->tail) - reader->next; /* SYNC(commit) */
 }
 
-/* Committed, un-released records, where they were when the lane was opened: the header may say anything by now. At most slot_count. */
+/* Committed, un-released records, where they were when the lane was opened:
+ * the header may say anything by now. At most slot_count. */
 static inline uint32_t lane_undelivered(const lane_reader *reader) {
     uint64_t tail = load_acquire64(&reader->header->tail); /* SYNC(commit) */
     uint32_t count = 0;
     for (uint32_t i = 0; i < reader->shape.slot_count; i++) {
         uint64_t generation = load_acquire64(&reader->slots[i].generation); /* SYNC(slot-body) */
-        if (generation != load_acquire64(&reader->released[i]) && reader->slots[i].sequence < tail) count++; /* SYNC(release) */
+        /* SYNC(release) */
+        if (generation != load_acquire64(&reader->released[i]) && reader->slots[i].sequence < tail) count++;
     }
     return count;
 }

@@ -1,4 +1,5 @@
-/* Arrays of one type into arrays of another, checked. Each function returns -1, or the index of the first value that does not fit. No Python. */
+/* Arrays of one type into arrays of another, checked. Each function returns -1, or the index of the first
+ * value that does not fit. No Python. */
 #ifndef SHMBRIDGE_CONVERT_H
 #define SHMBRIDGE_CONVERT_H
 
@@ -41,7 +42,8 @@ static inline int64_t first_non_finite64(const double *values, int64_t count) {
     return -1;
 }
 
-/* Copies while all are finite. The source is looked at first: what goes past the cache is not to be read again. */
+/* Copies while all are finite. The source is looked at first:
+ * what goes past the cache is not to be read again. */
 static inline int64_t copy_finite32(float *to, const float *from, int64_t count, int is_cold) {
     for (int64_t at = 0; at < count; at += CHUNK) {
         int64_t some = count - at < CHUNK ? count - at : CHUNK;
@@ -82,7 +84,9 @@ static inline __attribute__((always_inline)) int any_negative_of(const int32_t *
 }
 
 #ifdef __x86_64__
-static __attribute__((target("avx2"))) int any_negative_avx2(const int32_t *values, int64_t count) { return any_negative_of(values, count); }
+static __attribute__((target("avx2"))) int any_negative_avx2(const int32_t *values, int64_t count) {
+    return any_negative_of(values, count);
+}
 #define any_negative(values, count) \
     (__builtin_cpu_supports("avx2") ? any_negative_avx2(values, count) : any_negative_of(values, count))
 #else
@@ -96,7 +100,8 @@ static inline int64_t first_negative32(const int32_t *values, int64_t count) {
     return -1;
 }
 
-/* Copies while none is negative. The source is looked at first: what goes past the cache is not to be read again. */
+/* Copies while none is negative. The source is looked at first:
+ * what goes past the cache is not to be read again. */
 static inline int64_t copy_from_zero32(int32_t *to, const int32_t *from, int64_t count, int is_cold) {
     for (int64_t at = 0; at < count; at += CHUNK) {
         int64_t some = count - at < CHUNK ? count - at : CHUNK, bad = first_negative32(from + at, some);
