@@ -60,7 +60,7 @@ def test_a_writer_of_another_model_without_memory_leaves_the_last_version(bridge
         writer.publish(7, model("a", 7))
     with WeightsWriter(bridge) as writer:
         with monkeypatch.context() as little, pytest.raises(shmbridge.ShmTooSmall):
-            little.setattr(segment.limits, "memory_headroom", lambda: (0, "this test"))
+            little.setattr(segment.os_limits, "memory_headroom", lambda: (0, "this test"))
             writer.publish(8, model("b", 8))
         assert reader.version is None
         assert writer.last_version == 7
