@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shmbridge.control.messages import Manifest
 
 Layout = Literal["padded", "packed"]
+Hold = Literal["step", "gather", "caller"]
 MakeBatch = Callable[[list[Group], Layout], "Batch"]
 _NAMES = {"scores": "score"}
 _POOL = Pool()  # memory of arrays that nobody refers to any more, for those of the next batch

@@ -1,36 +1,42 @@
 """Consumer: the hub of a bridge. Takes records in place and hands them out, one by one or as batches.
 
-Knows the hub lock and who may call what; which lanes there are is lanes.py's, how groups become batches is
-batching/former.py's, what the bridge is told is hub/state.py's, what environments and learner ranks ask on
-the side is control/server.py's.
+It owns the parts that do the work, and says who may call what, and in which order they begin and end: the
+lanes (lanes.py), what is said to the bridge (hub/state.py), waiting (waiting.py), groups and batches
+(batching/former.py, iteration.py), admission (admission.py), learner ranks (ranks/server.py), and the control
+server, which sees all of it as hub/view.py says. No part knows the consumer.
 """
 
-import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Literal, Self
 
 from shmbridge import batch
 from shmbridge._ext import header
-from shmbridge._ext.wait import HubWait
 from shmbridge.admission.limit import limit_of
-from shmbridge.batching.former import BatchAssembly, Hold, Screen
+from shmbridge.batch import Hold
+from shmbridge.batching.former import BatchFormer, Screen
+from shmbridge.batching.iteration import Iterations
+from shmbridge.batching.queue import GroupQueue, OutsideQueue
+from shmbridge.batching.request import BatchRequest
 from shmbridge.batching.scheduler import Policy
 from shmbridge.config import Run, check_bridge_name, check_lanes, check_run, check_timeout
-from shmbridge.errors import Closed, ConsumerEmpty, ConsumerTaken, ServesRanks
-from shmbridge.hub.asyncio_wait import LoopBell
+from shmbridge.errors import ConsumerEmpty, ServesRanks
+from shmbridge.hub.admission import Admission
+from shmbridge.hub.control_plane import ControlPlane
+from shmbridge.hub.counters import lane_counters
 from shmbridge.hub.lanes import LaneSet
-from shmbridge.hub.state import Hub
+from shmbridge.hub.state import HubState, become_hub
+from shmbridge.hub.view import Hub
+from shmbridge.hub.waiting import Waiting
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Record
 from shmbridge.record.unreleased import Call
 from shmbridge.schema import columns_of
-from shmbridge.segments import locks, membership, one_thread, os_limits
+from shmbridge.segments import membership, one_thread, os_limits
 from shmbridge.segments.at_exit import at_exit
-from shmbridge.segments.closing import is_mine, is_own_thread, then_close
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.closing import Closing, then_close
+from shmbridge.segments.one_process import OneProcess
 from shmbridge.segments.placement import MemoryUse
 from shmbridge.segments.reasons import Discard
 
@@ -38,17 +44,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from shmbridge.batch import Batch, Layout, MakeBatch
-    from shmbridge.control.server import ControlServer
     from shmbridge.ranks.server import DeadRank, RankServer
     from shmbridge.ranks.shares import Mode
 
 log = logging.getLogger(__name__)
 
-_LONGEST_WAIT_S = 1.0
-_DRAIN_GRACE_S = 0.05
 
-
-class Consumer(Hub):
+class Consumer(OneProcess):
     """The one hub of a bridge; a context manager.
 
     For one thread at a time, which SHMBRIDGE_DEBUG=1 checks, except stats, publish_policy_version, pause,
@@ -76,6 +78,8 @@ class Consumer(Hub):
             with later than so many steps on, and no batch holds a group of more versions, whoever sent it;
             with policy "oldest". None: no limit.
         groups_per_step: groups of a batch, where the limit is to be kept.
+        outside: for a program that takes all records at once and queues their groups itself; see
+            OutsideQueue.
 
     Raises:
         BadArgument: `lanes` is no number from 1, `run` no shmbridge.Run.
@@ -95,87 +99,83 @@ class Consumer(Hub):
         allocation_wait_s: float = 10.0,
         max_off_policy_steps: int | None = None,
         groups_per_step: int | None = None,
+        outside: OutsideQueue | None = None,
     ) -> None:
         if resume not in ("redeliver", "discard"):
             raise ValueError(f'resume={resume!r} is not "redeliver" or "discard"')
-        self.columns = columns_of(schema)
+        self.columns, self.bridge = columns_of(schema), bridge
         limit = limit_of(max_off_policy_steps, groups_per_step, policy)
-        super().__init__(bridge, check_run(run), self._enter(check_bridge_name(bridge)), limit)
-        self._closed = self._close_owed = False
+        run, words = check_run(run), become_hub(check_bridge_name(bridge))
+        self._closing = Closing(self._give_up, self._stop_taking)
+        self._state = HubState(bridge, words, self._closing, run, limit)
         self._final: dict[str, float] = {}
-        self._loop_bell: LoopBell | None = None
         self._memory = MemoryUse()
+        self._ranks: RankServer | None = None
         try:
-            self._start(check_lanes(lanes), resume, group_timeout_s, policy, allocation_wait_s)
+            self._start(
+                words,
+                check_lanes(lanes),
+                resume,
+                (policy, group_timeout_s, allocation_wait_s),
+                outside or OutsideQueue(),
+            )
         except BaseException:
-            membership.leave(self._control.mapping.fd, bridge)
+            membership.leave(words.mapping.fd, bridge)
             raise
         self._no_exit_call = at_exit(self._leave_unclosed)
         one_thread.watch(
             self, f"the consumer of bridge {bridge!r}", ("get", "poll", "_take", "batches", "take_groups")
         )
 
-    # -- becoming the hub
-    # --------------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _enter(bridge: str) -> header.Control:
-        """Takes the hub lock, or raises ConsumerTaken."""
-        control = membership.open_control(bridge)
-        namespace = locks.pid_namespace()
-        if not locks.lock_after(
-            lambda: control.hub_pid if control.hub_pid_namespace == namespace else 0,
-            control.mapping.fd,
-            Byte.HUB,
-        ):
-            pid = control.hub_pid
-            membership.leave(control.mapping.fd, bridge)
-            me = " (this very process)" if pid == os.getpid() else ""
-            raise ConsumerTaken(
-                f"bridge {bridge!r} has a living consumer: pid {pid}{me}",
-                hint=f"close it and drop its records first, or use another bridge; ps -p {pid}",
-            )
-        control.enter(os.getpid(), namespace)  # a second consumer that comes meanwhile names the right pid
-        header.fault(b"hub.locked")
-        return control
-
     def _start(
-        self, lanes: int | None, resume: str, group_timeout_s: float, policy: Policy, allocation_wait_s: float
+        self,
+        words: header.Control,
+        lanes: int | None,
+        resume: str,
+        scheduling: tuple[Policy, float, float],
+        outside: OutsideQueue,
     ) -> None:
         """Everything a hub does before it serves; whoever dies or fails in here leaves the bridge as it
         was.
         """
-        self._lanes = LaneSet(
-            self.bridge, self._control, self.columns, os_limits.lanes_at_most() if lanes is None else lanes
-        )
+        state, closing, (policy, group_timeout_s, allocation_wait_s) = self._state, self._closing, scheduling
+        most = os_limits.lanes_at_most() if lanes is None else lanes
+        self._lanes = LaneSet(self.bridge, words, self.columns, most, closing)
         self._turns = self._lanes.turns
         try:
             self._lanes.adopt(strict=True)
-            self.hub_epoch = self._control.begin_epoch(
-                os.getpid(), locks.pid_namespace(), self.columns.encode()
-            )
+            state.begin_epoch(self.columns.encode())
             # after the epoch was stored: a rank that joins the old one sees that
             self._lanes.look_for_ranks()
-            if self.run is not None:
-                self._control.next_run()
-            self._sleep = HubWait(self._control.mapping)
-            self._batching = BatchAssembly(
-                self, self._lanes, group_timeout_s, policy, allocation_wait_s, self._limit
+            if state.run is not None:
+                words.next_run()
+            self._waiting = Waiting(state, self._lanes, closing)
+            self._control_plane = ControlPlane(closing)
+            self._former = BatchFormer(
+                state,
+                self._lanes,
+                self._waiting,
+                self._control_plane,
+                closing,
+                policy=policy,
+                group_timeout_s=group_timeout_s,
+                allocation_wait_s=allocation_wait_s,
             )
+            self._queue = GroupQueue(self._former, self._lanes, outside)
+            self._iterations = Iterations(
+                self._former, state, self._lanes, self._waiting, self._queue, closing
+            )
+            self._admission = Admission(state, self._lanes, self._former.committed)
+            self._hub = Hub(state, self._lanes, self._former, self._queue, self._admission, closing)
             if resume == "discard":
                 for record in self._lanes.take_backlog():
-                    self.discard(record, Discard.RESUME)
+                    record.discard(Discard.RESUME)
             membership.sweep(self.bridge)
-            self._server = self._open_control_plane()
+            self._control_plane.serve(self.bridge, self._hub, self._former.queue_view, outside.first_env_id)
         except BaseException:
             self._lanes.abandon()
             self._lanes.close()
             raise
-
-    def _open_control_plane(self) -> "ControlServer":
-        from shmbridge.control.server import ControlServer
-
-        return ControlServer(self.bridge, self, self._batching.queue_view)
 
     # -- taking records
     # --------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Consumer(Hub):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._empty(timeout_s)
-            self._wait(left)
+            self._waiting.wait(left)
         return record
 
     async def get_async(self, timeout_s: float | None = None) -> Record:
@@ -208,7 +208,7 @@ class Consumer(Hub):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._empty(timeout_s)
-            await self._wait_async(left)
+            await self._waiting.wait_async(left)
         return record
 
     def poll(self, max_records: int = 256) -> list[Record]:
@@ -220,11 +220,11 @@ class Consumer(Hub):
         if self._ranks is None and (records := self._turns.poll(max_records)):
             return records
         self._check_mine()
-        self._check_open()
+        self._state.check_open()
         try:
             return self._lanes.poll(max_records)
         finally:
-            self.close_if_owed()
+            self._closing.close_if_owed()
 
     def __iter__(self) -> Iterator[Record]:
         """Records as they come, until close(), or until drain() and nothing is left.
@@ -235,29 +235,27 @@ class Consumer(Hub):
         release() only.
         """
         self._check_mine()
-        with self._until_closed():
-            while (record := self._take(Call.FOR)) is not None or not self._drained():
+        with self._state.until_closed():
+            while (record := self._take(Call.FOR)) is not None or not self._waiting.drained():
                 if record is not None:
                     yield record
                     record.release()
                 else:
-                    self._wait(_LONGEST_WAIT_S)
+                    self._waiting.wait()
 
     async def __aiter__(self) -> AsyncIterator[Record]:
         """`__iter__` for an event loop."""
         self._check_mine()
-        with self._until_closed():
+        with self._state.until_closed():
             while True:
                 record = self._take(Call.ASYNC_FOR)
                 if record is not None:
                     yield record
                     record.release()
-                elif not self._control.draining:
-                    await self._wait_async(_LONGEST_WAIT_S)
-                else:
-                    await asyncio.sleep(_DRAIN_GRACE_S)  # a put that is under way commits meanwhile
-                    if self._lanes.nothing_left:
-                        return
+                elif not self._state.draining:
+                    await self._waiting.wait_async()
+                elif await self._waiting.drained_async():
+                    return
 
     def batches(
         self,
@@ -300,17 +298,16 @@ class Consumer(Hub):
             IterationOver: a later iteration, or take_groups, took what this one had gathered ahead.
         """
         self._check_mine()
-        want = self._batching.want(groups if rows is None else None, rows)
-        make = batch.whole_rows(make) if whole_rows else make
-        return self._batching.batches(
-            want,
+        request = BatchRequest.checked(
+            self._former.want(groups if rows is None else None, rows),
             layout=layout,
-            max_staleness=max_staleness,
-            prefetch=prefetch,
+            make=batch.whole_rows(make) if whole_rows else make,
+            max_staleness=self._former.most_stale(max_staleness),
             hold=hold,
+            prefetch=prefetch,
             timeout_s=timeout_s,
-            make=make,
         )
+        return self._iterations.iterate(request)
 
     @then_close
     def take_groups(
@@ -336,10 +333,8 @@ class Consumer(Hub):
             timeout_s: seconds to wait.
         """
         self._check_mine()
-        chosen = self._batching.choose_within(self._batching.want(groups, rows), max_staleness, timeout_s)
-        if chosen is not None:
-            self.count_batch()
-        return chosen
+        size, most_stale = self._former.want(groups, rows), self._former.most_stale(max_staleness)
+        return self._iterations.take_groups(BatchRequest(size, max_staleness=most_stale, timeout_s=timeout_s))
 
     @then_close
     def put_back(self, groups: list[Group]) -> None:
@@ -347,7 +342,7 @@ class Consumer(Hub):
 
         Waits for no record, only while another thread moves records into groups.
         """
-        self._batching.put_back(groups)
+        self._former.put_back(groups)
 
     def screen(self, keep: Screen | None) -> None:
         """Shows every whole group to `keep` before it goes into a batch, and releases those it returns False
@@ -356,7 +351,7 @@ class Consumer(Hub):
         It runs in the thread that forms batches: be quick, call no consumer. What it raises ends the batches;
         its group stays.
         """
-        self._batching.screen = keep
+        self._former.screen = keep
 
     def take_back_dropped(self) -> int:
         """Hands out again, `redelivered`, the records that were looked at and whose leases were dropped
@@ -366,66 +361,33 @@ class Consumer(Hub):
         blocks; the consumer's thread.
         """
         self._check_mine()
-        self._check_open()
+        self._state.check_open()
         return self._lanes.take_back_dropped()
 
     def _take(self, call: Call) -> Record | None:
         record = self._turns.take(False, call)
         if record is None:
-            self.close_if_owed()
-            self._check_open()
+            self._closing.close_if_owed()
+            self._state.check_open()
             try:
                 record = self._lanes.take(call)
             finally:
-                self.close_if_owed()
+                self._closing.close_if_owed()
         return record
 
     def _check_mine(self) -> None:
-        self.close_if_owed()
+        self._closing.close_if_owed()
         if self._ranks is not None:
             raise ServesRanks(
                 f"the consumer of bridge {self.bridge!r} serves ranks",
                 hint="read through a shmbridge.Rank, here too",
             )
 
-    def discard(self, record: Record, reason: Discard) -> None:
-        """Releases a record unread and counts it."""
-        record.discard(reason)
-
-    def _wait(self, left_s: float) -> None:
-        """Sleeps until there may be something to take, at most a second."""
-        arrivals = self._turns.arrivals  # before the lanes: one that is adopted in between ends the wait
-        if (sleep := self._sleep) is not None:
-            sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), arrivals)
-
-    async def _wait_async(self, left_s: float) -> None:
-        """`_wait` for an event loop."""
-        if (bell := self._loop_bell or self._hang_loop_bell()) is not None:
-            arrivals = self._turns.arrivals  # as in _wait
-            await bell.wait(self._lanes.readers(), arrivals, left_s)
-
-    @then_close
-    def _hang_loop_bell(self) -> LoopBell | None:
-        """The bell that an event loop listens to; None once this is closed."""
-        with self._closing:
-            if self._loop_bell is None and self._sleep is not None:
-                self._loop_bell = LoopBell(self._sleep, self.bridge)
-            return self._loop_bell
-
-    def _drained(self) -> bool:
-        """Whether the bridge is draining and nothing is left; gives a put that is under way the time to
-        commit.
-        """
-        if not self._control.draining:
-            return False
-        time.sleep(_DRAIN_GRACE_S)
-        return self._lanes.nothing_left
-
     def _empty(self, timeout_s: float | None) -> ConsumerEmpty:
         return ConsumerEmpty(
             f"no record within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} lanes have a living "
             "producer" + self._lanes.dropped_words(),
-            hint=self.hint_when_empty(),
+            hint=self._waiting.hint_when_empty(),
         )
 
     @then_close
@@ -458,15 +420,17 @@ class Consumer(Hub):
         """
         from shmbridge.ranks.server import RankServer
 
-        self._check_open()
+        self._state.check_open()
         if self._ranks is not None:
             raise ValueError("this consumer serves ranks already")
-        self._batching.stop_prefetch()
-        with self._closing:  # close() stops its thread
-            self._check_open()
-            server = self._ranks = RankServer(
-                self,
-                self._batching,
+        self._iterations.stop_prefetch()
+        with self._closing.whole:  # close() stops its thread
+            self._state.check_open()
+            server = self._ranks = self._hub.ranks = RankServer(
+                self._former,
+                self._state,
+                self._control_plane,
+                self._closing,
                 world_size=world_size,
                 groups=groups,
                 mode=mode,
@@ -474,27 +438,130 @@ class Consumer(Hub):
                 prefetch=prefetch,
                 dead_rank=dead_rank,
             )
-        self.look_again()
+        self._control_plane.look_again()
         return server
+
+    # -- what the bridge is told
+    # --------------------------------------------------------------------------------------------------
+
+    @property
+    def hub_epoch(self) -> int:
+        """Which hub of this bridge this is: 1 for the first, rising."""
+        return self._state.hub_epoch
+
+    @property
+    def run(self) -> Run | None:
+        """The announced training run."""
+        return self._state.run
+
+    @property
+    def current_step(self) -> int:
+        """`run.starting_step` plus the batches handed out since; under policy "atropos" the batches formed,
+        as upstream.
+        """
+        return self._hub.current_step
+
+    @property
+    def policy_version(self) -> int:
+        """The newest published policy version, -1 before the first."""
+        return self._state.policy_version
+
+    @property
+    def training_version(self) -> int:
+        """The version of the weights in training, from which staleness is counted: `policy_version`, unless a
+        later one was noted.
+        """
+        return self._state.training_version
+
+    @property
+    def paused(self) -> bool:
+        """Whether producers are held back."""
+        return self._state.paused
+
+    @property
+    def draining(self) -> bool:
+        """Whether the bridge takes no new records."""
+        return self._state.draining
+
+    def announce_run(self, run: Run) -> None:
+        """Announces (or replaces) the training run; environments that wait for one go on."""
+        self._hub.announce_run(run)
+
+    def publish_policy_version(self, version: int) -> None:
+        """Tells every producer, by one store, which policy version is current.
+
+        Never goes backwards: ValueError.
+        """
+        self._hub.publish_policy_version(version)
+
+    def note_training_version(self, version: int) -> None:
+        """Says which version the weights in training have, though nothing samples with them: of a learner
+        that does not publish each step.
+
+        Groups go on beginning under `policy_version`, the fewer the further that is behind, and must be able
+        to: ValueError if it is further behind than `max_off_policy_steps`. Never goes backwards: ValueError.
+        """
+        self._state.note_training_version(version)
+
+    def pause(self) -> None:
+        """Holds producers back: their `put` waits. Records already committed still come."""
+        self._hub.pause()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._hub.resume()
+
+    def drain(self) -> None:
+        """Takes no new records: `put` raises BridgeDraining, iteration ends when nothing is left."""
+        self._hub.drain()
+
+    # -- counters
+    # --------------------------------------------------------------------------------------------------------
+
+    @property
+    def queue(self) -> GroupQueue:
+        """What waits to be in a batch, for programs that serve batches to others, such as the gateway."""
+        return self._queue
+
+    @then_close
+    def stats(self) -> dict[str, float]:
+        """Counters of the bridge, flat: produced = released + held + discarded, from the lanes' own words.
+
+        Never blocks; any thread.
+        """
+        # in a child of fork a thread that is not there may hold the lock for ever
+        self._state.check_process()
+        with self._closing.whole:
+            return self._final if self._closing.closed else self._count()
+
+    def _count(self) -> dict[str, float]:
+        return {
+            **lane_counters(self._lanes, self._waiting, self._memory),
+            **self._queue.stats(self._control_plane.env_shares()),
+            **self._former.stats(),
+            "policy_version": self.policy_version,
+            **self._admission.stats(),
+            **(self._ranks.stats() if self._ranks else {}),
+        }
 
     # -- the end
     # --------------------------------------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self._closed or self._control.mapping.forked:  # in a child of fork, _control says so itself
-            raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
 
     def _leave_unclosed(self) -> None:
         """The process ends: what is still leased stays un-released, for the next consumer."""
         self._stop_forming()
         self._lanes.abandon()
         self._lanes.unlock()
-        membership.leave(self._control.mapping.fd, self.bridge)
+        membership.leave(self._state.control_fd, self.bridge)
 
     def _stop_forming(self) -> None:
-        self._batching.stop()
+        self._iterations.stop()
         if self._ranks is not None:
             self._ranks.stop()
+
+    def _stop_taking(self) -> None:
+        """close() is owed."""
+        self._turns.ending = True
 
     def close(self) -> None:
         """Gives the bridge up; releases nothing.
@@ -507,43 +574,30 @@ class Consumer(Hub):
         thread which holds a lock, it only notes that it is to close: that call, or the next step of an
         iteration, closes. Nothing more is handed out meanwhile.
         """
-        if self._control_words is None or self._control_words.mapping.forked or is_mine(self._one_closer):
-            return
-        if self._lock_is_mine:
-            self._close_owed = True
-            self._batching.end()
-            self._turns.ending = True
-            return
-        with self._one_closer:
-            if self._control_words is not None:
-                self._give_up()
-
-    def close_if_owed(self) -> None:
-        """Does what close() has put off: at the end of every call that takes a lock. See closing.py."""
-        if self._close_owed and not is_own_thread():
-            self.close()
+        self._closing.close()
 
     def _give_up(self) -> None:
+        if self._state.let_go:  # an interrupt came after the last line
+            return
         self._stop_forming()
-        if self._server is not None:
-            self._server.close()
-        with self._closing:
+        self._control_plane.close()
+        with self._closing.whole:
             try:
                 self._final = self.stats()
             except Exception:  # no counter is worth a bridge that stays taken
                 log.exception("the counters of bridge %r cannot be read at its consumer's end", self.bridge)
-            self._closed, self._sleep = True, None  # the views' lanes keep the mapping, and with it the lock
-        self._control.ring()  # to who waits for a record
-        self._batching.forget()
+            self._closing.closed = True
+            self._waiting.end()
+        self._state.ring()  # to who waits for a record
+        self._former.forget()
         if self._ranks is not None:
             self._ranks.stop()  # one that was just being made above
             self._ranks.forget()
         self._no_exit_call()
-        if self._loop_bell is not None:
-            self._loop_bell.close()
+        self._waiting.close()
         if self._lanes.close() == 0:
-            membership.leave(self._control.mapping.fd, self.bridge)
-        self._control_words, self._close_owed = None, False
+            membership.leave(self._state.control_fd, self.bridge)
+        self._state.let_words_go()
 
     def __enter__(self) -> Self:
         return self

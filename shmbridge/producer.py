@@ -21,7 +21,7 @@ from shmbridge._ext import header, quick, ring
 from shmbridge._ext.pack import BadValue, LossyMasks
 from shmbridge._ext.plan import Plan, Stamp
 from shmbridge._ext.ring import ClaimLost
-from shmbridge.admission.tickets import Tickets
+from shmbridge.admission.tickets import Ticket, Tickets
 from shmbridge.config import (
     check_bridge_name,
     check_lane_bytes,
@@ -47,6 +47,7 @@ from shmbridge.segments import locks, membership, one_thread, placement, segment
 from shmbridge.segments.at_exit import at_exit
 from shmbridge.segments.in_thread import Apart
 from shmbridge.segments.locks import Byte
+from shmbridge.segments.one_process import OneProcess
 from shmbridge.segments.reasons import Drop, labelled
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ OnFull = Literal["block", "raise", "drop"]
 _SAY_SO_AFTER_S = 5.0
 
 
-class Producer(Tickets):
+class Producer(OneProcess):
     """One producer's end of a bridge.
 
     For one thread at a time, which SHMBRIDGE_DEBUG=1 checks; a context manager.
@@ -107,7 +108,9 @@ class Producer(Tickets):
         except BaseException:
             membership.leave(self._control.mapping.fd, bridge)
             raise
-        super().__init__()
+        self._tickets = Tickets(
+            self._producer_id, bridge, self.lane_name, self._lane, self._control, self._writer, self._names
+        )
         self._groups_put = 0
         self._waiting: deque[Plan] = deque()  # handed over by put_async, not yet committed
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
@@ -334,6 +337,32 @@ class Producer(Tickets):
             slot.abort()
             raise
 
+    def begin_group(self, timeout_s: float | None = None) -> Ticket:
+        """A ticket for one group, once the consumer has room for it:
+        `with producer.begin_group() as ticket: ...`.
+
+        Blocks until then, also while there is no consumer or the bridge is paused, at most `timeout_s` (None:
+        for ever). A consumer without max_off_policy_steps always has room. Ends with the `with` block, in
+        which the group is generated and put.
+
+        Raises:
+            NotAdmitted: as many groups as may be were under way all the time. NoConsumer: nobody answered, or
+                can any more.
+            RequestRefused: the consumer does not read this lane. LaneQuarantined, BridgeDraining, Closed.
+            ClaimOpen: another thread or task is asking.
+        """
+        return self._tickets.begin_group(timeout_s)
+
+    async def begin_group_async(self, timeout_s: float | None = None) -> Ticket:
+        """`begin_group` that never blocks the event loop; tasks are served in the order of their calls.
+
+        May be cancelled.
+        """
+        return await self._tickets.begin_group_async(timeout_s)
+
+    # -- how it is put
+    # --------------------------------------------------------------------------------------------------------
+
     def _measure(
         self,
         group: Any,
@@ -528,15 +557,12 @@ class Producer(Tickets):
 
     def _check_process(self) -> None:
         if self._lane.forked:
-            raise Closed(
-                f"producer {self.producer_id} belongs to the process before fork",
-                hint="open a new one in this process",
-            )
+            raise refusals.forked(self.producer_id)
 
     def _check_open(self) -> None:
         self._check_process()
         if self._closed:
-            raise Closed(f"producer {self.producer_id} is closed")
+            raise refusals.closed(self.producer_id)
 
     def close(self, drain: bool = False, timeout_s: float | None = None) -> None:
         """Leaves the bridge; committed records stay for the consumer.
@@ -554,8 +580,8 @@ class Producer(Tickets):
         self._settle_waiting()
         began = time.monotonic()
         try:
-            # first: whoever releases what we wait for may wait for groups that they keep from beginning
-            self._end_tickets()
+            # first: the consumer may wait for groups that they keep from beginning, and release nothing
+            self._tickets.end()
             while drain and self._writer.outstanding:
                 self._writer.reclaim()  # what was released must not wake us again
                 self._names.check_reachable()
@@ -581,6 +607,8 @@ class Producer(Tickets):
 
     def _leave(self) -> None:
         self._names.say_what_is_left()
+        # before: whoever asks looks only at them, also if an interrupt ended close() above
+        self._tickets.end()
         self._closed = True
         self._sleeper.end()
         self._writer.ring()  # whoever closes may be an event loop

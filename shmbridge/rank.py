@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from shmbridge._ext import header
 from shmbridge._ext.ring import Drops, RankReader
-from shmbridge.batch import Batch, Layout, unreadable
+from shmbridge.batch import Batch, Hold, Layout, unreadable
 from shmbridge.config import check_bridge_name, check_choice, check_count
 from shmbridge.control import messages
 from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
@@ -31,7 +31,6 @@ from shmbridge.segments.locks import MOST_RANKS, Byte
 from shmbridge.segments.one_process import OneProcess
 
 if TYPE_CHECKING:
-    from shmbridge.batching.former import Hold
     from shmbridge.control.messages import Manifest
 
 log = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ class Rank(OneProcess):
         self,
         layout: Layout = "packed",
         timeout_s: float | None = None,
-        hold: "Hold" = "step",
+        hold: Hold = "step",
         whole_rows: bool = False,
     ) -> Iterator[Batch]:
         """This rank's part of batch after batch, as Consumer.batches would give it, until the bridge is
@@ -137,7 +136,7 @@ class Rank(OneProcess):
         return self._iterate(layout, timeout_s, hold, whole_rows)
 
     def _iterate(
-        self, layout: Layout, timeout_s: float | None, hold: "Hold", whole_rows: bool
+        self, layout: Layout, timeout_s: float | None, hold: Hold, whole_rows: bool
     ) -> Iterator[Batch]:
         while (share := self.next_share(timeout_s)) is not None:
             batch = self._gather(share, layout)

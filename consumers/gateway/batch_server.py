@@ -191,7 +191,7 @@ class Taker:
         for place, why in wrong.items():
             group = groups[place]
             log.error("group %s of %s is discarded: %s", group.records[0].group_id, group.producer_id, why)
-            self._discard(group, Discard.CORRUPT)
+            group.discard(Discard.CORRUPT)
         self.counts["groups_discarded_total"] += len(wrong)
         self._put_back([group for place, group in enumerate(groups) if place not in wrong])
         self._remember_step()
@@ -207,16 +207,11 @@ class Taker:
             return str(wrong) or repr(wrong)
         return ""
 
-    def _discard(self, group: Group, reason: Discard) -> None:
-        consumer = self._become_hub()
-        for record in group.records:
-            consumer.discard(record, reason)
-
     def _put_back(self, groups: list[Group]) -> None:
         """What is left of a batch that is undone waits again, before all others."""
         consumer = self._become_hub()
         consumer.put_back(groups)
-        consumer.count_batch(-1)
+        consumer.queue.count_batch(-1)
 
     def _form(self) -> list[Group] | None:
         consumer, rows = self._become_hub(), max(1, self.run.batch_size if self.run is not None else 1)
@@ -289,19 +284,18 @@ class Taker:
         self._check_no_other()  # what that one takes is not ours to discard
         consumer = self.consumer or self._open(None, "redeliver")
         self.run, self._inherited, self._latest, self.consumer = None, False, None, None
-        discarded = self._discard_held(consumer) + consumer.queue_groups()
+        discarded = self._discard_held() + consumer.queue.groups()
         consumer.close()
         self._open(None, "discard").close()
         self.counts["groups_discarded_total"] += discarded
         return discarded
 
-    def _discard_held(self, consumer: Consumer) -> int:
+    def _discard_held(self) -> int:
         held = [group for groups in self._out.values() for group in groups] + self._held()
         self._out.clear()
         self._again.clear()
         for group in held:
-            for record in group.records:
-                consumer.discard(record, Discard.RESUME)
+            group.discard(Discard.RESUME)
         return len(held)
 
     def _held(self) -> list[Group]:

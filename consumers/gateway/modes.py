@@ -221,7 +221,7 @@ class DefaultMode(Mode):
         """See Mode."""
         consumer = self.taker.consumer
         if consumer is not None and self.taker.run is not None:
-            return {"current_step": consumer.current_step, "queue_size": consumer.queue_groups()}
+            return {"current_step": consumer.current_step, "queue_size": consumer.queue.groups()}
         info = await self.envs.run_info()
         return {"current_step": info.current_step if info is not None else 0, "queue_size": 0}
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
 from shmbridge import Consumer, Run
+from shmbridge.batching.queue import OutsideQueue
 from shmbridge.consumers.gateway.atropos_state import EnvRow, Upstream
 from shmbridge.consumers.gateway.batch_server import Batch, NotRegistered, Taker
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.state import SavedEnv, StateFile
-from shmbridge.control.server import ControlServer
 from shmbridge.record.groups import Group, GroupAssembler
 from shmbridge.segments.reasons import Discard
 
@@ -28,45 +28,6 @@ log = logging.getLogger(__name__)
 
 _FRAGMENTS_WAIT_S = 600.0
 _FIRST_ATTACHED = 1 << 30  # environments that post are numbered from 0 on, one after the other
-
-
-class _EagerConsumer(Consumer):
-    """A consumer whose records are all taken at once: what waits in the gateway's queue counts as queued for
-    attached environments.
-    """
-
-    def __init__(self, *arguments: Any, waiting: Counter[str], **options: Any) -> None:
-        self._waiting = waiting
-        super().__init__(*arguments, **options)
-
-    def queue_groups(self, producer_id: str | None = None) -> int:
-        """As Hub's, those the gateway holds included."""
-        return super().queue_groups(producer_id) + (
-            self._waiting.total() if producer_id is None else self._waiting[producer_id]
-        )
-
-    def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
-        """As Hub's, likewise."""
-        seen = super().look_at_producers(producer_ids)
-        return {each: (live, groups + self._waiting[each]) for each, (live, groups) in seen.items()}
-
-    def _open_control_plane(self) -> ControlServer:
-        return ControlServer(self.bridge, self, self._batching.queue_view, first_env_id=_FIRST_ATTACHED)
-
-    def discard_partial(self, fragments: GroupAssembler) -> None:
-        """Discards groups that will not become whole, counted; call it when everything there is was taken."""
-        late = fragments.late(time.monotonic(), self._lanes.busy_producers())
-        for group in [*late, *fragments.orphans(self._lanes.finished_producers())]:
-            first = group.records[0]
-            log.warning(
-                "group %s of %s has %d of %d rows: discarded",
-                first.group_id,
-                group.producer_id,
-                group.rows,
-                group.size,
-            )
-            for record in group.records:
-                self.discard(record, Discard.PARTIAL)
 
 
 class StrictTaker(Taker):
@@ -108,15 +69,9 @@ class StrictTaker(Taker):
         self._become_hub()
         self.take_all()
 
-    def _become_hub(self) -> _EagerConsumer:
-        consumer = super()._become_hub()
-        assert isinstance(consumer, _EagerConsumer)
-        return consumer
-
     def _open(self, run: Run | None, resume: Any) -> Consumer:
-        return _EagerConsumer(
-            self._options.bridge, run, lanes=self._options.lanes, resume=resume, waiting=self._waiting
-        )
+        outside = OutsideQueue(self._waiting, _FIRST_ATTACHED)
+        return Consumer(self._options.bridge, run, lanes=self._options.lanes, resume=resume, outside=outside)
 
     def register(self, run: Run) -> None:
         """As the original: the first one holds; one that an earlier gateway knew gives way to another.
@@ -155,7 +110,7 @@ class StrictTaker(Taker):
         self.take_all()
         groups, formed = self.upstream.next_batch()
         for _ in range(formed):
-            self._become_hub().count_batch()
+            self._become_hub().queue.count_batch()
         if not self._state.saved.started:
             self._state.update(started=True)
         self._waiting.subtract(group.producer_id for group in groups or ())
@@ -164,7 +119,7 @@ class StrictTaker(Taker):
     def _put_back(self, groups: list[Group]) -> None:
         self.upstream.put_back([(group, group.rows, group.env_id) for group in groups])
         self._waiting.update(group.producer_id for group in groups)
-        self._become_hub().count_batch(-1)
+        self._become_hub().queue.count_batch(-1)
 
     def next_batch(self, gzip: bool, gone: Callable[[], bool] = lambda: False) -> Batch | None:
         """See Taker. Raises NoSuchThing where the original fails."""
@@ -189,8 +144,16 @@ class StrictTaker(Taker):
                 outcome = self.upstream.post(group, group.rows, meta.env_id)
                 if record.lane_name in self._own:
                     self._outcomes[meta.producer_id, meta.sequence] = outcome
-        if len(self._fragments):
-            consumer.discard_partial(self._fragments)
+        for group in consumer.queue.take_incomplete(self._fragments) if len(self._fragments) else ():
+            first = group.records[0]
+            log.warning(
+                "group %s of %s has %d of %d rows: discarded",
+                first.group_id,
+                group.producer_id,
+                group.rows,
+                group.size,
+            )
+            group.discard(Discard.PARTIAL)
 
     def own(self, lane: str) -> None:
         """Posts into this lane will ask what became of them. Any thread."""

@@ -2,13 +2,11 @@
 steps off-policy.
 
 Pure counting: knows neither locks nor lanes nor messages. docs/explanation/staleness.md has the rule, its
-proof, and what it assumes. Called by hub/state.py and batching/former.py.
+proof, and what it assumes. Called by admission.py and batching/former.py.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from shmbridge.record.groups import Group
 
 PROMISE_NS = 1_000_000_000  # how long a granted ticket is kept for a producer that does not show it
 
@@ -77,35 +75,3 @@ class Promises:
             if now_ns < until_ns and lane in held and held[lane] < tickets
         }
         return sum(max(tickets, self._by_lane.get(lane, (0, 0))[0]) for lane, tickets in held.items())
-
-
-class Chosen:
-    """Groups that were chosen for a batch and whose step is not over. For one thread at a time."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._in_step: list[Group] = []
-
-    def add(self, groups: Iterable[Group]) -> None:
-        """They left the queue, for a batch."""
-        for group in groups:
-            self.count += not group.chosen
-            group.chosen = True
-
-    def remove(self, groups: Iterable[Group]) -> None:
-        """Their step is over, or they went back to the queue, or were discarded; a second time changes
-        nothing.
-        """
-        for group in groups:
-            self.count -= group.chosen
-            group.chosen = False
-
-    def begin_step(self, groups: list[Group]) -> None:
-        """They are trained with from now on; whatever was trained with before is over."""
-        self.end_step()
-        self._in_step = list(groups)
-
-    def end_step(self) -> None:
-        """What was trained with is in the policy now."""
-        self.remove(self._in_step)
-        self._in_step = []

@@ -2,8 +2,8 @@
 it is trained with.
 
 A ticket is a locked byte of the producer's own lane: the kernel gives it back however the producer ends, and
-every later hub can count it. Knows the lane's descriptor and the control plane; who gets a ticket is the
-hub's business (limit.py). Base of Producer.
+every later hub can count it. Knows the lane's descriptor and the control plane; the hub decides who gets a
+ticket (limit.py). Owned by the producer.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from shmbridge._ext import header, ring
 from shmbridge._ext.mapping import Mapping
-from shmbridge.errors import ClaimOpen, Closed, NoConsumer, NotAdmitted, ShmBridgeError
+from shmbridge.errors import ClaimOpen, NoConsumer, NotAdmitted, ShmBridgeError
 from shmbridge.put import refusals
 from shmbridge.segments import locks
 from shmbridge.segments.locks import MOST_TICKETS
@@ -23,6 +23,7 @@ from shmbridge.segments.one_process import OneProcess
 if TYPE_CHECKING:
     from shmbridge.control.client import AsyncControlClient, ControlClient
     from shmbridge.control.messages import Answer, BeginGroup
+    from shmbridge.put.own_names import OwnNames
 
 # then it is asked again: the bridge may be draining by now. No longer than a client repeats after: that voids
 # the promise
@@ -103,35 +104,28 @@ class _Held:
             locks.show_tickets(self._lane.fd, shown)
 
 
-class Tickets(OneProcess):
-    """What of a Producer asks for tickets."""
+class Tickets:
+    """What one producer asks for, and holds."""
 
-    bridge: str
-    lane_name: str
-    _lane: Mapping
-    _control: header.Control
-    _writer: ring.LaneWriter
-
-    def __init__(self) -> None:
-        self._held = _Held(self._lane)
+    def __init__(
+        self,
+        producer_id: str,
+        bridge: str,
+        lane_name: str,
+        lane: Mapping,
+        control: header.Control,
+        writer: ring.LaneWriter,
+        names: "OwnNames",
+    ) -> None:
+        self._producer_id, self._bridge, self._lane_name = producer_id, bridge, lane_name
+        self._lane, self._control, self._writer, self._names = lane, control, writer, names
+        self._held = _Held(lane)
         self._asking = threading.Lock()  # one question at a time: the hub promises one lane one thing
         self._client: ControlClient | None = None
         self._async_client: tuple[asyncio.AbstractEventLoop, AsyncControlClient, asyncio.Lock] | None = None
 
-    def begin_group(self, timeout_s: float | None = None) -> Ticket:
-        """A ticket for one group, once the consumer has room for it:
-        `with producer.begin_group() as ticket: ...`.
-
-        Blocks until then, also while there is no consumer or the bridge is paused, at most `timeout_s` (None:
-        for ever). A consumer without max_off_policy_steps always has room. Ends with the `with` block, in
-        which the group is generated and put.
-
-        Raises:
-            NotAdmitted: as many groups as may be were under way all the time. NoConsumer: nobody answered, or
-                can any more.
-            RequestRefused: the consumer does not read this lane. LaneQuarantined, BridgeDraining, Closed.
-            ClaimOpen: another thread or task is asking.
-        """
+    def begin_group(self, timeout_s: float | None) -> Ticket:
+        """See Producer.begin_group."""
         deadline = _deadline(timeout_s)
         if self._asking.locked():
             raise self._asks_already()
@@ -161,11 +155,8 @@ class Tickets(OneProcess):
             if left_s <= 0:
                 raise self._not_admitted(timeout_s, answer)
 
-    async def begin_group_async(self, timeout_s: float | None = None) -> Ticket:
-        """`begin_group` that never blocks the event loop; tasks are served in the order of their calls.
-
-        May be cancelled.
-        """
+    async def begin_group_async(self, timeout_s: float | None) -> Ticket:
+        """See Producer.begin_group_async."""
         deadline = _deadline(timeout_s)
         self._check_may_ask()
         client, turn = self._client_of_this_loop()
@@ -207,7 +198,7 @@ class Tickets(OneProcess):
     def _question(self, *, wait: bool) -> "BeginGroup":
         from shmbridge.control import messages
 
-        return messages.BeginGroup(self.lane_name, self._held.count, wait)
+        return messages.BeginGroup(self._lane_name, self._held.count, wait)
 
     def _taken(self, answer: "Answer | None", asked_ns: int = 0) -> Ticket | None:
         """The ticket an answer grants, shown in the lane; None if it grants none, or no longer.
@@ -223,7 +214,7 @@ class Tickets(OneProcess):
         # a promise that was over before it was asked for: no clock that both read says so
         if answer.until_ns < asked_ns:
             raise refusals.other_clock(
-                self.producer_id, self._control.hub_pid, (asked_ns - answer.until_ns) / 1e9
+                self._producer_id, self._control.hub_pid, (asked_ns - answer.until_ns) / 1e9
             )
         # from here on it is given back, whatever interrupts
         ticket = Ticket(answer.policy_version, self._held)
@@ -236,44 +227,32 @@ class Tickets(OneProcess):
         return None
 
     def _check_may_ask(self) -> None:
-        self._check_open()
+        if self._lane.forked:
+            raise refusals.forked(self._producer_id)
         if self._held.over:
-            raise Closed(f"producer {self.producer_id} closes")
+            raise refusals.closed(self._producer_id)
         if self._writer.quarantined:
-            raise refusals.quarantined(self.producer_id, self._control.hub_pid)
+            raise refusals.quarantined(self._producer_id, self._control.hub_pid)
         if self._control.draining:
-            raise refusals.draining(self.bridge)
+            raise refusals.draining(self._bridge)
         if self._held.count >= MOST_TICKETS:
-            raise refusals.too_many_tickets(self.producer_id, MOST_TICKETS)
-        if self.removed:
-            raise refusals.removed(self.producer_id)
-
-    @property
-    def producer_id(self) -> str:
-        """See Producer."""
-        raise NotImplementedError
-
-    @property
-    def removed(self) -> bool:
-        """See Producer."""
-        raise NotImplementedError
-
-    def _check_open(self) -> None:
-        raise NotImplementedError
+            raise refusals.too_many_tickets(self._producer_id, MOST_TICKETS)
+        if self._names.removed:
+            raise refusals.removed(self._producer_id)
 
     def _asks_already(self) -> ClaimOpen:
         return ClaimOpen(
-            f"producer {self.producer_id} asks for a ticket already, in another thread or task",
+            f"producer {self._producer_id} asks for a ticket already, in another thread or task",
             hint="from tasks, use begin_group_async only; give each thread a producer of its own",
         )
 
     def _not_admitted(self, timeout_s: float | None, answer: "Answer | None") -> NotAdmitted | NoConsumer:
-        return refusals.not_admitted(self.producer_id, self._control, answer, self._held.count, timeout_s)
+        return refusals.not_admitted(self._producer_id, self._control, answer, self._held.count, timeout_s)
 
     def _new_client(self) -> "ControlClient":
         from shmbridge.control.client import ControlClient
 
-        return ControlClient(self.bridge, role="producer", name=self.producer_id)
+        return ControlClient(self._bridge, role="producer", name=self._producer_id)
 
     def _client_of_this_loop(self) -> "tuple[AsyncControlClient, asyncio.Lock]":
         from shmbridge.control.client import AsyncControlClient
@@ -283,7 +262,7 @@ class Tickets(OneProcess):
             if self._asking.locked():
                 raise self._asks_already()
             self._close_async_client()
-            client = AsyncControlClient(self.bridge, role="producer", name=self.producer_id)
+            client = AsyncControlClient(self._bridge, role="producer", name=self._producer_id)
             self._async_client = loop, client, asyncio.Lock()
         return self._async_client[1:]
 
@@ -301,10 +280,10 @@ class Tickets(OneProcess):
         if client is not None:
             client.close()
 
-    def _end_tickets(self) -> None:
-        """The producer closes: its tickets are room for others.
+    def end(self) -> None:
+        """Gives all back and grants no more. Idempotent.
 
-        Whoever still asks closes the sockets; no other thread or task may.
+        The producer closes. Whoever still asks closes the sockets; no other thread or task may.
         """
         self._held.end()
         self._close_if_over()

@@ -6,22 +6,15 @@ A signal handler may raise in any method, or call `stop` while another method ru
 here, only queues in C and flags. A batch that is lost on its way is destroyed, and its records are handed out
 again.
 
-Nor does the thread that handlers run in call Thread.start (see in_thread.py) or Thread.join. A handler that
-joins while `join` is interrupted waits for a lock of the interrupted call; one that raises there marks a
-running thread as ended.
+The thread is a Joined (in_thread.py), for the same reason.
 """
 
 import contextlib
-import os
 import queue
-import threading
 from collections.abc import Callable
 
 from shmbridge.batch import Batch
-from shmbridge.segments.closing import begin_own_thread
-from shmbridge.segments.in_thread import start_apart
-
-_LOOK_AGAIN_S = 0.05
+from shmbridge.segments.in_thread import Joined
 
 
 class Flag:
@@ -49,24 +42,11 @@ class Prefetcher:
             self._room.put(None)
         self._stop = Flag()
         self._form = form
-        self._runs_in = 0  # process; in a child of fork the thread does not run
-        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="shmbridge-prefetch", daemon=True)
+        self._thread = Joined(self._form_ahead, "shmbridge-prefetch")
 
     def start(self) -> None:
         """Has the thread started; waits for nothing. Whoever is to stop it knows this object by then."""
-        # no thread can be had: whoever waits in next() is to hear it
-        start_apart(self._thread, self._ready.put)
-
-    def _run(self) -> None:
-        # before it looks whether it is to stop: `stop` does both the other way round
-        self._runs_in = os.getpid()
-        try:
-            begin_own_thread()
-            self._form_ahead()
-        finally:
-            self._runs_in = 0
-            self._ended.put(None)
+        self._thread.begin(self._ready.put)  # no thread can be had: whoever waits in next() is to hear it
 
     def _form_ahead(self) -> None:
         batch: Batch | BaseException | None
@@ -105,10 +85,7 @@ class Prefetcher:
         """
         self.end()
         self._room.put(None)
-        # one that begins later finds that it is to stop, and forms nothing
-        while self._runs_in == os.getpid():
-            with contextlib.suppress(queue.Empty):  # the interrupted call may have taken it
-                self._ended.get(timeout=_LOOK_AGAIN_S)
+        self._thread.join()
         left = []
         with contextlib.suppress(queue.Empty):  # whoever waits in next() may be faster
             while True:

@@ -37,7 +37,6 @@ from shmbridge.control.client import (
 from shmbridge.control.environments import Environments, HubView, QueueView
 from shmbridge.control.messages import Answer, BadMessage, Refused, Register, Request
 from shmbridge.errors import ShmPermission
-from shmbridge.segments.closing import is_mine
 from shmbridge.segments.in_thread import Joined
 from shmbridge.segments.segment import remove_folder, socket_directory
 
@@ -71,7 +70,13 @@ class ControlServer:
     """
 
     def __init__(
-        self, bridge: str, hub: HubView, queue: QueueView | None = None, *, first_env_id: int = 0
+        self,
+        bridge: str,
+        hub: HubView,
+        queue: QueueView | None = None,
+        *,
+        first_env_id: int = 0,
+        bell: threading.RLock | None = None,
     ) -> None:
         self._bridge = bridge
         self._hub = hub
@@ -81,7 +86,7 @@ class ControlServer:
         self._closed = False
         self._closing = threading.Lock()
         # who rings does so before close() closes the descriptor, or not at all
-        self._bell = threading.RLock()
+        self._bell = bell or threading.RLock()
         _make_private(socket_directory(bridge))
         self._context = zmq.Context()
         self._socket = self._bind()
@@ -109,11 +114,6 @@ class ControlServer:
         Never blocks; any thread.
         """
         return self._environments.shares
-
-    @property
-    def lock_is_mine(self) -> bool:
-        """Returns whether this thread is just ringing: a handler that closes then would wait for itself."""
-        return is_mine(self._bell)
 
     def look_again(self) -> None:
         """Tries again to answer those who wait, because something has changed. Never blocks; any thread."""

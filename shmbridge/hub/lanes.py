@@ -7,7 +7,6 @@ any.
 
 import functools
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from shmbridge.record.record import Lane, Record
 from shmbridge.record.unreleased import Call, say_lost
 from shmbridge.schema import Columns
 from shmbridge.segments import locks, membership, os_limits, segment
-from shmbridge.segments.closing import is_mine
+from shmbridge.segments.closing import Closing
 from shmbridge.segments.death_watch import DeathWatch
 from shmbridge.segments.locks import Byte
 
@@ -52,7 +51,9 @@ class Stuck:
 class LaneSet:
     """All adopted lanes of a bridge."""
 
-    def __init__(self, bridge: str, control: header.Control, columns: Columns, limit: int) -> None:
+    def __init__(
+        self, bridge: str, control: header.Control, columns: Columns, limit: int, closing: Closing
+    ) -> None:
         os_limits.raise_descriptors()
         os_limits.check_descriptors(
             _DESCRIPTORS, f"the consumer of bridge {bridge!r} with up to {limit} lanes"
@@ -68,17 +69,12 @@ class LaneSet:
         self.refused: set[str] = set()
         self._taken: set[str] = set()  # of these: another consumer reads them; tried again
         self._gone: Counter[str] = Counter()  # counters of lanes that are no more
-        self._counting = threading.RLock()  # a lane is among the lanes, or in there
+        self._counting = closing.lock()  # a lane is among the lanes, or in there
         self._crowded = False  # there are more lanes than `limit`
         self._hindered = False  # a lane could not be opened: a limit of this process
         self._ranks_before = False
-        self._adopting = threading.RLock()
+        self._adopting = closing.lock()
         self._watch = DeathWatch(self._on_death, self._look_round)
-
-    @property
-    def lock_is_mine(self) -> bool:
-        """Whether this thread, which then runs a signal's handler, is just adopting or counting lanes."""
-        return is_mine(self._adopting) or is_mine(self._counting)
 
     def __iter__(self) -> Iterator[AdoptedLane]:
         """A snapshot: the death watch removes lanes meanwhile."""
@@ -385,6 +381,10 @@ class LaneSet:
         return {lane.producer_id for lane in self if lane.dead and not lane.waiting} - {
             lane.producer_id for lane in self if not lane.dead
         }
+
+    def has_live_producer(self, producer_id: str) -> bool:
+        """Whether a living producer's lane is attached under this id."""
+        return any(lane.producer_id == producer_id and not lane.dead for lane in self)
 
     def busy_producers(self) -> set[str]:
         """Ids of the producers that have records nobody has taken yet."""

@@ -6,7 +6,15 @@ Makes errors, decides nothing.
 from shmbridge._ext import header, ring
 from shmbridge.config import format_size
 from shmbridge.control.messages import Full
-from shmbridge.errors import BridgeDraining, LaneFull, LaneQuarantined, LaneRemoved, NoConsumer, NotAdmitted
+from shmbridge.errors import (
+    BridgeDraining,
+    Closed,
+    LaneFull,
+    LaneQuarantined,
+    LaneRemoved,
+    NoConsumer,
+    NotAdmitted,
+)
 from shmbridge.segments import locks
 from shmbridge.segments.locks import Byte
 
@@ -62,6 +70,18 @@ def ahead(producer_id: str, bridge: str, stamped: int, published: int) -> str:
         f"{producer_id} puts groups of policy version {stamped}, and {newest} on bridge {bridge!r}: they "
         "count as new, however old they get -> policy_version= is the version when generation began, as "
         "producer.policy_version says it"
+    )
+
+
+def closed(producer_id: str) -> Closed:
+    """The producer has left the bridge."""
+    return Closed(f"producer {producer_id} is closed")
+
+
+def forked(producer_id: str) -> Closed:
+    """This is a child of fork."""
+    return Closed(
+        f"producer {producer_id} belongs to the process before fork", hint="open a new one in this process"
     )
 
 

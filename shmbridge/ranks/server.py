@@ -9,9 +9,11 @@ docs/adr/0002-ranks.md.
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from shmbridge._ext import header
+from shmbridge.batching.former import BatchFormer
+from shmbridge.batching.request import BatchRequest
 from shmbridge.batching.staleness import is_stale
 from shmbridge.config import check_count
 from shmbridge.control.messages import (
@@ -28,16 +30,14 @@ from shmbridge.control.messages import (
     SharesDone,
 )
 from shmbridge.errors import BatchTooBig
+from shmbridge.hub.control_plane import ControlPlane
+from shmbridge.hub.state import HubState
 from shmbridge.ranks.shares import Mode, Share, ShareBook
 from shmbridge.record.groups import Group
 from shmbridge.segments import locks
-from shmbridge.segments.closing import is_mine, then_close
+from shmbridge.segments.closing import Closing, then_close
 from shmbridge.segments.in_thread import Joined
 from shmbridge.segments.locks import MOST_RANKS, Byte
-
-if TYPE_CHECKING:
-    from shmbridge.batching.former import BatchAssembly
-    from shmbridge.consumer import Consumer
 
 _MOST_RECORDS = 30_000  # of one share: messages.MAX_MESSAGE_BYTES at 34 bytes a record
 _LOOK_EVERY_S = 0.2
@@ -55,8 +55,10 @@ class RankServer:
 
     def __init__(
         self,
-        consumer: "Consumer",
-        batching: "BatchAssembly",
+        former: BatchFormer,
+        state: HubState,
+        control_plane: ControlPlane,
+        closing: Closing,
         *,
         world_size: int,
         groups: int,
@@ -70,16 +72,16 @@ class RankServer:
             raise ValueError(f"prefetch={prefetch}, max_staleness={max_staleness}: at least 0 each")
         if groups < (world_size if mode == "sharded" else 1):
             raise ValueError(f"groups={groups}: each of {world_size} ranks needs one of every batch")
-        batching.want(groups, None)
+        former.want(groups, None)
         if mode not in ("sharded", "broadcast") or dead_rank not in ("wait", "spread"):
             raise ValueError(
                 f'mode={mode!r} is "sharded" or "broadcast", dead_rank={dead_rank!r} is "wait" or "spread"'
             )
         self.world_size = world_size
-        self._consumer, self._batching = consumer, batching
+        self._former, self._state, self._control_plane, self._closing = former, state, control_plane, closing
         self._groups, self._max_staleness, self._dead_rank = (
             groups,
-            batching.most_stale(max_staleness),
+            former.most_stale(max_staleness),
             dead_rank,
         )
         self._steps_ahead = 1 + prefetch
@@ -90,8 +92,8 @@ class RankServer:
         self._looked_s = 0.0
         self._drained, self._withdrawn, self._failed = False, False, ""
         self._stop = threading.Event()
-        self._change = threading.Condition()
-        self._thread = Joined(self._run, f"shmbridge-ranks-{consumer.bridge}")
+        self._change = threading.Condition(closing.lock())
+        self._thread = Joined(self._run, f"shmbridge-ranks-{state.bridge}")
         try:
             self._thread.start()
         except BaseException:
@@ -104,28 +106,29 @@ class RankServer:
     def _run(self) -> None:
         try:
             while self._wait_for_room():
-                groups = self._batching.choose(
-                    self._batching.want(self._groups, None), self._max_staleness, self._stop
+                request = BatchRequest(
+                    self._former.want(self._groups, None), max_staleness=self._max_staleness
                 )
+                groups = self._former.choose(request, self._stop)
                 if groups is None:
                     self._wait_drained()
                     continue
                 self._check_sayable(groups)
                 with self._change:
-                    self._book.open(groups, self._consumer.policy_version, self._takers())
-                self._consumer.look_again()
+                    self._book.open(groups, self._state.policy_version, self._takers())
+                self._control_plane.look_again()
         except Exception as error:  # whatever it is, the ranks are to hear of it
-            log.exception("bridge %r forms no more batches for its ranks", self._consumer.bridge)
+            log.exception("bridge %r forms no more batches for its ranks", self._state.bridge)
             with self._change:
                 self._failed = f"{type(error).__name__}: {error}"
                 self._change.notify_all()
-            self._consumer.look_again()
+            self._control_plane.look_again()
 
     def _check_sayable(self, groups: list[Group]) -> None:
         """Raises if a share could have more records than a message can name."""
         # as many as wanted, but for a policy that counts otherwise
         if self._book.mode == "sharded" and len(groups) < self.world_size:
-            self._batching.put_back(groups)
+            self._former.put_back(groups)
             raise ValueError(
                 f"a batch of {len(groups)} groups, and each of {self.world_size} ranks needs one: raise "
                 "run.batch_size"
@@ -133,7 +136,7 @@ class RankServer:
         records = sum(len(group.records) for group in groups)
         shares = self.world_size if self._book.mode == "sharded" else 1
         if records > _MOST_RECORDS * shares:
-            self._batching.put_back(groups)
+            self._former.put_back(groups)
             raise BatchTooBig(
                 f"a batch of {len(groups)} groups has {records} records, and a manifest names "
                 f"{_MOST_RECORDS}",
@@ -151,11 +154,11 @@ class RankServer:
         Until some batch is withdrawn.
         """
         with self._change:
-            self._drained = not (self._withdrawn or self._batching.closed or self._stop.is_set())
+            self._drained = not (self._withdrawn or self._closing.ending or self._stop.is_set())
             self._say_if_finished()  # before anybody is told, and closes
             self._change.notify_all()
         if self._drained:
-            self._consumer.look_again()
+            self._control_plane.look_again()
         with self._change:
             self._change.wait_for(lambda: self._stop.is_set() or self._withdrawn)
             if self._withdrawn:
@@ -169,7 +172,7 @@ class RankServer:
         return sorted((everybody - self._dead if self._dead_rank == "spread" else everybody) or everybody)
 
     def _living(self) -> list[int]:
-        fd = self._consumer.control_fd
+        fd = self._state.control_fd
         return [rank for rank in range(self.world_size) if locks.is_locked(fd, Byte.FIRST_RANK + rank)]
 
     # -- answering, in the control plane's thread
@@ -177,7 +180,7 @@ class RankServer:
 
     def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
         """The rank's next share; None while there is none. Never blocks."""
-        if request.epoch != self._consumer.hub_epoch:
+        if request.epoch != self._state.hub_epoch:
             return self._other_epoch(request.epoch)
         if request.world_size != self.world_size or not 0 <= request.rank < self.world_size:
             said = (
@@ -206,8 +209,8 @@ class RankServer:
                 else self._book.next_for(request.rank, request.member, request.after)
             )
             if self._book.issued_steps > known:  # not when it is formed: it may be withdrawn
-                self._consumer.count_batch()
-                self._batching.count_lags(share.step.groups if share is not None else [])
+                self._former.count_batch()
+                self._former.count_lags(share.step.groups if share is not None else [])
             if share is not None:
                 header.fault(b"hub.share_issued")
                 return self._manifest(share, request.rank)
@@ -219,16 +222,16 @@ class RankServer:
 
     def shares_done(self, request: SharesDone) -> Ack | Refused:
         """Ends the leases that nobody needs any more. Never blocks."""
-        if request.epoch != self._consumer.hub_epoch:
+        if request.epoch != self._state.hub_epoch:
             return self._other_epoch(request.epoch)
         header.fault(b"hub.share_done")
         with self._change:
             self._finish(self._book.done(request.rank, request.member, request.numbers))
-        self._consumer.look_again()  # for some the end may have come
+        self._control_plane.look_again()  # for some the end may have come
         return Ack()
 
     def _other_epoch(self, epoch: int) -> Refused:
-        said = f"that was a share of hub {epoch}, this is hub {self._consumer.hub_epoch}"
+        said = f"that was a share of hub {epoch}, this is hub {self._state.hub_epoch}"
         return Refused(OTHER_EPOCH, said, "join again: what was not released is handed out again")
 
     def _finish(self, groups: list[Group]) -> None:
@@ -236,13 +239,13 @@ class RankServer:
             for record in group.records:
                 record.release()
         self._done += len(groups)
-        self._batching.finished(groups)
+        self._former.finished(groups)
         self._say_if_finished()
         self._change.notify_all()
 
     def _say_if_finished(self) -> None:
         if self._is_idle():
-            self._consumer.say_finished()
+            self._state.say_finished()
 
     def _look_for_deaths(self) -> None:
         if time.monotonic() < self._looked_s + _LOOK_EVERY_S:
@@ -253,7 +256,7 @@ class RankServer:
         for rank in sorted(self._known - living):
             waiting = sum(rank in share.readers for share in self._book)
             log.warning(
-                "rank %d of bridge %r is dead; %d shares of it wait", rank, self._consumer.bridge, waiting
+                "rank %d of bridge %r is dead; %d shares of it wait", rank, self._state.bridge, waiting
             )
         self._known = living
         if self._dead_rank == "spread" and living:
@@ -262,12 +265,12 @@ class RankServer:
 
     def _withdraw_stale(self) -> None:
         """What grew stale while it waited to be asked for is not handed out."""
-        current = self._consumer.training_version
+        current = self._state.training_version
         groups = self._book.withdraw(
             lambda group: is_stale(group.oldest_version, current, self._max_staleness)
         )
         if groups:
-            self._batching.put_back(groups)
+            self._former.put_back(groups)
             self._withdrawn, self._drained = True, False
             self._change.notify_all()
 
@@ -286,7 +289,7 @@ class RankServer:
             groups.append(GroupPlaces(group.size, places))
         step = share.step
         return Manifest(
-            epoch=self._consumer.hub_epoch,
+            epoch=self._state.hub_epoch,
             number=share.number,
             step=step.number,
             rank=rank,
@@ -314,15 +317,6 @@ class RankServer:
     def _is_idle(self) -> bool:
         return self._drained and self._book.open_steps == 0
 
-    @property
-    def lock_is_mine(self) -> bool:
-        """Whether this thread, which then runs a signal's handler, is just looking at shares."""
-        return is_mine(self._change)
-
-    def close_if_owed(self) -> None:
-        """A handler that interrupted a call of this server may have put the consumer's close() off."""
-        self._consumer.close_if_owed()
-
     @then_close
     def stats(self) -> dict[str, float]:
         """Counters, flat. Any thread."""
@@ -343,7 +337,7 @@ class RankServer:
         """
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         with self._change:
-            while not (self._is_idle() or self._failed or self._stop.is_set() or self._batching.closed):
+            while not (self._is_idle() or self._failed or self._stop.is_set() or self._closing.ending):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break

@@ -4,20 +4,18 @@ The only file besides schema.py that needs pyarrow.
 """
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from shmbridge._ext.record import Ragged
 from shmbridge.errors import RecordUnreadable
-from shmbridge.record.record import Ragged, RaggedLists
+from shmbridge.record.columns import RaggedLists, ReadableRecord
 from shmbridge.schema import Column, Kind, arrow_field, arrow_type
 
-if TYPE_CHECKING:
-    from shmbridge.record.record import Record
 
-
-def record_batch(record: "Record") -> pa.RecordBatch:
+def record_batch(record: ReadableRecord) -> pa.RecordBatch:
     """Zero-copy for numbers; text, bytes and maps are copied.
 
     Record metadata goes into the schema's metadata.
@@ -36,7 +34,7 @@ def record_batch(record: "Record") -> pa.RecordBatch:
     )
 
 
-def _rows_of(record: "Record", column: Column) -> pa.Array:
+def _rows_of(record: ReadableRecord, column: Column) -> pa.Array:
     """One value a row, which a lane may have said and not kept."""
     array = _array(record, column)
     if column.per_record and len(array) == 1:
@@ -49,7 +47,7 @@ def _rows_of(record: "Record", column: Column) -> pa.Array:
     return array
 
 
-def _array(record: "Record", column: Column) -> pa.Array:
+def _array(record: ReadableRecord, column: Column) -> pa.Array:
     value = record[column.name]
     if column.kind is Kind.SCALAR:
         return _with_nulls(_flat(value), record.valid(column.name), column)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from shmbridge.record.record import Record
 from shmbridge.record.unreleased import Call
+from shmbridge.segments.reasons import Discard
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,11 @@ class Group:
         """Takes a record, and its lease, over."""
         self.rows += record.rows
         self.records.append(record)  # the first call here: no signal's handler gets in between
+
+    def discard(self, reason: Discard) -> None:
+        """Releases its records unread and counts them."""
+        for record in self.records:
+            record.discard(reason)
 
     @property
     def complete(self) -> bool:

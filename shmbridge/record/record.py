@@ -16,6 +16,7 @@ from shmbridge._ext.record import Ragged as Ragged
 from shmbridge._ext.record import RecordMeta as RecordMeta
 from shmbridge._ext.ring import LaneReader
 from shmbridge.errors import LeaseReleased, RecordUnreadable
+from shmbridge.record.columns import RaggedLists as RaggedLists
 from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
 from shmbridge.segments import segment
 from shmbridge.segments.one_process import OneProcess
@@ -41,32 +42,6 @@ class Lane:
         reader.describe(
             self, table, tuple(self.columns), tuple(column.dtype for column in self.columns.order)
         )
-
-
-class RaggedLists:
-    """A list<list> column of one record: flat values in place, lists per row, values per list."""
-
-    __slots__ = ("inner_lengths", "lengths", "valid", "values")
-
-    def __init__(
-        self,
-        values: np.ndarray[Any, Any],
-        lengths: np.ndarray[Any, Any],
-        inner: np.ndarray[Any, Any],
-        valid: np.ndarray[Any, Any] | None,
-    ) -> None:
-        self.values, self.lengths, self.inner_lengths, self.valid = values, lengths, inner, valid
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, row: int) -> Ragged:
-        """Row `row` as a Ragged over the same values."""
-        row = range(len(self))[row]
-        first = int(self.lengths[:row].sum())
-        inner = self.inner_lengths[first : first + int(self.lengths[row])]
-        start = int(self.inner_lengths[:first].sum())
-        return Ragged(self.values[start : start + int(inner.sum())], inner, None)
 
 
 class Record(OneProcess, LeasedRecord):

@@ -1,19 +1,17 @@
 """A record back to Atropos' ScoredDataGroup. Knows Atropos' words; imports nothing of it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shmbridge.record.record import Ragged, RaggedLists
+from shmbridge._ext.record import Ragged
+from shmbridge.record.columns import RaggedLists, ReadableRecord
 from shmbridge.schema import Tag
-
-if TYPE_CHECKING:
-    from shmbridge.record.record import Record
 
 _LISTS = ("advantages", "ref_logprobs", "inference_logprobs", "distill_token_ids", "distill_logprobs")
 _STEPS = ("step_rewards", "step_ends")
 _JSON = ("messages", "overrides", "images", "group_overrides", "generation_params")
 
 
-def scored_data(record: "Record") -> dict[str, Any]:
+def scored_data(record: ReadableRecord) -> dict[str, Any]:
     """The group as upstream's HTTP path would deliver it: the same keys, null, [] and {} told apart; then
     what that path loses: rewards of steps, and the unknown keys in `extra`.
     """
@@ -32,13 +30,13 @@ def scored_data(record: "Record") -> dict[str, Any]:
     return group
 
 
-def _empty(record: "Record", name: str) -> Any:
+def _empty(record: ReadableRecord, name: str) -> Any:
     """What stood in a column without values: null, [] or {}."""
     tag = record.tag(name)
     return [] if tag is Tag.EMPTY_LIST else {} if tag is Tag.EMPTY_MAP else None
 
 
-def _value(record: "Record", name: str) -> Any:
+def _value(record: ReadableRecord, name: str) -> Any:
     if name not in record:
         return _empty(record, name)
     column = record[name]
@@ -57,7 +55,7 @@ def _rows(column: Ragged | RaggedLists) -> list[Any]:
     return rows
 
 
-def _masks(record: "Record") -> Any:
+def _masks(record: ReadableRecord) -> Any:
     """masks as they came, or rebuilt: the token where trained, -100 elsewhere."""
     if record.tag("masks") is not None:
         return _value(record, "masks")

@@ -84,6 +84,31 @@ def start_apart(thread: threading.Thread, failed: Callable[[Exception], None]) -
     _thread.start_new_thread(start, ())
 
 
+class _Life:
+    """Whether a thread runs. `with` stands around all that it does; others may wait for the end."""
+
+    def __init__(self) -> None:
+        self._runs_in = 0  # process; in a child of fork the thread does not run
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def __enter__(self) -> None:
+        # before the thread looks whether it is to stop: who stops it does both the other way round
+        self._runs_in = os.getpid()
+
+    def __exit__(self, *_: object) -> None:
+        self._runs_in = 0
+        self._ended.put(None)
+
+    def wait_for_end(self) -> None:
+        """Returns at once if the thread has not begun.
+
+        May be called again, also by a handler that interrupts it.
+        """
+        while self._runs_in == os.getpid():
+            with contextlib.suppress(queue.Empty):  # the interrupted call may have taken it
+                self._ended.get(timeout=_LOOK_AGAIN_S)
+
+
 class Joined:
     """A thread that close() waits for.
 
@@ -94,17 +119,19 @@ class Joined:
     """
 
     def __init__(self, run: Callable[[], object], name: str) -> None:
-        self._over = False
-        self._runs_in = 0  # process; in a child of fork the thread does not run
+        self._over, self._life = False, _Life()
         self._begun: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(run,), name=name, daemon=True)
 
     def start(self) -> None:
         """Blocks until it runs; RuntimeError if no thread can be had. After any error call `join`."""
-        start_apart(self._thread, self._begun.put)
+        self.begin(self._begun.put)
         if (error := self._begun.get()) is not None:
             raise error
+
+    def begin(self, failed: Callable[[Exception], None]) -> None:
+        """`start` that waits for nothing; see start_apart."""
+        start_apart(self._thread, failed)
 
     def join(self) -> None:
         """Blocks until it has ended; one that has not begun does nothing any more.
@@ -114,21 +141,14 @@ class Joined:
         if threading.current_thread() is self._thread:
             raise RuntimeError("a thread cannot wait for its own end")
         self._over = True
-        while self._runs_in == os.getpid():
-            with contextlib.suppress(queue.Empty):  # the interrupted call may have taken it
-                self._ended.get(timeout=_LOOK_AGAIN_S)
+        self._life.wait_for_end()
 
     def _run(self, run: Callable[[], object]) -> None:
-        # before it looks whether it is over: `join` does both the other way round
-        self._runs_in = os.getpid()
-        try:
+        with self._life:
             begin_own_thread()
             self._begun.put(None)
             if not self._over:
                 run()
-        finally:
-            self._runs_in = 0
-            self._ended.put(None)
 
 
 class Apart:
@@ -140,12 +160,10 @@ class Apart:
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._begun, self._stopping = name, False, False
-        self._runs_in = 0  # process; in a child of fork the thread does not run
+        self._name, self._begun, self._stopping, self._life = name, False, False, _Life()
         self._calls: queue.SimpleQueue[tuple[Callable[[], object], asyncio.Future[None]] | None] = (
             queue.SimpleQueue()
         )
-        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     async def call(self, call: Callable[[], object]) -> None:
         """Returns once a call is over, or will not be made because this is stopped; raises what it raises.
@@ -177,21 +195,14 @@ class Apart:
         May be called again, also by a handler that interrupts it.
         """
         self.end()
-        while self._runs_in == os.getpid():  # one that begins later finds that it is to stop
-            with contextlib.suppress(queue.Empty):  # the interrupted call may have taken it
-                self._ended.get(timeout=_LOOK_AGAIN_S)
+        self._life.wait_for_end()  # a thread that begins later finds that it is to stop
 
     def _run(self) -> None:
-        # before it looks whether it is to stop: `stop` does both the other way round
-        self._runs_in = os.getpid()
-        try:
+        with self._life:
             while not self._stopping and (next_call := self._calls.get()) is not None:
                 _finish(next_call[1], _error_of(next_call[0]))
                 del next_call  # it may keep its owner, who ends this thread when it is gone
             self._answer_all(None)
-        finally:
-            self._runs_in = 0
-            self._ended.put(None)
 
     def _cannot_begin(self, error: Exception) -> None:
         self._begun = False

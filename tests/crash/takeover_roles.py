@@ -226,7 +226,7 @@ def take_for_ever(bridge: str, every: int, over: Callable[[], bool]) -> None:
             time.sleep(0.002)
             continue
         with consumer:
-            there(consumer._control.mapping.fd, segment.control_name(bridge))
+            there(consumer._state.words.mapping.fd, segment.control_name(bridge))
             for _ in range(every):
                 try:
                     with consumer.get(0.2) as record:
@@ -234,7 +234,7 @@ def take_for_ever(bridge: str, every: int, over: Callable[[], bool]) -> None:
                 except shmbridge.ConsumerEmpty:
                     if over():
                         break
-            there(consumer._control.mapping.fd, segment.control_name(bridge))
+            there(consumer._state.words.mapping.fd, segment.control_name(bridge))
 
 
 def check_short(record: shmbridge.Record) -> int:

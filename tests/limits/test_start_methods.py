@@ -61,7 +61,7 @@ def test_ends_opened_in_the_child_work(method, bridge, make_producer, segments) 
 
 def words_of(producer, consumer) -> bytes:
     """Every byte of both segments: a child that touched a shared word would show."""
-    return bytes(memoryview(producer._lane)) + bytes(memoryview(consumer._control.mapping))
+    return bytes(memoryview(producer._lane)) + bytes(memoryview(consumer._state.words.mapping))
 
 
 def test_a_forked_child_touches_nothing_of_its_parents(bridge, producer, consumer) -> None:

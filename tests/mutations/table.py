@@ -426,7 +426,7 @@ MUTATIONS = (
         2,
         "a close() in a signal handler is not done by the call that it interrupts",
         "shmbridge/segments/closing.py",
-        "            owner.close_if_owed()\n",
+        "            owner._closing.close_if_owed()\n",
         "            pass\n",
         "tests/unit/test_close_in_handler.py",
     ),

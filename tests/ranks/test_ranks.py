@@ -421,7 +421,7 @@ def test_an_error_in_forming_batches_reaches_the_ranks(
     make_rank, make_consumer, make_producer, put_groups, monkeypatch
 ):
     consumer = make_consumer()
-    monkeypatch.setattr(consumer._batching, "choose", lambda *_: 1 // 0)
+    monkeypatch.setattr(consumer._former, "choose", lambda *_: 1 // 0)
     server = consumer.serve_ranks(1, groups=1)
     with pytest.raises(RequestRefused, match="ZeroDivisionError"):
         make_rank().next_share(5)
@@ -472,7 +472,7 @@ def test_a_batch_withdrawn_while_the_bridge_drains_is_not_formed_again(
     server = consumer.serve_ranks(1, groups=1, max_staleness=0, prefetch=3)
     until(lambda: consumer.stats()["ranks_steps_open"] == 3)
     consumer.publish_policy_version(2)
-    drained = consumer._drained
+    drained = consumer._waiting.drained
 
     def asked_meanwhile() -> bool:
         ended = drained()
@@ -480,7 +480,7 @@ def test_a_batch_withdrawn_while_the_bridge_drains_is_not_formed_again(
             server._withdraw_stale()
         return ended
 
-    monkeypatch.setattr(consumer, "_drained", asked_meanwhile)
+    monkeypatch.setattr(consumer._waiting, "drained", asked_meanwhile)
     consumer.drain()
     until(lambda: consumer.stats()["discarded_total{stale}"] == 1)
     assert [numbers_of(batch) for batch in make_rank().batches(timeout_s=10)] == [[1], [2]]

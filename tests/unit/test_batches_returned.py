@@ -18,7 +18,7 @@ def test_what_is_put_back_when_nothing_more_was_to_come_is_handed_out(producer, 
     consumer.drain()
     batches = consumer.batches(groups=2, prefetch=1, hold="caller", timeout_s=10)
     first = next(batches)
-    while consumer._batching._prefetcher._thread.is_alive():
+    while consumer._iterations._prefetcher._thread._life._runs_in:
         pass
     first.records = []
     first.groups[0].records[0].release()

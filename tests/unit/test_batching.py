@@ -206,13 +206,13 @@ def test_what_is_put_back_while_the_bridge_drains_and_stale_by_then_is_cut(
     taken = consumer.take_groups(groups=1, max_staleness=0, timeout_s=5)
     consumer.publish_policy_version(1)
     consumer.drain()
-    drained = consumer._drained
+    drained = consumer._waiting.drained
 
     def returned_meanwhile() -> bool:
         consumer.put_back(taken)
         return drained()
 
-    monkeypatch.setattr(consumer, "_drained", returned_meanwhile)
+    monkeypatch.setattr(consumer._waiting, "drained", returned_meanwhile)
     assert consumer.take_groups(groups=1, max_staleness=0, timeout_s=5) is None
     assert consumer.stats()["discarded_total{stale}"] == 1
 

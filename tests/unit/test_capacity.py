@@ -13,8 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmbridge.admission.limit import PROMISE_NS, Chosen, Limit, Promises, limit_of
+from shmbridge.admission.limit import PROMISE_NS, Limit, Promises, limit_of
 from shmbridge.batching.batch_size import Want
+from shmbridge.batching.in_flight import Chosen
 from shmbridge.batching.oldest import OldestScheduler
 from shmbridge.record.groups import Group
 

@@ -22,7 +22,7 @@ from shmbridge.segments.placement import MemoryUse
 # Who holds it never waits for what close() waits for, or close() never asks for it.
 ELSEWHERE = {
     ("ControlServer", "_closing"): "taken by close() alone, which a handler of its own thread leaves",
-    ("Consumer", "_one_closer"): "the closer's own",
+    ("Closing", "_closer"): "the closer's own",
     ("LoopBell", "_closing"): "an RLock whose holder sees that a handler has closed",
 }
 SIGNAL = signal.SIGUSR1
@@ -122,8 +122,7 @@ def test_a_handler_may_close_at_any_line_of_a_call(name, bridge, make_producer, 
                 pass
             finally:
                 sys.settrace(None)
-            # an iteration that was interrupted as it handed out
-            if at.came and consumer._control_words is not None:
+            if at.came and not consumer._closing.over:  # an iteration that was interrupted as it handed out
                 assert name in ("batches", "for"), line
                 in_hand.clear()
                 consumer.close()
@@ -131,7 +130,7 @@ def test_a_handler_may_close_at_any_line_of_a_call(name, bridge, make_producer, 
             if not at.came:
                 consumer.close()
                 break
-            assert consumer._control_words is None, line
+            assert consumer._closing.over, line
             assert not [
                 each.name for each in threading.enumerate() if each.name.startswith("shmbridge-ranks")
             ], line
@@ -167,7 +166,7 @@ def test_a_wait_for_the_ranks_ends_when_a_handler_closes(consumer) -> None:
 
     server._change.wait = interrupted
     assert closes_in_handler(consumer, server.wait) is False
-    assert consumer._control_words is None
+    assert consumer._closing.over
 
 
 def test_an_owed_close_hands_nothing_more_out(consumer, producer) -> None:
@@ -175,12 +174,13 @@ def test_an_owed_close_hands_nothing_more_out(consumer, producer) -> None:
     put(consumer, producer, 8)
     records, taken = iter(consumer), []
     taken.append(next(records))
-    real = consumer.close_if_owed
-    consumer.close_if_owed = lambda: None  # the interrupted call was cut short as it was about to pay
-    with consumer._closing:
+    real = consumer._closing.close_if_owed
+    # the interrupted call was cut short as it was about to pay
+    consumer._closing.close_if_owed = lambda: None
+    with consumer._closing.whole:
         closes_in_handler(consumer, lambda: signal.raise_signal(SIGNAL))
-    consumer.close_if_owed = real
-    assert consumer._control_words is not None
+    consumer._closing.close_if_owed = real
+    assert not consumer._closing.over
     taken += records
     assert len(taken) == 1
     with pytest.raises(errors.Closed):
@@ -201,9 +201,9 @@ def batch_of(hold: str) -> Callable[[shmbridge.Consumer], object]:
     [
         (adopts(lambda hub: hub.get(0)), "_take"),
         (adopts(lambda hub: hub.poll() or None), "poll"),
-        (batch_of("step"), "_iterate"),
-        (batch_of("gather"), "_iterate"),
-        (batch_of("caller"), "_iterate"),
+        (batch_of("step"), "iterate"),
+        (batch_of("gather"), "iterate"),
+        (batch_of("caller"), "iterate"),
         (lambda hub: hub.take_groups(groups=1, timeout_s=0), "take_groups"),
     ],
     ids=["get", "poll", "step", "gather", "caller", "take_groups"],
@@ -219,7 +219,7 @@ def test_a_call_that_owes_a_close_hands_nothing_out(bridge, make_producer, monke
             put(consumer, producer, 2 - int(producer.stats()["held"]))
             found: list[bool] = []
             signal.signal(
-                SIGNAL, lambda *_, hub=consumer, found=found: found.append(hub.close() or hub._close_owed)
+                SIGNAL, lambda *_, hub=consumer, found=found: found.append(hub.close() or hub._closing.owed)
             )
             at, handed_out = AtLine(line, after), None
             sys.settrace(at)
@@ -248,14 +248,14 @@ def test_an_owed_close_is_not_paid_by_a_thread_that_it_joins(consumer, producer,
     put(consumer, producer, 1)
     taken = consumer.take_groups(groups=1, timeout_s=5)
     control = Joined(lambda: consumer.publish_policy_version(1), "a thread")
-    with consumer._closing:
+    with consumer._closing.whole:
         closes_in_handler(consumer, lambda: signal.raise_signal(SIGNAL))
         control.start()
         control.join()
         assert consumer.policy_version == 1
-    assert consumer._control_words is not None
+    assert not consumer._closing.over
     consumer.put_back(taken)
-    assert consumer._control_words is None
+    assert consumer._closing.over
 
 
 def locks_of(part: object, seen: set[int]) -> Iterator[tuple[str, str, Any]]:
@@ -288,8 +288,8 @@ async def test_close_asks_for_the_owner_of_every_lock(limited, producer) -> None
         if place not in ELSEWHERE:
             assert isinstance(lock, (type(threading.RLock()), threading.Condition)), place
             with lock:
-                assert consumer._lock_is_mine, place
-        assert not consumer._lock_is_mine, place
+                assert consumer._closing.lock_is_mine, place
+        assert not consumer._closing.lock_is_mine, place
 
 
 @pytest.mark.timeout(120, method="thread")

@@ -110,16 +110,16 @@ def test_a_bell_that_is_dropped_gives_its_number_to_nobody_while_its_thread_writ
     async def hang() -> int:
         with contextlib.suppress(shmbridge.ConsumerEmpty):
             await consumer.get_async(timeout_s=0.01)
-        number = consumer._loop_bell._event.fd
+        number = consumer._waiting._loop_bell._event.fd
         asyncio.get_running_loop().remove_reader(number)
         return number
 
     number = asyncio.run(hang())
-    relay = consumer._loop_bell._relay
-    consumer._loop_bell = None  # as an interrupt before it is noted leaves it
+    relay = consumer._waiting._loop_bell._relay
+    consumer._waiting._loop_bell = None  # as an interrupt before it is noted leaves it
     gc.collect()
     os.fstat(number)
-    consumer._sleep.stop_relay()
+    consumer._waiting._sleep.stop_relay()
     relay.join()
 
 

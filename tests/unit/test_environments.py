@@ -113,14 +113,15 @@ def test_a_question_walks_the_lanes_a_few_times_however_many_environments_there_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     consumer = make_consumer(run=shmbridge.Run(batch_size=8))
-    table, walks = Environments(consumer), []
+    table, walks = Environments(consumer._hub), []
     producers = [make_producer() for _ in range(12)]
     producers[3].put({"tokens": [[1], [2]]})
     assert consumer.poll(0) == []  # the lanes are adopted
     ids = [table.admit(env("gsm8k", producer.producer_id)).env_id for producer in producers]
     known = [producer.producer_id for producer in producers]
-    assert consumer.look_at_producers(known) == {
-        each: (consumer.producer_live(each), consumer.queue_groups(each)) for each in known
+    live = consumer._lanes.has_live_producer
+    assert consumer.queue.look_at_producers(known) == {
+        each: (live(each), consumer.queue.groups(each)) for each in known
     }
     walk = LaneSet.__iter__
     monkeypatch.setattr(LaneSet, "__iter__", lambda lanes: walks.append(lanes) or walk(lanes))

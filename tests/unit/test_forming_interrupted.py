@@ -28,7 +28,7 @@ POLICY_MODULES = (
     "atropos.queue",
     "atropos.size_buffer",
 )
-MODULES = [f"shmbridge.{name}" for name in ("batching", "groups", *POLICY_MODULES)]
+MODULES = [f"shmbridge.{name}" for name in ("batching", "iteration", "in_flight", "groups", *POLICY_MODULES)]
 POLICIES = ("fair", "shares", "oldest", "atropos", "allocations")
 # as leases are lost
 pytestmark = pytest.mark.filterwarnings(
@@ -124,8 +124,8 @@ def test_an_interrupt_at_any_line_changes_no_batchs_size_and_loses_nothing(
             del groups
         assert got == put, f"interrupted at line {line}"
         assert (
-            hub.queue_groups()
-            == sum(hub.queue_groups(each.producer.producer_id) for each in puts)
+            hub.queue.groups()
+            == sum(hub.queue.groups(each.producer.producer_id) for each in puts)
             == hub.stats()["held"]
             == 0
         )

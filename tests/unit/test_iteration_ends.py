@@ -94,7 +94,7 @@ def test_a_close_while_batches_gathered_ahead_come_back_leaves_the_bridge(
     hub, stop = make_consumer(), Prefetcher.stop
     iteration = hub.batches(groups=1, prefetch=2)
     next(iteration).release()
-    until(lambda: hub._batching._prefetcher._ready.qsize() == 2)
+    until(lambda: hub._iterations._prefetcher._ready.qsize() == 2)
     close = closing(hub)
 
     def stopped(ahead: Prefetcher) -> list[Batch]:
@@ -165,9 +165,9 @@ def test_what_a_forked_child_asks_of_queues_and_lanes_is_no_fault(producer, cons
         ) == (0, 0, False, 0, False)
         assert not reader.has_room_for(1)
 
-    assert consumer.queue_groups() == 2
+    assert consumer.queue.groups() == 2
     in_child(
-        consumer.queue_groups,
+        consumer.queue.groups,
         all_nothing,
         reader.ring,
         lambda: reader.quarantine(1),
@@ -190,7 +190,7 @@ def test_a_forked_child_waits_for_no_lock_of_a_thread_that_is_not_there(producer
     groups, held, over = consumer.take_groups(groups=1), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with consumer._batching._lock:
+        with consumer._former._lock:
             held.set()
             over.wait(60)
 
@@ -220,13 +220,15 @@ def test_an_iteration_that_another_thread_collects_does_not_close_for_a_handler(
     hub = make_consumer()
     iteration = hub.batches(groups=1, prefetch=0)
     batch, closed_by = next(iteration), []
-    close = hub.close
-    monkeypatch.setattr(hub, "close", lambda: closed_by.append(threading.current_thread()) or close())
-    hub._close_owed = True
+    close = hub._closing.close
+    monkeypatch.setattr(
+        hub._closing, "close", lambda: closed_by.append(threading.current_thread()) or close()
+    )
+    hub._closing.owed = True
     other = threading.Thread(target=iteration.close)
     other.start()
     other.join()
     assert closed_by == []
-    hub.close_if_owed()
+    hub._closing.close_if_owed()
     assert set(closed_by) == {threading.main_thread()}
     del batch

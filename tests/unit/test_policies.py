@@ -133,7 +133,7 @@ def test_nobody_waits_for_an_environment_that_has_left(make_producer, make_consu
     for number in range(4):
         eager.put(group(number))
     gone.close()
-    until(lambda: not consumer.producer_live(gone.producer_id))
+    until(lambda: not consumer._lanes.has_live_producer(gone.producer_id))
     taken = consumer.take_groups(groups=2, timeout_s=10)
     assert firsts(taken) == [0, 1]
     let_go(taken)
@@ -208,7 +208,7 @@ def test_a_version_that_makes_nothing_stale_costs_no_look_at_what_is_queued(
     for version, left in ((8, 20), (11, 20), (12, 0)):
         consumer.publish_policy_version(version)
         assert consumer.take_groups(groups=1000, max_staleness=5, timeout_s=0.3) is None
-        assert consumer.queue_groups() == left
+        assert consumer.queue.groups() == left
     assert consumer.stats()["discarded_total{stale}"] == 40
 
 
@@ -273,7 +273,7 @@ def test_atropos_forms_what_upstream_would_of_the_same_arrivals(
         assert firsts(taken) == wanted
         let_go(taken)
     assert consumer.take_groups(timeout_s=0) is None
-    assert (len(consumer._batching._complete), consumer.stats()["groups_buffered"]) == (
+    assert (len(consumer._former._complete), consumer.stats()["groups_buffered"]) == (
         like.queue_size,
         like.buffered,
     )
@@ -353,7 +353,7 @@ def test_atropos_tells_environments_upstreams_numbers(make_producer, make_consum
         like.add(who, rows, env_ids[who])
     let_go(consumer.take_groups(timeout_s=5))
     like.next_batch()
-    assert [consumer.queue_groups(producer.producer_id) for producer in producers] == [0, 2]
+    assert [consumer.queue.groups(producer.producer_id) for producer in producers] == [0, 2]
     for env_id in env_ids:
         told, wanted = status(env_id), like.status_env(env_id)
         ours = (

@@ -13,7 +13,7 @@ import shmbridge
 MODULES = (
     "shmbridge.batching.former",
     "shmbridge.batching.late_returns",
-    "shmbridge.admission.limit",
+    "shmbridge.batching.in_flight",
     "shmbridge.record.groups",
     "shmbridge.segments.closing",
 )
@@ -38,9 +38,9 @@ def test_a_put_back_that_is_repeated_queues_no_group_twice(
         came = has_come()
         if came:
             if queued:
-                with hub._batching._lock:
-                    hub._batching._begin_change()
-                    hub._batching._changing = False
+                with hub._former._lock:
+                    hub._former._begin_change()
+                    hub._former._changing = False
             hub.put_back(groups)
         del groups
         got: Counter[int] = Counter()

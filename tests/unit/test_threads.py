@@ -16,14 +16,15 @@ from types import SimpleNamespace
 import pytest
 
 import shmbridge
-from shmbridge.batching.former import BatchAssembly
+from shmbridge.batching.former import BatchFormer
 from shmbridge.batching.prefetch import Prefetcher
 from shmbridge.control import messages
 from shmbridge.control.server import ControlClient, ControlServer
 from shmbridge.hub.asyncio_wait import LoopBell
 from shmbridge.hub.lane import AdoptedLane
 from shmbridge.hub.lanes import LaneSet
-from shmbridge.hub.state import Hub
+from shmbridge.hub.state import HubState
+from shmbridge.hub.waiting import Waiting
 from shmbridge.segments import in_thread, one_thread
 from shmbridge.segments.placement import MemoryUse
 from shmbridge.testing import wait_until
@@ -114,7 +115,7 @@ def test_counters_of_a_lane_that_is_just_buried_are_not_missing(make_producer, c
 
 def test_two_that_publish_a_version_do_not_take_it_back(consumer, monkeypatch) -> None:
     other = Meanwhile(lambda: consumer.publish_policy_version(7))
-    after(monkeypatch, Hub, "policy_version", other)
+    after(monkeypatch, HubState, "policy_version", other)
     consumer.publish_policy_version(5)
     assert other.ends()
     assert consumer.policy_version == 7
@@ -129,7 +130,7 @@ def test_the_step_is_of_one_run_while_another_is_announced(make_consumer, produc
     for _ in range(2):
         next(batches)
     told: list[int] = []
-    after(monkeypatch, BatchAssembly, "steps", Meanwhile(lambda: told.append(consumer.current_step)))
+    after(monkeypatch, BatchFormer, "steps", Meanwhile(lambda: told.append(consumer.current_step)))
     consumer.announce_run(shmbridge.Run(batch_size=1, starting_step=100))
     batches.close()
     assert told == [2]
@@ -175,10 +176,12 @@ def test_what_ranks_have_not_read_is_still_held_when_the_hub_closes(producer, co
 @pytest.mark.parametrize(
     "take", [list, lambda hub: list(hub.batches(groups=1, prefetch=0))], ids=["records", "batches"]
 )
-@pytest.mark.parametrize("place", ["_check_open", "_drained"])
+@pytest.mark.parametrize(
+    "place", [(HubState, "check_open"), (Waiting, "drained")], ids=["check_open", "drained"]
+)
 def test_an_iteration_ends_wherever_another_thread_closes(consumer, monkeypatch, take, place) -> None:
     closing = Meanwhile(consumer.close)
-    after(monkeypatch, shmbridge.Consumer, place, closing)
+    after(monkeypatch, *place, closing)
     assert take(consumer) == []
     assert closing.ends()
 
@@ -239,7 +242,7 @@ def quickest(attempt: Callable[[], None]) -> float:
 def test_a_drain_between_a_look_and_the_sleep_after_it_is_heard(make_consumer, monkeypatch) -> None:
     def iterate() -> None:
         with make_consumer() as consumer, monkeypatch.context() as patched:
-            after(patched, shmbridge.Consumer, "_drained", Meanwhile(consumer.drain))
+            after(patched, Waiting, "drained", Meanwhile(consumer.drain))
             assert list(consumer) == []
 
     assert quickest(iterate) < 0.8
@@ -265,7 +268,7 @@ def test_a_producer_that_is_about_to_sleep_does_not_hold_up_close(make_producer,
 
     def close() -> None:
         producer = make_producer()
-        until(lambda: consumer.producer_live(producer.producer_id))  # adopted, which rings
+        until(lambda: consumer._lanes.has_live_producer(producer.producer_id))  # adopted, which rings
         lock, closing = producer._one_sleeper, Meanwhile(producer.close)
 
         class Held:
@@ -312,8 +315,8 @@ def test_a_hub_that_is_just_starting_takes_a_policy_version(bridge, limited, mon
     """Its control plane answers before its constructor has returned to whoever makes the hub."""
     made, answers = ControlServer.__init__, []
 
-    def made_and_asked(*args) -> None:
-        made(*args)
+    def made_and_asked(*args, **options) -> None:
+        made(*args, **options)
         with ControlClient(bridge, role="test", name="t") as client:
             answers.append(client.request(messages.SetPolicyVersion(3)))
 
@@ -375,7 +378,7 @@ def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, un
 
     class Interrupted(queue.SimpleQueue):
         def get(self, **_):
-            ahead._ended = ended
+            life._ended = ended
             raise KeyboardInterrupt
 
     def interrupted() -> None:
@@ -383,10 +386,12 @@ def test_a_close_that_is_interrupted_can_be_finished(producer, make_consumer, un
         raise KeyboardInterrupt
 
     if thread == "prefetch":
-        ahead = consumer._batching._prefetcher
-        ended, ahead._ended = ahead._ended, Interrupted()
+        life = consumer._iterations._prefetcher._thread._life
+        ended, life._ended = life._ended, Interrupted()
     else:
-        joined = (consumer._server if thread == "control plane" else consumer._lanes._watch)._thread
+        joined = (
+            consumer._control_plane._server if thread == "control plane" else consumer._lanes._watch
+        )._thread
         joined.join = interrupted
     with pytest.raises(KeyboardInterrupt):
         consumer.close()

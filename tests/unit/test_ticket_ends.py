@@ -103,7 +103,9 @@ def test_a_collection_that_gives_one_back_meanwhile_leaves_the_bytes_in_a_row(
             patched.setattr(locks, "_lock", collect_first)
             del cycle
             if call == "show":
-                producer._taken(messages.MayBegin(consumer.hub_epoch, 0, time.monotonic_ns() + 10**10)).end()
+                producer._tickets._taken(
+                    messages.MayBegin(consumer.hub_epoch, 0, time.monotonic_ns() + 10**10)
+                ).end()
             ends.end()
     finally:
         gc.enable()
@@ -118,18 +120,18 @@ async def test_whoever_waits_while_the_producer_closes_is_told(make_producer, li
     holder, closing = make_producer(), make_producer()
     ticket = holder.begin_group(timeout_s=5)
     tasks = [asyncio.create_task(closing.begin_group_async()) for _ in range(2)]
-    while not closing._asking.locked():
+    while not closing._tickets._asking.locked():
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.05)
     closing.close()
     for task in tasks:
         with pytest.raises(shmbridge.Closed):
             await asyncio.wait_for(task, 10)
-    assert closing._async_client is None
+    assert closing._tickets._async_client is None
     ticket.end()
     with pytest.raises(shmbridge.Closed):
         await closing.begin_group_async(timeout_s=5)
-    assert closing._async_client is None
+    assert closing._tickets._async_client is None
 
 
 def test_a_thread_that_waits_while_the_producer_closes_is_told(make_producer, limited) -> None:
@@ -146,7 +148,7 @@ def test_a_thread_that_waits_while_the_producer_closes_is_told(make_producer, li
 
     thread = threading.Thread(target=ask)
     thread.start()
-    while not closing._asking.locked():
+    while not closing._tickets._asking.locked():
         time.sleep(0.001)
     time.sleep(0.05)
     closing.close()
@@ -158,7 +160,7 @@ def test_a_thread_that_waits_while_the_producer_closes_is_told(make_producer, li
 def test_a_ticket_that_comes_after_close_is_not_shown(producer, consumer) -> None:
     until_ns = time.monotonic_ns() + 10**10
     producer.close()
-    assert producer._taken(messages.MayBegin(consumer.hub_epoch, 0, until_ns)) is None
+    assert producer._tickets._taken(messages.MayBegin(consumer.hub_epoch, 0, until_ns)) is None
     other = os.open(f"/proc/self/fd/{producer._lane.fd}", os.O_RDWR)
     assert locks.tickets_held(other) == 0
     os.close(other)
@@ -309,9 +311,9 @@ def test_who_waited_and_is_gone_is_not_looked_at_for_ever(
     with ControlClient(bridge, role="test", name="t") as client:
         client.hello()
         client._socket.send_multipart(messages.encode(99, messages.BeginGroup(gone.lane_name, 0)))
-        until(lambda: len(consumer._server._waiting) == 1)
+        until(lambda: len(consumer._control_plane._server._waiting) == 1)
     gone.close()
-    until(lambda: not consumer._server._waiting)
+    until(lambda: not consumer._control_plane._server._waiting)
     ticket.end()
 
 
@@ -347,9 +349,8 @@ def test_a_clock_ahead_of_the_consumers_is_named_as_the_reason(limited, make_pro
     limited()
     producer = make_producer()
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "shmbridge.hub.state.PROMISE_NS", -1_000_000 * 10**9
-        )  # as in a time namespace that is behind
+        # as in a time namespace that is behind
+        patch.setattr("shmbridge.hub.admission.PROMISE_NS", -1_000_000 * 10**9)
         with pytest.raises(
             shmbridge.NotAdmitted,
             match=r"clock that is (1000000|999999) s ahead of its consumer's .*time namespace",

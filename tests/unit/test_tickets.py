@@ -188,7 +188,7 @@ def test_one_question_at_a_time(producer, limited) -> None:
     ticket = producer.begin_group(timeout_s=5)
     thread = threading.Thread(target=lambda: producer.begin_group(timeout_s=20).end())
     thread.start()
-    while not producer._asking.locked():
+    while not producer._tickets._asking.locked():
         time.sleep(0.001)
     with pytest.raises(shmbridge.ClaimOpen, match="asks for a ticket already"):
         producer.begin_group(timeout_s=5)
@@ -236,9 +236,9 @@ def test_an_answer_of_a_hub_that_is_gone_counts_for_nothing(producer, make_consu
 
     epoch = make_consumer().hub_epoch
     now = time.monotonic_ns()
-    assert producer._taken(MayBegin(epoch - 1, 0, now + 10**9)) is None
-    assert producer._taken(MayBegin(epoch, 0, now - 1)) is None
-    assert locks.tickets_held(producer._lane.fd) == producer._held.count == 0
+    assert producer._tickets._taken(MayBegin(epoch - 1, 0, now + 10**9)) is None
+    assert producer._tickets._taken(MayBegin(epoch, 0, now - 1)) is None
+    assert locks.tickets_held(producer._lane.fd) == producer._tickets._held.count == 0
 
 
 @pytest.mark.parametrize(

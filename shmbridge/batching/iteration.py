@@ -1,0 +1,213 @@
+"""Batches handed out one after the other: gathered ahead or when asked for, and what each step releases.
+
+Knows iterations and who holds a batch; former.py chooses its groups. Used by the consumer.
+"""
+
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+from shmbridge.batch import Batch, forget_spare_memory, unreadable
+from shmbridge.batching.former import BatchFormer
+from shmbridge.batching.prefetch import Flag, Prefetcher
+from shmbridge.batching.queue import GroupQueue
+from shmbridge.batching.request import BatchRequest
+from shmbridge.config import check_timeout
+from shmbridge.errors import BatchTooBig, ConsumerEmpty, IterationOver
+from shmbridge.hub.lanes import LaneSet
+from shmbridge.hub.state import HubState
+from shmbridge.hub.waiting import Waiting
+from shmbridge.record.groups import Group, hand_out
+from shmbridge.record.unreleased import Call
+from shmbridge.segments.closing import Closing
+from shmbridge.segments.in_thread import in_another_thread
+from shmbridge.segments.reasons import Discard
+
+log = logging.getLogger(__name__)
+
+_OVER = (
+    "this iteration over batches has ended: another of the same consumer has begun, or take_groups took some"
+)
+_ONE_AT_A_TIME = "iterate once at a time; to look at a batch beside the loop, use prefetch=0"
+
+
+class Iterations:
+    """The iterations over one consumer's batches, one at a time: a new one ends the one before."""
+
+    def __init__(
+        self,
+        former: BatchFormer,
+        state: HubState,
+        lanes: LaneSet,
+        waiting: Waiting,
+        queued: GroupQueue,
+        closing: Closing,
+    ) -> None:
+        self._former, self._state, self._lanes, self._waiting = former, state, lanes, waiting
+        self._queue, self._closing = queued, closing
+        self._prefetcher: Prefetcher | None = None
+
+    def iterate(self, request: BatchRequest) -> Iterator[Batch]:
+        """See Consumer.batches."""
+        self._state.check_process()
+        ahead: Prefetcher | None = None
+        try:
+            with self._state.until_closed():
+                self.stop_prefetch()  # of an earlier iteration, which ends with that
+                self._former.begin_again()
+                put_backs = self._former.put_backs
+                ahead = self._prefetch(request)
+                while not self._closing.ending:
+                    batch = self._next(ahead, request)
+                    if batch is None:
+                        if ahead is not None and self._prefetcher is not ahead and not self._closing.ending:
+                            raise IterationOver(_OVER, hint=_ONE_AT_A_TIME)
+                        if ahead is None or self._former.put_backs == put_backs:
+                            return
+                        put_backs = self._former.put_backs  # the prefetcher may have found the end before
+                        ahead = self._prefetch(request)
+                        continue
+                    if self._former.is_stale(batch.groups, request.max_staleness):
+                        self._put_back(batch)  # it grew stale while it waited to be taken
+                        continue
+                    if not self._begin_batch(batch, request):
+                        self._put_back(batch)
+                        return
+                    if request.hold == "gather":
+                        batch.release()  # the last thing before it is handed out: what raises later loses it
+                    yield batch
+                    self._state.check_process()
+                    if request.hold != "caller":
+                        batch.release()
+                    self._former.end_step()
+        finally:
+            if ahead is not None:
+                # only a flag: a collection may end an iteration in any thread, also in that one, and under
+                # the lock
+                ahead.end()
+            # whose handler owes it
+            if not self._closing.lock_is_mine and threading.get_ident() == threading.main_thread().ident:
+                self._closing.close_if_owed()
+
+    def _begin_batch(self, batch: Batch, request: BatchRequest) -> bool:
+        """A batch is about to be handed out; whether it may be."""
+        if request.hold == "caller":
+            self._former.held_by_caller(batch)
+        if not self._former.begin_step(batch.groups):
+            return False
+        hand_out(batch.groups, Call.BATCHES, looked_at=True)
+        self._former.count_batch()
+        return True
+
+    def _next(self, ahead: Prefetcher | None, request: BatchRequest) -> Batch | None:
+        timeout_s, self._former.somebody_waits = request.timeout_s, True
+        try:
+            if ahead is not None:
+                return ahead.next(timeout_s)
+            deadline_s = _deadline(timeout_s)
+            batch = self._form(request, Flag(), deadline_s)
+            if (
+                batch is not None
+                or time.monotonic() < deadline_s
+                or self._closing.ending
+                or self._waiting.drained()
+            ):
+                return batch
+        except queue.Empty:
+            pass
+        finally:
+            self._former.somebody_waits = False
+        raise ConsumerEmpty(
+            f"no batch of {request.size} within {timeout_s} s; {self._lanes.live} of {len(self._lanes)} "
+            f"lanes have a living producer, {self._queue.groups()} groups are queued",
+            hint=self._waiting.hint_when_empty(),
+        )
+
+    def _form(self, request: BatchRequest, stop: Flag, deadline_s: float = float("inf")) -> Batch | None:
+        """The next batch; None as in `choose`.
+
+        A group that cannot be read is discarded, and the others are formed again.
+        """
+        while (chosen := self._former.choose(request, stop, deadline_s)) is not None:
+            try:
+                batch = request.batch_of(chosen)
+                # not yet: lost before that, it is formed again
+                hand_out(chosen, Call.BATCHES, looked_at=False)
+                return batch
+            except BaseException as error:
+                wrong = self._at_fault(error, chosen, request)
+                at_fault = {id(group) for group, _ in wrong}
+                self._former.put_back([group for group in chosen if id(group) not in at_fault])
+                for group, why in wrong:
+                    log.error(
+                        "group %s of %s is discarded: %s", group.records[0].group_id, group.producer_id, why
+                    )
+                    self._former.finished([group])
+                    group.discard(Discard.CORRUPT)
+                if not wrong:
+                    raise
+        return None
+
+    def _at_fault(
+        self, error: BaseException, chosen: list[Group], request: BatchRequest
+    ) -> list[tuple[Group, Exception]]:
+        """The groups that cannot be read, if it is that; puts all back if the search is interrupted."""
+        if not isinstance(error, Exception) or isinstance(error, (MemoryError, BatchTooBig)):
+            return []
+        try:
+            # where no signal's handler raises
+            return in_another_thread(functools.partial(unreadable, chosen, request.layout))
+        except BaseException:
+            self._former.put_back(chosen)
+            raise
+
+    def take_groups(self, request: BatchRequest) -> list[Group] | None:
+        """See Consumer.take_groups."""
+        deadline_s = _deadline(check_timeout(request.timeout_s))
+        self._state.check_process()
+        self.stop_prefetch()
+        self._former.begin_again()
+        chosen = self._former.choose(request, Flag(), deadline_s)
+        if not self._former.begin_step(chosen or []):
+            self._former.put_back(chosen or [])
+            chosen = None
+        hand_out(chosen or [], Call.TAKE_GROUPS, looked_at=False)
+        self._closing.close_if_owed()
+        if chosen is not None:
+            self._former.count_batch()
+        return chosen
+
+    # -- gathering ahead
+    # --------------------------------------------------------------------------------------------------------
+
+    def _prefetch(self, request: BatchRequest) -> Prefetcher | None:
+        if not request.prefetch:
+            return None
+        ahead = self._prefetcher = Prefetcher(request.prefetch, functools.partial(self._form, request))
+        ahead.start()
+        return ahead
+
+    def stop_prefetch(self) -> None:
+        """What an iteration that is over has gathered ahead waits again."""
+        if (ahead := self._prefetcher) is not None:
+            for batch in reversed(ahead.stop()):
+                self._put_back(batch)
+            self._prefetcher = None
+
+    def _put_back(self, batch: Batch) -> None:
+        batch.records = []
+        self._former.put_back(batch.groups)
+
+    def stop(self) -> None:
+        """The consumer closes: iterations end, and gathering ahead does; what was gathered is still held."""
+        self._closing.ending = True
+        self._state.ring()
+        self.stop_prefetch()
+        forget_spare_memory()
+
+
+def _deadline(timeout_s: float | None) -> float:
+    return float("inf") if timeout_s is None else time.monotonic() + timeout_s

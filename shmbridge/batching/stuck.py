@@ -1,0 +1,42 @@
+"""The error of a batch that can never be filled: the numbers, and what to raise. Decides nothing.
+
+Called by former.py.
+"""
+
+from shmbridge import sizing
+from shmbridge.batching.batch_size import Want
+from shmbridge.config import format_size
+from shmbridge.errors import BatchTooBig
+from shmbridge.hub.lanes import Stuck
+from shmbridge.record.groups import Group
+
+
+def too_big(
+    size: Want, here: list[Group], *, complete: int, partial: int, elsewhere: int, stuck: Stuck
+) -> BatchTooBig:
+    """`here` are the groups that wait for the batch; `elsewhere`, the records of earlier batches that whoever
+    waits for it holds.
+    """
+    sizes = [record.extent_bytes for group in here for record in group.records]
+    fragments = max((-(-len(group.records) * group.size // group.rows) for group in here), default=1)
+    largest = max([*sizes, stuck.wanted_bytes])
+    return BatchTooBig(
+        f"a batch of {size} cannot be filled: {complete} are complete, {partial} in part; "
+        + (f"who waits for it holds {elsewhere} records of batches before; " if elsewhere else "")
+        + (
+            f"{stuck.dropped} were dropped without release, see take_back_dropped(); "
+            if stuck.dropped
+            else ""
+        )
+        + (
+            f"{stuck.lanes} lanes of {format_size(stuck.data_bytes)} in all hold {stuck.held} records of at "
+            f"most {format_size(largest)}, and their {stuck.live} living producers have no room for "
+            f"{format_size(stuck.wanted_bytes)} more"
+        ),
+        hint=sizing.what_to_raise(
+            -(-(size.as_groups(here) * fragments + elsewhere) // stuck.live),
+            largest,
+            min([*sizes, stuck.wanted_bytes]) == largest,
+        )
+        + (", raise Consumer(lanes=): more lanes wait" if stuck.crowded else ""),
+    )
