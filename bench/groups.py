@@ -27,7 +27,6 @@ DTYPES = {
     "token_rewards": np.float32,
 }
 COLUMNS = tuple(DTYPES)  # one value per token; `score`, one float64 per row, comes on top
-BYTES_PER_TOKEN = sum(np.dtype(each).itemsize for each in DTYPES.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """How a column lies in a lane; the KIND_ constants of `_ext/layout.h`."""
+    """How a column lies in a lane; the KIND_ constants of `_ext/c/layout.h`."""
 
     SCALAR = 0
     LIST = 1
@@ -32,7 +32,7 @@ class Kind(IntEnum):
 
 
 class Tag(IntEnum):
-    """What stands in a whole column; the TAG_ constants of `_ext/layout.h`."""
+    """What stands in a whole column; the TAG_ constants of `_ext/c/layout.h`."""
 
     VALUES = 0
     NULL = 1

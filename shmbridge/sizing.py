@@ -2,7 +2,7 @@
 
 Arithmetic only.
 
-Knows the record layout of `_ext/layout.h` and how many records a batch holds at a time; touches no memory.
+Knows the record layout of `_ext/c/layout.h` and how many records a batch holds at a time; touches no memory.
 The same in words: docs/reference/sizing.md.
 """
 

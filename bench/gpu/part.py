@@ -11,9 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
-
-Size = Literal["smallest", "full"]
+from typing import Any
 
 
 def arguments(about: str) -> argparse.Namespace:

@@ -148,7 +148,6 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         names = frozenset(lease.dtypes)
         if self._holds is not None:
             names = with_their_layers(lease.changed_since(self._holds), list(lease.dtypes))
-        lease.verify()
         self._weights.stage(as_tensors(lease, names), whole=len(names) == len(lease.dtypes))
 
     def shutdown(self) -> None:

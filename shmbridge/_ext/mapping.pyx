@@ -37,11 +37,7 @@ cdef extern from "placement.h" nogil:
     enum: HUGE_PAGE
     enum: MADV_COLLAPSE
     enum: MADV_POPULATE_WRITE
-    int node_policy(node_choice* kept, int node)
-    void node_policy_restore(const node_choice* kept)
     int64_t worked_ns()
-    ctypedef struct node_choice:
-        pass
 
 
 def forks():
@@ -144,28 +140,6 @@ def fill_with_huge_pages(int fd, size_t at, size_t size, int64_t most_ns):
                     break
             munmap(base, whole)
     return done
-
-
-cdef class NodePreference:
-    """While it is entered, new memory of this thread comes from one NUMA node, if that has any.
-
-    Does nothing where the kernel refuses.
-    """
-
-    cdef node_choice _kept
-    cdef int _node
-    cdef bint _set
-
-    def __cinit__(self, int node):
-        self._node = node
-
-    def __enter__(self):
-        self._set = node_policy(&self._kept, self._node) == 0
-        return self._set
-
-    def __exit__(self, *_):
-        if self._set:
-            node_policy_restore(&self._kept)
 
 
 @cython.no_gc  # a descriptor refers to nothing

@@ -1,11 +1,7 @@
-"""Bytes of tensors into and out of a mapped segment, without the GIL, and their checksum.
+"""Copies bytes of tensors into a mapped segment, without the GIL."""
 
-Knows places, not what lies there.
-"""
-
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport uint8_t, uint64_t
-from libc.string cimport memcpy
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.stdint cimport uint64_t
 
 from shmbridge._ext.mapping cimport Mapping
 
@@ -15,9 +11,6 @@ cdef extern from "cache.h" nogil:
 cdef extern from "lane_copy.h" nogil:
     void lane_copy(void* to, const void* source, uint64_t size, int is_cold)
     void lane_copies_done(int is_cold)
-
-cdef extern from "checksum.h" nogil:
-    uint64_t checksum_of(const uint8_t* data, uint64_t size)
 
 cdef uint64_t FAR_OFF = cache_bytes(3, 32 << 20) // 2
 
@@ -46,26 +39,3 @@ def copy_in(Mapping mapping not None, uint64_t at, source not None, uint64_t goi
             lane_copies_done(is_cold)
     finally:
         PyBuffer_Release(&view)
-
-
-def copy_out(Mapping mapping not None, uint64_t at, to not None):
-    """Fills the contiguous, writable buffer `to` from byte `at` of the segment on, which others may be
-    writing. Blocks, with the GIL released.
-    """
-    cdef Py_buffer view
-    PyObject_GetBuffer(to, &view, PyBUF_SIMPLE | PyBUF_WRITABLE)
-    try:
-        _inside(mapping, at, view.len)
-        with nogil:
-            memcpy(view.buf, mapping.base + at, view.len)
-    finally:
-        PyBuffer_Release(&view)
-
-
-def checksum(Mapping mapping not None, uint64_t at, uint64_t size):
-    """Checksum of `size` bytes from byte `at` of the segment on, never 0. Blocks, with the GIL released."""
-    cdef uint64_t found
-    _inside(mapping, at, size)
-    with nogil:
-        found = checksum_of(mapping.base + at, size)
-    return found

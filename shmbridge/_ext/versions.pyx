@@ -18,10 +18,6 @@ from shmbridge._ext.layout cimport (
 )
 from shmbridge._ext.mapping cimport Mapping
 
-cdef extern from "recheck.h" nogil:
-    void bytes_follow()
-    void bytes_were_read()
-
 cnp.import_array()
 
 slots = WEIGHTS_SLOTS
@@ -160,32 +156,21 @@ cdef class Versions:
         # SYNC(weights-slot)
         return slot < WEIGHTS_SLOTS and load_acquire64(&self._header.slot_version[slot]) == version + 1
 
-    def held_throughout(self, uint32_t slot, int64_t version):
-        """Whether the slot has held that version, whole, since
-        `latest` named it until the last byte was read.
-        """
-        bytes_were_read()
-        # SYNC(weights-slot)
-        return slot < WEIGHTS_SLOTS and load_acquire64(&self._header.slot_version[slot]) == version + 1
-
     cdef shm_u64* _stamps(self, uint32_t slot) except NULL:
         if slot >= WEIGHTS_SLOTS:
             raise ValueError(f"a weights segment has no slot {slot}")
         return self._words + (1 + 2 * slot) * self._tensors
 
     def stamps(self, uint32_t slot):
-        """(stamps, checksums), uint64[tensors] each: version + 1 that last changed a tensor, 0 where it is
-        torn; 0 where there is no checksum.
-        """
-        found = np.empty((2, self._tensors), np.uint64)
+        """uint64[tensors]: version + 1 that last changed a tensor, 0 where it is torn."""
+        found = np.empty(self._tensors, np.uint64)
         # SYNC(weights-stamps)
-        load_acquire_words(cnp.PyArray_DATA(<cnp.ndarray>found), self._stamps(slot), 2 * self._tensors)
-        return found[0], found[1]
+        load_acquire_words(cnp.PyArray_DATA(<cnp.ndarray>found), self._stamps(slot), self._tensors)
+        return found
 
     def begin(self, uint32_t slot):
         """Marks the slot as being filled: no byte of it may change before."""
         store_seq64(&self._header.slot_version[slot], 0)  # SYNC(weights-slot)
-        bytes_follow()
         fault_hit(b"weights.filling")
 
     def touch(self, uint32_t slot, uint32_t tensor):
@@ -194,19 +179,21 @@ cdef class Versions:
             raise ValueError(f"a weights segment of {self._tensors} tensors has no tensor {tensor}")
         store_release64(self._stamps(slot) + tensor, 0)  # SYNC(weights-stamps)
 
-    def commit(self, uint32_t slot, int64_t version, stamps not None, checksums not None):
-        """Publishes the filled slot; uint64[tensors] each, as `stamps` gives them.
+    def commit(self, uint32_t slot, int64_t version, stamps not None):
+        """Publishes the filled slot; uint64[tensors], as `stamps` gives them.
 
-        `ring` is to follow, once the slot can be held.
+        Call `ring` once the slot can be held.
         """
-        cdef uint64_t[::1] changed = stamps, sums = checksums
+        cdef uint64_t[::1] changed = stamps
         cdef shm_u64* words = self._stamps(slot)
-        if changed.shape[0] != self._tensors or sums.shape[0] != self._tensors:
-            raise ValueError(f"a weights segment of {self._tensors} tensors has as many stamps and checksums")
+        cdef uint64_t i
+        if changed.shape[0] != self._tensors:
+            raise ValueError(f"a weights segment of {self._tensors} tensors has as many stamps")
         fault_hit(b"weights.filled")
         if self._tensors:
             store_release_words(words, &changed[0], self._tensors)  # SYNC(weights-stamps)
-            store_release_words(words + self._tensors, &sums[0], self._tensors)  # SYNC(weights-stamps)
+        for i in range(self._tensors):
+            store_release64(words + self._tensors + i, 0)  # SYNC(weights-stamps): reserved
         fault_hit(b"weights.stamped")
         store_release64(&self._header.slot_version[slot], version + 1)  # SYNC(weights-slot)
         fault_hit(b"weights.slot_whole")

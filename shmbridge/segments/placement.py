@@ -1,22 +1,18 @@
-"""Where the memory of segments lies: in huge pages where the kernel gives them, near the GPU where one node
-has it, locked if asked.
+"""How the memory of segments lies: in huge pages where the kernel gives them, locked if asked.
 
-Knows sysfs, procfs and environment variables; knows nothing of what segments hold. All is best effort.
+Best effort.
 """
 
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 
-from shmbridge._ext.mapping import Mapping, NodePreference, fill_with_huge_pages
+from shmbridge._ext.mapping import Mapping, fill_with_huge_pages
 
 HUGE_PAGE = 2 << 20
 # of work for one huge page: what takes more has been made by moving the memory of others
 _MOST_NS = 20_000_000
-_GPU_VENDORS = ("0x10de", "0x1002")
-_GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")  # display, 3D and other controllers, accelerators
 _KEPT_S = 10.0
 _FIELDS = {"Size": "mapped", "Rss": "resident", "ShmemPmdMapped": "huge", "Locked": "locked"}
 
@@ -46,52 +42,6 @@ def settle(mapping: Mapping, huge: bool) -> None:
         mapping.populate()
     if os.environ.get("SHMBRIDGE_LOCK_MEMORY", "") == "1":
         mapping.lock()
-
-
-@contextlib.contextmanager
-def near_the_gpu(root: Path = Path("/")) -> Iterator[int | None]:
-    """New memory of this thread comes from the GPU's node, where there is a choice; which node that is."""
-    node = gpu_node(root)
-    if node is None:
-        yield None
-        return
-    with NodePreference(node) as preferred:
-        yield node if preferred else None
-
-
-def gpu_node(root: Path = Path("/")) -> int | None:
-    """The NUMA node of all GPUs of this machine; None if it has one node only, no GPU, or GPUs on several
-    nodes.
-    """
-    online = _read(root / "sys/devices/system/node/online")
-    if online.isdigit() or not online:
-        return None
-    nodes = {_read(device / "numa_node") for device in _gpus(root)}
-    node = nodes.pop() if len(nodes) == 1 else ""
-    return int(node) if node.isdigit() else None
-
-
-def _gpus(root: Path) -> list[Path]:
-    """PCI devices in sysfs: those that NVIDIA's driver names, else those that look like one."""
-    devices = root / "sys/bus/pci/devices"
-    with contextlib.suppress(OSError):
-        named = [devices / entry.name.lower() for entry in (root / "proc/driver/nvidia/gpus").iterdir()]
-        if named:
-            return named
-    with contextlib.suppress(OSError):
-        return [
-            device
-            for device in devices.iterdir()
-            if _read(device / "vendor") in _GPU_VENDORS and _read(device / "class").startswith(_GPU_CLASSES)
-        ]
-    return []
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 class MemoryUse:

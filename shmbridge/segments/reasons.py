@@ -1,7 +1,7 @@
 """Why records were dropped (never committed) or discarded (committed, then released unread): names and codes
 of the counters.
 
-The codes are those of `_ext/layout.h`; the names are the `{reason}` of stats(). Nothing else knows both.
+The codes are those of `_ext/c/layout.h`; the names are the `{reason}` of stats(). Nothing else knows both.
 """
 
 from enum import IntEnum

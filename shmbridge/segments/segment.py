@@ -250,7 +250,7 @@ def reserve(fd: int, size: int, what: str, *, less: str = "lower lane_bytes") ->
     One process of the mount at a time, and it looks before each step at the memory that is left: the kernel
     ends somebody when two find the last of it free. Raises ShmTooSmall, ProcessLimit.
     """
-    with _one_at_a_time(), placement.near_the_gpu():
+    with _one_at_a_time():
         return _reserve(fd, size, what, less)
 
 

@@ -3,20 +3,17 @@
     from shmbridge.testing import RingModel, wait_until      the lane's specification; waiting with a deadline
     from shmbridge.testing.faults import Fault, FaultyChild  children that die at a labelled step
     from shmbridge.testing.fault_build import fault_build    the build they need
-    from shmbridge.testing.conformance import ring_machine   the state machine over any ring; needs hypothesis
     pytest_plugins = ["shmbridge.testing.fixtures"]          in a conftest.py; needs pytest
 
-Knows only public words; imports neither pytest nor hypothesis itself. Imported by tests, never by the
-package.
+Knows only public words; does not import pytest itself. Imported by tests, never by the package.
 """
 
 import time
 from collections.abc import Callable
 
 from shmbridge.testing.model import RingModel, Taken
-from shmbridge.testing.ring_under_test import RingUnderTest, Seen, Words
 
-__all__ = ["RingModel", "RingUnderTest", "Seen", "Taken", "Words", "wait_until"]
+__all__ = ["RingModel", "Taken", "wait_until"]
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 5.0, *, every_s: float = 0.002) -> None:

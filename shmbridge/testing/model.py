@@ -8,7 +8,12 @@ place of an extent, the lane it serves next) the model is told the choice and ch
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from shmbridge.testing.ring_under_test import LINE, lines
+LINE = 64  # an extent is whole lines, and so is its place
+
+
+def lines(size: int) -> int:
+    """`size` in whole lines, in bytes."""
+    return -(-size // LINE) * LINE
 
 
 class State(Enum):

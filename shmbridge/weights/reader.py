@@ -1,5 +1,4 @@
-"""Readers of a bridge's weights: the newest complete version, held still under a lease, or copied and looked
-at again.
+"""Readers of a bridge's weights: the newest complete version, held still under a lease.
 
 Knows the readers' side of locks and words. A reader's death frees its slot; that of a writer leaves what is
 there.
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from shmbridge._ext import header, tensor_bytes, versions
+from shmbridge._ext import header, versions
 from shmbridge._ext.versions import Versions
 from shmbridge.errors import NotReady, WeightsMismatch
 from shmbridge.segments import locks, segment
@@ -22,7 +21,6 @@ from shmbridge.weights.table import Array, TensorSpec, carrier, open_segment, re
 _RETRY_S = 0.0005
 _LOOK_S = 0.01  # for a segment that is not there yet
 _TICK_S = 0.25  # for another segment of the name, and for versions of a writer that died before it rang
-_TORN_COPIES = 2
 
 
 class WeightsLease:
@@ -30,8 +28,7 @@ class WeightsLease:
 
     `tensors` are read-only views, valid inside the `with` block only: copy them into the model there.
 
-    Never blocks, but `verify`. `dtypes` has the learner's words for types; bfloat16 and float8 come as uint16
-    and uint8 bits.
+    Never blocks. `dtypes` has the learner's words for types; bfloat16 and float8 come as uint16 and uint8.
     """
 
     def __init__(
@@ -41,9 +38,9 @@ class WeightsLease:
         self.specs = table
         self.dtypes = {spec.name: spec.dtype for spec in table}
         memory = memoryview(found.mapping).toreadonly()
-        self._mapping, self._base = found.mapping, found.slot_at(slot)
-        self.tensors: Mapping[str, Array] = {spec.name: view(memory, self._base, spec) for spec in table}
-        self._stamps, self._checksums = found.stamps(slot)
+        base = found.slot_at(slot)
+        self.tensors: Mapping[str, Array] = {spec.name: view(memory, base, spec) for spec in table}
+        self._stamps = found.stamps(slot)
         self._comparable_from = comparable_from
 
     def changed_since(self, version: int) -> frozenset[str]:
@@ -58,26 +55,6 @@ class WeightsLease:
         return frozenset(
             spec.name for spec, stamp in zip(self.specs, stamps, strict=True) if stamp > version + 1
         )
-
-    def verify(self) -> int:
-        """Compares every tensor that was published with `checksum=True` with its checksum; how many those
-        are.
-
-        Reads them: blocks.
-
-        Raises WeightsMismatch, which names the first that differs.
-        """
-        wanted = self._checksums.tolist()
-        for spec, known in zip(self.specs, wanted, strict=True):
-            if (
-                known
-                and tensor_bytes.checksum(self._mapping, self._base + spec.offset, spec.size_bytes) != known
-            ):
-                raise WeightsMismatch(
-                    f"tensor {spec.name!r} of weights version {self.version} is not what was published",
-                    hint="something overwrote shared memory: publish it again",
-                )
-        return sum(1 for known in wanted if known)
 
 
 class WeightsReader(WeightsEnd):
@@ -238,49 +215,24 @@ class WeightsReader(WeightsEnd):
     def copy(
         self, into: Mapping[str, Array] | None = None, *, timeout_s: float = 5.0
     ) -> tuple[int, dict[str, Array]]:
-        """Copies the newest version without keeping its writer from going on: copied, then looked at again;
-        (version, tensors by name).
+        """Copies the newest version under a lease: (version, tensors by name).
 
-        Blocks for the copy, and until there is a version, at most `timeout_s` seconds, then NotReady. After
-        two copies in whose midst the writer came round, the third is taken under a lease.
+        Blocks for the copy, and until there is a version, at most `timeout_s` seconds, then NotReady.
 
         Args:
-            into: writable arrays of an earlier copy, which are filled again and returned; torn if this
-                raises.
+            into: writable arrays of an earlier copy, filled again and returned; incomplete if this raises.
             timeout_s: seconds.
 
         Raises WeightsMismatch, which names the first tensor of `into` that does not fit.
         """
-        deadline = time.monotonic() + timeout_s
-        for _ in range(_TORN_COPIES):
-            if self._await(None, deadline) is None:
-                break
-            found = self._current()
-            latest = None if found is None else found.latest
-            if found is None or latest is None:
-                continue
-            tensors = self._copy_slot(found, latest[1], into)
-            if found.held_throughout(latest[1], latest[0]):
-                return int(latest[0]), tensors
-        hold = _Hold()
-        try:
-            found, version, slot = self._take(hold, None, deadline, timeout_s)
-            return version, self._copy_slot(found, slot, into)
-        finally:
-            try:
-                self._let_go(hold)
-            except BaseException:
-                self._let_go(hold)
-                raise
-
-    def _copy_slot(self, found: Versions, slot: int, into: Mapping[str, Array] | None) -> dict[str, Array]:
-        base, copied = found.slot_at(slot), {}
-        for spec in self._table:
-            to = np.empty(spec.shape, carrier(spec.dtype)) if into is None else _fitting(into, spec)
-            if spec.size_bytes:
-                tensor_bytes.copy_out(found.mapping, base + spec.offset, to.reshape(-1).view(np.uint8))
-            copied[spec.name] = to
-        return copied
+        with self.lease(timeout_s=timeout_s) as lease:
+            copied = {
+                spec.name: np.empty_like(lease.tensors[spec.name]) if into is None else _fitting(into, spec)
+                for spec in lease.specs
+            }
+            for name, to in copied.items():
+                np.copyto(to, lease.tensors[name])
+            return lease.version, copied
 
 
 class _Hold:

@@ -116,7 +116,6 @@ class WeightsWriter(WeightsEnd):
         tensors: Iterable[tuple[str, Any]],
         *,
         changed_only: bool = False,
-        checksum: bool = False,
         timeout_s: float = 30.0,
     ) -> None:
         """Copies the tensors into the free slot and makes them the newest version.
@@ -130,7 +129,6 @@ class WeightsWriter(WeightsEnd):
                 all are looked at.
             changed_only: the tensors given are those that changed; all others keep the value of the last
                 version, whoever wrote it.
-            checksum: readers can `verify` the tensors given. Reads them once more.
             timeout_s: seconds.
 
         Raises:
@@ -156,7 +154,7 @@ class WeightsWriter(WeightsEnd):
         found = self._segment()
         slot, newest = self._slots()
         with self._open(version, slot, timeout_s):
-            stamps, checksums = found.stamps(newest)
+            stamps = found.stamps(newest)
             base, going_round = found.slot_at(slot), found.slot_bytes
             for row, source in self._to_write(tensors, slot, newest, changed_only):
                 spec = self._table[row]
@@ -164,18 +162,13 @@ class WeightsWriter(WeightsEnd):
                 if source is not None:
                     weights_tensors.write(found.mapping, base, spec, source, going_round=going_round)
                     stamps[row] = version + 1
-                    checksums[row] = (
-                        tensor_bytes.checksum(found.mapping, base + spec.offset, spec.size_bytes)
-                        if checksum
-                        else 0
-                    )
                 else:
                     at = found.slot_at(newest) + spec.offset
                     unchanged = memoryview(found.mapping)[at : at + spec.size_bytes]
                     tensor_bytes.copy_in(found.mapping, base + spec.offset, unchanged, going_round)
                 header.fault(b"weights.tensor_written")
             self._require_open()
-            found.commit(slot, version, stamps, checksums)
+            found.commit(slot, version, stamps)
 
     async def publish_async(self, version: int, tensors: Iterable[tuple[str, Any]], **more: Any) -> None:
         """`publish` that never blocks the event loop, in which a reader of the version before the last can so
@@ -210,14 +203,14 @@ class WeightsWriter(WeightsEnd):
                 ]
                 raise WeightsMismatch(difference(self._table, came), hint=_ONE_MODEL)
             return
-        here, there = self._segment().stamps(slot)[0], self._segment().stamps(newest)[0]
+        here, there = self._segment().stamps(slot), self._segment().stamps(newest)
         for row in np.flatnonzero((here != there) | (there == 0)).tolist():
             if row not in given:
                 yield row, None
 
     @contextmanager
     def fill(
-        self, version: int, specs: Iterable[Spec], *, checksum: bool = False, timeout_s: float = 30.0
+        self, version: int, specs: Iterable[Spec], *, timeout_s: float = 30.0
     ) -> Iterator["WeightsFilling"]:
         """A filling that several processes write, each its part: commits at the end of the `with` block,
         nothing on an exception.
@@ -228,7 +221,6 @@ class WeightsWriter(WeightsEnd):
         Args:
             version: policy version, above `last_version`.
             specs: (name, dtype word, shape) of every tensor of the model, whole; in any order.
-            checksum: readers can `verify` the version. Reads it once more.
             timeout_s: seconds.
 
         Raises:
@@ -251,15 +243,7 @@ class WeightsWriter(WeightsEnd):
             self._require_open()
             with self._no_part_writes(timeout_s):
                 self._require_whole(version)
-                stamps, checksums = (
-                    np.full(len(self._table), version + 1, np.uint64),
-                    np.zeros(len(self._table), np.uint64),
-                )
-                for row, spec in enumerate(self._table if checksum else ()):
-                    checksums[row] = tensor_bytes.checksum(
-                        found.mapping, found.slot_at(slot) + spec.offset, spec.size_bytes
-                    )
-                found.commit(slot, version, stamps, checksums)
+                found.commit(slot, version, np.full(len(self._table), version + 1, np.uint64))
 
     def _check(self, version: int) -> int:
         """The version, if it can be written now."""

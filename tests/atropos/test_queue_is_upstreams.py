@@ -197,17 +197,16 @@ def crowded(rng: random.Random) -> tuple[int, list[dict], list[tuple]]:
     return rng.choice([8, 12, 16, 32]), envs, steps
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 50)) for seed in range(600)]
-)
-def test_a_crowded_script_ends_as_upstreams(seed: int) -> None:
-    state, before = SimpleNamespace(), server.app.state
-    server.app.state = state
-    try:
+@pytest.mark.parametrize("scripts", [50, pytest.param(600, marks=pytest.mark.long)])
+def test_a_crowded_script_ends_as_upstreams(scripts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    @given(st.integers(0, 2**32))
+    @settings(deadline=None, max_examples=scripts)
+    def compare(seed: int) -> None:
+        monkeypatch.setattr(server.app, "state", SimpleNamespace())
         batch_size, envs, steps = crowded(random.Random(seed))
-        follow(Upstream(state, batch_size), batch_size, envs, steps)
-    finally:
-        server.app.state = before
+        follow(Upstream(server.app.state, batch_size), batch_size, envs, steps)
+
+    compare()
 
 
 class OverHttp(Upstream):

@@ -2,10 +2,12 @@
 
 import asyncio
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shmbridge.atropos.env_status import Queued
 from shmbridge.config import Run
@@ -32,18 +34,7 @@ class QueueOf:
         return {each: (True, self.queued.get(each, 0)) for each in producer_ids}
 
 
-@pytest.fixture
-def upstream(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    state = SimpleNamespace()
-    monkeypatch.setattr(server.app, "state", state)
-    return state
-
-
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 30)) for seed in range(200)]
-)
-def test_status_is_what_upstream_says(upstream: SimpleNamespace, seed: int) -> None:
-    rng = random.Random(seed)
+def compare_status(upstream: SimpleNamespace, rng: random.Random) -> None:
     wishes = [
         Register(
             desired_name=rng.choice(["gsm8k", "code"]),
@@ -110,14 +101,10 @@ class Seen:
         return len(self.upstream.queue)
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 20)) for seed in range(100)]
-)
-def test_groups_of_any_size_count_as_upstream_counts_them(upstream: SimpleNamespace, seed: int) -> None:
+def compare_groups_of_any_size(upstream: SimpleNamespace, rng: random.Random) -> None:
     """Also the second time: an environment's group size grows to the largest it was seen with, and stays
     so.
     """
-    rng = random.Random(seed)
     hub = QueueOf(rng.choice([8, 16, 64]), rng.randrange(100), {})
     ours = Environments(hub, Seen(upstream))
     upstream.started, upstream.status_dict, upstream.queue = True, {"step": hub.current_step}, []
@@ -150,3 +137,18 @@ def test_groups_of_any_size_count_as_upstream_counts_them(upstream: SimpleNamesp
             wanted["self_queue_size"],
         )
         assert status.max_group_size == wanted["max_group_size"]
+
+
+@pytest.mark.parametrize("compare", [compare_status, compare_groups_of_any_size])
+@pytest.mark.parametrize("cases", [30, pytest.param(200, marks=pytest.mark.long)])
+def test_status_is_what_upstream_says(
+    compare: Callable[[SimpleNamespace, random.Random], None], cases: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @given(st.integers(0, 2**32))
+    @settings(deadline=None, max_examples=cases)
+    def one(seed: int) -> None:
+        upstream = SimpleNamespace()
+        monkeypatch.setattr(server.app, "state", upstream)
+        compare(upstream, random.Random(seed))
+
+    one()

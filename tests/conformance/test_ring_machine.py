@@ -3,12 +3,11 @@
 And over the compiled ring beside it: the ring keeps the rules.
 """
 
+from against_model import AgainstModel
+from compiled_ring import CompiledRing
 from hypothesis import HealthCheck, Phase, settings
-
-from shmbridge.testing.against_model import AgainstModel
-from shmbridge.testing.compiled_ring import CompiledRing
-from shmbridge.testing.conformance import ring_machine
-from shmbridge.testing.model_ring import ModelRing
+from model_ring import ModelRing
+from ring_machine import ring_machine
 
 STEADY = settings(
     max_examples=300,

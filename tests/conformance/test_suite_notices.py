@@ -5,11 +5,10 @@ beside them.
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from model_ring import ModelRing
+from ring_machine import ring_machine
 
-from shmbridge.testing.conformance import ring_machine
-from shmbridge.testing.model import State
-from shmbridge.testing.model_ring import ModelRing
-from shmbridge.testing.ring_under_test import LINE, lines
+from shmbridge.testing.model import LINE, State, lines
 
 
 class ClaimsOneLineTooFew(ModelRing):

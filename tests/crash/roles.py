@@ -257,9 +257,9 @@ def write_changed_weights(bridge: str) -> None:
     from shmbridge.weights import WeightsWriter
 
     writer = WeightsWriter(bridge)
-    writer.publish(1, weights(1), checksum=True)
+    writer.publish(1, weights(1))
     for version in range(2, 6):
-        writer.publish(version, [weights(version)[version % 2]], changed_only=True, checksum=True)
+        writer.publish(version, [weights(version)[version % 2]], changed_only=True)
         say("published", version)
 
 

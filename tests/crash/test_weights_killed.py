@@ -30,7 +30,6 @@ def values(reader: WeightsReader) -> list[int]:
     """
     with reader.lease(timeout_s=5) as lease:
         assert all(len(np.unique(tensor)) == 1 for tensor in lease.tensors.values())
-        lease.verify()
         return [lease.version, *(int(tensor.flat[0]) for tensor in lease.tensors.values())]
 
 

@@ -108,38 +108,3 @@ def test_with_rewards_of_steps_it_learns_in_fewer_groups(tmp_path):
     right = {name: sum(point["right"] for point in curve[-4:]) / 4 for name, curve in curves.items()}
     assert right["steps"] > right["graded"] + 0.05
     assert curves["graded"][-1]["groups"] == GROUPS
-
-
-def test_the_docs_get_a_table_and_a_figure(tmp_path):
-    compare = module(EXAMPLE / "compare.py")
-    page = tmp_path / "tutorials" / "process-rewards.md"
-    page.parent.mkdir()
-    page.write_text("before\n<!-- groups -->\nold\n<!-- end of groups -->\nafter\n")
-    curve = [{"groups": 16 * (step + 1), "exact": step / 50, "right": step / 50} for step in range(50)]
-    results = [
-        {
-            "variant": variant,
-            "seed": seed,
-            "reached": None if variant == "binary" else 800 + seed,
-            "curve": curve,
-        }
-        for variant in ("steps", "binary")
-        for seed in (2, 1)
-    ]
-    compare.write(results, tmp_path, 1600)
-    assert page.read_text().splitlines() == [
-        "before",
-        "<!-- groups -->",
-        "| seed | a reward for each step | right or wrong |",
-        "| --- | --- | --- |",
-        "| 1 | 801 | not in 1,600 |",
-        "| 2 | 802 | not in 1,600 |",
-        "<!-- end of groups -->",
-        "after",
-    ]
-    figure = tmp_path / "figures" / "process-rewards.svg"
-    first = figure.read_bytes()
-    assert b"answers without a fault" in first
-    assert len(first) < 60_000
-    compare.write(results, tmp_path, 1600)
-    assert figure.read_bytes() == first

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd import gradcheck
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -83,15 +82,6 @@ def test_values_and_gradients_are_those_of_the_plain_computation(chunk, with_ent
     if with_entropy:
         pairs.append((entropy, expected[1]))
     assert max((got - wanted).abs().max().item() for got, wanted in pairs) < 1e-5
-
-
-def test_gradients_by_finite_differences():
-    hidden, weight, targets, temperature = inputs(5, 3, 4, torch.float64)
-
-    def function(h, w):
-        return losses.chosen_logprobs_chunked(h, w, targets, temperature, 2, with_entropy=True)
-
-    assert gradcheck(function, (hidden, weight))
 
 
 def test_entropy_alone_may_have_the_gradient():

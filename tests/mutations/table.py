@@ -165,12 +165,14 @@ MUTATIONS = (
         "tests/crash/test_weights_killed.py",
     ),
     Mutation(
-        "copy-not-looked-at-again",
+        "copied-after-the-lease",
         1,
         "weights are copied while their slot is filled again, and handed out",
         "shmbridge/weights/reader.py",
-        "            if found.held_throughout(latest[1], latest[0]):\n",
-        "            if found is not None:\n",
+        "            for name, to in copied.items():\n                np.copyto(to, lease.tensors[name])\n"
+        "            return lease",
+        "        for name, to in copied.items():\n            np.copyto(to, lease.tensors[name])\n"
+        "        return lease",
         "tests/unit/test_weights.py",
     ),
     Mutation(

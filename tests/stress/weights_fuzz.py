@@ -94,20 +94,17 @@ def write(bridge: str, tickets: list[int], acks: int, counters: Counters) -> Non
         while True:
             version += 1
             how, names = given_by(version)
-            checksum = rng.random() < 0.3
             values = [
                 (name, np.full(SHAPES[name], version)) for name in sorted(names, key=lambda _: rng.random())
             ]
             try:
                 if how == "fill":
-                    fill(writer, version, tickets, acks, checksum, rng.random() < 0.1)
+                    fill(writer, version, tickets, acks, rng.random() < 0.1)
                     counters.add("filled")
                 elif how == "changed" and writer.last_version is None:
                     continue
                 else:
-                    writer.publish(
-                        version, values, changed_only=how == "changed", checksum=checksum, timeout_s=0.2
-                    )
+                    writer.publish(version, values, changed_only=how == "changed", timeout_s=0.2)
                     counters.add("changed_only" if how == "changed" else "published")
             except shmbridge.WeightsMismatch:
                 counters.add("refused")
@@ -118,12 +115,10 @@ def write(bridge: str, tickets: list[int], acks: int, counters: Counters) -> Non
                 counters.add("abandoned")
 
 
-def fill(
-    writer: WeightsWriter, version: int, tickets: list[int], acks: int, checksum: bool, abandon: bool
-) -> None:
+def fill(writer: WeightsWriter, version: int, tickets: list[int], acks: int, abandon: bool) -> None:
     while select.select([acks], [], [], 0)[0]:
         os.read(acks, 4096)
-    with writer.fill(version, SPECS, checksum=checksum, timeout_s=0.2) as filling:
+    with writer.fill(version, SPECS, timeout_s=0.2) as filling:
         for each in tickets:
             with contextlib.suppress(BlockingIOError):  # a rank that has been stopped for long
                 os.write(each, json.dumps(filling.ticket).encode() + b"\n")
@@ -173,7 +168,6 @@ def lease(bridge: str, counters: Counters) -> None:
 
 def look(held: WeightsLease, before: tuple[int, dict[str, int]] | None) -> dict[str, int]:
     values = check(held.version, dict(held.tensors))
-    held.verify()
     if before is not None:
         version, old = before
         changed = held.changed_since(version)

@@ -1,82 +1,14 @@
-"""Where lanes lie: huge pages, the GPU's node by a made-up sysfs, locked memory; and that each of them may be
-refused.
-"""
+"""How lanes lie in memory: huge pages, locked memory; and that each of them may be refused."""
 
 import os
 import resource
-import threading
 
 import pytest
 
 import shmbridge
-from shmbridge._ext import mapping as mapping_module
 from shmbridge.segments import placement
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def machine(tmp_path):
-    """Call it with the nodes that are online and, per GPU, its node: a made-up root directory."""
-
-    def make(online: str, *gpus: int, driver: bool = True, vendor: str = "0x10de"):
-        nodes = tmp_path / "sys/devices/system/node"
-        nodes.mkdir(parents=True)
-        (nodes / "online").write_text(online + "\n")
-        for number, node in enumerate(gpus):
-            device = tmp_path / f"sys/bus/pci/devices/0000:{number:02x}:00.0"
-            device.mkdir(parents=True)
-            for name, value in (("vendor", vendor), ("class", "0x030200"), ("numa_node", str(node))):
-                (device / name).write_text(value + "\n")
-            if driver:
-                (tmp_path / f"proc/driver/nvidia/gpus/0000:{number:02X}:00.0").mkdir(parents=True)
-        return tmp_path
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("online", "gpus", "node"),
-    [
-        ("0-1", [1, 1], 1),
-        ("0-1", [0], 0),
-        ("0,2", [2], 2),
-        ("0-1", [0, 1], None),
-        ("0-1", [], None),
-        ("0-1", [-1], None),
-        ("0", [0], None),
-    ],
-)
-@pytest.mark.parametrize("driver", [True, False])
-def test_the_node_of_the_gpus(machine, online, gpus, node, driver) -> None:
-    assert placement.gpu_node(machine(online, *gpus, driver=driver)) == node
-
-
-def test_other_devices_are_no_gpus(machine) -> None:
-    assert placement.gpu_node(machine("0-1", 1, driver=False, vendor="0x8086")) is None
-
-
-def test_without_sysfs_there_is_no_node(tmp_path) -> None:
-    assert placement.gpu_node(tmp_path) is None
-
-
-def test_a_preference_ends_with_its_block() -> None:
-    with mapping_module.NodePreference(0) as preferred:
-        inside = _policy()
-    assert _policy() == "default"
-    assert not preferred or inside == "prefer:0"
-
-
-def test_a_node_that_is_not_there_is_no_preference(machine) -> None:
-    with placement.near_the_gpu(machine("0-1", 1000)) as node:
-        assert node is None
-        assert _policy() == "default"
-
-
-def _policy() -> str:
-    """The policy of this thread, as the kernel says it of a mapping that has none of its own."""
-    with open(f"/proc/self/task/{threading.get_native_id()}/numa_maps") as lines:
-        return lines.readline().split()[1]
 
 
 def test_a_large_lane_lies_in_huge_pages_if_there_are_any(make_producer, monkeypatch) -> None:

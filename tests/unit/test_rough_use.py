@@ -16,7 +16,7 @@ import pytest
 import shmbridge
 from shmbridge import errors
 
-DOORBELL, ARRIVALS, SPACE_BELL = 0x200, 0x280, 0x400  # shmbridge/_ext/layout.h
+DOORBELL, ARRIVALS, SPACE_BELL = 0x200, 0x280, 0x400  # shmbridge/_ext/c/layout.h
 
 
 def test_all_descriptors_closed_under_a_producer_end_nothing(bridge, make_consumer, child) -> None:

@@ -1,19 +1,11 @@
 """What a ring must offer to be driven by the conformance suite: some lanes, a producer each, and at most one
 hub at a time.
 
-Knows the words of docs/adr/0001-lanes.md and no implementation. A ring of your own derives from
-RingUnderTest; the model and the compiled ring do.
+The words are those of docs/adr/0001-lanes.md. ModelRing and CompiledRing derive from RingUnderTest.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-
-LINE = 64  # an extent is whole lines, and so is its place
-
-
-def lines(size: int) -> int:
-    """`size` in whole lines, in bytes."""
-    return -(-size // LINE) * LINE
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,11 @@
 Is itself a ring under test, so that the same suite drives it. Where the ring may choose, its choice is put to
 the model.
 """
-# ruff: noqa: D102, the methods are RingUnderTest's and documented there
+
+from model_ring import words_of
+from ring_under_test import RingUnderTest, Seen, Words
 
 from shmbridge.testing.model import RingModel
-from shmbridge.testing.model_ring import words_of
-from shmbridge.testing.ring_under_test import RingUnderTest, Seen, Words
 
 
 class AgainstModel(RingUnderTest):

@@ -4,10 +4,10 @@ rules leave open.
 Extents are placed first-fit, lanes are served in turn. Driven by the conformance suite to show that the rules
 have the properties asked of every ring.
 """
-# ruff: noqa: D102, the methods are RingUnderTest's and documented there
 
-from shmbridge.testing.model import RingModel
-from shmbridge.testing.ring_under_test import RingUnderTest, Seen, Words, lines
+from ring_under_test import RingUnderTest, Seen, Words
+
+from shmbridge.testing.model import RingModel, lines
 
 _ABORTED = 0xEE
 

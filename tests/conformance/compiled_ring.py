@@ -4,18 +4,17 @@ Knows segments and the ring; the lanes' round robin and what a quarantine counts
 shmbridge.hub.lanes does them, for the ring alone is what is tested. A producer or hub that dies is one whose
 object is dropped: kills of processes are the crash tests'.
 """
-# ruff: noqa: D102, the methods are RingUnderTest's and documented there
 
 import os
 import struct
 
 import numpy as np
+from ring_under_test import RingUnderTest, Seen, Words
 
 import shmbridge
 from shmbridge._ext import header, ring
 from shmbridge.segments import membership, segment
 from shmbridge.segments.reasons import Discard
-from shmbridge.testing.ring_under_test import RingUnderTest, Seen, Words
 
 _SLOT_BYTES = 128
 _SLOT = struct.Struct("<QQQQ")  # generation, sequence, extent_at, extent_bytes; layout.h

@@ -1,8 +1,6 @@
-"""The conformance suite: a Hypothesis state machine that drives any ring and states what must be true of it,
-step by step.
+"""A Hypothesis state machine that drives any ring and checks after each step what every ring must keep.
 
-Knows RingUnderTest only. What it holds against a ring is the history of its own steps: no model, no
-implementation. Imports hypothesis.
+It knows RingUnderTest only, and compares with the history of its own steps: no model, no implementation.
 
     TestMine = ring_machine(MyRing).TestCase
 """
@@ -13,8 +11,9 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from ring_under_test import RingUnderTest, Seen
 
-from shmbridge.testing.ring_under_test import LINE, RingUnderTest, Seen, lines
+from shmbridge.testing.model import LINE, lines
 
 MakeRing = Callable[[int, int, int], RingUnderTest]
 Key = tuple[int, int]  # lane and sequence
