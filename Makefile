@@ -37,7 +37,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints-cpu.txt
 	touch $@
 
 # Extensions are rebuilt when their sources change.
-$(VENV)/.built: $(VENV)/.installed $(wildcard shmbridge/_ext/*.pyx shmbridge/_ext/*.pxd shmbridge/_ext/c/*.h shmbridge/_ext/c/*.c)
+$(VENV)/.built: $(VENV)/.installed $(wildcard shmbridge/_ext/*.pyx shmbridge/_ext/*.pxd shmbridge/_ext/c/*.[ch] bench/baselines/*.pyx bench/baselines/*.h)
 	$(RUN) setup.py --quiet build_ext --inplace
 	touch $@
 
@@ -147,4 +147,4 @@ gpu: ## everything that only a GPU machine shows, in nine minutes: GPU_FLAGS='--
 	$(PYTHON) -m bench.gpu.run $(GPU_FLAGS)
 
 clean: ## remove what builds and runs left here
-	rm -rf build dist runs *.egg-info shmbridge/_ext/*.so
+	rm -rf build dist runs *.egg-info shmbridge/_ext/*.so bench/baselines/*.so

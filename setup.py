@@ -12,21 +12,21 @@ from setuptools.command.build_py import build_py
 
 try:
     from Cython.Build import cythonize
-except ImportError:  # on a machine that has none: C sources that an earlier build left in build/cython
+except ImportError:  # on a machine that has none: C sources that an earlier build left in build/generated
     cythonize = None
 
 DEBUG = os.environ.get("SHMBRIDGE_DEBUG") == "1"
 FAULTS = os.environ.get("SHMBRIDGE_FAULTS") == "1"
-EXT = "shmbridge/_ext"
+EXT, BASELINES = "shmbridge/_ext", "bench/baselines"
 
 
-def extension(name: str, *c_sources: str) -> Extension:
-    """One module of shmbridge._ext."""
+def extension(name: str, *c_sources: str, package: str = "shmbridge._ext", folder: str = EXT) -> Extension:
+    """One compiled module of a package, made from `folder`."""
     return Extension(
-        f"shmbridge._ext.{name}",
-        [f"{EXT}/{name}.pyx", *c_sources],
-        include_dirs=[f"{EXT}/c", numpy.get_include()],
-        depends=glob(f"{EXT}/c/*.h") + glob(f"{EXT}/*.pxd"),
+        f"{package}.{name}",
+        [f"{folder}/{name}.pyx", *c_sources],
+        include_dirs=[f"{EXT}/c", folder, numpy.get_include()],
+        depends=glob(f"{EXT}/c/*.h") + glob(f"{EXT}/*.pxd") + glob(f"{folder}/*.h"),
         define_macros=[
             ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"),
             *([("SHMBRIDGE_FAULTS", "1")] if FAULTS else []),
@@ -56,10 +56,12 @@ class WithoutSuites(build_py):
 
 EXTENSIONS = [
     extension("mapping", f"{EXT}/c/fork.c"),
-    *map(extension, ("header", "ring", "record", "turns", "wait", "column", "pack", "plan", "quick")),
-    *map(extension, ("blocks", "gather", "versions", "tensor_bytes", "limit", "row_check")),
+    *map(extension, ("header", "lane_writer", "lane_reader", "rank_reader", "record", "lane_poller", "wait")),
+    *map(extension, ("column", "pack", "plan", "fast_put", "row_check")),
+    *map(extension, ("blocks", "gather", "versions", "tensor_bytes")),
+    extension("memcpy_baseline", package="shmbridge.bench.baselines", folder=BASELINES),
 ]
-GENERATED = "build/cython" + ("-faults" if FAULTS else "")
+GENERATED = "build/generated" + ("-faults" if FAULTS else "")
 if cythonize is not None:
     EXTENSIONS = cythonize(
         EXTENSIONS,

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 import shmbridge
-from shmbridge._ext.limit import touch
+from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.groups import SOURCES, Form, Group, Shape, make
 from shmbridge.bench.machine import LANE_BYTES
 from shmbridge.sizing import record_bytes, slots_of

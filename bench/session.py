@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import shmbridge
-from shmbridge._ext.limit import touch
 from shmbridge.bench import baselines, groups
+from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.child import encode, serve
 from shmbridge.bench.contract import MODULO, Plan, WriterProcess
 

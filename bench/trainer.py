@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 
 import shmbridge
-from shmbridge._ext.limit import touch
 from shmbridge.bench.atropos_http import COLUMNS, UNDER_WAY, group_of
+from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.contract import MODULO
 from shmbridge.bench.groups import ROWS, SOURCES, Array
 

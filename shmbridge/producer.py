@@ -17,10 +17,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shmbridge import sizing
-from shmbridge._ext import header, quick, ring
+from shmbridge._ext import fast_put, header, lane_writer
+from shmbridge._ext.lane_writer import ClaimLost
 from shmbridge._ext.pack import BadValue, LossyMasks
 from shmbridge._ext.plan import Plan, Stamp
-from shmbridge._ext.ring import ClaimLost
 from shmbridge.admission.tickets import Ticket, Tickets
 from shmbridge.config import (
     check_bridge_name,
@@ -140,11 +140,13 @@ class Producer(OneProcess):
             self._producer_id.encode(),
             env_name,
         )
-        self._writer = ring.LaneWriter(self._lane, self._control.mapping)
+        self._writer = lane_writer.LaneWriter(self._lane, self._control.mapping)
         self._names = OwnNames(
             self.producer_id, self.bridge, self._control, self.lane_name, self._lane, self._writer
         )
-        self._door = quick.Door(self._loader.forms, self._writer, self.producer_id, self._loader.most_bytes)
+        self._door = fast_put.Door(
+            self._loader.forms, self._writer, self.producer_id, self._loader.most_bytes
+        )
         self._control.announce_lane()
 
     def _check_columns(self) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Self
 
 from shmbridge._ext import header
-from shmbridge._ext.ring import Drops, RankReader
+from shmbridge._ext.lane_reader import Drops
+from shmbridge._ext.rank_reader import RankReader
 from shmbridge.batch import Batch, Hold, Layout, unreadable
 from shmbridge.config import check_bridge_name, check_choice, check_count
 from shmbridge.control import messages
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _Held = tuple["Manifest", Looks]
-_ASK_S = 1.0
-_RETRY_S = 0.02
+_ASK_S, _RETRY_S = 1.0, 0.02
 
 
 class Rank(OneProcess):

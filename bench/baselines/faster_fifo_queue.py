@@ -9,8 +9,8 @@ one memoryview on the way out.
 
 from typing import Any
 
-from shmbridge._ext.limit import touch
 from shmbridge.bench import contract
+from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.contract import READ_TIMEOUT_S, Plan
 from shmbridge.bench.groups import Array, Group, flat_columns
 

@@ -12,8 +12,8 @@ import os
 from time import monotonic
 from typing import Any
 
-from shmbridge._ext.limit import touch
 from shmbridge.bench import contract
+from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.contract import READ_TIMEOUT_S, Plan
 from shmbridge.bench.groups import Group, flat_columns
 

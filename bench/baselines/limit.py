@@ -11,8 +11,8 @@ import mmap
 import os
 from typing import Any
 
-from shmbridge._ext.limit import Twin, segment_bytes
 from shmbridge.bench import contract
+from shmbridge.bench.baselines.memcpy_baseline import MemcpyBaseline, segment_bytes
 from shmbridge.bench.contract import READ_TIMEOUT_S, Plan
 from shmbridge.bench.groups import Group, flat_columns
 
@@ -30,14 +30,14 @@ class Reader(contract.Reader):
         size = segment_bytes(plan.lane_bytes, plan.shape.bytes)
         self._fd = os.memfd_create("shmbridge-bench")
         os.ftruncate(self._fd, size)
-        self._segment, self._twin = _side(self._fd, plan)
+        self._segment, self._side = _side(self._fd, plan)
         self.address = {"fd": self._fd}
 
     def read(self, count: int) -> int:
-        return self._twin.read(count, READ_TIMEOUT_S)
+        return self._side.read(count, READ_TIMEOUT_S)
 
     def close(self) -> None:
-        self._twin.close()
+        self._side.close()
         self._segment.close()
         os.close(self._fd)
 
@@ -47,16 +47,18 @@ class Writer(contract.Writer):
 
     def __init__(self, address: dict[str, int], plan: Plan) -> None:
         super().__init__(address, plan)
-        self._segment, self._twin = _side(address["fd"], plan)
+        self._segment, self._side = _side(address["fd"], plan)
 
     def prepare(self, groups: list[Group]) -> list[Any]:
         return [b"".join(column.tobytes() for group in groups for column in flat_columns(group))]
 
     def write(self, groups: list[Any], count: int) -> None:
-        self._twin.write(groups[0], count, READ_TIMEOUT_S)
+        self._side.write(groups[0], count, READ_TIMEOUT_S)
 
 
-def _side(fd: int, plan: Plan) -> tuple[mmap.mmap, Twin]:
+def _side(fd: int, plan: Plan) -> tuple[mmap.mmap, MemcpyBaseline]:
     size = segment_bytes(plan.lane_bytes, plan.shape.bytes)
     segment = mmap.mmap(fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    return segment, Twin(segment, plan.lane_bytes, plan.shape.bytes, plan.stores == "past the cache")
+    return segment, MemcpyBaseline(
+        segment, plan.lane_bytes, plan.shape.bytes, plan.stores == "past the cache"
+    )

@@ -9,8 +9,8 @@ object in the pipe; both for ever), bound the memory.
 import multiprocessing as mp
 from typing import Any
 
-from shmbridge._ext.limit import touch
 from shmbridge.bench import contract
+from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.contract import READ_TIMEOUT_S, Plan
 from shmbridge.bench.groups import Array, Group, flat_columns
 

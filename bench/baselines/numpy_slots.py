@@ -12,8 +12,8 @@ from time import monotonic
 
 import numpy as np
 
-from shmbridge._ext.limit import touch
 from shmbridge.bench import contract
+from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.contract import READ_TIMEOUT_S, Plan
 from shmbridge.bench.groups import DTYPES, Array, Group, flat_columns
 

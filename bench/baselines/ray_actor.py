@@ -13,8 +13,8 @@ import time
 from collections import deque
 from typing import Any
 
-from shmbridge._ext.limit import touch
 from shmbridge.bench import contract, groups
+from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.contract import READ_TIMEOUT_S, Plan
 from shmbridge.bench.groups import Array, flat_columns
 

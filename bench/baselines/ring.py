@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import shmbridge
-from shmbridge._ext.limit import touch
 from shmbridge.bench import contract
+from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.contract import MODULO, READ_TIMEOUT_S, Checksum, Plan
 from shmbridge.bench.groups import Array, Group
 

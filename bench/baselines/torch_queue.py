@@ -10,8 +10,8 @@ in flight: each tensor there costs a descriptor.
 import resource
 from typing import Any
 
-from shmbridge._ext.limit import touch
 from shmbridge.bench import contract
+from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.contract import READ_TIMEOUT_S, Plan
 from shmbridge.bench.groups import Array, Group, flat_columns
 

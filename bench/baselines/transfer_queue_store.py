@@ -14,8 +14,8 @@ import time
 from itertools import count
 from typing import Any
 
-from shmbridge._ext.limit import touch
 from shmbridge.bench import contract
+from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.baselines.ray_actor import join
 from shmbridge.bench.contract import READ_TIMEOUT_S, Plan
 from shmbridge.bench.groups import Group, Shape

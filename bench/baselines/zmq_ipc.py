@@ -10,8 +10,8 @@ from typing import Any
 
 import zmq
 
-from shmbridge._ext.limit import touch
 from shmbridge.bench import contract
+from shmbridge.bench.baselines.memcpy_baseline import touch
 from shmbridge.bench.contract import READ_TIMEOUT_S, Plan
 from shmbridge.bench.groups import Array, Group, flat_columns
 

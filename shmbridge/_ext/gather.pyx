@@ -19,7 +19,7 @@ from shmbridge._ext.layout cimport (
     COLUMN_NAME_BYTES, KIND_LIST, KIND_LIST_LIST, KIND_SCALAR, MAX_COLUMNS, TAG_VALUES, column_def,
     directory_entry,
 )
-from shmbridge._ext.ring cimport Lease, LaneReader
+from shmbridge._ext.lane_reader cimport LaneReader, Lease
 
 from shmbridge._ext.header import LaneCorrupt
 
@@ -163,10 +163,10 @@ cdef class Gather:
         """Number of the reader's column table; lanes of one schema share one."""
         cdef LaneReader other
         cdef uint32_t table, count
-        count = reader._reader.shape.column_count
+        count = reader._reader.geometry.column_count
         for table, other in enumerate(self._tables):
             if reader is other or (
-                    count == other._reader.shape.column_count and
+                    count == other._reader.geometry.column_count and
                     memcmp(reader._reader.columns, other._reader.columns, count * sizeof(column_def)) == 0):
                 return table
         self._tables.append(reader)
@@ -270,7 +270,7 @@ cdef class Gather:
         cdef uint32_t at, table
         for table, reader in enumerate(self._tables):
             to[table] = -1
-            for at in range(reader._reader.shape.column_count):
+            for at in range(reader._reader.geometry.column_count):
                 each = &reader._reader.columns[at]
                 if strncmp(each.name, PyBytes_AS_STRING(name), COLUMN_NAME_BYTES) != 0:
                     continue

@@ -1,7 +1,8 @@
 """Identity and counters of a lane, and the words of a control segment:
 what others may read without taking part.
 
-Knows bytes of headers; knows nothing of claims, leases or locks. The protocol itself is ring.pyx.
+Knows bytes of headers; knows nothing of claims, leases or locks. The protocol itself is lane_write.h and
+lane_read.h.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
@@ -14,20 +15,13 @@ from shmbridge._ext.atomics cimport (
 )
 from shmbridge._ext.faults cimport FAULTS_COMPILED, fault_hit
 from shmbridge._ext.futex cimport monotonic_ns, ring_bell
+from shmbridge._ext.geometry cimport complaint, geometry_of, geometry_read
+from shmbridge._ext.geometry cimport lane_geometry as geometry
 from shmbridge._ext.layout cimport (
     CONTROL_BYTES, CONTROL_MAGIC, DISCARD_REASONS, DROP_REASONS, LANE_MAGIC, LAYOUT_VERSION, MAX_COLUMNS,
     PAGE, column_def, control_header, lane_header, slot,
 )
 from shmbridge._ext.mapping cimport Mapping
-
-cdef extern from "shape.h" nogil:
-    ctypedef struct complaint:
-        char text[200]
-    ctypedef struct lane_shape:
-        uint32_t slot_count
-        uint64_t data_bytes, ring_at, slots_at, released_at, data_at, segment_bytes
-    lane_shape shape_of(uint64_t data_bytes, uint32_t slot_count)
-    int shape_read(const lane_header* header, uint64_t size, lane_shape* shape, complaint* why)
 
 cdef uint64_t FINISHED = 2
 cdef int LOOKS = 8
@@ -48,8 +42,8 @@ def fault(bytes label not None):
 
 def lane_geometry(uint64_t data_bytes, uint32_t slot_count):
     """Places of ring, slots, released words and data, and the segment's size, all in bytes."""
-    cdef lane_shape shape = shape_of(data_bytes, slot_count)
-    return shape.ring_at, shape.slots_at, shape.released_at, shape.data_at, shape.segment_bytes
+    cdef geometry places = geometry_of(data_bytes, slot_count)
+    return places.ring_at, places.slots_at, places.released_at, places.data_at, places.segment_bytes
 
 
 def format_lane(Mapping lane not None, uint64_t data_bytes, uint32_t slot_count, bytes columns not None,
@@ -146,16 +140,16 @@ def unreleased(Mapping lane not None):
     cdef uint32_t i
     cdef slot* slots
     cdef shm_u64* released
-    cdef lane_shape shape
+    cdef geometry places
     cdef complaint why
     if read_lane(lane) is None:
         return found
-    if shape_read(header, lane.size, &shape, &why):
+    if geometry_read(header, lane.size, &places, &why):
         raise LaneCorrupt(why.text.decode())
-    slots = <slot*>(lane.base + shape.slots_at)
-    released = <shm_u64*>(lane.base + shape.released_at)
+    slots = <slot*>(lane.base + places.slots_at)
+    released = <shm_u64*>(lane.base + places.released_at)
     tail = load_acquire64(&header.tail)  # SYNC(commit)
-    for i in range(shape.slot_count):
+    for i in range(places.slot_count):
         # SYNC(slot-body), SYNC(release)
         if load_acquire64(&slots[i].generation) != load_acquire64(&released[i]) and slots[i].sequence < tail:
             found.append(slots[i].sequence)

@@ -2,7 +2,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from shmbridge._ext.column cimport Column
 from shmbridge._ext.layout cimport slot
-from shmbridge._ext.ring cimport Claim, LaneWriter
+from shmbridge._ext.lane_writer cimport Claim, LaneWriter
 
 
 cdef enum:

@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 
 from shmbridge._ext.column import Column
-from shmbridge._ext.ring import Claim, LaneWriter
+from shmbridge._ext.lane_writer import Claim, LaneWriter
 
 class Stamp:
     group_id: bytes

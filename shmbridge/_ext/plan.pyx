@@ -12,7 +12,7 @@ import numpy as np
 from shmbridge._ext.futex cimport monotonic_ns
 from shmbridge._ext.layout cimport ALIGNMENT, SLOT_EVAL, SLOT_UNEVEN, TAG_VALUES, directory_entry
 from shmbridge._ext.pack cimport check_column, fold_values, write_values
-from shmbridge._ext.ring cimport Claim, LaneWriter
+from shmbridge._ext.lane_writer cimport Claim, LaneWriter
 
 from shmbridge._ext.pack import BadValue
 

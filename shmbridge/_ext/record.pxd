@@ -1,5 +1,5 @@
 from shmbridge._ext.layout cimport directory_entry
-from shmbridge._ext.ring cimport Lease
+from shmbridge._ext.lane_reader cimport Lease
 
 
 cdef class LeasedRecord(Lease):

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shmbridge._ext.ring import Lease
+from shmbridge._ext.lane_reader import Lease
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from shmbridge._ext.layout cimport (
     ALIGNMENT, KIND_LIST, KIND_SCALAR, SLOT_EVAL, SLOT_UNEVEN, TAG_VALUES, directory_entry,
 )
-from shmbridge._ext.ring cimport Lease
+from shmbridge._ext.lane_reader cimport Lease
 
 cdef extern from "numpy/arrayobject.h":
     object PyArray_NewFromDescr(type subtype, cnp.dtype dtype, int dimensions, cnp.npy_intp* shape,

@@ -1,5 +1,5 @@
+from shmbridge._ext.lane_reader import LaneReader
 from shmbridge._ext.mapping import Mapping
-from shmbridge._ext.ring import LaneReader
 
 class HubWait:
     late_wakes: int

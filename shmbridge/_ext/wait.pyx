@@ -15,7 +15,7 @@ from shmbridge._ext.atomics cimport load_relaxed64, load_seq32, shm_u64, store_r
 from shmbridge._ext.futex cimport monotonic_ns, ring_bell
 from shmbridge._ext.layout cimport control_header
 from shmbridge._ext.mapping cimport Mapping
-from shmbridge._ext.ring cimport LaneReader
+from shmbridge._ext.lane_reader cimport LaneReader
 
 cdef extern from "pythread.h" nogil:
     int PyThread_acquire_lock_timed(PyThread_type_lock lock, long long microseconds, int interruptible)

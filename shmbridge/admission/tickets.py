@@ -12,7 +12,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Self
 
-from shmbridge._ext import header, ring
+from shmbridge._ext import header, lane_writer
 from shmbridge._ext.mapping import Mapping
 from shmbridge.errors import ClaimOpen, NoConsumer, NotAdmitted, ShmBridgeError
 from shmbridge.put import refusals
@@ -114,7 +114,7 @@ class Tickets:
         lane_name: str,
         lane: Mapping,
         control: header.Control,
-        writer: ring.LaneWriter,
+        writer: lane_writer.LaneWriter,
         names: "OwnNames",
     ) -> None:
         self._producer_id, self._bridge, self._lane_name = producer_id, bridge, lane_name

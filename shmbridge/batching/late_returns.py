@@ -7,8 +7,8 @@ Knows leases, and which lanes some were held in; knows nothing of batches. Calle
 import weakref
 from collections.abc import Iterable
 
+from shmbridge._ext.lane_reader import LaneReader
 from shmbridge._ext.mapping import Mapping
-from shmbridge._ext.ring import LaneReader
 from shmbridge.record.groups import Group
 from shmbridge.segments import locks, membership
 from shmbridge.segments.locks import Byte

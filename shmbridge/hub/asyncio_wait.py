@@ -11,8 +11,8 @@ import functools
 import os
 import threading
 
+from shmbridge._ext.lane_reader import LaneReader
 from shmbridge._ext.mapping import Descriptor
-from shmbridge._ext.ring import LaneReader
 from shmbridge._ext.wait import HubWait
 from shmbridge.segments.in_thread import Joined
 

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from shmbridge._ext import header, ring
+from shmbridge._ext import header, lane_reader
 from shmbridge.record.record import Lane, Record
 from shmbridge.segments.reasons import Discard, Drop, labelled
 
@@ -23,7 +23,7 @@ class AdoptedLane:
 
     __slots__ = ("_last_counters", "dead", "lane", "name", "reader", "size")
 
-    def __init__(self, reader: ring.LaneReader, lane: Lane, size: int) -> None:
+    def __init__(self, reader: lane_reader.LaneReader, lane: Lane, size: int) -> None:
         self.name, self.reader, self.lane, self.size = lane.name, reader, lane, size
         self.dead = False
         self._last_counters: Counter[str] | None = None

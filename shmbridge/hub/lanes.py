@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shmbridge._ext import header, ring
+from shmbridge._ext import header, lane_reader
+from shmbridge._ext.lane_poller import LanePoller
 from shmbridge._ext.mapping import Mapping
-from shmbridge._ext.turns import Turns
 from shmbridge.errors import Closed, ProcessLimit, SchemaMismatch, ShmPermission
 from shmbridge.hub.lane import AdoptedLane
 from shmbridge.record.record import Lane, Record
@@ -65,7 +65,7 @@ class LaneSet:
         # just opened: with pid and its namespace
         self._unsettled: dict[str, tuple[AdoptedLane, int, int]] = {}
         on_lost = functools.partial(say_lost, f"bridge {bridge!r}")
-        self.turns = Turns(Record, control.mapping, self._on_corrupt, control.arrivals, on_lost)
+        self.turns = LanePoller(Record, control.mapping, self._on_corrupt, control.arrivals, on_lost)
         self.refused: set[str] = set()
         self._taken: set[str] = set()  # of these: another consumer reads them; tried again
         self._gone: Counter[str] = Counter()  # counters of lanes that are no more
@@ -195,7 +195,7 @@ class LaneSet:
             self.columns.check_agrees(columns, "in this consumer", here)
             for other in self:
                 columns.check_agrees(other.lane.columns, here, f"in producer {other.producer_id}")
-            reader = ring.LaneReader(mapping, self._control.mapping)
+            reader = lane_reader.LaneReader(mapping, self._control.mapping)
             lane = Lane(info["producer_id"], info["env_name"], columns, name)
             lane.describe_to(reader, info["columns"])
         except (SchemaMismatch, header.LaneCorrupt) as wrong:
@@ -285,7 +285,7 @@ class LaneSet:
         """
         return sum(lane.reader.take_back_dropped() for lane in self if not lane.corrupt)
 
-    def _on_corrupt(self, reader: ring.LaneReader, why: str) -> None:
+    def _on_corrupt(self, reader: lane_reader.LaneReader, why: str) -> None:
         for lane in self:
             if lane.reader is reader:
                 lane.distrust(why)
@@ -298,7 +298,7 @@ class LaneSet:
                     break  # the lane's words said more than there is
                 yield record
 
-    def readers(self) -> list[ring.LaneReader]:
+    def readers(self) -> list[lane_reader.LaneReader]:
         """Of the lanes to wait for."""
         return self.turns.readers()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from shmbridge._ext.lane_writer import Claim, LaneWriter
 from shmbridge._ext.plan import Plan
-from shmbridge._ext.ring import Claim, LaneWriter
 from shmbridge.errors import ClaimOpen
 
 

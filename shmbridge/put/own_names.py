@@ -6,7 +6,7 @@ Knows names and who reads a lane; decides nothing but when to look. Owned by the
 
 import logging
 
-from shmbridge._ext import header, ring
+from shmbridge._ext import header, lane_writer
 from shmbridge._ext.mapping import Mapping
 from shmbridge.put import refusals
 from shmbridge.segments import locks, segment
@@ -27,7 +27,7 @@ class OwnNames:
         control: header.Control,
         lane_name: str,
         lane: Mapping,
-        writer: ring.LaneWriter,
+        writer: lane_writer.LaneWriter,
     ) -> None:
         self._producer_id, self._lane_name, self._lane, self._writer = producer_id, lane_name, lane, writer
         self._control, self._control_name = control, segment.control_name(bridge)

@@ -1,7 +1,7 @@
 """A group on its way into a lane: what is handed to `put` becomes a plan, made before any memory is claimed.
 
 Knows columns, plans and stamps; knows nothing of lanes, waiting or who reads. The common forms are understood
-in C (_ext/quick.pyx), all others by shmbridge.put.convert, which also finds the words for what is wrong.
+in C (_ext/fast_put.pyx), all others by shmbridge.put.convert, which also finds the words for what is wrong.
 """
 
 import operator
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shmbridge import sizing
-from shmbridge._ext import quick
+from shmbridge._ext import fast_put
 from shmbridge._ext.column import Column
 from shmbridge._ext.pack import BadValue
 from shmbridge._ext.plan import Plan, RowSampler, Stamp
@@ -109,7 +109,7 @@ class Loader:
             not self._knows_tensors
             and (tensor := getattr(sys.modules.get("torch"), "Tensor", None)) is not None
         ):
-            quick.know_tensors(tensor)
+            fast_put.know_tensors(tensor)
             self._knows_tensors = True
         forms = self._foreign_forms if foreign else self.forms
         plan = self._fitting(
@@ -232,8 +232,8 @@ class Fragments:
                 del self._partial[next(iter(self._partial))]
 
 
-def _by_key(table: Columns, sampler: RowSampler, *, foreign: bool = False) -> quick.Forms:
-    return quick.Forms(
+def _by_key(table: Columns, sampler: RowSampler, *, foreign: bool = False) -> fast_put.Forms:
+    return fast_put.Forms(
         {**table.forms, **{alias: table.forms[name] for alias, name in ALIASES.items()}}, sampler, foreign
     )
 

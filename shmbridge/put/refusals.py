@@ -3,7 +3,7 @@
 Makes errors, decides nothing.
 """
 
-from shmbridge._ext import header, ring
+from shmbridge._ext import header, lane_writer
 from shmbridge.config import format_size
 from shmbridge.control.messages import Full
 from shmbridge.errors import (
@@ -20,7 +20,11 @@ from shmbridge.segments.locks import Byte
 
 
 def lane_full(
-    producer_id: str, control: header.Control, writer: ring.LaneWriter, wanted_bytes: int, waited_s: float
+    producer_id: str,
+    control: header.Control,
+    writer: lane_writer.LaneWriter,
+    wanted_bytes: int,
+    waited_s: float,
 ) -> LaneFull:
     """No room came within the time given."""
     if not locks.is_locked(control.mapping.fd, Byte.HUB):

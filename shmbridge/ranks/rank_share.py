@@ -6,7 +6,7 @@ Knows groups and looks; knows nothing of the hub. Made by rank.py.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from shmbridge._ext.ring import RankReader
+from shmbridge._ext.rank_reader import RankReader
 from shmbridge.batch import Layout
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Record

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from shmbridge._ext.lane_reader import LaneReader
 from shmbridge._ext.record import LeasedRecord
 from shmbridge._ext.record import Ragged as Ragged
 from shmbridge._ext.record import RecordMeta as RecordMeta
-from shmbridge._ext.ring import LaneReader
 from shmbridge.errors import LeaseReleased, RecordUnreadable
 from shmbridge.record.columns import RaggedLists as RaggedLists
 from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag

@@ -1,6 +1,6 @@
 """Calls that hand records out, and what is said of a record that one of them handed out and nobody released.
 
-Knows words; knows nothing of lanes or leases, which count (`_ext.ring.Drops`).
+Knows words; knows nothing of lanes or leases, which count (`_ext.lane_reader.Drops`).
 """
 
 import logging
@@ -17,7 +17,7 @@ _LOG_S = 1.0
 
 
 class Call(IntEnum):
-    """What handed a record out. The first two are what `_ext.turns.Turns` says by itself."""
+    """What handed a record out. The first two are what `_ext.lane_poller.LanePoller` says by itself."""
 
     GET = 0
     POLL = 1

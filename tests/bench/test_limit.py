@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from shmbridge._ext.limit import Twin, segment_bytes, slots_in, touch
+from shmbridge.bench.baselines.memcpy_baseline import MemcpyBaseline, segment_bytes, slots_in, touch
 
 RECORD, LANE = 4096, 16384  # four slots
 
@@ -38,7 +38,7 @@ def test_touch_takes_contiguous_buffers_only():
 @pytest.fixture(params=[False, True], ids=["plain", "past the cache"])
 def sides(request):
     segment = bytearray(segment_bytes(LANE, RECORD))
-    return Twin(segment, LANE, RECORD, request.param), Twin(segment, LANE, RECORD)
+    return MemcpyBaseline(segment, LANE, RECORD, request.param), MemcpyBaseline(segment, LANE, RECORD)
 
 
 def test_the_limit_moves_what_was_written(sides):
@@ -64,13 +64,13 @@ def test_neither_side_waits_for_ever(sides):
 @pytest.mark.parametrize(("lane", "record"), [(LANE, 12), (LANE, 0), (64, 64)])
 def test_what_cannot_be_is_refused(lane, record):
     with pytest.raises(ValueError):
-        Twin(bytearray(4096), lane, record)
+        MemcpyBaseline(bytearray(4096), lane, record)
 
 
 def test_a_segment_too_small_and_a_closed_side_are_errors(sides):
     assert slots_in(LANE, RECORD) == 4
     with pytest.raises(ValueError, match="are needed"):
-        Twin(bytearray(100), LANE, RECORD)
+        MemcpyBaseline(bytearray(100), LANE, RECORD)
     for side in sides:
         side.close()
         side.close()

@@ -1,4 +1,5 @@
-"""The compiled ring under test: lanes in real shared memory, `_ext.ring` at both ends, within one process.
+"""The compiled ring under test: lanes in real shared memory, `_ext.lane_writer` and `_ext.lane_reader` at
+their ends, within one process.
 
 Knows segments and the ring; the lanes' round robin and what a quarantine counts are written out here as
 shmbridge.hub.lanes does them, for the ring alone is what is tested. A producer or hub that dies is one whose
@@ -12,7 +13,7 @@ import numpy as np
 from ring_under_test import RingUnderTest, Seen, Words
 
 import shmbridge
-from shmbridge._ext import header, ring
+from shmbridge._ext import header, lane_reader, lane_writer
 from shmbridge.segments import membership, segment
 from shmbridge.segments.reasons import Discard
 
@@ -29,7 +30,7 @@ class CompiledRing(RingUnderTest):
         self.bridge = f"conformance-{os.getpid()}-{os.urandom(3).hex()}"
         self._control = membership.open_control(self.bridge)
         self._lanes = [_Lane(self.bridge, slots, data_bytes, self._control) for _ in range(lane_count)]
-        self._leases: dict[tuple[int, int], ring.Lease] = {}
+        self._leases: dict[tuple[int, int], lane_reader.Lease] = {}
         self._views: dict[tuple[int, int], memoryview] = {}  # of leases that were asked to end
         self._turn = 0
 
@@ -64,7 +65,7 @@ class CompiledRing(RingUnderTest):
 
     def hub_starts(self) -> None:
         for lane in self._lanes:
-            lane.reader = ring.LaneReader(lane.hub_side, None)
+            lane.reader = lane_reader.LaneReader(lane.hub_side, None)
 
     def hub_dies(self) -> None:
         for lane in self._lanes:
@@ -132,11 +133,11 @@ class _Lane:
         self.slots = slots
         self.name, self.mapping = segment.create_lane(bridge, size)
         header.format_lane(self.mapping, data_bytes, slots, b"", 0, os.getpid(), 0, b"producer", b"")
-        self.writer = ring.LaneWriter(self.mapping, control.mapping)
+        self.writer = lane_writer.LaneWriter(self.mapping, control.mapping)
         hub_side = segment.open_mapping(self.name)
         assert hub_side is not None
         self.hub_side = hub_side
-        self.reader: ring.LaneReader | None = None
+        self.reader: lane_reader.LaneReader | None = None
 
     def claim(self, size: int) -> int | None:
         if not self.writer.claim(size):
@@ -147,12 +148,12 @@ class _Lane:
         )
         return int(memory.ctypes.data - whole.ctypes.data) - self.data_at
 
-    def take(self) -> ring.Lease | None:
+    def take(self) -> lane_reader.Lease | None:
         assert self.reader is not None
         if self.reader.quarantined:
             return None
         try:
-            return self.reader.take(ring.Lease)
+            return self.reader.take(lane_reader.Lease)
         except header.LaneCorrupt:
             self.reader.quarantine(self.reader.waiting)
             return None

@@ -78,31 +78,32 @@ static void section(const uint8_t **from, const uint8_t *end, uint8_t *to, uint6
 static void build(const uint8_t *input, size_t size, lane *lane, recipe *wish, patch *patches) {
     const uint8_t *from = input, *end = input + size;
     lane_header *header;
-    lane_shape shape;
+    lane_geometry geometry;
     uint8_t *whole;
     memset(wish, 0, sizeof *wish), memset(patches, 0, MOST_PATCHES * sizeof(patch));
     section(&from, end, (uint8_t *)wish, sizeof *wish);
     lane->patches = patches, lane->patch_count = wish->patches % (MOST_PATCHES + 1), lane->round = 0;
     section(&from, end, (uint8_t *)patches, lane->patch_count * sizeof(patch));
-    shape = shape_of(wish->data_lines % (MOST_DATA_LINES + 1) * 64ull, 1u << wish->slots_log2 % 5);
-    shape.column_count = wish->columns % (MOST_COLUMNS + 1);
-    whole = calloc(1, shape.segment_bytes);
+    geometry = geometry_of(wish->data_lines % (MOST_DATA_LINES + 1) * 64ull, 1u << wish->slots_log2 % 5);
+    geometry.column_count = wish->columns % (MOST_COLUMNS + 1);
+    whole = calloc(1, geometry.segment_bytes);
     header = (lane_header *)whole;
     header->magic = LANE_MAGIC;
     header->layout_version = LAYOUT_VERSION;
-    header->slot_count = shape.slot_count, header->column_count = shape.column_count;
-    header->data_bytes = shape.data_bytes;
-    header->ring_at = shape.ring_at, header->slots_at = shape.slots_at;
-    header->released_at = shape.released_at;
-    header->data_at = shape.data_at, header->segment_bytes = shape.segment_bytes;
+    header->slot_count = geometry.slot_count, header->column_count = geometry.column_count;
+    header->data_bytes = geometry.data_bytes;
+    header->ring_at = geometry.ring_at, header->slots_at = geometry.slots_at;
+    header->released_at = geometry.released_at;
+    header->data_at = geometry.data_at, header->segment_bytes = geometry.segment_bytes;
     header->tail = wish->tail;
     header->head = wish->head;
-    section(&from, end, whole + PAGE, shape.column_count * sizeof(column_def));
-    section(&from, end, whole + shape.ring_at, shape.slot_count * sizeof(uint32_t));
-    section(&from, end, whole + shape.slots_at, shape.slot_count * sizeof(slot));
-    section(&from, end, whole + shape.released_at, shape.slot_count * sizeof(uint64_t));
-    section(&from, end, whole + shape.data_at, shape.data_bytes);
-    lane->size = shape.segment_bytes - (wish->cut < shape.segment_bytes ? wish->cut : shape.segment_bytes);
+    section(&from, end, whole + PAGE, geometry.column_count * sizeof(column_def));
+    section(&from, end, whole + geometry.ring_at, geometry.slot_count * sizeof(uint32_t));
+    section(&from, end, whole + geometry.slots_at, geometry.slot_count * sizeof(slot));
+    section(&from, end, whole + geometry.released_at, geometry.slot_count * sizeof(uint64_t));
+    section(&from, end, whole + geometry.data_at, geometry.data_bytes);
+    lane->size = geometry.segment_bytes;
+    lane->size -= wish->cut < lane->size ? wish->cut : lane->size;
     if (posix_memalign((void **)&lane->base, PAGE, lane->size ? lane->size : 1)) abort();
     memcpy(lane->base, whole, lane->size);
     free(whole);
@@ -127,7 +128,7 @@ static void touch(const uint8_t *bytes, uint64_t count) {
 static void read_record(const lane_reader *reader, const lane_found *found, const uint8_t *index) {
     const slot *body = &found->body;
     const uint8_t *extent = reader->data + body->extent_at;
-    int has_tokens = reader->tokens == reader->shape.column_count;
+    int has_tokens = reader->tokens == reader->geometry.column_count;
     must(body->rows > 0, "there are rows");
     must(body->columns * sizeof(directory_entry) + body->group_id_bytes <= body->index_bytes,
          "the group id is inside the index");
@@ -135,7 +136,7 @@ static void read_record(const lane_reader *reader, const lane_found *found, cons
     for (uint32_t i = 0; i < body->columns; i++) {
         const directory_entry *entry = (const directory_entry *)index + i;
         uint64_t rows = 0, inner = 0;
-        must(entry->column < reader->shape.column_count, "the column is in the table");
+        must(entry->column < reader->geometry.column_count, "the column is in the table");
         if (entry->tag != TAG_VALUES) continue;
         has_tokens |= entry->column == reader->tokens && entry->entries == body->rows;
         if (reader->columns[entry->column].flags & COLUMN_PER_RECORD)
@@ -167,7 +168,7 @@ static void read_record(const lane_reader *reader, const lane_found *found, cons
     }
     /* A lane whose table has no such column is refused
      * before its records are looked at: shmbridge/hub/lanes.py. */
-    must(has_tokens || reader->tokens == reader->shape.column_count, "a row of tokens for each row");
+    must(has_tokens || reader->tokens == reader->geometry.column_count, "a row of tokens for each row");
 }
 
 /* One column of a batch of this record twice over, into memory of exactly the size that was said. */
@@ -210,7 +211,7 @@ static void gather_record_twice(const lane_reader *reader, const lane_found *fou
     for (uint32_t row = 0; row < both->rows; row++)
         longest = both->lengths[row] > longest ? both->lengths[row] : longest;
     both[1] = both[0];
-    for (int32_t number = 0; number < (int32_t)reader->shape.column_count; number++) {
+    for (int32_t number = 0; number < (int32_t)reader->geometry.column_count; number++) {
         const column_def *def = &reader->columns[number];
         gather_column column = {&number, def->item_bytes, def->kind, def->flags & COLUMN_PER_RECORD};
         if (!def->item_bytes) continue; /* no type of schema.py */
@@ -232,7 +233,7 @@ static int take_index(lane *lane, const lane_reader *reader, const lane_found *f
     memcpy(index, reader->data + body->extent_at, body->index_bytes);
     all(lane);
     at_moment(lane, COPIED);
-    good = index_check(index, body, reader->columns, reader->shape.column_count, reader->tokens, &why) == 0;
+    good = !index_check(index, body, reader->columns, reader->geometry.column_count, reader->tokens, &why);
     at_moment(lane, CHECKED);
     if (good) {
         only(lane, (uint64_t)(reader->data - lane->base) + body->extent_at, body->extent_bytes);

@@ -33,14 +33,14 @@ static void scribble(uint8_t *base, uint64_t size, const step *one) {
     memcpy(base + at, &one->value, width);
 }
 
-static void perform(lane_writer *writer, uint8_t *base, const lane_shape *shape, const step *one) {
+static void perform(lane_writer *writer, uint8_t *base, const lane_geometry *geometry, const step *one) {
     slot stamp = {.rows = 1, .tokens = one->value & 7};
     switch (one->what % 8) {
     case 0:
     case 1:
         if (writer->claimed >= 0 || !lane_claim(writer, 1 + one->value % DATA_BYTES)) break;
-        must(writer->claim_at <= shape->data_bytes &&
-                 writer->claim_bytes <= shape->data_bytes - writer->claim_at,
+        must(writer->claim_at <= geometry->data_bytes &&
+                 writer->claim_bytes <= geometry->data_bytes - writer->claim_at,
              "a claim is inside the data");
         memset(writer->data + writer->claim_at, one->which, writer->claim_bytes);
         break;
@@ -55,30 +55,30 @@ static void perform(lane_writer *writer, uint8_t *base, const lane_shape *shape,
                     load_acquire64(&writer->slots[one->which % SLOTS].generation));
         break;
     case 5:
-        must(lane_free_bytes(writer) <= shape->data_bytes, "no more bytes are free than there are");
+        must(lane_free_bytes(writer) <= geometry->data_bytes, "no more bytes are free than there are");
         must(lane_unreleased(writer) <= SLOTS, "no more records than slots");
         lane_note_outstanding(writer);
         lane_anything_released(writer);
         break;
     case 6: lane_reclaim(writer, one->which & 1); break;
-    default: scribble(base, shape->segment_bytes, one);
+    default: scribble(base, geometry->segment_bytes, one);
     }
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size) {
-    lane_shape shape = shape_of(DATA_BYTES, SLOTS);
+    lane_geometry geometry = geometry_of(DATA_BYTES, SLOTS);
     control_header *hub = NULL;
     lane_writer writer;
     uint8_t *base = NULL;
     step one;
-    if (posix_memalign((void **)&base, PAGE, shape.segment_bytes) ||
+    if (posix_memalign((void **)&base, PAGE, geometry.segment_bytes) ||
         posix_memalign((void **)&hub, PAGE, sizeof *hub))
         abort();
-    memset(base, 0, shape.segment_bytes), memset(hub, 0, sizeof *hub);
-    must(lane_writer_open(&writer, base, &shape, hub) == 0, "memory");
+    memset(base, 0, geometry.segment_bytes), memset(hub, 0, sizeof *hub);
+    must(lane_writer_open(&writer, base, &geometry, hub) == 0, "memory");
     for (; size >= sizeof one; input += sizeof one, size -= sizeof one) {
         memcpy(&one, input, sizeof one);
-        perform(&writer, base, &shape, &one);
+        perform(&writer, base, &geometry, &one);
     }
     lane_writer_close(&writer);
     free(base), free(hub);

@@ -22,7 +22,7 @@ class Mutation:
 
 C = "shmbridge/_ext/c"
 WRITE, READ, INDEX = (f"{C}/{name}" for name in ("lane_write.h", "lane_read.h", "index.h"))
-RING = "shmbridge/_ext/ring.pyx"
+CLAIMS, LEASES = "shmbridge/_ext/lane_writer.pyx", "shmbridge/_ext/lane_reader.pyx"
 WEIGHTS, HEADER = "shmbridge/_ext/versions.pyx", "shmbridge/_ext/header.pyx"
 
 MUTATIONS = (
@@ -40,7 +40,7 @@ MUTATIONS = (
         "claims-without-numbers",
         1,
         "whoever gives a claim back gives back whichever is open",
-        RING,
+        CLAIMS,
         "        if self._writer.claimed >= 0 and self._writer.claim_number == number and",
         "        if self._writer.claimed >= 0 and",
         "tests/unit/test_claim.py",
@@ -67,7 +67,7 @@ MUTATIONS = (
         "released-under-a-view",
         1,
         "release() ends the lease although a view of it lives",
-        RING,
+        LEASES,
         "        self._released = True\n        if self._exports == 0:\n            self._end()\n\n"
         "    def discard",
         "        self._released = True\n        self._end()\n\n    def discard",
@@ -373,7 +373,7 @@ MUTATIONS = (
         "dropped-is-released",
         2,
         "a lease that the garbage collector ends is released",
-        RING,
+        LEASES,
         "        if not self._ended and not self._released:",
         "        if False:",
         "tests/unit/test_released_by_word.py",
@@ -382,7 +382,7 @@ MUTATIONS = (
         "dropped-is-lost",
         2,
         "a record that nobody looked at does not come again",
-        RING,
+        LEASES,
         "        lane_put_back(&self._reader, lease.sequence, lease.slot, lease.redelivered)",
         "        pass",
         "tests/unit/test_released_by_word.py",
@@ -391,7 +391,7 @@ MUTATIONS = (
         "rank-release-not-put-off",
         2,
         "a new hub gives room away that an old rank looks at",
-        RING,
+        LEASES,
         "        if self.ranks_before and lease.redelivered:",
         "        if False:",
         "tests/crash/test_rank_killed.py",
@@ -557,8 +557,8 @@ MUTATIONS = (
         5,
         "a new hub makes its count what the slots show",
         READ,
-        "    if (count != load_relaxed64(&header->released_total) + 1 || index >= reader->shape.slot_count) "
-        "return;",
+        "    if (count != load_relaxed64(&header->released_total) + 1 || index >= "
+        "reader->geometry.slot_count) return;",
         "    count = load_relaxed64(&header->released_total) + 1;",
         "tests/unit/test_released_count.py",
     ),
@@ -566,7 +566,7 @@ MUTATIONS = (
         "discard-uncounted",
         5,
         "a discarded record is not counted",
-        RING,
+        LEASES,
         "        if reason < DISCARD_REASONS:",
         "        if False:",
         "tests/unit/test_batching.py tests/unit/test_consumer.py",
@@ -575,7 +575,7 @@ MUTATIONS = (
         "drop-uncounted",
         5,
         "a dropped record is not counted",
-        RING,
+        CLAIMS,
         "        if reason < DROP_REASONS and self._lane.alive():",
         "        if False:",
         "tests/unit/test_producer.py",
@@ -658,7 +658,7 @@ MUTATIONS = (
         "version-not-compared",
         7,
         "a lane of another layout version is read",
-        "shmbridge/_ext/c/shape.h",
+        "shmbridge/_ext/c/geometry.h",
         "    if (version != LAYOUT_VERSION)",
         "    if (0)",
         "tests/unit/test_ring.py",
@@ -685,7 +685,7 @@ MUTATIONS = (
         "garbage-ends-the-look",
         7,
         "one lane of garbage keeps the others from being read",
-        "shmbridge/_ext/turns.pyx",
+        "shmbridge/_ext/lane_poller.pyx",
         "                self.remove(reader)\n                continue",
         "                self.remove(reader)\n                return None",
         "tests/unit/test_turns.py tests/unit/test_consumer.py",
@@ -703,7 +703,7 @@ MUTATIONS = (
         "quarantine-counted-twice",
         7,
         "a hub that adopts a quarantined lane counts again what the one before counted",
-        "shmbridge/_ext/ring.pyx",
+        LEASES,
         "max(count, self.quarantined, 1)",
         "count + self.quarantined",
         "tests/crash/test_quarantine.py tests/unit/test_quarantine.py",

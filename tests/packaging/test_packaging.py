@@ -79,7 +79,7 @@ def test_the_wheel_has_every_module(tree, in_wheel):
     for name in sources(tree, ".py") - suites(tree):
         assert (name if name.startswith("shmbridge/") else f"shmbridge/{name}") in in_wheel
     for name in sources(tree, ".pyx"):
-        stem = name.removesuffix(".pyx")
+        stem = (name if name.startswith("shmbridge/") else f"shmbridge/{name}").removesuffix(".pyx")
         assert [each for each in in_wheel if each.startswith(f"{stem}.") and each.endswith(".so")], (
             f"{name} was not compiled"
         )
@@ -99,7 +99,12 @@ def test_the_wheel_has_every_public_path(fresh_python):
 def test_the_wheel_has_no_suite_and_no_result(tree, in_wheel):
     assert suites(tree), "there are some in the tree"
     assert not [name for name in in_wheel if name.rpartition("/")[2].startswith(("test_", "conftest"))]
-    assert not [name for name in in_wheel if name.startswith("shmbridge/bench/") and not name.endswith(".py")]
+    assert not [name for name in in_wheel if name.startswith("shmbridge/bench/results")]
+    assert not [
+        name
+        for name in in_wheel
+        if name.startswith("shmbridge/bench/") and not name.endswith((".py", ".pyi", ".so"))
+    ]
 
 
 def test_the_wheel_is_for_this_platform_and_has_its_licence(wheel, in_wheel):
@@ -118,8 +123,8 @@ def test_a_fresh_environment_moves_a_record(fresh_python, tmp_path, bridge, segm
         fresh_python,
         f"""
 import shmbridge, shmbridge.producers, shmbridge.consumers
-from shmbridge._ext import ring, header
-assert not header.faults_compiled if hasattr(header, "faults_compiled") else not ring.faults_compiled
+from shmbridge._ext import header
+assert not header.faults_compiled
 with shmbridge.Consumer({bridge!r}) as consumer, shmbridge.Producer({bridge!r}, lane_bytes="64K") as producer:
     producer.put({{"tokens": [[1, 2, 3], [4, 5]], "scores": [1.0, 0.5], "prompt_length": [1, 1]}})
     with consumer.get(5) as record:

@@ -59,7 +59,7 @@ static struct {
 
 typedef struct {
     uint8_t *base;
-    lane_shape shape;
+    lane_geometry geometry;
     uint64_t committed; /* by its producer's own count; read after the producer was joined */
     /* The hub's side: */
     lane_reader reader;
@@ -169,7 +169,7 @@ _Static_assert(sizeof(((plan *)NULL)->index) == INDEX_BYTES, "index");
 static plan plan_of(const lane *of, uint64_t sequence) {
     plan made = {.key = mix(want.seed * 1000003 + total.rounds * 1009 + (uint64_t)(of - lanes) * 7919 +
                             sequence * 104729)};
-    uint64_t most = (of->shape.data_bytes - INDEX_BYTES) / 4, size = made.key >> 8;
+    uint64_t most = (of->geometry.data_bytes - INDEX_BYTES) / 4, size = made.key >> 8;
     uint32_t rows = 1 + (made.key >> 4) % 4;
     made.tokens = made.key % 16 == 0 ? most : size % (most / (made.key % 4 == 0 ? 2 : 16) + 1);
     made.index.entry = (directory_entry){
@@ -190,11 +190,11 @@ static void format_lane(lane *of) { /* as header.pyx does */
     lane_header *header = (lane_header *)of->base;
     column_def *column = (column_def *)(of->base + PAGE);
     header->layout_version = LAYOUT_VERSION;
-    header->slot_count = of->shape.slot_count, header->column_count = 1;
-    header->ring_at = of->shape.ring_at, header->slots_at = of->shape.slots_at;
-    header->released_at = of->shape.released_at;
-    header->data_at = of->shape.data_at, header->data_bytes = of->shape.data_bytes;
-    header->segment_bytes = of->shape.segment_bytes;
+    header->slot_count = of->geometry.slot_count, header->column_count = 1;
+    header->ring_at = of->geometry.ring_at, header->slots_at = of->geometry.slots_at;
+    header->released_at = of->geometry.released_at;
+    header->data_at = of->geometry.data_at, header->data_bytes = of->geometry.data_bytes;
+    header->segment_bytes = of->geometry.segment_bytes;
     strcpy(column->name, "tokens");
     column->kind = KIND_LIST, column->item_bytes = 4;
     disturb();
@@ -224,7 +224,7 @@ typedef struct {
 /* One life: writes one lane until all records are written, or until it dies. */
 static void produce(producer *me, lane *of) {
     lane_writer *writer = &me->writer;
-    CHECK(lane_writer_open(writer, of->base, &of->shape, control) == 0, "no memory");
+    CHECK(lane_writer_open(writer, of->base, &of->geometry, control) == 0, "no memory");
     format_lane(of);
     while (me->done < RECORDS) {
         plan made = plan_of(of, writer->tail);
@@ -343,7 +343,7 @@ static void give_away(hub *me, const lease *given) {
     pthread_mutex_unlock(&me->lock);
 }
 
-/* Takes one record of a lane, if there is one, as ring.pyx does. */
+/* Takes one record of a lane, if there is one, as lane_reader.pyx does. */
 static int hub_takes(hub *me, lane *from) {
     complaint why;
     lane_found found;
@@ -377,7 +377,7 @@ static int hub_takes(hub *me, lane *from) {
 static void look_for_lanes(void) {
     complaint why;
     for (lane *each = lanes; each < lanes + lane_count; each++) {
-        if (each->open || lane_reader_open(&each->reader, each->base, each->shape.segment_bytes, &why))
+        if (each->open || lane_reader_open(&each->reader, each->base, each->geometry.segment_bytes, &why))
             continue;
         each->open = 1, each->cursor = 0;
         CHECK(each->reader.columns[0].kind == KIND_LIST && !strcmp(each->reader.columns[0].name, "tokens"),
@@ -466,8 +466,8 @@ static uint8_t *fresh(uint64_t size) {
 /* Everything committed was handed out and released, and the words say so. */
 static void check_lane(const lane *of) {
     const lane_header *header = (const lane_header *)of->base;
-    const slot *slots = (const slot *)(of->base + of->shape.slots_at);
-    const shm_u64 *released = (const shm_u64 *)(of->base + of->shape.released_at);
+    const slot *slots = (const slot *)(of->base + of->geometry.slots_at);
+    const shm_u64 *released = (const shm_u64 *)(of->base + of->geometry.released_at);
     uint64_t generations = 0;
     CHECK(load_relaxed64(&header->tail) == of->committed && load_relaxed64(&header->head) == of->committed,
           "lane %ld: tail, head", (long)(of - lanes));
@@ -475,7 +475,7 @@ static void check_lane(const lane *of) {
         CHECK(of->handed[i] == (i < of->committed) && of->released[i] == (i < of->committed),
               "lane %ld: record %" PRIu64 " of %" PRIu64 ": %d, %d", (long)(of - lanes), i, of->committed,
               of->handed[i], of->released[i]);
-    for (uint32_t i = 0; i < of->shape.slot_count; i++) {
+    for (uint32_t i = 0; i < of->geometry.slot_count; i++) {
         uint64_t generation = load_relaxed64(&slots[i].generation);
         int unreleased = generation != load_relaxed64(&released[i]);
         /* Its producer may have died after it stored a generation and before tail:
@@ -493,11 +493,11 @@ static void run_round(void) {
     pthread_t threads[MOST_PRODUCERS], hubs;
     uint64_t seed = mix(want.seed * 7919 + total.rounds);
     actor first = {.random = seed};
-    lane_shape shape = shape_of(want.data, (uint32_t)want.slots);
-    shape.column_count = 1;
+    lane_geometry geometry = geometry_of(want.data, (uint32_t)want.slots);
+    geometry.column_count = 1;
     control = (control_header *)fresh(CONTROL_BYTES);
     for (uint32_t i = 0; i < lane_count; i++)
-        lanes[i] = (lane){.base = fresh(shape.segment_bytes), .shape = shape};
+        lanes[i] = (lane){.base = fresh(geometry.segment_bytes), .geometry = geometry};
     store_seq32(&finished, 0);
     pthread_create(&hubs, NULL, hubs_main, &first);
     for (uint32_t i = 0; i < want.producers; i++) {
@@ -515,7 +515,7 @@ static void run_round(void) {
     pthread_join(hubs, NULL);
     for (uint32_t i = 0; i < lane_count; i++) {
         check_lane(&lanes[i]);
-        munmap(lanes[i].base, shape.segment_bytes);
+        munmap(lanes[i].base, geometry.segment_bytes);
     }
     munmap(control, CONTROL_BYTES);
     total.rounds++;

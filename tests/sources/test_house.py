@@ -16,7 +16,6 @@ MOST_LINES = {".py": 400, ".pyx": 600}
 LONG = {
     "consumers/dataset.py": "rows, batches and position of one data set",
     "consumers/gateway/posts.py": "a post from its body to its answer",
-    "shmbridge/_ext/ring.pyx": "claims, leases and the readers that end them know the same C structs",
     "shmbridge/atropos/queue.py": "upstream's queue, as it is",
     "shmbridge/batching/former.py": "one lock and one closing state; what forms batches, and what ends that",
     "shmbridge/consumer.py": "which of its calls releases what is told in one place",
@@ -93,7 +92,10 @@ class Sync:
 
 def sources_of_words() -> list[Path]:
     """The files that touch shared words."""
-    return sorted((*EXT.glob("*.pyx"), *EXT.glob("*.pxd"), *(EXT / "c").glob("*.[ch]")))
+    baseline = (ROOT / "bench" / "baselines").glob("memcpy_baseline.*")
+    kinds = (".pyx", ".pxd", ".h")
+    files = (*EXT.iterdir(), *(EXT / "c").iterdir(), *baseline)
+    return sorted(path for path in files if path.suffix in kinds or path.name == "fork.c")
 
 
 def defined_on(lines: list[str], number: int) -> str | None:

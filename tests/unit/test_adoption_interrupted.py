@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from shmbridge._ext.turns import Turns
+from shmbridge._ext.lane_poller import LanePoller
 from shmbridge.segments.death_watch import DeathWatch
 
 
@@ -33,7 +33,7 @@ def test_a_lane_interrupted_in_adoption_is_taken_from_and_buried(
         def __setattr__(self, name, value) -> None:
             setattr(real, name, value)
 
-    assert isinstance(real, Turns | DeathWatch)
+    assert isinstance(real, LanePoller | DeathWatch)
     monkeypatch.setattr(lanes, call, Once())
     with pytest.raises(Stop):
         while not interrupted:

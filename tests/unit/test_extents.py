@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from shmbridge._ext import header, ring
+from shmbridge._ext import header, lane_reader, lane_writer
 from shmbridge.segments import membership, segment
 
 LINES = 32
@@ -33,18 +33,18 @@ class Lane:
         size = header.lane_geometry(lines * 64, 32)[-1]
         _, self.mapping = segment.create_lane(bridge, size)
         header.format_lane(self.mapping, lines * 64, 32, b"", 0, os.getpid(), 0, b"", b"")
-        self.writer = ring.LaneWriter(self.mapping, self.control.mapping)
-        self.hub = ring.LaneReader(self.mapping, None)
+        self.writer = lane_writer.LaneWriter(self.mapping, self.control.mapping)
+        self.hub = lane_reader.LaneReader(self.mapping, None)
         self.base = (
             np.frombuffer(self.mapping, np.uint8).ctypes.data + header.lane_geometry(lines * 64, 32)[3]
         )
 
-    def put(self, lines: int) -> tuple[int, ring.Lease] | None:
+    def put(self, lines: int) -> tuple[int, lane_reader.Lease] | None:
         if not self.writer.claim(lines * 64):
             return None
         at = np.frombuffer(self.writer.claimed_memory(), np.uint8).ctypes.data - self.base
         self.writer.commit(**FIELDS)
-        return at // 64, self.hub.take(ring.Lease)
+        return at // 64, self.hub.take(lane_reader.Lease)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_gaps_do_not_add_up(make_lane) -> None:
 def test_nothing_overlaps_and_nothing_is_lost_in_a_long_run(make_lane) -> None:
     lane = make_lane()
     draw = random.Random(11)
-    live: dict[int, tuple[int, ring.Lease]] = {}
+    live: dict[int, tuple[int, lane_reader.Lease]] = {}
     for _ in range(3000):
         if draw.random() < 0.55:
             lines = draw.randint(1, 9)

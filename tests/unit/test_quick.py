@@ -8,16 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmbridge._ext import header, quick, ring
+from shmbridge._ext import fast_put, header, lane_writer
 from shmbridge._ext.plan import Plan, Stamp
 from shmbridge.put.convert import take_in
 from shmbridge.schema import ALIASES, standard_columns
 from shmbridge.segments import membership, segment
 
 TABLE = standard_columns()
-FORMS = quick.Forms({**TABLE.forms, **{alias: TABLE.forms[name] for alias, name in ALIASES.items()}})
+FORMS = fast_put.Forms({**TABLE.forms, **{alias: TABLE.forms[name] for alias, name in ALIASES.items()}})
 STAMP = Stamp(b"g", 0, 3, 3, False)
-quick.know_tensors(torch.Tensor)
+fast_put.know_tensors(torch.Tensor)
 
 
 def plans(group) -> tuple[Plan | None, Plan]:
@@ -33,7 +33,7 @@ def placed(bridge):
     *_, size = header.lane_geometry(1 << 20, 64)
     _, mapping = segment.create_lane(bridge, size)
     header.format_lane(mapping, 1 << 20, 64, TABLE.encode(), len(TABLE), 1, 1, b"me", b"env")
-    writers = [ring.LaneWriter(mapping, control.mapping)]
+    writers = [lane_writer.LaneWriter(mapping, control.mapping)]
     del control, mapping
 
     def place(plan: Plan) -> bytes:

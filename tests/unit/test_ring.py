@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shmbridge._ext import header, ring
+from shmbridge._ext import header, lane_reader, lane_writer
 from shmbridge.segments import membership, segment
 
 FIELDS = {
@@ -36,20 +36,20 @@ def lane(bridge):
         name, mapping = segment.create_lane(bridge, size)
         header.format_lane(mapping, lines * 64, slots, b"", 0, os.getpid(), 1, b"me", b"env")
         reader_side = segment.open_mapping(name)
-        writer = ring.LaneWriter(mapping, control.mapping)
+        writer = lane_writer.LaneWriter(mapping, control.mapping)
         return SimpleNamespace(
             writer=writer,
             mapping=mapping,
             other=reader_side,
             places=places,
             control=control,
-            hub=lambda: ring.LaneReader(reader_side, None),
+            hub=lambda: lane_reader.LaneReader(reader_side, None),
         )
 
     return make
 
 
-def put(writer: ring.LaneWriter, payload: bytes = b"x", **fields: int) -> int:
+def put(writer: lane_writer.LaneWriter, payload: bytes = b"x", **fields: int) -> int:
     assert writer.claim(len(payload))
     writer.claimed_memory()[: len(payload)] = payload
     return writer.commit(**{**FIELDS, **fields})
@@ -62,7 +62,7 @@ def poke(mapping, at: int, value: int, dtype: str = "<u4") -> None:
 def test_a_committed_record_is_seen_with_its_fields(lane) -> None:
     it = lane()
     assert put(it.writer, b"hello") == 0
-    lease = it.hub().take(ring.Lease)
+    lease = it.hub().take(lane_reader.Lease)
     assert bytes(memoryview(lease))[:5] == b"hello"
     assert (lease.sequence, lease.rows, lease.token_count, lease.group_size, lease.env_id) == (0, 1, 5, 2, 9)
     assert (lease.min_policy_version, lease.max_policy_version, lease.t_created_ns) == (3, 4, 7)
@@ -73,11 +73,11 @@ def test_an_uncommitted_or_aborted_claim_is_never_seen(lane) -> None:
     it = lane()
     hub = it.hub()
     assert it.writer.claim(64)
-    assert hub.take(ring.Lease) is None
+    assert hub.take(lane_reader.Lease) is None
     it.writer.abort()
-    assert hub.take(ring.Lease) is None
+    assert hub.take(lane_reader.Lease) is None
     assert put(it.writer, b"real") == 0
-    assert bytes(memoryview(hub.take(ring.Lease)))[:4] == b"real"
+    assert bytes(memoryview(hub.take(lane_reader.Lease)))[:4] == b"real"
 
 
 def test_abort_gives_slot_and_bytes_back(lane) -> None:
@@ -104,7 +104,7 @@ def test_head_is_stored_before_the_record_is_handed_out(lane) -> None:
     it = lane()
     hub, heads = it.hub(), []
 
-    class Spy(ring.Lease):
+    class Spy(lane_reader.Lease):
         def __init_subclass__(cls) -> None: ...
 
     for _ in range(3):
@@ -122,14 +122,14 @@ def test_a_successor_marks_exactly_what_may_have_been_handed_out(lane) -> None:
     first = it.hub()
     for _ in range(4):
         put(it.writer)
-    held = [first.take(ring.Lease) for _ in range(3)]
+    held = [first.take(lane_reader.Lease) for _ in range(3)]
     held[1].release()
     first.abandoned = True
     second = it.hub()
     assert second.waiting == 3
-    seen = [second.take(ring.Lease) for _ in range(3)]
+    seen = [second.take(lane_reader.Lease) for _ in range(3)]
     assert [(lease.sequence, lease.redelivered) for lease in seen] == [(0, True), (2, True), (3, False)]
-    assert second.take(ring.Lease) is None
+    assert second.take(lane_reader.Lease) is None
 
 
 def test_nothing_is_reused_before_its_release(lane) -> None:
@@ -137,13 +137,13 @@ def test_nothing_is_reused_before_its_release(lane) -> None:
     hub = it.hub()
     for payload in (b"a" * 64, b"b" * 64, b"c" * 64, b"d" * 64):
         put(it.writer, payload)
-    a, b, c, d = (hub.take(ring.Lease) for _ in range(4))
+    a, b, c, d = (hub.take(lane_reader.Lease) for _ in range(4))
     assert not it.writer.claim(1)
     c.release()
     assert put(it.writer, b"e" * 64) == 4
     assert not it.writer.claim(1)
     assert [bytes(memoryview(lease))[:1] for lease in (a, b, d)] == [b"a", b"b", b"d"]
-    assert bytes(memoryview(hub.take(ring.Lease)))[:1] == b"e"
+    assert bytes(memoryview(hub.take(lane_reader.Lease)))[:1] == b"e"
 
 
 def test_release_is_idempotent_and_out_of_order(lane) -> None:
@@ -152,7 +152,7 @@ def test_release_is_idempotent_and_out_of_order(lane) -> None:
     for _ in range(20):
         put(it.writer)
         put(it.writer)
-        first, second = hub.take(ring.Lease), hub.take(ring.Lease)
+        first, second = hub.take(lane_reader.Lease), hub.take(lane_reader.Lease)
         for lease in (second, first, second, first):
             lease.release()
     assert (hub.held, it.writer.outstanding, it.writer.free_bytes) == (0, 0, 128)
@@ -162,7 +162,7 @@ def test_a_late_second_release_does_not_free_the_slots_next_record(lane) -> None
     it = lane(slots=1, lines=1)
     hub = it.hub()
     put(it.writer)
-    old = hub.take(ring.Lease)
+    old = hub.take(lane_reader.Lease)
     old.release()
     put(it.writer)
     old.release()
@@ -174,7 +174,7 @@ def test_a_view_keeps_the_lease_after_release(lane) -> None:
     it = lane(slots=1, lines=1)
     hub = it.hub()
     put(it.writer, b"kept")
-    lease = hub.take(ring.Lease)
+    lease = hub.take(lane_reader.Lease)
     view = np.frombuffer(memoryview(lease), np.uint8)
     lease.release()
     del lease
@@ -187,7 +187,7 @@ def test_a_view_keeps_the_lease_after_release(lane) -> None:
 def test_the_buffer_of_a_lease_is_read_only_and_ends_with_it(lane) -> None:
     it = lane()
     put(it.writer)
-    lease = it.hub().take(ring.Lease)
+    lease = it.hub().take(lane_reader.Lease)
     assert memoryview(lease).readonly
     lease.release()
     with pytest.raises(BufferError, match="ended"):
@@ -198,12 +198,12 @@ def test_abandon_leaves_the_record_to_the_next_hub(lane) -> None:
     it = lane()
     put(it.writer)
     hub = it.hub()
-    lease = hub.take(ring.Lease)
+    lease = hub.take(lane_reader.Lease)
     lease.abandon()
     lease.release()
     del lease
     assert (hub.held, it.writer.outstanding) == (0, 1)
-    assert it.hub().take(ring.Lease).redelivered
+    assert it.hub().take(lane_reader.Lease).redelivered
 
 
 def test_a_lease_in_a_collected_cycle_is_handed_out_again(lane) -> None:
@@ -212,7 +212,7 @@ def test_a_lease_in_a_collected_cycle_is_handed_out_again(lane) -> None:
     for _ in range(2):
         put(it.writer)
     for _ in range(5):
-        holder = SimpleNamespace(lease=hub.take(ring.Lease))
+        holder = SimpleNamespace(lease=hub.take(lane_reader.Lease))
         assert (holder.lease.sequence, holder.lease.redelivered) == (0, False)
         holder.myself = holder
         del holder
@@ -249,7 +249,7 @@ def test_leases_may_end_on_any_thread(lane) -> None:
     hub = it.hub()
     for _ in range(8):
         put(it.writer)
-    leases = [hub.take(ring.Lease) for _ in range(8)]
+    leases = [hub.take(lane_reader.Lease) for _ in range(8)]
     threads = [threading.Thread(target=lease.release) for lease in leases]
     for thread in threads:
         thread.start()
@@ -262,7 +262,7 @@ def test_wait_space_returns_when_the_hub_releases(lane, until) -> None:
     it = lane(slots=1, lines=1)
     hub = it.hub()
     put(it.writer)
-    lease = hub.take(ring.Lease)
+    lease = hub.take(lane_reader.Lease)
     assert not it.writer.claim(1)
     thread = threading.Thread(target=lambda: (until(lambda: hub.space_waiting), lease.release()))
     thread.start()
@@ -317,7 +317,7 @@ def test_garbage_in_a_lane_is_noticed_before_it_is_used(lane, field) -> None:
     }[field]
     poke(it.mapping, at, value, dtype)
     with pytest.raises(header.LaneCorrupt):
-        hub.take(ring.Lease)
+        hub.take(lane_reader.Lease)
     assert hub.held == 0
 
 
@@ -335,7 +335,7 @@ def test_undelivered_counts_committed_and_unreleased(lane) -> None:
     for _ in range(3):
         put(it.writer)
     it.writer.claim(1)
-    hub.take(ring.Lease).release()
+    hub.take(lane_reader.Lease).release()
     assert header.undelivered(it.other) == 2
 
 

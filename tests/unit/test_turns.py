@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shmbridge._ext import header, ring
-from shmbridge._ext.turns import Turns
+from shmbridge._ext import header, lane_reader, lane_writer
+from shmbridge._ext.lane_poller import LanePoller
 from shmbridge.segments import membership, segment
 
 FIELDS = {
@@ -34,21 +34,21 @@ class Bridge:
         self.bridge, self.control, self.told = bridge, membership.open_control(bridge), []
         self.mappings, self.writers, self.readers = [], [], []
 
-    def turns(self, lanes: int, cls: type = ring.Lease) -> Turns:
-        made = Turns(cls, self.control.mapping, self.tell, self.control.arrivals)
+    def turns(self, lanes: int, cls: type = lane_reader.Lease) -> LanePoller:
+        made = LanePoller(cls, self.control.mapping, self.tell, self.control.arrivals)
         for _ in range(lanes):
             made.add(self.lane())
         return made
 
-    def tell(self, reader: ring.LaneReader, why: str) -> None:
+    def tell(self, reader: lane_reader.LaneReader, why: str) -> None:
         self.told.append((self.readers.index(reader), why))
 
-    def lane(self) -> ring.LaneReader:
+    def lane(self) -> lane_reader.LaneReader:
         _, mapping = segment.create_lane(self.bridge, header.lane_geometry(16 * 64, 16)[-1])
         header.format_lane(mapping, 16 * 64, 16, b"", 0, os.getpid(), 0, b"", b"")
         self.mappings.append(mapping)
-        self.writers.append(ring.LaneWriter(mapping, self.control.mapping))
-        self.readers.append(ring.LaneReader(mapping, None))
+        self.writers.append(lane_writer.LaneWriter(mapping, self.control.mapping))
+        self.readers.append(lane_reader.LaneReader(mapping, None))
         return self.readers[-1]
 
     def put(self, *lanes: int) -> None:
@@ -67,7 +67,7 @@ def on(bridge: str) -> Iterator[Bridge]:
     vars(made).clear()
 
 
-def lanes_of(leases: list[ring.Lease]) -> list[int]:
+def lanes_of(leases: list[lane_reader.Lease]) -> list[int]:
     """Whose records these are; releases them."""
     for lease in leases:
         if lease is not None:
@@ -131,8 +131,8 @@ def test_garbage_among_lanes_costs_nobody_else_anything(on) -> None:
 
 
 def test_a_lane_that_could_not_be_reported_is_looked_at_again(on) -> None:
-    turns = Turns(
-        ring.Lease,
+    turns = LanePoller(
+        lane_reader.Lease,
         on.control.mapping,
         lambda *_: on.told.append(0) or 1 // (len(on.told) - 1),
         on.control.arrivals,
@@ -146,7 +146,7 @@ def test_a_lane_that_could_not_be_reported_is_looked_at_again(on) -> None:
 
 
 def test_want_of_memory_amid_a_poll_loses_nothing(on) -> None:
-    class Scarce(ring.Lease):
+    class Scarce(lane_reader.Lease):
         left = 2
 
         def __new__(cls) -> "Scarce":

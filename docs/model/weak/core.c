@@ -57,7 +57,7 @@ static void open_lane(void) {
         free_slots[i] = SLOTS - 1 - i, free_extents[i].at = (SLOTS - 1 - i) * ALIGNMENT;
     reader = (lane_reader){.header = &lane, .ring = ring, .slots = slots, .released = released};
     reader.data = (const uint8_t *)data;
-    reader.shape.slot_count = SLOTS, reader.shape.data_bytes = sizeof data;
+    reader.geometry.slot_count = SLOTS, reader.geometry.data_bytes = sizeof data;
     next_reader = reader;
 }
 

@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-#include "shape.h"
+#include "geometry.h"
 
 static inline uint64_t index_sum(const uint32_t *lengths, uint64_t count) {
     uint64_t total = 0;

@@ -1,8 +1,8 @@
 /* The reader's side of one lane: adopt, take, release. docs/adr/0001-lanes.md says why it is right.
  *
- * Plain C, so that the same lines run under sanitizers and fuzzers; ring.pyx binds it. For the holder of the
- * hub lock; a learner rank uses only lane_reader_open and lane_look. Whatever is used as an index is copied
- * to private memory first and checked there.
+ * Plain C, so that the same lines run under sanitizers and fuzzers; lane_reader.pyx binds it. For the holder
+ * of the hub lock; a learner rank uses only lane_reader_open and lane_look. Whatever is used as an index is
+ * copied to private memory first and checked there.
  */
 #ifndef SHMBRIDGE_LANE_READ_H
 #define SHMBRIDGE_LANE_READ_H
@@ -26,8 +26,8 @@ typedef struct {
     const slot *slots;
     shm_u64 *released;
     const uint8_t *data;
-    lane_shape shape;
-    column_def *columns;   /* private copy, shape.column_count of them */
+    lane_geometry geometry;
+    column_def *columns;   /* private copy, geometry.column_count of them */
     uint32_t tokens;       /* number of the column that every record has */
     uint64_t next;         /* sequence to take from the ring */
     uint64_t first_head;   /* head as the predecessor left it */
@@ -50,22 +50,22 @@ static inline void lane_reader_close(lane_reader *reader) {
     reader->columns = NULL, reader->backlog = reader->dropped = NULL;
 }
 
-/* Reads a lane's shape and columns. 0, or -1 and why; an empty complaint means no memory. */
+/* Reads a lane's geometry and columns. 0, or -1 and why; an empty complaint means no memory. */
 static inline int lane_reader_open(lane_reader *reader, uint8_t *base, uint64_t size, complaint *why) {
     *reader = (lane_reader){.header = (lane_header *)base};
     why->text[0] = 0;
     /* SYNC(lane-ready) */
     if (size < sizeof(lane_header) || load_acquire64(&reader->header->magic) != LANE_MAGIC)
         return complain(why, "no lane");
-    if (shape_read(reader->header, size, &reader->shape, why)) return -1;
-    reader->ring = (const uint32_t *)(base + reader->shape.ring_at);
-    reader->slots = (const slot *)(base + reader->shape.slots_at);
-    reader->released = (shm_u64 *)(base + reader->shape.released_at);
-    reader->data = base + reader->shape.data_at;
-    reader->columns = malloc(reader->shape.column_count * sizeof(column_def) + 1);
+    if (geometry_read(reader->header, size, &reader->geometry, why)) return -1;
+    reader->ring = (const uint32_t *)(base + reader->geometry.ring_at);
+    reader->slots = (const slot *)(base + reader->geometry.slots_at);
+    reader->released = (shm_u64 *)(base + reader->geometry.released_at);
+    reader->data = base + reader->geometry.data_at;
+    reader->columns = malloc(reader->geometry.column_count * sizeof(column_def) + 1);
     if (!reader->columns) return -1;
-    memcpy(reader->columns, base + PAGE, reader->shape.column_count * sizeof(column_def));
-    reader->tokens = index_tokens(reader->columns, reader->shape.column_count);
+    memcpy(reader->columns, base + PAGE, reader->geometry.column_count * sizeof(column_def));
+    reader->tokens = index_tokens(reader->columns, reader->geometry.column_count);
     return 0;
 }
 
@@ -80,7 +80,7 @@ static inline void lane_finish_release(lane_reader *reader) {
     lane_header *header = reader->header;
     uint64_t releasing = load_acquire64(&header->releasing); /* SYNC(release-count) */
     uint64_t count = releasing >> RELEASING_SLOT_BITS, index = releasing & (MOST_SLOTS - 1);
-    if (count != load_relaxed64(&header->released_total) + 1 || index >= reader->shape.slot_count) return;
+    if (count != load_relaxed64(&header->released_total) + 1 || index >= reader->geometry.slot_count) return;
     if (load_relaxed64(&reader->released[index]) == load_relaxed64(&header->releasing_generation))
         store_relaxed64(&header->released_total, count);
 }
@@ -93,7 +93,7 @@ static inline void lane_finish_release(lane_reader *reader) {
  */
 static inline int lane_adopt(lane_reader *reader, complaint *why) {
     uint64_t tail = load_seq64(&reader->header->tail), newest = 0; /* SYNC(commit) */
-    uint32_t count = reader->shape.slot_count;
+    uint32_t count = reader->geometry.slot_count;
     why->text[0] = 0;
     lane_finish_release(reader);
     reader->backlog = malloc(count * sizeof(lane_entry));
@@ -126,10 +126,10 @@ static inline int lane_adopt(lane_reader *reader, complaint *why) {
 static inline int lane_look(const lane_reader *reader, uint32_t index, uint64_t sequence, lane_found *found,
                             complaint *why) {
     const slot *body = &found->body;
-    uint64_t data = reader->shape.data_bytes;
-    if (index >= reader->shape.slot_count)
+    uint64_t data = reader->geometry.data_bytes;
+    if (index >= reader->geometry.slot_count)
         return complain(why, "record %" PRIu64 " is said to be in slot %u of %u", sequence, index,
-                        reader->shape.slot_count);
+                        reader->geometry.slot_count);
     found->index = index;
     found->generation = load_acquire64(&reader->slots[index].generation); /* SYNC(slot-body) */
     memcpy(&found->body, &reader->slots[index], sizeof(slot));
@@ -151,6 +151,7 @@ static inline int lane_look(const lane_reader *reader, uint32_t index, uint64_t 
  * Moves nothing: see lane_hand_out. */
 static inline int lane_next(const lane_reader *reader, lane_found *found, complaint *why) {
     uint64_t tail, next = reader->next;
+    uint32_t index;
     found->from_backlog = reader->backlog_count > 0, found->again = 0;
     if (found->from_backlog) {
         lane_entry oldest = reader->backlog[reader->backlog_count - 1];
@@ -159,10 +160,11 @@ static inline int lane_next(const lane_reader *reader, lane_found *found, compla
     }
     tail = load_acquire64(&reader->header->tail); /* SYNC(commit) */
     if (tail == next) return 0;
-    if (tail - next > reader->shape.slot_count)
+    if (tail - next > reader->geometry.slot_count)
         return complain(why, "tail %" PRIu64 " is %" PRIu64 " past %" PRIu64 ", more than %u slots", tail,
-                        tail - next, next, reader->shape.slot_count);
-    return lane_look(reader, reader->ring[next & (reader->shape.slot_count - 1)], next, found, why) ? -1 : 1;
+                        tail - next, next, reader->geometry.slot_count);
+    index = reader->ring[next & (reader->geometry.slot_count - 1)];
+    return lane_look(reader, index, next, found, why) ? -1 : 1;
 }
 
 /* Takes a record out of the backlog: the oldest, unless an older one was put back since it was found. */
@@ -178,7 +180,7 @@ static inline void lane_leave_backlog(lane_reader *reader, uint64_t sequence) {
 static inline void lane_put_back(lane_reader *reader, uint64_t sequence, uint32_t index, int again) {
     uint32_t place = reader->backlog_count;
     /* a lane that names a slot twice; the record stays un-released */
-    if (place >= reader->shape.slot_count) return;
+    if (place >= reader->geometry.slot_count) return;
     for (; place > 0 && reader->backlog[place - 1].sequence < sequence; place--)
         reader->backlog[place] = reader->backlog[place - 1];
     reader->backlog[place] = (lane_entry){sequence, index, again != 0};
@@ -191,7 +193,7 @@ static inline void lane_note_dropped(lane_reader *reader) {
 
 /* A record that was looked at is not released, and nobody holds it any more. */
 static inline void lane_drop(lane_reader *reader, uint64_t sequence, uint32_t index) {
-    if (reader->dropped_count >= reader->shape.slot_count) return; /* as in lane_put_back */
+    if (reader->dropped_count >= reader->geometry.slot_count) return; /* as in lane_put_back */
     reader->dropped[reader->dropped_count++] = (lane_entry){sequence, index, 1};
     lane_note_dropped(reader);
 }
@@ -251,7 +253,7 @@ static inline uint64_t lane_waiting(const lane_reader *reader) {
 static inline uint32_t lane_undelivered(const lane_reader *reader) {
     uint64_t tail = load_acquire64(&reader->header->tail); /* SYNC(commit) */
     uint32_t count = 0;
-    for (uint32_t i = 0; i < reader->shape.slot_count; i++) {
+    for (uint32_t i = 0; i < reader->geometry.slot_count; i++) {
         uint64_t generation = load_acquire64(&reader->slots[i].generation); /* SYNC(slot-body) */
         /* SYNC(release) */
         if (generation != load_acquire64(&reader->released[i]) && reader->slots[i].sequence < tail) count++;

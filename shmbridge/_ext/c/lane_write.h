@@ -1,8 +1,8 @@
 /* The producer's side of one lane: claim, commit, abort, wait for space.
  * docs/adr/0001-lanes.md says why it is right.
  *
- * Plain C, so that the same lines run under ThreadSanitizer and in a harness; ring.pyx binds it. One thread
- * at a time. Everything in lane_writer is private to the process: what dies with it needs no repair.
+ * Plain C, so that the same lines run under ThreadSanitizer and in a harness; lane_writer.pyx binds it. One
+ * thread at a time. Everything in lane_writer is private to the process: what dies with it needs no repair.
  */
 #ifndef SHMBRIDGE_LANE_WRITE_H
 #define SHMBRIDGE_LANE_WRITE_H
@@ -13,7 +13,7 @@
 #include "faults.h"
 #include "futex.h"
 #include "lane_copy.h"
-#include "shape.h"
+#include "geometry.h"
 #include "spin.h"
 
 #define PRODUCER_TICK_NS 50000000
@@ -64,26 +64,26 @@ typedef struct {
 } lane_writer;
 
 /* For a lane that was formatted just now and has never been written to. 0, or -1: no memory. */
-static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lane_shape *shape,
+static inline int lane_writer_open(lane_writer *writer, uint8_t *base, const lane_geometry *geometry,
                                    control_header *hub) {
     *writer = (lane_writer){.header = (lane_header *)base, .hub = hub, .claimed = -1};
     writer->spin_ns = LONGEST_SPIN_NS;
-    writer->slot_count = shape->slot_count, writer->data_bytes = shape->data_bytes;
-    writer->ring = (uint32_t *)(base + shape->ring_at);
-    writer->slots = (slot *)(base + shape->slots_at);
-    writer->released = (shm_u64 *)(base + shape->released_at);
-    writer->data = base + shape->data_at;
-    writer->own = calloc(shape->slot_count, sizeof(own_slot));
-    writer->free_slots = malloc(shape->slot_count * sizeof(uint32_t));
-    writer->outstanding = malloc(shape->slot_count * sizeof(uint32_t));
-    writer->awaited = malloc(shape->slot_count * sizeof(awaited));
-    writer->free_extents = malloc((shape->slot_count + 2ull) * sizeof(interval));
+    writer->slot_count = geometry->slot_count, writer->data_bytes = geometry->data_bytes;
+    writer->ring = (uint32_t *)(base + geometry->ring_at);
+    writer->slots = (slot *)(base + geometry->slots_at);
+    writer->released = (shm_u64 *)(base + geometry->released_at);
+    writer->data = base + geometry->data_at;
+    writer->own = calloc(geometry->slot_count, sizeof(own_slot));
+    writer->free_slots = malloc(geometry->slot_count * sizeof(uint32_t));
+    writer->outstanding = malloc(geometry->slot_count * sizeof(uint32_t));
+    writer->awaited = malloc(geometry->slot_count * sizeof(awaited));
+    writer->free_extents = malloc((geometry->slot_count + 2ull) * sizeof(interval));
     if (!writer->own || !writer->free_slots || !writer->outstanding || !writer->free_extents ||
-        !writer->awaited || warmth_open(&writer->warmth, shape->data_bytes))
+        !writer->awaited || warmth_open(&writer->warmth, geometry->data_bytes))
         return -1;
-    for (uint32_t i = 0; i < shape->slot_count; i++) writer->free_slots[i] = shape->slot_count - 1 - i;
-    writer->free_slot_count = shape->slot_count;
-    writer->free_extents[0] = (interval){0, shape->data_bytes};
+    for (uint32_t i = 0; i < geometry->slot_count; i++) writer->free_slots[i] = geometry->slot_count - 1 - i;
+    writer->free_slot_count = geometry->slot_count;
+    writer->free_extents[0] = (interval){0, geometry->data_bytes};
     writer->free_extent_count = 1;
     writer->window = OWN_CACHES_ROUND * cache_bytes(2, 1 << 20);
     return 0;

@@ -17,10 +17,10 @@ from libc.string cimport memcmp, memcpy
 from shmbridge._ext.column cimport Column, Form
 from shmbridge._ext.layout cimport KIND_LIST, KIND_SCALAR, TAG_EMPTY_LIST, TAG_EMPTY_MAP, TAG_NULL, TAG_VALUES
 from shmbridge._ext.plan cimport SAID_NOTHING, SAID_OLDEST, Plan, RowSampler, Stamp
-from shmbridge._ext.ring cimport LaneWriter
+from shmbridge._ext.lane_writer cimport LaneWriter
 
 from shmbridge._ext.pack import BadValue, LossyMasks
-from shmbridge._ext.ring import ClaimLost
+from shmbridge._ext.lane_writer import ClaimLost
 
 cnp.import_array()
 

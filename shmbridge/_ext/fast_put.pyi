@@ -1,8 +1,8 @@
 from typing import Any
 
 from shmbridge._ext.column import Form
+from shmbridge._ext.lane_writer import LaneWriter
 from shmbridge._ext.plan import Plan, RowSampler, Stamp
-from shmbridge._ext.ring import LaneWriter
 
 class Forms:
     def __init__(

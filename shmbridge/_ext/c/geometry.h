@@ -3,8 +3,8 @@
  * Whoever opens a lane copies the claim to private memory, checks the copy, and computes with the copy:
  * the header may change meanwhile.
  */
-#ifndef SHMBRIDGE_SHAPE_H
-#define SHMBRIDGE_SHAPE_H
+#ifndef SHMBRIDGE_GEOMETRY_H
+#define SHMBRIDGE_GEOMETRY_H
 
 #include <inttypes.h>
 #include <stdio.h>
@@ -22,22 +22,24 @@ typedef struct {
     uint32_t slot_count, column_count;
     uint64_t data_bytes;
     uint64_t ring_at, slots_at, released_at, data_at, segment_bytes;
-} lane_shape;
+} lane_geometry;
 
 static inline uint64_t up_to(uint64_t size, uint64_t unit) { return (size + unit - 1) & ~(unit - 1); }
 
-static inline lane_shape shape_of(uint64_t data_bytes, uint32_t slot_count) {
-    lane_shape shape = {.slot_count = slot_count, .data_bytes = data_bytes};
-    shape.ring_at = PAGE + MAX_COLUMNS * sizeof(column_def);
-    shape.slots_at = up_to(shape.ring_at + (uint64_t)slot_count * sizeof(uint32_t), PAGE);
-    shape.released_at = up_to(shape.slots_at + (uint64_t)slot_count * sizeof(slot), PAGE);
-    shape.data_at = up_to(shape.released_at + (uint64_t)slot_count * sizeof(shm_u64), DATA_PAGE);
-    shape.segment_bytes = up_to(shape.data_at + data_bytes, PAGE);
-    return shape;
+static inline lane_geometry geometry_of(uint64_t data_bytes, uint32_t slot_count) {
+    lane_geometry geometry = {.slot_count = slot_count, .data_bytes = data_bytes};
+    geometry.ring_at = PAGE + MAX_COLUMNS * sizeof(column_def);
+    geometry.slots_at = up_to(geometry.ring_at + (uint64_t)slot_count * sizeof(uint32_t), PAGE);
+    geometry.released_at = up_to(geometry.slots_at + (uint64_t)slot_count * sizeof(slot), PAGE);
+    geometry.data_at = up_to(geometry.released_at + (uint64_t)slot_count * sizeof(shm_u64), DATA_PAGE);
+    geometry.segment_bytes = up_to(geometry.data_at + data_bytes, PAGE);
+    return geometry;
 }
 
-/* A checked private copy of the shape that a lane of `size` mapped bytes claims to have. 0, or -1 and why. */
-static inline int shape_read(const lane_header *header, uint64_t size, lane_shape *shape, complaint *why) {
+/* A checked private copy of the geometry that a lane of `size`
+ * mapped bytes claims to have. 0, or -1 and why. */
+static inline int geometry_read(const lane_header *header, uint64_t size, lane_geometry *geometry,
+                                complaint *why) {
     uint32_t version, slots, columns;
     uint64_t data;
     if (size < PAGE + MAX_COLUMNS * sizeof(column_def))
@@ -50,11 +52,11 @@ static inline int shape_read(const lane_header *header, uint64_t size, lane_shap
     if (slots == 0 || slots & (slots - 1) || slots > MOST_SLOTS || data > size || columns > MAX_COLUMNS)
         return complain(why, "%u slots, %" PRIu64 " data bytes, %u columns in %" PRIu64 " bytes", slots, data,
                         columns, size);
-    *shape = shape_of(data, slots);
-    shape->column_count = columns;
-    if (shape->segment_bytes > size || header->segment_bytes != shape->segment_bytes ||
-        header->ring_at != shape->ring_at || header->slots_at != shape->slots_at ||
-        header->released_at != shape->released_at || header->data_at != shape->data_at)
+    *geometry = geometry_of(data, slots);
+    geometry->column_count = columns;
+    if (geometry->segment_bytes > size || header->segment_bytes != geometry->segment_bytes ||
+        header->ring_at != geometry->ring_at || header->slots_at != geometry->slots_at ||
+        header->released_at != geometry->released_at || header->data_at != geometry->data_at)
         return complain(why,
                         "geometry: ring at %" PRIu64 ", slots at %" PRIu64 ", released at %" PRIu64
                         ", data at %" PRIu64 " do not belong to %u slots",

@@ -7,18 +7,18 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyOb
 from libc.stdint cimport uint8_t, uint64_t
 cimport numpy as cnp
 
-cdef extern from "twin.h" nogil:
-    const uint64_t TWIN_LINE
-    ctypedef struct twin_flag:
+cdef extern from "memcpy_baseline.h" nogil:
+    const uint64_t BASELINE_LINE
+    ctypedef struct baseline_flag:
         pass
-    ctypedef struct twin:
-        twin_flag* flags
+    ctypedef struct baseline:
+        baseline_flag* flags
         uint8_t* data
         uint64_t slots, record, position
         bint past_cache
     uint64_t sum_of_words(const uint8_t* bytes, uint64_t count)
-    uint64_t twin_write(twin* it, const uint8_t* source, uint64_t sources, uint64_t count, double patience_s)
-    uint64_t twin_read(twin* it, uint64_t count, double patience_s, uint64_t* sum)
+    uint64_t baseline_write(baseline* it, const uint8_t* source, uint64_t sources, uint64_t count, double patience_s)
+    uint64_t baseline_read(baseline* it, uint64_t count, double patience_s, uint64_t* sum)
 
 
 cnp.import_array()
@@ -47,17 +47,17 @@ def slots_in(uint64_t lane_bytes, uint64_t record_bytes) -> int:
 
 def segment_bytes(uint64_t lane_bytes, uint64_t record_bytes) -> int:
     """Bytes of the segment for that lane: its slots, and a line for the flag of each."""
-    return lane_bytes // record_bytes * (record_bytes + TWIN_LINE)
+    return lane_bytes // record_bytes * (record_bytes + BASELINE_LINE)
 
 
-cdef class Twin:
+cdef class MemcpyBaseline:
     """One side of the limit over a shared, writable, zeroed segment.
 
     For one thread; write and read spin with the GIL released.
     """
 
     cdef Py_buffer _segment
-    cdef twin _it
+    cdef baseline _it
     cdef bint _open
 
     def __init__(self, object segment, uint64_t lane_bytes, uint64_t record_bytes, bint past_cache=False):
@@ -71,8 +71,8 @@ cdef class Twin:
                              f"{segment_bytes(lane_bytes, record_bytes)} are needed")
         self._it.slots, self._it.record, self._it.position = lane_bytes // record_bytes, record_bytes, 0
         self._it.past_cache = past_cache
-        self._it.flags = <twin_flag*>self._segment.buf
-        self._it.data = <uint8_t*>self._segment.buf + self._it.slots * TWIN_LINE
+        self._it.flags = <baseline_flag*>self._segment.buf
+        self._it.data = <uint8_t*>self._segment.buf + self._it.slots * BASELINE_LINE
 
     def __dealloc__(self):
         self.close()
@@ -89,7 +89,7 @@ cdef class Twin:
             if not self._open or view.len == 0 or view.len % self._it.record:
                 raise ValueError(f"{view.len} bytes are no whole records of {self._it.record}")
             with nogil:
-                done = twin_write(&self._it, <const uint8_t*>view.buf, view.len // self._it.record, count,
+                done = baseline_write(&self._it, <const uint8_t*>view.buf, view.len // self._it.record, count,
                                   patience_s)
         finally:
             PyBuffer_Release(&view)
@@ -106,7 +106,7 @@ cdef class Twin:
         if not self._open:
             raise ValueError("this side is closed")
         with nogil:
-            done = twin_read(&self._it, count, patience_s, &total)
+            done = baseline_read(&self._it, count, patience_s, &total)
         if done < count:
             raise TimeoutError(f"the writer gave no record for {patience_s} s; {done} of {count} were read")
         return total

@@ -1,48 +1,13 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from shmbridge._ext.atomics cimport shm_u64
-from shmbridge._ext.layout cimport column_def, control_header, lane_header, slot
+from shmbridge._ext.geometry cimport complaint, lane_geometry
+from shmbridge._ext.layout cimport column_def, lane_header, slot
 from shmbridge._ext.mapping cimport Mapping
-
-cdef extern from "shape.h" nogil:
-    ctypedef struct complaint:
-        char text[200]
-    ctypedef struct lane_shape:
-        uint32_t slot_count
-        uint32_t column_count
-        uint64_t data_bytes
-        uint64_t ring_at
-        uint64_t slots_at
-        uint64_t released_at
-        uint64_t data_at
-        uint64_t segment_bytes
-    int shape_read(const lane_header* header, uint64_t size, lane_shape* shape, complaint* why)
 
 cdef extern from "index.h" nogil:
     int index_check(const uint8_t* index, const slot* body, const column_def* columns, uint32_t column_count,
                     uint32_t tokens, complaint* why)
-
-cdef extern from "lane_write.h" nogil:
-    ctypedef struct lane_writer:
-        lane_header* header
-        uint8_t* data
-        uint32_t slot_count
-        uint64_t data_bytes
-        int64_t claimed
-        uint64_t claim_at
-        uint64_t claim_bytes
-        uint64_t claim_number
-        bint claim_is_cold
-    int lane_writer_open(lane_writer* writer, uint8_t* base, const lane_shape* shape, control_header* hub)
-    void lane_writer_close(lane_writer* writer)
-    int lane_claim(lane_writer* writer, uint64_t bytes)
-    void lane_reclaim(lane_writer* writer, int thoroughly)
-    void lane_abort(lane_writer* writer)
-    uint64_t lane_commit(lane_writer* writer, const slot* stamp)
-    void lane_note_outstanding(lane_writer* writer)
-    int64_t lane_wait_space(lane_writer* writer, int64_t timeout_ns)
-    uint64_t lane_free_bytes(const lane_writer* writer)
-    uint32_t lane_unreleased(const lane_writer* writer)
 
 cdef extern from "lane_read.h" nogil:
     ctypedef struct lane_reader:
@@ -50,7 +15,7 @@ cdef extern from "lane_read.h" nogil:
         const slot* slots
         shm_u64* released
         const uint8_t* data
-        lane_shape shape
+        lane_geometry geometry
         column_def* columns
         uint32_t tokens
         uint64_t next
@@ -75,21 +40,6 @@ cdef extern from "lane_read.h" nogil:
     uint32_t lane_undelivered(const lane_reader* reader)
 
 
-cdef class LaneWriter:
-    cdef Mapping _lane
-    cdef Mapping _control
-    cdef lane_writer _writer
-    cdef int64_t _look_at_ns
-
-    cdef lane_writer* alive(self) except NULL
-    cdef int begin(self, uint64_t size) except -1
-    cdef void give_back(self, uint64_t number) noexcept
-    cdef uint8_t* claimed(self, uint64_t number) except NULL
-    cdef object publish(self, uint64_t number, const slot* stamp)
-    cdef bint is_hindered(self) noexcept
-    cdef int64_t policy_version(self) noexcept
-
-
 cdef class Drops:
     # leases lost before anybody had looked: their records are handed out again
     cdef readonly uint64_t returned
@@ -99,14 +49,6 @@ cdef class Drops:
     cdef int _first_dropped
 
     cdef void note(self, uint8_t by, bint looked_at) noexcept
-
-
-cdef class Claim:
-    cdef LaneWriter _writer
-    cdef uint64_t _number            # 0: none yet
-    cdef bint _left
-
-    cdef uint8_t* memory_here(self) except NULL
 
 
 cdef class LaneReader:
@@ -132,13 +74,6 @@ cdef class LaneReader:
     cdef void lose_lease(self, Lease lease) noexcept
     cdef object next_lease(self, type cls)
     cdef Lease lease(self, type cls, const lane_found* found)
-
-
-cdef class RankReader(LaneReader):
-    cdef set _looks                  # numbers of the leases that live; one record may be looked at twice
-    cdef uint64_t _next_look
-    # number of a look whose lease is gone without release -> whether it was looked at
-    cdef dict _lost
 
 
 cdef class Lease:

@@ -10,12 +10,12 @@ from libc.stdint cimport uint8_t, uint32_t
 from shmbridge._ext.atomics cimport load_seq32
 from shmbridge._ext.layout cimport control_header
 from shmbridge._ext.mapping cimport Mapping
-from shmbridge._ext.ring cimport Drops, LaneReader, Lease
+from shmbridge._ext.lane_reader cimport Drops, LaneReader, Lease
 
 from shmbridge._ext.header import LaneCorrupt
 
 
-cdef class Turns:
+cdef class LanePoller:
     """Takes records of type `cls` from many lanes, fairly. Never blocks.
 
     A lane whose words cannot be true is told to `on_corrupt(reader, why)` at once, and left out from then on.

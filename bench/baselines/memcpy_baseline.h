@@ -2,11 +2,11 @@
  *
  * Slots of one record in a lane of a given size: one memcpy in, a flag, one read of every byte as a sum of
  * 8-byte words, the flag back. It spins and never sleeps, checks nothing and keeps no books. Knows nothing of
- * the ring; called by limit.pyx, for measurements alone. What if a process dies here? The other sees no
+ * the ring; called by memcpy_baseline.pyx, for measurements alone. What if a process dies here? The other sees no
  * progress, and gives up when its patience ends.
  */
-#ifndef SHMBRIDGE_TWIN_H
-#define SHMBRIDGE_TWIN_H
+#ifndef SHMBRIDGE_MEMCPY_BASELINE_H
+#define SHMBRIDGE_MEMCPY_BASELINE_H
 
 #include <sched.h>
 #include <stdint.h>
@@ -16,19 +16,19 @@
 #include "atomics.h"
 #include "lane_copy.h"
 
-#define TWIN_LINE 128u
+#define BASELINE_LINE 128u
 
 typedef struct {
     /* writer: 1 after the record is there; reader: 0 after it has read it */
-    _Alignas(TWIN_LINE) shm_u64 full;
-} twin_flag;
+    _Alignas(BASELINE_LINE) shm_u64 full;
+} baseline_flag;
 
 typedef struct {
-    twin_flag *flags; /* [slots] */
+    baseline_flag *flags; /* [slots] */
     uint8_t *data;    /* [slots][record] */
     uint64_t slots, record, position;
     int past_cache; /* writer: stores past the cache, to see where they win */
-} twin;
+} baseline;
 
 typedef uint64_t __attribute__((aligned(1), may_alias)) any_word;
 
@@ -41,7 +41,7 @@ static inline uint64_t sum_of_words(const uint8_t *bytes, uint64_t count) {
     return sum;
 }
 
-static inline double twin_now(void) {
+static inline double baseline_now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -49,39 +49,39 @@ static inline double twin_now(void) {
 
 /* Spins until the flag has this value; 0 if patience_s pass. Yields now and then:
  * two sides may share a core. */
-static inline int twin_wait(const shm_u64 *flag, uint64_t value, double patience_s) {
+static inline int baseline_wait(const shm_u64 *flag, uint64_t value, double patience_s) {
     double deadline = 0;
-    for (unsigned spins = 1; load_acquire64(flag) != value; spins++) { /* SYNC(twin-full) */
+    for (unsigned spins = 1; load_acquire64(flag) != value; spins++) { /* SYNC(baseline-full) */
         cpu_relax();
         if (spins % 20000) continue;
         sched_yield();
-        if (deadline == 0) deadline = twin_now() + patience_s;
-        if (twin_now() > deadline) return 0;
+        if (deadline == 0) deadline = baseline_now() + patience_s;
+        if (baseline_now() > deadline) return 0;
     }
     return 1;
 }
 
 /* Moves `count` records in, from `sources` records in turn; how many got there. */
-static inline uint64_t twin_write(twin *it, const uint8_t *source, uint64_t sources, uint64_t count,
+static inline uint64_t baseline_write(baseline *it, const uint8_t *source, uint64_t sources, uint64_t count,
                                   double patience_s) {
     for (uint64_t n = 0; n < count; n++, it->position++) {
         const uint64_t slot = it->position % it->slots;
-        if (!twin_wait(&it->flags[slot].full, 0, patience_s)) return n;
+        if (!baseline_wait(&it->flags[slot].full, 0, patience_s)) return n;
         lane_copy(it->data + slot * it->record, source + (n % sources) * it->record, it->record,
                   it->past_cache);
         lane_copies_done(it->past_cache);
-        store_release64(&it->flags[slot].full, 1); /* SYNC(twin-full) */
+        store_release64(&it->flags[slot].full, 1); /* SYNC(baseline-full) */
     }
     return count;
 }
 
 /* Reads `count` records; how many came, and the sum of their words. */
-static inline uint64_t twin_read(twin *it, uint64_t count, double patience_s, uint64_t *sum) {
+static inline uint64_t baseline_read(baseline *it, uint64_t count, double patience_s, uint64_t *sum) {
     for (uint64_t n = 0; n < count; n++, it->position++) {
         const uint64_t slot = it->position % it->slots;
-        if (!twin_wait(&it->flags[slot].full, 1, patience_s)) return n;
+        if (!baseline_wait(&it->flags[slot].full, 1, patience_s)) return n;
         *sum += sum_of_words(it->data + slot * it->record, it->record);
-        store_release64(&it->flags[slot].full, 0); /* SYNC(twin-full) */
+        store_release64(&it->flags[slot].full, 0); /* SYNC(baseline-full) */
     }
     return count;
 }

@@ -1,12 +1,12 @@
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from shmbridge._ext.lane_reader import Drops, LaneReader, Lease
 from shmbridge._ext.mapping import Mapping
-from shmbridge._ext.ring import Drops, LaneReader, Lease
 
 _L = TypeVar("_L", bound=Lease)
 
-class Turns(Generic[_L]):
+class LanePoller(Generic[_L]):
     arrivals: int
     drops: Drops
     ending: bool

@@ -1,0 +1,78 @@
+"""A learner rank's leases: records that the hub's manifests name, read in place without the hub lock.
+
+Knows which of its leases live, end or get lost; the hub hears of that by messages. For one thread at a time,
+except that a Lease may end on any thread.
+"""
+
+cimport cython
+from libc.stdint cimport uint32_t, uint64_t
+
+from shmbridge._ext.geometry cimport complaint
+from shmbridge._ext.lane_reader cimport LaneReader, Lease, lane_found, lane_look
+from shmbridge._ext.mapping cimport Mapping
+
+from shmbridge._ext.header import LaneCorrupt
+
+
+@cython.no_gc_clear
+cdef class RankReader(LaneReader):
+    """A learner rank's look at one lane: reads what a manifest names, writes nothing.
+
+    Its leases end in this process only.
+    """
+
+    def __init__(self, Mapping lane not None, object keep):
+        self._looks, self._lost = set(), {}  # nothing is adopted: that is for the hub
+
+    def holds(self, uint64_t look):
+        """Whether the lease of that number was not released yet, or a view of its record lives."""
+        return look in self._looks
+
+    def lost(self, uint64_t look):
+        """None while the lease of that number lives or once it was released; else,
+        whether its record was looked at.
+        """
+        return self._lost.get(look)
+
+    def excuse(self, uint64_t look):
+        """A lost lease counts as if nobody had looked at its record."""
+        if look in self._lost:
+            self._lost[look] = False
+
+    def forget(self, uint64_t look):
+        """Nothing is known of a lost lease any more: its record is looked at again, or left to others."""
+        self._looks.discard(look)
+        self._lost.pop(look, None)
+
+    def look(self, type cls, uint32_t index, uint64_t sequence, uint64_t generation, bint redelivered):
+        """The record that the hub said is in slot `index`, as an instance of `cls`.
+
+        LaneCorrupt if another is there.
+        """
+        cdef lane_found found
+        cdef complaint why
+        cdef Lease lease
+        if lane_look(&self._reader, index, sequence, &found, &why):
+            raise LaneCorrupt(why.text.decode())
+        if found.generation != generation:
+            raise LaneCorrupt(
+                f"slot {index} is in generation {found.generation}, the manifest says {generation}")
+        lease = self.lease(cls, &found)
+        lease.redelivered, lease.look = redelivered, self._next_look
+        self._looks.add(self._next_look)
+        self._next_look += 1
+        return lease
+
+    cdef int end_lease(self, Lease lease) except -1:
+        self.held -= 1
+        self._looks.discard(lease.look)
+        return 0
+
+    cdef void lose_lease(self, Lease lease) noexcept:
+        self.held -= 1
+        if self.drops is not None:
+            self.drops.note(lease.handed_out_by, lease.looked_at)
+        try:
+            self._lost[lease.look] = lease.looked_at
+        except MemoryError:
+            pass  # it stays held, for the successor
