@@ -14,9 +14,10 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar
 from types import MethodType, SimpleNamespace
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from shmbridge.producers.atropos import upstream_workarounds
+from shmbridge.producers.atropos.changes import Changes
 from shmbridge.producers.atropos.control_link import EnvLink
 from shmbridge.producers.atropos.lane import LinkOptions
 from shmbridge.producers.atropos.response_hooks import listening, put_on_hooks
@@ -49,32 +50,6 @@ class Departure:
     def __await__(self) -> Generator[Any, None, None]:
         if self._closing is not None:
             yield from asyncio.shield(self._closing).__await__()
-
-
-_INHERITED = object()
-
-
-class Changes:
-    """Attributes that were replaced, and what they were. Keeps no owner alive."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[ref[Any], str, Any]] = []
-
-    def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Sets `owner.name`, whether it is its own or inherited."""
-        self._before.append((ref(owner), name, vars(owner).get(name, _INHERITED)))
-        setattr(owner, name, value)
-
-    def undo(self) -> None:
-        """Puts everything back, the last first."""
-        while self._before:
-            alive, name, value = self._before.pop()
-            if (owner := alive()) is None:
-                continue
-            if value is _INHERITED:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 class _Seat:
