@@ -1,1 +1,3 @@
 """What the transport knows of the arithmetic of the Atropos API server."""
+
+__all__ = ["env_status", "queue"]

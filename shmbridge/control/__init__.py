@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from shmbridge.control.server import RequestRefused as RequestRefused
     from shmbridge.control.server import control_address as control_address
 
-__all__ = [
+_NAMES = [
     "AsyncControlClient",
     "ControlClient",
     "ControlServer",
@@ -18,10 +18,11 @@ __all__ = [
     "RequestRefused",
     "control_address",
 ]
+__all__ = [*_NAMES, "client", "environments", "messages", "server"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 

@@ -2,3 +2,5 @@
 
 Stands on top: imports public things, is imported by the command alone.
 """
+
+__all__ = ["config", "services", "start"]

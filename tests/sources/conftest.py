@@ -1,10 +1,13 @@
 """The sources as the rules see them."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for import_graph
 
 ROOT = Path(__file__).parents[2]
 MAPPED = ("producers", "consumers", "bench")  # folders beside the package that are installed in it
