@@ -46,10 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _gateway_parser() -> argparse.ArgumentParser:
-    """What reads the flags of `shmbridge gateway`; it knows none where there is no such command."""
-    from shmbridge.cli import _COMMANDS
+    """What reads the flags of `shmbridge gateway`."""
+    from shmbridge.cli import gateway
 
     parser = argparse.ArgumentParser(prog="shmbridge gateway")
-    if command := _COMMANDS.get("gateway"):
-        command.prepare_parser(parser)
+    gateway.prepare_parser(parser)
     return parser
