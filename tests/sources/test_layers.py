@@ -1,4 +1,4 @@
-"""Imports point one way, those for type checkers included: each room has one place, and opens what it lists."""
+"""Imports point one way, for type checkers too: each room has one place, and opens what it lists."""
 
 import ast
 from pathlib import Path
