@@ -13,25 +13,30 @@ successor.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import shmbridge
+from shmbridge.consumers.advantages.credit import NoAdvantages
 from shmbridge.consumers.learner.checkpoint.checkpoint import CheckpointMismatch
 from shmbridge.consumers.learner.checkpoint.saving import CannotSave, Saver
-from shmbridge.consumers.learner.config.grpo_options import parser
-from shmbridge.consumers.learner.config.idle_options import IdleOption, refuse_idle
-from shmbridge.consumers.learner.config.staleness_options import BadLimit, consumer_arguments
+from shmbridge.consumers.learner.config.checks import (
+    BadLimit,
+    IdleOption,
+    refuse_idle,
+    refuse_unreachable_limits,
+)
+from shmbridge.consumers.learner.config.flags import parse
+from shmbridge.consumers.learner.config.sections import LearnerConfig
 from shmbridge.consumers.learner.data.batch_source import HubSource
 from shmbridge.consumers.learner.data.batch_wait import NoBatch
 from shmbridge.consumers.learner.data.left_out import UnreadImages
 from shmbridge.consumers.learner.data.rank_source import RankSource, opened
-from shmbridge.consumers.learner.data.training_rows import NoAdvantages
 from shmbridge.consumers.learner.model.attention import LayoutUnfit
-from shmbridge.consumers.learner.report.log import Metrics, MetricsLog, say
+from shmbridge.consumers.learner.model.load import StartupError
+from shmbridge.consumers.learner.report.log import MetricsLog
 from shmbridge.consumers.learner.report.progress_bar import progress
 from shmbridge.consumers.learner.report.tensorboard_log import TensorboardLog, TensorboardMissing
 from shmbridge.consumers.learner.report.wandb_log import WandbMissing, WandbRun
@@ -42,21 +47,18 @@ from shmbridge.consumers.learner.train.evaluation import BadHook
 from shmbridge.consumers.learner.train.grpo_update import Learner, NoReference, NothingToLearn, UnknownTokens
 from shmbridge.consumers.learner.train.objective import BadObjective, Objective
 from shmbridge.consumers.learner.train.publishing import PublishWeights, first_version, weights_segment
-from shmbridge.consumers.learner.train.setup import (
-    Refused,
-    agreed_starting_point,
-    device_kind,
-    load_learner,
-    registration,
-)
+from shmbridge.consumers.learner.train.setup import agreed_starting_point, load_learner, registration
 from shmbridge.consumers.learner.train.training_step import Around, TrainingStep
+from shmbridge.consumers.learner.types import Metrics
 from shmbridge.consumers.learner.world import (
     BadWorld,
     PeerFailed,
     PeerLost,
     World,
+    device_kind,
     is_of_a_lost_peer,
     joined,
+    say,
     speaks,
 )
 
@@ -64,7 +66,7 @@ from shmbridge.consumers.learner.world import (
 UNTRAINABLE = (NoAdvantages, NoReference, NothingToLearn, UnknownTokens, UnreadImages)
 REFUSALS = (
     *(
-        Refused,
+        StartupError,
         BadLimit,
         BadObjective,
         LayoutUnfit,
@@ -83,11 +85,10 @@ BROKEN = 5  # exit status: a step could not be computed
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the learner; return the exit status. Blocks until all steps are done or a signal comes."""
-    options = parser().parse_args(argv)
-    options.run_dir = options.run_dir or Path("runs") / options.bridge
+    config = parse(argv)
     with StopSignals() as stops:
         try:
-            run(options, stops)
+            run(config, stops)
         except Stopped as stopped:
             say(f"stopped by {stopped}")
             return 128 + stopped.signum
@@ -103,58 +104,65 @@ def main(argv: Sequence[str] | None = None) -> int:
             return BROKEN
         except REFUSALS as error:
             print(
-                f"grpo: {error}{_waits(options.bridge) if isinstance(error, UNTRAINABLE) else ''}",
+                f"grpo: {error}{_waits(config.run.bridge) if isinstance(error, UNTRAINABLE) else ''}",
                 file=sys.stderr,
             )
             return 1
     return 0
 
 
-def run(options: argparse.Namespace, stops: StopSignals) -> None:
+def run(config: LearnerConfig, stops: StopSignals) -> None:
     """Joins the other ranks, load, train, save. Blocks.
 
     Raises:
         Stopped, NoBatch, PeerLost, BrokenStep, and REFUSALS.
     """
-    refuse_idle(options, parser())
-    consumer_arguments(options)
-    Objective.from_options(options)  # options that do not go together are refused before anything is loaded
-    with joined(device_kind(options), options.process_group_timeout) as world:
-        source = agreed_starting_point(options, world)
+    refuse_idle(config)
+    refuse_unreachable_limits(config)
+    Objective.of(config)  # options that do not go together are refused before anything is loaded
+    with joined(device_kind(config.compute.device), config.ranks.process_group_timeout) as world:
+        source = agreed_starting_point(config, world)
         with (
-            WandbRun(options, source is not None, say)
-            if options.wandb and world.is_main
+            WandbRun(config, source is not None, say)
+            if config.logging.wandb and world.is_main
             else nullcontext() as wandb_run,
-            TensorboardLog(options.run_dir, source, say)
-            if options.tensorboard and world.is_main
+            TensorboardLog(config.run_dir, source, say)
+            if config.logging.tensorboard and world.is_main
             else nullcontext() as tensorboard,
-            MetricsLog(options.run_dir / "metrics.jsonl", wandb_run, tensorboard)
+            MetricsLog(config.run_dir / "metrics.jsonl", wandb_run, tensorboard)
             if world.is_main
             else nullcontext() as log,
         ):
-            train(options, source, world, log, stops)
+            train(config, source, world, log, stops)
 
 
 def train(
-    options: argparse.Namespace, source: Path | None, world: World, log: MetricsLog | None, stops: StopSignals
+    config: LearnerConfig, source: Path | None, world: World, log: MetricsLog | None, stops: StopSignals
 ) -> None:
-    """Loads from a checkpoint or the model that the options name, train, save. Blocks; raises as `run`."""
-    learner, tokenizer, done = load_learner(source, options, world)
-    saver = Saver(options.run_dir / "checkpoints", learner, tokenizer, options.keep, done)
-    around = Around(options, saver, tokenizer)
+    """Loads from a checkpoint or the model that the configuration names, train, save.
+
+    Blocks; raises as `run`.
+    """
+    bridge, steps = config.run.bridge, config.run.steps
+    learner, tokenizer, done = load_learner(source, config, world)
+    saver = Saver(config.run_dir / "checkpoints", learner, tokenizer, config.checkpoints.keep, done)
+    around = Around(config.evaluation, config.early_stop, saver, tokenizer)
     with (
-        opened(options, registration(options, learner.step), around.screen, world, stops) as batches,
-        weights_segment(options, learner.model, world) as (publish, last_version),
-        engine_pushes(options, world) as around.engines,
+        opened(config, registration(config, learner.step), around.screen, world, stops) as batches,
+        weights_segment(bridge, config.weights, config.compute.precision, learner.model, world) as (
+            publish,
+            last_version,
+        ),
+        engine_pushes(bridge, config.weights, world) as around.engines,
         stops.noted() if world.size > 1 else nullcontext(),  # no rank leaves alone
     ):
         version = world.told(first_version(done.policy_version, batches.policy_version, last_version))
         publish(version)
         batches.publish_version(version)
         around.engines.begin(version)
-        say(f"bridge {options.bridge}: step {learner.step} of {options.steps}, version {version}, waiting")
+        say(f"bridge {bridge}: step {learner.step} of {steps}, version {version}, waiting")
         try:
-            learn(learner, batches, publish, saver, log, options, stops, around)
+            learn(learner, batches, publish, saver, log, config, stops, around)
         except (Stopped, NoBatch, *UNTRAINABLE, PeerFailed, shmbridge.ShmBridgeError):
             saver.save(batches.training_version)  # still the hub: no successor starts from less
             raise
@@ -165,10 +173,10 @@ def train(
                 say(saver.rescue(batches.training_version))
                 raise
             raise broken_step(
-                error, options, learner, lambda: saver.rescue(batches.training_version)
+                error, config.compute, learner, lambda: saver.rescue(batches.training_version)
             ) from None
         saver.save(batches.training_version)
-        say(f"done: {learner.step} of {options.steps} steps, version {batches.policy_version}")
+        say(f"done: {learner.step} of {steps} steps, version {batches.policy_version}")
 
 
 def learn(
@@ -177,7 +185,7 @@ def learn(
     publish_weights: PublishWeights,
     saver: Saver,
     log: MetricsLog | None,
-    options: argparse.Namespace,
+    config: LearnerConfig,
     stops: StopSignals,
     around: Around | None = None,
 ) -> None:
@@ -185,16 +193,16 @@ def learn(
 
     Args:
         log: gets each step's metrics, over all ranks; None on all ranks but one.
-        around: evaluation and early stop; None: what the options say.
+        around: evaluation and early stop; None: what the configuration says.
     """
-    if learner.step >= options.steps:
+    if learner.step >= config.run.steps:
         return
-    around = around or Around(options, saver)
-    step = TrainingStep(learner, source, publish_weights, saver, log, options, around)
-    bar = log is not None and options.progress
+    around = around or Around(config.evaluation, config.early_stop, saver)
+    step = TrainingStep(learner, source, publish_weights, saver, log, config, around)
+    bar = log is not None and config.logging.progress
     with (
         source.batches() as batches,
-        progress(options.steps, learner.step, options.log_every, bar=bar) as shown,
+        progress(config.run.steps, learner.step, config.logging.log_every, bar=bar) as shown,
     ):
         reason = None
         while reason is None:
@@ -210,7 +218,7 @@ def learn(
                 metrics = step.make()
             if log is not None:
                 shown.show(metrics)
-            reason = learner.world.told(_enough(learner, options, around, metrics))
+            reason = learner.world.told(_enough(learner, config.run.steps, around, metrics))
         if reason and log is not None:
             say(f"stopped early: {reason}")
         step.finish()  # while the hub is there to hear the release
@@ -224,9 +232,9 @@ def _waits(bridge: str) -> str:
     )
 
 
-def _enough(learner: Learner, options: argparse.Namespace, around: Around, metrics: Metrics) -> str | None:
+def _enough(learner: Learner, steps: int, around: Around, metrics: Metrics) -> str | None:
     """Why to stop after a step: "" after the last one, None to go on."""
-    return "" if learner.step >= options.steps else around.early_stop.reason(metrics)
+    return "" if learner.step >= steps else around.early_stop.reason(metrics)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ Letters: B rows (trajectories), N tokens of the whole batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+import shmbridge
 from shmbridge.consumers.advantages.overlong import answer_lengths, overlong_penalty
 from shmbridge.consumers.advantages.process_rewards import Steps, mixed, process_advantages
 from shmbridge.consumers.advantages.row_settings import silenced_rows
@@ -30,7 +31,6 @@ from shmbridge.consumers.advantages.rows import (
 )
 from shmbridge.consumers.advantages.token_rewards import token_reward_advantages
 from shmbridge.consumers.advantages.whole_batch import Reduce, alone, batch_normalised
-from shmbridge.consumers.learner.report.log import Metrics
 from shmbridge.metrics import usable_scores
 
 FloatArray = npt.NDArray[np.float32]
@@ -63,14 +63,14 @@ class Credit:
 
 
 def credited(
-    batch: Any,
+    batch: shmbridge.Batch,
     trained: Bools,
     credit: Credit = Credit(),
     *,
     answers: Bools | None = None,
     unscored: Bools | None = None,
     reduce: Reduce = alone,
-) -> tuple[FloatArray, Metrics]:
+) -> tuple[FloatArray, dict[str, float]]:
     """Returns the advantage of each token, and what was made of what. Blocks as long as `reduce` does.
 
     Every rank calls `reduce` as often, whatever its batch holds.
@@ -125,7 +125,7 @@ def credited(
     }
 
 
-def require_advantages(batch: Any, trained: Bools, credit: Credit) -> None:
+def require_advantages(batch: shmbridge.Batch, trained: Bools, credit: Credit) -> None:
     """Raises `NoAdvantages` if a group needs the fallback that is not allowed; arguments as of `credited`.
 
     Never blocks.
@@ -137,7 +137,7 @@ def require_advantages(batch: Any, trained: Bools, credit: Credit) -> None:
         raise _no_advantages(batch, without)
 
 
-def _fallen_back(batch: Any, trained: Bools, own: Bools, credit: Credit) -> Bools:
+def _fallen_back(batch: shmbridge.Batch, trained: Bools, own: Bools, credit: Credit) -> Bools:
     """Returns bool (B,): rows that want advantages of their own, and have them not at all, or not for all
     that is trained.
     """
@@ -149,7 +149,7 @@ def _fallen_back(batch: Any, trained: Bools, own: Bools, credit: Credit) -> Bool
     return fallen_back
 
 
-def _own_tokens(batch: Any, wanted: bool) -> tuple[Bools, Bools]:
+def _own_tokens(batch: shmbridge.Batch, wanted: bool) -> tuple[Bools, Bools]:
     """Returns bool (N,): the tokens whose record says their advantage; and bool (B,): rows whose mask of
     those does not fit.
 
@@ -168,7 +168,7 @@ def _own_tokens(batch: Any, wanted: bool) -> tuple[Bools, Bools]:
     return own, there & ~fits
 
 
-def _no_advantages(batch: Any, without: Bools) -> NoAdvantages:
+def _no_advantages(batch: shmbridge.Batch, without: Bools) -> NoAdvantages:
     first = int(np.flatnonzero(without)[0])
     meta = batch.meta[first]
     rows = batch.group_index == batch.group_index[first]
@@ -179,7 +179,7 @@ def _no_advantages(batch: Any, without: Bools) -> NoAdvantages:
     )
 
 
-def _overlong(batch: Any, answers: Bools, credit: Credit) -> FloatArray:
+def _overlong(batch: shmbridge.Batch, answers: Bools, credit: Credit) -> FloatArray:
     """Returns float32 (B,): what each answer's length does to its score, at most 0."""
     if credit.overlong_length is None:
         return np.zeros(len(batch.meta), np.float32)
@@ -188,7 +188,12 @@ def _overlong(batch: Any, answers: Bools, credit: Credit) -> FloatArray:
 
 
 def _from_scores(
-    batch: Any, scores: npt.NDArray[np.float64], scored: Bools, trained: Bools, credit: Credit, reduce: Reduce
+    batch: shmbridge.Batch,
+    scores: npt.NDArray[np.float64],
+    scored: Bools,
+    trained: Bools,
+    credit: Credit,
+    reduce: Reduce,
 ) -> FloatArray:
     group = batch.group_index
     if credit.estimator == "grpo":
@@ -206,7 +211,7 @@ def _from_scores(
 
 
 def _with_steps(
-    batch: Any, outcome: FloatArray, trained: Bools, credit: Credit
+    batch: shmbridge.Batch, outcome: FloatArray, trained: Bools, credit: Credit
 ) -> tuple[FloatArray, Bools, Bools]:
     """Returns the advantages with the step rewards in them, which rows have steps, and whose steps do not fit
     the row.
@@ -231,7 +236,7 @@ def _with_steps(
 
 
 def _with_token_rewards(
-    batch: Any, before: FloatArray, trained: Bools, credit: Credit, reduce: Reduce
+    batch: shmbridge.Batch, before: FloatArray, trained: Bools, credit: Credit, reduce: Reduce
 ) -> tuple[FloatArray, Bools]:
     """Returns the advantages with the token rewards in them, and which rows have such."""
     if credit.token_rewards == "off":

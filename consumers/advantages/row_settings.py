@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import shmbridge
+
 _GREEDY = 1e-5  # below it samplers take the likeliest token
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def silenced_rows(batch: Any) -> npt.NDArray[np.bool_]:
+def silenced_rows(batch: shmbridge.Batch) -> npt.NDArray[np.bool_]:
     """Returns bool (B,): rows whose overrides set their advantage to zero. Never blocks."""
     silenced = np.zeros(len(batch.meta), bool)
     for row, wanted in _settings(batch.overrides, "set_advantage_to_zero"):
@@ -40,7 +42,7 @@ class Heat:
     greedy: npt.NDArray[np.bool_]  # (B,) they say one below 1e-5: there is no distribution to divide
 
 
-def temperatures(batch: Any, default: float) -> Heat:
+def temperatures(batch: shmbridge.Batch, default: float) -> Heat:
     """Returns the record's own column, else where Atropos keeps it, else the default.
 
     Rows that say no number, or one so small that samplers take the likeliest token, get the default too: one
@@ -67,7 +69,7 @@ _CUTS: dict[str, Callable[[float], bool]] = {
 }
 
 
-def cut_sampling(batch: Any) -> npt.NDArray[np.bool_]:
+def cut_sampling(batch: shmbridge.Batch) -> npt.NDArray[np.bool_]:
     """Returns bool (B,): rows sampled from a part of the vocabulary, by top_p, top_k or min_p.
 
     Never blocks.
@@ -81,7 +83,7 @@ def cut_sampling(batch: Any) -> npt.NDArray[np.bool_]:
     return cut
 
 
-def _narrowest(batch: Any, key: str) -> Iterator[tuple[int, Any]]:
+def _narrowest(batch: shmbridge.Batch, key: str) -> Iterator[tuple[int, Any]]:
     """Yields (row, value) from the widest settings to the narrowest, which has the last word, as in Atropos'
     reference trainer.
     """

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from traceback import clear_frames
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -188,6 +188,15 @@ def joined(device: str, timeout_s: float) -> Iterator[World]:
     distributed.destroy_process_group()
 
 
+def device_kind(wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
+    """Returns what to compute on; auto is a GPU if torch sees one."""
+    if wanted != "auto":
+        return wanted
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @contextmanager
 def _lost_peers_named(rank: int, size: int, timeout_s: float) -> Iterator[None]:
     try:
@@ -215,6 +224,12 @@ def _number(name: str, otherwise: str = "") -> int:
 def speaks() -> bool:
     """Whether this process is to say what all ranks would say: the only one, or rank 0."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0"
+
+
+def say(text: str) -> None:
+    """Prints one line for people; of several ranks, rank 0 does."""
+    if speaks():
+        print(f"grpo: {text}", flush=True)
 
 
 def _seen(error: RuntimeError) -> str:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from shmbridge.consumers.learner.config import grpo_options
+from shmbridge.consumers.learner.config import flags as learner_flags
 from shmbridge.consumers.policy_server_parts import options
 from shmbridge.errors import BadConfig
 from shmbridge.launch.config import (
@@ -123,7 +123,7 @@ def _server(name: str, server: PolicyServer | Vllm, port: int, command: list[str
 
 
 def _learner(config: Config, learner: Learner, run_dir: str, notes: list[str]) -> Service:
-    parser = grpo_options.parser()
+    parser = learner_flags.parser()
     check_options("learner.options", learner.options, parser, ("bridge", "model", "steps", "run-dir"))
     argv = [
         "--bridge",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shmbridge.consumers.learner.config import grpo_options
+from shmbridge.consumers.learner.config import flags
 from shmbridge.errors import BadConfig
 from shmbridge.launch import config, services
 
@@ -250,7 +250,7 @@ def test_without_the_section_the_learner_keeps_its_own_ways():
 
 
 def test_the_learner_knows_every_flag_it_is_given():
-    known = grpo_options.parser()
+    known = flags.parser()
     if "--batch-timeout" not in known.format_help():
         pytest.skip("this learner has no flags for waiting yet")
     service = planned(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shmbridge
-from shmbridge.consumers.learner.config import grpo_options
+from shmbridge.consumers.learner.config import flags
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -34,7 +34,7 @@ def config(tmp_path, bridge, tiny):
     document["learner"]["options"] |= {"groups": 4}
     for environment in document["environments"]:
         environment["script"] = str(ROOT / environment["script"])
-    if "--batch-timeout" in grpo_options.parser().format_help():
+    if "--batch-timeout" in flags.parser().format_help():
         document["trainer"] = {"atropos": {"timeout": 60, "max_wait_time": 240}}
     path = tmp_path / "launch.yaml"
     path.write_text(yaml.safe_dump(document))

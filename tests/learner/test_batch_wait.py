@@ -12,7 +12,7 @@ import weakref
 import pytest
 
 import shmbridge
-from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.data import batch_source, batch_wait
 from shmbridge.consumers.learner.data.batch_source import HubSource
 from shmbridge.consumers.learner.data.batch_wait import NoBatch, Patience, patience_of
@@ -56,7 +56,7 @@ class Lanes:
 
 def options(**limits):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
-    return parser().parse_args(["--bridge", "b", "--model", "m", "--steps", "1", *flags])
+    return parse(["--bridge", "b", "--model", "m", "--steps", "1", *flags])
 
 
 @pytest.fixture
@@ -183,11 +183,11 @@ def test_the_limits_of_the_recipe():
 
 def test_options_set_limits_only_if_given():
     base = ["--bridge", "b", "--model", "m", "--steps", "1"]
-    assert patience_of(parser().parse_args(base)) is None
-    some = patience_of(parser().parse_args([*base, "--batch-attempts", "3"]))
+    assert patience_of(parse(base).waiting) is None
+    some = patience_of(parse([*base, "--batch-attempts", "3"]).waiting)
     assert some == Patience(timeout_s=30.0, attempts=3, retry_delay_s=0.5, max_wait_s=math.inf)
     flags = ["--batch-timeout", "2", "--batch-retry-delay", "0", "--max-wait-time", "9.5"]
-    assert patience_of(parser().parse_args([*base, *flags])) == Patience(2.0, 10, 0.0, 9.5)
+    assert patience_of(parse([*base, *flags]).waiting) == Patience(2.0, 10, 0.0, 9.5)
     for wrong in (["--batch-timeout", "0"], ["--batch-attempts", "0"], ["--batch-retry-delay", "-1"]):
         with pytest.raises(SystemExit):
-            parser().parse_args([*base, *wrong])
+            parse([*base, *wrong])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.config.sections import ComputeConfig
 from shmbridge.consumers.learner.train.broken_step import broken_step
 from shmbridge.consumers.learner.train.grpo_update import Learner
 from shmbridge.consumers.learner.train.objective import Objective
@@ -23,11 +23,10 @@ def test_a_device_that_fails_again_while_memory_is_freed_hides_nothing(tiny_mode
     learner = Learner(tiny_model(0), Objective(), lambda step: 1e-3)
     monkeypatch.setattr(learner, "drop_gradient", fails("gradient"))
     monkeypatch.setattr(torch.cuda, "empty_cache", fails("cache"))
-    options = parser().parse_args(["--bridge", "b", "--model", "m", "--steps", "3"])
     said = str(
         broken_step(
             RuntimeError("CUDA error: device-side assert triggered"),
-            options,
+            ComputeConfig(),
             learner,
             lambda: "step 0 is saved",
         )

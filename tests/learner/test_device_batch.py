@@ -329,7 +329,7 @@ def test_a_learner_killed_before_release_leaves_the_batch_to_its_successor(
 
 
 def test_the_learners_option_takes_tokens_straight_from_the_ring(producer, consumer):
-    from shmbridge.consumers.learner.config.grpo_options import parser
+    from shmbridge.consumers.learner.config.flags import parse
     from shmbridge.consumers.learner.data.batch_source import HubSource
     from shmbridge.consumers.learner.stopping import StopSignals
 
@@ -351,7 +351,7 @@ def test_the_learners_option_takes_tokens_straight_from_the_ring(producer, consu
             "--prefetch",
             "2",
         ]
-        with HubSource(consumer, parser().parse_args(flags), StopSignals()).batches() as found:
+        with HubSource(consumer, parse(flags), StopSignals()).batches() as found:
             batch = next(found)
             assert isinstance(batch.tokens, kind)
             assert batch.tokens.tolist() == [1, 2]

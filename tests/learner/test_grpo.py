@@ -11,7 +11,7 @@ import pytest
 from shmbridge.consumers import grpo
 from shmbridge.consumers.learner.checkpoint.checkpoint import load_progress
 from shmbridge.consumers.learner.checkpoint.saving import Saver
-from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.data.batch_source import HubSource, who_is_missing
 from shmbridge.consumers.learner.report.log import MetricsLog
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
@@ -50,7 +50,7 @@ class Session:
     """Everything `grpo.learn` works with, on a fake consumer and a real model."""
 
     def __init__(self, tmp_path, model, batches, *flags, version=0):
-        self.options = parser().parse_args(
+        self.options = parse(
             ["--bridge", "b", "--model", "m", "--lr", "1e-2", "--run-dir", str(tmp_path), *flags]
         )
         self.consumer = FakeConsumer(batches, version)
@@ -181,14 +181,14 @@ def test_a_fresh_start_over_an_old_run_is_refused_and_resume_takes_the_newest(tm
     flags = ["--bridge", "b", "--model", "m", "--steps", "5", "--run-dir", str(tmp_path)]
     for step in ("step-00000009", "step-00000010"):
         (tmp_path / "checkpoints" / step).mkdir(parents=True)
-    assert starting_point(parser().parse_args([*flags, "--resume"])).name == "step-00000010"
+    assert starting_point(parse([*flags, "--resume"])).name == "step-00000010"
     assert grpo.main(flags) == 1
     assert "--resume goes on with it" in capsys.readouterr().err
 
 
 def test_resume_without_a_checkpoint_is_a_fresh_start(tmp_path):
     flags = ["--bridge", "b", "--model", "m", "--steps", "5", "--run-dir", str(tmp_path), "--resume"]
-    assert starting_point(parser().parse_args(flags)) is None
+    assert starting_point(parse(flags)) is None
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path, capsys):

@@ -14,7 +14,7 @@ from shmbridge.consumers import grpo
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.learner.checkpoint import checkpoint
 from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
-from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.data.microbatch import micro_batches
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.model.forward import trained_logprobs
@@ -212,7 +212,7 @@ def test_the_reference_of_a_resumed_run_is_the_model_it_began_with(tiny_model, p
         "0.1",
     ]
     for begin, policy in ((None, tiny_model(9)), (checkpoint.complete(source)[-1], tiny_model(2))):
-        resumed, _, _ = load_learner(begin, parser().parse_args(flags), ALONE)
+        resumed, _, _ = load_learner(begin, parse(flags), ALONE)
         d = logprobs_of(tiny_model(9), batch)[1] - logprobs_of(policy, batch)[1]
         assert resumed.accumulate(batch)["kl"] == pytest.approx(
             (torch.expm1(d) - d).mean().item(), rel=1e-4, abs=1e-6

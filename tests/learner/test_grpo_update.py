@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shmbridge.consumers.advantages.credit import Credit
+from shmbridge.consumers.learner.data import training_rows
 from shmbridge.consumers.learner.data.microbatch import micro_batches, plan
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.model.forward import trained_logprobs as logprobs_of
@@ -267,3 +268,10 @@ def test_a_random_model_learns_the_rewarded_token(tiny_model, packed_batch):
     assert chance() > 0.8
     assert rewards[0] < 0.4
     assert np.mean(rewards[-10:]) > 0.9
+
+
+def test_what_is_trained_is_found_once_per_batch(tiny_model, packed_batch, monkeypatch):
+    found, calls = training_rows.trained_tokens, []
+    monkeypatch.setattr(training_rows, "trained_tokens", lambda *batch: calls.append(1) or found(*batch))
+    learner(tiny_model(1)).accumulate(packed_batch(ROWS, scores=[1.0, 0.0, 0.0, 1.0, 0.5]))
+    assert len(calls) == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shmbridge.consumers.learner.data.microbatch import micro_batches, plan_packs
-from shmbridge.consumers.learner.data.training_rows import TrainingRows
+from shmbridge.consumers.learner.data.rows import TrainingRows
 
 CPU = torch.device("cpu")
 

@@ -12,12 +12,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
 from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
 from shmbridge.consumers.learner.checkpoint.consumed import Consumed
-from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.config.flags import parse
+from shmbridge.consumers.learner.config.sections import EarlyStopConfig, EvaluationConfig
 from shmbridge.consumers.learner.data.microbatch import micro_batches
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.model import forward
+from shmbridge.consumers.learner.model.load import load_model
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
-from shmbridge.consumers.learner.train.setup import load_model
 from shmbridge.consumers.learner.train.training_step import Around
 
 CPU = torch.device("cpu")
@@ -26,9 +27,8 @@ SMALL = {"vocab_size": 28, "n_embd": 32, "n_layer": 2, "n_head": 2}
 
 
 def options(folder, *more):
-    return parser().parse_args(
-        ["--bridge", "unused", "--model", str(folder), "--steps", "2", "--device", "cpu", *more]
-    )
+    config = parse(["--bridge", "unused", "--model", str(folder), "--steps", "2", "--device", "cpu", *more])
+    return config.compute, config.adapters
 
 
 def gradients(model, packed_batch):
@@ -55,8 +55,8 @@ def test_gradient_checkpointing_brings_no_dropout(packed_batch, tmp_path, family
             )
         )
     made.save_pretrained(tmp_path)
-    plain_metrics, plain = gradients(load_model(tmp_path, options(tmp_path), CPU), packed_batch)
-    frugal_model, calls = load_model(tmp_path, options(tmp_path, "--gradient-checkpointing"), CPU), []
+    plain_metrics, plain = gradients(load_model(tmp_path, *options(tmp_path), CPU), packed_batch)
+    frugal_model, calls = load_model(tmp_path, *options(tmp_path, "--gradient-checkpointing"), CPU), []
     inner = next(
         module
         for name, module in frugal_model.named_modules()
@@ -98,7 +98,7 @@ def test_the_evaluation_hook_sees_the_policy_without_dropout_and_training_has_it
 
     monkeypatch.setattr("shmbridge.consumers.learner.train.training_step.load_hook", lambda name: hook)
     saver = SimpleNamespace(consumed=Consumed(Progress(step=0, policy_version=-1)))
-    around = Around(options(tmp_path, "--eval-hook", "my:hook", "--eval-every", "1"), saver)
+    around = Around(EvaluationConfig(eval_hook="my:hook", eval_every=1), EarlyStopConfig(), saver)
     assert (
         around.metrics(SimpleNamespace(step=1, model=model, read=lambda asked: asked(model)))["eval/x"] == 1.0
     )

@@ -12,8 +12,8 @@ import torch
 
 from shmbridge.consumers import losses
 from shmbridge.consumers.advantages.credit import Credit
-from shmbridge.consumers.learner.config.grpo_options import parser
-from shmbridge.consumers.learner.data.training_rows import TrainingRows
+from shmbridge.consumers.learner.config.flags import parse
+from shmbridge.consumers.learner.data.rows import TrainingRows
 from shmbridge.consumers.learner.train.objective import SHARES, BadObjective, Counts, Objective, micro_loss
 
 LENGTHS = (5, 1, 3, 8, 2, 4)
@@ -252,11 +252,11 @@ def test_counts_are_those_of_all_ranks(on_ranks):
 
 
 def options(*flags):
-    return parser().parse_args(["--bridge", "b", "--model", "m", "--steps", "1", *flags])
+    return parse(["--bridge", "b", "--model", "m", "--steps", "1", *flags])
 
 
 def test_the_command_lines_defaults_are_the_objectives():
-    assert Objective.from_options(options()) == Objective(max_tokens=2048)
+    assert Objective.of(options()) == Objective(max_tokens=2048)
 
 
 def test_the_command_line_says_all_of_it():
@@ -268,7 +268,7 @@ def test_the_command_line_says_all_of_it():
         --process-weight 0.3 --token-rewards batch --token-discount 0.8 --token-weight 0.4
         --overlong-length 50 --overlong-buffer 10
     """
-    made = Objective.from_options(options(*flags.split()))
+    made = Objective.of(options(*flags.split()))
     credit = Credit(
         estimator="rloo",
         use_own=False,
@@ -300,15 +300,11 @@ def test_the_command_line_says_all_of_it():
 
 
 def test_fine_tuning_normalises_over_the_batch_unless_told_otherwise():
-    assert Objective.from_options(options("--loss", "sft")).credit.normalise == "batch"
+    assert Objective.of(options("--loss", "sft")).credit.normalise == "batch"
     assert (
-        Objective.from_options(options("--loss", "sft", "--sft-normalization", "global")).credit.normalise
-        == "global"
+        Objective.of(options("--loss", "sft", "--sft-normalization", "global")).credit.normalise == "global"
     )
-    assert (
-        Objective.from_options(options("--loss", "sft", "--sft-normalization", "none")).credit.normalise
-        == "none"
-    )
+    assert Objective.of(options("--loss", "sft", "--sft-normalization", "none")).credit.normalise == "none"
 
 
 @pytest.mark.parametrize(
@@ -332,7 +328,7 @@ def test_fine_tuning_normalises_over_the_batch_unless_told_otherwise():
 )
 def test_what_means_nothing_is_refused(flags, words):
     with pytest.raises(BadObjective) as refused:
-        Objective.from_options(options(*flags.split()))
+        Objective.of(options(*flags.split()))
     assert words in str(refused.value)
 
 

@@ -4,7 +4,6 @@ only what they change.
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import subprocess
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from shmbridge.consumers.learner.config.sections import WeightsConfig
 from shmbridge.consumers.learner.train.publishing import WeightsPublisher, first_version, weights_segment
 from shmbridge.consumers.learner.world import ALONE
 from shmbridge.weights import WeightsReader, WeightsWriter
@@ -104,7 +104,9 @@ def test_a_learner_begins_above_what_readers_have_seen_though_its_segment_is_gon
             writer.fill(8, [("second", "float32", (4,))]),
         ):
             raise ZeroDivisionError
-        options = argparse.Namespace(no_weights=False, bridge=bridge, precision="float32")
-        with weights_segment(options, tiny_model(1), ALONE) as (publish, last_version):
+        with weights_segment(bridge, WeightsConfig(), "float32", tiny_model(1), ALONE) as (
+            publish,
+            last_version,
+        ):
             publish(first_version(None, -1, last_version))
             assert reader.version == 8

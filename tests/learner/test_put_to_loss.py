@@ -27,7 +27,8 @@ from shmbridge.consumers.advantages import credit
 from shmbridge.consumers.advantages.rows import group_normalised
 from shmbridge.consumers.learner.data import microbatch, training_rows
 from shmbridge.consumers.learner.data.microbatch import micro_batches
-from shmbridge.consumers.learner.data.training_rows import NO_LOGPROB, prepare
+from shmbridge.consumers.learner.data.rows import NO_LOGPROB
+from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.errors import InvalidRecord
 
 GROUPS = 4  # of a batch

@@ -1,23 +1,39 @@
 """What the consumer is told of the learner's limits on staleness."""
 
+from unittest.mock import Mock
+
 import pytest
 
-from shmbridge.consumers.learner.config.grpo_options import parser
-from shmbridge.consumers.learner.config.staleness_options import BadLimit, consumer_arguments
+import shmbridge
+from shmbridge.consumers.learner.config.checks import BadLimit, refuse_unreachable_limits
+from shmbridge.consumers.learner.config.flags import parse
+from shmbridge.consumers.learner.data.batch_source import hub
 
 
-def told(*flags: str) -> dict:
-    return consumer_arguments(
-        parser().parse_args(["--bridge", "b", "--model", "m", "--steps", "1", "--groups", "8", *flags])
-    )
+@pytest.fixture
+def told(monkeypatch):
+    """Return a function from flags to what a consumer is opened with, of what the flags are about."""
+    opened = Mock()
+    monkeypatch.setattr(shmbridge, "Consumer", opened)
+
+    def told(*flags):
+        config = parse(["--bridge", "b", "--model", "m", "--steps", "1", "--groups", "8", *flags])
+        refuse_unreachable_limits(config)
+        hub(config, shmbridge.Run(), lambda group: True)
+        return {
+            name: opened.call_args.kwargs[name]
+            for name in ("policy", "max_off_policy_steps", "groups_per_step")
+        }
+
+    return told
 
 
-def test_without_a_limit_batches_are_fair():
+def test_without_a_limit_batches_are_fair(told):
     assert told() == {"policy": "fair", "max_off_policy_steps": None, "groups_per_step": None}
     assert told("--policy", "atropos")["policy"] == "atropos"
 
 
-def test_a_limit_takes_the_oldest_first_and_is_for_the_groups_of_a_step():
+def test_a_limit_takes_the_oldest_first_and_is_for_the_groups_of_a_step(told):
     assert told("--max-off-policy-steps", "2") == {
         "policy": "oldest",
         "max_off_policy_steps": 2,
@@ -25,13 +41,13 @@ def test_a_limit_takes_the_oldest_first_and_is_for_the_groups_of_a_step():
     }
 
 
-def test_an_order_that_would_break_the_limit_is_refused():
+def test_an_order_that_would_break_the_limit_is_refused(told):
     with pytest.raises(BadLimit, match="leave --policy atropos out"):
         told("--max-off-policy-steps", "2", "--policy", "atropos")
 
 
 @pytest.mark.parametrize("flag", ["--max-off-policy-steps", "--max-staleness", "--max-token-staleness"])
-def test_a_limit_that_nothing_could_keep_until_the_next_version_is_refused(flag):
+def test_a_limit_that_nothing_could_keep_until_the_next_version_is_refused(told, flag):
     with pytest.raises(
         BadLimit,
         match=f"are 3 steps old before the next version, and {flag} is 2: raise {flag} to 3, or .* to 3",

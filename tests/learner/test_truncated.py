@@ -7,7 +7,7 @@ import pytest
 
 import shmbridge
 from shmbridge.consumers.advantages.credit import Credit
-from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.train.objective import Objective
 from shmbridge.schema import FINISH_REASONS
@@ -109,5 +109,5 @@ def test_the_column_travels_from_put_to_the_learner(bridge):
 
 
 def test_the_option_reaches_the_objective():
-    options = parser().parse_args(["--bridge", "b", "--model", "m", "--steps", "1", "--truncated", "drop"])
-    assert Objective.from_options(options).truncated == "drop"
+    options = parse(["--bridge", "b", "--model", "m", "--steps", "1", "--truncated", "drop"])
+    assert Objective.of(options).truncated == "drop"

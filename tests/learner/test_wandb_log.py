@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from shmbridge.consumers import grpo
-from shmbridge.consumers.learner.config.grpo_options import parser
+from shmbridge.consumers.learner.config.flags import parse
 from shmbridge.consumers.learner.report.log import MetricsLog
 from shmbridge.consumers.learner.report.wandb_log import ID_FILE, WandbMissing, WandbRun
 
@@ -26,7 +26,7 @@ METRICS = {
 
 def options(tmp_path, *more):
     base = ["--bridge", "b", "--model", "m", "--steps", "9", "--run-dir", str(tmp_path / "run"), "--wandb"]
-    return parser().parse_args([*base, *more])
+    return parse([*base, *more])
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ ALLOWED = {
     ),
     "pyarrow": ("shmbridge",),
     "matplotlib": ("shmbridge.consumers", "shmbridge.bench"),
-    "yaml": ("shmbridge.launch",),
+    "yaml": ("shmbridge.launch", "shmbridge.consumers"),
     **dict.fromkeys(("fastapi", "uvicorn", "starlette", "pydantic", "h11"), ("shmbridge.consumers",)),
     **dict.fromkeys(
         ("faster_fifo", "iceoryx2", "transfer_queue", "tensordict"), ("shmbridge.bench.baselines",)

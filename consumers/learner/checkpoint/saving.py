@@ -14,13 +14,14 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+import shmbridge
 from shmbridge.consumers.learner.checkpoint import checkpoint
 from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
 from shmbridge.consumers.learner.checkpoint.consumed import Consumed
 from shmbridge.consumers.learner.checkpoint.rng_state import rng_state
 from shmbridge.consumers.learner.model.sharding import is_sharded
-from shmbridge.consumers.learner.report.log import Metrics
 from shmbridge.consumers.learner.train.grpo_update import Learner
+from shmbridge.consumers.learner.types import Metrics
 
 
 class CannotSave(Exception):
@@ -55,14 +56,14 @@ class Saver:
         """
         return self._learner.consistent and self._taken_step == self._learner.step
 
-    def took(self, batches: Iterable[Any], measured: Metrics) -> None:
+    def took(self, batches: Iterable[shmbridge.Batch], measured: Metrics) -> None:
         """Notes what a step was made of, over all ranks; blocks for the others.
 
         Args:
             batches: this rank's.
             measured: the step's metrics over all ranks.
         """
-        metas = [meta for batch in batches for meta in batch.meta]
+        metas: list[Any] = [meta for batch in batches for meta in batch.meta]
         if self._learner.world.size > 1:
             said = self._learner.world.gathered(sorted({(meta.producer_id, meta.sequence) for meta in metas}))
             metas = [

@@ -6,23 +6,20 @@ Knows the consumer; knows nothing of models. Called by the GRPO learner (`grpo.p
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import shmbridge
-from shmbridge.consumers.learner.config.staleness_options import consumer_arguments
+from shmbridge.consumers.learner.config.sections import LearnerConfig
 from shmbridge.consumers.learner.data.batch_wait import BatchWait, patience_of
-from shmbridge.consumers.learner.report.log import say
 from shmbridge.consumers.learner.stopping import StopSignals
+from shmbridge.consumers.learner.world import device_kind, say
 
 if TYPE_CHECKING:
     from shmbridge.batch import MakeBatch
     from shmbridge.consumers.device_batch import DeviceCopies
-
-_DRAINED = object()
 
 
 class HubSource:
@@ -30,12 +27,12 @@ class HubSource:
 
     Args:
         consumer: the hub; closed by whoever opened it.
-        options: groups of a batch, limits on staleness and on waiting.
+        config: groups of a batch, limits on staleness and on waiting.
         stops: looked at between two batches.
     """
 
-    def __init__(self, consumer: shmbridge.Consumer, options: argparse.Namespace, stops: StopSignals) -> None:
-        self._consumer, self._options, self._stops = consumer, options, stops
+    def __init__(self, consumer: shmbridge.Consumer, config: LearnerConfig, stops: StopSignals) -> None:
+        self._consumer, self._config, self._stops = consumer, config, stops
         self._make: MakeBatch | None = None
 
     @property
@@ -61,79 +58,76 @@ class HubSource:
         return self._consumer.stats()
 
     @contextmanager
-    def batches(self) -> Iterator[Iterator[Any]]:
+    def batches(self) -> Iterator[Iterator[shmbridge.Batch]]:
         """Yields an iterator that waits for batch after batch, until the bridge is drained.
 
         Its `next` raises NoBatch when the limits are exhausted, Stopped, and what the bridge raises.
         """
         # which forms none after its end
-        with device_copies(self._options) as copies, closing(self._iterate()) as batches:
+        with device_copies(self._config) as copies, closing(self._iterate()) as batches:
             self._make = None if copies is None else copies.batch
             yield batches
 
-    def _iterate(self) -> Generator[Any, None, None]:
-        patience = patience_of(self._options)
-        missing = functools.partial(who_is_missing, self._consumer, self._options.groups)
-        batches: Iterator[Any] | None = None
+    def _iterate(self) -> Generator[shmbridge.Batch, None, None]:
+        patience = patience_of(self._config.waiting)
+        missing = functools.partial(who_is_missing, self._consumer, self._config.batch.groups)
+        batches: Iterator[shmbridge.Batch] | None = None
         while True:
             wait = BatchWait(patience, missing, say)
-            batch = None
+            batch: shmbridge.Batch | Literal["drained"] | None = None
             while batch is None:
                 # one that timed out has ended; each waits for every one of its batches equally long
                 if batches is None:
                     batches = self._batches(min(wait.left_s, wait.first_s))
                 try:
-                    batch = next(batches, _DRAINED)
+                    batch = next(batches, "drained")
                 except shmbridge.ConsumerEmpty:
                     batches = None
                     wait.look()
-            if batch is _DRAINED:
+            if batch == "drained":
                 return
             self._stops.check()
             yield batch
 
-    def _batches(self, timeout_s: float) -> Iterator[Any]:
-        options = self._options
+    def _batches(self, timeout_s: float) -> Iterator[shmbridge.Batch]:
+        config = self._config
         return self._consumer.batches(
-            groups=options.groups,
+            groups=config.batch.groups,
             layout="packed",
-            max_staleness=options.max_staleness,
-            prefetch=options.prefetch,
-            hold="step" if most_held(options) == 1 else "caller",
+            max_staleness=config.staleness.max_staleness,
+            prefetch=config.batch.prefetch,
+            hold="step" if config.most_held == 1 else "caller",
             timeout_s=timeout_s,
             make=self._make,
         )
 
 
-def device_copies(options: argparse.Namespace) -> AbstractContextManager[DeviceCopies | None]:
+def device_copies(config: LearnerConfig) -> AbstractContextManager[DeviceCopies | None]:
     """Returns the way straight to the device, or None: batches are gathered on the host first."""
-    if options.host_copy != "direct":
+    if config.batch.host_copy != "direct":
         return nullcontext()
     from shmbridge.consumers.device_batch import DeviceCopies
-    from shmbridge.consumers.learner.train.setup import device_kind
 
-    return DeviceCopies(device_kind(options))
+    return DeviceCopies(device_kind(config.compute.device))
 
 
-def hub(options: argparse.Namespace, run: shmbridge.Run, screen: Callable[[Any], bool]) -> shmbridge.Consumer:
-    """Returns the hub of the bridge that the options name, which asks `screen` about each group.
+def hub(config: LearnerConfig, run: shmbridge.Run, screen: Callable[[Any], bool]) -> shmbridge.Consumer:
+    """Returns the hub of the bridge that the configuration names, which asks `screen` about each group.
 
     Raises as Consumer.
     """
+    limit = config.staleness.max_off_policy_steps
     consumer = shmbridge.Consumer(
-        options.bridge,
+        config.run.bridge,
         run=run,
-        lanes=options.lanes or "auto",
-        allocation_wait_s=options.allocation_wait,
-        **consumer_arguments(options),
+        lanes=config.batch.lanes or "auto",
+        allocation_wait_s=config.batch.allocation_wait,
+        policy=config.staleness.scheduler,
+        max_off_policy_steps=limit,
+        groups_per_step=None if limit is None else config.batch.groups,
     )
     consumer.screen(screen)
     return consumer
-
-
-def most_held(options: argparse.Namespace) -> int:
-    """Returns how many batches the learner holds at most before it releases any."""
-    return int(options.accumulate * (options.save_every if options.hold_until_saved else 1))
 
 
 def who_is_missing(consumer: shmbridge.Consumer, groups: int) -> str:

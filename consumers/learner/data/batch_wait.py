@@ -6,11 +6,13 @@ which ask for a batch within a time, and again.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from shmbridge.consumers.learner.config.sections import WaitingConfig
 
 _REMINDER_S = 30.0  # until the first word of a wait without limits; each next one comes after twice as long
 _LONGEST_REMINDER_S = 600.0
@@ -47,13 +49,13 @@ class Patience:
             delay = min(delay * _DELAY_GROWTH, max(_LONGEST_DELAY_S, self.retry_delay_s))
 
 
-def patience_of(options: argparse.Namespace) -> Patience | None:
-    """Returns the limits of the command line; None, for ever, if it sets none."""
-    given = {
-        "timeout_s": options.batch_timeout,
-        "attempts": options.batch_attempts,
-        "retry_delay_s": options.batch_retry_delay,
-        "max_wait_s": options.max_wait_time,
+def patience_of(waiting: WaitingConfig) -> Patience | None:
+    """Returns the limits of the configuration; None, for ever, if it sets none."""
+    given: dict[str, Any] = {
+        "timeout_s": waiting.batch_timeout,
+        "attempts": waiting.batch_attempts,
+        "retry_delay_s": waiting.batch_retry_delay,
+        "max_wait_s": waiting.max_wait_time,
     }
     given = {name: value for name, value in given.items() if value is not None}
     return Patience(**given) if given else None

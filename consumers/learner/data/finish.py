@@ -7,17 +7,16 @@ Letter: B rows (trajectories).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
+import shmbridge
 from shmbridge.schema import FINISH_REASONS
 
 STOP = FINISH_REASONS.index("stop")
 
 
-def truncated_rows(batch: Any) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def truncated_rows(batch: shmbridge.Batch) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Returns bool (B,) twice: rows that say another end than "stop", and rows that say none that has a name.
 
     Never blocks.

@@ -10,14 +10,14 @@ Letter: B rows (trajectories).
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+import shmbridge
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.advantages.row_settings import Heat, cut_sampling
-from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.consumers.learner.types import Metrics
 from shmbridge.metrics import rows_by_environment
 
 Bools = npt.NDArray[np.bool_]
@@ -97,7 +97,7 @@ class UnreadImages(ValueError):
     """A batch has images, which this learner does not read; the message says whose."""
 
 
-def refuse_images(batch: Any) -> None:
+def refuse_images(batch: shmbridge.Batch) -> None:
     """Raises `UnreadImages` if a row has images: a rollout that saw them is not the text alone.
 
     Never blocks.
@@ -113,7 +113,7 @@ def refuse_images(batch: Any) -> None:
 
 
 def left_out(
-    batch: Any,
+    batch: shmbridge.Batch,
     credit: Credit,
     heat: Heat,
     *,
@@ -161,7 +161,7 @@ def left_out(
     return found
 
 
-def without_mask(batch: Any, whole_rows: bool = False) -> Bools:
+def without_mask(batch: shmbridge.Batch, whole_rows: bool = False) -> Bools:
     """Returns bool (B,): rows that train nothing, since they do not say which of their tokens to train.
 
     Never blocks.
@@ -179,7 +179,7 @@ def without_mask(batch: Any, whole_rows: bool = False) -> Bools:
     return rows
 
 
-def rows_with_unknown_tokens(batch: Any, vocabulary: int) -> Bools | None:
+def rows_with_unknown_tokens(batch: shmbridge.Batch, vocabulary: int) -> Bools | None:
     """Returns bool (B,): rows with a token id that is not within 0 and `vocabulary` - 1; None if no row has
     one.
 
@@ -219,7 +219,7 @@ class SaidOnce:
         return found
 
 
-def _filled(batch: Any, name: str) -> Bools:
+def _filled(batch: shmbridge.Batch, name: str) -> Bools:
     """Returns bool (B,): rows in which a column says something; text that says "nothing" does not."""
     has: Bools = batch.has(name)
     values = getattr(batch, name, None) if has.any() else None
@@ -230,7 +230,7 @@ def _filled(batch: Any, name: str) -> Bools:
     return has
 
 
-def _binary_masks(batch: Any) -> Bools:
+def _binary_masks(batch: shmbridge.Batch) -> Bools:
     """Returns bool (B,): rows whose Atropos masks are 0 and 1.
 
     They are kept beside the mask only where they are not -100 and tokens.

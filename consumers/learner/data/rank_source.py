@@ -9,22 +9,21 @@ leave, together. Knows the bridge and the world; knows nothing of models. Called
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 import shmbridge
-from shmbridge.consumers.learner.data.batch_source import HubSource, hub, most_held, who_is_missing
+from shmbridge.consumers.learner.config.sections import LearnerConfig
+from shmbridge.consumers.learner.data.batch_source import HubSource, hub, who_is_missing
 from shmbridge.consumers.learner.data.batch_wait import BatchWait, NoBatch, patience_of
-from shmbridge.consumers.learner.report.log import say
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals
-from shmbridge.consumers.learner.world import PeerFailed, World
+from shmbridge.consumers.learner.world import PeerFailed, World, say
 from shmbridge.rank import RankShare
 
 _TICK_S = 1.0  # what one rank waits for its share before it hears of the others
@@ -71,7 +70,7 @@ class RankSource:
         world: the ranks; rank 0 is the hub.
         rank: this one's place at the bridge.
         consumer: the hub, on rank 0; closed by whoever opened it.
-        options: groups of a batch over all ranks, limits on staleness and on waiting.
+        config: groups of a batch over all ranks, limits on staleness and on waiting.
         stops: its signals end the run on all ranks, between two steps.
     """
 
@@ -80,11 +79,11 @@ class RankSource:
         world: World,
         rank: shmbridge.Rank,
         consumer: shmbridge.Consumer | None,
-        options: argparse.Namespace,
+        config: LearnerConfig,
         stops: StopSignals,
     ) -> None:
         self._world, self._rank, self._consumer = world, rank, consumer
-        self._options, self._stops = options, stops
+        self._config, self._stops = config, stops
         # the last published
         self.policy_version = world.told(-1 if consumer is None else consumer.policy_version)
         self.training_version = self.policy_version  # of the weights in training
@@ -112,7 +111,7 @@ class RankSource:
         return (self._consumer or self._rank).stats()
 
     @contextmanager
-    def batches(self) -> Iterator[Iterator[Any]]:
+    def batches(self) -> Iterator[Iterator[shmbridge.Batch]]:
         """Yields an iterator over this rank's shares, the same number on every rank, until the bridge is
         drained.
 
@@ -123,20 +122,21 @@ class RankSource:
         if self._consumer is not None:
             self._consumer.serve_ranks(
                 self._world.size,
-                groups=self._options.groups,
-                max_staleness=self._options.max_staleness,
-                prefetch=self._options.prefetch + most_held(self._options) - 1,
+                groups=self._config.batch.groups,
+                max_staleness=self._config.staleness.max_staleness,
+                prefetch=self._config.batch.prefetch + self._config.most_held - 1,
             )
         yield self._iterate()
         self._rank.report_done()  # while the hub is there to hear it
         self._world.told(0)
 
-    def _iterate(self) -> Iterator[Any]:
+    def _iterate(self) -> Iterator[shmbridge.Batch]:
         while True:
             share = self._next_share()
             if share == "drained":
                 return
-            yield (None if share is None else self._rank.gather(share, "packed")) or NoRows()
+            batch = None if share is None else self._rank.gather(share, "packed")
+            yield batch or cast(shmbridge.Batch, NoRows())  # which has all that is read of a batch
 
     def _next_share(self) -> RankShare | Literal["drained"] | None:
         """The share of the next step; None if there is none for this rank."""
@@ -169,8 +169,8 @@ class RankSource:
         if self._consumer is None:
             return BatchWait(None, str, lambda line: None)
         return BatchWait(
-            patience_of(self._options),
-            functools.partial(who_is_missing, self._consumer, self._options.groups),
+            patience_of(self._config.waiting),
+            functools.partial(who_is_missing, self._consumer, self._config.batch.groups),
             say,
         )
 
@@ -202,11 +202,7 @@ def leave_together(words: list[Word]) -> None:
 
 @contextmanager
 def opened(
-    options: argparse.Namespace,
-    run: shmbridge.Run,
-    screen: Callable[[Any], bool],
-    world: World,
-    stops: StopSignals,
+    config: LearnerConfig, run: shmbridge.Run, screen: Callable[[Any], bool], world: World, stops: StopSignals
 ) -> Iterator[HubSource | RankSource]:
     """Opens the bridge for this rank, and as its hub on rank 0; yield where its batches come from.
 
@@ -214,13 +210,13 @@ def opened(
         What Consumer and Rank raise; PeerFailed if they did so on another rank.
     """
     if world.size == 1:
-        with hub(options, run, screen) as alone:
-            yield HubSource(alone, options, stops)
+        with hub(config, run, screen) as alone:
+            yield HubSource(alone, config, stops)
         return
-    if options.host_copy == "direct" and world.is_main:
+    if config.batch.host_copy == "direct" and world.is_main:
         say("--host-copy direct is for one process: each rank gathers its shares on the host")
     with ExitStack() as stack:
         with world.together():
-            consumer = stack.enter_context(hub(options, run, screen)) if world.is_main else None
-            rank = stack.enter_context(shmbridge.Rank(options.bridge, world.rank, world.size))
-        yield RankSource(world, rank, consumer, options, stops)
+            consumer = stack.enter_context(hub(config, run, screen)) if world.is_main else None
+            rank = stack.enter_context(shmbridge.Rank(config.run.bridge, world.rank, world.size))
+        yield RankSource(world, rank, consumer, config, stops)

@@ -22,12 +22,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+import shmbridge
 from shmbridge import LeaseReleased
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.advantages.row_settings import silenced_rows
 from shmbridge.consumers.learner.data.microbatch import MicroBatch
-from shmbridge.consumers.learner.data.training_rows import NO_LOGPROB, TrainingRows
-from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.consumers.learner.data.rows import NO_LOGPROB, TrainingRows
+from shmbridge.consumers.learner.types import Metrics
 from shmbridge.metrics import rows_by_environment
 from shmbridge.record.row_checks import CHECKED_COLUMNS, check_of
 
@@ -47,7 +48,7 @@ class RowChecks:
     def __init__(self) -> None:
         self._named = False
 
-    def watch(self, batch: Any, rows: TrainingRows, credit: Credit) -> Watch:
+    def watch(self, batch: shmbridge.Batch, rows: TrainingRows, credit: Credit) -> Watch:
         """Returns the comparison of one batch, whose leases are held until it is over. Never blocks.
 
         Args:
@@ -84,7 +85,7 @@ class Watch:
         metas: of the records' rows.
     """
 
-    def __init__(self, batch: Any, rows: TrainingRows, credit: Credit) -> None:
+    def __init__(self, batch: shmbridge.Batch, rows: TrainingRows, credit: Credit) -> None:
         self._batch, self._rows, self._credit = batch, rows, credit
         self._records = list(getattr(batch, "records", None) or ())
         self._first = np.cumsum([0, *(len(record) for record in self._records)])

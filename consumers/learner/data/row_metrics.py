@@ -1,24 +1,21 @@
 """A batch in numbers, as it is about to be trained: scores, advantages, lengths.
 
-Pure numpy. Knows the arrays of `training_rows.py`; knows nothing of models and losses. Called from there.
+Pure numpy. Knows the arrays of `rows.py`; knows nothing of models and losses. Called by `training_rows.py`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 import numpy.typing as npt
 
+import shmbridge
 from shmbridge.consumers.advantages.overlong import answer_lengths
-from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.consumers.learner.data.rows import TrainingRows
+from shmbridge.consumers.learner.types import Metrics
 from shmbridge.metrics import rollout_metrics, rows_by_environment, usable_scores
 
-if TYPE_CHECKING:
-    from shmbridge.consumers.learner.data.training_rows import TrainingRows
 
-
-def row_metrics(batch: Any, rows: TrainingRows) -> Metrics:
+def row_metrics(batch: shmbridge.Batch, rows: TrainingRows) -> Metrics:
     """Returns what metrics.jsonl says of a batch. Never blocks.
 
     Args:
@@ -32,7 +29,7 @@ def row_metrics(batch: Any, rows: TrainingRows) -> Metrics:
     return {**_describe(batch, rows, scores[np.isfinite(scores)]), **_rollouts(batch, rows, scores)}
 
 
-def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
+def _describe(batch: shmbridge.Batch, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
     pushes = rows.advantages[rows.trained]
     groups = np.unique(batch.group_index).size
     # tokens with an advantage in front of each
@@ -54,7 +51,7 @@ def _describe(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -
     }
 
 
-def _rollouts(batch: Any, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
+def _rollouts(batch: shmbridge.Batch, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
     """What dashboards know trajectories by; the advantages are those that are trained with, the lengths those
     of whole answers.
     """

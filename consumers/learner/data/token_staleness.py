@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import shmbridge
+
 UNKNOWN = -1
 
 
-def token_staleness(batch: Any, policy_version: int) -> npt.NDArray[np.int32]:
+def token_staleness(batch: shmbridge.Batch, policy_version: int) -> npt.NDArray[np.int32]:
     """Returns int32 (N,): versions from the one that sampled the token to the current one; UNKNOWN if nothing
     says it.
 
@@ -40,7 +42,7 @@ def token_staleness(batch: Any, policy_version: int) -> npt.NDArray[np.int32]:
     return np.where(said, _behind(own, policy_version), staleness)
 
 
-def says_version(batch: Any, policy_version: int) -> npt.NDArray[np.bool_]:
+def says_version(batch: shmbridge.Batch, policy_version: int) -> npt.NDArray[np.bool_]:
     """Returns bool (N,): tokens that `token_versions` says this very version sampled. Never blocks.
 
     The version stamped on a record does not count. It is the one that was published when generation began,
@@ -59,7 +61,7 @@ def says_version(batch: Any, policy_version: int) -> npt.NDArray[np.bool_]:
     return said
 
 
-def odd_versions(batch: Any, policy_version: int) -> npt.NDArray[np.bool_]:
+def odd_versions(batch: shmbridge.Batch, policy_version: int) -> npt.NDArray[np.bool_]:
     """Returns bool (B,): rows that say a version above the current one, or of a token one below -1.
 
     Never blocks.

@@ -9,72 +9,30 @@ Letters: B rows (trajectories), N tokens of the whole batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from shmbridge.consumers.advantages.credit import Credit, NoAdvantages, credited, require_advantages
+import shmbridge
+from shmbridge.consumers.advantages.credit import Credit, credited, require_advantages
 from shmbridge.consumers.advantages.row_settings import temperatures
 from shmbridge.consumers.advantages.whole_batch import Reduce, alone
 from shmbridge.consumers.learner.data.finish import truncated_rows
 from shmbridge.consumers.learner.data.left_out import left_out, without_mask
 from shmbridge.consumers.learner.data.row_metrics import row_metrics
+from shmbridge.consumers.learner.data.rows import NO_LOGPROB, TrainingRows, known_count
 from shmbridge.consumers.learner.data.token_staleness import (
     UNKNOWN,
     odd_versions,
     says_version,
     token_staleness,
 )
-from shmbridge.consumers.learner.report.log import Metrics
-
-__all__ = ["NO_LOGPROB", "NoAdvantages", "TrainingRows", "known_count", "prepare", "trained_tokens"]
-
-# A log-probability is never positive, so a positive one says "none was recorded": Atropos writes 1.0 where no
-# token was sampled, and rows whose record carried no log-probabilities get the same mark here.
-NO_LOGPROB = 1.0
-
-
-def known_count(logprobs: npt.NDArray[np.float32], where: npt.NDArray[np.bool_]) -> int:
-    """Returns how many recorded log-probabilities, of those at the places, are one: not positive, and finite.
-
-    Never blocks.
-    """
-    return int(np.count_nonzero(where & (logprobs <= 0.0) & (logprobs > -np.inf)))
-
-
-@dataclass(frozen=True)
-class TrainingRows:
-    """What the loss needs of a batch, row after row without padding; value i belongs to token i."""
-
-    tokens: npt.NDArray[np.int32]  # (N,)
-    cu_seqlens: npt.NDArray[np.int32]  # (B+1,) where each row begins, then N
-    trained: npt.NDArray[np.bool_]  # (N,) never true for the first token of a row: nothing predicts it
-    advantages: npt.NDArray[np.float32]  # (N,) dimensionless
-    sampled_logprobs: npt.NDArray[np.float32]  # (N,) nats; NO_LOGPROB where none was recorded
-    temperature: npt.NDArray[np.float32]  # (B,) > 0
-    # (N,) as sampled_logprobs; None if nobody asked for them
-    reference_logprobs: npt.NDArray[np.float32] | None = None
-    # (N,) whose own version is the one about to be trained; None if that is not known
-    fresh: npt.NDArray[np.bool_] | None = None
-    # (N,) `trained` before any masking of the learner's own; None: not kept
-    answers: npt.NDArray[np.bool_] | None = None
-
-    @property
-    def trained_count(self) -> int:
-        """Trained tokens of this rank's batch."""
-        return int(np.count_nonzero(self.trained))
-
-    @property
-    def answer_count(self) -> int:
-        """Rows of this rank's batch with a trained token."""
-        before = np.concatenate([[0], np.cumsum(self.trained)])  # trained tokens in front of each
-        return int(np.count_nonzero(np.diff(before[self.cu_seqlens])))
+from shmbridge.consumers.learner.types import Metrics
 
 
 def prepare(
-    batch: Any,
+    batch: shmbridge.Batch,
     temperature: float,
     credit: Credit = Credit(),  # noqa: B008
     *,
@@ -85,6 +43,7 @@ def prepare(
     whole_rows: bool = False,
     truncated: Literal["keep", "mask", "drop"] = "keep",
     unknown_tokens: npt.NDArray[np.bool_] | None = None,
+    answers: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[TrainingRows, Metrics]:
     """Returns what the loss needs of a packed batch, and metrics that describe it.
 
@@ -104,13 +63,14 @@ def prepare(
             score from them.
         unknown_tokens: bool (B,), rows that train nothing for a token that the model does not have; None: no
             such row.
+        answers: what `checked_answers` returned for this batch; None: it is called here.
 
     Raises:
         NoAdvantages: a group needs the fallback that is not allowed.
     """
-    answers = trained_tokens(batch, whole_rows)
+    if answers is None:
+        answers = checked_answers(batch, credit, whole_rows)
     known = answers if unknown_tokens is None else answers & ~np.repeat(unknown_tokens, batch.lengths)
-    require_advantages(batch, answers, credit)
     staleness = None if policy_version is None else token_staleness(batch, policy_version)
     young = (
         known
@@ -163,7 +123,20 @@ def prepare(
     }
 
 
-def trained_tokens(batch: Any, whole_rows: bool = False) -> npt.NDArray[np.bool_]:
+def checked_answers(
+    batch: shmbridge.Batch, credit: Credit, whole_rows: bool = False
+) -> npt.NDArray[np.bool_]:
+    """Returns `trained_tokens` of a batch whose groups have the advantages that they must have. Never blocks.
+
+    Raises:
+        NoAdvantages: a group needs the fallback that is not allowed.
+    """
+    answers = trained_tokens(batch, whole_rows)
+    require_advantages(batch, answers, credit)
+    return answers
+
+
+def trained_tokens(batch: shmbridge.Batch, whole_rows: bool = False) -> npt.NDArray[np.bool_]:
     """Returns bool (N,): the loss mask; in rows without one, everything after the prompt, and nothing unless
     they say where that ends.
 
@@ -180,7 +153,7 @@ def trained_tokens(batch: Any, whole_rows: bool = False) -> npt.NDArray[np.bool_
     return trained & predicted
 
 
-def _logprobs(batch: Any, column: str) -> npt.NDArray[np.float32]:
+def _logprobs(batch: shmbridge.Batch, column: str) -> npt.NDArray[np.float32]:
     """Returns float32 (N,): what the records have, NO_LOGPROB in rows of those that have none."""
     found, recorded = np.full(len(batch.tokens), NO_LOGPROB, np.float32), getattr(batch, column, None)
     return (

@@ -9,23 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import get_args
+
+from shmbridge.consumers.learner.config.learning import Schedule
 
 Rate = Callable[[int], float]  # 0-based step -> learning rate
 
 LINEAR = "linear"
-# Those of transformers.SchedulerType that are functions of the step.
-SCHEDULES = (
-    LINEAR,
-    "constant",
-    "constant_with_warmup",
-    "cosine",
-    "cosine_with_restarts",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "polynomial",
-    "inverse_sqrt",
-    "warmup_stable_decay",
-)
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
 class BadSchedule(ValueError):

@@ -7,12 +7,12 @@ the GRPO learner (`grpo.py`).
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 
+import shmbridge
 from shmbridge.batching.staleness import LAGS, lag_of
-from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.consumers.learner.types import Metrics
 from shmbridge.metrics import LatencyWindow, batch_metrics, bridge_metrics, rows_by_environment
 
 _WINDOW = 200  # records whose latency counts, or those of so many batches if that is more:
@@ -30,7 +30,7 @@ class LearnerMetrics:
         self._latency = LatencyWindow(max(_WINDOW, _BATCHES * groups))
         self._fallback_groups = 0
 
-    def taken(self, batch: Any, now_ns: int, policy_version: int) -> Metrics:
+    def taken(self, batch: shmbridge.Batch, now_ns: int, policy_version: int) -> Metrics:
         """Returns how old the batch is, and how fast records come.
 
         Args:
@@ -70,14 +70,14 @@ class LearnerMetrics:
         }
 
 
-def rows_of_environments(batch: Any) -> dict[str, int]:
+def rows_of_environments(batch: shmbridge.Batch) -> dict[str, int]:
     """Trajectories of a batch, by the name that their environment has in metrics."""
     return {
         name: rows.size for name, rows in rows_by_environment([meta.env_name for meta in batch.meta]).items()
     }
 
 
-def _histogram(batch: Any, policy_version: int) -> dict[str, int]:
+def _histogram(batch: shmbridge.Batch, policy_version: int) -> dict[str, int]:
     """Trajectories by lag: a bar per version up to a few, one for all beyond, one for those of unknown
     age.
     """
@@ -86,7 +86,7 @@ def _histogram(batch: Any, policy_version: int) -> dict[str, int]:
     return {lag: lags[lag] for lag in LAGS}
 
 
-def staleness(batch: Any, policy_version: int) -> list[int]:
+def staleness(batch: shmbridge.Batch, policy_version: int) -> list[int]:
     """Versions between the policy that began each trajectory and the current one, where that is known: a
     later one is nobody's.
     """
@@ -97,5 +97,5 @@ def staleness(batch: Any, policy_version: int) -> list[int]:
     ]
 
 
-def _stamped(batch: Any) -> list[int | None]:
+def _stamped(batch: shmbridge.Batch) -> list[int | None]:
     return [meta.min_policy_version for meta in batch.meta]

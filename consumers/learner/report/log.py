@@ -11,9 +11,8 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-from shmbridge.consumers.learner.world import speaks
-
-Metrics = dict[str, Any]
+from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.world import say
 
 
 class AlsoLog(Protocol):
@@ -90,12 +89,6 @@ def progress_line(metrics: Metrics, steps: int) -> str:
         f"  publish {metrics['publish_s'] * 1e3:.0f}ms"
         + ("  UPDATE SKIPPED" if metrics["update_skipped"] else "")
     )
-
-
-def say(text: str) -> None:
-    """Prints one line for people; of several ranks, rank 0 does."""
-    if speaks():
-        print(f"grpo: {text}", flush=True)
 
 
 def _plain(value: Any) -> Any:

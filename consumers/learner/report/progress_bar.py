@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from shmbridge.consumers.learner.report.log import Metrics, progress_line
+from shmbridge.consumers.learner.report.log import progress_line
+from shmbridge.consumers.learner.types import Metrics
 
 
 class ProgressLines:

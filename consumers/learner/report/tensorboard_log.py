@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shmbridge.consumers.learner.checkpoint.checkpoint import load_progress
-from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.consumers.learner.types import Metrics
 
 FOLDER = "tensorboard"  # in the run directory
 

@@ -6,13 +6,13 @@ the bridge. Called by the GRPO learner (`grpo.py`).
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 from collections.abc import Callable
 from typing import Any
 
-from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.consumers.learner.config.sections import LearnerConfig
+from shmbridge.consumers.learner.types import Metrics
 
 ID_FILE = "wandb-run-id"  # in the run directory: a resumed learner goes on with its W&B run
 
@@ -28,7 +28,7 @@ class WandbRun:
     the start and at the end, never in between. Call from one thread.
 
     Args:
-        options: the learner's command line, which becomes the run's configuration.
+        config: the learner's, which becomes the run's configuration.
         resumed: whether the learner goes on from a checkpoint.
         say: takes a line for people.
 
@@ -38,7 +38,7 @@ class WandbRun:
 
     name = "wandb"
 
-    def __init__(self, options: argparse.Namespace, resumed: bool, say: Callable[[str], None]) -> None:
+    def __init__(self, config: LearnerConfig, resumed: bool, say: Callable[[str], None]) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -46,7 +46,7 @@ class WandbRun:
         self.failures_total = 0
         self._say = say
         self._run: Any = None
-        self._guarded("start", lambda: self._start(wandb, options, resumed))
+        self._guarded("start", lambda: self._start(wandb, config, resumed))
 
     def log(self, metrics: Metrics) -> None:
         """Hands over one step's metrics, at their step; values that are not finite are left out."""
@@ -61,17 +61,17 @@ class WandbRun:
         if self._run is not None:
             self._guarded("end", lambda: self._run.finish())
 
-    def _start(self, wandb: Any, options: argparse.Namespace, resumed: bool) -> None:
-        options.run_dir.mkdir(parents=True, exist_ok=True)
-        id_file = options.run_dir / ID_FILE
+    def _start(self, wandb: Any, config: LearnerConfig, resumed: bool) -> None:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        id_file = config.run_dir / ID_FILE
         again = id_file.read_text().strip() if resumed and id_file.exists() else None
         self._run = wandb.init(
-            project=options.wandb_project or None,
-            group=options.wandb_group or None,
-            name=options.wandb_name or options.bridge,
+            project=config.registration.wandb_project or None,
+            group=config.registration.wandb_group or None,
+            name=config.logging.wandb_name or config.run.bridge,
             job_type="learner",
-            config={name: value if _plain(value) else str(value) for name, value in vars(options).items()},
-            dir=os.environ.get("WANDB_DIR") or str(options.run_dir),
+            config=_flat(config),
+            dir=os.environ.get("WANDB_DIR") or str(config.run_dir),
             id=again,
             resume="allow" if again else None,
             settings=wandb.Settings(console="off"),
@@ -85,6 +85,13 @@ class WandbRun:
             self.failures_total += 1
             if self.failures_total == 1:
                 self._say(f"W&B cannot {what}, training goes on: {type(error).__name__}: {error}")
+
+
+def _flat(config: LearnerConfig) -> Metrics:
+    """All options by name; W&B shows texts and numbers."""
+    options = {name: value for section in config.document().values() for name, value in section.items()}
+    options["run_dir"] = str(config.run_dir)
+    return {name: value if _plain(value) else str(value) for name, value in options.items()}
 
 
 def _plain(value: Any) -> bool:

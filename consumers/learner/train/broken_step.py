@@ -7,13 +7,13 @@ learner (`grpo.py`).
 
 from __future__ import annotations
 
-import argparse
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
+from shmbridge.consumers.learner.config.sections import ComputeConfig
 from shmbridge.consumers.learner.train.grpo_update import Learner
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
@@ -30,13 +30,13 @@ class BrokenStep(Exception):
 
 
 def broken_step(
-    error: Exception, options: argparse.Namespace, learner: Learner, rescue: Callable[[], str]
+    error: Exception, compute: ComputeConfig, learner: Learner, rescue: Callable[[], str]
 ) -> BrokenStep:
     """Saves what was trained; return the error with words for people. Blocks for the disk.
 
     Args:
         error: what was raised; its frames in the computation are cleared.
-        options: of the command line.
+        compute: of the configuration.
         learner: that was training.
         rescue: saves, and says what is on the disk: `Saver.rescue`.
     """
@@ -51,7 +51,7 @@ def broken_step(
     if lacks_memory(error):
         place = "the update" if not learner.consistent else "forward or backward"
         found = BrokenStep(
-            f"out of memory in {place} of step {step}: {what}; {saved} -> {_lower(options, learner)}, then "
+            f"out of memory in {place} of step {step}: {what}; {saved} -> {_lower(compute, learner)}, then "
             "--resume"
         )
     else:
@@ -81,13 +81,13 @@ def lacks_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
 
 
-def _lower(options: argparse.Namespace, learner: Learner) -> str:
+def _lower(compute: ComputeConfig, learner: Learner) -> str:
     """What takes less memory, of what is not done yet."""
     if not learner.consistent:
         return "--param-dtype bfloat16, --lora-rank, or --parallel fsdp2 on more GPUs"
-    ways = [f"lower --micro-tokens ({options.micro_tokens} now)"]
-    if not options.gradient_checkpointing:
+    ways = [f"lower --micro-tokens ({compute.micro_tokens} now)"]
+    if not compute.gradient_checkpointing:
         ways.append("give --gradient-checkpointing")
-    if options.precision == "float32":
+    if compute.precision == "float32":
         ways.append("--precision bfloat16")
     return " or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)

@@ -6,45 +6,10 @@ Knows metrics by name; nothing of training. Called by the GRPO learner.
 from __future__ import annotations
 
 import math
-import operator
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from shmbridge.consumers.learner.report.log import Metrics
-
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
-_CONDITION = re.compile(r"\s*([^\s<>=]+)\s*(>=|<=|>|<)\s*(\S+)\s*")
-_GOAL = re.compile(r"\s*([^\s:]+)\s*:\s*(max|min)\s*")
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A metric compared with a number."""
-
-    metric: str
-    comparison: str
-    bound: float
-
-    def holds(self, value: float) -> bool:
-        """Whether a value of the metric meets it."""
-        return _COMPARISONS[self.comparison](value, self.bound)
-
-    def __str__(self) -> str:
-        return f"{self.metric}{self.comparison}{self.bound:g}"
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A metric that is to become larger, or smaller."""
-
-    metric: str
-    largest: bool
+from shmbridge.consumers.learner.config.conditions import Condition, Goal
+from shmbridge.consumers.learner.types import Metrics
 
 
 class EarlyStop:
@@ -106,26 +71,6 @@ class EarlyStop:
         if self._since_best < self._stall:
             return None
         return f"{goal.metric} has not become better than {self._best:g} in {self._stall} steps"
-
-
-def parse_condition(text: str) -> Condition:
-    """Returns the condition that a text such as reward_mean>=0.95 says. Raises ValueError."""
-    if (found := _CONDITION.fullmatch(text)) is None:
-        raise ValueError(f"{text!r} is not such as reward_mean>=0.95")
-    try:
-        bound = float(found[3])
-    except ValueError:
-        bound = math.nan
-    if not math.isfinite(bound):
-        raise ValueError(f"{text!r}: {found[3]} is no finite number")
-    return Condition(found[1], found[2], bound)
-
-
-def parse_goal(text: str) -> Goal:
-    """Returns the goal that a text such as reward_mean:max says. Raises ValueError."""
-    if (found := _GOAL.fullmatch(text)) is None:
-        raise ValueError(f"{text!r} is not such as reward_mean:max or loss:min")
-    return Goal(found[1], found[2] == "max")
 
 
 def _known(metrics: Metrics, name: str) -> float | None:

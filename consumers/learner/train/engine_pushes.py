@@ -8,7 +8,6 @@ and ends when that lasts. Knows the interface of `engines/` and no engine. Calle
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +17,9 @@ from dataclasses import dataclass
 from shmbridge.consumers.engines.autodetect import AtUrl
 from shmbridge.consumers.engines.engine import Engine, EngineFailed, Pause, Update
 from shmbridge.consumers.engines.fleet import Fleet
-from shmbridge.consumers.learner.report.log import Metrics, say
-from shmbridge.consumers.learner.world import World
+from shmbridge.consumers.learner.config.sections import WeightsConfig
+from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.world import World, say
 
 _AT_LEAST = 2  # failures in a row before the training ends for them
 _SHORTEST_S, _LONGEST_S = 10.0, 300.0  # for one push
@@ -151,10 +151,10 @@ class EnginePushes:
 
 
 @contextmanager
-def engine_pushes(options: argparse.Namespace, world: World) -> Iterator[EnginePushes]:
-    """Yields the pushes to the engines of the command line; on all ranks but one there are none."""
-    engines = [AtUrl(url) for url in dict.fromkeys(options.engine)] if world.is_main else []
-    pushes = EnginePushes(engines, options.bridge, options.pause, options.engine_patience)
+def engine_pushes(bridge: str, weights: WeightsConfig, world: World) -> Iterator[EnginePushes]:
+    """Yields the pushes to the engines of the configuration; on all ranks but one there are none."""
+    engines = [AtUrl(url) for url in dict.fromkeys(weights.engine)] if world.is_main else []
+    pushes = EnginePushes(engines, bridge, weights.pause, weights.engine_patience)
     try:
         yield pushes
     except BaseException:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shmbridge.consumers.learner.checkpoint.consumed import Consumed
-from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.consumers.learner.types import Metrics
 from shmbridge.metrics import rollout_metrics
 
 EVAL = "eval"

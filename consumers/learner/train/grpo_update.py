@@ -22,20 +22,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+import shmbridge
 from shmbridge.consumers import losses
-from shmbridge.consumers.advantages.credit import require_advantages
 from shmbridge.consumers.learner.data.left_out import refuse_images, rows_with_unknown_tokens
 from shmbridge.consumers.learner.data.microbatch import MicroBatch, micro_batches
 from shmbridge.consumers.learner.data.row_checks import RowChecks
-from shmbridge.consumers.learner.data.training_rows import NO_LOGPROB, TrainingRows, prepare, trained_tokens
+from shmbridge.consumers.learner.data.rows import NO_LOGPROB, TrainingRows
+from shmbridge.consumers.learner.data.training_rows import checked_answers, prepare
 from shmbridge.consumers.learner.model.forward import trained_logprobs
 from shmbridge.consumers.learner.model.optimizer import new_optimizer
 from shmbridge.consumers.learner.model.reference import Reference
 from shmbridge.consumers.learner.model.sharding import Parallel, whole
-from shmbridge.consumers.learner.report.log import Metrics
 from shmbridge.consumers.learner.report.step_times import StepTimes
 from shmbridge.consumers.learner.train.mismatch import Mismatch
 from shmbridge.consumers.learner.train.objective import LOSS_SHARES, SHARES, Counts, Objective, micro_loss
+from shmbridge.consumers.learner.types import Metrics
 from shmbridge.consumers.learner.world import World
 
 __all__ = ["Learner", "NoReference", "Objective"]
@@ -126,7 +127,9 @@ class Learner:
         """
         return self._parallel.read(compute)
 
-    def accumulate(self, batch: Any, policy_version: int | None = None, *, first: bool = True) -> Metrics:
+    def accumulate(
+        self, batch: shmbridge.Batch, policy_version: int | None = None, *, first: bool = True
+    ) -> Metrics:
         """Leaves the gradient of one batch in the parameters, whose values stay.
 
         Blocks for the compute, and for other ranks.
@@ -153,7 +156,7 @@ class Learner:
             unknown_tokens = self._unknown_tokens(batch)
             if not goal.ignore_images:
                 refuse_images(batch)
-            require_advantages(batch, trained_tokens(batch, goal.whole_rows), goal.credit)
+            answers = checked_answers(batch, goal.credit, goal.whole_rows)
         rows, metrics = prepare(
             batch,
             goal.temperature,
@@ -165,6 +168,7 @@ class Learner:
             whole_rows=goal.whole_rows,
             truncated=goal.truncated,
             unknown_tokens=unknown_tokens,
+            answers=answers,
         )
         counts = Counts.of(rows, world.sum)
         unknown = counts.tokens - counts.with_reference if goal.kl else 0.0
@@ -255,7 +259,7 @@ class Learner:
         self._shares[:LOSS_SHARES] *= shrink
         self._shares[LOSS_SHARES:] *= before.tokens / max(self._counts.tokens, 1.0)
 
-    def _unknown_tokens(self, batch: Any) -> npt.NDArray[np.bool_] | None:
+    def _unknown_tokens(self, batch: shmbridge.Batch) -> npt.NDArray[np.bool_] | None:
         """Returns bool (B,): rows to leave out for a token that the model does not have; None if no row has
         one.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shmbridge.consumers import losses
 from shmbridge.consumers.advantages.whole_batch import Reduce, alone
-from shmbridge.consumers.learner.report.log import Metrics
+from shmbridge.consumers.learner.types import Metrics
 
 _OF = ("mismatch_kl", "logprob_diff_mean", "logprob_diff_max")
 MISMATCH = (*_OF, *(f"{name}_fresh" for name in _OF), "tokens_fresh")

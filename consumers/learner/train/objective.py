@@ -8,7 +8,6 @@ Letters: n trained tokens of a micro-batch, row after row; b rows of it.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,8 +18,9 @@ from torch import Tensor
 from shmbridge.consumers import losses
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.advantages.whole_batch import Reduce, alone
+from shmbridge.consumers.learner.config.sections import LearnerConfig
 from shmbridge.consumers.learner.data.microbatch import Layout
-from shmbridge.consumers.learner.data.training_rows import TrainingRows, known_count
+from shmbridge.consumers.learner.data.rows import TrainingRows, known_count
 
 # What `micro_loss` says of a micro-batch, in this order: its share of the whole batch's.
 SHARES = (
@@ -142,49 +142,48 @@ class Objective:
             )
 
     @classmethod
-    def from_options(cls, options: argparse.Namespace) -> Objective:
-        """Returns the objective of the command line, less what a model decides (layout, chunks); raises
-        `BadObjective`.
+    def of(cls, config: LearnerConfig) -> Objective:
+        """Returns the objective of a configuration, less what a model decides (layout, chunks).
 
-        Never blocks.
+        Raises `BadObjective`; never blocks.
         """
-        normalise: Literal["none", "batch", "global"] = "batch" if options.loss == "sft" else "none"
+        goal, advantages = config.objective, config.advantages
         return cls(
-            loss=options.loss,
-            clip_low=options.clip_low,
-            clip_high=options.clip_high,
-            clip_dual=options.clip_dual or None,
-            mask_ratio=options.mask_ratio and tuple(options.mask_ratio),
-            mask_ratio_sequence=options.mask_ratio_sequence and tuple(options.mask_ratio_sequence),
-            max_tokens=options.max_answer_tokens or options.max_token_len,
-            entropy=options.entropy,
-            kl=options.kl_coef,
-            kl_estimator=options.kl_estimator,
-            tis_cap=options.tis_cap,
-            tis_level=options.tis_level,
-            max_token_staleness=options.max_token_staleness,
-            truncated=options.truncated,
-            temperature=options.temperature,
-            whole_rows=options.train_whole_rows,
-            ignore_images=options.ignore_images,
-            leave_out_unknown_tokens=options.leave_out_unknown_tokens,
-            micro_tokens=options.micro_tokens,
-            precision=getattr(torch, options.precision),
+            loss=goal.loss,
+            clip_low=goal.clip_low,
+            clip_high=goal.clip_high,
+            clip_dual=goal.clip_dual or None,
+            mask_ratio=goal.mask_ratio,
+            mask_ratio_sequence=goal.mask_ratio_sequence,
+            max_tokens=goal.max_answer_tokens or config.registration.max_token_len,
+            entropy=goal.entropy,
+            kl=goal.kl_coef,
+            kl_estimator=goal.kl_estimator,
+            tis_cap=goal.tis_cap,
+            tis_level=goal.tis_level,
+            max_token_staleness=goal.max_token_staleness,
+            truncated=goal.truncated,
+            temperature=goal.temperature,
+            whole_rows=goal.train_whole_rows,
+            ignore_images=goal.ignore_images,
+            leave_out_unknown_tokens=goal.leave_out_unknown_tokens,
+            micro_tokens=config.compute.micro_tokens,
+            precision=getattr(torch, config.compute.precision),
             credit=Credit(
-                estimator=options.advantages,
-                use_own=options.use_advantages,
-                fallback=options.fallback_to_grpo,
-                steps=options.process_rewards,
-                step_over=options.process_over,
-                step_discount=options.process_discount,
-                step_weight=options.process_weight,
-                token_rewards=options.token_rewards,
-                token_discount=options.token_discount,
-                token_weight=options.token_weight,
-                overlong_length=options.overlong_length,
-                overlong_buffer=options.overlong_buffer,
-                normalise=options.sft_normalization or normalise,
-                clip=options.clip_advantages and tuple(options.clip_advantages),
+                estimator=advantages.advantages,
+                use_own=advantages.use_advantages,
+                fallback=advantages.fallback_to_grpo,
+                steps=advantages.process_rewards,
+                step_over=advantages.process_over,
+                step_discount=advantages.process_discount,
+                step_weight=advantages.process_weight,
+                token_rewards=advantages.token_rewards,
+                token_discount=advantages.token_discount,
+                token_weight=advantages.token_weight,
+                overlong_length=advantages.overlong_length,
+                overlong_buffer=advantages.overlong_buffer,
+                normalise=goal.sft_normalization or ("batch" if goal.loss == "sft" else "none"),
+                clip=advantages.clip_advantages,
             ),
         )
 

@@ -8,7 +8,6 @@ Called by the GRPO learner (`grpo.py`).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shmbridge.consumers.learner.config.sections import Dtype, WeightsConfig
 from shmbridge.consumers.learner.model.lora import adapted_names, published_parameters
 from shmbridge.consumers.learner.model.sharding import Index, own_part
 from shmbridge.consumers.learner.world import World
@@ -31,21 +31,21 @@ def first_version(*seen: int | None) -> int:
 
 @contextmanager
 def weights_segment(
-    options: argparse.Namespace, model: Any, world: World
+    bridge: str, weights: WeightsConfig, precision: Dtype, model: Any, world: World
 ) -> Iterator[tuple[PublishWeights, int | None]]:
     """Yields a function that publishes the model's weights, and the last version of the bridge's weights so
     far.
 
     Every rank calls it, since each writes its part; rank 0 has the segment.
     """
-    if options.no_weights:
+    if weights.no_weights:
         yield (lambda version: None), None
         return
     with ExitStack() as stack:
         with world.together():
-            writer = stack.enter_context(WeightsWriter(options.bridge)) if world.is_main else None
-            part = None if writer is not None else stack.enter_context(WeightsPart(options.bridge))
-        publisher = WeightsPublisher(model, getattr(torch, options.precision), world, writer, part)
+            writer = stack.enter_context(WeightsWriter(bridge)) if world.is_main else None
+            part = None if writer is not None else stack.enter_context(WeightsPart(bridge))
+        publisher = WeightsPublisher(model, getattr(torch, precision), world, writer, part)
         yield publisher.publish, None if writer is None else writer.last_version
 
 

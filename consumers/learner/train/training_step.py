@@ -9,20 +9,21 @@ step. Called by the GRPO learner (`grpo.py`).
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import shmbridge
 from shmbridge.consumers.learner.checkpoint.saving import Saver
+from shmbridge.consumers.learner.config.sections import EarlyStopConfig, EvaluationConfig, LearnerConfig
 from shmbridge.consumers.learner.data.batch_source import HubSource
 from shmbridge.consumers.learner.data.left_out import SaidOnce
 from shmbridge.consumers.learner.data.rank_source import RankSource
 from shmbridge.consumers.learner.data.row_checks import DIFFERENCE
 from shmbridge.consumers.learner.model.eval_mode import evaluating
 from shmbridge.consumers.learner.report.learner_metrics import LearnerMetrics, rows_of_environments
-from shmbridge.consumers.learner.report.log import Metrics, MetricsLog, say
+from shmbridge.consumers.learner.report.log import MetricsLog
 from shmbridge.consumers.learner.report.rank_metrics import merged, of_all_ranks
 from shmbridge.consumers.learner.report.step_times import StepCost
 from shmbridge.consumers.learner.train.early_stop import EarlyStop
@@ -32,13 +33,16 @@ from shmbridge.consumers.learner.train.grpo_update import Learner
 from shmbridge.consumers.learner.train.mismatch import MISMATCH, MismatchAlarm
 from shmbridge.consumers.learner.train.objective import SHARES
 from shmbridge.consumers.learner.train.publishing import PublishWeights
+from shmbridge.consumers.learner.types import Metrics
+from shmbridge.consumers.learner.world import say
 
 
 class Around:
-    """What a run has besides its steps, by its options: evaluation, an end before the last step, and engines.
+    """What a run has besides its steps: evaluation, an end before the last step, and engines.
 
     Args:
-        options: of the command line.
+        evaluation: what to call between steps.
+        early_stop: when to end.
         saver: whose account of what was consumed tells known groups from new ones.
         tokenizer: for the evaluation hook; None without one.
 
@@ -49,15 +53,16 @@ class Around:
         BadHook: the evaluation hook cannot be used.
     """
 
-    def __init__(self, options: argparse.Namespace, saver: Saver, tokenizer: Any = None) -> None:
+    def __init__(
+        self, evaluation: EvaluationConfig, early_stop: EarlyStopConfig, saver: Saver, tokenizer: Any = None
+    ) -> None:
         self.engines = EnginePushes()
         self.screen = TrainingScreen(saver.consumed)
         self.early_stop = EarlyStop(
-            options.stop_when, options.stop_patience, options.stop_no_better, options.stop_stall, say=say
+            early_stop.condition, early_stop.stop_patience, early_stop.goal, early_stop.stop_stall, say=say
         )
-        self._hook = (
-            EvalHook(load_hook(options.eval_hook), options.eval_every, say) if options.eval_hook else None
-        )
+        hook = evaluation.eval_hook
+        self._hook = EvalHook(load_hook(hook), evaluation.eval_every, say) if hook else None
         self._tokenizer = tokenizer
 
     def metrics(self, learner: Learner) -> Metrics:
@@ -80,7 +85,7 @@ class TrainingStep:
         publish_weights: takes a version.
         saver: writes checkpoints.
         log: gets each step's metrics, over all ranks; None on all ranks but one.
-        options: of the command line.
+        config: of the run.
         around: evaluation.
     """
 
@@ -91,16 +96,16 @@ class TrainingStep:
         publish_weights: PublishWeights,
         saver: Saver,
         log: MetricsLog | None,
-        options: argparse.Namespace,
+        config: LearnerConfig,
         around: Around,
     ) -> None:
         self._learner, self._source, self._publish, self._saver = learner, source, publish_weights, saver
-        self._log, self._options, self._around = log, options, around
-        self._describe = LearnerMetrics(options.groups)
+        self._log, self._config, self._around = log, config, around
+        self._describe = LearnerMetrics(config.batch.groups)
         self._cost, self._said = StepCost(), SaidOnce()
-        self._alarm = MismatchAlarm(options.mismatch_warn, say)
-        self._batches: list[Any] = []  # of this step
-        self._held: list[Any] = []  # of steps since the last checkpoint
+        self._alarm = MismatchAlarm(config.objective.mismatch_warn, say)
+        self._batches: list[shmbridge.Batch] = []  # of this step
+        self._held: list[shmbridge.Batch] = []  # of steps since the last checkpoint
         self._parts: list[Metrics] = []
         self._waited_s = self._computed_s = 0.0
         self._waiting_since = time.monotonic()
@@ -113,9 +118,9 @@ class TrainingStep:
     @property
     def full(self) -> bool:
         """Whether all batches of the step are there."""
-        return len(self._batches) >= int(self._options.accumulate)
+        return len(self._batches) >= self._config.batch.accumulate
 
-    def take(self, batch: Any) -> None:
+    def take(self, batch: shmbridge.Batch) -> None:
         """Adds a batch's gradient.
 
         Blocks for the compute, and for other ranks; raises as `Learner.accumulate`.
@@ -137,7 +142,7 @@ class TrainingStep:
         Raises:
             EngineFailed: an engine has failed for too long; PeerFailed on the other ranks.
         """
-        if self._options.engine:
+        if self._config.weights.engine:
             with self._learner.world.together():
                 self._around.engines.settled()
 
@@ -155,7 +160,7 @@ class TrainingStep:
         self._saver.took(self._batches, measured)
         accounted = time.monotonic()
         version = source.training_version + 1
-        if learner.step % self._options.publish_every == 0 or learner.step >= self._options.steps:
+        if learner.step % self._config.weights.publish_every == 0 or learner.step >= self._config.run.steps:
             self._publish_version(version)
         else:
             source.note_training_version(version)
@@ -167,9 +172,9 @@ class TrainingStep:
                 "this line and the lane"
             )
         self._held += self._batches
-        if learner.step % self._options.save_every == 0 or learner.step >= self._options.steps:
+        if learner.step % self._config.checkpoints.save_every == 0 or learner.step >= self._config.run.steps:
             self.save()
-        elif not self._options.hold_until_saved:
+        elif not self._config.checkpoints.hold_until_saved:
             self._release()
         metrics |= {
             **measured,

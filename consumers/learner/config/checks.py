@@ -1,0 +1,106 @@
+"""Checks of options that do not go together, before anything is loaded.
+
+The objective's own are in `objective.py`.
+
+Called by `grpo.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shmbridge.consumers.learner.config.sections import OPTIONS, LearnerConfig
+
+# option -> the flag that it needs, with its values, and the values of that option under which it does nothing
+_NEEDS: Mapping[str, tuple[str, tuple[object, ...]]] = {
+    "--tis-level": ("--tis-cap", (None,)),
+    "--clip-dual": ("--loss grpo, dr_grpo, dapo or gspo", ("cispo", "sft")),
+    "--kl-estimator": ("--kl-coef", (0.0,)),
+    "--max-answer-tokens": ("--loss dr_grpo", ("grpo", "dapo", "gspo", "cispo", "sft")),
+    "--process-over": ("--process-rewards", ("off",)),
+    "--process-weight": ("--process-rewards", ("off",)),
+    "--process-discount": ("--process-rewards to_go", ("off", "step")),
+    "--token-weight": ("--token-rewards", ("off",)),
+    "--token-discount": ("--token-rewards", ("off",)),
+    "--lora-alpha": ("--lora-rank", (None,)),
+    "--lora-dropout": ("--lora-rank", (None,)),
+    "--lora-targets": ("--lora-rank", (None,)),
+    "--eval-every": ("--eval-hook", (None,)),
+    "--stop-patience": ("--stop-when", (None,)),
+    "--stop-stall": ("--stop-no-better", (None,)),
+    "--wandb-name": ("--wandb", (False,)),
+    "--pause": ("--engine", ((),)),
+    "--engine-patience": ("--engine", ((),)),
+}
+
+
+# flag -> the flag beside which it does nothing, and why
+_BESIDE: Mapping[str, tuple[str, str]] = {
+    "--clip-dual": ("--tis-cap", "one update per batch leaves the ratio at 1, which no bound holds"),
+    "--no-fallback-to-grpo": (
+        "--no-use-advantages",
+        "all advantages are made of the scores then, which is the fallback",
+    ),
+}
+
+
+class IdleOption(Exception):
+    """An option would do nothing; the message says which one, and why."""
+
+
+class BadLimit(Exception):
+    """Limits that do not go together; the message says which."""
+
+
+def refuse_idle(config: LearnerConfig) -> None:
+    """Refuses options that do nothing: without one they need, or beside another.
+
+    An option at its default is not seen.
+
+    Raises:
+        IdleOption: the first that is found.
+    """
+    for flag, (needs, without) in _NEEDS.items():
+        if _given(flag, config) and config.value(_name(needs.split()[0])) in without:
+            raise IdleOption(f"{flag} does nothing without {needs} -> give that too, or leave {flag} out")
+    for flag, (other, why) in _BESIDE.items():
+        if _given(flag, config) and _given(other, config):
+            raise IdleOption(f"{flag} does nothing beside {other}: {why} -> leave one of them out")
+    if config.weights.engine and config.weights.no_weights:
+        raise IdleOption("--engine takes weights, and --no-weights writes none -> leave one of them out")
+
+
+def refuse_unreachable_limits(config: LearnerConfig) -> None:
+    """Refuses limits on staleness that no group could meet.
+
+    Raises:
+        BadLimit: another order than the oldest first is given with a limit on off-policy steps, or a limit is
+            below the staleness of the newest samples just before the next version is published: nothing would
+            ever pass.
+    """
+    staleness, every = config.staleness, config.weights.publish_every
+    steps = staleness.max_off_policy_steps
+    if steps is not None and staleness.scheduler != "oldest":
+        raise BadLimit(
+            f"--max-off-policy-steps {steps} needs the oldest groups first: leave --policy "
+            f"{staleness.scheduler} out"
+        )
+    oldest = every - 1
+    for name in ("max_staleness", "max_off_policy_steps", "max_token_staleness"):
+        limit = config.value(name)
+        if limit is not None and limit < oldest:
+            flag = OPTIONS[name].flag
+            raise BadLimit(
+                f"with --publish-every {every} even the newest samples are {oldest} steps old before the "
+                f"next version, and {flag} is {limit}: raise {flag} to {oldest}, or lower --publish-every "
+                f"to {limit + 1}"
+            )
+
+
+def _given(flag: str, config: LearnerConfig) -> bool:
+    name = _name(flag)
+    return bool(config.value(name) != OPTIONS[name].default)
+
+
+def _name(flag: str) -> str:
+    return next(each.name for each in OPTIONS.values() if each.flag == flag)

@@ -1,0 +1,117 @@
+"""The learner's configuration as a YAML file: what `--config` reads, and what every run writes into its
+directory.
+
+Knows PyYAML, which is imported once a file is read or written. Called by `flags.py` and `grpo.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from shmbridge.consumers.learner.config.sections import OPTIONS, SECTIONS, LearnerConfig, meant
+
+NAME = "config.yaml"  # in the run directory
+_FLOAT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")  # YAML 1.1 takes 1e-6 for a text
+
+
+class BadConfigFile(Exception):
+    """A configuration file cannot be read, or something in it is wrong; the message names the file, the keys
+    and the values.
+    """
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Returns the options that a file gives, by name. Blocks for the disk.
+
+    Raises:
+        BadConfigFile: the message names everything that is wrong.
+    """
+    import yaml
+
+    try:
+        document = yaml.load(path.read_bytes(), _yaml()[0])  # which is safe
+    except OSError as error:
+        raise BadConfigFile(f"{path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise BadConfigFile(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    values: dict[str, Any] = {}
+    if wrong := list(_take(document, values)):
+        raise BadConfigFile(f"{path}: {'; '.join(wrong)}")
+    return values
+
+
+def write(config: LearnerConfig, path: Path) -> None:
+    """Writes a whole configuration.
+
+    Whoever reads the file sees the one before or this one, also after a kill. Raises OSError.
+    """
+    import yaml
+
+    text = yaml.dump(config.document(), Dumper=_yaml()[1], sort_keys=False)
+    unfinished = path.with_name(f".{path.name}.part")
+    unfinished.write_text(
+        f"# python -m shmbridge.consumers.grpo --config {path.name} takes all of this again; flags win over "
+        f"it.\n{text}"
+    )
+    unfinished.replace(path)
+
+
+def _take(document: object, values: dict[str, Any]) -> Iterator[str]:
+    """Puts the options of a document into `values`; yield a line for each thing that is wrong."""
+    if not isinstance(document, Mapping):
+        yield f"it holds {document!r}, not sections such as run: and optimizer:"
+        return
+    for section, inner in document.items():
+        if section not in SECTIONS:
+            yield _unknown("", str(section))
+        elif not isinstance(inner, Mapping | None):
+            yield f"{section}: {inner!r} is not a mapping of options"
+        else:
+            for name, value in (inner or {}).items():
+                if name not in OPTIONS or OPTIONS[name].section != section:
+                    yield _unknown(section, str(name))
+                    continue
+                try:
+                    values[name] = OPTIONS[name].whole(value)
+                except ValueError as error:
+                    yield f"{section}.{name}: {error}"
+
+
+def _unknown(section: str, name: str) -> str:
+    """What to say of a key that its section, or with "" the file, does not have."""
+    here = [each.name for each in OPTIONS.values() if each.section == section] if section else list(SECTIONS)
+    where = f"{section}.{name}" if section else name
+    if not section and (close := difflib.get_close_matches(name, here, n=1)):
+        return f"{where}: did you mean {close[0]}?"
+    if (option := meant(name)) is not None:
+        return f"{where}: did you mean {option.section}.{option.name}?"
+    return f"{where} is not known; known are {', '.join(here)}"
+
+
+@cache
+def _yaml() -> tuple[Any, Any]:
+    """Returns a loader and a dumper that take 1e-6 for a number, and a key that is given twice for a
+    mistake.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value]
+            if twice := [key for key, _ in node.value if names.count(key.value) > 1]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{twice[0].value} is given twice", twice[-1].start_mark
+                )
+            return super().construct_mapping(node, deep)
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        pass
+
+    for each in (Loader, Dumper):
+        each.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+    return Loader, Dumper

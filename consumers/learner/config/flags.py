@@ -1,0 +1,199 @@
+"""The command line of the GRPO learner: flags made from the sections, and a configuration made from flags and
+a file.
+
+A flag that is not known is answered with the one that was meant. Called by `grpo.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from msgspec import Meta
+
+from shmbridge.consumers.learner.config.file import BadConfigFile, read
+from shmbridge.consumers.learner.config.option import Option, described
+from shmbridge.consumers.learner.config.sections import OPTIONS, SECTIONS, LearnerConfig, meant
+
+_EXAMPLES = """\
+examples:
+  # a small random model on the CPU, against environments that send 8 answers per prompt
+  python -m shmbridge.consumers.grpo --bridge demo --model ./tiny --steps 400 --groups 16 --group-size 8 \\
+      --lr 2e-3 --entropy 0.1 --device cpu --threads 1
+
+  # a pretrained model on a GPU; batches at most four versions old; weights leave as bfloat16
+  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
+      --groups 64 --lr 1e-6 --max-staleness 4 --precision bfloat16 --gradient-checkpointing
+
+  # go on after a crash, from the newest checkpoint of the run directory (a fresh start if there is none)
+  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 --resume
+
+  # the same run once more, with another learning rate: every run directory has its configuration
+  python -m shmbridge.consumers.grpo --config runs/run1/config.yaml --run-dir runs/run1-faster --lr 3e-6
+
+  # the limits of the Atropos recipe for verl: 10 attempts of 30 s for a batch, but 30 s in all; advantages
+  # wanted
+  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
+      --batch-timeout 30 --batch-attempts 10 --batch-retry-delay 0.5 --max-wait-time 30 --no-fallback-to-grpo
+
+  # four GPUs of this machine, one process for each; a part of each tensor on each
+  torchrun --standalone --nproc-per-node 4 -m shmbridge.consumers.grpo --bridge run1 \\
+      --model Qwen/Qwen2.5-7B-Instruct --steps 500 --groups 64 --precision bfloat16 --parallel fsdp2
+
+  # adapters on a model in bfloat16, four batches a step, a cosine that ends at a tenth; stop when it is good
+  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-7B-Instruct --steps 500 \\
+      --lora-rank 16 --param-dtype bfloat16 --precision bfloat16 --lr 1e-5 --accumulate 4 \\
+      --schedule cosine_with_min_lr --schedule-option min_lr_rate=0.1 \\
+      --stop-when 'reward_mean>=0.95' --stop-patience 5 --tensorboard
+
+  # two vLLM servers, started with VLLM_SERVER_DEV_MODE=1, get every second version; what they are generating
+  # goes on
+  python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-1.5B-Instruct --steps 500 \\
+      --precision bfloat16 --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001 \\
+      --pause keep --publish-every 2
+
+exit status: 0 all steps done, stopped early, or the bridge was drained; 1 refused to start, or a group had
+no advantages under --no-fallback-to-grpo; 3 no batch came within the limits; 4 another rank is gone; 5 a step
+could not be computed, for want of memory or by an error; 130 or 143 stopped by SIGINT or SIGTERM. The
+unfinished batch goes to the next learner, finished steps are saved.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage of all flags."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def parse(argv: Sequence[str] | None = None) -> LearnerConfig:
+    """Returns the configuration of a command line, and of the file that its `--config` names.
+
+    Ends the process if something is wrong.
+
+    Args:
+        argv: the command line, without the program; None: this process's.
+    """
+    root = parser()
+    found, unknown = root.parse_known_args(argv)
+    if unknown:
+        flags = [each for each in unknown if each.startswith("-")]
+        root.error(f"unrecognized: {'; '.join(map(_unrecognized, flags or unknown))}")
+    try:
+        values = {} if found.config is None else read(found.config)
+    except BadConfigFile as error:
+        root.error(str(error))
+    for name, value in vars(found).items():
+        if name in OPTIONS:
+            values[name] = OPTIONS[name].whole(dict(value) if OPTIONS[name].shape == "mapping" else value)
+    if missing := [
+        each.flag for each in OPTIONS.values() if each.default is MISSING and each.name not in values
+    ]:
+        root.error(
+            f"the following arguments are required: {', '.join(missing)} (as flags, or in the file of "
+            "--config)"
+        )
+    return LearnerConfig.of(values)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of `python -m shmbridge.consumers.grpo`; what it returns has only the options that
+    were given.
+    """
+    root = _Parser(
+        prog="python -m shmbridge.consumers.grpo",
+        usage="%(prog)s --bridge NAME --model DIR_OR_ID --steps N [--config FILE] [option ...]",
+        description="Train a causal language model with GRPO on the trajectory groups of a bridge.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    root.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        default=None,
+        help="YAML file with options, in sections named as below; every run writes such a file, config.yaml, "
+        "into its run directory. Flags win over the file: --no-SWITCH turns off what the file turns on, "
+        "and one --engine or --schedule-option replaces all of the file's",
+    )
+    for section, kind in SECTIONS.items():
+        group = root.add_argument_group(section, (kind.__doc__ or "").split("\n")[0])
+        for each in OPTIONS.values():
+            if each.section == section:
+                _add(group, each)
+    return root
+
+
+def _add(group: argparse._ArgumentGroup, option: Option) -> None:
+    add = functools.partial(group.add_argument, option.flag, dest=option.name, help=option.help)
+    if option.shape == "switch":
+        name = option.flag.removeprefix("--")
+        opposite = name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
+        add(action="store_const", const=not option.default)
+        group.add_argument(
+            f"--{opposite}",
+            dest=option.name,
+            action="store_const",
+            const=option.default,
+            help=argparse.SUPPRESS,
+        )
+    elif option.shape == "choice":
+        add(choices=get_args(option.item))
+    elif option.shape == "pair":
+        add(type=_typed(option), nargs=2, metavar=tuple(option.metavar.split()))
+    elif option.shape == "list" and "," in option.metavar:
+        add(type=lambda text: text.split(","), metavar=option.metavar)
+    elif option.shape == "value":
+        add(type=_typed(option), metavar=option.metavar)
+    else:
+        add(
+            type=_named(option) if option.shape == "mapping" else _typed(option),
+            action="append",
+            metavar=option.metavar,
+        )
+
+
+def _typed(option: Option) -> Callable[[str], Any]:
+    """Returns what argparse calls with a word.
+
+    Of a ValueError argparse shows this function's name; of its own exception the words.
+    """
+    number, *about = get_args(option.item) or (option.item,)
+
+    def typed(text: str) -> Any:
+        value = number(text)
+        try:
+            return option.one(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    typed.__name__ = next((str(each.title) for each in about if isinstance(each, Meta)), number.__name__)
+    return typed
+
+
+def _named(option: Option) -> Callable[[str], tuple[str, Any]]:
+    """Returns what argparse calls with a word such as min_lr_rate=0.1."""
+
+    def named(text: str) -> tuple[str, Any]:
+        name, equals, value = text.partition("=")
+        try:
+            if name and equals:
+                return name, option.one(float(value))
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not {option.metavar}, where X is {described(option.item)}"
+        )
+
+    return named
+
+
+def _unrecognized(word: str) -> str:
+    """A flag that is not known, and the one that was meant."""
+    option = meant(word.split("=")[0].lstrip("-"))
+    return f"{word}; did you mean {option.flag}?" if option is not None else f"{word}; --help lists all flags"

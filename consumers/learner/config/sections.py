@@ -1,0 +1,352 @@
+"""The learner's configuration: frozen sections of options, each with its type, its default and its help.
+
+Flags, files and checks are made from what stands here. `--help` shows the docstrings: what stands for a value
+in parentheses, the default in brackets where the value itself does not say enough. The names of sections and
+fields are the keys of a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+
+from shmbridge.consumers.engines.engine import Pause
+from shmbridge.consumers.learner.config.conditions import Condition, Goal, parse_condition, parse_goal
+from shmbridge.consumers.learner.config.learning import (
+    AdapterConfig,
+    AdvantageConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+)
+from shmbridge.consumers.learner.config.option import (
+    AboveZero,
+    Address,
+    NotNegative,
+    Option,
+    Positive,
+    Seconds,
+    Seed,
+    ZeroOrAbove,
+    options_of,
+)
+
+Scheduler = Literal["fair", "atropos", "oldest"]
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What is trained, and for how many steps.
+
+    bridge (NAME): the bridge whose hub the learner is
+    model (DIR_OR_ID): folder of the model, or its Hugging Face id
+    steps: optimizer steps of the whole run
+    seed: random seed of the learner
+    """
+
+    bridge: str
+    model: str
+    steps: Positive
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """The run directory, and what is saved there.
+
+    run_dir (DIR): folder for config.yaml, metrics.jsonl and checkpoints/ [runs/<bridge>]
+    resume: continue from the newest checkpoint; start afresh if there is none
+    save_every: steps between checkpoints
+    keep: how many of the newest checkpoints to keep
+    hold_until_saved: hold every group until a checkpoint contains it: a killed run loses none, and lanes must
+        have room for the groups of --save-every steps
+    """
+
+    run_dir: str | None = None
+    resume: bool = False
+    save_every: Positive = 50
+    keep: Positive = 2
+    hold_until_saved: bool = False
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """What a batch is made of.
+
+    groups: trajectory groups of a batch
+    group_size: trajectories per group, for the registration
+    accumulate: batches of --groups groups per optimizer step: the gradient is that of all their groups, and
+        all are held until the step is done
+    lanes: environments to take from at once; more wait for a free lane [as many as descriptors allow, 1024 at
+        most]
+    allocation_wait (SECONDS): with --policy fair: how long a batch waits for an environment that is promised
+        a part of it
+    prefetch: batches formed, or copied to the device, ahead of time
+    host_copy: how tokens reach the device: as a batch gathered in host memory, or straight from the ring, on
+        a stream of their own; auto is batch, until direct has been measured on a GPU
+    """
+
+    groups: Positive = 16
+    group_size: Positive = 8
+    accumulate: Positive = 1
+    lanes: Positive | None = None
+    allocation_wait: ZeroOrAbove = 10.0
+    prefetch: Positive = 1
+    host_copy: Literal["batch", "direct", "auto"] = "auto"
+
+
+@dataclass(frozen=True)
+class StalenessConfig:
+    """How old groups may be, and which come first.
+
+    max_staleness (VERSIONS): discard groups older than this many policy versions, which count optimizer steps
+        [no limit, or --max-off-policy-steps]
+    max_off_policy_steps (STEPS): environments that ask begin no group that would be trained more steps later
+        than this; takes --policy oldest [no limit]
+    policy: how batches are formed: fair between environments; as the Atropos server does, where a step has
+        --groups x --group-size trajectories; or the oldest policy version first [fair, or oldest with
+        --max-off-policy-steps]
+    """
+
+    max_staleness: NotNegative | None = None
+    max_off_policy_steps: NotNegative | None = None
+    policy: Scheduler | None = None
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """How batches are formed, whether that is given or not."""
+        return self.policy or ("fair" if self.max_off_policy_steps is None else "oldest")
+
+
+@dataclass(frozen=True)
+class WaitingConfig:
+    """How long to wait for a batch: for ever, if none of these is given.
+
+    batch_timeout (SECONDS): seconds per attempt [30 if another of these is given]
+    batch_attempts: attempts before the learner gives up [10 if another of these is given]
+    batch_retry_delay (SECONDS): delay after the first attempt; each later delay is 1.5 times as long, up to 3
+        s. A batch that comes during a delay is taken [0.5 if another of these is given]
+    max_wait_time (SECONDS): longest wait for one batch, over all attempts [no limit]
+    """
+
+    batch_timeout: AboveZero | None = None
+    batch_attempts: Positive | None = None
+    batch_retry_delay: ZeroOrAbove | None = None
+    max_wait_time: AboveZero | None = None
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """Where and how to compute.
+
+    device: where to compute; auto is cuda if there is any
+    threads: CPU threads; 0: torch's choice
+    precision: of the forward pass and of the published weights; see --param-dtype
+    param_dtype: of the parameters; under bfloat16 the optimizer keeps float32 masters, and adapters stay
+        float32
+    micro_tokens: tokens of one forward pass, padding included
+    batch_layout: rows padded to rectangles, or packed one after the other without padding; auto packs for
+        every model that is seen to keep packed rows apart without a mask
+    chunk_tokens: trained tokens whose logits are there at a time; 0: all of a forward pass [256 MiB of
+        logits, all if they take less than 1 GiB]
+    gradient_checkpointing: compute activations again in the backward pass: less memory, a third slower
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: NotNegative = 0
+    precision: Dtype = "float32"
+    param_dtype: Dtype = "float32"
+    micro_tokens: Positive = 8192
+    batch_layout: Literal["padded", "packed", "auto"] = "auto"
+    chunk_tokens: NotNegative | None = None
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class RankConfig:
+    """Several devices: torchrun starts one process for each.
+
+    parallel: ddp: every rank has the whole model; fsdp2: a shard of each tensor
+    process_group_timeout (SECONDS): how long ranks wait for a silent one before they end
+    """
+
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
+    process_group_timeout: Seconds = 600.0
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    """What is published, and engines to bring to it.
+
+    Those that follow the bridge by themselves need no --engine.
+
+    no_weights: publish versions but no weights
+    publish_every: optimizer steps between two versions, for all engines; the last step always makes one
+    engine (URL): bring this server to every version while the learner waits for its next batch: vLLM, SGLang,
+        or one that follows the bridge; may be repeated
+    pause: requests in flight continue under the new weights, are waited for, or end where they are
+    engine_patience (SECONDS): the learner ends when an engine has failed for so long, push after push
+    """
+
+    no_weights: bool = False
+    publish_every: Positive = 1
+    engine: tuple[Address, ...] = ()
+    pause: Pause = "keep"
+    engine_patience: Seconds = 600.0
+
+
+@dataclass(frozen=True)
+class RegistrationConfig:
+    """What environments are told.
+
+    max_token_len: longest trajectory, in tokens
+    wandb_project (NAME): passed on to environments that log; the learner's own run is there too
+    wandb_group (NAME): passed on to environments that log; the learner's own run is there too
+    """
+
+    max_token_len: Positive = 2048
+    wandb_project: str = ""
+    wandb_group: str = ""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation beside training. Groups that environments put for it are scored and never trained.
+
+    eval_hook (MODULE:FUNCTION): call function(step, model, tokenizer); the numbers by name that it returns
+        are logged as eval/<name>
+    eval_every: steps between two calls
+    """
+
+    eval_hook: str | None = None
+    eval_every: Positive = 50
+
+
+@dataclass(frozen=True)
+class EarlyStopConfig:
+    """When to end before the last step, with exit status 0.
+
+    stop_when (METRIC>=X): end once a metric is as good as this, such as reward_mean>=0.95
+    stop_patience: number of consecutive steps that must satisfy it
+    stop_no_better (METRIC:max|min): end once a metric has not improved for long
+    stop_stall: number of steps with that metric and without improvement
+    """
+
+    stop_when: Annotated[str, parse_condition] | None = None
+    stop_patience: Positive = 1
+    stop_no_better: Annotated[str, parse_goal] | None = None
+    stop_stall: Positive = 100
+
+    @property
+    def condition(self) -> Condition | None:
+        """What `stop_when` says."""
+        return None if self.stop_when is None else parse_condition(self.stop_when)
+
+    @property
+    def goal(self) -> Goal | None:
+        """What `stop_no_better` says."""
+        return None if self.stop_no_better is None else parse_goal(self.stop_no_better)
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Where each step's metrics go.
+
+    log_every: steps between progress lines
+    progress: a bar instead of lines, where standard error is a terminal
+    tensorboard: log every step's metrics for TensorBoard, into tensorboard/ of the run directory
+    wandb: log every step's metrics to a W&B run, in the project and group of the registration
+    wandb_name (NAME): name of that run [the bridge's]
+    """
+
+    log_every: Positive = 1
+    progress: bool = False
+    tensorboard: bool = False
+    wandb: bool = False
+    wandb_name: str = ""
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """Everything that the learner is told."""
+
+    run: RunConfig
+    checkpoints: CheckpointConfig = CheckpointConfig()
+    batch: BatchConfig = BatchConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    waiting: WaitingConfig = WaitingConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()  # noqa: RUF009  # frozen
+    advantages: AdvantageConfig = AdvantageConfig()  # noqa: RUF009  # frozen
+    optimizer: OptimizerConfig = OptimizerConfig()  # noqa: RUF009  # frozen
+    adapters: AdapterConfig = AdapterConfig()  # noqa: RUF009  # frozen
+    compute: ComputeConfig = ComputeConfig()
+    ranks: RankConfig = RankConfig()
+    weights: WeightsConfig = WeightsConfig()
+    registration: RegistrationConfig = RegistrationConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    early_stop: EarlyStopConfig = EarlyStopConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of this run."""
+        return Path(self.checkpoints.run_dir or Path("runs") / self.run.bridge)
+
+    @property
+    def most_held(self) -> int:
+        """How many batches the learner holds at most before it releases any."""
+        return self.batch.accumulate * (
+            self.checkpoints.save_every if self.checkpoints.hold_until_saved else 1
+        )
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> LearnerConfig:
+        """Returns the configuration with these values of options, by name, and defaults for the rest."""
+        given: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+        for name, value in values.items():
+            given[OPTIONS[name].section][name] = value
+        return cls(**{section: kind(**given[section]) for section, kind in SECTIONS.items()})
+
+    def value(self, name: str) -> Any:
+        """Returns an option's value by the option's name."""
+        return getattr(getattr(self, OPTIONS[name].section), name)
+
+    def document(self) -> dict[str, dict[str, Any]]:
+        """Returns all of it as plain mappings, lists, numbers and texts."""
+        found: dict[str, dict[str, Any]] = msgspec.to_builtins(self)
+        return found
+
+
+SECTIONS: dict[str, Any] = get_type_hints(LearnerConfig)
+OPTIONS = {each.name: each for section, kind in SECTIONS.items() for each in options_of(section, kind)}
+# What other trainers call some of them, for "did you mean".
+_ALSO = {
+    "learning_rate": "lr",
+    "batch_size": "groups",
+    "num_generations": "group_size",
+    "gradient_accumulation_steps": "accumulate",
+    "kl_beta": "kl_coef",
+    "entropy_coef": "entropy",
+    "epsilon_high": "clip_high",
+    "epsilon_low": "clip_low",
+    "max_completion_length": "max_answer_tokens",
+    "warmup_steps": "warmup",
+    "lr_scheduler_type": "schedule",
+    "grad_clip": "max_grad_norm",
+    "lora_r": "lora_rank",
+    "max_steps": "steps",
+    "save_steps": "save_every",
+    "output_dir": "run_dir",
+}
+
+
+def meant(name: str) -> Option | None:
+    """Returns the option that was probably meant by a name that is none; None if it is like no other."""
+    known = {each: each for each in OPTIONS} | _ALSO
+    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    return OPTIONS[known[close[0]]] if close else None

@@ -1,0 +1,154 @@
+"""The model that a learner begins with: from a folder or a Hugging Face id, on its device, with its adapters
+and its reference.
+
+Called by `train/setup.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shmbridge.consumers.learner.config.learning import AdapterConfig
+from shmbridge.consumers.learner.config.sections import ComputeConfig, LearnerConfig
+from shmbridge.consumers.learner.data.microbatch import Layout
+from shmbridge.consumers.learner.model import attention
+from shmbridge.consumers.learner.model.lora import (
+    BadAdapter,
+    Lora,
+    PeftMissing,
+    add_adapters,
+    differences,
+    has_adapters,
+    is_adapter,
+    prepare_adapters,
+)
+from shmbridge.consumers.learner.model.optimizer import cast_parameters
+from shmbridge.consumers.learner.model.reference import Reference
+from shmbridge.consumers.learner.world import World, device_kind, say
+
+
+class StartupError(Exception):
+    """The learner cannot start like this; the message says why and what to do."""
+
+
+def device_of(compute: ComputeConfig, world: World) -> torch.device:
+    """Returns the device of this rank, which is the current one of its kind from now on.
+
+    Raises:
+        StartupError: there is no GPU, or there are more ranks than GPUs.
+    """
+    if device_kind(compute.device) == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise StartupError(
+            "--device cuda: torch sees no GPU here -> --device cpu, or mend torch and the driver"
+        )
+    if world.size == 1:
+        return torch.device("cuda")
+    if world.local_rank >= torch.cuda.device_count():
+        raise StartupError(
+            f"local rank {world.local_rank} has no GPU: there are {torch.cuda.device_count()} -> "
+            "start as many processes as GPUs with torchrun --nproc-per-node, or give --device cpu"
+        )
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
+def load_model(
+    source: Path | str, compute: ComputeConfig, adapters: AdapterConfig, device: torch.device
+) -> Any:
+    """Returns the model on a device, in the dtype and with the adapters that the configuration says.
+
+    Blocks for the disk.
+
+    Raises:
+        StartupError: there is no such model, or it does not go with the adapters.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source).float()
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        # the reason without a library's traceback
+        here = "" if Path(source).exists() else "there is no such folder, and as a Hugging Face id: "
+        raise StartupError(
+            f"cannot load a model from {source}: {here}{str(error).splitlines()[0]}"
+        ) from error
+    base = (parameter for name, parameter in model.named_parameters() if not is_adapter(name))
+    cast_parameters(base, getattr(torch, compute.param_dtype))
+    _adapt(model, source, adapters)
+    model.to(device)
+    if compute.gradient_checkpointing:
+        # transformers 5.23 has another name, and warns of the old one. The reentrant form hides gradients
+        # from DDP.
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": False})
+        _compute_again(model)
+    return model
+
+
+def _compute_again(model: Any) -> None:
+    """Has layers work again in the backward pass, which they do in training alone, and without the dropout of
+    training.
+
+    With it, the policy that is trained would not be the one that sampled: every ratio would be noise.
+    """
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+            for name in [
+                name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)
+            ]:
+                setattr(module, name, 0.0)
+
+
+def _adapt(model: Any, source: Path | str, adapters: AdapterConfig) -> None:
+    """Puts adapters in, or make those of a checkpoint ready."""
+    loaded, rank = has_adapters(model), adapters.lora_rank or 0
+    if isinstance(source, Path) and loaded != bool(rank):
+        there, wanted = ("", "without") if loaded else ("no ", "with")
+        raise StartupError(
+            f"{source} has {there}adapters, and the options ask for a model {wanted} -> the --lora-* of "
+            "that run"
+        )
+    lora = Lora(rank, adapters.lora_alpha or 2.0 * rank, adapters.lora_dropout, adapters.lora_targets)
+    if loaded:
+        if isinstance(source, Path) and (others := differences(model, lora)):
+            raise StartupError(f"{source} was trained with {', '.join(others)} -> resume with the same")
+        prepare_adapters(model)
+    elif rank:
+        try:
+            add_adapters(model, lora, str(source))
+        except (PeftMissing, BadAdapter) as error:
+            raise StartupError(str(error)) from error
+
+
+def load_tokenizer(source: Path | str) -> Any:
+    """Returns the tokenizer that stands beside a model, or None. Blocks for the disk."""
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # the library raises what it likes here, and training needs none
+        say(f"no tokenizer beside {source}, so none in the checkpoints: {type(error).__name__}")
+        return None
+
+
+def load_reference(
+    model: Any, source: Path | None, config: LearnerConfig, device: torch.device, layout: Layout
+) -> Reference | None:
+    """Returns what the KL term is against, None without one: the model of the configuration, also after a
+    checkpoint.
+
+    It is whole on every rank's device, also where the model is sharded.
+    """
+    if not config.objective.kl_coef:
+        return None
+    if source is None or has_adapters(model):
+        return Reference(model, device)
+    first = load_model(config.run.model, config.compute, config.adapters, device)
+    attention.settle(first, layout, getattr(torch, config.compute.precision), say)
+    return Reference(first, device)
