@@ -21,7 +21,6 @@ from pathlib import Path
 import shmbridge
 from shmbridge.consumers.advantages.credit import NoAdvantages
 from shmbridge.consumers.learner.checkpoint.checkpoint import CheckpointMismatch
-from shmbridge.consumers.learner.checkpoint.saving import CannotSave, Saver
 from shmbridge.consumers.learner.config.checks import (
     BadLimit,
     IdleOption,
@@ -47,6 +46,7 @@ from shmbridge.consumers.learner.train.evaluation import BadHook
 from shmbridge.consumers.learner.train.grpo_update import Learner, NoReference, NothingToLearn, UnknownTokens
 from shmbridge.consumers.learner.train.objective import BadObjective, Objective
 from shmbridge.consumers.learner.train.publishing import PublishWeights, first_version, weights_segment
+from shmbridge.consumers.learner.train.saving import CannotSave, Saver
 from shmbridge.consumers.learner.train.setup import agreed_starting_point, load_learner, registration
 from shmbridge.consumers.learner.train.training_step import Around, TrainingStep
 from shmbridge.consumers.learner.types import Metrics

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import shmbridge
-from shmbridge.consumers.learner.checkpoint.saving import Saver
 from shmbridge.consumers.learner.config.sections import EarlyStopConfig, EvaluationConfig, LearnerConfig
 from shmbridge.consumers.learner.data.batch_source import HubSource
 from shmbridge.consumers.learner.data.left_out import SaidOnce
@@ -33,6 +32,7 @@ from shmbridge.consumers.learner.train.grpo_update import Learner
 from shmbridge.consumers.learner.train.mismatch import MISMATCH, MismatchAlarm
 from shmbridge.consumers.learner.train.objective import SHARES
 from shmbridge.consumers.learner.train.publishing import PublishWeights
+from shmbridge.consumers.learner.train.saving import Saver
 from shmbridge.consumers.learner.types import Metrics
 from shmbridge.consumers.learner.world import say
 
