@@ -41,7 +41,7 @@ from shmbridge.errors import (
 from shmbridge.put import refusals
 from shmbridge.put.claim import Slot
 from shmbridge.put.own_names import LOOK_S, OwnNames
-from shmbridge.put.planner import Loader, Split, Version, checked_stamp
+from shmbridge.put.planner import RecordPlanner, Split, Version, checked_stamp
 from shmbridge.schema import Columns, columns_of
 from shmbridge.segments import locks, membership, one_thread, placement, segment
 from shmbridge.segments.at_exit import at_exit
@@ -99,7 +99,7 @@ class Producer(OneProcess):
         self._given_id = check_producer_id(producer_id) or f"{env_name[:32] or 'producer'}-{os.getpid()}"
         self.lane_bytes = check_lane_bytes(lane_bytes, sizing.SMALLEST_LANE)
         self.columns = columns_of(schema)
-        self._loader = Loader(self.columns, self.lane_bytes, env_name)
+        self._planner = RecordPlanner(self.columns, self.lane_bytes, env_name)
         self._control = membership.open_control(bridge)
         try:
             membership.sweep(bridge)
@@ -144,8 +144,8 @@ class Producer(OneProcess):
         self._names = OwnNames(
             self.producer_id, self.bridge, self._control, self.lane_name, self._lane, self._writer
         )
-        self._door = fast_put.Door(
-            self._loader.forms, self._writer, self.producer_id, self._loader.most_bytes
+        self._fast_put = fast_put.FastPut(
+            self._planner.forms, self._writer, self.producer_id, self._planner.most_bytes
         )
         self._control.announce_lane()
 
@@ -203,16 +203,16 @@ class Producer(OneProcess):
         if group_size is None and split == "train" and not (foreign or self._closed):
             # before: an interrupt may hide that it was put, and no two groups get one id
             self._groups_put += 1
-            sequence: int | None = self._door.put(group, group_id, self._groups_put - 1, policy_version)
+            sequence: int | None = self._fast_put.put(group, group_id, self._groups_put - 1, policy_version)
             if sequence is not None:
-                self._loader.look(group, nulls=False)
+                self._planner.look(group, nulls=False)
                 return sequence
             self._groups_put -= 1
-        return self._put_at_leisure(
+        return self._put_slow(
             self._measure(group, group_id, group_size, policy_version, split, foreign), timeout_s
         )
 
-    def _put_at_leisure(self, plan: Plan, timeout_s: float | None) -> int | None:
+    def _put_slow(self, plan: Plan, timeout_s: float | None) -> int | None:
         placed = self._try_put(plan) or self._wait_for(lambda: self._try_put(plan), plan, timeout_s)
         return plan.sequence if placed else None
 
@@ -319,7 +319,7 @@ class Producer(OneProcess):
             group_id, group_size, policy_version, split, timeout_s: as in `put`.
         """
         self._check_open()
-        plan = self._loader.claimed(rows, lengths, self._stamp(group_id, group_size, policy_version, split))
+        plan = self._planner.claimed(rows, lengths, self._stamp(group_id, group_size, policy_version, split))
         slot = Slot(self._writer, plan, self._publish)
 
         def begin() -> bool:
@@ -376,7 +376,7 @@ class Producer(OneProcess):
     ) -> Plan:
         self._check_open()
         try:
-            return self._loader.plan(group, self._stamp(group_id, group_size, version, split), foreign)
+            return self._planner.plan(group, self._stamp(group_id, group_size, version, split), foreign)
         except (InvalidRecord, RecordTooBig):
             self._writer.count_drop(Drop.INVALID)
             raise
@@ -391,8 +391,8 @@ class Producer(OneProcess):
         newest = version[1] if isinstance(version, tuple) else version
         # counted, not refused: an engine may have it a moment before it is published
         if newest is not None and newest > published:
-            self._door.ahead += 1
-            if self._door.ahead == 1:
+            self._fast_put.ahead += 1
+            if self._fast_put.ahead == 1:
                 log.warning("%s", refusals.ahead(self.producer_id, self.bridge, newest, published))
         return stamp
 
@@ -420,7 +420,7 @@ class Producer(OneProcess):
             try:
                 placed = plan.put_into(self._writer)
                 if placed:
-                    self._loader.fragments.note(plan)
+                    self._planner.fragments.note(plan)
                 return placed
             except LossyMasks:
                 # rare masks, neither -100 nor the token: `masks` becomes a column of its own, and there must
@@ -428,7 +428,7 @@ class Producer(OneProcess):
                 self._unfold(plan)
             except BadValue as bad:
                 self._drop(plan, Drop.INVALID)
-                raise self._loader.refusal(bad, plan.source and plan.source[0]) from None
+                raise self._planner.refusal(bad, plan.source and plan.source[0]) from None
             except ClaimLost:
                 # a handler closed this producer meanwhile, or has a claim open: the next look says which
                 continue
@@ -436,7 +436,7 @@ class Producer(OneProcess):
 
     def _unfold(self, plan: Plan) -> None:
         try:
-            plan.become(self._loader.with_masks_as_they_are(plan))
+            plan.become(self._planner.with_masks_as_they_are(plan))
         except (InvalidRecord, RecordTooBig):
             self._drop(plan, Drop.INVALID)
             raise
@@ -488,10 +488,10 @@ class Producer(OneProcess):
             )
         try:
             slot.plan.finish(slot)
-            self._loader.fragments.note(slot.plan)
+            self._planner.fragments.note(slot.plan)
         except BadValue as bad:
             self._drop(slot.plan, Drop.INVALID)
-            raise self._loader.refusal(bad, None) from None
+            raise self._planner.refusal(bad, None) from None
         except ClaimLost:
             self._check_open()
             raise ClaimOpen(
@@ -553,7 +553,7 @@ class Producer(OneProcess):
             "lane_bytes": self.lane_bytes,
             **self._memory.of([self._lane]),
             "lane_free_bytes": self._writer.free_bytes if not self._closed else self.lane_bytes,
-            "policy_version_ahead_total": self._door.ahead,
+            "policy_version_ahead_total": self._fast_put.ahead,
             **labelled("dropped_total", Drop, counters["dropped"]),
         }
 

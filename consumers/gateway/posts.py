@@ -29,7 +29,7 @@ from shmbridge.consumers.gateway.decode import Posted, Refused
 from shmbridge.consumers.gateway.delivery import Carrier
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.errors import Closed, LaneQuarantined, LaneRemoved
-from shmbridge.put.planner import Loader, checked_stamp
+from shmbridge.put.planner import RecordPlanner, checked_stamp
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class RemoteLane:
     def __init__(self, options: GatewayOptions, env_name: str, opened: Callable[[str], None]) -> None:
         self._options, self._env_name, self._opened = options, env_name, opened
         self._opening = asyncio.Lock()
-        self._loader: Loader | None = None
+        self._planner: RecordPlanner | None = None
         self._left = ""
         self.producer: Producer | None = None
         self.posting = 0  # groups that are here and not yet in the lane
@@ -62,7 +62,7 @@ class RemoteLane:
                 self.producer = await asyncio.to_thread(
                     Producer, options.bridge, env_name=name, lane_bytes=options.lane_bytes
                 )
-                self._loader = Loader(self.producer.columns, self.producer.lane_bytes)
+                self._planner = RecordPlanner(self.producer.columns, self.producer.lane_bytes)
                 self._opened(self.producer.lane_name)
             return self.producer
 
@@ -92,9 +92,9 @@ class RemoteLane:
 
         Raises InvalidRecord, RecordTooBig.
         """
-        assert self._loader is not None
+        assert self._planner is not None
         for group in groups:
-            self._loader.plan(group, checked_stamp("", None, None, 0, "train"), True)
+            self._planner.plan(group, checked_stamp("", None, None, 0, "train"), True)
 
     def close(self) -> None:
         """What is in the lane stays for the consumer; what waits for room goes in if there is some, and is

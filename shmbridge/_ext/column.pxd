@@ -20,13 +20,13 @@ cdef class Form:
     cdef int array_type              # NumPy's number of the dtype
 
 
-cdef class Column:
+cdef class PackedColumn:
     cdef readonly Form form
     cdef readonly uint8_t tag
     cdef readonly uint32_t entries
     cdef readonly uint64_t count     # values
     cdef readonly object rows        # list of lists and arrays, bytes, or None: filled in by the caller
-    cdef readonly Column folds       # the record's tokens: `rows` are Atropos masks to fold with them
+    cdef readonly PackedColumn folds       # the record's tokens: `rows` are Atropos masks to fold with them
     cdef bytes row_lengths           # uint32[entries], or None
     cdef bytes inner_lengths         # uint32[], or None
     cdef bytes keys

@@ -25,13 +25,13 @@ class Form:
         finite: bool,
     ) -> None: ...
 
-class Column:
+class PackedColumn:
     form: Form
     tag: int
     entries: int
     count: int
     rows: Any
-    folds: Column | None
+    folds: PackedColumn | None
     def __init__(
         self,
         form: Form,
@@ -44,7 +44,6 @@ class Column:
         keys: bytes | None = None,
         validity: np.ndarray[Any, Any] | None = None,
         rows: Any = None,
-        folds: Column | None = None,
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -54,5 +53,3 @@ class Column:
     def inner(self) -> np.ndarray[Any, Any] | None: ...
     @property
     def valid(self) -> np.ndarray[Any, Any] | None: ...
-
-def row_lengths(rows: list[Any]) -> np.ndarray[Any, np.dtype[np.uint32]]: ...

@@ -3,6 +3,7 @@
 Knows numbers, not values: those are pack.pyx's. Where in the record it will lie is plan.pyx's.
 """
 
+cimport cython
 cimport numpy as cnp
 
 import numpy as np
@@ -21,31 +22,34 @@ CHECKED_COLUMNS = ("tokens", "loss_mask", "inference_logprobs", "ref_logprobs", 
 cdef class Form:
     """What packing needs to know of one column of a lane's table."""
 
-    def __init__(self, str name not None, uint32_t number, int kind, dtype, *, bint per_token, bint per_record, bint finite):
+    def __init__(self, str name not None, uint32_t number, int kind, dtype, *, bint per_token,
+                 bint per_record, bint finite):
         self.name, self.number, self.kind, self.dtype = name, number, kind, dtype
         self.item_bytes, self.code = dtype.itemsize, ord(dtype.char)
         self.array_type = dtype.num
         self.per_token, self.per_record, self.finite = per_token, per_record, finite
         self.says_versions = name == "token_versions" and kind == KIND_LIST and dtype == np.int32
-        self.check_seed = row_check_seed(name.encode()) if name in CHECKED_COLUMNS and kind == KIND_LIST else 0
+        is_checked = name in CHECKED_COLUMNS and kind == KIND_LIST
+        self.check_seed = row_check_seed(name.encode()) if is_checked else 0
         self.is_tokens = name == "tokens" and kind == KIND_LIST and dtype == np.int32
         self.ends_steps = name == "step_ends" and kind == KIND_LIST and dtype == np.int32
         self.rewards_steps = name == "step_rewards" and kind == KIND_LIST
         self.counts_prompts = name == "prompt_length" and kind == KIND_SCALAR and dtype == np.int32
 
 
-cdef class Column:
+@cython.freelist(64)
+cdef class PackedColumn:
     """A present column of a record. One record, one thread."""
 
-    def __init__(self, Form form not None, *, int tag=TAG_VALUES, uint64_t entries=0, uint64_t count=0, lengths=None, inner=None,
-                 bytes keys=None, validity=None, rows=None, Column folds=None):
+    def __init__(self, Form form not None, *, int tag=TAG_VALUES, uint64_t entries=0, uint64_t count=0,
+                 lengths=None, inner=None, bytes keys=None, validity=None, rows=None):
         if entries > 0xFFFFFFFF:
             raise OverflowError(f"{entries} rows, allowed are 2**32 - 1")
         self.form, self.tag, self.entries, self.count = form, tag, entries, count
         self.row_lengths = None if lengths is None else lengths.tobytes()
         self.inner_lengths = None if inner is None else inner.tobytes()
         self.validity = None if validity is None else validity.tobytes()
-        self.keys, self.rows, self.folds = keys, rows, folds
+        self.keys, self.rows = keys, rows
 
     @property
     def name(self) -> str:
@@ -65,16 +69,3 @@ cdef class Column:
     def valid(self):
         """bool[entries], or None where no row is null."""
         return None if self.validity is None else np.frombuffer(self.validity, np.bool_)
-
-
-def row_lengths(list rows not None):
-    """Lengths of the rows of a list of sequences, uint32[len(rows)]."""
-    cdef Py_ssize_t i, length, count = len(rows)
-    lengths = np.empty(count, np.uint32)
-    cdef uint32_t[::1] view = lengths
-    for i in range(count):
-        length = len(rows[i])
-        if length > 0xFFFFFFFF:
-            raise OverflowError(f"row {i} has {length} values, allowed are 2**32 - 1")
-        view[i] = <uint32_t>length
-    return lengths

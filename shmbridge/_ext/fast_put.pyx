@@ -1,30 +1,40 @@
-"""The common forms of what is handed to `put`, understood in C: rows that are lists, arrays or CPU tensors, one number a row, nothing missing.
+"""The grammar of `put`: the forms that a group's columns may have, and the plan of the group's record.
 
-Whatever else there is, it declines by returning None and says nothing: shmbridge.put.convert then takes its time, and finds the error if there is one.
-What it accepts is measured exactly as there. Knows forms of columns; knows nothing of names' meanings beyond tokens and Atropos' masks.
+C reads rows that are lists, tuples, 1-D arrays, CPU tensors or None; (flat array, lengths); 2-D arrays; rows
+of rows; one number a row. A Converter (shmbridge.put.convert) turns every other value into one of these, and finds
+the words for what is wrong. pack.pyx packs the values.
 """
 
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from cpython.float cimport PyFloat_CheckExact
 from cpython.list cimport PyList_CheckExact, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
+from cpython.object cimport PyObject
 from cpython.tuple cimport PyTuple_CheckExact
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdio cimport snprintf
-from libc.string cimport memcmp, memcpy
+from libc.string cimport memcmp, memcpy, memset
 
-from shmbridge._ext.column cimport Column, Form
-from shmbridge._ext.layout cimport KIND_LIST, KIND_SCALAR, TAG_EMPTY_LIST, TAG_EMPTY_MAP, TAG_NULL, TAG_VALUES
+from shmbridge._ext.column cimport Form, PackedColumn
+from shmbridge._ext.layout cimport (
+    KIND_LIST, KIND_LIST_LIST, KIND_SCALAR, TAG_EMPTY_LIST, TAG_EMPTY_MAP, TAG_NULL, TAG_VALUES,
+)
 from shmbridge._ext.plan cimport SAID_NOTHING, SAID_OLDEST, Plan, RowSampler, Stamp
 from shmbridge._ext.lane_writer cimport LaneWriter
 
 from shmbridge._ext.pack import BadValue, LossyMasks
 from shmbridge._ext.lane_writer import ClaimLost
 
+cdef extern from "Python.h":
+    Py_ssize_t PySequence_Fast_GET_SIZE(object row)
+
 cnp.import_array()
 
-cdef object Tensor = None  # torch.Tensor, once whoever calls has imported torch
+cdef enum:
+    FITS = -1                        # a column's rows are the tokens' rows
+    OTHER_ROWS = -2                  # it has another number of rows
+
+cdef object Tensor = None            # torch.Tensor, once the caller has imported torch
 
 
 def know_tensors(tensor):
@@ -33,84 +43,166 @@ def know_tensors(tensor):
     Tensor = tensor
 
 
-cdef class Forms:
-    """The columns of a lane's table by the keys a group may have them under."""
+class Uncommon(Exception):
+    """A group needs a Converter, or is wrong."""
+
+
+cdef class NoConverter:
+    """In place of a Converter: ends a plan at the first value that C does not read, or that is wrong."""
+
+    def __getattr__(self, name):
+        raise Uncommon
+
+
+cdef NoConverter NO_CONVERTER = NoConverter()
+
+
+cdef class ColumnForms:
+    """The columns of a lane's table by the keys a group may have them under; makes plans."""
 
     cdef dict _by_key
     cdef Form _tokens
     cdef Form _masks
     cdef Form _loss_mask
-    cdef RowSampler _sampler
     cdef Form _score
+    cdef Form _extra
+    cdef object _converter
+    cdef RowSampler _sampler
     cdef bint _foreign
 
-    def __init__(self, dict by_key not None, RowSampler sampler=None, bint foreign=False):
-        self._by_key, self._sampler, self._foreign, self._score = by_key, sampler, foreign, by_key["score"]
+    def __init__(self, dict by_key not None, converter, RowSampler sampler=None, bint foreign=False):
+        self._by_key, self._converter, self._sampler, self._foreign = by_key, converter, sampler, foreign
         self._tokens, self._masks, self._loss_mask = by_key["tokens"], by_key["masks"], by_key["loss_mask"]
+        self._score, self._extra = by_key["score"], by_key["extra"]
 
-    def plan(self, group, Stamp stamp not None, source):
-        """The plan of a group's record, or None."""
-        return self.make_plan(group, stamp, source)
+    def plan(self, group, Stamp stamp not None, source=None, bint fold_masks=True):
+        """The plan of a group's record. Without `fold_masks`, Atropos' masks are stored beside loss_mask.
 
-    cdef Plan make_plan(self, group, Stamp stamp, source):
-        cdef Column tokens, column
+        Raises InvalidRecord; BadValue; OverflowError for a record beyond what the layout can say.
+        """
+        return self.make_plan(group, stamp, source, fold_masks, self._converter)
+
+    def claimed(self, list columns not None, PackedColumn tokens not None, PackedColumn score,
+                Stamp stamp not None):
+        """The plan of columns that the caller will write, with `tokens` and `score`; raises as plan()."""
+        return self.checked(columns, tokens, score, stamp, None, None, self._converter)
+
+    cdef Plan make_plan(self, group, Stamp stamp, source, bint fold_masks, converter):
+        cdef dict given = <dict>group if type(group) is dict else converter.mapping(group)
+        cdef PackedColumn column, score = None, tokens = self.read_tokens(given, group, converter)
+        cdef uint32_t rows = tokens.entries
+        cdef list columns = [tokens]
+        cdef dict unknown = None
+        cdef object env = None
+        cdef bint has_extra = False
         cdef Form form
-        cdef Plan made
-        cdef list columns
-        cdef int64_t env_id = -1
-        if type(group) is not dict or "tokens" not in <dict>group:
-            return None
-        tokens = measure(self._tokens, (<dict>group)["tokens"])
-        if tokens is None or tokens.entries == 0 or stamp.group_size and stamp.group_size < tokens.entries:
-            return None
-        columns = [tokens]
-        for key, value in (<dict>group).items():
-            if type(key) is not str:
-                return None
+        for key, value in given.items():
             form = <Form>(self._by_key.get(key))
             if form is self._tokens:
                 continue
-            if form is None:
-                if key != "env_id" or not small_number(value, &env_id):
-                    return None
+            if form is self._extra:  # the last column: unknown keys may come into it
+                has_extra = True
                 continue
-            if form.name is not key and form.name != key and form.name in <dict>group:
-                return None
-            if form is self._masks and PyList_CheckExact(value) and PyList_GET_SIZE(value):
-                column = fold(self._loss_mask, tokens, <list>value) if "loss_mask" not in <dict>group else None
+            if form is None:
+                if key == "env_id":
+                    env = value
+                    continue
+                column = None
             else:
-                column = measure(form, value)
-            if column is None or form is self._masks and column.tag == TAG_VALUES and column.folds is None or not belongs(column, tokens):
-                return None
-            if form is self._score and not self._foreign and column.tag == TAG_VALUES and has_empty_row(tokens):
-                return None
-            columns.append(column)
-        made = Plan.__new__(Plan)
-        try:
-            made.lay_out(columns, stamp, tokens.entries, tokens.count, False, <int32_t>env_id, source, self._sampler)
-        except OverflowError:
-            return None
+                if form.name is not key and form.name != key and form.name in given:
+                    raise converter.errors.second(form.name, key)
+                if form is self._masks and "loss_mask" not in given:
+                    self.add_masks(columns, tokens, value, fold_masks, group, converter)
+                    continue
+                column = read(form, value, group, rows, converter)
+            if column is not None:
+                columns.append(column)
+                if form is self._score:
+                    score = column
+            elif self._foreign and isinstance(key, str):
+                unknown = {} if unknown is None else unknown
+                unknown[key] = value
+            else:
+                raise converter.errors.unknown(key, value, converter.table, rows)
+        if unknown is not None or has_extra:
+            value = given.get("extra")
+            value = value if unknown is None else converter.extra(value, unknown)
+            columns.append(read(self._extra, value, group, rows, converter))
+        return self.checked(columns, tokens, score, stamp, env, source, converter)
+
+    cdef Plan checked(self, list columns, PackedColumn tokens, PackedColumn score, Stamp stamp, env, source,
+                      converter):
+        """The plan of columns that fit the tokens; a foreign group may have some that do not."""
+        cdef PackedColumn column
+        cdef Plan made = Plan.__new__(Plan)
+        cdef uint32_t rows = tokens.entries
+        cdef bint uneven = False
+        cdef int64_t row, env_id
+        if score is not None and not self._foreign and score.tag == TAG_VALUES and score.entries == rows:
+            row = empty_row(tokens, score)
+            if row >= 0:
+                raise converter.errors.scored_nothing(row)
+        for column in columns:
+            row = difference(column, tokens)
+            if row != FITS:
+                wrong = converter.errors.unequal(column, tokens, row)
+                if column.form.per_record or not self._foreign:
+                    raise wrong
+                converter.note_uneven(wrong)
+                uneven = True
+        if not small_number(env, &env_id):
+            env_id = converter.env_id(env)
+        made.lay_out(columns, stamp, rows, tokens.count, uneven, <int32_t>env_id, source, self._sampler)
         return made
 
+    cdef PackedColumn read_tokens(self, dict given, group, converter):
+        cdef PackedColumn tokens = read(self._tokens, given.get("tokens"), group, 0, converter)
+        if not tokens.entries:
+            raise converter.errors.no_tokens(given)
+        if tokens.validity is not None:
+            raise converter.errors.null_row(tokens)
+        return tokens
 
-cdef class Door:
-    """The whole of a `put` where nothing is uncommon: understood, claimed, written, published. For the producer's thread; never blocks."""
+    cdef int add_masks(self, list columns, PackedColumn tokens, value, bint fold, group, converter) except -1:
+        """Atropos' masks: to fold into loss_mask as they are packed, or to store beside a loss_mask."""
+        cdef PackedColumn column = empty(self._masks, value)
+        if column is None and fold:
+            column = folded(self._loss_mask, tokens, value)
+        if column is not None:
+            columns.append(column)
+            return 0
+        column = read(self._masks, value, group, tokens.entries, converter)
+        if column.validity is not None and not self._foreign:
+            raise converter.errors.null_row(column)
+        columns.append(column)
+        if column.tag == TAG_VALUES:
+            value = converter.loss_mask(value)
+            columns.append(read(self._loss_mask, value, group, tokens.entries, converter))
+        return 0
 
-    cdef Forms _forms
+
+cdef class FastPut:
+    """The whole of a `put` where nothing is uncommon: plans, claims, writes, publishes. Never blocks.
+
+    For the producer's thread.
+    """
+
+    cdef ColumnForms _forms
     cdef LaneWriter _writer
     cdef bytes _own_groups           # what ids of groups without one begin with
     cdef uint64_t _most_bytes
     cdef public uint64_t ahead       # groups stamped with a version that the bridge has not published
 
-    def __init__(self, Forms forms not None, LaneWriter writer not None, str producer_id not None, uint64_t most_bytes):
+    def __init__(self, ColumnForms forms not None, LaneWriter writer not None, str producer_id not None,
+                 uint64_t most_bytes):
         """`most_bytes` is the largest record the lane takes."""
         self._forms, self._writer, self._most_bytes = forms, writer, most_bytes
         self._own_groups = producer_id.encode() + b":"
 
     def put(self, group, group_id, uint64_t number, version):
-        """The record's sequence; or None, and nothing has happened: something is uncommon or wrong, or there is no room.
+        """The record's sequence; None if the group is uncommon or wrong or has no room: nothing has happened.
 
-        `number` is the group's among the producer's, for its id if it was given none.
+        `number` is the group's among the producer's: its id if it was given none. A null row is uncommon.
         """
         cdef Plan plan
         cdef Stamp given
@@ -119,19 +211,16 @@ cdef class Door:
         given = self.make_stamp(group_id, number, version)
         if given is None:
             return None
-        plan = self._forms.make_plan(group, given, None)
-        if plan is None or plan.extent_bytes > self._most_bytes:
-            return None
         try:
+            plan = self._forms.make_plan(group, given, None, True, NO_CONVERTER)
+            if plan.has_nulls or plan.extent_bytes > self._most_bytes:
+                return None
             return plan.sequence if plan.claim_and_write(self._writer) else None
-        except (BadValue, LossyMasks, ClaimLost):
+        except (Uncommon, BadValue, LossyMasks, ClaimLost, OverflowError):
             return None
-
-    def stamp(self, group_id, uint64_t number, version):
-        """The stamp of a whole train group in its usual form, or None."""
-        return self.make_stamp(group_id, number, version)
 
     cdef Stamp make_stamp(self, group_id, uint64_t number, version):
+        """The stamp of a whole train group in its usual form, or None."""
         cdef int64_t began
         cdef bytes raw
         cdef Stamp given
@@ -181,53 +270,101 @@ cdef bint small_number(value, int64_t* to) noexcept:
     return not overflow and 0 <= to[0] <= 0x7FFFFFFF
 
 
-cdef bint belongs(Column column, Column tokens) noexcept:
-    """Whether the column's rows are the tokens' rows."""
+cdef const uint32_t* lengths_of(PackedColumn column) noexcept:
+    return <const uint32_t*>PyBytes_AS_STRING(column.row_lengths)
+
+
+cdef bint is_valid(PackedColumn column, int64_t row) noexcept:
+    return column.validity is None or PyBytes_AS_STRING(column.validity)[row]
+
+
+cdef bint same_lengths(PackedColumn column, PackedColumn tokens) noexcept:
+    """Whether both have equal rows."""
+    return column.entries == tokens.entries and (
+        column.row_lengths is tokens.row_lengths
+        or memcmp(lengths_of(column), lengths_of(tokens), 4 * <size_t>tokens.entries) == 0)
+
+
+cdef int64_t difference(PackedColumn column, PackedColumn tokens) noexcept:
+    """FITS, OTHER_ROWS, or the first row that has not one value per token."""
+    cdef int64_t row
     if column.tag != TAG_VALUES:
-        return True
-    if column.form.per_record:
-        return column.entries == 1
-    if column.entries != tokens.entries:
-        return False
-    return not column.form.per_token or column.row_lengths is tokens.row_lengths or memcmp(
-        PyBytes_AS_STRING(column.row_lengths), PyBytes_AS_STRING(tokens.row_lengths), 4 * <size_t>tokens.entries) == 0
+        return FITS
+    if column.form.per_record or column.entries != tokens.entries:
+        return FITS if column.form.per_record and column.entries == 1 else OTHER_ROWS
+    if column.form.per_token and not same_lengths(column, tokens):
+        for row in range(column.entries):
+            if lengths_of(column)[row] != lengths_of(tokens)[row] and is_valid(column, row):
+                return row
+    return FITS
 
 
-cdef bint has_empty_row(Column column) noexcept:
-    """Whether a row of a list column has no values."""
-    cdef const uint32_t* lengths = <const uint32_t*>PyBytes_AS_STRING(column.row_lengths)
-    cdef uint32_t row
-    for row in range(column.entries):
-        if not lengths[row]:
-            return True
-    return False
+cdef int64_t empty_row(PackedColumn tokens, PackedColumn score) noexcept:
+    """The first row without tokens that has a score; -1 if there is none."""
+    cdef int64_t row
+    for row in range(tokens.entries):
+        if not lengths_of(tokens)[row] and is_valid(score, row):
+            return row
+    return -1
 
 
-cdef Column measure(Form form, value):
-    """A column in a common form, or None."""
-    if value is None:
-        return empty(form, TAG_NULL)
-    if PyList_CheckExact(value) and PyList_GET_SIZE(value) == 0:
-        return empty(form, TAG_EMPTY_LIST)
-    if type(value) is dict and not value:
-        return empty(form, TAG_EMPTY_MAP)
-    if form.kind == KIND_LIST:
-        if PyList_CheckExact(value):
-            return rows(form, <list>value)
-        if PyTuple_CheckExact(value) and len(<tuple>value) == 2:
-            return flat(form, (<tuple>value)[0], (<tuple>value)[1])
-        return matrix(form, value)
-    return scalars(form, value) if form.kind == KIND_SCALAR else None
-
-
-cdef Column begun(Form form, int tag, uint32_t entries, uint64_t count, list rows):
-    cdef Column column = Column.__new__(Column)
-    column.form, column.tag, column.entries, column.count, column.rows = form, tag, entries, count, rows
+cdef PackedColumn read(Form form, value, group, uint32_t rows, converter):
+    """A column in whatever form; None for side data that is not one value a row, and so no column."""
+    cdef PackedColumn column = common(form, value)
+    if column is None:
+        value = converter.convert(form, value, group, rows)
+        if value is None or type(value) is PackedColumn:
+            return value
+        column = values_of(form, value)
+        if column is None:
+            raise TypeError(f"column {form.name!r} was converted to what C does not read: {value!r:.80}")
     return column
 
 
-cdef Column empty(Form form, int tag):
-    return begun(form, tag, 0, 0, None)
+cdef PackedColumn common(Form form, value):
+    """A column in a form that is read in C, or None."""
+    cdef PackedColumn column = empty(form, value)
+    return values_of(form, value) if column is None else column
+
+
+cdef PackedColumn empty(Form form, value):
+    """A column that is null, [], () or {}; None if it is something."""
+    if value is None:
+        return begun(form, TAG_NULL, 0, 0, None)
+    if (PyList_CheckExact(value) or PyTuple_CheckExact(value)) and not value:
+        return begun(form, TAG_EMPTY_LIST, 0, 0, None)
+    return begun(form, TAG_EMPTY_MAP, 0, 0, None) if type(value) is dict and not value else None
+
+
+cdef PackedColumn values_of(Form form, value):
+    """A column of values in a form that is read in C, or None."""
+    if form.kind == KIND_SCALAR:
+        return scalars(form, value)
+    if form.kind == KIND_LIST_LIST:
+        return nested(form, <list>value) if PyList_CheckExact(value) else None
+    if form.kind != KIND_LIST:
+        return None
+    if PyList_CheckExact(value):
+        return rows_of(form, <list>value)
+    if PyTuple_CheckExact(value) and len(<tuple>value) == 2:
+        return flat(form, (<tuple>value)[0], (<tuple>value)[1])
+    return matrix(form, value)
+
+
+cdef PackedColumn begun(Form form, int tag, uint32_t entries, uint64_t count, list rows, bytes lengths=None):
+    cdef PackedColumn column = PackedColumn.__new__(PackedColumn)
+    column.form, column.tag, column.entries, column.count = form, tag, entries, count
+    column.rows, column.row_lengths = rows, lengths
+    return column
+
+
+cdef bytes without(bytes validity, Py_ssize_t count, Py_ssize_t row):
+    """The validity of so many rows with one null more; None says that all are there."""
+    if validity is None:
+        validity = PyBytes_FromStringAndSize(NULL, count)
+        memset(PyBytes_AS_STRING(validity), 1, count)
+    PyBytes_AS_STRING(validity)[row] = 0
+    return validity
 
 
 cdef object as_array(value):
@@ -235,28 +372,33 @@ cdef object as_array(value):
     if type(value) is Tensor:
         try:
             value = value.numpy()
-        except (RuntimeError, TypeError):  # it needs a gradient, is on a device, or of a type that NumPy has not
+        except (RuntimeError, TypeError):  # needs a gradient, is on a device, or of a type that NumPy has not
             return None
     if cnp.PyArray_CheckExact(value) and cnp.PyArray_ISCARRAY_RO(value):
         return value
     return None
 
 
-cdef Column rows(Form form, list values):
-    """A list of rows, each a list or a 1-D array."""
+cdef PackedColumn rows_of(Form form, list values):
+    """A list of rows, each a list, a tuple, a 1-D array or None."""
     cdef list held = list(values)  # the caller's own list may change, also while the record waits for room
     cdef Py_ssize_t row, length, count = PyList_GET_SIZE(held)
     cdef uint64_t total = 0
-    cdef bytes raw
+    cdef bytes raw, validity = None
     cdef uint32_t* lengths
-    if count > 1 << 24:
-        return None
+    if count > 0xFFFFFFFF:
+        raise OverflowError(f"{count} rows, allowed are 2**32 - 1")
     raw = PyBytes_FromStringAndSize(NULL, 4 * count)
     lengths = <uint32_t*>PyBytes_AS_STRING(raw)
     for row in range(count):
         each = <object>PyList_GET_ITEM(held, row)
         if PyList_CheckExact(each):
             length = PyList_GET_SIZE(each)
+        elif each is None:
+            validity = without(validity, count, row)
+            held[row], length = (), 0
+        elif isinstance(each, (list, tuple)):
+            length = PySequence_Fast_GET_SIZE(each)
         else:
             array = as_array(each)
             if array is None or cnp.PyArray_NDIM(array) != 1:
@@ -265,49 +407,52 @@ cdef Column rows(Form form, list values):
                 held[row] = array
             length = cnp.PyArray_DIM(array, 0)
         if length > 0xFFFFFFFF:
-            return None
+            raise OverflowError(f"row {row} has {length} values, allowed are 2**32 - 1")
         lengths[row] = <uint32_t>length
         total += length
-    column = begun(form, TAG_VALUES, count, total, held)
-    column.row_lengths = raw
+    column = begun(form, TAG_VALUES, count, total, held, raw)
+    column.validity = validity
     return column
 
 
-cdef Column flat(Form form, values, given):
+cdef PackedColumn nested(Form form, list values):
+    """Rows of rows."""
+    cdef PackedColumn column, outer = rows_of(form, values)
+    cdef list inner = []
+    if outer is None:
+        return None
+    for each in <list>outer.rows:
+        inner.extend(each)
+    column = rows_of(form, inner) if <uint64_t>PyList_GET_SIZE(inner) == outer.count else None
+    if column is None or column.validity is not None:
+        return None
+    column.inner_lengths, column.row_lengths = column.row_lengths, outer.row_lengths
+    column.entries, column.validity = outer.entries, outer.validity
+    return column
+
+
+cdef PackedColumn flat(Form form, values, given):
     """(flat array, lengths)."""
     cdef Py_ssize_t row, count
     cdef int64_t length, total = 0
-    cdef int kind
     array = as_array(values)
-    if array is None or cnp.PyArray_NDIM(array) != 1:
-        return None
-    if PyList_CheckExact(given):
-        if not all_exact_ints(<list>given):
-            return None
+    if PyList_CheckExact(given) and all_exact_ints(<list>given):
         given = cnp.PyArray_FROM_O(given)
     given = as_array(given)
-    if given is None or cnp.PyArray_NDIM(given) != 1:
+    if array is None or cnp.PyArray_NDIM(array) != 1 or given is None or cnp.PyArray_NDIM(given) != 1:
         return None
-    kind, count = cnp.PyArray_TYPE(given), cnp.PyArray_DIM(given, 0)
-    if kind != cnp.NPY_INT64 and kind != cnp.NPY_INT32 and kind != cnp.NPY_UINT32:
+    if not cnp.PyArray_ISINTEGER(given) and cnp.PyArray_DIM(given, 0):  # [] becomes an array of floats
         return None
+    given = cnp.PyArray_FROMANY(given, cnp.NPY_INT64, 1, 1, cnp.NPY_ARRAY_CARRAY_RO | cnp.NPY_ARRAY_FORCECAST)
+    count = cnp.PyArray_DIM(given, 0)
     raw = PyBytes_FromStringAndSize(NULL, 4 * count)
     for row in range(count):
-        if kind == cnp.NPY_INT64:
-            length = (<int64_t*>cnp.PyArray_DATA(given))[row]
-        elif kind == cnp.NPY_INT32:
-            length = (<int32_t*>cnp.PyArray_DATA(given))[row]
-        else:
-            length = (<uint32_t*>cnp.PyArray_DATA(given))[row]
+        length = (<int64_t*>cnp.PyArray_DATA(given))[row]
         if not 0 <= length <= 0xFFFFFFFF:
             return None
         (<uint32_t*>PyBytes_AS_STRING(raw))[row] = <uint32_t>length
         total += length
-    if total != cnp.PyArray_DIM(array, 0):
-        return None
-    column = begun(form, TAG_VALUES, count, total, [array])
-    column.row_lengths = raw
-    return column
+    return begun(form, TAG_VALUES, count, total, [array], raw) if total == cnp.PyArray_DIM(array, 0) else None
 
 
 cdef bint all_exact_ints(list values) noexcept:
@@ -317,41 +462,51 @@ cdef bint all_exact_ints(list values) noexcept:
     return True
 
 
-cdef Column matrix(Form form, value):
+cdef PackedColumn matrix(Form form, value):
     """A 2-D array: rows of one length."""
     cdef Py_ssize_t row, count
     array = as_array(value)
-    if array is None or cnp.PyArray_NDIM(array) != 2 or cnp.PyArray_DIM(array, 0) == 0 or cnp.PyArray_DIM(array, 1) > 0xFFFFFFFF:
+    if array is None or cnp.PyArray_NDIM(array) != 2 or cnp.PyArray_DIM(array, 1) > 0xFFFFFFFF:
         return None
     count = cnp.PyArray_DIM(array, 0)
     raw = PyBytes_FromStringAndSize(NULL, 4 * count)
     for row in range(count):
         (<uint32_t*>PyBytes_AS_STRING(raw))[row] = <uint32_t>cnp.PyArray_DIM(array, 1)
-    column = begun(form, TAG_VALUES, count, cnp.PyArray_SIZE(array), [array])
-    column.row_lengths = raw
-    return column
+    return begun(form, TAG_VALUES, count, cnp.PyArray_SIZE(array), [array], raw)
 
 
-cdef Column scalars(Form form, value):
-    """One number a row: a list of floats or ints, or a 1-D array."""
-    if PyList_CheckExact(value):
-        for each in <list>value:
-            if not (PyFloat_CheckExact(each) or PyLong_CheckExact(each)):
-                return None
-        value = list(<list>value)
-        return begun(form, TAG_VALUES, len(value), len(value), [value])
+cdef PackedColumn scalars(Form form, value):
+    """One number a row: a list or tuple of numbers and None, or a 1-D array."""
+    cdef PackedColumn column
+    cdef Py_ssize_t row, count
+    cdef list held
+    if PyList_CheckExact(value) or PyTuple_CheckExact(value):
+        held = list(value)
+        count = PyList_GET_SIZE(held)
+        column = begun(form, TAG_VALUES, count, count, [held])
+        for row in range(count):
+            if PyList_GET_ITEM(held, row) == <PyObject*>None:
+                column.validity = without(column.validity, count, row)
+                held[row] = False  # the one value that every dtype has
+        return column
     array = as_array(value)
-    if array is None or cnp.PyArray_NDIM(array) != 1 or cnp.PyArray_DIM(array, 0) == 0:
+    if array is None or cnp.PyArray_NDIM(array) != 1:
         return None
     return begun(form, TAG_VALUES, cnp.PyArray_DIM(array, 0), cnp.PyArray_DIM(array, 0), [array])
 
 
-cdef Column fold(Form form, Column tokens, list value):
-    """Atropos' masks as a loss_mask to fold while the values are packed, or None."""
-    for each in value:
-        if not PyList_CheckExact(each):
+cdef PackedColumn folded(Form form, PackedColumn tokens, value):
+    """Atropos' masks as a loss_mask to fold while it is packed; None if they are no lists like the tokens."""
+    cdef PackedColumn column
+    cdef list masks
+    if not isinstance(value, (list, tuple)):
+        return None
+    masks = <list>value if PyList_CheckExact(value) else list(value)
+    for each in masks:
+        if not isinstance(each, (list, tuple)):
             return None
-    column = rows(form, value)
-    if column is not None:
-        column.folds = tokens
+    column = rows_of(form, masks)
+    if not same_lengths(column, tokens):
+        return None
+    column.row_lengths, column.folds = tokens.row_lengths, tokens
     return column

@@ -1,7 +1,7 @@
 from libc.stdint cimport int32_t, uint8_t
 
-from shmbridge._ext.column cimport Column
+from shmbridge._ext.column cimport PackedColumn
 
-cdef int write_values(Column column, uint8_t* to, bint is_cold) except -1
-cdef int fold_values(Column column, uint8_t* to, const int32_t* tokens) except -1
-cdef int check_column(Column column, uint8_t* values) except -1
+cdef int write_values(PackedColumn column, uint8_t* to, bint is_cold) except -1
+cdef int fold_values(PackedColumn column, uint8_t* to, const int32_t* tokens) except -1
+cdef int check_column(PackedColumn column, uint8_t* values) except -1

@@ -2,7 +2,7 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge._ext.column import Column
+from shmbridge._ext.column import PackedColumn
 
 class BadValue(ValueError):
     column: str
@@ -15,5 +15,7 @@ class BadValue(ValueError):
 class LossyMasks(Exception): ...
 
 def pack_any(source: Any, to: np.ndarray[Any, Any]) -> int: ...
-def copy_array(column: Column, row: int, source: np.ndarray[Any, Any], to: np.ndarray[Any, Any]) -> None: ...
+def copy_array(
+    column: PackedColumn, row: int, source: np.ndarray[Any, Any], to: np.ndarray[Any, Any]
+) -> None: ...
 def row_of(lengths: np.ndarray[Any, Any], position: int) -> tuple[int, int]: ...

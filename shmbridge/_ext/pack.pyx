@@ -1,6 +1,6 @@
-"""Values into a lane: Python lists and arrays straight into the claimed memory, each checked against its column.
+"""Values into a lane: lists and arrays straight into the claimed memory, each checked against its column.
 
-Knows columns and dtypes; knows nothing of records or lanes. What does not fit is a BadValue that says where it stands.
+Knows columns and dtypes; knows nothing of records or lanes. What does not fit is a BadValue, with its place.
 """
 
 cimport numpy as cnp
@@ -12,7 +12,7 @@ from operator import index
 
 import numpy as np
 
-from shmbridge._ext.column cimport Column
+from shmbridge._ext.column cimport PackedColumn
 from shmbridge._ext.layout cimport KIND_BYTES, KIND_LIST_LIST, KIND_MAP, KIND_SCALAR
 
 cdef extern from "Python.h":
@@ -24,7 +24,8 @@ cdef extern from "pylist.h":
     Py_ssize_t pack_uint8(object row, Py_ssize_t count, uint8_t* to)
     Py_ssize_t pack_float32(object row, Py_ssize_t count, float* to)
     Py_ssize_t pack_float64(object row, Py_ssize_t count, double* to)
-    Py_ssize_t fold_masks(object masks, PyObject* tokens, const int32_t* packed, Py_ssize_t count, uint8_t* to)
+    Py_ssize_t fold_masks(object masks, PyObject* tokens, const int32_t* packed, Py_ssize_t count,
+                          uint8_t* to)
 
 cdef extern from "convert.h" nogil:
     int64_t first_non_finite32(const float* values, int64_t count)
@@ -57,8 +58,8 @@ class LossyMasks(Exception):
     """Atropos masks that are neither -100 nor the token: loss_mask alone cannot carry them."""
 
 
-cdef int write_values(Column column, uint8_t* to, bint is_cold) except -1:
-    """All values of a column, one row after another; `is_cold`: into an extent that has left the cache. Raises BadValue or LossyMasks."""
+cdef int write_values(PackedColumn column, uint8_t* to, bint is_cold) except -1:
+    """All values of a column, row after row; `is_cold`: the extent has left the cache. Raises BadValue."""
     cdef uint64_t item = column.form.item_bytes
     cdef uint8_t* first = to
     cdef uint8_t* end = to + column.count * item
@@ -69,7 +70,8 @@ cdef int write_values(Column column, uint8_t* to, bint is_cold) except -1:
     for source in <list>column.rows:
         count = array_size(source) if cnp.PyArray_CheckExact(source) else PySequence_Fast_GET_SIZE(source)
         if <uint64_t>count > <uint64_t>(end - to) // item:
-            raise BadValue(column.form.name, row, 0, count, "is a length that was smaller when the group was handed over")
+            reason = "is a length that was smaller when the group was handed over"
+            raise BadValue(column.form.name, row, 0, count, reason)
         if count:
             if cnp.PyArray_CheckExact(source):
                 write_array(column, row, <cnp.ndarray>source, first, to, count, is_cold)
@@ -78,7 +80,8 @@ cdef int write_values(Column column, uint8_t* to, bint is_cold) except -1:
         to += count * item
         row += 1
     if to != end:
-        raise BadValue(column.form.name, max(row - 1, 0), 0, end - to, "bytes are missing: the group became smaller after it was handed over")
+        reason = "bytes are missing: the group became smaller after it was handed over"
+        raise BadValue(column.form.name, max(row - 1, 0), 0, end - to, reason)
     return 0
 
 
@@ -86,7 +89,8 @@ cdef inline Py_ssize_t array_size(object array) noexcept:
     return cnp.PyArray_DIM(array, 0) if cnp.PyArray_NDIM(array) == 1 else cnp.PyArray_SIZE(array)
 
 
-cdef int write_list(Column column, Py_ssize_t row, source, uint8_t* first, uint8_t* to, Py_ssize_t count) except -1:
+cdef int write_list(PackedColumn column, Py_ssize_t row, source, uint8_t* first, uint8_t* to,
+                    Py_ssize_t count) except -1:
     cdef int code = column.form.code
     cdef Py_ssize_t bad
     if code == c"i":
@@ -107,21 +111,18 @@ cdef int write_list(Column column, Py_ssize_t row, source, uint8_t* first, uint8
     return check_finite(column, first, to, count)
 
 
-cdef inline int64_t least_of(Column column) noexcept:
+cdef inline int64_t least_of(PackedColumn column) noexcept:
     """The least value of an int32 column."""
     return 0 if column.form.is_tokens else -(<int64_t>1 << 31)
 
 
-cdef int write_array(Column column, Py_ssize_t row, cnp.ndarray source, uint8_t* first, uint8_t* to, Py_ssize_t count,
-                     bint is_cold) except -1:
-    """One array: a copy where the dtype is the column's, the commonest conversions in C, all others in NumPy."""
+cdef int write_array(PackedColumn column, Py_ssize_t row, cnp.ndarray source, uint8_t* first, uint8_t* to,
+                     Py_ssize_t count, bint is_cold) except -1:
+    """A contiguous array: copied if its dtype is the column's, common conversions in C, others in NumPy."""
     cdef int have = cnp.PyArray_TYPE(source), want = column.form.array_type
     cdef void* values = cnp.PyArray_DATA(source)
     cdef int64_t bad = -1
-    if not cnp.PyArray_ISCARRAY_RO(source):
-        copy_array(column, row, source.reshape(-1), temporary_view(column, to, count))
-        check_negative(column, first, to, count)
-    elif have == want and column.form.is_tokens:
+    if have == want and column.form.is_tokens:
         bad = copy_from_zero32(<int32_t*>to, <const int32_t*>values, count, is_cold)
         if bad >= 0:
             raise_unfit(column, row, bad, (<int32_t*>values)[bad])
@@ -149,9 +150,12 @@ cdef int write_array(Column column, Py_ssize_t row, cnp.ndarray source, uint8_t*
     return check_finite(column, first, to, count)
 
 
-cdef int fold_values(Column column, uint8_t* to, const int32_t* tokens) except -1:
-    """Atropos masks, lists all, into a loss_mask; `tokens` are the record's, packed just before. Raises LossyMasks where that loses something."""
-    cdef Column folded = column.folds
+cdef int fold_values(PackedColumn column, uint8_t* to, const int32_t* tokens) except -1:
+    """Atropos masks, all lists, into a loss_mask; `tokens` are the record's, packed just before.
+
+    Raises LossyMasks where that loses something.
+    """
+    cdef PackedColumn folded = column.folds
     cdef Py_ssize_t count, row = 0
     cdef uint8_t* end = to + column.count
     cdef PyObject* same
@@ -162,8 +166,9 @@ cdef int fold_values(Column column, uint8_t* to, const int32_t* tokens) except -
         if count > end - to:
             raise LossyMasks
         same = NULL
-        if by_row and row < len(token_rows) and isinstance(token_rows[row], (list, tuple)) and PySequence_Fast_GET_SIZE(token_rows[row]) == count:
-            same = <PyObject*>token_rows[row]
+        if by_row and row < len(token_rows) and isinstance(token_rows[row], (list, tuple)):
+            if PySequence_Fast_GET_SIZE(token_rows[row]) == count:
+                same = <PyObject*>token_rows[row]
         if fold_masks(masks, same, tokens, count, to) >= 0:
             if PyErr_Occurred() != NULL:
                 return -1
@@ -176,7 +181,7 @@ cdef int fold_values(Column column, uint8_t* to, const int32_t* tokens) except -
     return 0
 
 
-cdef object temporary_view(Column column, uint8_t* to, Py_ssize_t count):
+cdef object temporary_view(PackedColumn column, uint8_t* to, Py_ssize_t count):
     """The claimed memory as an array, for as long as one call of ours."""
     cdef cnp.npy_intp size = count
     return cnp.PyArray_SimpleNewFromData(1, &size, column.form.array_type, to)
@@ -205,7 +210,7 @@ def pack_any(source, to):
     return -1
 
 
-def copy_array(Column column not None, Py_ssize_t row, source, to):
+def copy_array(PackedColumn column not None, Py_ssize_t row, source, to):
     """One array into one row of another dtype, values checked: integers must fit, floats may round."""
     kind = source.dtype.kind
     if source.dtype == to.dtype:
@@ -224,14 +229,14 @@ def copy_array(Column column not None, Py_ssize_t row, source, to):
         raise_bad(column, row, 0, source.dtype, f"cannot become {to.dtype}")
 
 
-cdef int check_column(Column column, uint8_t* values) except -1:
+cdef int check_column(PackedColumn column, uint8_t* values) except -1:
     """All values of a column that were written in place. Raises BadValue."""
     check_negative(column, values, values, column.count)
     return check_finite(column, values, values, column.count)
 
 
-cdef int check_negative(Column column, uint8_t* first, uint8_t* values, Py_ssize_t count) except -1:
-    """`count` values of a column that begins at `first`. Raises BadValue if they are tokens and one is negative."""
+cdef int check_negative(PackedColumn column, uint8_t* first, uint8_t* values, Py_ssize_t count) except -1:
+    """`count` values of a column that begins at `first`. Raises BadValue for a negative token."""
     cdef int64_t bad = first_negative32(<int32_t*>values, count) if column.form.is_tokens else -1
     if bad >= 0:
         row, position = row_of(column.lengths, (values - first) // 4 + bad)
@@ -239,8 +244,8 @@ cdef int check_negative(Column column, uint8_t* first, uint8_t* values, Py_ssize
     return 0
 
 
-cdef int check_finite(Column column, uint8_t* first, uint8_t* values, Py_ssize_t count) except -1:
-    """`count` values of a column that begins at `first`. Raises BadValue if they have to be finite and are not."""
+cdef int check_finite(PackedColumn column, uint8_t* first, uint8_t* values, Py_ssize_t count) except -1:
+    """`count` values of a column that begins at `first`. Raises BadValue if one must be finite and is not."""
     cdef int64_t bad = -1
     if not column.form.finite:
         return 0
@@ -249,17 +254,19 @@ cdef int check_finite(Column column, uint8_t* first, uint8_t* values, Py_ssize_t
     elif column.form.code == c"d":
         bad = first_non_finite64(<double*>values, count)
     if bad >= 0:
-        raise_non_finite(column, (values - first) // column.form.item_bytes + bad, temporary_view(column, values, count)[bad])
+        place = (values - first) // column.form.item_bytes + bad
+        raise_non_finite(column, place, temporary_view(column, values, count)[bad])
     return 0
 
 
-cdef int raise_unfit(Column column, Py_ssize_t row, Py_ssize_t position, value) except -1:
+cdef int raise_unfit(PackedColumn column, Py_ssize_t row, Py_ssize_t position, value) except -1:
     """Of a value that its column's type does not hold, or a negative token."""
     negative = column.form.is_tokens and isinstance(value, (int, np.integer)) and -(1 << 31) <= value < 0
-    return raise_bad(column, row, position, value, NEGATIVE if negative else f"does not fit {column.form.dtype}")
+    reason = NEGATIVE if negative else f"does not fit {column.form.dtype}"
+    return raise_bad(column, row, position, value, reason)
 
 
-cdef int raise_bad(Column column, Py_ssize_t row, Py_ssize_t position, value, reason) except -1:
+cdef int raise_bad(PackedColumn column, Py_ssize_t row, Py_ssize_t position, value, reason) except -1:
     """A scalar column is packed as if it were one row: its positions are rows."""
     if column.form.kind == KIND_SCALAR:
         row, position = position, 0
@@ -272,7 +279,7 @@ cdef int raise_bad(Column column, Py_ssize_t row, Py_ssize_t position, value, re
     raise BadValue(column.form.name, row, position, value, reason)
 
 
-cdef int raise_non_finite(Column column, Py_ssize_t position, value) except -1:
+cdef int raise_non_finite(PackedColumn column, Py_ssize_t position, value) except -1:
     """`position` counts over the whole column."""
     row = position
     if column.form.kind == KIND_LIST_LIST:

@@ -1,6 +1,6 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from shmbridge._ext.column cimport Column
+from shmbridge._ext.column cimport PackedColumn
 from shmbridge._ext.layout cimport slot
 from shmbridge._ext.lane_writer cimport Claim, LaneWriter
 
@@ -34,20 +34,22 @@ cdef class Plan:
     cdef readonly object sequence    # of the committed record; None before
     cdef public bint done            # committed, or counted as dropped
     cdef public object source        # what it was made of, to make it anew
+    cdef bint has_nulls              # some row of some column is None
     cdef slot _slot
-    cdef Column _versions            # token_versions, or None
+    cdef PackedColumn _versions            # token_versions, or None
     cdef uint64_t _first_row         # its number among the producer's rows
     cdef uint32_t _check_every       # which of them carry checks; 0: none of this record
-    cdef Column _tokens
-    cdef Column _ends                # step_ends, or None
-    cdef Column _rewards             # step_rewards, or None
-    cdef Column _prompts             # prompt_length, or None
+    cdef PackedColumn _tokens
+    cdef PackedColumn _ends                # step_ends, or None
+    cdef PackedColumn _rewards             # step_rewards, or None
+    cdef PackedColumn _prompts             # prompt_length, or None
 
-    cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, object source,
-                     RowSampler sampler) except -1
+    cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven,
+                     int32_t env_id, object source, RowSampler sampler) except -1
     cdef int write_checks(self, uint8_t* base) except -1
     cdef int claim_and_write(self, LaneWriter writer) except -1
     cdef int write_all(self, LaneWriter writer, uint64_t number) except -1
+    cdef bint is_per_row(self, PackedColumn column) noexcept
     cdef int check_steps(self, const uint8_t* base) except -1
     cdef int check_prompts(self, const uint8_t* base) except -1
     cdef int stamp_by_tokens(self, const uint8_t* base) except -1

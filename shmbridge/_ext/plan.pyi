@@ -2,7 +2,7 @@ from typing import Any
 
 import numpy as np
 
-from shmbridge._ext.column import Column
+from shmbridge._ext.column import PackedColumn
 from shmbridge._ext.lane_writer import Claim, LaneWriter
 
 class Stamp:
@@ -18,7 +18,7 @@ class RowSampler:
     def __init__(self, every: int, first: int = 0) -> None: ...
 
 class Plan:
-    columns: list[Column]
+    columns: list[PackedColumn]
     stamp: Stamp
     extent_bytes: int
     sequence: int | None
@@ -26,7 +26,7 @@ class Plan:
     source: Any
     def __init__(
         self,
-        columns: list[Column],
+        columns: list[PackedColumn],
         stamp: Stamp,
         rows: int,
         tokens: int,
@@ -46,4 +46,4 @@ class Plan:
     def put_into(self, writer: LaneWriter) -> bool: ...
     def begin(self, claim: Claim) -> None: ...
     def finish(self, claim: Claim) -> None: ...
-    def view(self, memory: memoryview, column: Column) -> np.ndarray[Any, Any]: ...
+    def view(self, memory: memoryview, column: PackedColumn) -> np.ndarray[Any, Any]: ...

@@ -1,6 +1,6 @@
 """A record under way: where in its extent everything will lie, and what its slot will say.
 
-Knows layout.h and measured columns; how values become bytes is pack.pyx's. A Plan is for one record and one thread.
+Knows layout.h and columns; how values become bytes is pack.pyx's. A Plan is for one record and one thread.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
@@ -21,14 +21,15 @@ cdef extern from "lane_copy.h" nogil:
 
 cdef extern from "row_check.h" nogil:
     bint any_row_is_checked(uint64_t first, uint64_t rows, uint32_t every)
-    void row_checks_write(uint64_t* to, const uint8_t* values, const uint32_t* lengths, const uint8_t* valid, uint64_t rows, uint32_t item,
-                          uint64_t seed, uint64_t first, uint32_t every)
+    void row_checks_write(uint64_t* to, const uint8_t* values, const uint32_t* lengths, const uint8_t* valid,
+                          uint64_t rows, uint32_t item, uint64_t seed, uint64_t first, uint32_t every)
 
 
 cdef class Stamp:
     """What a caller says of a group beside its columns; already checked."""
 
-    def __init__(self, bytes group_id not None, uint32_t group_size, int64_t oldest, int64_t newest, bint is_eval, int said=SAID_BOTH):
+    def __init__(self, bytes group_id not None, uint32_t group_size, int64_t oldest, int64_t newest,
+                 bint is_eval, int said=SAID_BOTH):
         self.group_id, self.group_size, self.is_eval = group_id, group_size, is_eval
         self.oldest, self.newest, self.said = oldest, newest, said
 
@@ -38,7 +39,7 @@ cdef inline uint64_t lines(uint64_t size) noexcept:
 
 
 cdef class RowSampler:
-    """Which of a producer's rows carry checks of their values: one in `every`, scattered; all for 1, none for 0. Never blocks."""
+    """Which of a producer's rows carry checks of their values: one in `every`, scattered; 1: all; 0: none."""
 
     def __init__(self, uint32_t every, uint64_t first=0):
         self.every, self._next = every, first
@@ -52,18 +53,19 @@ cdef class RowSampler:
 cdef class Plan:
     """The layout of one record. Raises OverflowError for one beyond what a directory can say."""
 
-    def __init__(self, list columns not None, Stamp stamp not None, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, source=None,
-                 RowSampler sampler=None):
+    def __init__(self, list columns not None, Stamp stamp not None, uint32_t rows, uint64_t tokens,
+                 bint uneven, int32_t env_id, source=None, RowSampler sampler=None):
         self.lay_out(columns, stamp, rows, tokens, uneven, env_id, source, sampler)
 
-    cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven, int32_t env_id, object source,
-                     RowSampler sampler) except -1:
+    cdef int lay_out(self, list columns, Stamp stamp, uint32_t rows, uint64_t tokens, bint uneven,
+                     int32_t env_id, object source, RowSampler sampler) except -1:
         cdef uint64_t at, head = len(columns) * sizeof(directory_entry) + PyBytes_GET_SIZE(stamp.group_id)
-        cdef Column column
+        cdef PackedColumn column
         self.columns, self.stamp, self.source = columns, stamp, source
         if sampler is not None and sampler.every:
             self._first_row = sampler.take(rows)
-            self._check_every = sampler.every if any_row_is_checked(self._first_row, rows, sampler.every) else 0
+            if any_row_is_checked(self._first_row, rows, sampler.every):
+                self._check_every = sampler.every
         at = lines(head)
         for column in columns:
             if column.form.says_versions:
@@ -93,9 +95,10 @@ cdef class Plan:
                 column.keys_at = at
                 at += lines(PyBytes_GET_SIZE(column.keys))
             if column.validity is not None:
+                self.has_nulls = True
                 column.validity_at = at
                 at += lines(column.entries)
-            if self._check_every and column.form.check_seed and column.row_lengths is not None and column.entries:
+            if self._check_every and column.form.check_seed and column.entries and column.tag == TAG_VALUES:
                 column.checks_at = at
                 at += lines(8 * column.entries)
         self.extent_bytes = at * ALIGNMENT
@@ -112,10 +115,10 @@ cdef class Plan:
 
     def become(self, Plan other not None):
         """Lays the record out as `other` is, which was made of the same source."""
-        self.columns, self.extent_bytes, self._slot, self._versions = other.columns, other.extent_bytes, other._slot, other._versions
+        self.columns, self.extent_bytes, self._slot = other.columns, other.extent_bytes, other._slot
         self._first_row, self._check_every = other._first_row, other._check_every
         self._tokens, self._ends, self._rewards = other._tokens, other._ends, other._rewards
-        self._prompts = other._prompts
+        self._prompts, self._versions = other._prompts, other._versions
 
     @property
     def rows(self) -> int:
@@ -137,10 +140,11 @@ cdef class Plan:
         self.write_all(writer, writer._writer.claim_number)
 
     def put_into(self, LaneWriter writer not None):
-        """Claims room, writes everything there and publishes it; False, and nothing has happened, if there is no room now.
+        """Claims room, writes everything there, publishes it; False if there is no room: nothing happened.
 
-        Raises BadValue or LossyMasks before anything is published, ClaimLost if another claim is open or this one was ended meanwhile;
-        this claim, and no other, is given back then. No interrupt comes between the claim and its end.
+        Raises BadValue or LossyMasks before anything is published, ClaimLost if another claim is open or this
+        one was ended meanwhile; this claim, and no other, is given back then. No interrupt comes between the
+        claim and its end.
         """
         return bool(self.claim_and_write(writer))
 
@@ -160,7 +164,7 @@ cdef class Plan:
         cdef uint8_t* base = writer.claimed(number)
         cdef bint is_cold = writer._writer.claim_is_cold
         cdef const int32_t* tokens
-        cdef Column column
+        cdef PackedColumn column
         self.write_index(base)
         for column in self.columns:
             if column.folds is not None:
@@ -182,9 +186,9 @@ cdef class Plan:
         self.write_index(claim.memory_here())
 
     def finish(self, Claim claim not None):
-        """Checks values that were written in place, and publishes the claim. Raises BadValue before; ClaimLost."""
+        """Checks values that were written in place, then publishes the claim. Raises BadValue, ClaimLost."""
         cdef uint8_t* base = claim.memory_here()
-        cdef Column column
+        cdef PackedColumn column
         for column in self.columns:
             check_column(column, base + column.values_at * ALIGNMENT)
         self.write_checks(base)
@@ -196,7 +200,7 @@ cdef class Plan:
 
     cdef int write_checks(self, uint8_t* base) except -1:
         """The checks of the rows that carry some, of the values as they lie there now."""
-        cdef Column column
+        cdef PackedColumn column
         cdef const uint8_t* valid
         if not self._check_every:
             return 0
@@ -207,53 +211,63 @@ cdef class Plan:
                     valid = <const uint8_t*>PyBytes_AS_STRING(column.validity)
                 row_checks_write(
                     <uint64_t*>(base + column.checks_at * ALIGNMENT), base + column.values_at * ALIGNMENT,
-                    <const uint32_t*>PyBytes_AS_STRING(column.row_lengths), valid, column.entries, column.form.item_bytes,
-                    column.form.check_seed, self._first_row, self._check_every,
+                    <const uint32_t*>PyBytes_AS_STRING(column.row_lengths), valid, column.entries,
+                    column.form.item_bytes, column.form.check_seed, self._first_row, self._check_every,
                 )
         return 0
 
     cdef int check_steps(self, const uint8_t* base) except -1:
-        """The ends of each row's steps rise, none is beyond its tokens, and there are as many as rewards, or none. BadValue."""
+        """Raises BadValue unless ends of steps rise within their tokens, one for each reward or none."""
         cdef const int32_t* end
         cdef const uint32_t* counts
         cdef const uint32_t* tokens
         cdef const uint32_t* rewards = NULL
         cdef int32_t last
         cdef uint32_t row, place
-        if self._ends is None or self._tokens is None or self._ends.tag != TAG_VALUES or self._ends.entries != self._tokens.entries:
+        if not self.is_per_row(self._ends):
             return 0
         end = <const int32_t*>(base + self._ends.values_at * ALIGNMENT)
         counts = <const uint32_t*>PyBytes_AS_STRING(self._ends.row_lengths)
         tokens = <const uint32_t*>PyBytes_AS_STRING(self._tokens.row_lengths)
-        if self._rewards is not None and self._rewards.tag == TAG_VALUES and self._rewards.entries == self._ends.entries:
+        if self.is_per_row(self._rewards):
             rewards = <const uint32_t*>PyBytes_AS_STRING(self._rewards.row_lengths)
         for row in range(self._ends.entries):
             last = 0
-            if rewards != NULL and counts[row] and rewards[row] != counts[row] and is_there(self._rewards, row):
-                raise BadValue("step_ends", row, min(counts[row], rewards[row]), counts[row], f"ends for {rewards[row]} step_rewards")
+            if rewards != NULL and counts[row] not in (0, rewards[row]) and is_there(self._rewards, row):
+                place = min(counts[row], rewards[row])
+                raise BadValue("step_ends", row, place, counts[row], f"ends for {rewards[row]} step_rewards")
             for place in range(counts[row]):
                 if end[place] <= last:
-                    raise BadValue("step_ends", row, place, end[place], f"is not after {last}: ends of steps rise, from 1")
+                    reason = f"is not after {last}: ends of steps rise, from 1"
+                    raise BadValue("step_ends", row, place, end[place], reason)
                 last = end[place]
             if last > tokens[row]:
-                raise BadValue("step_ends", row, counts[row] - 1, last, f"is beyond the row's {tokens[row]} tokens")
+                reason = f"is beyond the row's {tokens[row]} tokens"
+                raise BadValue("step_ends", row, counts[row] - 1, last, reason)
             end += counts[row]
         return 0
+
+    cdef bint is_per_row(self, PackedColumn column) noexcept:
+        """Whether the record has it, with a value for each of the tokens' rows."""
+        return (column is not None and self._tokens is not None and column.tag == TAG_VALUES
+                and column.entries == self._tokens.entries)
 
     cdef int check_prompts(self, const uint8_t* base) except -1:
         """A row's prompt is no longer than its tokens; -1 is an unknown one. BadValue."""
         cdef const int32_t* prompts
         cdef const uint32_t* tokens
         cdef uint32_t row
-        if self._prompts is None or self._prompts.tag != TAG_VALUES or self._tokens is None or self._prompts.entries != self._tokens.entries:
+        if not self.is_per_row(self._prompts):
             return 0
         prompts = <const int32_t*>(base + self._prompts.values_at * ALIGNMENT)
         tokens = <const uint32_t*>PyBytes_AS_STRING(self._tokens.row_lengths)
         for row in range(self._prompts.entries):
             if prompts[row] < -1:
-                raise BadValue("prompt_length", row, 0, prompts[row], "is negative: a prompt has 0 tokens or more, or -1, unknown")
+                reason = "is negative: a prompt has 0 tokens or more, or -1, unknown"
+                raise BadValue("prompt_length", row, 0, prompts[row], reason)
             if prompts[row] > 0 and <uint32_t>prompts[row] > tokens[row]:
-                raise BadValue("prompt_length", row, 0, prompts[row], f"is beyond the row's {tokens[row]} tokens")
+                reason = f"is beyond the row's {tokens[row]} tokens"
+                raise BadValue("prompt_length", row, 0, prompts[row], reason)
         return 0
 
     cdef int stamp_by_tokens(self, const uint8_t* base) except -1:
@@ -273,11 +287,13 @@ cdef class Plan:
         if self.stamp.said == SAID_NOTHING:
             self._slot.min_policy_version, self._slot.max_policy_version = oldest, newest
         elif oldest < self.stamp.oldest:
-            raise self.contradicted(values, oldest, f"is older than policy_version {self.stamp.oldest}, under which generation began")
+            reason = f"is older than policy_version {self.stamp.oldest}, under which generation began"
+            raise self.contradicted(values, oldest, reason)
         elif self.stamp.said == SAID_OLDEST:
             self._slot.max_policy_version = max(self.stamp.oldest, newest)
         elif newest > self.stamp.newest:
-            raise self.contradicted(values, newest, f"is newer than policy_version {self.stamp.newest}, the newest that was given")
+            reason = f"is newer than policy_version {self.stamp.newest}, the newest that was given"
+            raise self.contradicted(values, newest, reason)
         return 0
 
     cdef object contradicted(self, const int32_t* values, int64_t version, str reason):
@@ -287,21 +303,25 @@ cdef class Plan:
             place += 1
         ends = np.cumsum(self._versions.lengths, dtype=np.int64)
         row = int(np.searchsorted(ends, place, "right"))
-        return BadValue(self._versions.name, row, place - int(ends[row - 1]) if row else place, version, reason)
+        position = place - int(ends[row - 1]) if row else place
+        return BadValue(self._versions.name, row, position, version, reason)
 
-    def view(self, memory, Column column not None):
+    def view(self, memory, PackedColumn column not None):
         """The column's values inside `memory` of the claim, as a flat array of its dtype."""
         dtype = column.form.dtype
-        return np.frombuffer(memory, dtype, column.count, column.values_at * ALIGNMENT) if column.count else np.empty(0, dtype)
+        if not column.count:
+            return np.empty(0, dtype)
+        return np.frombuffer(memory, dtype, column.count, column.values_at * ALIGNMENT)
 
     cdef int write_index(self, uint8_t* base) except -1:
         """Directory, group id, lengths, keys and validity."""
         cdef directory_entry* entry = <directory_entry*>base
-        cdef Column column
+        cdef PackedColumn column
         memset(base, 0, len(self.columns) * sizeof(directory_entry))
         for column in self.columns:
-            entry.column, entry.kind, entry.tag, entry.entries = <uint16_t>column.form.number, column.form.kind, column.tag, column.entries
-            entry.values_at, entry.values_bytes = <uint32_t>column.values_at, column.count * column.form.item_bytes
+            entry.column, entry.kind, entry.tag = <uint16_t>column.form.number, column.form.kind, column.tag
+            entry.entries, entry.values_at = column.entries, <uint32_t>column.values_at
+            entry.values_bytes = column.count * column.form.item_bytes
             entry.lengths_at, entry.inner_at = <uint32_t>column.lengths_at, <uint32_t>column.inner_at
             entry.keys_at, entry.validity_at = <uint32_t>column.keys_at, <uint32_t>column.validity_at
             entry.checks_at = <uint32_t>column.checks_at
@@ -320,7 +340,7 @@ cdef class Plan:
         return 0
 
 
-cdef inline bint is_there(Column column, uint32_t row) noexcept:
+cdef inline bint is_there(PackedColumn column, uint32_t row) noexcept:
     return column.validity is None or PyBytes_AS_STRING(column.validity)[row]
 
 

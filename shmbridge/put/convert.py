@@ -1,182 +1,99 @@
-"""From what a caller hands to `put` to measured columns: Atropos groups, mappings, Arrow batches.
+"""What `put` takes beside the forms that C reads, converted to one of these column by column.
 
-Knows which columns there are, their names and that rows must agree; one column by itself is
-column_forms.py's. Called by shmbridge.put.planner and shmbridge.producer only.
+Knows values: tensors, arrays of any layout, maps, text, JSON, Arrow. ColumnForms (_ext/fast_put.pyx) has the
+grammar of a group and calls a Converter; group_errors.py has the words for a wrong one.
 """
 
-import difflib
 import json
 import math
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from shmbridge._ext.column import Column, row_lengths
-from shmbridge._ext.pack import BadValue
+from shmbridge._ext.column import Form, PackedColumn
+from shmbridge._ext.pack import BadValue, row_of
 from shmbridge.errors import InvalidRecord
-from shmbridge.put import hints
-from shmbridge.put.column_forms import Array, as_invalid, build, is_flat, is_nested, texts
-from shmbridge.schema import ALIASES, JSON_COLUMNS, Columns, Tag
-from shmbridge.schema import Column as ColumnType
+from shmbridge.put import group_errors
+from shmbridge.put.notices import PutNotices
+from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
 
+Array = np.ndarray[Any, Any]
 _ATROPOS_MARKS = ("masks", "scores")
+_CANNOT = (TypeError, ValueError, OverflowError, AttributeError, RuntimeError)  # RuntimeError is torch's
 
 
-@dataclass(slots=True)
-class Intake:
-    """A group, measured: columns ready for a pack plan and what the record's slot says of it."""
+class Converter:
+    """Turns uncommon values of a group into common ones. Keeps nothing of a group; for the producer's thread.
 
-    columns: list[Column]
-    rows: int
-    tokens: int
-    uneven: bool
-    env_id: int
-    why_uneven: dict[str, str] = field(default_factory=dict)  # column -> row and numbers
+    A method raises InvalidRecord for a shape, BadValue for a value, with column, row and numbers.
 
-
-def take_in(group: Any, table: Columns, *, foreign: bool = False, fold_masks: bool = True) -> Intake:
-    """Measures a group in any accepted form. Raises InvalidRecord naming column, row and numbers.
-
-    `foreign` carries what upstream delivers: rows of unequal length (flagged), unknown keys (in `extra`), no
-    NaN. With `fold_masks` Atropos' masks are to be stored as loss_mask; the packer raises LossyMasks when
-    that loses something.
+    Args:
+        table: the lane's columns.
+        foreign: the groups are Atropos'; they may have what Atropos accepts.
+        notices: told of rows that do not fit, if anybody is.
     """
-    from_arrow = type(group).__name__ == "RecordBatch" and type(group).__module__.startswith("pyarrow")
-    if not (from_arrow or isinstance(group, Mapping)):
+
+    errors = group_errors
+
+    def __init__(self, table: Columns, foreign: bool = False, notices: PutNotices | None = None) -> None:
+        self.table, self._foreign, self._notices = table, foreign, notices
+
+    def mapping(self, group: Any) -> dict[str, Any]:
+        """The columns of a group that is no dict."""
+        if type(group).__name__ == "RecordBatch" and type(group).__module__.startswith("pyarrow"):
+            return _from_arrow(group, self.table)
+        if isinstance(group, Mapping):
+            return dict(group.items())
         raise InvalidRecord(
             f"a group is a mapping of columns or a pyarrow.RecordBatch, not {type(group).__name__}",
             hint='put({"tokens": [[1, 2], [3]]})',
         )
-    is_atropos = not from_arrow and any(mark in group for mark in _ATROPOS_MARKS)
-    columns = _from_arrow(group, table) if from_arrow else group
-    try:
-        return _Mapping(columns, table, foreign, fold_masks, is_atropos).take()
-    except BadValue as bad:
-        raise as_invalid(bad, table, written_as(bad.column, columns)) from None
-    except InvalidRecord as wrong:
-        raise _as_written(wrong, columns) from wrong.__cause__
 
+    def convert(self, form: Form, value: Any, group: Any, rows: int) -> Any:
+        """A value in a form that C reads, or its column; None for side data that is not one value a row."""
+        column = self.table[form.name]
+        if _is_empty(value):
+            return PackedColumn(form, tag=Tag.EMPTY_MAP if isinstance(value, Mapping) else Tag.EMPTY_LIST)
+        if column.name in JSON_COLUMNS:
+            of_atropos = isinstance(group, Mapping) and any(mark in group for mark in _ATROPOS_MARKS)
+            return self._json(form, column, value, rows, self._foreign or of_atropos)
+        if is_nested(value):
+            raise group_errors.not_to_convert(column, "nested tensor", "unbind()")
+        if column.kind is not Kind.SCALAR and type(value).__module__.split(".")[0] == "pyarrow":
+            raise group_errors.not_to_convert(column, f"pyarrow.{type(value).__name__}", "to_pylist()")
+        if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__len__"):
+            raise group_errors.not_rows(column, value)
+        try:
+            if column.kind is Kind.MAP:
+                return _maps(form, column, value)
+            if column.kind is Kind.BYTES:
+                return _texts(form, column, value)
+            return _COMMON[column.kind](column, value)
+        except (InvalidRecord, BadValue):
+            raise
+        except _CANNOT as wrong:
+            raise group_errors.not_of_type(column, wrong) from wrong
 
-def written_as(column: str, group: Any) -> str:
-    """The key under which a group has a column: its name, or an alias of it."""
-    names = group if isinstance(group, Mapping) else getattr(getattr(group, "schema", None), "names", ())
-    if column in names:
-        return column
-    return next((alias for alias, name in ALIASES.items() if name == column and alias in names), column)
+    def loss_mask(self, masks: Any) -> Any:
+        """The loss_mask that Atropos' masks stand for."""
+        rows = [masks[0]] if is_flat(masks) else masks
+        try:
+            trained = [None if row is None else np.not_equal(row, -100) for row in rows]
+        except (TypeError, ValueError, RuntimeError) as wrong:
+            raise group_errors.not_of_type(self.table["masks"], wrong, hint="-100, or the token") from wrong
+        return (trained[0], masks[1]) if is_flat(masks) else trained
 
+    def extra(self, extra: Any, unknown: Mapping[str, Any]) -> dict[str, Any]:
+        """`extra` with the unknown keys of a foreign group in it."""
+        if not isinstance(extra, Mapping):
+            extra = {} if extra is None else {"extra": extra}
+        return {**extra, **unknown}
 
-def _as_written(wrong: InvalidRecord, group: Mapping[str, Any]) -> InvalidRecord:
-    """The error, in the name that the caller used for the column."""
-    written = written_as(wrong.column, group)
-    if written == wrong.column:
-        return wrong
-    message, hint = (text.replace(wrong.column, written) for text in (wrong.message, wrong.hint))
-    return InvalidRecord(message, hint=hint, column=written, row=wrong.row, position=wrong.position)
-
-
-class _Mapping:
-    """One mapping under way."""
-
-    def __init__(
-        self, group: Mapping[str, Any], table: Columns, foreign: bool, fold_masks: bool, is_atropos: bool
-    ) -> None:
-        self.group, self.table = group, table
-        self.foreign, self.fold, self.is_atropos = foreign, fold_masks, foreign or is_atropos
-        self.columns: list[Column] = []
-        self.lengths: dict[str, Array] = {}
-        self.unknown: dict[str, Any] = {}
-        self.why_uneven: dict[str, str] = {}
-
-    def take(self) -> Intake:
-        self.take_tokens()
-        for key, value in self.group.items():
-            name = ALIASES.get(key, key)
-            if name in ("tokens", "env_id", "extra"):
-                continue
-            if name != key and name in self.group:
-                raise InvalidRecord(
-                    f"column {name!r} is given twice: as {name!r} and as {key!r}", column=name
-                )
-            if name == "masks":
-                self.add_masks(value)
-            elif name not in self.table:
-                self.add_unknown(key, value)
-            elif name in JSON_COLUMNS:
-                self.add_json(name, value)
-            else:
-                self.add(name, value)
-        self.add_extra()
-        self.check_empty_rows()
-        return Intake(
-            columns=self.columns,
-            rows=self.rows,
-            tokens=int(self.lengths["tokens"].sum()),
-            uneven=self.check_lengths(),
-            env_id=self.env_id(),
-            why_uneven=self.why_uneven,
-        )
-
-    def take_tokens(self) -> None:
-        if "tokens" not in self.group and self.group:
-            raise self.without_tokens()
-        tokens = self.group.get("tokens")
-        rows: Any = tokens[1] if tokens is not None and is_flat(tokens) else tokens
-        if _empty_tag(rows) is not None or (
-            not is_nested(rows) and hasattr(rows, "shape") and tuple(rows.shape)[:1] == (0,)
-        ):
-            raise InvalidRecord(
-                "the group is empty: `tokens` has no rows", hint="skip the group before put", column="tokens"
-            )
-        self.add("tokens", tokens)
-        column = self.columns[0]
-        self.rows = column.entries
-        if column.valid is not None:
-            row = int(column.valid.argmin())
-            raise InvalidRecord(f"column 'tokens' row {row} is None", column="tokens", row=row)
-
-    def without_tokens(self) -> InvalidRecord:
-        meant = next(
-            (key for key in self.group if isinstance(key, str) and hints.column_meant(key) == "tokens"), None
-        )
-        has = ", ".join(map(repr, list(self.group)[:8]))
-        hint = (
-            f"rename {meant!r} to 'tokens'"
-            if meant
-            else 'put({"tokens": [[1, 2], [3]], ...}): each row is a prompt and its response'
-        )
-        return InvalidRecord(f"the group has no column 'tokens'; it has {has}", hint=hint, column="tokens")
-
-    def check_empty_rows(self) -> None:
-        """A score of nothing would count in its group's mean.
-
-        Upstream takes such rows, so a foreign group may have them.
-        """
-        scored = next(
-            (column for column in self.columns if column.name == "score" and column.tag == Tag.VALUES), None
-        )
-        if scored is None or self.foreign or scored.entries != self.rows:
-            return
-        empty = self.lengths["tokens"] == 0
-        if scored.valid is not None:
-            empty &= scored.valid
-        if not empty.any():
-            return
-        row = int(empty.argmax())
-        raise InvalidRecord(
-            f"column 'tokens' row {row} has no tokens, and there is a score for it",
-            hint="leave the row out of every column, or the group out if nothing was generated",
-            column="tokens",
-            row=row,
-        )
-
-    def env_id(self) -> int:
-        value = self.group.get("env_id")
-        if value is None:
-            return -1
+    def env_id(self, value: Any) -> int:
+        """The environment's number."""
         try:
             number = operator.index(value)
         except TypeError:
@@ -185,185 +102,189 @@ class _Mapping:
             raise InvalidRecord(f"env_id {value!r} is not an environment's number", column="env_id")
         return number
 
-    def add(self, name: str, value: Any) -> None:
-        """A column as it is given; null, [] and {} become tags."""
-        column = self.table[name]
-        empty = _empty_tag(value)
-        if empty is not None:
-            self.columns.append(_tagged(self.table, column, empty))
-            return
-        built = build(self.table, column, value)
-        if built.lengths is not None:
-            self.lengths[name] = built.lengths
-        self.columns.append(built)
+    def note_uneven(self, wrong: InvalidRecord) -> None:
+        """A column of a foreign group does not fit its tokens."""
+        if self._notices is not None:
+            self._notices.uneven({wrong.column: wrong.message})
 
-    def add_masks(self, value: Any) -> None:
-        """Atropos masks: folded into loss_mask while that loses nothing, else carried as they are beside
-        it.
-        """
-        if _empty_tag(value) is not None or "loss_mask" in self.group:
-            self.add("masks", value)
-            return
-        if not self.foreign and isinstance(value, (list, tuple)) and any(row is None for row in value):
-            row = next(number for number, each in enumerate(value) if each is None)
-            raise InvalidRecord(f"column 'masks' row {row} is None", column="masks", row=row)
-        if (
-            self.fold
-            and _all_lists(value)
-            and np.array_equal(row_lengths(list(value)), self.lengths["tokens"])
-        ):
-            lengths = self.lengths["loss_mask"] = self.lengths["tokens"]
-            folded = Column(
-                self.table.forms["loss_mask"],
-                entries=len(lengths),
-                count=int(lengths.sum()),
-                lengths=lengths,
-                rows=list(value),
-                folds=self.columns[0],
-            )
-            self.columns.append(folded)
-        else:
-            self.add("masks", value)
-            rows = [value[0]] if is_flat(value) else value
-            try:
-                trained = [None if row is None else np.not_equal(row, -100) for row in rows]
-            except (TypeError, ValueError, RuntimeError) as wrong:
-                raise InvalidRecord(
-                    f"column 'masks' is list<int32>: {wrong}", hint="-100, or the token", column="masks"
-                ) from wrong
-            self.add("loss_mask", (trained[0], value[1]) if is_flat(value) else trained)
+    def _json(
+        self, form: Form, column: Column, value: Any, rows: int, of_atropos: bool
+    ) -> PackedColumn | None:
+        if column.per_record:
+            return _texts(form, column, [self._as_text(column.name, 0, value, of_atropos)])
+        if not (isinstance(value, (list, tuple)) and len(value) == rows):
+            return None
+        texts: list[bytes | str | None] = [None] * rows
+        for row, each in enumerate(value):
+            if each is not None:
+                texts[row] = self._as_text(column.name, row, each, of_atropos)
+        return _texts(form, column, texts)
 
-    def add_json(self, name: str, value: Any) -> None:
-        column = self.table[name]
-        empty = _empty_tag(value)
-        if empty is not None:
-            self.columns.append(_tagged(self.table, column, empty))
-        elif column.per_record:
-            self.columns.append(texts(self.table, column, [self.as_text(name, 0, value)]))
-        elif isinstance(value, (list, tuple)) and len(value) == self.rows:
-            rows = [
-                None if row is None else self.as_text(name, number, row) for number, row in enumerate(value)
-            ]
-            self.columns.append(texts(self.table, column, rows))
-        else:
-            self.add_unknown(name, value)
-
-    def as_text(self, name: str, row: int, value: Any) -> bytes | str:
-        """Atropos' values become JSON, also plain strings, as its client writes them; in our own form a
-        string is JSON already.
-        """
-        if isinstance(value, (str, bytes)) and not self.is_atropos:
+    def _as_text(self, name: str, row: int, value: Any, of_atropos: bool) -> bytes | str:
+        """A value as JSON. A string of Atropos is a value, as in its client; any other is JSON already."""
+        if isinstance(value, (str, bytes)) and not of_atropos:
             return _checked_json(name, row, value)
         try:
-            if self.foreign:
+            if self._foreign:
                 return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
             text = msgspec.json.encode(value)
             if b"null" in text and not _is_finite(value):  # NaN has no JSON: msgspec writes null
                 raise ValueError("NaN and infinity have no JSON")
             return text
         except (TypeError, ValueError, OverflowError, RecursionError) as wrong:
-            raise InvalidRecord(
-                f"column {name!r} row {row} cannot become JSON: {wrong}",
-                hint="pass str, finite numbers, lists and dicts",
-                column=name,
-                row=row,
-            ) from None
-
-    def add_unknown(self, key: str, value: Any) -> None:
-        """A column nobody knows, or side data that is not one value per row: `extra` for foreign groups, an
-        error for others.
-        """
-        if self.foreign and isinstance(key, str):
-            self.unknown[key] = value
-        elif key in self.table:
-            count = len(value) if hasattr(value, "__len__") else "no"
-            raise InvalidRecord(f"column {key!r} has {count} rows, tokens have {self.rows}", column=key)
-        else:
-            meant = hints.column_meant(str(key))
-            near = [meant] if meant else difflib.get_close_matches(str(key), self.table, n=3)
-            hint = (
-                f"did you mean {' or '.join(map(repr, near))}?"
-                if near
-                else "declare it: Producer(schema=pyarrow.schema([...]))"
-            )
-            if meant == "score":
-                hint += " (one number a row; one per token is 'token_rewards')"
-            raise InvalidRecord(f"unknown column {key!r}", hint=hint, column=str(key))
-
-    def add_extra(self) -> None:
-        extra = self.group.get("extra")
-        if self.unknown:
-            extra = {
-                **(extra if isinstance(extra, Mapping) else {} if extra is None else {"extra": extra}),
-                **self.unknown,
-            }
-        if extra is not None or "extra" in self.group:
-            self.add_json("extra", extra)
-
-    def check_lengths(self) -> bool:
-        """Whether rows disagree; raises for them unless the group is foreign."""
-        uneven = False
-        for column in self.columns:
-            kind = self.table[column.name]
-            if column.tag != Tag.VALUES:
-                continue
-            if kind.per_record:
-                check_one_value(column)
-                continue
-            row = (
-                _first_difference(column, self.lengths["tokens"])
-                if column.entries == self.rows and kind.per_token
-                else -1
-            )
-            if column.entries == self.rows and row < 0:
-                continue
-            uneven = True
-            wrong = self.unequal(column, row)
-            if not self.foreign:
-                raise wrong
-            self.why_uneven[column.name] = wrong.message
-        return uneven
-
-    def unequal(self, column: Column, row: int) -> InvalidRecord:
-        if row < 0 or column.lengths is None:
-            return InvalidRecord(
-                f"column {column.name!r} has {column.entries} rows, tokens have {self.rows}",
-                column=column.name,
-            )
-        return InvalidRecord(
-            f"column {column.name!r} row {row} has {column.lengths[row]} values, tokens have "
-            f"{self.lengths['tokens'][row]}",
-            hint="every per-token column has one value per token, prompt included",
-            column=column.name,
-            row=row,
-        )
+            raise group_errors.no_json(name, row, wrong) from None
 
 
-def check_one_value(column: Column) -> None:
-    """Raises unless a column with one value per record has one."""
-    if column.entries != 1:
-        raise InvalidRecord(
-            f"column {column.name!r} has {column.entries} values, and has one per record",
-            hint="pass a list of one",
-            column=column.name,
-        )
+def first_masked(value: Any) -> int | None:
+    """The place of the first value that a NumPy masked array leaves out; None where there is none."""
+    if not (isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value)):
+        return None
+    return int(np.ma.getmaskarray(value).reshape(-1).argmax())
 
 
-def _first_difference(column: Column, tokens: Array) -> int:
-    """The first row that is there and has not one value per token; -1 if none."""
-    if column.lengths is None or np.array_equal(column.lengths, tokens):
-        return -1
-    valid = np.ones(len(tokens), bool) if column.valid is None else column.valid
-    differing = np.flatnonzero((column.lengths != tokens) & valid)
-    return int(differing[0]) if differing.size else -1
+def checked_lengths(name: str, lengths: Any) -> Array:
+    """Row lengths a caller gives, as uint32; InvalidRecord if they are no lengths."""
+    found = np.asarray(lengths)
+    no_lengths = first_masked(lengths) is not None or found.ndim != 1 or found.dtype.kind not in "iu"
+    if no_lengths or (found.size and (found.min() < 0 or found.max() > np.iinfo(np.uint32).max)):
+        wanted = "whole numbers from 0, one a row"
+        raise InvalidRecord(f"column {name!r}: lengths are {wanted}, not {lengths!r:.80}", column=name)
+    return found.astype(np.uint32)
 
 
-def _empty_tag(value: Any) -> Tag | None:
-    if value is None:
-        return Tag.NULL
-    if isinstance(value, (list, tuple)) and len(value) == 0:
-        return Tag.EMPTY_LIST
-    return Tag.EMPTY_MAP if isinstance(value, Mapping) and len(value) == 0 else None
+def is_nested(value: Any) -> bool:
+    """Whether it is a nested tensor of torch, which has no shape to look at."""
+    return getattr(value, "is_nested", False) is True
+
+
+def is_flat(value: Any) -> bool:
+    """Whether it is (flat array, lengths): a 1-D array and whole numbers. Two float arrays are two rows."""
+    if not (
+        isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "dtype") and np.ndim(value[0]) == 1
+    ):
+        return False
+    return not hasattr(value[1], "dtype") or "int" in str(value[1].dtype)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, (list, tuple, Mapping)) and len(value) == 0
+
+
+def _array(value: Any) -> Array:
+    """A tensor or anything array-like as an array that C reads; bfloat16 widens to float32."""
+    if type(value).__module__.split(".")[0] == "torch":
+        value = value.detach()
+        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+    array = np.asarray(value)
+    if array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative:
+        return array
+    return np.array(array, array.dtype.newbyteorder("="), order="C")
+
+
+def _check_mask(column: Column, row: int, position: int | None) -> None:
+    if position is not None:
+        raise BadValue(column.name, row, position, np.ma.masked, "is no value: the array is masked there")
+
+
+def _row(column: Column, number: int, row: Any) -> Any:
+    """One row of a list column: a list, or a 1-D array."""
+    if isinstance(row, (list, tuple)):
+        return row
+    if isinstance(row, (str, bytes, Mapping)) or not (hasattr(row, "__array__") or hasattr(row, "__len__")):
+        raise BadValue(column.name, number, 0, row, "is not a row of numbers")
+    array = _array(row)
+    if array.ndim != 1:
+        raise BadValue(column.name, number, 0, row, "is not one-dimensional")
+    _check_mask(column, number, first_masked(row))
+    return array
+
+
+def _scalars(column: Column, value: Any) -> Any:
+    if not hasattr(value, "dtype"):
+        return list(value)
+    flat = _array(value)
+    if flat.ndim != 1:
+        raise BadValue(column.name, 0, 0, flat.shape, "is not one value a row")
+    if (place := first_masked(value)) is not None:
+        _check_mask(column, place, 0)
+    return flat
+
+
+def _lists(column: Column, value: Any) -> Any:
+    if not is_flat(value):
+        return [None if row is None else _row(column, number, row) for number, row in enumerate(list(value))]
+    flat, lengths = _array(value[0]), checked_lengths(column.name, value[1])
+    if int(lengths.sum()) != len(flat):
+        raise group_errors.other_sum(column.name, len(flat), int(lengths.sum()))
+    if (place := first_masked(value[0])) is not None:
+        _check_mask(column, *row_of(lengths, place))
+    return flat, lengths
+
+
+def _list_lists(column: Column, value: Any) -> Any:
+    found: list[list[Any] | None] = []
+    for number, row in enumerate(list(value)):
+        found.append(None if row is None else [_row(column, number, each) for each in row])
+        if row is not None and len(row) != len(found[-1] or ()):
+            raise ValueError(f"row {number} has not as many lists as it says")
+    return found
+
+
+_COMMON = {Kind.SCALAR: _scalars, Kind.LIST: _lists, Kind.LIST_LIST: _list_lists}
+
+
+def _maps(form: Form, column: Column, value: Any) -> PackedColumn:
+    rows = list(value)
+    pairs = [{} if row is None else dict(row) for row in rows]
+    keys, values = [], []
+    for number, row in enumerate(pairs):
+        for key, each in row.items():
+            if not isinstance(key, str):
+                raise BadValue(column.name, number, 0, key, "is not a name")
+            keys.append(_utf8(column, number, key))
+            values.append(each)
+    return PackedColumn(
+        form,
+        entries=len(rows),
+        count=len(values),
+        lengths=_lengths(pairs),
+        inner=_lengths(keys),
+        keys=b"".join(keys),
+        validity=_validity(rows),
+        rows=[values],
+    )
+
+
+def _texts(form: Form, column: Column, value: Iterable[Any]) -> PackedColumn:
+    """A column of text or bytes, one a row; None is null."""
+    rows = list(value)
+    raw = [b"" if row is None else _utf8(column, number, row) for number, row in enumerate(rows)]
+    whole = b"".join(raw)
+    return PackedColumn(
+        form, entries=len(raw), count=len(whole), lengths=_lengths(raw), validity=_validity(rows), rows=whole
+    )
+
+
+def _lengths(rows: list[Any]) -> Array:
+    return np.fromiter(map(len, rows), np.uint32, len(rows))
+
+
+def _validity(rows: list[Any]) -> Array | None:
+    valid = np.fromiter((row is not None for row in rows), np.uint8, len(rows))
+    return None if valid.all() else valid
+
+
+def _utf8(column: Column, row: int, value: Any) -> bytes:
+    if not isinstance(value, (str, bytes, bytearray, memoryview)):
+        raise BadValue(column.name, row, 0, value, f"is not {column.type_name}")
+    try:
+        raw = value.encode() if isinstance(value, str) else bytes(value)
+        if column.text and not isinstance(value, str):
+            raw.decode()
+        return raw
+    except UnicodeError as wrong:
+        at = wrong.start if isinstance(wrong, UnicodeEncodeError | UnicodeDecodeError) else 0
+        raise BadValue(column.name, row, at, value, "is not Unicode text") from None
 
 
 def _checked_json(name: str, row: int, text: bytes | str) -> bytes | str:
@@ -384,18 +305,8 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _tagged(table: Columns, column: ColumnType, tag: Tag) -> Column:
-    return Column(table.forms[column.name], tag=tag)
-
-
-def _all_lists(rows: Any) -> bool:
-    return isinstance(rows, (list, tuple)) and all(isinstance(row, (list, tuple)) for row in rows)
-
-
 def _from_arrow(batch: Any, table: Columns) -> dict[str, Any]:
-    """The mapping a RecordBatch stands for: numbers by their value buffers, everything else by its Python
-    values.
-    """
+    """The mapping a RecordBatch stands for: numbers by their buffers, all else by its Python values."""
     import pyarrow as pa
 
     group: dict[str, Any] = {}
@@ -409,9 +320,7 @@ def _from_arrow(batch: Any, table: Columns) -> dict[str, Any]:
             )
         elif pa.types.is_map(array.type):
             group[name] = [None if row is None else dict(row) for row in array.to_pylist()]
-        elif isinstance(array, pa.ListArray) and not (
-            pa.types.is_nested(array.type.value_type) or array.null_count or _inner_nulls(array)
-        ):
+        elif isinstance(array, pa.ListArray) and _is_plain(array):
             group[name] = (array.flatten().to_numpy(zero_copy_only=False), np.diff(array.offsets.to_numpy()))
         elif pa.types.is_primitive(array.type) and array.null_count == 0:
             group[name] = array.to_numpy(zero_copy_only=False)
@@ -420,6 +329,8 @@ def _from_arrow(batch: Any, table: Columns) -> dict[str, Any]:
     return group
 
 
-def _inner_nulls(lists: Any) -> int:
-    """Of values within rows, which to_numpy would make NaN."""
-    return int(lists.flatten().null_count)
+def _is_plain(lists: Any) -> bool:
+    """Whether its rows are numbers and no value is null, which to_numpy would make NaN."""
+    import pyarrow as pa
+
+    return not (pa.types.is_nested(lists.type.value_type) or lists.null_count or lists.flatten().null_count)

@@ -1,7 +1,7 @@
 """A group on its way into a lane: what is handed to `put` becomes a plan, made before any memory is claimed.
 
-Knows columns, plans and stamps; knows nothing of lanes, waiting or who reads. The common forms are understood
-in C (_ext/fast_put.pyx), all others by shmbridge.put.convert, which also finds the words for what is wrong.
+Knows plans and stamps; knows nothing of lanes, waiting or who reads. The forms of columns are ColumnForms'
+(_ext/fast_put.pyx), which asks convert.Converter for what is not common.
 """
 
 import operator
@@ -14,13 +14,13 @@ import numpy as np
 
 from shmbridge import sizing
 from shmbridge._ext import fast_put
-from shmbridge._ext.column import Column
+from shmbridge._ext.column import PackedColumn
 from shmbridge._ext.pack import BadValue
-from shmbridge._ext.plan import Plan, RowSampler, Stamp
+from shmbridge._ext.plan import Plan, Stamp
 from shmbridge.config import format_size
 from shmbridge.errors import InvalidRecord, RecordTooBig
-from shmbridge.put import convert
-from shmbridge.put.column_forms import as_invalid, checked_lengths
+from shmbridge.put.convert import Converter, checked_lengths
+from shmbridge.put.group_errors import as_invalid, as_written
 from shmbridge.put.notices import PutNotices
 from shmbridge.record.row_checks import new_sampler
 from shmbridge.schema import ALIASES, Columns, Kind
@@ -83,20 +83,25 @@ def _version_hint(version: object) -> str:
     )
 
 
-class Loader:
+class RecordPlanner:
     """Makes the plans of one producer's records."""
 
     def __init__(self, table: Columns, lane_bytes: int, env_name: str | None = None) -> None:
         self.table, self.lane_bytes, self.sampler = table, lane_bytes, new_sampler()
         # None: a caller that only measures says nothing
         self.notices = None if env_name is None else PutNotices(env_name)
-        self.forms = _by_key(table, self.sampler)
+        self.forms = self._forms_of(table, foreign=False)
         # Atropos cannot carry NaN or infinity in any column: of a batch with one of them, nothing would
         # arrive.
-        self._foreign_table = Columns(replace(column, finite=True) for column in table.order)
-        self._foreign_forms = _by_key(self._foreign_table, self.sampler, foreign=True)
+        self._foreign_forms = self._forms_of(
+            Columns(replace(column, finite=True) for column in table.order), foreign=True
+        )
         self._knows_tensors = False
         self.fragments = Fragments()
+
+    def _forms_of(self, table: Columns, *, foreign: bool) -> fast_put.ColumnForms:
+        by_key = {**table.forms, **{alias: table.forms[name] for alias, name in ALIASES.items()}}
+        return fast_put.ColumnForms(by_key, Converter(table, foreign, self.notices), self.sampler, foreign)
 
     @property
     def most_bytes(self) -> int:
@@ -111,10 +116,7 @@ class Loader:
         ):
             fast_put.know_tensors(tensor)
             self._knows_tensors = True
-        forms = self._foreign_forms if foreign else self.forms
-        plan = self._fitting(
-            forms.plan(group, stamp, (group, foreign)) or self._at_leisure(group, stamp, foreign)
-        )
+        plan = self._planned(group, stamp, foreign)
         self.look(group)
         return plan
 
@@ -126,60 +128,50 @@ class Loader:
     def with_masks_as_they_are(self, plan: Plan) -> Plan:
         """The same group planned again, its Atropos masks not folded."""
         group, foreign = plan.source
-        return self._fitting(self._at_leisure(group, plan.stamp, foreign, fold_masks=False))
+        return self._planned(group, plan.stamp, foreign, fold_masks=False)
 
     def claimed(self, rows: int, lengths: Mapping[str, Any], stamp: Stamp) -> Plan:
         """The plan of a record whose values the caller will write in place.
 
         Raises InvalidRecord, RecordTooBig.
         """
-        columns = [_claimed_column(self.table, name, rows, wanted) for name, wanted in lengths.items()]
-        tokens = next((column for column in columns if column.name == "tokens"), None)
-        if rows < 1 or tokens is None or tokens.lengths is None:
+        columns = {name: _claimed_column(self.table, name, rows, wanted) for name, wanted in lengths.items()}
+        tokens = columns.get("tokens")
+        if rows < 1 or tokens is None:
             raise InvalidRecord(
                 f"a claim needs `tokens` and at least one row, got {rows} rows of "
                 f"{', '.join(lengths) or 'nothing'}"
             )
-        for column in columns:
-            if (
-                column.form.per_token
-                and column.lengths is not None
-                and not np.array_equal(column.lengths, tokens.lengths)
-            ):
-                raise InvalidRecord(
-                    f"column {column.name!r} has lengths {column.lengths.tolist()}, tokens have "
-                    f"{tokens.lengths.tolist()}",
-                    column=column.name,
-                )
-        if any(column.name == "score" for column in columns) and not tokens.lengths.all():
-            row = int(tokens.lengths.argmin())
-            raise InvalidRecord(
-                f"column 'tokens' row {row} has no tokens, and there is a score for it",
-                hint="leave the row out",
-                column="tokens",
-                row=row,
-            )
+        try:
+            plan = self.forms.claimed(list(columns.values()), tokens, columns.get("score"), stamp)
+        except OverflowError as wrong:
+            raise _beyond_the_layout(wrong) from None
         self.look(dict.fromkeys(lengths, True))
-        return self._fitting(
-            _plan(convert.Intake(columns, rows, tokens.count, False, -1), stamp, None, self.sampler)
-        )
+        return self._fitting(plan)
 
     def refusal(self, bad: BadValue, group: Any) -> InvalidRecord:
         """The public error of a value the packer refused, in the caller's own names; `group` is what was
         handed to put, None if unknown.
         """
-        return as_invalid(bad, self.table, convert.written_as(bad.column, group))
+        return as_invalid(bad, self.table, group)
 
-    def _at_leisure(self, group: Any, stamp: Stamp, foreign: bool, *, fold_masks: bool = True) -> Plan:
-        table = self._foreign_table if foreign else self.table
-        measured = convert.take_in(group, table, foreign=foreign, fold_masks=fold_masks)
-        if self.notices is not None:
-            self.notices.uneven(measured.why_uneven)
-        return _plan(measured, stamp, (group, foreign), self.sampler)
+    def _planned(self, group: Any, stamp: Stamp, foreign: bool, *, fold_masks: bool = True) -> Plan:
+        forms = self._foreign_forms if foreign else self.forms
+        try:
+            plan = forms.plan(group, stamp, (group, foreign), fold_masks)
+        except BadValue as bad:
+            raise self.refusal(bad, group) from None
+        except InvalidRecord as wrong:
+            raise as_written(wrong, group) from wrong.__cause__
+        except OverflowError as wrong:
+            raise _beyond_the_layout(wrong) from None
+        return self._fitting(plan)
 
     def _fitting(self, plan: Plan) -> Plan:
         """The plan, or RecordTooBig, or InvalidRecord for a fragment of another group than it says."""
-        size = plan.extent_bytes
+        size, of_group = plan.extent_bytes, plan.stamp.group_size
+        if of_group and of_group < plan.rows:
+            raise InvalidRecord(f"group_size={of_group} is less than the {plan.rows} rows given")
         self.fragments.check(plan)
         if size <= self.most_bytes:
             return plan
@@ -232,31 +224,11 @@ class Fragments:
                 del self._partial[next(iter(self._partial))]
 
 
-def _by_key(table: Columns, sampler: RowSampler, *, foreign: bool = False) -> fast_put.Forms:
-    return fast_put.Forms(
-        {**table.forms, **{alias: table.forms[name] for alias, name in ALIASES.items()}}, sampler, foreign
-    )
+def _beyond_the_layout(wrong: OverflowError) -> RecordTooBig:
+    return RecordTooBig(str(wrong), hint="put the group in fragments with group_size=")
 
 
-def _plan(measured: convert.Intake, stamp: Stamp, source: Any, sampler: RowSampler) -> Plan:
-    if stamp.group_size and stamp.group_size < measured.rows:
-        raise InvalidRecord(f"group_size={stamp.group_size} is less than the {measured.rows} rows given")
-    try:
-        return Plan(
-            measured.columns,
-            stamp,
-            measured.rows,
-            measured.tokens,
-            measured.uneven,
-            measured.env_id,
-            source,
-            sampler,
-        )
-    except OverflowError as wrong:
-        raise RecordTooBig(str(wrong), hint="put the group in fragments with group_size=") from None
-
-
-def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> Column:
+def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> PackedColumn:
     column = table.get(name)
     if column is None or column.kind not in (Kind.LIST, Kind.SCALAR):
         raise InvalidRecord(
@@ -264,8 +236,8 @@ def _claimed_column(table: Columns, name: str, rows: int, wanted: Any) -> Column
         )
     form, rows = table.forms[name], 1 if column.per_record else rows
     if column.kind is Kind.SCALAR:
-        return Column(form, entries=rows, count=rows)
+        return PackedColumn(form, entries=rows, count=rows)
     lengths = checked_lengths(name, wanted)
     if lengths.shape != (rows,):
         raise InvalidRecord(f"column {name!r}: lengths of shape {lengths.shape} for {rows} rows", column=name)
-    return Column(form, entries=rows, count=int(lengths.sum()), lengths=lengths)
+    return PackedColumn(form, entries=rows, count=int(lengths.sum()), lengths=lengths)

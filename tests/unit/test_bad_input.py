@@ -5,6 +5,7 @@ and the producer goes on.
 import gc
 import os
 import re
+from collections import deque
 
 import numpy as np
 import pyarrow as pa
@@ -189,6 +190,7 @@ def test_an_unknown_column_is_named_with_the_nearest_known_one(ends, name, near)
         {"tokens": ()},
         {"tokens": np.empty((0, 4), np.int32)},
         {"tokens": {}},
+        {"tokens": deque()},
         {"tokens": (np.empty(0, np.int32), [])},
         {"tokens": (np.empty(0, np.int32), np.empty(0, np.int64))},
         pa.record_batch({"tokens": pa.array([], pa.list_(pa.int32()))}),
@@ -429,7 +431,7 @@ def test_contradictory_fragments_that_arrive_are_discarded_and_counted(
 ) -> None:
     producer, consumer = make_producer(), make_consumer()
     producer.put({"tokens": [[1]] * 3}, group_id="g", group_size=4)
-    producer._loader.fragments._partial.clear()  # as of a producer that does not look
+    producer._planner.fragments._partial.clear()  # as of a producer that does not look
     producer.put({"tokens": [[2]] * 3}, group_id="g", group_size=4)
     producer.put({"tokens": [[3]]}, group_id="h")
     batch = next(consumer.batches(groups=1, timeout_s=10, prefetch=0))

@@ -176,7 +176,7 @@ def test_an_interrupt_at_any_instruction_of_a_claim_leaves_none_open(producer, c
 
 
 def test_an_interrupt_at_any_instruction_of_a_put_leaves_no_claim_open(producer, consumer) -> None:
-    number, group = 0, {"tokens": [(1, 2)], "score": [1.0]}  # tuples take the careful way
+    number, group = 0, {"tokens": ([1, 2],), "score": [1.0]}  # a tuple of rows takes the slow path
     while interrupted_at(number := number + 1, lambda: producer.put(group)):
         with producer.claim(1, {"tokens": [1]}) as slot:
             slot["tokens"][:] = 1

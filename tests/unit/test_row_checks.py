@@ -49,7 +49,7 @@ FORMS = {
     "arrays of other types": {name: [np.array(row) for row in rows] for name, rows in LISTS.items()},
     "tensors": {name: [torch.from_numpy(row) for row in rows] for name, rows in PUT.items()},
     "flat arrays and lengths": flat(PUT),
-    "tuples, which are taken at leisure": {
+    "tuples, which take the slow path": {
         name: tuple(tuple(row) for row in rows) for name, rows in LISTS.items()
     },
     "masks of Atropos, folded": masks(LISTS),
