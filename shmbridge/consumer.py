@@ -577,7 +577,7 @@ class Consumer(OneProcess):
         self._closing.close()
 
     def _give_up(self) -> None:
-        if self._state.let_go:  # an interrupt came after the last line
+        if self._state.words_gone:  # an interrupt came after the last line
             return
         self._stop_forming()
         self._control_plane.close()

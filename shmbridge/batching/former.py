@@ -79,12 +79,13 @@ class BatchFormer:
         self.screen: Screen | None = None
         self._whole: deque[Group] = deque()  # whole, and not yet shown to the screen
         self._screened = self._batches_formed = 0
-        self._changing = False  # what is queued; still set afterwards if an exception came in between
+        # what is queued; an exception leaves it set, and the next change puts the counts right
+        self._changing = False
         # under "caller": what may still be held; under the lock
         self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()
-        self.somebody_waits = False  # for a batch: whoever it is releases nothing meanwhile
-        # what is put back goes there once nothing is formed here any more
-        self._late: LateReturns | None = None
+        # for the next batch; the holder of earlier ones releases nothing meanwhile
+        self.somebody_waits = False
+        self._late: LateReturns | None = None  # after close(): takes what is put back
         # put back, and not yet queued: put_back never comes in the middle of a change
         self._back: deque[list[Group]] = deque()
         self.put_backs = 0  # how often something was put back
@@ -390,7 +391,7 @@ class BatchFormer:
         with self._lock:
             self._chosen.remove(groups)
             if self._late is not None:
-                self._late.take(groups, closed=self._state.let_go)
+                self._late.take(groups, closed=self._state.words_gone)
                 return
             waiting = set(map(id, itertools.chain(self._complete, *self._back)))
             self.put_backs += 1

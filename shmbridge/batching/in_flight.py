@@ -22,9 +22,7 @@ class Chosen:
             group.chosen = True
 
     def remove(self, groups: Iterable[Group]) -> None:
-        """Their step is over, or they went back to the queue, or were discarded; a second time changes
-        nothing.
-        """
+        """Their step is over, or they went back to the queue, or were discarded. Idempotent."""
         for group in groups:
             self.count -= group.chosen
             group.chosen = False

@@ -85,10 +85,10 @@ class Iterations:
                     self._former.end_step()
         finally:
             if ahead is not None:
-                # only a flag: a collection may end an iteration in any thread, also in that one, and under
-                # the lock
+                # Only a flag: a collection may end an iteration in any thread, also in that one, and under
+                # the lock.
                 ahead.end()
-            # whose handler owes it
+            # Handlers run there.
             if not self._closing.lock_is_mine and threading.get_ident() == threading.main_thread().ident:
                 self._closing.close_if_owed()
 
@@ -134,7 +134,7 @@ class Iterations:
         while (chosen := self._former.choose(request, stop, deadline_s)) is not None:
             try:
                 batch = request.batch_of(chosen)
-                # not yet: lost before that, it is formed again
+                # Not yet: lost before that, it is formed again.
                 hand_out(chosen, Call.BATCHES, looked_at=False)
                 return batch
             except BaseException as error:
@@ -158,7 +158,7 @@ class Iterations:
         if not isinstance(error, Exception) or isinstance(error, (MemoryError, BatchTooBig)):
             return []
         try:
-            # where no signal's handler raises
+            # Where no signal's handler raises.
             return in_another_thread(functools.partial(unreadable, chosen, request.layout))
         except BaseException:
             self._former.put_back(chosen)
@@ -180,8 +180,7 @@ class Iterations:
             self._former.count_batch()
         return chosen
 
-    # -- gathering ahead
-    # --------------------------------------------------------------------------------------------------------
+    # -- gathering ahead -------------------------------------------------------------------------------------
 
     def _prefetch(self, request: BatchRequest) -> Prefetcher | None:
         if not request.prefetch:

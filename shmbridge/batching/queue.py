@@ -1,8 +1,7 @@
-"""Groups that are committed and in no batch yet, counted by producer; for status, and for programs that serve
-batches to others.
+"""Groups that are committed and in no batch yet, counted by producer.
 
-Knows lanes and what forms batches. Any thread. Used by the consumer and by its control server; the gateway
-reaches it as `Consumer.queue`.
+Knows lanes and what forms batches. Used by the consumer, its control server, and, as `Consumer.queue`, by
+programs that serve batches to others. Any thread.
 """
 
 import time
@@ -18,14 +17,11 @@ from shmbridge.record.groups import Group, GroupAssembler
 
 @dataclass(frozen=True, slots=True)
 class OutsideQueue:
-    """What a program that takes all records at once, and queues their groups itself, says of its queue; for
-    Consumer(outside=).
+    """The queue of a program that takes all records at once and queues groups itself: Consumer(outside=).
 
     Attributes:
-        waiting: groups that wait there, by producer id; they count as queued for the environments of the
-            control plane.
-        first_env_id: the number of the first environment that the control plane registers; lower ones are the
-            program's.
+        waiting: groups that wait there, by producer id; environments of the control plane see them as queued.
+        first_env_id: the control plane numbers environments from here on; lower numbers are the program's.
     """
 
     waiting: Counter[str] = field(default_factory=Counter)
@@ -33,26 +29,21 @@ class OutsideQueue:
 
 
 class GroupQueue:
-    """`Consumer.queue`, for programs that serve batches to others: what waits, and how many batches count as
-    handed out.
-    """
+    """`Consumer.queue`, for programs that serve batches to others."""
 
     def __init__(self, former: BatchFormer, lanes: LaneSet, outside: OutsideQueue) -> None:
         self._former, self._lanes, self._outside = former, lanes, outside.waiting
 
     def groups(self, producer_id: str | None = None) -> int:
-        """Groups committed and not yet in a batch, of one producer or all; a fragment not yet read counts as
-        one.
+        """Groups committed and not yet in a batch, of one producer or all. Never blocks.
 
-        Never blocks.
+        A fragment that was not read yet counts as one.
         """
         waiting = sum(lane.waiting for lane in self._lanes if producer_id in (None, lane.producer_id))
         return waiting + self._taken(producer_id)
 
     def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
-        """Of each: whether a lane of it is attached and its process lives, and its groups; one walk of the
-        lanes for all of them.
-        """
+        """Of each: whether a living process holds a lane of it, and its groups. One walk of the lanes."""
         waiting, live = Counter[str](), set()
         for lane in self._lanes:
             waiting[lane.producer_id] += lane.waiting
@@ -74,14 +65,13 @@ class GroupQueue:
         return {"queue_groups": self.groups(), **by_env}
 
     def count_batch(self, batches: int = 1) -> None:
-        """So many batches were handed out that `take_groups` has not counted; below 0: were undone before
-        anybody read them.
-        """
+        """Counts batches that were handed out beside `take_groups`; below 0: that were undone unread."""
         self._former.count_batch(batches)
 
     def take_incomplete(self, fragments: GroupAssembler) -> list[Group]:
-        """Takes out what will never be whole, of fragments of all records that there are: it is late, or its
-        producer has left.
+        """Takes out groups that will never be whole: too late, or their producer has left.
+
+        `fragments` has all records that there are.
         """
         late = list(fragments.late(time.monotonic(), self._lanes.busy_producers()))
         return [*late, *fragments.orphans(self._lanes.finished_producers())]

@@ -1,6 +1,6 @@
-"""The error of a batch that can never be filled: the numbers, and what to raise. Decides nothing.
+"""The error of a batch that can never be filled: the numbers, and what to raise.
 
-Called by former.py.
+Decides nothing. Called by former.py.
 """
 
 from shmbridge import sizing
@@ -14,9 +14,7 @@ from shmbridge.record.groups import Group
 def too_big(
     size: Want, here: list[Group], *, complete: int, partial: int, elsewhere: int, stuck: Stuck
 ) -> BatchTooBig:
-    """`here` are the groups that wait for the batch; `elsewhere`, the records of earlier batches that whoever
-    waits for it holds.
-    """
+    """`here`: groups that wait for the batch; `elsewhere`: records of earlier batches its taker holds."""
     sizes = [record.extent_bytes for group in here for record in group.records]
     fragments = max((-(-len(group.records) * group.size // group.rows) for group in here), default=1)
     largest = max([*sizes, stuck.wanted_bytes])
@@ -28,11 +26,9 @@ def too_big(
             if stuck.dropped
             else ""
         )
-        + (
-            f"{stuck.lanes} lanes of {format_size(stuck.data_bytes)} in all hold {stuck.held} records of at "
-            f"most {format_size(largest)}, and their {stuck.live} living producers have no room for "
-            f"{format_size(stuck.wanted_bytes)} more"
-        ),
+        + f"{stuck.lanes} lanes of {format_size(stuck.data_bytes)} in all hold {stuck.held} records "
+        f"of at most {format_size(largest)}, "
+        f"and their {stuck.live} living producers have no room for {format_size(stuck.wanted_bytes)} more",
         hint=sizing.what_to_raise(
             -(-(size.as_groups(here) * fragments + elsewhere) // stuck.live),
             largest,

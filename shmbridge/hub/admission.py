@@ -1,5 +1,4 @@
-"""Which producer may begin a group: the off-policy limit over what is being generated, waits, or is trained
-with.
+"""Which producer may begin a group: the limit over what is being generated, waits, or is trained with.
 
 Knows promises and tickets; the rule is admission/limit.py's. For the control plane's thread. Never blocks.
 """
@@ -18,9 +17,7 @@ _FULL_FOR_NS = 10_000_000
 
 
 class Admission:
-    """`committed` counts the groups that are committed and whose step is not over; None while they are being
-    moved.
-    """
+    """`committed` counts the committed groups whose step is not over; None while they are being moved."""
 
     def __init__(self, state: HubState, lanes: LaneSet, committed: Callable[[], int | None]) -> None:
         self._state, self._lanes, self._committed = state, lanes, committed
@@ -34,7 +31,7 @@ class Admission:
         if not 0 <= request.running < locks.MOST_TICKETS:
             said = f"a lane holds 0 to {locks.MOST_TICKETS} tickets, so none more than {request.running}"
             return messages.Refused(messages.BAD_VALUE, said, "say how many it holds")
-        # first: a promise that has expired by now is redeemed by now, or never will be
+        # First: a promise that has expired by now is redeemed by now, or never will be.
         now_ns = time.monotonic_ns()
         if self._state.paused:
             return None
@@ -44,15 +41,15 @@ class Admission:
                 return messages.Refused(messages.BAD_VALUE, said, "see the consumer's log")
             self._promises.void(request.lane)
             steps = self._state.steps_ended
-            # others wait too: one count is for all
+            # Others wait too: one count is for all.
             if request.wait and now_ns < self._full[0] and steps == self._full[1]:
                 return None
-            # before what is committed: a group is committed before its ticket ends
+            # Before what is committed: a group is committed before its ticket ends.
             held = self._lanes.tickets()
             running, committed = self._promises.running(held, now_ns), self._committed()
             if committed is None or request.lane not in held:  # they are being moved; it is not adopted yet
                 return None
-            # after the count: a step that ended meanwhile is known
+            # After the count: a step that ended meanwhile is known.
             most = self._most_groups(self._state.limit)
             if running + committed >= most:
                 self._full = now_ns + _FULL_FOR_NS, steps

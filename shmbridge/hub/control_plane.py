@@ -19,8 +19,7 @@ class ControlPlane:
 
     def __init__(self, closing: Closing) -> None:
         self._bell = closing.lock()
-        # it serves from its construction on: its thread comes before this is set
-        self._server: ControlServer | None = None
+        self._server: ControlServer | None = None  # its thread answers requests before this is set
 
     def serve(self, bridge: str, hub: HubView, queue: QueueView | None, first_env_id: int) -> None:
         """Answers participants from now on."""

@@ -1,8 +1,4 @@
-"""The counters of a consumer's lanes, flat: produced = released + held + discarded, from the lanes' own
-words.
-
-Used by the consumer.
-"""
+"""The counters of a consumer's lanes, flat: produced = released + held + discarded. Used by the consumer."""
 
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.waiting import Waiting
@@ -10,7 +6,7 @@ from shmbridge.segments.placement import MemoryUse
 
 
 def lane_counters(lanes: LaneSet, waiting: Waiting, memory: MemoryUse) -> dict[str, float]:
-    """Of all lanes that there are and were. Never blocks; any thread."""
+    """Of all lanes that there are and were, from their own words. Never blocks; any thread."""
     total = lanes.counters()
     reasons = {key: value for key, value in sorted(total.items()) if "{" in key}
     return {

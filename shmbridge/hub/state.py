@@ -1,9 +1,6 @@
-"""What a hub says to its whole bridge: run, policy version, pause, drain.
+"""What a hub says to its whole bridge: run, policy version, pause, drain. A few shared words; any thread.
 
-A few shared words, safe from any thread.
-
-Knows the control segment's words and whether the consumer is closed; never blocks. Used by all parts of the
-consumer.
+Knows the control segment's words and whether the consumer is closed. Used by all its parts; never blocks.
 """
 
 import contextlib
@@ -53,24 +50,24 @@ class HubState:
         self._training_version = -1
         self.steps_ended = 0
 
-    # -- whether it is open
-    # -------------------------------------------------------------------------------------------------------
+    # -- whether it is open ----------------------------------------------------------------------------------
 
     @property
     def words(self) -> header.Control:
         """The control segment's words. Raises Closed."""
-        words = self.check_process()  # once: a handler may close at any line
-        if words is None:
+        words = self._words  # read once: a handler may close at any line
+        if words is None or words.mapping.forked:
+            self.check_process()
             raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
         return words
 
     @property
-    def let_go(self) -> bool:
+    def words_gone(self) -> bool:
         """Whether the words are gone, as they are at the end of close()."""
         return self._words is None
 
     def let_words_go(self) -> None:
-        """Keeps the segment mapped no longer: with the mapping goes the hub's lock."""
+        """Drops the words, so that the mapping, and with it the hub's lock, ends with the last view."""
         self._words = None
 
     def check_process(self) -> header.Control | None:
@@ -106,8 +103,7 @@ class HubState:
         """From here on this process is the hub that everybody sees."""
         self.hub_epoch = self.words.begin_epoch(os.getpid(), locks.pid_namespace(), columns)
 
-    # -- the run
-    # --------------------------------------------------------------------------------------------------------
+    # -- the run ---------------------------------------------------------------------------------------------
 
     @property
     def run(self) -> Run | None:
@@ -124,8 +120,7 @@ class HubState:
         run, steps_before = self._announced
         return (run.starting_step if run else 0) + steps - steps_before
 
-    # -- versions
-    # --------------------------------------------------------------------------------------------------------
+    # -- versions --------------------------------------------------------------------------------------------
 
     @property
     def policy_version(self) -> int:
@@ -149,8 +144,8 @@ class HubState:
         with self._publishing:  # the control plane's thread does, too
             if version < self.policy_version:
                 raise ValueError(
-                    f"policy version {version} is before {self.policy_version}: versions of one bridge only "
-                    "rise"
+                    f"policy version {version} is before {self.policy_version}: "
+                    "versions of one bridge only rise"
                 )
             self.words.policy_version = version
 
@@ -159,19 +154,18 @@ class HubState:
         ahead = version - self.policy_version
         if version < self.training_version:
             raise ValueError(
-                f"version {version} is before {self.training_version}, which is in training: versions of "
-                "one bridge only rise"
+                f"version {version} is before {self.training_version}, which is in training: "
+                "versions of one bridge only rise"
             )
         if self.limit is not None and ahead > self.limit.max_off_policy_steps:
             raise ValueError(
                 f"version {version} in training is {ahead} steps ahead of the published "
-                f"{self.policy_version}, and max_off_policy_steps={self.limit.max_off_policy_steps}: no "
-                f"group could begin; publish_policy_version({version}) first"
+                f"{self.policy_version}, and max_off_policy_steps={self.limit.max_off_policy_steps}: "
+                f"no group could begin; publish_policy_version({version}) first"
             )
         self._training_version = version
 
-    # -- pause and drain
-    # --------------------------------------------------------------------------------------------------------
+    # -- pause and drain -------------------------------------------------------------------------------------
 
     @property
     def paused(self) -> bool:
@@ -196,7 +190,5 @@ class HubState:
         self.words.ring()
 
     def say_finished(self) -> None:
-        """The bridge is drained and every learner rank is done: they hear of it also when this hub is
-        gone.
-        """
+        """The bridge is drained and every learner rank is done: they read it also after this hub's end."""
         self.words.finish()

@@ -1,7 +1,6 @@
 """How a hub waits: for a record, sleeping or in an event loop, and for the end of a drain.
 
-Knows the doorbell and the lanes; knows nothing of what is done with records. Used by the consumer and by what
-forms batches.
+Knows the doorbell and the lanes. Used by the consumer and by what forms batches.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ class Waiting:
 
     def wait(self, left_s: float = _LONGEST_WAIT_S) -> None:
         """Sleeps until there may be something to take, at most a second."""
-        # before the lanes: one that is adopted in between ends the wait
+        # Before the lanes: one that is adopted in between ends the wait.
         arrivals = self._lanes.turns.arrivals
         if (sleep := self._sleep) is not None:
             sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), arrivals)
@@ -47,9 +46,7 @@ class Waiting:
             return self._loop_bell
 
     def drained(self) -> bool:
-        """Whether the bridge is draining and nothing is left; gives a put that is under way the time to
-        commit.
-        """
+        """Whether the bridge is draining and nothing is left. A put that is under way gets time to commit."""
         if not self._state.draining:
             return False
         time.sleep(_DRAIN_GRACE_S)
@@ -67,8 +64,8 @@ class Waiting:
         if self._state.run is None and self._lanes.live:
             return (
                 "this consumer has announced no run, and Atropos environments wait for one: "
-                "Consumer(run=shmbridge.Run(batch_size=...)); else see shmbridge inspect "
-                f"{self._state.bridge}"
+                "Consumer(run=shmbridge.Run(batch_size=...)); "
+                f"else see shmbridge inspect {self._state.bridge}"
             )
         return f"are environments running on this bridge? shmbridge inspect {self._state.bridge}"
 

@@ -2,8 +2,8 @@
 
 A handler that interrupts a section locked by its own thread must wait for nothing. There close() only notes
 that it is owed, and the interrupted call closes at its end. So close() has to know every lock that it, or a
-thread that it joins, may wait for: it makes them all (`Closing.lock`), and they are reentrant. Knows locks
-and threads; knows nothing of what is closed. Used by the consumer's parts.
+thread that it joins, may wait for: `Closing.lock` makes them all, and they are reentrant. Knows locks and
+threads; knows nothing of what is closed. Used by the consumer's parts.
 """
 
 import functools
@@ -22,7 +22,7 @@ class Closing:
     """How far an object is closed, for all its parts. Once `ending`, it never opens again.
 
     Attributes:
-        owed: a handler has closed where that had to be put off.
+        owed: a signal handler called close() where it had to wait; the interrupted call closes at its end.
         ending: nothing more is taken, formed or handed out.
         closed: `ending`, and its counters are final.
         over: `closed`, and everything is given back.
@@ -45,15 +45,13 @@ class Closing:
 
     @property
     def lock_is_mine(self) -> bool:
-        """Whether this thread holds such a lock; asked in a handler: whether it interrupted a locked
-        section.
-        """
+        """Whether this thread holds such a lock: a handler asks whether it interrupted a locked section."""
         return any(map(is_mine, self._locks))
 
     def close(self) -> None:
         """Gives everything up, or notes that it is owed.
 
-        Idempotent; goes on where an interrupt ended it; nothing in a child of fork.
+        Idempotent; a repeat finishes what an interrupt ended. No-op in a child of fork.
         """
         if self.over or os.getpid() != self._pid or is_mine(self._closer):
             return
@@ -82,9 +80,7 @@ Owner = TypeVar("Owner", bound=_HasClosing)
 def then_close(
     call: Callable[Concatenate[Owner, Rest], Result],
 ) -> Callable[Concatenate[Owner, Rest], Result]:
-    """A call that takes a lock: a close() that is owed is done at its end, also when it ends by an
-    exception.
-    """
+    """A call that takes a lock: an owed close() is done at its end, also when it ends by an exception."""
 
     @functools.wraps(call)
     def called(owner: Owner, /, *args: Rest.args, **options: Rest.kwargs) -> Result:

@@ -433,6 +433,15 @@ MUTATIONS = (
         "tests/unit/test_close_in_handler.py",
     ),
     Mutation(
+        "lock-unknown-to-close",
+        2,
+        "close() in a signal handler does not know of a lock that the interrupted call holds",
+        "shmbridge/batching/former.py",
+        "self._lock = policy, closing.lock()",
+        "self._lock = policy, threading.RLock()",
+        "tests/unit/test_close_in_handler.py -k every_lock",
+    ),
+    Mutation(
         "counts-left-half-way",
         2,
         "a scheduler's counts stay as an exception in the middle of a change left them",

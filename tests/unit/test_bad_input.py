@@ -573,7 +573,7 @@ def test_a_conflicting_type_is_refused_whoever_comes_second(bridge, make_produce
 def test_a_consumer_that_could_not_start_leaves_the_bridge_free(
     bridge, make_producer, make_consumer, monkeypatch
 ) -> None:
-    def broken(*_):
+    def broken(*_, **__):
         raise OSError("no socket today")
 
     with monkeypatch.context() as patch:

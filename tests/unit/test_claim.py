@@ -294,7 +294,7 @@ def test_two_threads_in_one_end_are_named_where_that_is_asked_for(
     assert consumer.get(timeout_s=5)["tokens"].values.tolist() == [7]
     waits = threading.Thread(target=lambda: consumer.get(timeout_s=3), name="waits", daemon=True)
     with monkeypatch.context() as patch:
-        patch.setattr(consumer, "_wait", lambda _left: (inside.set(), time.sleep(0.01)))
+        patch.setattr(consumer._waiting, "wait", lambda _left: (inside.set(), time.sleep(0.01)))
         inside.clear()
         waits.start()
         assert inside.wait(20)

@@ -109,7 +109,7 @@ def test_a_bell_that_is_dropped_gives_its_number_to_nobody_while_its_thread_writ
 
     async def hang() -> int:
         with contextlib.suppress(shmbridge.ConsumerEmpty):
-            await consumer.get_async(timeout_s=0.01)
+            await consumer.get_async(timeout_s=0.2)
         number = consumer._waiting._loop_bell._event.fd
         asyncio.get_running_loop().remove_reader(number)
         return number
