@@ -19,7 +19,6 @@ LONG = {
     "shmbridge/atropos/queue.py": "upstream's queue, as it is",
     "shmbridge/batching/former.py": "one lock and one closing state; what forms batches, and what ends that",
     "shmbridge/consumer.py": "which of its calls releases what is told in one place",
-    "shmbridge/put/convert.py": "every form of a column in one place",
     "shmbridge/hub/lanes.py": "adopting, burying and counting share one table of lanes and its locks",
     "shmbridge/producer.py": "put, put_async and claim are three doors to one claim-commit sequence",
     "shmbridge/rank.py": "one rank's requests, batches and answers share its state",
