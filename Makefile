@@ -17,7 +17,8 @@ endif
 
 # Most tests wait more than they compute, so two files run at a time. Those that measure time, fill the machine or kill by the hundred run alone.
 TWO   := -n 2 --dist loadfile
-ALONE := tests/bench tests/crash tests/limits tests/packaging tests/sanitize tests/stress
+ALONE := tests/bench tests/faults/crash tests/faults/limits tests/house/packaging tests/house/sanitize tests/faults/stress
+TORCH := $(addprefix tests/adapters/,advantages agreement dataset engines learner losses policy_server vllm)
 
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
 
@@ -53,27 +54,27 @@ prm-example: $(VENV)/.built ## rewards of steps against rewards of the outcome, 
 # The build with fail-points is made before the tests, so that none of them has to wait for it.
 test: $(VENV)/.built lint types ## everything but the learner, Atropos end to end included
 	$(RUN) -c "from shmbridge.testing.fault_build import fault_build; fault_build('.', 'build/faults')"
-	$(BIN)/pytest -m 'not long' $(TWO) $(addprefix --ignore=,$(ALONE) tests/learner tests/vllm)
+	$(BIN)/pytest -m 'not long' $(TWO) $(addprefix --ignore=,$(ALONE) $(TORCH) tests/adapters/vllm_live)
 	$(BIN)/pytest -m 'not long' $(ALONE)
 
 test-long: $(VENV)/.built build/peers/.installed ## the tests marked `long`: more random examples, more seeds, whole demos
-	$(BIN)/pytest -m long --ignore=tests/vllm --ignore-glob='*agree*'
+	$(BIN)/pytest -m long --ignore=tests/adapters/vllm_live --ignore-glob='*agree*'
 
 test-learner: $(VENV)/.built build/peers/.installed ## the learner, its ranks over gloo included, and its numbers beside those of TRL and verl
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not long' $(TWO) tests/learner --ignore-glob='*agree*'
-	PYTHONPATH=build/peers $(BIN)/pytest tests/learner/test_*agree*.py -s
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not long' $(TWO) $(TORCH) --ignore-glob='*agree*'
+	PYTHONPATH=build/peers $(BIN)/pytest tests/adapters/*/test_*agree*.py -s
 
-build/peers/.installed: $(VENV)/.installed tests/learner/peers.txt tests/learner/peers-need.txt
+build/peers/.installed: $(VENV)/.installed tests/adapters/agreement/peers.txt tests/adapters/agreement/peers-need.txt
 	rm -rf build/peers
-	$(BIN)/pip install --quiet --no-deps --target build/peers -r tests/learner/peers.txt
-	$(BIN)/pip install --quiet --upgrade --target build/peers -r tests/learner/peers-need.txt
+	$(BIN)/pip install --quiet --no-deps --target build/peers -r tests/adapters/agreement/peers.txt
+	$(BIN)/pip install --quiet --upgrade --target build/peers -r tests/adapters/agreement/peers-need.txt
 	touch $@
 
 test-vllm: $(VLLM)/.installed ## a live vLLM takes weights from a learner; its environment, .venvs/vllm, is made first: minutes
-	SHMBRIDGE_PYTHON=$(abspath $(RUN)) PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/vllm
+	SHMBRIDGE_PYTHON=$(abspath $(RUN)) PYTHONPATH=. $(VLLM)/bin/python -m pytest tests/adapters/vllm_live
 
 soak-vllm: $(VLLM)/.installed ## hundreds of versions into a live vLLM under load, memory and descriptors watched: UPDATES=1000
-	PYTHONPATH=. $(VLLM)/bin/python tests/vllm/soak.py --updates $(or $(UPDATES),1000)
+	PYTHONPATH=. $(VLLM)/bin/python tests/adapters/vllm_live/soak.py --updates $(or $(UPDATES),1000)
 
 # vLLM pins other releases of torch and transformers than learners use: it lives apart, and takes the extensions that are built here. Its
 # CPU build is a package of its own, and drags in torch's sisters, whose builds do not load with the CPU torch.
@@ -104,27 +105,27 @@ model: ## check the protocols of lanes and ranks exhaustively (needs spin)
 	docs/model/check.sh --mutations
 
 sanitize: $(VENV)/.built build/fuzz/seeds ## the C core under ThreadSanitizer, AddressSanitizer and UBSan (needs gcc)
-	$(RUN) tests/sanitize/harness.py 6
+	$(RUN) tests/house/sanitize/harness.py 6
 	for each in lane writer; do \
-	  gcc $(SAN) -fsanitize=address,undefined tests/hostile/fuzz_$$each.c -o build/fuzz/mutate_$$each && \
+	  gcc $(SAN) -fsanitize=address,undefined tests/faults/hostile/fuzz_$$each.c -o build/fuzz/mutate_$$each && \
 	  build/fuzz/mutate_$$each 10 1 build/fuzz/seeds/$$each-* || exit 1; done
 
-build/fuzz/seeds: $(VENV)/.built tests/hostile/seeds.py
+build/fuzz/seeds: $(VENV)/.built tests/faults/hostile/seeds.py
 	rm -rf $@ && mkdir -p build/fuzz/corpus
-	$(RUN) tests/hostile/seeds.py $@
+	$(RUN) tests/faults/hostile/seeds.py $@
 
 fuzz: $(VENV)/.built build/fuzz/seeds ## libFuzzer over the reader of lanes (needs clang): SECONDS=300
-	clang $(SAN) -DWITH_LIBFUZZER -fsanitize=fuzzer,address,undefined tests/hostile/fuzz_lane.c -o build/fuzz/lane
+	clang $(SAN) -DWITH_LIBFUZZER -fsanitize=fuzzer,address,undefined tests/faults/hostile/fuzz_lane.c -o build/fuzz/lane
 	cd build/fuzz && ./lane -max_total_time=$(or $(SECONDS),300) -use_value_profile=1 corpus seeds
 
 kill-fuzz: $(VENV)/.built ## kill and stop producers, consumers, ranks and both ends of the weights at random, interrupt consumers and producers: SECONDS=600 SEED=1 PRODUCERS=16
-	$(RUN) tests/stress/kill_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) --producers $(or $(PRODUCERS),16)
-	$(RUN) tests/stress/ranks_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
-	$(RUN) tests/stress/interrupt_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
-	$(RUN) tests/stress/weights_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
+	$(RUN) tests/faults/stress/kill_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED)) --producers $(or $(PRODUCERS),16)
+	$(RUN) tests/faults/stress/ranks_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
+	$(RUN) tests/faults/stress/interrupt_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
+	$(RUN) tests/faults/stress/weights_fuzz.py --seconds $(or $(SECONDS),60) $(if $(SEED),--seed $(SEED))
 
 mutations: $(VENV)/.built ## break each guarantee on purpose: a test must go red (half an hour)
-	$(RUN) tests/mutations/run.py
+	$(RUN) tests/house/mutations/run.py
 
 test-all: test test-learner test-vllm test-long soak-vllm model sanitize kill-fuzz mutations ## what takes too long for every change, too
 	docs/model/check.sh --long

@@ -121,7 +121,7 @@ def test_ctrl_c_leaves_no_process_and_no_segment(tmp_path, moment):
         assert not run.segments()
 
 
-@pytest.mark.long  # tests/launch/test_orphans.py kills a launcher in every run
+@pytest.mark.long  # tests/transport/launch/test_orphans.py kills a launcher in every run
 def test_a_killed_demo_takes_everything_with_it(tmp_path):
     with demo(tmp_path) as run:
         run.wait_until(lambda: run.steps)

@@ -1,7 +1,7 @@
 /* The C core under GenMC, which visits every execution that C11 (RC11)
  * or the weaker hardware model IMM allows of a small test.
  *
- *   python tests/sanitize/planted.py --model          needs genmc 0.10 (github.com/MPI-SWS/genmc)
+ *   python tests/house/sanitize/planted.py --model          needs genmc 0.10 (github.com/MPI-SWS/genmc)
  *
  * The functions are those of shmbridge/_ext/c, unchanged, over one lane of SLOTS slots; GenMC reports data
  * races by itself. A test is chosen by -DTEST=...; what each asks is beside it.

@@ -1,0 +1,161 @@
+"""Imports point one way; heavy packages are imported where they are needed and nowhere else."""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import shmbridge
+
+ROOT = Path(__file__).parents[3]
+
+# Third parties that are not everywhere installed, and who may import them.
+ALLOWED = {
+    "torch": (
+        "shmbridge.consumers",
+        "shmbridge.producers",
+        "shmbridge.cli",
+        "shmbridge.weights.tensors",
+        "shmbridge.bench",
+    ),
+    "transformers": (
+        "shmbridge.consumers",
+        "shmbridge.producers",
+        "shmbridge.bench.test_bench_weights",
+        "shmbridge.bench.gpu",
+    ),
+    "vllm": ("shmbridge.consumers", "shmbridge.bench.test_bench_weights"),
+    "ray": ("shmbridge.relay", "shmbridge.consumers", "shmbridge.bench.baselines"),
+    "atroposlib": ("shmbridge.producers", "shmbridge.bench"),
+    "textual": ("shmbridge.tui",),
+    **dict.fromkeys(("wandb", "peft", "tensorboard", "tqdm"), ("shmbridge.consumers",)),
+    "zmq": (
+        "shmbridge.control.server",
+        "shmbridge.control.client",
+        "shmbridge.relay",
+        "shmbridge.bench.baselines",
+    ),
+    "pyarrow": ("shmbridge",),
+    "matplotlib": ("shmbridge.consumers", "shmbridge.bench"),
+    "yaml": ("shmbridge.launch", "shmbridge.consumers"),
+    **dict.fromkeys(("fastapi", "uvicorn", "starlette", "pydantic", "h11"), ("shmbridge.consumers",)),
+    **dict.fromkeys(
+        ("faster_fifo", "iceoryx2", "transfer_queue", "tensordict"), ("shmbridge.bench.baselines",)
+    ),
+}
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def test_extensions_import_nothing_of_the_package(sources):
+    wrong = []
+    for name, path in sources:
+        if path.suffix != ".pyx":
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            found = re.match(r"\s*(?:from|import|cimport)\s+(shmbridge[\w.]*)", line)
+            if found and not within(found[1], "shmbridge._ext"):
+                wrong.append(f"{path.name}:{number}: {name} imports {found[1]}")
+    assert not wrong
+
+
+def test_adapters_use_public_modules_and_not_each_other(python_imports):
+    wrong = []
+    for module, imported, where, for_types in python_imports:
+        mine = next(
+            (own for own in ("shmbridge.producers", "shmbridge.consumers") if within(module, own)), None
+        )
+        if mine is None or not within(imported, "shmbridge") or for_types:
+            continue
+        other = {"shmbridge.producers": "shmbridge.consumers", "shmbridge.consumers": "shmbridge.producers"}[
+            mine
+        ]
+        private = [
+            part
+            for part in imported.split(".")[1:]
+            if part.startswith("_") and part not in ("__init__", "__version__")
+        ]
+        if within(imported, other) or private:
+            wrong.append(f"{where}: {module} imports {imported}")
+    assert not wrong
+
+
+def test_nothing_imports_what_stands_on_top(python_imports):
+    """cli, tui and relay are imported by nobody, launch by its command, the adapters, testing and bench not
+    by the transport.
+    """
+    wrong = []
+    for module, imported, where, _ in python_imports:
+        for top in ("cli", "launch", "tui", "relay", "testing", "producers", "consumers", "bench"):
+            if within(imported, f"shmbridge.{top}") and not within(module, f"shmbridge.{top}"):
+                on_top = any(
+                    within(module, f"shmbridge.{each}") for each in ("cli", "launch", "relay", "tui", "bench")
+                )
+                its_command = (top, module) == ("launch", "shmbridge.cli.launch")
+                if not its_command and not (
+                    on_top and top in ("producers", "consumers", "tui", "testing", "bench")
+                ):
+                    wrong.append(f"{where}: {module} imports {imported}")
+    assert not wrong
+
+
+def test_heavy_packages_only_where_allowed(python_imports):
+    wrong = [
+        f"{where}: {module} imports {imported}"
+        for module, imported, where, for_types in python_imports
+        for package, places in ALLOWED.items()
+        if within(imported, package) and not for_types and not any(within(module, place) for place in places)
+    ]
+    assert not wrong
+
+
+def test_no_pickle_and_no_standard_shared_memory(sources):
+    """In anything of ours; what the baselines of bench/ measure does as it does."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for name, path in sources
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if not within(name, "shmbridge.bench.baselines")
+        and re.search(
+            r"\b(?:import|from)\s+(?:c?pickle|cloudpickle|dill|marshal|shelve)\b|\bpickle\.\w|allow_pickle\s*=\s*True"
+            r"|multiprocessing\W+(?:import\s+)?shared_memory|weights_only\s*=\s*False",
+            line,
+        )
+    ]
+    assert not wrong
+
+
+def child(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd="/",
+        env={**os.environ, "PYTHONPATH": str(Path(shmbridge.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_import_shmbridge_is_light():
+    """Neither the package nor its two ends pull in what only some need."""
+    loaded = json.loads(
+        child("import sys, json, shmbridge; shmbridge.Run; print(json.dumps(sorted(sys.modules)))")
+    )
+    heavy = {"torch", "pyarrow", "zmq", "asyncio", "pandas", "transformers"} & set(loaded)
+    assert not heavy
+    loaded = json.loads(
+        child("import sys, json, shmbridge; shmbridge.Producer; print(json.dumps(sorted(sys.modules)))")
+    )
+    assert not {"torch", "pyarrow", "zmq", "pandas", "transformers"} & set(loaded)
+
+
+def test_import_shmbridge_is_fast():
+    """60 ms beyond numpy, three times that on a machine others use too."""
+    code = "import time, numpy; t = time.perf_counter(); import shmbridge; print(time.perf_counter() - t)"
+    assert statistics.median(float(child(code)) for _ in range(5)) < 3 * 0.060

@@ -1,0 +1,151 @@
+"""Imports point one way, for type checkers too: each room has one place, and opens what it lists."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from import_graph import graph, imports, modules
+
+ROOT = Path(__file__).parents[3]
+
+# Rooms of each folder, lowest first. A room imports only from lines above its own.
+ORDER = {
+    "shmbridge": """
+        _ext errors metrics
+        config schema atropos
+        sizing segments
+        record control weights
+        batch put
+        admission
+        hub producer
+        batching
+        ranks
+        rank consumer
+        __init__
+        testing launch
+        cli
+    """,
+    "consumers": """
+        __init__ advantages dataset_parts engines gateway
+        dataset device_batch losses policy_server_parts vllm
+        learner policy_server vllm_weights
+        grpo weight_sync
+    """,
+    "consumers/learner": """
+        __init__ config stopping types world
+        data
+        model
+        checkpoint
+        report
+        train
+    """,
+    "producers": """
+        __init__
+        atropos
+    """,
+}
+# Classes with one subclass of ours that are no half of it.
+ONE_SUBCLASS = {
+    "Batch": "a DeviceBatch, of another package, has tensors besides",
+    "Parallel": "one process; both ways of many share a base of their own",
+    "Server": "uvicorn's",
+    "Taker": "the gateway's queue; the strict gateway has the original's in its place",
+    "World": "one process, whose words are its own; TorchWorld is one rank of many",
+}
+
+
+def lines_of(order: str) -> dict[str, int]:
+    """Room -> its line."""
+    rows = [line.split() for line in order.strip().splitlines()]
+    rooms = [room for row in rows for room in row]
+    assert len(rooms) == len(set(rooms)), "a room stands in two places"
+    return {room: number for number, row in enumerate(rows) for room in row}
+
+
+@pytest.mark.parametrize("folder", ORDER)
+def test_imports_point_down(folder):
+    line = lines_of(ORDER[folder])
+    arrows = graph(ROOT, folder).arrows
+    assert set(arrows) == set(line), "a room without a place, or a place without a room"
+    up = [f"{room} imports {low}" for room in arrows for low in arrows[room] if line[low] >= line[room]]
+    assert not up
+
+
+def folders() -> list[str]:
+    """Every folder that holds modules, as import_graph names it."""
+    return sorted(
+        {
+            str(path.parent.relative_to(ROOT))
+            for name, path in modules(ROOT).items()
+            if not name.startswith("shmbridge.bench")
+        }
+    )
+
+
+@pytest.mark.parametrize("folder", folders())
+def test_modules_form_no_circle(folder):
+    assert not graph(ROOT, folder).circles()
+
+
+def opened(init: Path) -> set[str]:
+    """What a room's `__init__` lists in `__all__`."""
+    for node in ast.parse(init.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+    return set()
+
+
+def test_a_room_opens_what_it_lists():
+    """Others import no other module of it; what it lists is there."""
+    there = modules(ROOT)
+    rooms = {name: path for name, path in there.items() if path.name == "__init__.py" and name.count(".")}
+    rooms = {name: opened(path) for name, path in rooms.items() if is_a_room(name)}
+    wrong, used = [], set()
+    for name, path in there.items():
+        for imported in imports(name, path):
+            room = next((each for each in rooms if imported.startswith(each + ".")), None)
+            if room is None or name == room or name.startswith(room + "."):
+                continue
+            thing = imported.removeprefix(room + ".").split(".")[0]
+            used.add((room, thing))
+            if thing not in rooms[room]:
+                wrong.append(f"{name} imports {imported}, which {room} does not list")
+    assert not wrong
+    modules_listed = {
+        (room, thing) for room, listed in rooms.items() for thing in listed if f"{room}.{thing}" in there
+    }
+    assert not modules_listed - used, "listed, and imported by nobody outside"
+
+
+def is_a_room(name: str) -> bool:
+    """Whether it is a room of the transport. `_ext` is open to all of the transport, and to nobody else."""
+    parts = name.split(".")
+    closed = ("_ext", "cli", "testing", "consumers", "producers", "bench")
+    return len(parts) == 2 and parts[1] not in closed
+
+
+def test_no_class_is_cut_in_two():
+    """A base class of ours with a single subclass of ours is one class in two files."""
+    bases: dict[str, list[str]] = {}
+    kinds: dict[str, set[str]] = {}
+    for name, path in modules(ROOT).items():
+        if path.suffix != ".py" or name.startswith("shmbridge.bench"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                above = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+                kinds.setdefault(node.name, set()).update(above)
+                for base in above:
+                    bases.setdefault(base, []).append(node.name)
+    errors = {"Exception", "ShmBridgeError", "ValueError", "TimeoutError", "RuntimeError", "OSError"}
+    halves = [
+        f"{base} <- {subclasses[0]}"
+        for base, subclasses in bases.items()
+        if base in kinds
+        and len(subclasses) == 1
+        and base not in ONE_SUBCLASS
+        and not kinds[base] & {"Protocol", "ABC", *errors}
+        and not base.endswith(("Error", "Refused"))
+    ]
+    assert not halves
+    assert all(len(bases.get(base, ())) == 1 for base in ONE_SUBCLASS), "not so any more"

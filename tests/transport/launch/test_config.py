@@ -1,0 +1,564 @@
+"""The YAML file: every mistake is named by its path, with the nearest name there is; what is right becomes
+the commands one would type.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shmbridge.consumers.learner.config import flags
+from shmbridge.errors import BadConfig
+from shmbridge.launch import config, services
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = str(ROOT / "examples" / "larger_digit_env.py")
+
+RIGHT = """
+bridge: run1
+policy_server: {model: tiny, port: 9004}
+learner: {model: tiny, steps: 10}
+environments: [{script: SCRIPT}]
+"""
+
+
+def parsed(text):
+    return config.parse(yaml.safe_load(text.replace("SCRIPT", SCRIPT)))
+
+
+def planned(text):
+    gateway = argparse.ArgumentParser(prog="shmbridge gateway")
+    for flag in ("--bridge", "--host", "--port", "--compat", "--token", "--lane-bytes"):
+        gateway.add_argument(flag)
+    gateway.add_argument("--env-timeout", type=float)
+    return services.plan(parsed(text), gateway)
+
+
+def wrong(text, reason=BadConfig):
+    with pytest.raises(reason) as caught:
+        planned(text)
+    return str(caught.value)
+
+
+def command(plan, name):
+    return next(" ".join(service.command[1:]) for service in plan.services if service.name == name)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bridge: run1\nlerner: {}", "lerner: did you mean learner?"),
+        (
+            RIGHT + "trainer: {atropos: {retry_delays: 1}}",
+            "trainer.atropos.retry_delays: did you mean retry_delay?",
+        ),
+        (RIGHT + "trainer: {total_epochs: 3}", "trainer.total_epochs is not known; known are atropos"),
+        (
+            RIGHT.replace("script: SCRIPT", "script: SCRIPT, restart: {max_delays: 3}"),
+            "environments[0].restart.max_delays: did you mean max_delay?",
+        ),
+        (RIGHT.replace("script: SCRIPT", "scripts: SCRIPT"), "environments[0].scripts: did you mean script?"),
+        (
+            RIGHT.replace("steps: 10", "steps: 10, options: {max_stalenes: 3}"),
+            "learner.options.max_stalenes: did you mean max_staleness?",
+        ),
+        (
+            RIGHT.replace("steps: 10", "steps: 10, options: {max-stalenes: 3}"),
+            "learner.options.max-stalenes: did you mean max-staleness?",
+        ),
+        (
+            RIGHT.replace("port: 9004", "port: 9004, options: {thread: 3}"),
+            "policy_server.options.thread: did you mean threads?",
+        ),
+        (
+            RIGHT.replace("script: SCRIPT", "script: SCRIPT, args: {a: '{polcy_url}'}"),
+            "environments[0].args: {polcy_url}: did you mean {policy_url}?",
+        ),
+    ],
+)
+def test_an_unknown_name_is_an_error_with_the_nearest_match(text, said):
+    assert said in wrong(text)
+
+
+def test_all_unknown_keys_are_named_at_once():
+    said = wrong(
+        RIGHT.replace("steps: 10", "stepz: 10")
+        + "trainer: {atropos: {time_out: 1, retry_atempts: 3}}\nalgorithm: {}"
+    )
+    for each in ("learner.stepz", "trainer.atropos.time_out", "trainer.atropos.retry_atempts", "algorithm"):
+        assert each in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (RIGHT.replace("steps: 10", "steps: many"), "learner.steps: expected int, got str"),
+        (RIGHT.replace("steps: 10", "steps: 0"), "learner.steps: expected int >= 1"),
+        (
+            RIGHT + "trainer: {atropos: {timeout: soon}}",
+            "trainer.atropos.timeout: expected float | null, got str",
+        ),
+        (RIGHT + "trainer: {atropos: {timeout: -1}}", "trainer.atropos.timeout: expected float > 0.0"),
+        (
+            RIGHT + "trainer: {atropos: {use_advantages: 1}}",
+            "trainer.atropos.use_advantages: expected bool, got int",
+        ),
+        (
+            RIGHT.replace("script: SCRIPT", "script: SCRIPT, on_full: wait"),
+            "environments[0].on_full: invalid enum value 'wait'",
+        ),
+        (
+            RIGHT.replace("script: SCRIPT", "script: SCRIPT, lane_bytes: big"),
+            "environments[0].lane_bytes: 'big' is not a size",
+        ),
+        (
+            RIGHT.replace("script: SCRIPT", "script: SCRIPT, lane_bytes: 0"),
+            "environments[0].lane_bytes: 0 is no size",
+        ),
+        (
+            RIGHT.replace("steps: 10", "steps: 10, ready_timeout: .inf"),
+            "learner.ready_timeout: expected float <= 1000000000.0",
+        ),
+        (RIGHT.replace("steps: 10", "steps: 10, env: {A=B: c}"), "learner.env: 'A=B' cannot name a variable"),
+        (
+            RIGHT.replace("script: SCRIPT", "script: SCRIPT, env: {'': c}"),
+            "environments[0].env: '' cannot name a variable",
+        ),
+        (
+            RIGHT.replace("steps: 10", "steps: 10, options: {lr: fast}"),
+            "learner.options: argument --lr: invalid rate value: 'fast'",
+        ),
+        (
+            RIGHT.replace("steps: 10", "steps: 10, options: {device: gpu}"),
+            "learner.options: argument --device: invalid choice: 'gpu'",
+        ),
+        (
+            RIGHT.replace("steps: 10", "steps: 10, options: {resume: 3}"),
+            "learner.options.resume: it takes true or false, not 3",
+        ),
+        (
+            RIGHT.replace("steps: 10", "steps: 10, options: {lr: true}"),
+            "learner.options.lr: it takes a value, not True",
+        ),
+        (
+            RIGHT.replace("steps: 10", "steps: 10, options: {model: x}"),
+            "learner.options.model is set by a key of its own",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_by_path_and_by_what_is_expected(text, said):
+    assert said in wrong(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learner: {model: tiny, steps: 10}", "bridge is missing"),
+        ("bridge: run1\nlearner: {model: tiny}", "learner.steps is missing"),
+        (
+            "bridge: run1\nlearner: {model: tiny, steps: 1}\nenvironments: [{name: x}]",
+            "environments[0].script is missing",
+        ),
+        ("bridge: run1", "one hub: of learner and gateway neither is given"),
+        (RIGHT + "gateway: {}", "one hub: of learner and gateway both is given"),
+        (RIGHT + "vllm: {model: tiny}", "policy_server and vllm are both given"),
+        (RIGHT.replace("run1", "run/1"), "bridge: bridge name 'run/1' is not 1 to 48"),
+        (RIGHT.replace("SCRIPT", "nowhere.py"), "environments[0].script: there is no file nowhere.py"),
+        (
+            RIGHT.replace("script: SCRIPT", "script: SCRIPT, cwd: /no/where"),
+            "environments[0].cwd: there is no folder /no/where",
+        ),
+        (
+            RIGHT.replace("script: SCRIPT", "script: SCRIPT, name: learner"),
+            "environments[0].name: learner is taken",
+        ),
+        (
+            RIGHT.replace("script: SCRIPT", "script: SCRIPT}, {script: SCRIPT"),
+            "environments[1].name: larger_digit_env is taken",
+        ),
+        (
+            RIGHT.replace("script: SCRIPT", "script: SCRIPT, name: ../x"),
+            "environments[0].name: '../x' is not",
+        ),
+        (
+            RIGHT.replace("policy_server: {model: tiny, port: 9004}", "").replace(
+                "script: SCRIPT", "script: SCRIPT, args: ['{policy_url}']"
+            ),
+            "environments[0].args: {policy_url} stands for nothing here",
+        ),
+        ("- a\n- b", "the file holds a list and no keys"),
+        ("", "the file holds nothing and no keys"),
+    ],
+)
+def test_what_is_missing_or_contradicts_is_said(text, said):
+    assert said in wrong(text)
+
+
+# --- what becomes of it -----------------------------------------------------------------------------------
+
+
+def test_order_and_health_checks_with_the_recipes_deadlines():
+    plan = planned(RIGHT)
+    assert [[service.name for service in stage] for stage in plan.stages] == [
+        ["policy_server"],
+        ["learner"],
+        ["larger_digit_env"],
+    ]
+    server, learner, env = (service.check for service in plan.services)
+    assert (server.kind, server.url, server.within_s) == ("http", "http://127.0.0.1:9004/health", 60.0)
+    assert learner.kind == "hub"
+    assert (env.kind, env.within_s) == ("alive", 2.0)
+    assert [service.restart is not None for service in plan.services] == [False, False, True]
+    assert plan.run_dir == "runs/run1"
+
+
+def test_the_recipes_keys_become_the_learners_flags():
+    said = command(
+        planned(
+            RIGHT
+            + """
+trainer:
+  atropos: {timeout: 45, use_advantages: false, fallback_to_grpo: false, retry_attempts: 4,
+    retry_delay: 0.25, max_wait_time: 90}
+"""
+        ),
+        "learner",
+    )
+    assert said.endswith(
+        "--no-use-advantages --no-fallback-to-grpo --batch-timeout 45.0 --batch-attempts 4 "
+        "--batch-retry-delay 0.25 --max-wait-time 90.0"
+    )
+
+
+def test_of_the_recipes_keys_only_those_given_limit_the_wait_and_its_url_is_not_used():
+    plan = planned(RIGHT + "trainer: {atropos: {api_url: http://localhost:9001, timeout: 30}}")
+    said = command(plan, "learner")
+    assert said.endswith("--batch-timeout 30.0")
+    assert "advantages" not in said
+    assert "fallback" not in said
+    assert "9001" not in said
+    assert "api_url is not used" in plan.notes[0]
+
+
+def test_without_the_section_the_learner_keeps_its_own_ways():
+    assert "--batch" not in command(planned(RIGHT), "learner")
+
+
+def test_the_learner_knows_every_flag_it_is_given():
+    known = flags.parser()
+    if "--batch-timeout" not in known.format_help():
+        pytest.skip("this learner has no flags for waiting yet")
+    service = planned(
+        RIGHT + "trainer: {atropos: {use_advantages: false, fallback_to_grpo: false}}"
+    ).services[1]
+    known.parse_args(service.command[3:])
+
+
+def test_options_and_flags():
+    text = RIGHT.replace(
+        "steps: 10",
+        "steps: 10, options: {max_staleness: 4, resume: true, gradient-checkpointing: false, lr: 1e-6}",
+    )
+    plan = planned(text.replace("port: 9004", "port: 9004, options: {dtype: bfloat16}"))
+    given = "--bridge run1 --model tiny --steps 10 --run-dir runs/run1 --max-staleness 4 --resume --lr 1e-6"
+    assert command(plan, "learner") == f"-m shmbridge.consumers.grpo {given}"
+    assert command(plan, "policy_server").endswith("--port 9004 --dtype bfloat16")
+
+
+def test_a_negative_number_with_an_exponent_is_no_flag():
+    plan = planned(RIGHT.replace("steps: 10", "steps: 10, options: {entropy: -1e-3}"))
+    assert command(plan, "learner").endswith(" --entropy=-1e-3")
+
+
+def test_an_address_of_ipv6_is_asked_as_urls_have_it():
+    plan = planned(RIGHT.replace("port: 9004", "port: 9004, host: '::'"))
+    assert plan.services[0].check.url == "http://[::1]:9004/health"
+
+
+def test_environments_get_their_flags_and_what_stands_in_braces():
+    plan = planned(
+        RIGHT.replace(
+            "script: SCRIPT",
+            """script: SCRIPT, name: digits, count: 2, lane_bytes: 8M, cwd: /tmp,
+        env: {HF_HUB_OFFLINE: 1},
+        args: {env.group_size: 8, env.use_wandb: false, openai.base_url: '{policy_url}',
+        env.tokenizer_name: '{model}', env.seed: '{index}', env.prompt: 'Answer {question}'}""",
+        )
+    )
+    assert [service.name for service in plan.stages[-1]] == ["digits-0", "digits-1"]
+    first, second = plan.stages[-1]
+    assert first.command[1:] == [
+        "-m",
+        "shmbridge.producers.atropos",
+        "--bridge",
+        "run1",
+        "--lane-bytes",
+        "8M",
+        "--on-full",
+        "block",
+        SCRIPT,
+        "serve",
+        "--env.group_size=8",
+        "--env.use_wandb=false",
+        "--openai.base_url=http://127.0.0.1:9004/v1",
+        "--env.tokenizer_name=tiny",
+        "--env.seed=0",
+        "--env.prompt=Answer {question}",
+    ]
+    assert "--env.seed=1" in second.command
+    assert first.folder == "/tmp"
+    assert first.env["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_script_is_found_from_where_the_command_runs_not_from_the_folder_of_the_environment(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    plan = planned(RIGHT.replace("script: SCRIPT", "script: examples/larger_digit_env.py, cwd: /tmp"))
+    assert SCRIPT in plan.services[-1].command
+
+
+def test_flags_of_an_environment_may_be_a_list():
+    plan = planned(
+        RIGHT.replace(
+            "script: SCRIPT", "script: SCRIPT, args: [--slurm, false, --openai.base_url, '{policy_url}']"
+        )
+    )
+    assert plan.services[-1].command[-5:] == [
+        "serve",
+        "--slurm",
+        "false",
+        "--openai.base_url",
+        "http://127.0.0.1:9004/v1",
+    ]
+
+
+def test_vllm_follows_the_bridge_instead_of_the_policy_server():
+    wanted = "vllm: {model: Qwen/Q, args: [--gpu-memory-utilization, 0.8]}"
+    plan = planned(RIGHT.replace("policy_server: {model: tiny, port: 9004}", wanted))
+    vllm = plan.services[0]
+    assert vllm.command == [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        "Qwen/Q",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "8001",
+        "--weight-transfer-config",
+        '{"backend": "shmbridge"}',
+        "--middleware",
+        "shmbridge.consumers.vllm.middleware.ShmBridge",
+        "--additional-config",
+        '{"shmbridge": {"bridge": "run1", "pause": "keep"}}',
+        "--gpu-memory-utilization",
+        "0.8",
+    ]
+    assert (vllm.check.url, vllm.check.within_s) == ("http://127.0.0.1:8001/health", 600.0)
+
+
+def test_vllm_of_another_environment_and_one_that_does_not_follow(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    vllm = "vllm: {model: Q, python: bin/python, pause: abort}"
+    command = planned(RIGHT.replace("policy_server: {model: tiny, port: 9004}", vllm)).services[0].command
+    assert command[0] == str(python), "the link is what makes it another environment's"
+    assert '{"shmbridge": {"bridge": "run1", "pause": "abort"}}' in command
+    vllm = "vllm: {model: Q, follow: false, args: [--additional-config, '{}']}"
+    command = planned(RIGHT.replace("policy_server: {model: tiny, port: 9004}", vllm)).services[0].command
+    assert command[-2:] == ["--additional-config", "{}"]
+    assert "--middleware" not in command
+
+
+@pytest.mark.parametrize(
+    ("vllm", "said"),
+    [
+        ("{model: Q, python: nowhere/python}", "vllm.python: there is no file nowhere/python"),
+        (
+            "{model: Q, args: ['--additional_config={}']}",
+            "vllm.args: --additional-config is set by vllm.follow",
+        ),
+        (
+            "{model: Q, args: [--weight-transfer-config, '{}']}",
+            "vllm.args: --weight-transfer-config is set by vllm.follow",
+        ),
+        ("{model: Q, pause: later}", "vllm.pause"),
+    ],
+)
+def test_vllm_that_could_not_follow_is_refused(vllm, said):
+    assert said in wrong(RIGHT.replace("policy_server: {model: tiny, port: 9004}", f"vllm: {vllm}"))
+
+
+GATEWAY = RIGHT.replace("learner: {model: tiny, steps: 10}", "gateway: {compat: strict, token: secret}")
+
+
+def test_a_gateway_instead_of_the_learner():
+    plan = planned(GATEWAY)
+    gateway = plan.services[1]
+    assert gateway.command[1:] == [
+        "-m",
+        "shmbridge.cli",
+        "gateway",
+        "--bridge",
+        "run1",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "8000",
+        "--compat",
+        "strict",
+    ]
+    assert gateway.check.token == "secret"
+    # not on a command line, which everybody can read
+    assert gateway.env["SHMBRIDGE_GATEWAY_TOKEN"] == "secret"
+    assert (gateway.role, gateway.check.url, gateway.check.within_s) == (
+        "hub",
+        "http://127.0.0.1:8000/status",
+        30.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("env_timeouts: 3", "gateway.options.env_timeouts: did you mean env_timeout?"),
+        ("env_timeout: soon", "gateway.options: argument --env-timeout: invalid float value: 'soon'"),
+        ("token: x", "gateway.options.token is set by a key of its own"),
+    ],
+)
+def test_the_gateways_options_are_checked(options, said):
+    assert said in wrong(GATEWAY.replace("compat", f"options: {{{options}}}, compat"))
+
+
+def test_the_recipes_url_is_where_the_gateway_listens():
+    plan = planned(GATEWAY + "trainer: {atropos: {api_url: http://localhost:9001}}")
+    assert "--host 127.0.0.1 --port 9001" in command(plan, "gateway")
+    assert "of trainer.atropos the gateway takes api_url alone" in plan.notes[0]
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:9001", "https://localhost:9001", "http://localhost:port", "http://"]
+)
+def test_an_url_that_is_none(url):
+    assert "is not http://HOST:PORT" in wrong(GATEWAY + f"trainer: {{atropos: {{api_url: '{url}'}}}}")
+
+
+def test_an_url_that_contradicts_the_gateway():
+    text = (
+        GATEWAY.replace("compat", "port: 8500, compat")
+        + "trainer: {atropos: {api_url: http://localhost:9001}}"
+    )
+    assert "api_url says 127.0.0.1:9001, the gateway's own keys say otherwise" in wrong(text)
+
+
+def test_port_0_is_a_free_one_that_everybody_is_told():
+    plan = planned(
+        RIGHT.replace("9004", "0").replace("script: SCRIPT", "script: SCRIPT, args: ['{policy_url}']")
+    )
+    port = plan.services[0].check.url.split(":")[2].split("/")[0]
+    assert int(port) > 0
+    assert f"--port {port}" in command(plan, "policy_server")
+    assert plan.services[-1].command[-1] == f"http://127.0.0.1:{port}/v1"
+
+
+# --- the command ------------------------------------------------------------------------------------------
+
+
+def shmbridge(*words, cwd):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "shmbridge.cli", *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path):
+    (tmp_path / "run.yaml").write_text(RIGHT.replace("SCRIPT", SCRIPT))
+    done = shmbridge("launch", "run.yaml", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0
+    places = [
+        done.stdout.index(each)
+        for each in ("1. policy_server: up when", "2. learner: up when", "3. larger_digit_env: started once")
+    ]
+    assert places == sorted(places)
+    assert "-m shmbridge.consumers.grpo --bridge run1 --model tiny --steps 10" in done.stdout
+    as_json = shmbridge("launch", "run.yaml", "--dry-run", "--json", cwd=tmp_path)
+    assert [stage[0]["name"] for stage in json.loads(as_json.stdout)["stages"]] == [
+        "policy_server",
+        "learner",
+        "larger_digit_env",
+    ]
+    assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bridge: run1\nlerner: {}", "did you mean learner?"),
+        ("a: [", "run.yaml is not YAML"),
+        (None, "run.yaml: No such file"),
+        (
+            "bridge: run1\nlearner:\n  model: m\n  steps: 3\n  steps: 400",
+            "learner.steps is given twice, in lines 4 and 5",
+        ),
+        ('bridge: run1\nlearner: {model: "m\\0", steps: 3}', "line 2: a NUL character in learner.model"),
+    ],
+)
+def test_a_wrong_file_is_status_2_and_one_line(tmp_path, text, said):
+    if text is not None:
+        (tmp_path / "run.yaml").write_text(text)
+    done = shmbridge("launch", "run.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "[SB601]" in done.stderr
+
+
+def test_without_pyyaml_it_says_what_to_install(tmp_path):
+    (tmp_path / "yaml.py").write_text("raise ImportError('no yaml here')")
+    (tmp_path / "run.yaml").write_text(RIGHT)
+    done = shmbridge("launch", "run.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "pip install 'shmbridge[launch]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def python(code, cwd):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ).stdout
+
+
+def test_the_command_line_imports_none_of_it_until_it_is_used(tmp_path):
+    loaded = json.loads(
+        python("import sys, json, shmbridge.cli; print(json.dumps(list(sys.modules)))", tmp_path)
+    )
+    assert not [
+        name
+        for name in loaded
+        if name == "yaml" or name.startswith(("shmbridge.launch", "shmbridge.consumers"))
+    ]
+
+
+def test_checking_a_file_needs_no_torch(tmp_path):
+    (tmp_path / "run.yaml").write_text(RIGHT.replace("SCRIPT", SCRIPT))
+    code = (
+        "import sys; from shmbridge.cli import main; main(['launch', 'run.yaml', '--dry-run']); "
+        "print('torch' in sys.modules)"
+    )
+    assert python(code, tmp_path).splitlines()[-1] == "False"

@@ -1,0 +1,137 @@
+"""The example's file with the real programs: policy server, learner, two Atropos environments.
+
+From the first process to status 0.
+"""
+
+import json
+import os
+import signal
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import shmbridge
+from shmbridge.consumers.learner.config import flags
+
+pytestmark = pytest.mark.timeout(300)
+
+pytest.importorskip("torch")
+pytest.importorskip("atroposlib")
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parents[3]
+STEPS = 4
+
+
+@pytest.fixture
+def config(tmp_path, bridge, tiny):
+    """The example, for a few steps, in a folder and on a bridge of its own."""
+    document = yaml.safe_load((ROOT / "examples/launch.yaml").read_text().replace("runs/tiny", str(tiny)))
+    document |= {"bridge": bridge, "run_dir": str(tmp_path / "run")}
+    document["learner"]["steps"] = STEPS
+    document["learner"]["options"] |= {"groups": 4}
+    for environment in document["environments"]:
+        environment["script"] = str(ROOT / environment["script"])
+    if "--batch-timeout" in flags.parser().format_help():
+        document["trainer"] = {"atropos": {"timeout": 60, "max_wait_time": 240}}
+    path = tmp_path / "launch.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("tiny_model", ROOT / "examples" / "tiny_model.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = tmp_path_factory.mktemp("tiny")
+    module.build(folder, seed=1)
+    return folder
+
+
+def test_from_a_file_to_a_trained_model(launch, config, bridge):
+    launch.command(sys.executable, "-m", "shmbridge.cli", "launch", str(config))
+    assert launch.process.wait(200) == 0, launch.errors
+
+    steps = [json.loads(line)["step"] for line in (launch.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+    up = [each["service"] for each in launch.events if each["event"] == "up" and "service" in each]
+    assert up[:2] == ["policy_server", "learner"]
+    assert sorted(up[2:]) == ["echo_letters_env", "larger_digit_env"]
+    assert not launch.said("failed")
+    assert not launch.said("kill")
+    assert sorted(each.name for each in (launch.run_dir / "logs").iterdir()) == [
+        "echo_letters_env.log",
+        "larger_digit_env.log",
+        "learner.log",
+        "policy_server.log",
+    ]
+    assert (launch.run_dir / "checkpoints").is_dir()
+    assert json.loads((launch.run_dir / "config.json").read_text())["learner"]["steps"] == STEPS
+    launch.until_nothing_lives()
+    assert not shmbridge.clean(bridge, dry_run=False).kept
+
+
+@pytest.mark.long  # tests/transport/launch/test_orphans.py kills a launcher in every run
+def test_killed_while_environments_collect_it_leaves_no_process(launch, config, bridge):
+    launch.command(sys.executable, "-m", "shmbridge.cli", "launch", str(config))
+
+    def lanes():
+        return [
+            lane
+            for info in shmbridge.list_bridges()
+            if info.name == bridge
+            for lane in info.lanes
+            if lane.alive
+        ]
+
+    launch.until(lambda: len(lanes()) == 2)
+    everything = [launch.supervisor(), *launch.guardians(), *(lane.pid for lane in lanes())]
+    os.kill(launch.pid, signal.SIGKILL)
+    launch.wait()
+    launch.until(lambda: not [pid for pid in everything if os.path.exists(f"/proc/{pid}")])
+    launch.until_nothing_lives()
+    assert not shmbridge.clean(bridge, dry_run=False).kept
+
+
+def test_a_gateway_serves_batches_to_a_trainer_that_polls_it(launch, config, bridge):
+    """The recipe's trainer: it registers over HTTP, where `trainer.atropos.api_url` says, and polls."""
+    pytest.importorskip("fastapi")
+    document = yaml.safe_load(config.read_text())
+    url = f"http://localhost:{launch.free_port()}"
+    del document["learner"]
+    document |= {
+        "gateway": {"token": "secret", "options": {"env_timeout": 30}},
+        "trainer": {"atropos": {"api_url": url}},
+    }
+    config.write_text(yaml.safe_dump(document))
+    launch.command(sys.executable, "-m", "shmbridge.cli", "launch", str(config))
+    launch.until(lambda: launch.said("failed") or launch.said("up", "gateway"))
+    assert not launch.said("failed"), launch.errors
+
+    def ask(path, body=None):
+        headers = {"Authorization": "Bearer secret", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(urllib.request.Request(url + path, data, headers), timeout=20) as answer:
+            return json.load(answer)
+
+    run = {
+        "batch_size": 16,
+        "max_token_len": 128,
+        "num_steps": 5,
+        "starting_step": 0,
+        "save_checkpoint_interval": -1,
+    }
+    ask("/register", run | {"checkpoint_dir": "", "wandb_group": "", "wandb_project": ""})
+    batches = []
+    launch.until(lambda: batches.append(ask("/batch")["batch"]) or batches[-1])
+    assert sum(len(group["tokens"]) for group in batches[-1]) == 16
+    launch.send(signal.SIGTERM)
+    assert launch.process.wait(60) == 143
+    assert not launch.said("kill")
+    launch.until_nothing_lives()
+    assert not shmbridge.clean(bridge, dry_run=False).kept
