@@ -258,7 +258,7 @@ cdef bytes numbered(bytes prefix, uint64_t number):
     return made
 
 
-cdef bint small_number(value, int64_t* to) noexcept:
+cdef inline bint small_number(value, int64_t* to) noexcept:
     """Whether it is None (-1) or an exact int from 0 to 2**31 - 1."""
     cdef int overflow = 0
     to[0] = -1
@@ -270,15 +270,15 @@ cdef bint small_number(value, int64_t* to) noexcept:
     return not overflow and 0 <= to[0] <= 0x7FFFFFFF
 
 
-cdef const uint32_t* lengths_of(PackedColumn column) noexcept:
+cdef inline const uint32_t* lengths_of(PackedColumn column) noexcept:
     return <const uint32_t*>PyBytes_AS_STRING(column.row_lengths)
 
 
-cdef bint is_valid(PackedColumn column, int64_t row) noexcept:
+cdef inline bint is_valid(PackedColumn column, int64_t row) noexcept:
     return column.validity is None or PyBytes_AS_STRING(column.validity)[row]
 
 
-cdef bint same_lengths(PackedColumn column, PackedColumn tokens) noexcept:
+cdef inline bint same_lengths(PackedColumn column, PackedColumn tokens) noexcept:
     """Whether both have equal rows."""
     return column.entries == tokens.entries and (
         column.row_lengths is tokens.row_lengths
@@ -308,7 +308,7 @@ cdef int64_t empty_row(PackedColumn tokens, PackedColumn score) noexcept:
     return -1
 
 
-cdef PackedColumn read(Form form, value, group, uint32_t rows, converter):
+cdef inline PackedColumn read(Form form, value, group, uint32_t rows, converter):
     """A column in whatever form; None for side data that is not one value a row, and so no column."""
     cdef PackedColumn column = common(form, value)
     if column is None:
@@ -321,13 +321,13 @@ cdef PackedColumn read(Form form, value, group, uint32_t rows, converter):
     return column
 
 
-cdef PackedColumn common(Form form, value):
+cdef inline PackedColumn common(Form form, value):
     """A column in a form that is read in C, or None."""
     cdef PackedColumn column = empty(form, value)
     return values_of(form, value) if column is None else column
 
 
-cdef PackedColumn empty(Form form, value):
+cdef inline PackedColumn empty(Form form, value):
     """A column that is null, [], () or {}; None if it is something."""
     if value is None:
         return begun(form, TAG_NULL, 0, 0, None)
@@ -336,7 +336,7 @@ cdef PackedColumn empty(Form form, value):
     return begun(form, TAG_EMPTY_MAP, 0, 0, None) if type(value) is dict and not value else None
 
 
-cdef PackedColumn values_of(Form form, value):
+cdef inline PackedColumn values_of(Form form, value):
     """A column of values in a form that is read in C, or None."""
     if form.kind == KIND_SCALAR:
         return scalars(form, value)
@@ -351,7 +351,8 @@ cdef PackedColumn values_of(Form form, value):
     return matrix(form, value)
 
 
-cdef PackedColumn begun(Form form, int tag, uint32_t entries, uint64_t count, list rows, bytes lengths=None):
+cdef inline PackedColumn begun(Form form, int tag, uint32_t entries, uint64_t count, list rows,
+                               bytes lengths=None):
     cdef PackedColumn column = PackedColumn.__new__(PackedColumn)
     column.form, column.tag, column.entries, column.count = form, tag, entries, count
     column.rows, column.row_lengths = rows, lengths
@@ -435,19 +436,24 @@ cdef PackedColumn flat(Form form, values, given):
     """(flat array, lengths)."""
     cdef Py_ssize_t row, count
     cdef int64_t length, total = 0
+    cdef int kind
     array = as_array(values)
     if PyList_CheckExact(given) and all_exact_ints(<list>given):
         given = cnp.PyArray_FROM_O(given)
     given = as_array(given)
     if array is None or cnp.PyArray_NDIM(array) != 1 or given is None or cnp.PyArray_NDIM(given) != 1:
         return None
-    if not cnp.PyArray_ISINTEGER(given) and cnp.PyArray_DIM(given, 0):  # [] becomes an array of floats
+    kind, count = cnp.PyArray_TYPE(given), cnp.PyArray_DIM(given, 0)
+    if count and kind != cnp.NPY_INT64 and kind != cnp.NPY_INT32 and kind != cnp.NPY_UINT32:
         return None
-    given = cnp.PyArray_FROMANY(given, cnp.NPY_INT64, 1, 1, cnp.NPY_ARRAY_CARRAY_RO | cnp.NPY_ARRAY_FORCECAST)
-    count = cnp.PyArray_DIM(given, 0)
     raw = PyBytes_FromStringAndSize(NULL, 4 * count)
     for row in range(count):
-        length = (<int64_t*>cnp.PyArray_DATA(given))[row]
+        if kind == cnp.NPY_INT64:
+            length = (<int64_t*>cnp.PyArray_DATA(given))[row]
+        elif kind == cnp.NPY_INT32:
+            length = (<int32_t*>cnp.PyArray_DATA(given))[row]
+        else:
+            length = (<uint32_t*>cnp.PyArray_DATA(given))[row]
         if not 0 <= length <= 0xFFFFFFFF:
             return None
         (<uint32_t*>PyBytes_AS_STRING(raw))[row] = <uint32_t>length

@@ -1,7 +1,7 @@
 """Every form that a column may have, and every mistake in one: what `put` makes of it.
 
-`put_forms.json` has the outcomes, bytes or an error's words. `python tests/transport/put/put_forms.py --write`
-writes them again: a difference there is a change of what `put` promises.
+`put_forms.json` has the outcomes, bytes or an error's words. A difference is a change of what `put` promises.
+`python tests/transport/put/put_forms.py --write` writes them again.
 """
 
 import array
