@@ -22,7 +22,7 @@ TORCH := $(addprefix tests/adapters/,advantages agreement dataset engines learne
 
 MEASURE = mkdir -p build && $(BIN)/pytest bench -q --benchmark-disable-gc --benchmark-json=build/bench.json
 
-.PHONY: help install demo demo-curves prm-example test test-learner test-vllm test-long soak-vllm bench-vllm lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick gpu clean
+.PHONY: help install build environments demo demo-curves prm-example test test-learner test-vllm test-long soak-vllm bench-vllm lint types model sanitize fuzz kill-fuzz mutations test-all bench bench-quick gpu clean
 
 help: ## this list
 	@echo "make demo ENGINE=vllm MODEL=dir ENV=env.py DEMO_FLAGS='--seed 2'"
@@ -41,6 +41,10 @@ $(VENV)/.installed: pyproject.toml setup.py constraints-cpu.txt
 $(VENV)/.built: $(VENV)/.installed $(wildcard shmbridge/_ext/*.pyx shmbridge/_ext/*.pxd shmbridge/_ext/c/*.[ch] bench/baselines/*.pyx bench/baselines/*.h)
 	$(RUN) setup.py --quiet build_ext --inplace
 	touch $@
+
+build: $(VENV)/.built ## .venv and the extensions, built in place
+
+environments: $(VLLM)/.installed build/peers/.installed ## what the tests of vLLM and of agreement with TRL and verl need
 
 demo: $(VENV)/.built $(if $(filter vllm,$(ENGINE)),$(VLLM)/.installed) ## train a small model through shared memory: policy server or vLLM, two Atropos environments, learner
 	$(RUN) examples/demo.py $(if $(ENGINE),--engine $(ENGINE) --engine-python $(VLLM)/bin/python) $(if $(MODEL),--model $(MODEL)) $(if $(ENV),--env $(ENV)) $(DEMO_FLAGS)
