@@ -28,7 +28,7 @@ from shmbridge.consumers.learner.config.checks import (
     refuse_unreachable_limits,
 )
 from shmbridge.consumers.learner.config.flags import parse
-from shmbridge.consumers.learner.config.sections import LearnerConfig
+from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.data.batch_source import HubSource
 from shmbridge.consumers.learner.data.batch_wait import NoBatch
 from shmbridge.consumers.learner.data.left_out import UnreadImages

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from shmbridge.consumers.engines.engine import PAUSES, EngineFailed, Pause, Update
 from shmbridge.consumers.engines.fleet import Fleet, engine_of, raise_for
-from shmbridge.segments.in_thread import to_its_end
+from shmbridge.segments.helper_threads import to_its_end
 from shmbridge.weights import WeightsWriter
 
 __all__ = ["EngineFailed", "WeightSync"]

@@ -2,8 +2,8 @@
 
 It owns the parts that do the work, and says who may call what, and in which order they begin and end: the
 lanes (lanes.py), what is said to the bridge (hub/state.py), waiting (waiting.py), groups and batches
-(batching/former.py, iteration.py), admission (admission.py), learner ranks (ranks/server.py), and the control
-server, which sees all of it as hub/view.py says. No part knows the consumer.
+(batching/former.py, iteration.py), admission (hub/promises.py), learner ranks (ranks/server.py), and the
+control server, which sees all of it as hub/control_view.py says. No part knows the consumer.
 """
 
 import logging
@@ -22,12 +22,12 @@ from shmbridge.batching.request import BatchRequest
 from shmbridge.batching.scheduler import Policy
 from shmbridge.config import Run, check_bridge_name, check_lanes, check_run, check_timeout
 from shmbridge.errors import ConsumerEmpty, ServesRanks
-from shmbridge.hub.admission import Admission
 from shmbridge.hub.control_plane import ControlPlane
+from shmbridge.hub.control_view import Hub
 from shmbridge.hub.counters import lane_counters
 from shmbridge.hub.lanes import LaneSet
+from shmbridge.hub.promises import Admission
 from shmbridge.hub.state import HubState, become_hub
-from shmbridge.hub.view import Hub
 from shmbridge.hub.waiting import Waiting
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Record
@@ -36,16 +36,16 @@ from shmbridge.schema import columns_of
 from shmbridge.segments import membership, one_thread, os_limits
 from shmbridge.segments.at_exit import at_exit
 from shmbridge.segments.closing import Closing, then_close
+from shmbridge.segments.discard_reasons import Discard
 from shmbridge.segments.one_process import OneProcess
 from shmbridge.segments.placement import MemoryUse
-from shmbridge.segments.reasons import Discard
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from shmbridge.batch import Batch, Layout, MakeBatch
     from shmbridge.ranks.server import DeadRank, RankServer
-    from shmbridge.ranks.shares import Mode
+    from shmbridge.ranks.share_book import Mode
 
 log = logging.getLogger(__name__)
 

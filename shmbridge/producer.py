@@ -40,15 +40,15 @@ from shmbridge.errors import (
 )
 from shmbridge.put import refusals
 from shmbridge.put.claim import Slot
-from shmbridge.put.own_names import LOOK_S, OwnNames
 from shmbridge.put.planner import RecordPlanner, Split, Version, checked_stamp
+from shmbridge.put.still_linked import LOOK_S, OwnNames
 from shmbridge.schema import Columns, columns_of
 from shmbridge.segments import locks, membership, one_thread, placement, segment
 from shmbridge.segments.at_exit import at_exit
-from shmbridge.segments.in_thread import Apart
+from shmbridge.segments.discard_reasons import Drop, labelled
+from shmbridge.segments.helper_threads import Apart
 from shmbridge.segments.locks import Byte
 from shmbridge.segments.one_process import OneProcess
-from shmbridge.segments.reasons import Drop, labelled
 
 if TYPE_CHECKING:
     import pyarrow as pa

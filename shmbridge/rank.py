@@ -19,15 +19,15 @@ from shmbridge.batch import Batch, Hold, Layout, unreadable
 from shmbridge.config import check_bridge_name, check_choice, check_count
 from shmbridge.control import messages
 from shmbridge.errors import Closed, ConsumerEmpty, LaneQuarantined, NoConsumer, RankTaken
-from shmbridge.ranks.rank_share import Looks, is_open, lost_of, own_look
-from shmbridge.ranks.rank_share import RankShare as RankShare
+from shmbridge.ranks.held_share import Looks, is_open, lost_of, own_look
+from shmbridge.ranks.held_share import RankShare as RankShare
 from shmbridge.record.groups import Group
 from shmbridge.record.record import Lane, Record
 from shmbridge.record.unreleased import Call, say_lost
 from shmbridge.schema import Columns
 from shmbridge.segments import locks, membership, segment
 from shmbridge.segments.at_exit import at_exit
-from shmbridge.segments.in_thread import in_another_thread
+from shmbridge.segments.helper_threads import in_another_thread
 from shmbridge.segments.locks import MOST_RANKS, Byte
 from shmbridge.segments.one_process import OneProcess
 

@@ -1,6 +1,6 @@
 """Advantages of rows and tokens, from scores and from rewards of steps and tokens; pure numpy."""
 
-from shmbridge.consumers.advantages.rows import (
+from shmbridge.consumers.advantages.from_scores import (
     clip_to_range,
     group_advantages,
     group_normalised,

@@ -2,7 +2,7 @@
 
 From the scores first, then mixed with the rewards of steps and of tokens, then what a record itself says of
 its tokens, and last the rows that shall train nothing. A row that lacks one of these falls back to what comes
-before it, and is counted. Pure numpy; the formulas are in `rows.py`, `process_rewards.py`,
+before it, and is counted. Pure numpy; the formulas are in `from_scores.py`, `process_rewards.py`,
 `token_rewards.py`, `whole_batch.py` and `overlong.py`. Knows nothing of models. Called by `training_rows.py`.
 
 Letters: B rows (trajectories), N tokens of the whole batch.
@@ -17,10 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 import shmbridge
-from shmbridge.consumers.advantages.overlong import answer_lengths, overlong_penalty
-from shmbridge.consumers.advantages.process_rewards import Steps, mixed, process_advantages
-from shmbridge.consumers.advantages.row_settings import silenced_rows
-from shmbridge.consumers.advantages.rows import (
+from shmbridge.consumers.advantages.from_scores import (
     clip_to_range,
     group_advantages,
     group_normalised,
@@ -29,6 +26,9 @@ from shmbridge.consumers.advantages.rows import (
     silence_rows,
     spread_to_tokens,
 )
+from shmbridge.consumers.advantages.overlong import answer_lengths, overlong_penalty
+from shmbridge.consumers.advantages.process_rewards import Steps, mixed, process_advantages
+from shmbridge.consumers.advantages.row_settings import silenced_rows
 from shmbridge.consumers.advantages.token_rewards import token_reward_advantages
 from shmbridge.consumers.advantages.whole_batch import Reduce, alone, batch_normalised
 from shmbridge.metrics import usable_scores

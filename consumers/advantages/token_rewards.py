@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from shmbridge.consumers.advantages.from_scores import group_advantages
 from shmbridge.consumers.advantages.reward_to_go import to_go
-from shmbridge.consumers.advantages.rows import group_advantages
 from shmbridge.consumers.advantages.whole_batch import Reduce, batch_normalised
 
 FloatArray = npt.NDArray[np.float32]

@@ -24,13 +24,13 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from shmbridge import BatchTooBig, ConsumerTaken, Run, ShmBridgeError
 from shmbridge.consumers.gateway import decode
-from shmbridge.consumers.gateway.atropos_state import NoSuchThing
 from shmbridge.consumers.gateway.batch_server import NotRegistered
 from shmbridge.consumers.gateway.decode import KEYS, Refused
 from shmbridge.consumers.gateway.delivery import carrier_of
 from shmbridge.consumers.gateway.gate import Gate, Refusals, json_answer
 from shmbridge.consumers.gateway.modes import Mode
 from shmbridge.consumers.gateway.posts import HeldBytes
+from shmbridge.consumers.gateway.strict_state import NoSuchThing
 from shmbridge.control.server import RequestRefused
 from shmbridge.errors import NoWeight
 

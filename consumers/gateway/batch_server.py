@@ -20,9 +20,9 @@ import msgspec
 from shmbridge import Consumer, ConsumerTaken, Run, ShmBridgeError, list_bridges
 from shmbridge.consumers.gateway.encode import encoded_batch, served
 from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.state import StateFile
+from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.record.groups import Group
-from shmbridge.segments.reasons import Discard
+from shmbridge.segments.discard_reasons import Discard
 
 log = logging.getLogger(__name__)
 

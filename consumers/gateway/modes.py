@@ -22,7 +22,7 @@ from shmbridge.consumers.gateway.delivery import Carrier
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import Outcomes, Places, PostLedger, RemoteLane
 from shmbridge.consumers.gateway.remote_envs import RemoteEnvs
-from shmbridge.consumers.gateway.state import StateFile
+from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.consumers.gateway.strict_batch_server import StrictTaker
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from shmbridge import ShmBridgeError
 from shmbridge.consumers.gateway.decode import Refused
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import RemoteLane
-from shmbridge.consumers.gateway.state import SavedEnv, StateFile
+from shmbridge.consumers.gateway.saved_state import SavedEnv, StateFile
 from shmbridge.control.messages import (
     UNKNOWN_ENV,
     Answer,

@@ -17,12 +17,12 @@ from msgspec.structs import replace
 
 from shmbridge import Consumer, Run
 from shmbridge.batching.queue import OutsideQueue
-from shmbridge.consumers.gateway.atropos_state import EnvRow, Upstream
 from shmbridge.consumers.gateway.batch_server import Batch, NotRegistered, Taker
 from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.state import SavedEnv, StateFile
+from shmbridge.consumers.gateway.saved_state import SavedEnv, StateFile
+from shmbridge.consumers.gateway.strict_state import EnvRow, Upstream
 from shmbridge.record.groups import Group, GroupAssembler
-from shmbridge.segments.reasons import Discard
+from shmbridge.segments.discard_reasons import Discard
 
 log = logging.getLogger(__name__)
 

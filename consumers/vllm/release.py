@@ -1,8 +1,8 @@
 """What is used of vLLM beyond what it promises, all named here: a release that lacks some of it is refused
 when a worker starts.
 
-`loading.py`, `experts.py`, `staging.py` and `workers.py` take it from here. `middleware.py`, which is
-imported where there is no vLLM, uses one more: `ParallelConfig._api_process_rank`.
+`loading.py`, `experts.py`, `staging.py` and `worker_agreement.py` take it from here. `middleware.py`, which
+is imported where there is no vLLM, uses one more: `ParallelConfig._api_process_rank`.
 """
 
 from __future__ import annotations

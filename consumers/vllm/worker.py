@@ -1,7 +1,7 @@
 """vLLM's half of the backend, in each worker: one call takes one version out of the weights segment, whole or
 not at all.
 
-Knows leases and versions; `loading.py` knows the model, `workers.py` the other workers.
+Knows leases and versions; `loading.py` knows the model, `worker_agreement.py` the other workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 from shmbridge.consumers.engines.engine import HALF_LOADED
 from shmbridge.consumers.vllm.loading import ModelWeights, WeightsNotLoaded, as_tensors, with_their_layers
 from shmbridge.consumers.vllm.release import require
-from shmbridge.consumers.vllm.workers import ends_quietly, first_refusal
+from shmbridge.consumers.vllm.worker_agreement import ends_quietly, first_refusal
 from shmbridge.weights import WeightsReader
 
 _LEASE_TIMEOUT_S = 5.0

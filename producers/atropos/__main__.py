@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shmbridge import ShmBridgeError
 from shmbridge.producers.atropos import attach, detach, upstream_workarounds
-from shmbridge.producers.atropos.changes import Changes
+from shmbridge.producers.atropos.attribute_swaps import Changes
 from shmbridge.producers.atropos.stop import EXIT_CODE, orderly_sigterm
 
 EXAMPLES = """\

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from shmbridge.producers.atropos import upstream_workarounds
-from shmbridge.producers.atropos.changes import Changes
+from shmbridge.producers.atropos.attribute_swaps import Changes
 from shmbridge.producers.atropos.control_link import EnvLink
 from shmbridge.producers.atropos.lane import LinkOptions
 from shmbridge.producers.atropos.response_hooks import listening, put_on_hooks

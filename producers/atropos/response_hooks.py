@@ -19,7 +19,7 @@ from shmbridge.producers.atropos.response_index import Ledger
 from shmbridge.producers.atropos.responses import answers_in
 
 if TYPE_CHECKING:
-    from shmbridge.producers.atropos.changes import Changes
+    from shmbridge.producers.atropos.attribute_swaps import Changes
 
 _ledger: ContextVar[Ledger | None] = ContextVar("answers_of_the_calling_worker", default=None)
 

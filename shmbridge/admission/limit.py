@@ -2,7 +2,7 @@
 steps off-policy.
 
 Pure counting: knows neither locks nor lanes nor messages. docs/explanation/staleness.md has the rule, its
-proof, and what it assumes. Called by admission.py and batching/former.py.
+proof, and what it assumes. Called by hub/promises.py and batching/former.py.
 """
 
 from collections.abc import Mapping

@@ -23,7 +23,7 @@ from shmbridge.segments.one_process import OneProcess
 if TYPE_CHECKING:
     from shmbridge.control.client import AsyncControlClient, ControlClient
     from shmbridge.control.messages import Answer, BeginGroup
-    from shmbridge.put.own_names import OwnNames
+    from shmbridge.put.still_linked import OwnNames
 
 # then it is asked again: the bridge may be draining by now. No longer than a client repeats after: that voids
 # the promise

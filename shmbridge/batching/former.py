@@ -30,7 +30,7 @@ from shmbridge.hub.waiting import Waiting
 from shmbridge.record.groups import NO_VERSION, Group, GroupAssembler, hand_out, oldest_version
 from shmbridge.record.unreleased import Call
 from shmbridge.segments.closing import Closing, is_mine, then_close
-from shmbridge.segments.reasons import Discard
+from shmbridge.segments.discard_reasons import Discard
 
 if TYPE_CHECKING:
     from shmbridge.control.environments import QueueView

@@ -23,8 +23,8 @@ from shmbridge.hub.waiting import Waiting
 from shmbridge.record.groups import Group, hand_out
 from shmbridge.record.unreleased import Call
 from shmbridge.segments.closing import Closing
-from shmbridge.segments.in_thread import in_another_thread
-from shmbridge.segments.reasons import Discard
+from shmbridge.segments.discard_reasons import Discard
+from shmbridge.segments.helper_threads import in_another_thread
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ A signal handler may raise in any method, or call `stop` while another method ru
 here, only queues in C and flags. A batch that is lost on its way is destroyed, and its records are handed out
 again.
 
-The thread is a Joined (in_thread.py), for the same reason.
+The thread is a Joined (segments/helper_threads.py), for the same reason.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import queue
 from collections.abc import Callable
 
 from shmbridge.batch import Batch
-from shmbridge.segments.in_thread import Joined
+from shmbridge.segments.helper_threads import Joined
 
 
 class Flag:

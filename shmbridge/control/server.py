@@ -37,7 +37,7 @@ from shmbridge.control.client import (
 from shmbridge.control.environments import Environments, HubView, QueueView
 from shmbridge.control.messages import Answer, BadMessage, Refused, Register, Request
 from shmbridge.errors import ShmPermission
-from shmbridge.segments.in_thread import Joined
+from shmbridge.segments.helper_threads import Joined
 from shmbridge.segments.segment import remove_folder, socket_directory
 
 __all__ = [

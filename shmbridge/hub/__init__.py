@@ -1,3 +1,3 @@
 """The hub's own: its lanes, what it says to the whole bridge, waiting."""
 
-__all__ = ["admission", "control_plane", "counters", "lanes", "state", "view", "waiting"]
+__all__ = ["control_plane", "control_view", "counters", "lanes", "promises", "state", "waiting"]

@@ -14,7 +14,7 @@ import threading
 from shmbridge._ext.lane_reader import LaneReader
 from shmbridge._ext.mapping import Descriptor
 from shmbridge._ext.wait import HubWait
-from shmbridge.segments.in_thread import Joined
+from shmbridge.segments.helper_threads import Joined
 
 _TICK_S = 1.0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from shmbridge._ext import header, lane_reader
 from shmbridge.record.record import Lane, Record
-from shmbridge.segments.reasons import Discard, Drop, labelled
+from shmbridge.segments.discard_reasons import Discard, Drop, labelled
 
 log = logging.getLogger(__name__)
 

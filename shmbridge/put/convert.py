@@ -17,7 +17,7 @@ from shmbridge._ext.column import Form, PackedColumn
 from shmbridge._ext.pack import BadValue, row_of
 from shmbridge.errors import InvalidRecord
 from shmbridge.put import group_errors
-from shmbridge.put.notices import PutNotices
+from shmbridge.put.untrainable_notices import PutNotices
 from shmbridge.schema import JSON_COLUMNS, Column, Columns, Kind, Tag
 
 Array = np.ndarray[Any, Any]

@@ -21,7 +21,7 @@ from shmbridge.config import format_size
 from shmbridge.errors import InvalidRecord, RecordTooBig
 from shmbridge.put.convert import Converter, checked_lengths
 from shmbridge.put.group_errors import as_invalid, as_written
-from shmbridge.put.notices import PutNotices
+from shmbridge.put.untrainable_notices import PutNotices
 from shmbridge.record.row_checks import new_sampler
 from shmbridge.schema import ALIASES, Columns, Kind
 

@@ -1,3 +1,3 @@
 """Learner ranks: the hub's server for them, who gets which share, what a rank reads of it."""
 
-__all__ = ["rank_share", "server", "shares"]
+__all__ = ["held_share", "server", "share_book"]

@@ -1,8 +1,8 @@
 """The hub's side of learner ranks: forms batches ahead, hands out shares, and keeps their leases until all
 readers are done.
 
-Knows who asked for what and, by a lock, which ranks live; who gets which group is shares.py's. The other side
-is rank.py; why nothing changes under a rank's eyes, also when a hub or a rank dies, is in
+Knows who asked for what and, by a lock, which ranks live; who gets which group is share_book.py's. The other
+side is rank.py; why nothing changes under a rank's eyes, also when a hub or a rank dies, is in
 docs/adr/0002-ranks.md.
 """
 
@@ -32,11 +32,11 @@ from shmbridge.control.messages import (
 from shmbridge.errors import BatchTooBig
 from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.state import HubState
-from shmbridge.ranks.shares import Mode, Share, ShareBook
+from shmbridge.ranks.share_book import Mode, Share, ShareBook
 from shmbridge.record.groups import Group
 from shmbridge.segments import locks
 from shmbridge.segments.closing import Closing, then_close
-from shmbridge.segments.in_thread import Joined
+from shmbridge.segments.helper_threads import Joined
 from shmbridge.segments.locks import MOST_RANKS, Byte
 
 _MOST_RECORDS = 30_000  # of one share: messages.MAX_MESSAGE_BYTES at 34 bytes a record

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from shmbridge.record.record import Record
 from shmbridge.record.unreleased import Call
-from shmbridge.segments.reasons import Discard
+from shmbridge.segments.discard_reasons import Discard
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import threading
 import warnings
 from enum import IntEnum
 
-from shmbridge.segments.in_thread import start_apart
+from shmbridge.segments.helper_threads import start_apart
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,9 @@ __all__ = [
     "at_exit",
     "closing",
     "death_watch",
+    "discard_reasons",
     "engine_folders",
-    "in_thread",
+    "helper_threads",
     "inventory",
     "locks",
     "membership",
@@ -13,6 +14,5 @@ __all__ = [
     "one_thread",
     "os_limits",
     "placement",
-    "reasons",
     "segment",
 ]

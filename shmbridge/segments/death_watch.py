@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from shmbridge._ext.mapping import Mapping
 from shmbridge.segments import locks
-from shmbridge.segments.in_thread import Joined
+from shmbridge.segments.helper_threads import Joined
 from shmbridge.segments.locks import Byte
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from shmbridge._ext.mapping import Mapping
 from shmbridge._ext.versions import Versions
 from shmbridge.errors import ConsumerTaken, FillingOver, WeightsBusy, WeightsMismatch
 from shmbridge.segments import locks, segment
-from shmbridge.segments.in_thread import to_its_end
+from shmbridge.segments.helper_threads import to_its_end
 from shmbridge.segments.locks import Byte
 from shmbridge.weights import tensors as weights_tensors
 from shmbridge.weights import version_floor

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shmbridge.consumers.learner.config.sections import OPTIONS, LearnerConfig
+from shmbridge.consumers.learner.config.run_options import OPTIONS, LearnerConfig
 
 # option -> the flag that it needs, with its values, and the values of that option under which it does nothing
 _NEEDS: Mapping[str, tuple[str, tuple[object, ...]]] = {

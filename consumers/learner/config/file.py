@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shmbridge.consumers.learner.config.sections import OPTIONS, SECTIONS, LearnerConfig, meant
+from shmbridge.consumers.learner.config.run_options import OPTIONS, SECTIONS, LearnerConfig, meant
 
 NAME = "config.yaml"  # in the run directory
 _FLOAT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")  # YAML 1.1 takes 1e-6 for a text

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from shmbridge.consumers.learner.config.file import BadConfigFile, read
 from shmbridge.consumers.learner.config.option import Option, described
-from shmbridge.consumers.learner.config.sections import OPTIONS, SECTIONS, LearnerConfig, meant
+from shmbridge.consumers.learner.config.run_options import OPTIONS, SECTIONS, LearnerConfig, meant
 
 _EXAMPLES = """\
 examples:

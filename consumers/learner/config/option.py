@@ -1,6 +1,6 @@
 """One option of the learner: the type of its value, its default, and its words for `--help`.
 
-`sections.py` declares options as fields of dataclasses; flags and files read them as `Option`.
+`run_options.py` declares options as fields of dataclasses; flags and files read them as `Option`.
 """
 
 from __future__ import annotations

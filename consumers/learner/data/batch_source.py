@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from typing import TYPE_CHECKING, Any, Literal
 
 import shmbridge
-from shmbridge.consumers.learner.config.sections import LearnerConfig
+from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.data.batch_wait import BatchWait, patience_of
 from shmbridge.consumers.learner.stopping import StopSignals
 from shmbridge.consumers.learner.world import device_kind, say

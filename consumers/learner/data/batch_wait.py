@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shmbridge.consumers.learner.config.sections import WaitingConfig
+from shmbridge.consumers.learner.config.run_options import WaitingConfig
 
 _REMINDER_S = 30.0  # until the first word of a wait without limits; each next one comes after twice as long
 _LONGEST_REMINDER_S = 600.0

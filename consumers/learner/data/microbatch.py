@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shmbridge.consumers.learner.data.rows import TrainingRows
+from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
 
 Layout = Literal["padded", "packed"]
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import shmbridge
-from shmbridge.consumers.learner.config.sections import LearnerConfig
+from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.data.batch_source import HubSource, hub, who_is_missing
 from shmbridge.consumers.learner.data.batch_wait import BatchWait, NoBatch, patience_of
 from shmbridge.consumers.learner.stopping import Stopped, StopSignals

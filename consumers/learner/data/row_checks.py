@@ -26,8 +26,8 @@ import shmbridge
 from shmbridge import LeaseReleased
 from shmbridge.consumers.advantages.credit import Credit
 from shmbridge.consumers.advantages.row_settings import silenced_rows
+from shmbridge.consumers.learner.data.loss_arrays import NO_LOGPROB, TrainingRows
 from shmbridge.consumers.learner.data.microbatch import MicroBatch
-from shmbridge.consumers.learner.data.rows import NO_LOGPROB, TrainingRows
 from shmbridge.consumers.learner.types import Metrics
 from shmbridge.metrics import rows_by_environment
 from shmbridge.record.row_checks import CHECKED_COLUMNS, check_of

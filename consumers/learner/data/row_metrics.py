@@ -1,6 +1,7 @@
 """A batch in numbers, as it is about to be trained: scores, advantages, lengths.
 
-Pure numpy. Knows the arrays of `rows.py`; knows nothing of models and losses. Called by `training_rows.py`.
+Pure numpy. Knows the arrays of `loss_arrays.py`; knows nothing of models and losses. Called by
+`training_rows.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 import shmbridge
 from shmbridge.consumers.advantages.overlong import answer_lengths
-from shmbridge.consumers.learner.data.rows import TrainingRows
+from shmbridge.consumers.learner.data.loss_arrays import TrainingRows
 from shmbridge.consumers.learner.types import Metrics
 from shmbridge.metrics import rollout_metrics, rows_by_environment, usable_scores
 

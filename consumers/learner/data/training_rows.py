@@ -18,16 +18,16 @@ import shmbridge
 from shmbridge.consumers.advantages.credit import Credit, credited, require_advantages
 from shmbridge.consumers.advantages.row_settings import temperatures
 from shmbridge.consumers.advantages.whole_batch import Reduce, alone
-from shmbridge.consumers.learner.data.finish import truncated_rows
 from shmbridge.consumers.learner.data.left_out import left_out, without_mask
+from shmbridge.consumers.learner.data.loss_arrays import NO_LOGPROB, TrainingRows, known_count
 from shmbridge.consumers.learner.data.row_metrics import row_metrics
-from shmbridge.consumers.learner.data.rows import NO_LOGPROB, TrainingRows, known_count
 from shmbridge.consumers.learner.data.token_staleness import (
     UNKNOWN,
     odd_versions,
     says_version,
     token_staleness,
 )
+from shmbridge.consumers.learner.data.truncated_rows import truncated_rows
 from shmbridge.consumers.learner.types import Metrics
 
 

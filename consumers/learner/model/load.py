@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shmbridge.consumers.learner.config.learning import AdapterConfig
-from shmbridge.consumers.learner.config.sections import ComputeConfig, LearnerConfig
+from shmbridge.consumers.learner.config.learning_options import AdapterConfig
+from shmbridge.consumers.learner.config.run_options import ComputeConfig, LearnerConfig
 from shmbridge.consumers.learner.data.microbatch import Layout
 from shmbridge.consumers.learner.model import attention
 from shmbridge.consumers.learner.model.lora import (

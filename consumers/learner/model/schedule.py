@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import get_args
 
-from shmbridge.consumers.learner.config.learning import Schedule
+from shmbridge.consumers.learner.config.learning_options import Schedule
 
 Rate = Callable[[int], float]  # 0-based step -> learning rate
 

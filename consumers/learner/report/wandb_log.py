@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from shmbridge.consumers.learner.config.sections import LearnerConfig
+from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.types import Metrics
 
 ID_FILE = "wandb-run-id"  # in the run directory: a resumed learner goes on with its W&B run

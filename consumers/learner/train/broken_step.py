@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import torch
 
-from shmbridge.consumers.learner.config.sections import ComputeConfig
+from shmbridge.consumers.learner.config.run_options import ComputeConfig
 from shmbridge.consumers.learner.train.grpo_update import Learner
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")

@@ -25,9 +25,9 @@ from torch import Tensor
 import shmbridge
 from shmbridge.consumers import losses
 from shmbridge.consumers.learner.data.left_out import refuse_images, rows_with_unknown_tokens
+from shmbridge.consumers.learner.data.loss_arrays import NO_LOGPROB, TrainingRows
 from shmbridge.consumers.learner.data.microbatch import MicroBatch, micro_batches
 from shmbridge.consumers.learner.data.row_checks import RowChecks
-from shmbridge.consumers.learner.data.rows import NO_LOGPROB, TrainingRows
 from shmbridge.consumers.learner.data.training_rows import checked_answers, prepare
 from shmbridge.consumers.learner.model.forward import trained_logprobs
 from shmbridge.consumers.learner.model.optimizer import new_optimizer

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import shmbridge
-from shmbridge.consumers.learner.config.sections import EarlyStopConfig, EvaluationConfig, LearnerConfig
+from shmbridge.consumers.learner.config.run_options import EarlyStopConfig, EvaluationConfig, LearnerConfig
 from shmbridge.consumers.learner.data.batch_source import HubSource
 from shmbridge.consumers.learner.data.left_out import SaidOnce
 from shmbridge.consumers.learner.data.rank_source import RankSource

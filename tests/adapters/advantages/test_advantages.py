@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shmbridge.consumers.advantages.rows import group_normalised, override_rows, spread_to_tokens
+from shmbridge.consumers.advantages.from_scores import group_normalised, override_rows, spread_to_tokens
 
 
 def test_no_rows():

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shmbridge.consumers.advantages.rows import (
+from shmbridge.consumers.advantages.from_scores import (
     clip_to_range,
     group_advantages,
     group_normalised,

@@ -13,7 +13,7 @@ import pytest
 
 import shmbridge
 from shmbridge.consumers.advantages.credit import Credit, NoAdvantages, credited
-from shmbridge.consumers.advantages.rows import group_advantages, group_normalised, leave_one_out
+from shmbridge.consumers.advantages.from_scores import group_advantages, group_normalised, leave_one_out
 from shmbridge.consumers.advantages.whole_batch import batch_normalised
 from shmbridge.consumers.learner.data.training_rows import prepare, trained_tokens
 from shmbridge.consumers.learner.model.reference import Reference

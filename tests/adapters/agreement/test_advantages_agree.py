@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shmbridge.consumers.advantages.rows import group_advantages, leave_one_out, spread_to_tokens
+from shmbridge.consumers.advantages.from_scores import group_advantages, leave_one_out, spread_to_tokens
 from shmbridge.consumers.advantages.token_rewards import token_reward_advantages
 from shmbridge.consumers.advantages.whole_batch import batch_normalised
 

@@ -12,7 +12,7 @@ from gateway_clients import group
 
 from shmbridge import Producer, Run
 from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.state import StateFile
+from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.consumers.gateway.strict_batch_server import StrictTaker
 from shmbridge.control.messages import Register
 from shmbridge.control.server import ControlClient

@@ -13,7 +13,7 @@ import shmbridge
 from shmbridge.consumers.gateway.decode import Refused
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.remote_envs import RemoteEnvs
-from shmbridge.consumers.gateway.state import StateFile
+from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.segments.segment import lane_names
 
 WISH = {"max_token_length": 64, "weight": 1.0, "group_size": 4, "min_batch_allocation": None}

@@ -13,7 +13,7 @@ from gateway_clients import group, marks
 from shmbridge import Producer, Run
 from shmbridge.consumers.gateway.batch_server import Taker
 from shmbridge.consumers.gateway.options import GatewayOptions
-from shmbridge.consumers.gateway.state import StateFile
+from shmbridge.consumers.gateway.saved_state import StateFile
 from shmbridge.consumers.gateway.strict_batch_server import StrictTaker
 from shmbridge.segments.segment import MOUNT
 

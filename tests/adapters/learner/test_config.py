@@ -18,7 +18,7 @@ from msgspec import Meta
 from shmbridge.consumers.learner.config import file
 from shmbridge.consumers.learner.config.file import BadConfigFile
 from shmbridge.consumers.learner.config.flags import parse, parser
-from shmbridge.consumers.learner.config.sections import OPTIONS, LearnerConfig, Option
+from shmbridge.consumers.learner.config.run_options import OPTIONS, LearnerConfig, Option
 from shmbridge.consumers.learner.train.setup import agreed_starting_point
 from shmbridge.consumers.learner.world import ALONE
 

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
 from shmbridge.consumers.learner.checkpoint.consumed import Consumed
 from shmbridge.consumers.learner.config.flags import parse
-from shmbridge.consumers.learner.config.sections import EarlyStopConfig, EvaluationConfig
+from shmbridge.consumers.learner.config.run_options import EarlyStopConfig, EvaluationConfig
 from shmbridge.consumers.learner.data.microbatch import micro_batches
 from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.model import forward

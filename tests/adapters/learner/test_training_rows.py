@@ -7,7 +7,7 @@ import pytest
 
 import shmbridge
 from shmbridge.consumers.advantages.credit import Credit, NoAdvantages
-from shmbridge.consumers.learner.data.rows import NO_LOGPROB
+from shmbridge.consumers.learner.data.loss_arrays import NO_LOGPROB
 from shmbridge.consumers.learner.data.training_rows import prepare
 
 ROWS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]

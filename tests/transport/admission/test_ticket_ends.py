@@ -350,7 +350,7 @@ def test_a_clock_ahead_of_the_consumers_is_named_as_the_reason(limited, make_pro
     producer = make_producer()
     with monkeypatch.context() as patch:
         # as in a time namespace that is behind
-        patch.setattr("shmbridge.hub.admission.PROMISE_NS", -1_000_000 * 10**9)
+        patch.setattr("shmbridge.hub.promises.PROMISE_NS", -1_000_000 * 10**9)
         with pytest.raises(
             shmbridge.NotAdmitted,
             match=r"clock that is (1000000|999999) s ahead of its consumer's .*time namespace",

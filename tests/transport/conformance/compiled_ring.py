@@ -15,7 +15,7 @@ from ring_under_test import RingUnderTest, Seen, Words
 import shmbridge
 from shmbridge._ext import header, lane_reader, lane_writer
 from shmbridge.segments import membership, segment
-from shmbridge.segments.reasons import Discard
+from shmbridge.segments.discard_reasons import Discard
 
 _SLOT_BYTES = 128
 _SLOT = struct.Struct("<QQQQ")  # generation, sequence, extent_at, extent_bytes; layout.h

@@ -16,7 +16,7 @@ import pytest
 import shmbridge
 from shmbridge import errors
 from shmbridge.ranks.server import RankServer
-from shmbridge.segments.in_thread import Joined
+from shmbridge.segments.helper_threads import Joined
 from shmbridge.segments.placement import MemoryUse
 
 # Who holds it never waits for what close() waits for, or close() never asks for it.

@@ -13,7 +13,7 @@ import pytest
 import shmbridge
 from shmbridge.hub import lane as adopted_lane
 from shmbridge.segments import segment
-from shmbridge.segments.reasons import Discard
+from shmbridge.segments.discard_reasons import Discard
 
 PUT = 4
 

@@ -25,7 +25,7 @@ from shmbridge.hub.lane import AdoptedLane
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.state import HubState
 from shmbridge.hub.waiting import Waiting
-from shmbridge.segments import in_thread, one_thread
+from shmbridge.segments import helper_threads, one_thread
 from shmbridge.segments.placement import MemoryUse
 from shmbridge.testing import wait_until
 
@@ -418,7 +418,7 @@ def test_an_interrupt_as_a_thread_of_the_hub_is_started_leaves_nothing(
 ) -> None:
     """It comes while whoever starts it waits until it runs."""
     producer.put(group())
-    before, started, start = events(), [], in_thread.start_apart
+    before, started, start = events(), [], helper_threads.start_apart
 
     async def waits(hub: shmbridge.Consumer) -> None:
         (await hub.get_async()).release()
@@ -437,7 +437,7 @@ def test_an_interrupt_as_a_thread_of_the_hub_is_started_leaves_nothing(
         start(which, failed)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(in_thread, "start_apart", interrupted)
+        patched.setattr(helper_threads, "start_apart", interrupted)
         with make_consumer() as hub:
             asyncio.run(waits(hub))
             hub.serve_ranks(1, groups=1)

@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 
 from shmbridge.consumers.engines.engine import Pause
-from shmbridge.consumers.learner.config.conditions import Condition, Goal, parse_condition, parse_goal
-from shmbridge.consumers.learner.config.learning import (
+from shmbridge.consumers.learner.config.learning_options import (
     AdapterConfig,
     AdvantageConfig,
     ObjectiveConfig,
     OptimizerConfig,
 )
+from shmbridge.consumers.learner.config.metric_conditions import Condition, Goal, parse_condition, parse_goal
 from shmbridge.consumers.learner.config.option import (
     AboveZero,
     Address,

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from shmbridge.config import Run, check_run
 from shmbridge.control import messages
-from shmbridge.hub.admission import Admission
 from shmbridge.hub.lanes import LaneSet
+from shmbridge.hub.promises import Admission
 from shmbridge.hub.state import HubState
 from shmbridge.segments.closing import Closing, then_close
 

@@ -1,7 +1,7 @@
 """The sections of the configuration that say what is learnt and how: objective, advantages, optimizer,
 adapters.
 
-As those in `sections.py`, which puts them into the whole.
+As those in `run_options.py`, which puts them into the whole.
 """
 
 from __future__ import annotations

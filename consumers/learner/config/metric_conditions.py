@@ -1,6 +1,6 @@
 """A condition on a metric, such as reward_mean>=0.95, and a goal for one, such as loss:min, from their texts.
 
-Used by the configuration (`sections.py`), which refuses other texts, and by `early_stop.py`.
+Used by the configuration (`run_options.py`), which refuses other texts, and by `early_stop.py`.
 """
 
 from __future__ import annotations
