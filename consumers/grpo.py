@@ -48,7 +48,7 @@ from shmbridge.consumers.learner.train.objective import BadObjective, Objective
 from shmbridge.consumers.learner.train.publishing import PublishWeights, first_version, weights_segment
 from shmbridge.consumers.learner.train.saving import CannotSave, Saver
 from shmbridge.consumers.learner.train.setup import agreed_starting_point, load_learner, registration
-from shmbridge.consumers.learner.train.training_step import Around, TrainingStep
+from shmbridge.consumers.learner.train.training_step import RunHooks, TrainingStep
 from shmbridge.consumers.learner.types import Metrics
 from shmbridge.consumers.learner.world import (
     BadWorld,
@@ -146,7 +146,7 @@ def train(
     bridge, steps = config.run.bridge, config.run.steps
     learner, tokenizer, done = load_learner(source, config, world)
     saver = Saver(config.run_dir / "checkpoints", learner, tokenizer, config.checkpoints.keep, done)
-    around = Around(config.evaluation, config.early_stop, saver, tokenizer)
+    around = RunHooks(config.evaluation, config.early_stop, saver, tokenizer)
     with (
         opened(config, registration(config, learner.step), around.screen, world, stops) as batches,
         weights_segment(bridge, config.weights, config.compute.precision, learner.model, world) as (
@@ -156,7 +156,7 @@ def train(
         engine_pushes(bridge, config.weights, world) as around.engines,
         stops.noted() if world.size > 1 else nullcontext(),  # no rank leaves alone
     ):
-        version = world.told(first_version(done.policy_version, batches.policy_version, last_version))
+        version = world.broadcast(first_version(done.policy_version, batches.policy_version, last_version))
         publish(version)
         batches.publish_version(version)
         around.engines.begin(version)
@@ -187,7 +187,7 @@ def learn(
     log: MetricsLog | None,
     config: LearnerConfig,
     stops: StopSignals,
-    around: Around | None = None,
+    around: RunHooks | None = None,
 ) -> None:
     """Takes batches until all steps are done or the bridge is drained. Blocks; raises as `run`.
 
@@ -197,7 +197,7 @@ def learn(
     """
     if learner.step >= config.run.steps:
         return
-    around = around or Around(config.evaluation, config.early_stop, saver)
+    around = around or RunHooks(config.evaluation, config.early_stop, saver)
     step = TrainingStep(learner, source, publish_weights, saver, log, config, around)
     bar = log is not None and config.logging.progress
     with (
@@ -218,7 +218,7 @@ def learn(
                 metrics = step.make()
             if log is not None:
                 shown.show(metrics)
-            reason = learner.world.told(_enough(learner, config.run.steps, around, metrics))
+            reason = learner.world.broadcast(_enough(learner, config.run.steps, around, metrics))
         if reason and log is not None:
             say(f"stopped early: {reason}")
         step.finish()  # while the hub is there to hear the release
@@ -232,7 +232,7 @@ def _waits(bridge: str) -> str:
     )
 
 
-def _enough(learner: Learner, steps: int, around: Around, metrics: Metrics) -> str | None:
+def _enough(learner: Learner, steps: int, around: RunHooks, metrics: Metrics) -> str | None:
     """Why to stop after a step: "" after the last one, None to go on."""
     return "" if learner.step >= steps else around.early_stop.reason(metrics)
 

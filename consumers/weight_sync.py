@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from shmbridge.consumers.engines.engine import PAUSES, EngineFailed, Pause, Update
 from shmbridge.consumers.engines.fleet import Fleet, engine_of, raise_for
-from shmbridge.segments.helper_threads import to_its_end
+from shmbridge.segments.helper_threads import run_to_end
 from shmbridge.weights import WeightsWriter
 
 __all__ = ["EngineFailed", "WeightSync"]
@@ -88,7 +88,7 @@ class WeightSync:
 
         A cancellation comes once it is over.
         """
-        return await to_its_end(self.push, model, version)
+        return await run_to_end(self.push, model, version)
 
     @contextmanager
     def updated(self, model: Any, version: int | None = None) -> Iterator[Any]:
@@ -125,13 +125,13 @@ class WeightSync:
         around = self.updated(model, version)
         entered: list[Any] = []
         try:
-            await to_its_end(lambda: entered.append(around.__enter__()))
+            await run_to_end(lambda: entered.append(around.__enter__()))
             yield entered[0]
         except BaseException as error:
             if entered:  # also where a cancellation came meanwhile
-                await to_its_end(around.__exit__, type(error), error, error.__traceback__)
+                await run_to_end(around.__exit__, type(error), error, error.__traceback__)
             raise
-        await to_its_end(around.__exit__, None, None, None)
+        await run_to_end(around.__exit__, None, None, None)
 
     @property
     def _size(self) -> int:

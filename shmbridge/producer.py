@@ -47,7 +47,7 @@ from shmbridge.segments import locks, membership, one_thread, placement, segment
 from shmbridge.segments.at_exit import at_exit
 from shmbridge.segments.discard_reasons import Drop, labelled
 from shmbridge.segments.helper_threads import Apart
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 from shmbridge.segments.one_process import OneProcess
 
 if TYPE_CHECKING:
@@ -616,7 +616,7 @@ class Producer(OneProcess):
         self._writer.ring()  # whoever closes may be an event loop
         self._sleeper.stop()
         self._no_exit_call()
-        locks.unlock(self._lane.fd, Byte.PRODUCER)
+        locks.unlock(self._lane.fd, LockByte.PRODUCER)
         self._control.announce_lane()
         membership.leave(self._control.mapping.fd, self.bridge)
 

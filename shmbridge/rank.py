@@ -28,7 +28,7 @@ from shmbridge.schema import Columns
 from shmbridge.segments import locks, membership, segment
 from shmbridge.segments.at_exit import at_exit
 from shmbridge.segments.helper_threads import in_another_thread
-from shmbridge.segments.locks import MOST_RANKS, Byte
+from shmbridge.segments.locks import MOST_RANKS, LockByte
 from shmbridge.segments.one_process import OneProcess
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Rank(OneProcess):
         self.bridge, self.rank, self.world_size = check_bridge_name(bridge), rank, world_size
         self._control_words: header.Control | None = membership.open_control(bridge)
         # no word names its holder
-        if not locks.lock_after(lambda: 0, self._control.mapping.fd, Byte.FIRST_RANK + rank):
+        if not locks.lock_after(lambda: 0, self._control.mapping.fd, LockByte.FIRST_RANK + rank):
             membership.leave(self._control.mapping.fd, bridge)
             raise RankTaken(
                 f"rank {rank} of bridge {bridge!r} is taken by a living process",
@@ -306,7 +306,7 @@ class Rank(OneProcess):
             membership.leave_epoch(self._control, epoch)
             self._epochs.discard(epoch)
         for name, reader in list(self._lanes.items()):
-            if reader.held == 0 and not locks.is_locked(reader.lane.fd, Byte.PRODUCER):
+            if reader.held == 0 and not locks.is_locked(reader.lane.fd, LockByte.PRODUCER):
                 del self._lanes[name]
 
     def _join(self) -> bool:
@@ -320,7 +320,7 @@ class Rank(OneProcess):
             self._epochs.add(self._epoch)
             header.fault(b"rank.joined")
             self._after = -1
-        return self._epoch > 0 and locks.is_locked(control.mapping.fd, Byte.HUB)
+        return self._epoch > 0 and locks.is_locked(control.mapping.fd, LockByte.HUB)
 
     def _is_finished(self) -> bool:
         """Whether the hub that is gone had drained the bridge and seen every rank done.
@@ -400,7 +400,7 @@ class Rank(OneProcess):
         return reader
 
     def _empty(self, timeout_s: float | None) -> ConsumerEmpty | NoConsumer:
-        if not (self._epoch and locks.is_locked(self._control.mapping.fd, Byte.HUB)):
+        if not (self._epoch and locks.is_locked(self._control.mapping.fd, LockByte.HUB)):
             return NoConsumer(
                 f"bridge {self.bridge!r} had no consumer for {timeout_s} s",
                 hint="start the process that calls Consumer.serve_ranks",
@@ -444,7 +444,7 @@ class Rank(OneProcess):
         if self._control_words is None or self._control_words.mapping.forked:
             return
         self._no_exit_call()
-        if self._epoch and locks.is_locked(self._control.mapping.fd, Byte.HUB):
+        if self._epoch and locks.is_locked(self._control.mapping.fd, LockByte.HUB):
             self.report_done()
         self._client.close()
         held = sum(reader.held for reader in self._lanes.values())

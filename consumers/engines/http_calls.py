@@ -18,7 +18,7 @@ _SAID = 300  # characters of a refusal that people get to see
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class Refused(EngineFailed):
+class EngineHttpError(EngineFailed):
     """The server answered with a status that is no success."""
 
     def __init__(self, message: str, status: int, *, hint: str = "") -> None:
@@ -41,8 +41,8 @@ def ask(
     Blocks, at most `timeout_s` seconds for each part of the answer.
 
     Raises:
-        Refused: a status that is no success. NoAnswer: somebody listens. EngineFailed: nobody does, `reached`
-            is False.
+        EngineHttpError: a status that is no success. NoAnswer: somebody listens. EngineFailed: nobody does,
+            `reached` is False.
     """
     whole = url + path + ("?" + urllib.parse.urlencode(query) if query else "")
     data = None if body is None else json.dumps(body).encode()
@@ -56,7 +56,7 @@ def ask(
     except urllib.error.HTTPError as error:
         with error:
             words = error.read().decode(errors="replace")
-        raise Refused(f"{url}: {path} answered {error.code}: {_short(words)}", error.code) from None
+        raise EngineHttpError(f"{url}: {path} answered {error.code}: {_short(words)}", error.code) from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):
@@ -79,7 +79,7 @@ def answer_of(url: str, path: str, *, timeout_s: float) -> dict[str, Any]:
     """
     try:
         said = ask(url, path, timeout_s=timeout_s, method="GET")
-    except Refused as refused:
+    except EngineHttpError as refused:
         if not refused.no_route:
             raise
         return {}

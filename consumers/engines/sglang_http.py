@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from shmbridge.consumers.engines.engine import Engine, EngineFailed, Pause, Update, version_of
-from shmbridge.consumers.engines.http_calls import Refused, ask
+from shmbridge.consumers.engines.http_calls import EngineHttpError, ask
 from shmbridge.consumers.engines.resume_watchdog_client import Call, PauseGuard
 from shmbridge.consumers.engines.safetensors_folder import SafetensorsFolder
 
@@ -88,7 +88,7 @@ class SglangHttp(Engine):
             self._name(_ASLEEP + word, until)  # first: a server goes on with a call whose caller is gone
             try:
                 self._ask("/release_memory_occupation", {}, until)
-            except Refused:
+            except EngineHttpError:
                 with suppress(EngineFailed):
                     self._name(word, until)
                 raise

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from shmbridge.consumers.engines.engine import Engine, EngineFailed, Pause, Update, version_of
-from shmbridge.consumers.engines.http_calls import Refused, ask
+from shmbridge.consumers.engines.http_calls import EngineHttpError, ask
 from shmbridge.consumers.engines.resume_watchdog_client import Call, PauseGuard
 from shmbridge.consumers.engines.vllm_steps import bring_to
 
@@ -134,7 +134,7 @@ def _ask(
 ) -> dict[str, Any]:
     try:
         said = ask(url, path, body, timeout_s=timeout_s, method=method, **query)
-    except Refused as refused:
+    except EngineHttpError as refused:
         if refused.no_route:  # after a pause, though, somebody was there to be paused
             raise EngineFailed(
                 f"{url} has no route {path}", hint=_NOT_THERE, reached=path != _PAUSE

@@ -25,7 +25,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from shmbridge import BatchTooBig, ConsumerTaken, Run, ShmBridgeError
 from shmbridge.consumers.gateway import decode
 from shmbridge.consumers.gateway.batch_server import NotRegistered
-from shmbridge.consumers.gateway.decode import KEYS, Refused
+from shmbridge.consumers.gateway.decode import KEYS, HttpError
 from shmbridge.consumers.gateway.delivery import carrier_of
 from shmbridge.consumers.gateway.gate import Gate, Refusals, json_answer
 from shmbridge.consumers.gateway.modes import Mode
@@ -130,8 +130,8 @@ def make_app(mode: Mode) -> FastAPI:
         takes=lambda path, method: method in routes.get(path, ()),
     )
 
-    @app.exception_handler(Refused)
-    async def refused(request: Request, refused: Refused) -> Response:
+    @app.exception_handler(HttpError)
+    async def refused(request: Request, refused: HttpError) -> Response:
         return refusals.answer(refused)
 
     @app.exception_handler(RequestValidationError)
@@ -147,7 +147,7 @@ def make_app(mode: Mode) -> FastAPI:
             409 if isinstance(error, ConsumerTaken) else 422 if isinstance(error, RequestRefused) else 503
         )
         return refusals.answer(
-            Refused(507 if isinstance(error, BatchTooBig) else status, str(error), type(error).__name__)
+            HttpError(507 if isinstance(error, BatchTooBig) else status, str(error), type(error).__name__)
         )
 
     @app.get("/")
@@ -229,7 +229,7 @@ def make_app(mode: Mode) -> FastAPI:
         loop = asyncio.get_running_loop()
         read = partial(decode.read_post, many=many, extras=not strict)
         posted = await loop.run_in_executor(parsers, decode.outcome, read, body)
-        if isinstance(posted, Refused):
+        if isinstance(posted, HttpError):
             del body
             raise posted
         items, failed = sum(len(group["tokens"]) for group in posted.groups), True

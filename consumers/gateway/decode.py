@@ -82,7 +82,7 @@ _PADDING = re.compile(rb"\0*")  # may follow a member
 _REFUSED_THERE = ("header", "method", "incorrect")  # zlib's words for what Python's gzip calls no gzip file
 
 
-class Refused(Exception):
+class HttpError(Exception):
     """A request that is answered with an HTTP status and a reason."""
 
     def __init__(self, status: int, detail: str, kind: str) -> None:
@@ -98,26 +98,26 @@ class Posted:
     digest: bytes
 
 
-class BrokenOff(Refused):
+class BrokenOff(HttpError):
     """A gzip body that ends too early, or whose data are none: the original fails there, where a wrong head
     or checksum is refused.
     """
 
 
-def outcome(work: Callable[..., T], *arguments: Any) -> T | Refused:
+def outcome(work: Callable[..., T], *arguments: Any) -> T | HttpError:
     """What it returns, or its refusal without the frames that have the body, which a future would keep until
     a collection.
     """
     try:
         return work(*arguments)
-    except Refused as wrong:
+    except HttpError as wrong:
         return type(wrong)(wrong.status, wrong.detail, wrong.kind)
 
 
 def gunzip(raw: bytes, most: int) -> bytearray | None:
     """The body, decompressed; None if that is more than `most` bytes, of which one more is made at most.
 
-    Raises Refused (400).
+    Raises HttpError (400).
 
     The time it takes grows with the bytes in and out, however many members they are in.
     """
@@ -136,7 +136,7 @@ def gunzip(raw: bytes, most: int) -> bytearray | None:
                 step = min(2 * step, _LAST_STEP)
             at = _PADDING.match(raw, at).end()  # type: ignore[union-attr]
     except zlib.error as wrong:
-        kind = Refused if any(word in str(wrong) for word in _REFUSED_THERE) else BrokenOff
+        kind = HttpError if any(word in str(wrong) for word in _REFUSED_THERE) else BrokenOff
         raise kind(400, f"Invalid gzip payload: {wrong}", "gzip") from None
     return made
 
@@ -144,40 +144,42 @@ def gunzip(raw: bytes, most: int) -> bytearray | None:
 def read_post(body: bytes, *, many: bool, extras: bool) -> Posted:
     """The groups of a body: one, or a list of them. With `extras` keys that Atropos does not know are kept.
 
-    Raises Refused (422).
+    Raises HttpError (422).
     """
     try:
         raw = _LIST.decode(body) if many else [_OBJECT.decode(body)]
         groups = [_group(each, extras) for each in raw]
-    except Refused as wrong:
-        raise Refused(wrong.status, _not_finite(body) or wrong.detail, wrong.kind) from None
+    except HttpError as wrong:
+        raise HttpError(wrong.status, _not_finite(body) or wrong.detail, wrong.kind) from None
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
         expected = "a list of groups" if many else "a group"
-        raise Refused(422, _not_finite(body) or f"the body is not {expected}: {wrong}", "malformed") from None
+        raise HttpError(
+            422, _not_finite(body) or f"the body is not {expected}: {wrong}", "malformed"
+        ) from None
     return Posted(groups, blake2b(body, digest_size=16, person=b"list" if many else b"one").digest())
 
 
 def _group(raw: dict[str, msgspec.Raw], extras: bool) -> dict[str, Any]:
     missing = [name for name in ("tokens", "masks", "scores") if name not in raw]
     if missing:
-        raise Refused(422, f"the group has no {' and no '.join(missing)}", "malformed")
+        raise HttpError(422, f"the group has no {' and no '.join(missing)}", "malformed")
     group = {name: _value(name, raw.pop(name)) for name in KEYS if name in raw}
     if not group["tokens"]:
-        raise Refused(422, "the group is empty: `tokens` has no rows", "malformed")
+        raise HttpError(422, "the group is empty: `tokens` has no rows", "malformed")
     for row, messages in enumerate(group.get("messages") or ()):
         for place, message in enumerate(messages):
             if not ("role" in message and "content" in message):
-                raise Refused(422, f"messages[{row}][{place}] must have 'role' and 'content'", "malformed")
+                raise HttpError(422, f"messages[{row}][{place}] must have 'role' and 'content'", "malformed")
     return group | _extras(raw) if extras and raw else group
 
 
 def _value(name: str, raw: msgspec.Raw) -> Any:
     if name in _NUMBERS - {"env_id"} and bytes(memoryview(raw)[:1]) == b'"':  # "null" in quotes would be none
-        raise Refused(422, f"Expected `array`, got `str` - at `{name}`", "malformed")
+        raise HttpError(422, f"Expected `array`, got `str` - at `{name}`", "malformed")
     try:
         return _DECODERS[name].decode(raw)
     except msgspec.ValidationError as wrong:
-        raise Refused(
+        raise HttpError(
             422,
             str(wrong).replace("`$", f"`{name}") if "`$" in str(wrong) else f"{name}: {wrong}",
             "malformed",

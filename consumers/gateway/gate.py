@@ -19,7 +19,7 @@ import msgspec
 from fastapi.responses import PlainTextResponse, Response
 
 from shmbridge.consumers.gateway import decode
-from shmbridge.consumers.gateway.decode import BrokenOff, Refused
+from shmbridge.consumers.gateway.decode import BrokenOff, HttpError
 from shmbridge.consumers.gateway.delivery import carrier_of
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import GZIPPED, IN_MEMORY, Booking, HeldBytes
@@ -43,7 +43,7 @@ class Refusals:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
-    def answer(self, refused: Refused) -> Response:
+    def answer(self, refused: HttpError) -> Response:
         """The answer to a refused request."""
         self.counts[refused.kind] += 1
         headers = {"retry-after": _RETRY_S} if refused.status == 503 else {}
@@ -53,7 +53,7 @@ class Refusals:
             headers["connection"] = "close"  # what comes late is no request
         return json_answer({"detail": refused.detail}, refused.status, headers)
 
-    def answer_as_upstream(self, refused: Refused) -> Response:
+    def answer_as_upstream(self, refused: HttpError) -> Response:
         """The same, but for a gzip body that is none: in the original's words, or as it fails there."""
         if refused.kind != "gzip":
             return self.answer(refused)
@@ -117,14 +117,14 @@ class Gate:
             if not self._token:
                 self._check_site(headers)
             elif not hmac.compare_digest(headers.get(b"authorization", b""), self._token):
-                raise Refused(401, "this gateway wants a bearer token", "token")
+                raise HttpError(401, "this gateway wants a bearer token", "token")
             if not self._takes(scope["path"], scope["method"]):
                 await self._app(scope, _nothing, send)
                 return
             body = await self._body(scope, headers, receive, booking, is_post)
             if body is not None:
                 await self._app(scope, _replay(body, receive), send)
-        except Refused as refused:
+        except HttpError as refused:
             answer = self._refusals.answer_as_upstream if self._strict else self._refusals.answer
             await answer(refused)(scope, receive, send)
         finally:
@@ -135,11 +135,11 @@ class Gate:
         here says another Host.
         """
         if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
-            raise Refused(403, "pages of other sites have no business here", "browser")
+            raise HttpError(403, "pages of other sites have no business here", "browser")
         host = headers.get(b"host", b"").decode("latin-1").lower()
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         if origin and origin.partition("://")[2] != host:
-            raise Refused(
+            raise HttpError(
                 403,
                 f"Origin {origin!r} is not this gateway -> set a token, and let the page bear it",
                 "browser",
@@ -149,7 +149,7 @@ class Gate:
                 f"Host {host!r} is no name of this gateway -> shmbridge gateway --host-name "
                 f"{host.partition(':')[0]}, or a token"
             )
-            raise Refused(403, said, "host")
+            raise HttpError(403, said, "host")
 
     def _is_ours(self, host: str) -> bool:
         """An address, a name without a dot, this machine's own or a given one: no other site's page has such
@@ -177,7 +177,7 @@ class Gate:
         if b"transfer-encoding" in headers:
             announced = most  # it may become as large as that, and nobody can tell before
         if announced > most:
-            raise Refused(413, f"the body has {announced} bytes, at most {most} are taken", "too large")
+            raise HttpError(413, f"the body has {announced} bytes, at most {most} are taken", "too large")
         zipped = b"gzip" in headers.get(b"content-encoding", b"").lower()
         room = min(most, announced * (GZIPPED if zipped else 1))
         if room:
@@ -187,10 +187,10 @@ class Gate:
         if sent and zipped:
             while (found := await asyncio.to_thread(decode.outcome, decode.gunzip, sent, room)) is None:
                 if room >= most:
-                    raise Refused(413, f"the body is more than {most} bytes once gunzipped", "too large")
+                    raise HttpError(413, f"the body is more than {most} bytes once gunzipped", "too large")
                 room = min(most, max(room, 1) * _STEP)
                 await self._book(booking, room, len(sent), deadline)
-            if isinstance(found, Refused):
+            if isinstance(found, HttpError):
                 raise found
             body = found
             scope["headers"] = [
@@ -201,7 +201,7 @@ class Gate:
 
     async def _book(self, booking: Booking, room: int, sent: int, deadline: float) -> None:
         if not await booking.take(IN_MEMORY * room, sent, deadline):
-            raise Refused(
+            raise HttpError(
                 503, f"bodies that wait for room have {booking.taken} bytes of memory already", "held bytes"
             )
 
@@ -217,14 +217,14 @@ class Gate:
                     f"nothing more of the body has come for {self._options.body_pause_s:g} s, after {size} "
                     "bytes"
                 )
-                raise Refused(408, said, "stalled") from None
+                raise HttpError(408, said, "stalled") from None
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             more = message.get("more_body", False)
             if size > most:
-                raise Refused(413, f"the body is more than {most} bytes", "too large")
+                raise HttpError(413, f"the body is more than {most} bytes", "too large")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

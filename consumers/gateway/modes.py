@@ -107,7 +107,7 @@ class Mode(ABC):
     async def post(self, posted: Posted, carrier: Carrier, waited_s: float) -> Outcomes:
         """Puts a body's groups; it has waited for so long already.
 
-        Per group: None for queued, or how many sequences of its environment are buffered. Raises Refused.
+        Per group: None for queued, or how many sequences of its environment are buffered. Raises HttpError.
         """
 
     async def _outcomes(self, places: Places) -> Outcomes:

@@ -25,7 +25,7 @@ from shmbridge import (
     ShmBridgeError,
     ShmTooSmall,
 )
-from shmbridge.consumers.gateway.decode import Posted, Refused
+from shmbridge.consumers.gateway.decode import HttpError, Posted
 from shmbridge.consumers.gateway.delivery import Carrier
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.errors import Closed, LaneQuarantined, LaneRemoved
@@ -113,7 +113,7 @@ class Post:
     posted: Posted
     done: Places = field(default_factory=list)  # of the groups that are committed
     outcomes: Outcomes = field(default_factory=list)  # once all are
-    work: asyncio.Task[Refused | None] | None = None
+    work: asyncio.Task[HttpError | None] | None = None
 
     @property
     def failed(self) -> bool:
@@ -170,7 +170,7 @@ class PostLedger:
         gets the same answer.
 
         Raises:
-            Refused: 422 and nothing was put; 503 after the deadline: what is missing is put when the same
+            HttpError: 422 and nothing was put; 503 after the deadline: what is missing is put when the same
                 body comes again.
         """
         self.counts["posts_total"] += 1
@@ -190,11 +190,11 @@ class PostLedger:
         if refused.status == 503 and post.done:
             self.remember(post)
         # a new one: the post keeps no frames that have the body
-        raise Refused(refused.status, refused.detail, refused.kind)
+        raise HttpError(refused.status, refused.detail, refused.kind)
 
     def _begin(
         self, post: Post, lane_of: Callable[[dict[str, Any]], RemoteLane], waited_s: float
-    ) -> asyncio.Task[Refused | None]:
+    ) -> asyncio.Task[HttpError | None]:
         deadline = time.monotonic() + self._deadline_s - waited_s
         work = asyncio.get_running_loop().create_task(
             self._put(post, deque(post.posted.groups[len(post.done) :]), lane_of, deadline)
@@ -214,7 +214,7 @@ class PostLedger:
         todo: deque[dict[str, Any]],
         lane_of: Callable[[dict[str, Any]], RemoteLane],
         deadline: float,
-    ) -> Refused | None:
+    ) -> HttpError | None:
         """Puts what is left of a post.
 
         A refusal is returned: raised, it would keep this frame, and with it the body.
@@ -309,13 +309,13 @@ class PostLedger:
                 await asyncio.wait(self._under_way, timeout=timeout_s)
 
 
-def _refusal(status: int, error: Exception, kind: str) -> Refused:
+def _refusal(status: int, error: Exception, kind: str) -> HttpError:
     """What is answered to it.
 
     The error's frames have the body: they go now, and not when cycles are collected.
     """
     error.__traceback__ = None
-    return Refused(status, str(error), kind)
+    return HttpError(status, str(error), kind)
 
 
 async def _check(groups: Sequence[dict[str, Any]], lanes: Sequence[RemoteLane], deadline: float) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from shmbridge import ShmBridgeError
-from shmbridge.consumers.gateway.decode import Refused
+from shmbridge.consumers.gateway.decode import HttpError
 from shmbridge.consumers.gateway.options import GatewayOptions
 from shmbridge.consumers.gateway.posts import RemoteLane
 from shmbridge.consumers.gateway.saved_state import SavedEnv, StateFile
@@ -123,7 +123,7 @@ class RemoteEnvs:
     async def register(self, wish: dict[str, Any]) -> dict[str, Any]:
         """The answer to /register-env: a number, a name and a lane, or that there is no run yet.
 
-        Raises RequestRefused, Refused.
+        Raises RequestRefused, HttpError.
         """
         name = wish["desired_name"]
         info = await self.run_info()
@@ -131,7 +131,7 @@ class RemoteEnvs:
             return _WAIT
         if self._lanes_are_taken():
             have, most = self._options.lanes - _SHARED, self._options.lanes
-            raise Refused(
+            raise HttpError(
                 503,
                 f"{have} environments have lanes, {most} lanes are taken from at once: raise --lanes",
                 "lanes",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from shmbridge.atropos.env_status import EnvShare
+from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.atropos.queue import AtroposQueue
 from shmbridge.config import Run
 
@@ -114,7 +114,7 @@ class Upstream(Generic[T]):
         """The next environment, as an earlier gateway knew it."""
         number = len(self.envs)
         self.queue.register(
-            EnvShare(
+            EnvWeight(
                 number,
                 row.real_name,
                 row.weight,

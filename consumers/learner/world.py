@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-Word = TypeVar("Word")  # anything that JSON can say
+Value = TypeVar("Value")  # anything that JSON can say
 
 
 class PeerLost(Exception):
@@ -45,21 +45,21 @@ class World:
         """Whether this is the rank that is the hub, writes files and speaks to people."""
         return self.rank == 0
 
-    def sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def all_reduce_sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Returns the sum over all ranks, value by value. Blocks for the others."""
         return values
 
-    def most(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def all_reduce_max(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Returns the largest over all ranks, value by value. Blocks for the others."""
         return values
 
-    def gathered(self, word: Word) -> list[Word]:
+    def all_gather(self, word: Value) -> list[Value]:
         """Returns what each rank says here, by rank; anything that JSON can say. Blocks for the others."""
         return [word]
 
-    def told(self, word: Word) -> Word:
+    def broadcast(self, word: Value) -> Value:
         """Returns what rank 0 says here. Blocks until all ranks are here."""
-        return self.gathered(word)[0]
+        return self.all_gather(word)[0]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -75,7 +75,7 @@ class World:
             yield
         except Exception as error:
             failure = error
-        said = self.gathered("" if failure is None else f"{type(failure).__name__}: {failure}")
+        said = self.all_gather("" if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
         for rank, text in enumerate(said):
@@ -97,15 +97,15 @@ class TorchWorld(World):
         self.rank, self.size, self.local_rank, self.machine_size = rank, size, local_rank, machine_size
         self._words = distributed.new_group(backend="gloo", timeout=timeout)
 
-    def sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def all_reduce_sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Returns the sum over all ranks, value by value; the same bits on each. Blocks for the others."""
         return self._reduced(values, "SUM")
 
-    def most(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def all_reduce_max(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Returns the largest over all ranks, value by value. Blocks for the others."""
         return self._reduced(values, "MAX")
 
-    def gathered(self, word: Word) -> list[Word]:
+    def all_gather(self, word: Value) -> list[Value]:
         """Returns what each rank says here, by rank; anything that JSON can say. Blocks for the others."""
         import torch
         from torch import distributed

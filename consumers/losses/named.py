@@ -27,8 +27,8 @@ class Terms:
     """What a loss says of each token, before the tokens are added up."""
 
     values: Tensor  # (N,) float32, its loss, with gradient
-    held_low: Tensor  # (N,) bool, the ratio is below the lower bound, and the bound holds
-    held_high: Tensor  # (N,) bool, likewise above the upper one
+    clipped_low: Tensor  # (N,) bool, the ratio is below the lower bound, and the bound holds
+    clipped_high: Tensor  # (N,) bool, likewise above the upper one
     held_dual: Tensor  # (N,) bool, likewise above the bound of negative advantages
 
 

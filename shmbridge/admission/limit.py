@@ -12,7 +12,7 @@ PROMISE_NS = 1_000_000_000  # how long a granted ticket is kept for a producer t
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class OffPolicyLimit:
     """At most (max_off_policy_steps + 1) * groups_per_step groups are under way: being generated, waiting, or
     being trained with.
     """
@@ -27,7 +27,9 @@ class Limit:
         return (self.max_off_policy_steps + 1 - unpublished) * self.groups_per_step
 
 
-def limit_of(max_off_policy_steps: int | None, groups_per_step: int | None, policy: str) -> Limit | None:
+def limit_of(
+    max_off_policy_steps: int | None, groups_per_step: int | None, policy: str
+) -> OffPolicyLimit | None:
     """The limit a consumer is asked to keep; None for none. Raises ValueError if it cannot be kept."""
     if max_off_policy_steps is None:
         if groups_per_step is not None:
@@ -45,7 +47,7 @@ def limit_of(max_off_policy_steps: int | None, groups_per_step: int | None, poli
             f"policy={policy!r} lets newer groups overtake older ones: max_off_policy_steps needs "
             'policy="oldest"'
         )
-    return Limit(max_off_policy_steps, groups_per_step)
+    return OffPolicyLimit(max_off_policy_steps, groups_per_step)
 
 
 @dataclass(slots=True)

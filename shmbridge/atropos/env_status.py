@@ -12,7 +12,7 @@ MIN_ENV_WEIGHT = 0.01  # an environment never counts for less, whatever its weig
 
 
 @dataclass(frozen=True, slots=True)
-class EnvShare:
+class EnvWeight:
     """What an environment has asked for: its weight, its guaranteed part of every batch, the rows of its
     groups.
     """
@@ -50,7 +50,7 @@ class Steering:
 
 
 def steer(
-    me: EnvShare, connected: Collection[EnvShare], queue: Mapping[int | None, Queued], batch_size: int
+    me: EnvWeight, connected: Collection[EnvWeight], queue: Mapping[int | None, Queued], batch_size: int
 ) -> Steering:
     """What `me` is told of `queue`, by env_id (None: of nobody who registered); O(environments), whatever is
     queued.
@@ -68,14 +68,14 @@ def steer(
     )
 
 
-def total_weight(connected: Collection[EnvShare]) -> float:
+def total_weight(connected: Collection[EnvWeight]) -> float:
     """The weight of all, as upstream reckons it: times the longest sequence."""
     return sum(env.max_token_length * max(0.0, env.weight) for env in connected)
 
 
 def _open_to(
-    me: EnvShare,
-    connected: Collection[EnvShare],
+    me: EnvWeight,
+    connected: Collection[EnvWeight],
     queue: Mapping[int | None, Queued],
     batch_size: int,
     largest: int,
@@ -95,6 +95,6 @@ def _open_to(
     return open_to_me
 
 
-def _weight(me: EnvShare, connected: Collection[EnvShare]) -> float:
+def _weight(me: EnvWeight, connected: Collection[EnvWeight]) -> float:
     total = total_weight(connected)
     return max(MIN_ENV_WEIGHT, me.max_token_length * me.weight / total if total > 0 else 0.0)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from shmbridge.atropos.env_status import EnvShare, Queued, steer, total_weight
+from shmbridge.atropos.env_status import EnvWeight, Queued, steer, total_weight
 from shmbridge.atropos.size_buffer import SizeBuffer
 from shmbridge.errors import NoWeight, UnknownEnvironment
 
@@ -49,7 +49,7 @@ class AtroposQueue(Generic[T]):
     def __init__(self, batch_size: int, step: int = 0) -> None:
         self.step = step
         self._batch_size = batch_size
-        self._envs: dict[int, EnvShare] = {}
+        self._envs: dict[int, EnvWeight] = {}
         self._connected: set[int] = set()
         self._lines: dict[_Line, deque[Entry[T]]] = {}
         self._line_per_env = False
@@ -75,7 +75,7 @@ class AtroposQueue(Generic[T]):
         self._changed |= sequences != self._batch_size
         self._batch_size = sequences
 
-    def register(self, env: EnvShare) -> None:
+    def register(self, env: EnvWeight) -> None:
         """Connects an environment, or changes what one has asked for.
 
         Raises ValueError for a group size below 1.
@@ -95,7 +95,7 @@ class AtroposQueue(Generic[T]):
         self._connected.discard(env_id)
         self._draw_lines()
 
-    def _known(self, env_id: int) -> EnvShare:
+    def _known(self, env_id: int) -> EnvWeight:
         env = self._envs.get(env_id)
         if env is None:
             raise UnknownEnvironment(
@@ -103,7 +103,7 @@ class AtroposQueue(Generic[T]):
             )
         return env
 
-    def _in_force(self) -> list[EnvShare]:
+    def _in_force(self) -> list[EnvWeight]:
         return [env for env in self._envs.values() if env.env_id in self._connected]
 
     def _draw_lines(self) -> None:

@@ -8,7 +8,7 @@ for what scheduler.py says and `by_env`.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from shmbridge.atropos.env_status import EnvShare, Queued
+from shmbridge.atropos.env_status import EnvWeight, Queued
 from shmbridge.atropos.queue import AtroposQueue
 from shmbridge.batching.batch_size import Want
 from shmbridge.record.groups import Group
@@ -19,10 +19,10 @@ class AtroposScheduler:
 
     waits_until_s = float("inf")
 
-    def __init__(self, shares: Callable[[], Mapping[str, EnvShare]]) -> None:
+    def __init__(self, shares: Callable[[], Mapping[str, EnvWeight]]) -> None:
         self._shares = shares
-        self._heeded: dict[int, EnvShare] = {}
-        self._seen: Mapping[str, EnvShare] | None = None
+        self._heeded: dict[int, EnvWeight] = {}
+        self._seen: Mapping[str, EnvWeight] | None = None
         self._queue: AtroposQueue[Group] = AtroposQueue(0)
         self._by_producer: Counter[str] = Counter()  # of what is neither in a formed batch nor buffered
         self._by_env: dict[int | None, Queued] = {}

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 
-from shmbridge.atropos.env_status import MIN_ENV_WEIGHT, EnvShare
+from shmbridge.atropos.env_status import MIN_ENV_WEIGHT, EnvWeight
 from shmbridge.batching.batch_size import Want
 from shmbridge.batching.deficit_round_robin import Flow, RoundRobin
 from shmbridge.record.groups import Group
@@ -30,14 +30,14 @@ class FairScheduler:
 
     def __init__(
         self,
-        shares: Callable[[], Mapping[str, EnvShare]],
+        shares: Callable[[], Mapping[str, EnvWeight]],
         is_live: Callable[[str], bool],
         allocation_wait_s: float,
     ) -> None:
         if not allocation_wait_s >= 0:
             raise ValueError(f"allocation_wait_s={allocation_wait_s}: at least 0")
         self._shares, self._is_live, self._allocation_wait_s = shares, is_live, allocation_wait_s
-        self._heeded: Mapping[str, EnvShare] | None = None
+        self._heeded: Mapping[str, EnvWeight] | None = None
         self._allocated: list[tuple[Flow, float]] = []
         self._flows: dict[str, Flow] = {}
         self._round_robin = RoundRobin()

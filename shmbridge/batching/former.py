@@ -21,7 +21,7 @@ from shmbridge.batching.late_returns import LateReturns, abandon
 from shmbridge.batching.prefetch import Flag
 from shmbridge.batching.request import BatchRequest
 from shmbridge.batching.scheduler import Policy, Want, scheduler_of
-from shmbridge.batching.staleness import Lags, is_stale
+from shmbridge.batching.staleness import StalenessHistogram, is_stale
 from shmbridge.batching.stuck import too_big
 from shmbridge.hub.control_plane import ControlPlane
 from shmbridge.hub.lanes import LaneSet
@@ -93,7 +93,7 @@ class BatchFormer:
         self._not_cut: list[Group] = []  # but for what was put back since
         self._oldest = NO_VERSION  # lower bound of the versions in self._complete, once that is cut
         self._chosen = Chosen()  # under the lock
-        self._lags = Lags()
+        self._lags = StalenessHistogram()
 
     @property
     def lock_is_mine(self) -> bool:

@@ -11,7 +11,7 @@ from shmbridge._ext.lane_reader import LaneReader
 from shmbridge._ext.mapping import Mapping
 from shmbridge.record.groups import Group
 from shmbridge.segments import locks, membership
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 
 
 def abandon(groups: Iterable[Group]) -> None:
@@ -44,7 +44,7 @@ class LateReturns:
             if not reader.held:
                 self._held_in.discard(reader.lane)
                 if closed:
-                    locks.unlock(reader.lane.fd, Byte.READER)
+                    locks.unlock(reader.lane.fd, LockByte.READER)
         if closed and not self._held_in and (control := self._control()) is not None:
             membership.leave(control.fd, self._bridge)
         for group in groups:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from shmbridge.atropos.env_status import EnvShare
+from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.batching.former import BatchFormer
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.record.groups import Group, GroupAssembler
@@ -56,7 +56,7 @@ class GroupQueue:
         outside = self._outside.total() if producer_id is None else self._outside[producer_id]
         return self._former.queued(producer_id) + outside
 
-    def stats(self, shares: Mapping[str, EnvShare]) -> dict[str, float]:
+    def stats(self, shares: Mapping[str, EnvWeight]) -> dict[str, float]:
         """All, and by the names of the environments that have asked for shares."""
         by_env = {
             f"queue_groups{{{shares[each].name}}}": groups

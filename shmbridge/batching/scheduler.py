@@ -7,7 +7,7 @@ policies do, and why: docs/explanation/scheduling.md.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, Protocol
 
-from shmbridge.atropos.env_status import EnvShare
+from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.batching.atropos import AtroposScheduler
 from shmbridge.batching.batch_size import Want as Want
 from shmbridge.batching.fair import FairScheduler
@@ -16,7 +16,7 @@ from shmbridge.record.groups import Group
 
 Policy = Literal["fair", "atropos", "oldest"]
 # what the registered environments ask for, by producer id; an immutable snapshot
-Shares = Callable[[], Mapping[str, EnvShare]]
+Shares = Callable[[], Mapping[str, EnvWeight]]
 
 
 class Scheduler(Protocol):

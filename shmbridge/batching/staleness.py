@@ -20,7 +20,7 @@ def is_stale(stamped: int, current: int, max_staleness: int | None) -> bool:
     return max_staleness is not None and staleness(stamped, current) > max_staleness
 
 
-def lag_of(stamped: int, current: int) -> str:
+def staleness_of(stamped: int, current: int) -> str:
     """Which bar of a histogram it is: one of LAGS."""
     if stamped < 0 or current < 0:
         return "unknown"
@@ -28,7 +28,7 @@ def lag_of(stamped: int, current: int) -> str:
     return str(lag) if lag <= MOST_LAG else f"over_{MOST_LAG}"
 
 
-class Lags:
+class StalenessHistogram:
     """How many groups were so many versions old when their batch was handed out.
 
     One thread counts; any may ask.
@@ -42,7 +42,7 @@ class Lags:
     def count(self, stamped: Iterable[int], current: int) -> None:
         """Counts groups by the version each began under."""
         for version in stamped:
-            self._counts[lag_of(version, current)] += 1
+            self._counts[staleness_of(version, current)] += 1
             self._ahead += version > current
             self._largest = max(self._largest, staleness(version, current))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from shmbridge.atropos.env_status import EnvShare, Queued, steer
+from shmbridge.atropos.env_status import EnvWeight, Queued, steer
 from shmbridge.config import Run
 from shmbridge.control.messages import (
     Ack,
@@ -137,9 +137,9 @@ class Environment:
     heard_s: float = 0.0  # by time.monotonic()
 
     @property
-    def asks(self) -> EnvShare:
+    def asks(self) -> EnvWeight:
         """What of it the forming of batches and the steering of others go by."""
-        return EnvShare(
+        return EnvWeight(
             self.env_id,
             self.wandb_name,
             self.weight,
@@ -161,7 +161,7 @@ class Environments:
     def __init__(self, hub: HubView, queue: QueueView | None = None, first_env_id: int = 0) -> None:
         self._hub, self._queue, self._first = hub, queue, first_env_id
         self._table: dict[int, Environment] = {}
-        self.shares: Mapping[str, EnvShare] = MappingProxyType({})
+        self.shares: Mapping[str, EnvWeight] = MappingProxyType({})
 
     def __len__(self) -> int:
         return len(self._table)
@@ -174,7 +174,7 @@ class Environments:
         run = self._hub.run
         if run is None:
             return WaitForRun(hub_epoch=self._hub.hub_epoch)
-        self._bury_the_dead(self._look())
+        self._remove_dead(self._look())
         env_id = self._number_for(wish)
         name = wish.wandb_name or self._known_name(env_id) or self._free_name(wish.desired_name)
         self._table[env_id] = Environment(
@@ -208,7 +208,7 @@ class Environments:
         me = self._table[env_id]
         me.heard_s = time.monotonic()
         seen = self._look()
-        self._bury_the_dead(seen, but=me)
+        self._remove_dead(seen, but=me)
         queued = self._queued(me, {producer_id: groups for producer_id, (_, groups) in seen.items()})
         told = steer(
             me.asks,
@@ -266,7 +266,7 @@ class Environments:
         """
         return self._hub.look_at_producers({env.producer_id for env in self._table.values()})
 
-    def _bury_the_dead(self, seen: Mapping[str, tuple[bool, int]], but: Environment | None = None) -> None:
+    def _remove_dead(self, seen: Mapping[str, tuple[bool, int]], but: Environment | None = None) -> None:
         known, late, silent = len(self._table), time.monotonic() - SILENCE_S, []
         for env in list(self._table.values()):
             live, _ = seen[env.producer_id]

@@ -24,7 +24,7 @@ from typing import Any
 import zmq
 
 from shmbridge._ext.mapping import Descriptor
-from shmbridge.atropos.env_status import EnvShare
+from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.config import Run
 from shmbridge.control import messages
 from shmbridge.control.client import (
@@ -108,7 +108,7 @@ class ControlServer:
         return {**self._counters, "environments": len(self._environments)}
 
     @property
-    def shares(self) -> Mapping[str, EnvShare]:
+    def shares(self) -> Mapping[str, EnvWeight]:
         """Returns what the registered environments ask for, by producer id: an immutable snapshot.
 
         Never blocks; any thread.

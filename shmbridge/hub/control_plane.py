@@ -6,7 +6,7 @@ Knows when there is one. Used by what forms batches, serves ranks, or makes room
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shmbridge.atropos.env_status import EnvShare
+from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.control.environments import HubView, QueueView
 from shmbridge.segments.closing import Closing
 
@@ -32,7 +32,7 @@ class ControlPlane:
         if self._server is not None:
             self._server.look_again()
 
-    def env_shares(self) -> Mapping[str, EnvShare]:
+    def env_shares(self) -> Mapping[str, EnvWeight]:
         """What the registered environments ask for, by producer id; an immutable snapshot."""
         return self._server.shares if self._server is not None else {}
 

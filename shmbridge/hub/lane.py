@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 _LOOKS = 8
 
 
-class AdoptedLane:
+class HubLane:
     """One lane: its reader, what it says of all its records, and whether its producer is dead or its words
     cannot be true.
     """

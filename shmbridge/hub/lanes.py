@@ -17,14 +17,14 @@ from shmbridge._ext import header, lane_reader
 from shmbridge._ext.lane_poller import LanePoller
 from shmbridge._ext.mapping import Mapping
 from shmbridge.errors import Closed, ProcessLimit, SchemaMismatch, ShmPermission
-from shmbridge.hub.lane import AdoptedLane
+from shmbridge.hub.lane import HubLane
 from shmbridge.record.record import Lane, Record
 from shmbridge.record.unreleased import Call, say_lost
 from shmbridge.schema import Columns
 from shmbridge.segments import locks, membership, os_limits, segment
 from shmbridge.segments.closing import Closing
 from shmbridge.segments.death_watch import DeathWatch
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +61,9 @@ class LaneSet:
         os_limits.check_threads(_THREADS, f"the consumer of bridge {bridge!r}")
         self.bridge, self.columns, self.limit = bridge, columns, limit
         self._control = control
-        self._lanes: dict[str, AdoptedLane] = {}
+        self._lanes: dict[str, HubLane] = {}
         # just opened: with pid and its namespace
-        self._unsettled: dict[str, tuple[AdoptedLane, int, int]] = {}
+        self._unsettled: dict[str, tuple[HubLane, int, int]] = {}
         on_lost = functools.partial(say_lost, f"bridge {bridge!r}")
         self.turns = LanePoller(Record, control.mapping, self._on_corrupt, control.arrivals, on_lost)
         self.refused: set[str] = set()
@@ -76,7 +76,7 @@ class LaneSet:
         self._adopting = closing.lock()
         self._watch = DeathWatch(self._on_death, self._look_round)
 
-    def __iter__(self) -> Iterator[AdoptedLane]:
+    def __iter__(self) -> Iterator[HubLane]:
         """A snapshot: the death watch removes lanes meanwhile."""
         return iter(list(self._lanes.values()))
 
@@ -166,7 +166,7 @@ class LaneSet:
         Another hub is one of a control segment that was removed, if it is not just dying.
         """
         until = time.monotonic() + (0 if name in self._taken else _KILLED_S)
-        while not locks.lock_exclusive(mapping.fd, Byte.READER):
+        while not locks.lock_exclusive(mapping.fd, LockByte.READER):
             if time.monotonic() >= until:
                 if name not in self._taken:
                     self._taken.add(name)
@@ -205,7 +205,7 @@ class LaneSet:
             return
         mapping.protect(reader.data_at)
         reader.ranks_before = self._ranks_before
-        self._unsettled[name] = (AdoptedLane(reader, lane, mapping.size), info["pid"], info["pid_namespace"])
+        self._unsettled[name] = (HubLane(reader, lane, mapping.size), info["pid"], info["pid_namespace"])
         self._settle()
 
     def _settle(self) -> None:
@@ -354,7 +354,7 @@ class LaneSet:
                 else:
                     lane.reader.release_put_off()
 
-    def _bury(self, lane: AdoptedLane) -> bool:
+    def _bury(self, lane: HubLane) -> bool:
         counters = lane.counters()
         try:
             removed, reason, _ = membership.remove_lane(lane.name, with_records=lane.corrupt)
@@ -477,7 +477,7 @@ class LaneSet:
         """
         for lane in self:
             if not lane.reader.lane.forked:
-                locks.unlock(lane.reader.lane.fd, Byte.READER)
+                locks.unlock(lane.reader.lane.fd, LockByte.READER)
 
     def close(self) -> int:
         """Ends the death watch and lets go of all lanes; how many records are still leased.
@@ -493,7 +493,7 @@ class LaneSet:
             for lane in self:
                 if not lane.reader.held and not lane.reader.lane.forked:
                     # whoever still knows the lane reads nothing in it
-                    locks.unlock(lane.reader.lane.fd, Byte.READER)
+                    locks.unlock(lane.reader.lane.fd, LockByte.READER)
             self._lanes.clear()
             self._unsettled.clear()
             vars(self).pop("_control", None)  # views, through their reader, are to be the last that keep it

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from shmbridge._ext import header
-from shmbridge.admission.limit import PROMISE_NS, Limit, Promises
+from shmbridge.admission.limit import PROMISE_NS, OffPolicyLimit, Promises
 from shmbridge.control import messages
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.state import HubState
@@ -61,7 +61,7 @@ class Admission:
         # The version last: it is no older than the count.
         return messages.MayBegin(self._state.hub_epoch, self._state.policy_version, until_ns)
 
-    def _most_groups(self, limit: Limit) -> int:
+    def _most_groups(self, limit: OffPolicyLimit) -> int:
         """How many may be under way now."""
         return limit.groups(self._state.unpublished)
 

@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterator
 
 from shmbridge._ext import header
-from shmbridge.admission.limit import Limit
+from shmbridge.admission.limit import OffPolicyLimit
 from shmbridge.config import Run
 from shmbridge.errors import Closed, ConsumerTaken
 from shmbridge.segments import locks, membership
 from shmbridge.segments.closing import Closing
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 
 
 def become_hub(bridge: str) -> header.Control:
@@ -21,7 +21,9 @@ def become_hub(bridge: str) -> header.Control:
     control = membership.open_control(bridge)
     namespace = locks.pid_namespace()
     if not locks.lock_after(
-        lambda: control.hub_pid if control.hub_pid_namespace == namespace else 0, control.mapping.fd, Byte.HUB
+        lambda: control.hub_pid if control.hub_pid_namespace == namespace else 0,
+        control.mapping.fd,
+        LockByte.HUB,
     ):
         pid = control.hub_pid
         membership.leave(control.mapping.fd, bridge)
@@ -41,7 +43,12 @@ class HubState:
     hub_epoch: int
 
     def __init__(
-        self, bridge: str, words: header.Control, closing: Closing, run: Run | None, limit: Limit | None
+        self,
+        bridge: str,
+        words: header.Control,
+        closing: Closing,
+        run: Run | None,
+        limit: OffPolicyLimit | None,
     ) -> None:
         self.bridge, self.limit = bridge, limit
         self._words: header.Control | None = words

@@ -16,7 +16,7 @@ from shmbridge.errors import (
     NotAdmitted,
 )
 from shmbridge.segments import locks
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 
 
 def lane_full(
@@ -27,7 +27,7 @@ def lane_full(
     waited_s: float,
 ) -> LaneFull:
     """No room came within the time given."""
-    if not locks.is_locked(control.mapping.fd, Byte.HUB):
+    if not locks.is_locked(control.mapping.fd, LockByte.HUB):
         culprit, hint = "no consumer is alive: waiting for the next one", "start the learner"
     elif control.paused:
         culprit, hint = f"paused by the consumer (pid {control.hub_pid})", "resume the bridge"
@@ -101,7 +101,7 @@ def not_admitted(
 ) -> NotAdmitted | NoConsumer:
     """No ticket came within the time given; `answer` says why, if it is messages.Full."""
     waited = f"{producer_id} was given no ticket within {timeout_s} s and holds {tickets}"
-    if not locks.is_locked(control.mapping.fd, Byte.HUB):
+    if not locks.is_locked(control.mapping.fd, LockByte.HUB):
         return NoConsumer(f"{waited}; no consumer is alive", hint="start the learner")
     if control.paused:
         return NotAdmitted(

@@ -10,7 +10,7 @@ from shmbridge._ext import header, lane_writer
 from shmbridge._ext.mapping import Mapping
 from shmbridge.put import refusals
 from shmbridge.segments import locks, segment
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,8 @@ class OwnNames:
             log.error("%s", refusals.lane_removed(self._producer_id, self._lane_name, lost))
 
     def _unreachable(self) -> int:
-        if segment.still_named(self._lane.fd, self._lane_name) or locks.is_locked(self._lane.fd, Byte.READER):
+        if segment.still_named(self._lane.fd, self._lane_name) or locks.is_locked(
+            self._lane.fd, LockByte.READER
+        ):
             return 0
         return self._writer.outstanding

@@ -37,7 +37,7 @@ from shmbridge.record.groups import Group
 from shmbridge.segments import locks
 from shmbridge.segments.closing import Closing, then_close
 from shmbridge.segments.helper_threads import Joined
-from shmbridge.segments.locks import MOST_RANKS, Byte
+from shmbridge.segments.locks import MOST_RANKS, LockByte
 
 _MOST_RECORDS = 30_000  # of one share: messages.MAX_MESSAGE_BYTES at 34 bytes a record
 _LOOK_EVERY_S = 0.2
@@ -173,7 +173,7 @@ class RankServer:
 
     def _living(self) -> list[int]:
         fd = self._state.control_fd
-        return [rank for rank in range(self.world_size) if locks.is_locked(fd, Byte.FIRST_RANK + rank)]
+        return [rank for rank in range(self.world_size) if locks.is_locked(fd, LockByte.FIRST_RANK + rank)]
 
     # -- answering, in the control plane's thread
     # -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from shmbridge._ext.mapping import Mapping
 from shmbridge.segments import locks
 from shmbridge.segments.helper_threads import Joined
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class DeathWatch:
         """
         wrong = False
         for name, (lane, pidfd) in list(self._lanes.items()):
-            dead = not locks.is_locked(lane.fd, Byte.PRODUCER)
+            dead = not locks.is_locked(lane.fd, LockByte.PRODUCER)
             if dead:
                 del self._lanes[name]
             elif pidfd in fired:  # of another process than the lock's holder: it would fire for ever

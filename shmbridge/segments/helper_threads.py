@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 _LOOK_AGAIN_S = 0.05
 
 
-async def to_its_end(call: Callable[..., Result], *args: Any, **named: Any) -> Result:
+async def run_to_end(call: Callable[..., Result], *args: Any, **named: Any) -> Result:
     """Returns what a call returns, or raises what it raises; a thread makes it, and the event loop goes on.
 
     A cancellation comes once the call is over: whatever it reads or writes is the caller's again.

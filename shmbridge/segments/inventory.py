@@ -12,7 +12,7 @@ from shmbridge._ext.versions import Versions
 from shmbridge.config import check_bridge_name
 from shmbridge.errors import ShmBridgeError, ShmPermission
 from shmbridge.segments import locks, membership, segment
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 
 _OWN_LANE = re.compile(r"-([0-9a-f]{16})$")  # what a producer's id ends with
 
@@ -134,8 +134,8 @@ def _bridge(name: str) -> BridgeInfo:
     if mapping is None:
         return BridgeInfo(name, None, False, -1, lanes, _weights(name))
     control = header.Control(mapping)
-    alive = locks.is_locked(mapping.fd, Byte.HUB)
-    participants = locks.is_locked(mapping.fd, Byte.PARTICIPANTS)
+    alive = locks.is_locked(mapping.fd, LockByte.HUB)
+    participants = locks.is_locked(mapping.fd, LockByte.PARTICIPANTS)
     pid, waiting = control.hub_pid if alive else None, _waiting(lanes) if alive else []
     return BridgeInfo(name, pid, participants, control.policy_version, lanes, _weights(name), waiting)
 
@@ -148,7 +148,7 @@ def _waiting(lanes: list[LaneInfo]) -> list[str]:
 
 def _is_read(lane: str) -> bool:
     mapping = segment.open_mapping(lane, readonly=True)
-    return mapping is not None and locks.is_locked(mapping.fd, Byte.READER)
+    return mapping is not None and locks.is_locked(mapping.fd, LockByte.READER)
 
 
 def _weights(bridge: str) -> WeightsInfo | None:
@@ -162,7 +162,7 @@ def _weights(bridge: str) -> WeightsInfo | None:
         return None
     found = Versions(mapping)
     latest = found.latest if found.ready else None
-    writer = found.writer_pid if locks.is_locked(mapping.fd, Byte.WRITER) else None
+    writer = found.writer_pid if locks.is_locked(mapping.fd, LockByte.WRITER) else None
     return WeightsInfo(None if latest is None else latest[0], writer, mapping.size)
 
 

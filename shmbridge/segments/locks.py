@@ -26,7 +26,7 @@ MOST_RANKS = 1024
 MOST_TICKETS = 1 << 16
 
 
-class Byte(IntEnum):
+class LockByte(IntEnum):
     """Which byte of a segment stands for what; the table of docs/adr/0001-lanes.md."""
 
     HUB = 0
@@ -119,9 +119,9 @@ def is_locked(fd: int, byte: int, count: int = 1) -> bool:
 def show_tickets(lane_fd: int, count: int) -> None:
     """Locks so many bytes in a row, and no more, whatever was locked before. Never blocks."""
     if count:
-        _lock(lane_fd, fcntl.F_WRLCK, Byte.FIRST_TICKET, count)
+        _lock(lane_fd, fcntl.F_WRLCK, LockByte.FIRST_TICKET, count)
     if count < MOST_TICKETS:
-        _lock(lane_fd, fcntl.F_UNLCK, Byte.FIRST_TICKET + count, MOST_TICKETS - count)
+        _lock(lane_fd, fcntl.F_UNLCK, LockByte.FIRST_TICKET + count, MOST_TICKETS - count)
 
 
 def tickets_held(lane_fd: int) -> int:
@@ -135,13 +135,13 @@ def tickets_held(lane_fd: int) -> int:
     raw = fcntl.fcntl(
         lane_fd,
         fcntl.F_OFD_GETLK,
-        _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, Byte.FIRST_TICKET, MOST_TICKETS, 0),
+        _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, LockByte.FIRST_TICKET, MOST_TICKETS, 0),
     )
     kind, _, start, count, _ = _FLOCK.unpack(raw)
     if kind == fcntl.F_UNLCK:
         return 0
     # no length: to the end of all files
-    return min(start + count - Byte.FIRST_TICKET, MOST_TICKETS) if count else MOST_TICKETS
+    return min(start + count - LockByte.FIRST_TICKET, MOST_TICKETS) if count else MOST_TICKETS
 
 
 def pid_namespace() -> int:

@@ -19,7 +19,7 @@ from shmbridge._ext import header
 from shmbridge._ext.mapping import Descriptor, Mapping
 from shmbridge.errors import LayoutMismatch, NotReady, ShmPermission
 from shmbridge.segments import engine_folders, locks, os_limits
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 from shmbridge.segments.segment import (
     control_name,
     foreign_owner,
@@ -53,7 +53,7 @@ def open_control(bridge: str) -> header.Control:
     os_limits.check_descriptors(_DESCRIPTORS, f"taking part in bridge {bridge!r}")
     while True:
         file = open_segment(name, posix_ipc.O_CREAT)
-        if not locks.lock_exclusive(file.fd, Byte.INITIALISING):
+        if not locks.lock_exclusive(file.fd, LockByte.INITIALISING):
             file.close()
             if time.monotonic() > deadline:
                 raise NotReady(
@@ -70,7 +70,7 @@ def open_control(bridge: str) -> header.Control:
 def _joins(file: Descriptor, name: str) -> bool:
     """Takes part in what the name leads to, if that is still this segment."""
     try:
-        return still_named(file.fd, name) and locks.lock_shared(file.fd, Byte.PARTICIPANTS)
+        return still_named(file.fd, name) and locks.lock_shared(file.fd, LockByte.PARTICIPANTS)
     except BaseException:
         file.close()  # the error's frames keep it
         raise
@@ -94,7 +94,7 @@ def _enter_control(file: Descriptor, name: str, bridge: str) -> header.Control:
         header.fault(b"control.locked")
         if not control.ready:
             control.format(os.getpid())
-        locks.unlock(file.fd, Byte.INITIALISING)
+        locks.unlock(file.fd, LockByte.INITIALISING)
         weakref.finalize(mapping, _leave_late, mapping.fd, bridge, os.getpid()).atexit = False
         _check_layout(control, name)
     except BaseException as wrong:
@@ -127,7 +127,7 @@ def join_epoch(control: header.Control) -> int:
         if epoch == 0:
             return 0
         header.fault(b"rank.epoch_loaded")
-        locks.lock_shared(control.mapping.fd, Byte.FIRST_EPOCH + epoch)
+        locks.lock_shared(control.mapping.fd, LockByte.FIRST_EPOCH + epoch)
         header.fault(b"rank.epoch_locked")
         if control.hub_epoch == epoch:
             return epoch
@@ -136,12 +136,12 @@ def join_epoch(control: header.Control) -> int:
 
 def leave_epoch(control: header.Control, epoch: int) -> None:
     """Nothing that the hub of `epoch` handed out is held here any more."""
-    locks.unlock(control.mapping.fd, Byte.FIRST_EPOCH + epoch)
+    locks.unlock(control.mapping.fd, LockByte.FIRST_EPOCH + epoch)
 
 
 def ranks_before(control: header.Control) -> bool:
     """Whether a rank lives that may hold what a hub before the present one handed out."""
-    return locks.is_locked(control.mapping.fd, Byte.FIRST_EPOCH, min(int(control.hub_epoch), _EPOCHS))
+    return locks.is_locked(control.mapping.fd, LockByte.FIRST_EPOCH, min(int(control.hub_epoch), _EPOCHS))
 
 
 def _epoch(control: header.Control) -> int:
@@ -211,8 +211,8 @@ def lane_fate(name: str) -> LaneFate | None:
         return None
     if mapping is None:
         return None
-    alive = locks.is_locked(mapping.fd, Byte.PRODUCER)
-    writable = locks.is_locked(mapping.fd, Byte.WRITABLE_DATA)
+    alive = locks.is_locked(mapping.fd, LockByte.PRODUCER)
+    writable = locks.is_locked(mapping.fd, LockByte.WRITABLE_DATA)
     info, held, dropped, records, released = None, 0, 0, 0, 0
     shown: int | None = 0
     with contextlib.suppress(header.LaneCorrupt):
@@ -240,7 +240,7 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
     try:
         size = os.fstat(file.fd).st_size
         mapping = map_segment(file, size, f"segment {name}", readonly=True) if size else None
-        if not locks.lock_exclusive(file.fd, Byte.PRODUCER):
+        if not locks.lock_exclusive(file.fd, LockByte.PRODUCER):
             return False, "its producer is alive", 0
         held = 0 if mapping is None else _undelivered(mapping)
         if held is None and not with_records:
@@ -250,7 +250,7 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
         header.fault(b"segment.unlinking")
         return dry_run or unlink(file.fd, name), "", held or 0
     finally:
-        locks.unlock(file.fd, Byte.PRODUCER)  # an error's frames keep the mapping, and that the lock
+        locks.unlock(file.fd, LockByte.PRODUCER)  # an error's frames keep the mapping, and that the lock
         file.close()
 
 
@@ -287,7 +287,7 @@ def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> 
 
 def _has_consumer(bridge: str) -> bool:
     mapping = open_mapping(control_name(bridge), readonly=True)
-    return mapping is not None and locks.is_locked(mapping.fd, Byte.HUB)
+    return mapping is not None and locks.is_locked(mapping.fd, LockByte.HUB)
 
 
 def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
@@ -326,9 +326,9 @@ def _unused_control(fd: int, name: str) -> str:
     """Takes the control segment's locks, in the order that lets nobody join in between; why that failed, or
     "".
     """
-    if not locks.lock_exclusive(fd, Byte.INITIALISING):
+    if not locks.lock_exclusive(fd, LockByte.INITIALISING):
         return "is being initialised"
-    if not locks.lock_exclusive(fd, Byte.PARTICIPANTS):
+    if not locks.lock_exclusive(fd, LockByte.PARTICIPANTS):
         return "has living participants"
     return "" if still_named(fd, name) else "was made again just now"
 

@@ -23,7 +23,7 @@ from shmbridge._ext.mapping import Descriptor, Mapping
 from shmbridge.config import check_bridge_name, format_size
 from shmbridge.errors import LayoutMismatch, ShmPermission, ShmTooSmall, ShmUnavailable
 from shmbridge.segments import locks, os_limits, placement
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 
 log = logging.getLogger(__name__)
 
@@ -341,7 +341,7 @@ def map_data_writable(lane: Mapping, name: str) -> None:
     """
     if not lane.data_writable:
         lane.make_writable()
-        locks.lock_shared(lane.fd, Byte.WRITABLE_DATA)
+        locks.lock_shared(lane.fd, LockByte.WRITABLE_DATA)
         log.warning("lane %s is mapped writable here: this GPU registers no read-only memory", name)
 
 
@@ -360,7 +360,7 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
         try:
             # A sweeper may take an unlocked, empty segment for the remains of a dead creator; then it is not
             # ours any more.
-            if not (locks.lock_exclusive(file.fd, Byte.PRODUCER) and still_named(file.fd, name)):
+            if not (locks.lock_exclusive(file.fd, LockByte.PRODUCER) and still_named(file.fd, name)):
                 file.close()
                 continue
             header.fault(b"segment.locked")
@@ -393,7 +393,7 @@ def create_weights(bridge: str, size: int) -> Mapping | None:
         return None
     header.fault(b"weights.created")
     try:
-        if not (locks.lock_exclusive(file.fd, Byte.WRITER) and still_named(file.fd, name)):
+        if not (locks.lock_exclusive(file.fd, LockByte.WRITER) and still_named(file.fd, name)):
             file.close()
             return None
         huge = reserve(file.fd, size, f"the weights segment of bridge {bridge!r}", less=_LESS_WEIGHTS)

@@ -14,7 +14,7 @@ from shmbridge._ext import header, versions
 from shmbridge._ext.versions import Versions
 from shmbridge.errors import NotReady, WeightsMismatch
 from shmbridge.segments import locks, segment
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 from shmbridge.weights.endpoint import WeightsEnd
 from shmbridge.weights.table import Array, TensorSpec, carrier, open_segment, read_table, view
 
@@ -195,7 +195,7 @@ class WeightsReader(WeightsEnd):
         # noted before it is so: wherever a signal's exception comes, it is let go
         hold.found, hold.slot = found, slot
         self._holds.add(hold)
-        if locks.lock_shared(found.mapping.fd, Byte.FIRST_SLOT + slot) and found.holds(slot, version):
+        if locks.lock_shared(found.mapping.fd, LockByte.FIRST_SLOT + slot) and found.holds(slot, version):
             return found, version, slot
         self._let_go(hold)  # the writer came round in between
         return None
@@ -210,7 +210,7 @@ class WeightsReader(WeightsEnd):
         self._holds.discard(hold)
         others = [each for each in self._holds if each.found is hold.found and each.slot == hold.slot]
         if (found := hold.found) is not None and not others and not found.mapping.forked:
-            locks.unlock(found.mapping.fd, Byte.FIRST_SLOT + hold.slot)
+            locks.unlock(found.mapping.fd, LockByte.FIRST_SLOT + hold.slot)
 
     def copy(
         self, into: Mapping[str, Array] | None = None, *, timeout_s: float = 5.0

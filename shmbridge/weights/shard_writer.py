@@ -14,7 +14,7 @@ from shmbridge._ext import header, versions
 from shmbridge._ext.versions import Versions
 from shmbridge.errors import FillingOver, WeightsMismatch
 from shmbridge.segments import locks
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 from shmbridge.weights import tensors
 from shmbridge.weights.endpoint import WeightsEnd
 from shmbridge.weights.table import TensorSpec, open_segment, read_table
@@ -23,7 +23,7 @@ from shmbridge.weights.tensors import Index
 _RETRY_S = 0.0005
 
 
-class _Ticket(msgspec.Struct, frozen=True):
+class _FillToken(msgspec.Struct, frozen=True):
     """What `WeightsFilling.ticket` says."""
 
     segment: str
@@ -72,7 +72,7 @@ class WeightsPart(WeightsEnd):
         try:
             self._hold(found, wanted)
             header.fault(b"weights.part_locked")
-            if not found.lets_in(wanted.filling) or not locks.is_locked(found.mapping.fd, Byte.WRITER):
+            if not found.lets_in(wanted.filling) or not locks.is_locked(found.mapping.fd, LockByte.WRITER):
                 raise self._over(wanted)
             base = found.slot_at(wanted.filling // 2 % versions.slots)
             size = tensors.write(found.mapping, base, spec, source, index, going_round=found.slot_bytes)
@@ -81,14 +81,14 @@ class WeightsPart(WeightsEnd):
             header.fault(b"weights.part_counted")
         finally:
             try:
-                locks.unlock(found.mapping.fd, Byte.PARTS)
+                locks.unlock(found.mapping.fd, LockByte.PARTS)
             except BaseException:  # a signal's, which came just before
-                locks.unlock(found.mapping.fd, Byte.PARTS)
+                locks.unlock(found.mapping.fd, LockByte.PARTS)
                 raise
 
-    def _read(self, ticket: Any) -> _Ticket:
+    def _read(self, ticket: Any) -> _FillToken:
         try:
-            found = msgspec.convert(ticket, _Ticket)
+            found = msgspec.convert(ticket, _FillToken)
         except msgspec.ValidationError as wrong:
             raise FillingOver(
                 f"{ticket!r} is no ticket of a filling: {wrong}", hint="hand on what filling.ticket is"
@@ -97,7 +97,7 @@ class WeightsPart(WeightsEnd):
             raise FillingOver(f"{ticket!r} is no ticket of a filling", hint="hand on what filling.ticket is")
         return found
 
-    def _attach(self, wanted: _Ticket) -> Versions:
+    def _attach(self, wanted: _FillToken) -> Versions:
         """The ticket's segment, with its table."""
         if self._versions is None or f"{self._versions.segment_id:016x}" != wanted.segment:
             self._versions = None
@@ -108,16 +108,16 @@ class WeightsPart(WeightsEnd):
             self._versions = found
         return self._versions
 
-    def _hold(self, found: Versions, wanted: _Ticket) -> None:
+    def _hold(self, found: Versions, wanted: _FillToken) -> None:
         """Takes the parts' lock with the others; the writer holds it alone for moments, before and after a
         filling.
         """
-        while not locks.lock_shared(found.mapping.fd, Byte.PARTS):
+        while not locks.lock_shared(found.mapping.fd, LockByte.PARTS):
             if not found.lets_in(wanted.filling):
                 raise self._over(wanted)
             time.sleep(_RETRY_S)
 
-    def _over(self, wanted: _Ticket) -> FillingOver:
+    def _over(self, wanted: _FillToken) -> FillingOver:
         return FillingOver(
             f"the filling of version {wanted.version} of the weights of bridge {self.bridge!r} is over, or "
             "its writer is dead",

@@ -13,7 +13,7 @@ from shmbridge._ext.header import Control
 from shmbridge._ext.versions import Versions
 from shmbridge.errors import LayoutMismatch
 from shmbridge.segments import locks, segment
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 
 
 def floor(control: Control, bridge: str) -> int | None:
@@ -65,7 +65,7 @@ def remove_segment(control: Control, bridge: str, version: int, size: int) -> No
         try:
             if os.fstat(file.fd).st_size >= versions.header_bytes:
                 mapping = segment.map_segment(file, versions.header_bytes, f"segment {name}", readonly=True)
-            if not (locks.lock_exclusive(file.fd, Byte.WRITER) and segment.still_named(file.fd, name)):
+            if not (locks.lock_exclusive(file.fd, LockByte.WRITER) and segment.still_named(file.fd, name)):
                 return
             if mapping is not None:
                 keep(control, Versions(mapping), bridge)
@@ -74,5 +74,5 @@ def remove_segment(control: Control, bridge: str, version: int, size: int) -> No
             segment.unlink(file.fd, name)
             header.fault(b"weights.removed")
         finally:
-            locks.unlock(file.fd, Byte.WRITER)  # the error's frames keep the mapping, and that the lock
+            locks.unlock(file.fd, LockByte.WRITER)  # the error's frames keep the mapping, and that the lock
             file.close()

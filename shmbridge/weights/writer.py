@@ -21,8 +21,8 @@ from shmbridge._ext.mapping import Mapping
 from shmbridge._ext.versions import Versions
 from shmbridge.errors import ConsumerTaken, FillingOver, WeightsBusy, WeightsMismatch
 from shmbridge.segments import locks, segment
-from shmbridge.segments.helper_threads import to_its_end
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.helper_threads import run_to_end
+from shmbridge.segments.locks import LockByte
 from shmbridge.weights import tensors as weights_tensors
 from shmbridge.weights import version_floor
 from shmbridge.weights.endpoint import WeightsEnd
@@ -71,7 +71,7 @@ class WeightsWriter(WeightsEnd):
         mapping = segment.open_mapping(segment.weights_name(self.bridge), minimum=versions.header_bytes)
         if mapping is None:
             return
-        if not locks.lock_after(lambda: Versions(mapping).writer_pid, mapping.fd, Byte.WRITER):
+        if not locks.lock_after(lambda: Versions(mapping).writer_pid, mapping.fd, LockByte.WRITER):
             raise self._taken(mapping)
         if not segment.still_named(mapping.fd, segment.weights_name(self.bridge)):
             return  # another writer removed it just before; what this one publishes makes it again
@@ -176,7 +176,7 @@ class WeightsWriter(WeightsEnd):
 
         Awaited before the next call. The tensors are read until this is over; a cancellation comes then.
         """
-        await to_its_end(self.publish, version, tensors, **more)
+        await run_to_end(self.publish, version, tensors, **more)
 
     def _to_write(
         self, tensors: Iterable[tuple[str, Any]], slot: int, newest: int, changed_only: bool
@@ -287,7 +287,7 @@ class WeightsWriter(WeightsEnd):
                 raise WeightsMismatch(differs, hint=_ONE_MODEL)
         table, slot_bytes = lay_out(given, self.bridge)
         if self._versions is not None:
-            locks.unlock(self._versions.mapping.fd, Byte.WRITER)
+            locks.unlock(self._versions.mapping.fd, LockByte.WRITER)
             self._versions = None
         assert self._control is not None
         version_floor.remove_segment(self._control, self.bridge, version, segment_bytes(table, slot_bytes))
@@ -307,7 +307,7 @@ class WeightsWriter(WeightsEnd):
         """
         found = self._segment()
         self._hold(
-            Byte.FIRST_SLOT + slot,
+            LockByte.FIRST_SLOT + slot,
             timeout_s,
             "a reader has held its slot",
             "copy the tensors and leave the `with` block",
@@ -323,14 +323,14 @@ class WeightsWriter(WeightsEnd):
             yield word
         finally:
             self._under_way = None
-            self._let_go(Byte.FIRST_SLOT + slot)
+            self._let_go(LockByte.FIRST_SLOT + slot)
             if not found.mapping.forked:
                 found.ring()  # whoever wakes wants the slot, and may keep this process off its CPU
 
     @contextmanager
     def _no_part_writes(self, timeout_s: float) -> Iterator[None]:
         self._hold(
-            Byte.PARTS,
+            LockByte.PARTS,
             timeout_s,
             "a rank has been writing its part of them",
             "look for a stopped rank: ps -eo pid,stat,cmd",
@@ -338,7 +338,7 @@ class WeightsWriter(WeightsEnd):
         try:
             yield
         finally:
-            self._let_go(Byte.PARTS)
+            self._let_go(LockByte.PARTS)
 
     def _let_go(self, byte: int) -> None:
         """Gives a lock back; nothing in a child of fork, where it is the parent's."""
@@ -372,7 +372,7 @@ class WeightsWriter(WeightsEnd):
 
     def _before_leaving(self) -> None:
         if self._versions is not None:
-            locks.unlock(self._versions.mapping.fd, Byte.WRITER)
+            locks.unlock(self._versions.mapping.fd, LockByte.WRITER)
 
 
 def _in_event_loop() -> bool:

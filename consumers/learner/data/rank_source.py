@@ -29,7 +29,7 @@ from shmbridge.rank import RankShare
 _TICK_S = 1.0  # what one rank waits for its share before it hears of the others
 
 
-class NoRows:
+class EmptyBatch:
     """A packed batch without rows, for a rank that has none: it takes part in the step all the same."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class NoRows:
 
 
 @dataclass
-class Word:
+class RankStatus:
     """What one rank says about the next step."""
 
     share: Literal["waited for", "here", "drained"] = "waited for"
@@ -85,7 +85,7 @@ class RankSource:
         self._world, self._rank, self._consumer = world, rank, consumer
         self._config, self._stops = config, stops
         # the last published
-        self.policy_version = world.told(-1 if consumer is None else consumer.policy_version)
+        self.policy_version = world.broadcast(-1 if consumer is None else consumer.policy_version)
         self.training_version = self.policy_version  # of the weights in training
 
     def note_training_version(self, version: int) -> None:
@@ -95,7 +95,7 @@ class RankSource:
         """
         if self._consumer is not None:
             self._consumer.note_training_version(version)
-        self.training_version = self._world.told(version)
+        self.training_version = self._world.broadcast(version)
 
     def publish_version(self, version: int) -> None:
         """Lets rank 0 tell everybody of new weights.
@@ -104,7 +104,7 @@ class RankSource:
         """
         if self._consumer is not None:
             self._consumer.publish_policy_version(version)
-        self.policy_version = self.training_version = self._world.told(version)
+        self.policy_version = self.training_version = self._world.broadcast(version)
 
     def stats(self) -> dict[str, float]:
         """Counters of the bridge, on rank 0; of this rank elsewhere."""
@@ -128,7 +128,7 @@ class RankSource:
             )
         yield self._iterate()
         self._rank.report_done()  # while the hub is there to hear it
-        self._world.told(0)
+        self._world.broadcast(0)
 
     def _iterate(self) -> Iterator[shmbridge.Batch]:
         while True:
@@ -136,13 +136,13 @@ class RankSource:
             if share == "drained":
                 return
             batch = None if share is None else self._rank.gather(share, "packed")
-            yield batch or cast(shmbridge.Batch, NoRows())  # which has all that is read of a batch
+            yield batch or cast(shmbridge.Batch, EmptyBatch())  # which has all that is read of a batch
 
     def _next_share(self) -> RankShare | Literal["drained"] | None:
         """The share of the next step; None if there is none for this rank."""
         wait = self._wait()
         share = None
-        own = Word()
+        own = RankStatus()
         while True:
             failure: Exception | None = None
             try:
@@ -155,7 +155,7 @@ class RankSource:
             except NoBatch as error:
                 own.gave_up = str(error) if own.share == "waited for" else ""
             own.signum = self._stops.received or 0
-            words = [Word(**said) for said in self._world.gathered(asdict(own))]
+            words = [RankStatus(**said) for said in self._world.all_gather(asdict(own))]
             if failure is not None:
                 raise failure
             leave_together(words)
@@ -174,15 +174,15 @@ class RankSource:
             say,
         )
 
-    def _ask(self, timeout_s: float) -> tuple[RankShare | None, Word]:
+    def _ask(self, timeout_s: float) -> tuple[RankShare | None, RankStatus]:
         try:
             share = self._rank.next_share(timeout_s)
         except (shmbridge.ConsumerEmpty, shmbridge.NoConsumer):
-            return None, Word()
-        return share, Word("drained") if share is None else Word("here", share.manifest.step)
+            return None, RankStatus()
+        return share, RankStatus("drained") if share is None else RankStatus("here", share.manifest.step)
 
 
-def leave_together(words: list[Word]) -> None:
+def leave_together(words: list[RankStatus]) -> None:
     """Raises what any rank has to leave for: an error first, then a signal, then that no batch came."""
     for rank, word in enumerate(words):
         if word.failed:

@@ -116,7 +116,7 @@ class _Wrapped(Parallel):
 
     def _any(self, own: object | None) -> bool:
         """Whether any rank has something."""
-        return bool(self.world.most(np.array([own is not None], np.float64))[0])
+        return bool(self.world.all_reduce_max(np.array([own is not None], np.float64))[0])
 
 
 class Replicated(_Wrapped):

@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 
 import shmbridge
-from shmbridge.batching.staleness import LAGS, lag_of
+from shmbridge.batching.staleness import LAGS, staleness_of
 from shmbridge.consumers.learner.types import Metrics
 from shmbridge.metrics import LatencyWindow, batch_metrics, bridge_metrics, rows_by_environment
 
@@ -82,7 +82,7 @@ def _histogram(batch: shmbridge.Batch, policy_version: int) -> dict[str, int]:
     age.
     """
     known = (-1 if version is None or version > policy_version else version for version in _stamped(batch))
-    lags = Counter(lag_of(version, policy_version) for version in known)
+    lags = Counter(staleness_of(version, policy_version) for version in known)
     return {lag: lags[lag] for lag in LAGS}
 
 

@@ -33,7 +33,7 @@ def of_all_ranks(world: World, share: Metrics, rows: dict[str, int]) -> Metrics:
 
     Blocks for the others; arguments as of `merged`, of this rank.
     """
-    said = world.gathered([share, rows])
+    said = world.all_gather([share, rows])
     return merged([each[0] for each in said], [each[1] for each in said])
 
 

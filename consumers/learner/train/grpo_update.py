@@ -161,7 +161,7 @@ class Learner:
             batch,
             goal.temperature,
             goal.credit,
-            reduce=world.sum,
+            reduce=world.all_reduce_sum,
             with_reference=goal.kl > 0.0,
             policy_version=policy_version,
             max_token_staleness=goal.max_token_staleness,
@@ -170,7 +170,7 @@ class Learner:
             unknown_tokens=unknown_tokens,
             answers=answers,
         )
-        counts = Counts.of(rows, world.sum)
+        counts = Counts.of(rows, world.all_reduce_sum)
         unknown = counts.tokens - counts.with_reference if goal.kl else 0.0
         if unknown and self._reference is None and not counts.with_reference:
             raise NoReference(
@@ -182,7 +182,7 @@ class Learner:
         self._make_room(counts, first)
         if goal.loss == "sft":
             own_push = np.abs(rows.advantages[rows.trained]).max(initial=0.0)
-            self._push = max(self._push, float(world.sum(np.array([own_push], np.float64))[0]))
+            self._push = max(self._push, float(world.all_reduce_sum(np.array([own_push], np.float64))[0]))
         device = next(self.model.parameters()).device
         totals = torch.zeros(len(SHARES), device=device)
         watch = self._row_checks.watch(batch, rows, goal.credit)
@@ -194,8 +194,8 @@ class Learner:
                 watch.saw(micro)
                 totals += self._backward(micro, self._counts, reference)
         with self.times.of("sync"):
-            self._shares += world.sum(totals.double().cpu().numpy())
-            mismatch = self._mismatch.metrics(world.sum)
+            self._shares += world.all_reduce_sum(totals.double().cpu().numpy())
+            mismatch = self._mismatch.metrics(world.all_reduce_sum)
         shares = dict(zip(SHARES, self._shares.tolist(), strict=True))
         return {**shares, **mismatch, **metrics, **self._row_checks.metrics(watch)}
 

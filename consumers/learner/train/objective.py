@@ -308,9 +308,9 @@ def micro_loss(
     means = (
         torch.zeros_like(weights) if entropy is None else entropy.detach(),
         ratio,
-        terms.held_low | terms.held_high | terms.held_dual,
-        terms.held_low,
-        terms.held_high,
+        terms.clipped_low | terms.clipped_high | terms.held_dual,
+        terms.clipped_low,
+        terms.clipped_high,
         kl.detach(),
         weights,
         capped,

@@ -96,7 +96,7 @@ class WeightsPublisher:
                     if self._writer is None
                     else stack.enter_context(self._writer.fill(version, self._specs()))
                 )
-            ticket = self._world.told(None if filling is None else filling.ticket)
+            ticket = self._world.broadcast(None if filling is None else filling.ticket)
             with self._world.together():
                 for name, tensor, index in self._own_parts():
                     if filling is not None:

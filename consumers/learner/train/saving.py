@@ -65,7 +65,9 @@ class Saver:
         """
         metas: list[Any] = [meta for batch in batches for meta in batch.meta]
         if self._learner.world.size > 1:
-            said = self._learner.world.gathered(sorted({(meta.producer_id, meta.sequence) for meta in metas}))
+            said = self._learner.world.all_gather(
+                sorted({(meta.producer_id, meta.sequence) for meta in metas})
+            )
             metas = [
                 SimpleNamespace(producer_id=who, sequence=number) for each in said for who, number in each
             ]
@@ -89,7 +91,7 @@ class Saver:
             self._write(policy_version)
         except (OSError, SafetensorError) as error:
             failure = str(error)
-        if failure := learner.world.told(failure):  # no rank releases what the disk does not have
+        if failure := learner.world.broadcast(failure):  # no rank releases what the disk does not have
             raise CannotSave(
                 f"no checkpoint of step {learner.step} in {self._folder}: {failure} -> make room there, "
                 "then --resume"

@@ -72,7 +72,7 @@ def agreed_starting_point(config: LearnerConfig, world: World) -> Path | None:
         found = starting_point(config) if world.is_main else None
         if world.is_main:
             _begin_run_dir(config)
-    told = world.told("" if found is None else str(found))
+    told = world.broadcast("" if found is None else str(found))
     return Path(told) if told else None
 
 

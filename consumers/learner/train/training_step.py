@@ -37,7 +37,7 @@ from shmbridge.consumers.learner.types import Metrics
 from shmbridge.consumers.learner.world import say
 
 
-class Around:
+class RunHooks:
     """What a run has besides its steps: evaluation, an end before the last step, and engines.
 
     Args:
@@ -97,7 +97,7 @@ class TrainingStep:
         saver: Saver,
         log: MetricsLog | None,
         config: LearnerConfig,
-        around: Around,
+        around: RunHooks,
     ) -> None:
         self._learner, self._source, self._publish, self._saver = learner, source, publish_weights, saver
         self._log, self._config, self._around = log, config, around

@@ -45,7 +45,7 @@ def main(bridge: str, how: str, dtype: str) -> None:
             name: whole(parameter.detach()).to(getattr(torch, dtype))
             for name, parameter in made.named_parameters()
         }
-        world.told(0)
+        world.broadcast(0)
         if world.is_main:
             with WeightsReader(bridge) as reader, reader.lease() as lease:
                 assert lease.version == 1
@@ -58,7 +58,7 @@ def main(bridge: str, how: str, dtype: str) -> None:
         else:
             held = [name for name, _, index in publisher._own_parts() if index is not None or how == "ddp"]
             print(" ".join(held), flush=True)
-        world.told(0)
+        world.broadcast(0)
         for each in (writer, part):
             if each is not None:
                 each.close()

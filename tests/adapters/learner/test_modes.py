@@ -19,7 +19,7 @@ from shmbridge.consumers.learner.data.training_rows import prepare
 from shmbridge.consumers.learner.model import forward
 from shmbridge.consumers.learner.model.load import load_model
 from shmbridge.consumers.learner.train.grpo_update import Learner, Objective
-from shmbridge.consumers.learner.train.training_step import Around
+from shmbridge.consumers.learner.train.training_step import RunHooks
 
 CPU = torch.device("cpu")
 ROWS = [[3, 4, 5, 6, 7], [3, 4, 7], [9, 1, 2, 2], [9, 1, 3]]
@@ -98,7 +98,7 @@ def test_the_evaluation_hook_sees_the_policy_without_dropout_and_training_has_it
 
     monkeypatch.setattr("shmbridge.consumers.learner.train.training_step.load_hook", lambda name: hook)
     saver = SimpleNamespace(consumed=Consumed(Progress(step=0, policy_version=-1)))
-    around = Around(EvaluationConfig(eval_hook="my:hook", eval_every=1), EarlyStopConfig(), saver)
+    around = RunHooks(EvaluationConfig(eval_hook="my:hook", eval_every=1), EarlyStopConfig(), saver)
     assert (
         around.metrics(SimpleNamespace(step=1, model=model, read=lambda asked: asked(model)))["eval/x"] == 1.0
     )

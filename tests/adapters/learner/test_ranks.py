@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import shmbridge
 from shmbridge.consumers.learner.data.batch_wait import NoBatch
-from shmbridge.consumers.learner.data.rank_source import Word, leave_together
+from shmbridge.consumers.learner.data.rank_source import RankStatus, leave_together
 from shmbridge.consumers.learner.stopping import Stopped
 from shmbridge.consumers.learner.world import PeerFailed
 from shmbridge.weights import WeightsReader
@@ -582,12 +582,12 @@ def test_torchrun_that_is_told_to_stop_lets_them_save_once(bridge, torchrun, tmp
     ("said", "expected"),
     [
         (
-            [Word("here", 4), Word(failed="BatchTooBig: 3 groups"), Word(signum=15)],
+            [RankStatus("here", 4), RankStatus(failed="BatchTooBig: 3 groups"), RankStatus(signum=15)],
             (PeerFailed, "rank 1: BatchTooBig: 3 groups"),
         ),
-        ([Word("here", 4), Word("here", 5)], (PeerFailed, r"different batches, \[4, 5\]")),
-        ([Word(gave_up="nobody"), Word("here", 4, signum=15)], (Stopped, "SIGTERM")),
-        ([Word(gave_up="nobody"), Word("here", 4)], (NoBatch, "nobody")),
+        ([RankStatus("here", 4), RankStatus("here", 5)], (PeerFailed, r"different batches, \[4, 5\]")),
+        ([RankStatus(gave_up="nobody"), RankStatus("here", 4, signum=15)], (Stopped, "SIGTERM")),
+        ([RankStatus(gave_up="nobody"), RankStatus("here", 4)], (NoBatch, "nobody")),
     ],
 )
 def test_why_all_leave(said, expected):
@@ -597,4 +597,4 @@ def test_why_all_leave(said, expected):
 
 
 def test_words_that_let_all_go_on_are_no_reason_to_leave():
-    leave_together([Word("here", 4), Word(), Word("drained")])
+    leave_together([RankStatus("here", 4), RankStatus(), RankStatus("drained")])

@@ -27,7 +27,7 @@ with suppress(KeyError), joined("cpu", 60.0) as world:
     from torch.distributed import group
     held = group.WORLD  # as FSDP2 does, for as long as the model lives
     for word in range(20):
-        assert world.gathered(world.rank + word) == [word, word + 1]
+        assert world.all_gather(world.rank + word) == [word, word + 1]
     if "raises" in sys.argv:
         raise KeyError
 """
@@ -52,7 +52,7 @@ class ThreadWorld(World):
     def __init__(self, table, rank):
         self.table, self.rank, self.size = table, rank, len(table.words)
 
-    def gathered(self, word):
+    def all_gather(self, word):
         return self.table.gathered(self.rank, word)
 
 
@@ -73,9 +73,9 @@ def each_of(size, does):
 def test_alone_all_say_what_one_says():
     values = np.array([1.0, 2.0])
     assert ALONE.is_main
-    assert ALONE.sum(values) is values
-    assert ALONE.most(values) is values
-    assert ALONE.told("word") == "word"
+    assert ALONE.all_reduce_sum(values) is values
+    assert ALONE.all_reduce_max(values) is values
+    assert ALONE.broadcast("word") == "word"
     with pytest.raises(ValueError, match="own"), ALONE.together():
         raise ValueError("own")
 
@@ -128,7 +128,7 @@ def test_nobody_fails_and_all_go_on():
     def does(world):
         with world.together():
             word = world.rank
-        return world.told(word)
+        return world.broadcast(word)
 
     assert each_of(3, does) == [0, 0, 0]
 

@@ -9,7 +9,7 @@ import pytest
 
 from shmbridge import errors
 from shmbridge.segments import locks
-from shmbridge.segments.locks import Byte
+from shmbridge.segments.locks import LockByte
 from shmbridge.testing import faults
 from shmbridge.testing.faults import Fault
 
@@ -306,5 +306,5 @@ def test_a_rank_that_joins_while_the_hub_changes(filled, faulty, make_consumer, 
     consumer.serve_ranks(1, groups=1)
     child.go_on()
     child.until(f"done {GROUPS - 1}")
-    assert not locks.is_locked(consumer._state.control_fd, Byte.FIRST_EPOCH, consumer.hub_epoch)
-    assert locks.is_locked(consumer._state.control_fd, Byte.FIRST_EPOCH + consumer.hub_epoch)
+    assert not locks.is_locked(consumer._state.control_fd, LockByte.FIRST_EPOCH, consumer.hub_epoch)
+    assert locks.is_locked(consumer._state.control_fd, LockByte.FIRST_EPOCH + consumer.hub_epoch)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmbridge.admission.limit import PROMISE_NS, Limit, Promises, limit_of
+from shmbridge.admission.limit import PROMISE_NS, OffPolicyLimit, Promises, limit_of
 from shmbridge.batching.batch_size import Want
 from shmbridge.batching.in_flight import Chosen
 from shmbridge.batching.oldest import OldestScheduler
@@ -50,7 +50,7 @@ class Machine:
     begin under it.
     """
 
-    limit: Limit
+    limit: OffPolicyLimit
     most: int
     publish_every: int = 1
     shrinks: bool = True  # as the rule does, while steps are made that are not published
@@ -143,7 +143,7 @@ def run(machine: Machine, actions: list[tuple[str, int]]) -> Machine:
     return machine
 
 
-def greedy(limit: Limit, most: int, steps: int, **options: Any) -> Machine:
+def greedy(limit: OffPolicyLimit, most: int, steps: int, **options: Any) -> Machine:
     """Everybody begins as much as they may, puts at once, in order; the learner is slow."""
     machine = Machine(limit, most, **options)
     for _ in range(steps):
@@ -160,7 +160,7 @@ def greedy(limit: Limit, most: int, steps: int, **options: Any) -> Machine:
 @given(st.integers(0, 3), st.integers(1, 4), ACTIONS)
 @example(0, 1, [("begin", 0), ("put", 0), ("train_while_others_begin", 0), ("put", 0), ("train", 0)])
 def test_staleness_is_bounded_by_the_steps_and_by_who_overtook(steps, size, actions) -> None:
-    limit = Limit(steps, size)
+    limit = OffPolicyLimit(steps, size)
     machine = run(Machine(limit, limit.groups()), actions)
     for begun, version in machine.trained:
         assert version - begun.version <= (limit.groups() - 1 + begun.overtaken_by) // size
@@ -169,7 +169,7 @@ def test_staleness_is_bounded_by_the_steps_and_by_who_overtook(steps, size, acti
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 4), ACTIONS)
 def test_what_no_newer_group_overtook_is_within_the_steps(steps, size, actions) -> None:
-    limit = Limit(steps, size)
+    limit = OffPolicyLimit(steps, size)
     machine = run(Machine(limit, limit.groups()), actions)
     late = [begun for begun, version in machine.trained if version - begun.version > steps]
     assert all(begun.overtaken_by for begun in late)
@@ -177,7 +177,7 @@ def test_what_no_newer_group_overtook_is_within_the_steps(steps, size, actions) 
 
 @pytest.mark.parametrize(("steps", "size"), [(0, 1), (0, 4), (1, 2), (3, 4)])
 def test_the_bound_is_reached_and_with_one_group_more_it_does_not_hold(steps, size) -> None:
-    limit = Limit(steps, size)
+    limit = OffPolicyLimit(steps, size)
     kept = greedy(limit, limit.groups(), 12)
     assert max(version - begun.version for begun, version in kept.trained) == steps
     broken = greedy(limit, limit.groups() + 1, 12)
@@ -189,7 +189,7 @@ def test_the_bound_is_reached_and_with_one_group_more_it_does_not_hold(steps, si
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(1, 4), ACTIONS)
 def test_the_bound_holds_for_steps_that_are_not_published(every, more, size, actions) -> None:
-    limit = Limit(every + more, size)
+    limit = OffPolicyLimit(every + more, size)
     machine = run(Machine(limit, limit.groups(), publish_every=every + 1), actions)
     for begun, version in machine.trained:
         assert version - begun.version <= (limit.groups() - 1 + begun.overtaken_by) // size
@@ -197,7 +197,7 @@ def test_the_bound_holds_for_steps_that_are_not_published(every, more, size, act
 
 @pytest.mark.parametrize(("every", "steps", "size"), [(2, 1, 1), (2, 2, 3), (4, 3, 2)])
 def test_steps_that_are_not_published_are_reached_and_must_use_places_up(every, steps, size) -> None:
-    limit = Limit(steps, size)
+    limit = OffPolicyLimit(steps, size)
     kept = greedy(limit, limit.groups(), 12, publish_every=every)
     assert len(kept.trained) == 12 * size
     assert max(version - begun.version for begun, version in kept.trained) == steps
@@ -209,7 +209,7 @@ def test_steps_that_are_not_published_are_reached_and_must_use_places_up(every, 
 
 def test_freeing_places_before_the_version_is_out_does_not_hold() -> None:
     """The batch that is trained with counts: this is the off-by-one that a count of what waits would make."""
-    limit = Limit(1, 2)
+    limit = OffPolicyLimit(1, 2)
     machine = Machine(limit, limit.groups())
     for _ in range(8):
         while len(machine.running) + len(machine.scheduler) < limit.groups():  # without chosen.count
@@ -290,6 +290,6 @@ def test_rows_are_filled_in_order_and_a_large_group_comes_alone() -> None:
 
 def test_no_limit_and_a_limit() -> None:
     assert limit_of(None, None, "fair") is None
-    assert limit_of(2, 8, "oldest") == Limit(2, 8)
-    assert Limit(2, 8).groups() == 24
-    assert Limit(2, 8).groups(unpublished=2) == 8
+    assert limit_of(2, 8, "oldest") == OffPolicyLimit(2, 8)
+    assert OffPolicyLimit(2, 8).groups() == 24
+    assert OffPolicyLimit(2, 8).groups(unpublished=2) == 8

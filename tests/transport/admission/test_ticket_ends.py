@@ -196,7 +196,7 @@ def test_a_number_of_tickets_that_no_lane_holds_is_refused(bridge, make_producer
     producer.begin_group(timeout_s=0.4).end()
 
 
-@pytest.mark.parametrize(("start", "length"), [(0, 0), (locks.Byte.FIRST_TICKET + 5, 0), (1, 1 << 40)])
+@pytest.mark.parametrize(("start", "length"), [(0, 0), (locks.LockByte.FIRST_TICKET + 5, 0), (1, 1 << 40)])
 def test_locks_that_no_producer_takes_are_counted_within_what_a_lane_can_hold(
     producer, start, length
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmbridge.atropos.env_status import EnvShare
+from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.atropos.queue import AtroposQueue
 from shmbridge.atropos.size_buffer import SizeBuffer
 from shmbridge.errors import NoWeight, UnknownEnvironment
@@ -113,7 +113,7 @@ def follow(upstream, batch_size: int, envs: list[dict], steps: list[tuple]) -> N
     def register(env: dict) -> None:
         number = upstream.register_env({key: value for key, value in env.items() if key != "late"})
         ours.register(
-            EnvShare(
+            EnvWeight(
                 number,
                 "e",
                 env["weight"],
@@ -313,7 +313,7 @@ def test_what_is_put_back_in_part_stands_before_all_others() -> None:
 
 def test_what_is_removed_is_in_no_batch_and_undoes_the_one_it_was_in() -> None:
     ours: AtroposQueue[str] = AtroposQueue(2)
-    ours.register(EnvShare(0, "e", 1.0, None, 2))
+    ours.register(EnvWeight(0, "e", 1.0, None, 2))
     for name in "abcdef":
         ours.add(name, 1, None)
     ours.add("part", 1, 0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shmbridge
-from shmbridge.atropos.env_status import EnvShare
+from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.atropos.queue import AtroposQueue
 from shmbridge.control.client import ControlClient
 from shmbridge.control.messages import Register, StatusRequest
@@ -255,7 +255,7 @@ def test_atropos_forms_what_upstream_would_of_the_same_arrivals(
     like: AtroposQueue[int] = AtroposQueue(8)
     env_ids = [register(producer, **asked) for producer, asked in zip(producers, asks, strict=True)]
     for env_id, asked in zip(env_ids, asks, strict=True):
-        like.register(EnvShare(env_id, "", 1.0, asked.get("min_batch_allocation"), asked["group_size"]))
+        like.register(EnvWeight(env_id, "", 1.0, asked.get("min_batch_allocation"), asked["group_size"]))
     rng = np.random.default_rng(7)
     for number in range(120):
         who = int(rng.integers(3))
@@ -346,7 +346,7 @@ def test_atropos_tells_environments_upstreams_numbers(make_producer, make_consum
         for producer, weight in zip(producers, (1.0, 3.0), strict=True)
     ]
     for env_id, weight in zip(env_ids, (1.0, 3.0), strict=True):
-        like.register(EnvShare(env_id, "", weight, None, 4, 64))
+        like.register(EnvWeight(env_id, "", weight, None, 4, 64))
     # a batch, two halves in the queue, one buffered
     for who, rows in [(0, 4), (0, 4), (1, 2), (1, 2), (1, 1)]:
         producers[who].put(group(who, rows, env_ids[who]))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shmbridge.atropos.env_status import EnvShare
+from shmbridge.atropos.env_status import EnvWeight
 from shmbridge.batching import deficit_round_robin
 from shmbridge.batching.batch_size import Want
 from shmbridge.batching.fair import FairScheduler
@@ -31,14 +31,14 @@ def name(each: Group) -> object:
     return each.records[0].name
 
 
-def share(number: int, weight: float = 1.0, part: float | None = None) -> EnvShare:
-    return EnvShare(number, f"env{number}", weight, part, 1)
+def share(number: int, weight: float = 1.0, part: float | None = None) -> EnvWeight:
+    return EnvWeight(number, f"env{number}", weight, part, 1)
 
 
 class Bench:
     """A scheduler, and what it is told of environments and the living."""
 
-    def __init__(self, wait_s: float = 10.0, **shares: EnvShare) -> None:
+    def __init__(self, wait_s: float = 10.0, **shares: EnvWeight) -> None:
         self.shares = shares
         self.dead: set[str] = set()
         self.all = FairScheduler(lambda: self.shares, lambda producer: producer not in self.dead, wait_s)

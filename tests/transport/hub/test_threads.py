@@ -21,7 +21,7 @@ from shmbridge.batching.prefetch import Prefetcher
 from shmbridge.control import messages
 from shmbridge.control.server import ControlClient, ControlServer
 from shmbridge.hub.asyncio_wait import LoopBell
-from shmbridge.hub.lane import AdoptedLane
+from shmbridge.hub.lane import HubLane
 from shmbridge.hub.lanes import LaneSet
 from shmbridge.hub.state import HubState
 from shmbridge.hub.waiting import Waiting
@@ -296,15 +296,15 @@ def test_room_that_is_made_while_it_is_looked_for_is_no_sizing_error(
     putting = Meanwhile(lambda: [producer.put(records) for _ in range(4)])
     putting()
     batches = consumer.batches(groups=2, hold="caller", timeout_s=10)
-    first, letting_go, starves = next(batches), threading.Event(), AdoptedLane.starves
+    first, letting_go, starves = next(batches), threading.Event(), HubLane.starves
 
-    def starved(lane: AdoptedLane) -> bool:
+    def starved(lane: HubLane) -> bool:
         if answer := starves.fget(lane):
             first.release()
             letting_go.set()
         return answer
 
-    monkeypatch.setattr(AdoptedLane, "starves", property(starved))
+    monkeypatch.setattr(HubLane, "starves", property(starved))
     assert letting_go.wait(10)
     next(batches).release()
     batches.close()

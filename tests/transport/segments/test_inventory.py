@@ -61,7 +61,7 @@ def test_lanes_that_wait_are_listed_and_said(bridge, make_producer, make_consume
         producer.put({"tokens": [[1]]})
     taken = consumer.poll()
     for lane in consumer._lanes:
-        locks.lock_exclusive(lane.reader.lane.fd, locks.Byte.READER)  # as its reader does
+        locks.lock_exclusive(lane.reader.lane.fd, locks.LockByte.READER)  # as its reader does
     assert info(bridge).waiting == [producers[2].lane_name]
     assert main(["inspect", bridge]) == 0
     said = capsys.readouterr().out

@@ -41,7 +41,7 @@ def test_the_bell_rings_when_the_slot_can_be_held(ends, monkeypatch) -> None:
 def test_a_version_that_its_writer_keeps_locked_is_said_to_be_there(ends) -> None:
     writer, reader = ends
     writer.publish(1, weights(1))
-    fd, byte = writer._versions.mapping.fd, locks.Byte.FIRST_SLOT + writer._versions.latest[1]
+    fd, byte = writer._versions.mapping.fd, locks.LockByte.FIRST_SLOT + writer._versions.latest[1]
     assert locks.lock_exclusive(fd, byte)  # as of a writer that was stopped before it let go
     with (
         pytest.raises(shmbridge.NotReady, match=r"version 1 .* is locked by its writer"),
