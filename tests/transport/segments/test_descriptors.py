@@ -77,6 +77,7 @@ def interrupt_at(call: Callable[[], object], number: int) -> list[int] | None:
     return opened if seen > number else None
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer
 @pytest.mark.parametrize("what", ["create", "open", "remove", "enter", "engine folder"])
 def test_interrupted_anywhere_nothing_is_closed_twice(what, bridge) -> None:
     def open_and_forget() -> None:
