@@ -79,6 +79,7 @@ def test_questions_repeat_themselves_by_seed(environment):
     assert all(len(question) == 12 and set(question) <= set("abcde") for question in asked)
 
 
+@pytest.mark.long
 def test_with_rewards_of_steps_it_learns_in_fewer_groups(tmp_path):
     quiet = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
