@@ -2,8 +2,8 @@
 
     python tests/house/sources/walk.py [-v]
 
-One process, no batch formed ahead, a model of one layer; the third step is counted, so nothing of a first time
-is in it. Compiled parts do not show. PYTHONPATH chooses the revision.
+One process, no batch formed ahead, a model of one layer; the third step is counted, so nothing of a first
+time is in it. Compiled parts do not show. PYTHONPATH chooses the revision.
 """
 
 import os
@@ -37,8 +37,12 @@ class Walk:
 
     def profile(self, frame: FrameType, event: str, _: Any) -> None:
         """For sys.setprofile."""
-        path = os.path.realpath(frame.f_code.co_filename)
-        if event != "call" or not path.startswith(ROOT + "/") or "site-packages" in path:
+        name = frame.f_code.co_filename
+        path = os.path.realpath(name)
+        ours = (
+            path.startswith(ROOT + "/") and "site-packages" not in path and path != os.path.realpath(__file__)
+        )
+        if event != "call" or name.startswith("<") or not ours:
             return
         self.files[path.removeprefix(ROOT + "/")] = None
         self.functions.add((path, frame.f_code.co_qualname))
