@@ -101,7 +101,7 @@ class Threads:
     """A world whose ranks are threads."""
 
     def __init__(self, reduce):
-        self.sum = reduce
+        self.all_reduce_sum = reduce
 
     def together(self):
         return nullcontext()
