@@ -1,13 +1,12 @@
-"""A bridge as a data set of torch: trajectory groups of living environments, for a training loop of one's
-own.
+"""A bridge as a torch data set: trajectory groups from live environments, for your own training loop.
 
     data = BridgeDataset("run1", groups=16)
     for batch in DataLoader(data, batch_size=None):
         loss = ...                                 # batch["tokens"], batch["advantages"], ... are tensors
         data.publish_policy_version(step)
 
-Knows who opens the bridge, when leases end and where it stands; what the tensors are is batch_tensors.py's,
-what a state says is dataset_parts/position.py's. Knows nothing of models.
+This file opens the bridge, ends leases and keeps the position. `dataset_parts/batch_tensors.py` makes the
+tensors, `dataset_parts/position.py` defines the saved state.
 """
 
 from __future__ import annotations
@@ -45,19 +44,20 @@ class BridgeDataset(IterableDataset[Tensors]):
     """Trajectory groups of a bridge as dictionaries of tensors, until the bridge is drained; a context
     manager.
 
-    Without ranks it is the bridge's one consumer, opened where and when it is first read: in this process, or
-    in the one worker of a DataLoader. With ranks every process has one: that of rank 0 is the consumer too,
-    and deals each batch out.
+    Without ranks it is the bridge's only consumer. It opens on first read: in this process, or in the single
+    worker of a DataLoader. With ranks every process has one data set; rank 0's is the consumer too, and deals
+    out each batch.
 
-    Leases, that is what a next process gets again if this one is killed: hold="step": an item is given back
-    when the next one is asked for. Killed in between, its records come again. hold="checkpoint": everything
-    handed out is held until `release()`. Call it once a checkpoint with `state_dict()` in it
-        is on the disk, and every record is trained exactly once in the line of checkpoints, whenever the
-        process is killed.
-    In a worker an item is given back when the worker makes the next one, which it does ahead of training
-    (`prefetch_factor` items): a killed run loses those, and so does a `break`, but for the last one if the
-    worker ends with it. Rows collated into a batch by a DataLoader are likewise given back before it is
-    trained, unless hold="checkpoint". With ranks, records of a killed run come again also where a state had
+    `hold` decides when leases end, so which records the next process gets again if this one is killed.
+    hold="step": an item is released when the next one is requested. If the process is killed in between, its
+    records are redelivered. hold="checkpoint": everything handed out is held until `release()`. Call it once
+    a checkpoint with `state_dict()` in it is on disk. Then every record is trained exactly once along the
+    chain of checkpoints, whenever the process is killed.
+
+    A worker releases an item when it makes the next one, which it does ahead of training (`prefetch_factor`
+    items). A killed run loses those items. So does a `break`, except for the last one if the worker ends with
+    it. Rows that a DataLoader collates into a batch are also released before training, unless
+    hold="checkpoint". With ranks, records of a killed run are redelivered even if a saved state contains
     them.
 
     Args:
@@ -67,23 +67,23 @@ class BridgeDataset(IterableDataset[Tensors]):
             each row.
         layout: of batches: "packed" (N,) with cu_seqlens and position_ids, or "padded" (B, T).
         hold: see above; "checkpoint" needs the consumer in this process, and no ranks.
-        max_staleness: groups more policy versions older than the current one are discarded and counted; None:
-            none is.
+        max_staleness: groups that are more versions older than the current policy are discarded and counted;
+            None: no limit.
         prefetch: batches gathered ahead in a thread, still held.
         timeout_s: seconds to wait for an item; None: for ever.
-        run: the training run to announce, for which Atropos environments wait; None: one without an end and a
-            longest row, whose `batch_size` is 8 rows for each group of `groups`, and at least 64.
+        run: the training run to announce; Atropos environments wait for it. None: a run with no last step and
+            no longest row, whose `batch_size` is 8 rows per group of `groups`, and at least 64.
         lanes: environments to take from at once, as in Consumer; "auto": as many as descriptors allow.
         schema: a pyarrow.Schema that extends the standard columns.
         rank: 0 to world_size - 1, as in torch.distributed; None: RANK of the environment under torchrun, else
             no ranks.
         world_size: as in torch.distributed; None: WORLD_SIZE of the environment under torchrun.
-        whole_rows: `loss_mask` is 1 in the rows that have neither a mask nor `prompt_length`, and not 0.
+        whole_rows: rows with neither a mask nor `prompt_length` get a `loss_mask` of 1 instead of 0.
 
     Raises:
-        ValueError: an argument is none of those; rank without world_size.
-        shmbridge.SchemaMismatch: a column of `schema` has the name of a key of the items; while reading, a
-            column of a record.
+        ValueError: an argument is not one of the allowed values; rank without world_size.
+        shmbridge.SchemaMismatch: a column of `schema`, or while reading a column of a record, has the same
+            name as a key of the items.
     """
 
     def __init__(
@@ -131,20 +131,20 @@ class BridgeDataset(IterableDataset[Tensors]):
         self._consumer: shmbridge.Consumer | None = None
         self._member: shmbridge.Rank | None = None
         self._server: RankServer | None = None
-        self._held: list[Batch] = []  # handed out, and not released
+        self._held: list[Batch] = []  # handed out, not yet released
         self._forget_process()
 
     # -- reading
     # --------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Tensors]:
-        """Items until the bridge is drained.
+        """Yields items until the bridge is drained.
 
-        Blocks in `next`; a later iteration goes on where this one stops.
+        Blocks in `next`; a later iteration continues where this one stops.
 
         Raises:
             TooManyWorkers: in each worker of a DataLoader that has several.
-            shmbridge.BatchTooBig: what is held for a checkpoint leaves no room for the next batch.
+            shmbridge.BatchTooBig: the batches held for a checkpoint leave no room for the next one.
             shmbridge.ConsumerEmpty: no item came within `timeout_s`. shmbridge.ConsumerTaken, RankTaken: the
                 place is taken.
         """
@@ -184,13 +184,13 @@ class BridgeDataset(IterableDataset[Tensors]):
         counts["tokens"] += tokens
 
     def _keep(self, batch: Batch) -> None:
-        """Keeps the batch's leases until this data set says otherwise. With ranks they are the share's."""
+        """Keeps the batch's leases until `release`. With ranks, the rank's share owns them."""
         if self.world_size is None:
             self._held.append(batch)
 
     def _send_back_had(self, batch: Batch) -> bool:
-        """Whether the loaded state had groups of this batch: those are released, the others come again in a
-        full batch.
+        """Returns whether the loaded state contains groups of this batch. Those are released; the others are
+        put back and come in a later, full batch.
         """
         had = [group for group in batch.groups if self._had_all(group)]
         if not had or self.world_size is not None:
@@ -228,7 +228,7 @@ class BridgeDataset(IterableDataset[Tensors]):
                         f" within {_LOOK_FOR_PARENT_S} s", f" within {self._timeout_s} s", 1
                     )
                     raise shmbridge.ConsumerEmpty(whole, hint=empty.hint) from None
-                if os.getppid() != parent:  # whoever trains is gone, and nobody would end this worker
+                if os.getppid() != parent:  # the training process is gone, so this worker ends itself
                     return
 
     def _iterate_consumer(self, parent: int | None) -> Iterator[Batch]:
@@ -249,16 +249,17 @@ class BridgeDataset(IterableDataset[Tensors]):
         member = self._open_rank()
         yield from member.batches(layout=self.layout, timeout_s=self._timeout_s, whole_rows=self._whole_rows)
         if self._server is not None:
-            self._server.wait(self._timeout_s)  # the others read through this process until they are done
+            # the other ranks read through this process until they are done
+            self._server.wait(self._timeout_s)
 
     def _end_step(self) -> None:
         if self.hold == "step":
             self.release()
 
     def release(self) -> None:
-        """Gives everything handed out so far back: it never comes again. Never blocks.
+        """Releases everything handed out so far; it is not redelivered. Never blocks.
 
-        Under "step" this is done by itself, but for the last item before a `break`.
+        Under hold="step" this happens automatically, except for the last item before a `break`.
         """
         for batch in self._held:
             batch.release()
@@ -287,7 +288,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         self._held = []
 
     def _check_process(self) -> None:
-        if self._pid != os.getpid():  # a worker made by fork: what is open here is the parent's
+        if self._pid != os.getpid():  # a forked worker: the open handles belong to the parent
             self._forget_process()
 
     def _open_consumer(self) -> shmbridge.Consumer:
@@ -314,28 +315,29 @@ class BridgeDataset(IterableDataset[Tensors]):
         return self._member
 
     def publish_policy_version(self, version: int) -> None:
-        """Tells environments which weights are the newest.
+        """Tells environments the newest policy version.
 
-        Rank 0's word counts; those of other ranks do nothing. Opens the bridge in this process, so not for a
-        DataLoader with a worker.
+        Only rank 0's call has an effect. Opens the bridge in this process, so do not use it with a DataLoader
+        worker.
         """
         if self.rank in (None, 0):
             self._open_consumer().publish_policy_version(version)
 
     def drain(self) -> None:
-        """Takes no new records: iteration ends when what is there has been handed out in whole batches.
+        """Stops taking new records: iteration ends once the records already there were handed out in whole
+        batches.
 
         For rank 0; opens the bridge.
         """
         self._open_consumer().drain()
 
     def stats(self) -> dict[str, float]:
-        """Counters, flat: what was handed out, `rows_skipped` and `records_gone` since a state was loaded,
-        and the bridge's own where this process is its consumer.
+        """Returns flat counters: items handed out, `rows_skipped` and `records_gone` since a state was
+        loaded, and the bridge's counters if this process is its consumer.
 
         Never blocks.
 
-        `records_gone`: records of the producers in the loaded state, behind it, that never came: an earlier
+        `records_gone`: records after the loaded state, from its producers, that never arrived: an earlier
         process consumed them and saved no state since, or they were discarded.
         """
         mine = {f"handed_out_{name}_total": float(count) for name, count in self._position.counts.items()}
@@ -349,21 +351,20 @@ class BridgeDataset(IterableDataset[Tensors]):
     # --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What was handed out so far, and what of it is still held; small, for a checkpoint. Never blocks.
+        """Returns what was handed out so far and what is still held; small, for a checkpoint. Never blocks.
 
         With a worker, torchdata's StatefulDataLoader asks the worker; `torch.utils.data.DataLoader` cannot.
         """
         return self._position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state: what it holds and comes again is released unread, and counted.
+        """Continues from a state: redelivered records that it contains are released unread, and counted.
 
-        Before the first item.
-
-        With ranks only the counts are taken over: the next consumer may deal a record to another rank.
+        Call it before the first item. With ranks only the counts are restored: the next consumer may deal a
+        record to another rank.
 
         Raises:
-            ValueError: it is no such state, or items were handed out already.
+            ValueError: not such a state, or items were already handed out.
         """
         if self._held:
             raise ValueError(f"{len(self._held)} batches are handed out: load a state before the first item")
@@ -373,7 +374,7 @@ class BridgeDataset(IterableDataset[Tensors]):
     # --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Gives the bridge up. What is held comes to the next consumer; tensors stay valid. Idempotent."""
+        """Closes the bridge. Held records go to the next consumer; tensors stay valid. Idempotent."""
         self._check_process()
         for batch in self._held:
             for record in batch.records:
@@ -391,7 +392,7 @@ class BridgeDataset(IterableDataset[Tensors]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process: for a worker that is started afresh."""
+        """Returns the state without handles of this process, for a newly started worker."""
         mine: dict[str, Any] = {"_consumer": None, "_member": None, "_server": None, "_held": [], "_pid": 0}
         return {**self.__dict__, **mine}
 
@@ -404,8 +405,8 @@ class BridgeDataset(IterableDataset[Tensors]):
 
 
 def _endless_run(groups: int) -> shmbridge.Run:
-    """What environments are told where nobody said: they size their queues by it, and none is to end or to
-    leave out a long row.
+    """Returns the run announced by default: environments size their queues by it; it never ends them and
+    never drops a long row.
     """
     return shmbridge.Run(batch_size=max(64, 8 * groups), max_token_len=0, num_steps=(1 << 31) - 1)
 
@@ -415,7 +416,7 @@ def _place(record: Record) -> Place:
 
 
 def _ranks(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
-    """Rank and world size: as given, else as torchrun says, else none."""
+    """Returns rank and world size: as given, else from torchrun's environment, else None."""
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank} and world_size={world_size}: both or neither")
     if rank is None and "RANK" in os.environ and "WORLD_SIZE" in os.environ:

@@ -1,15 +1,15 @@
-"""Batches some of whose columns lie on the device, copied there record by record, straight from the ring.
+"""Batches with some columns on the device, copied record by record straight from the ring.
 
     with DeviceCopies("cuda", columns=("tokens", "inference_logprobs")) as copies:
         for batch in consumer.batches(groups=64, make=copies.batch):
             batch.tokens  # an int32 tensor on the device; everything else is as in any packed batch
 
-No host memory is written on the way, and with lanes that are registered with CUDA none is read by a
-processor. Copies are begun in the thread that forms batches, on a stream of their own: `prefetch` batches are
-on the device ahead of the one being trained. A batch ends its leases only after its copies have ended. On a
-CPU the same copies are the gathering.
+The copies write no host memory; with lanes registered with CUDA, the CPU reads none either. The thread that
+forms batches starts them on their own stream, so `prefetch` batches are on the device ahead of the one being
+trained. A batch ends its leases only after its copies have ended. On a CPU device the same copies gather the
+batch.
 
-Knows batches and torch; knows nothing of losses. Called by the learner's batch source, and by other trainers.
+Used by the learner's batch source, and by other trainers.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 
 
 class DeviceCopies:
-    """A way to the device: its stream, and the lanes that are registered with it. A context manager.
+    """A copy stream to one device, and the lanes registered with it. A context manager.
 
     Args:
-        device: where the columns go; "cpu" is one, too.
-        columns: per-token columns that go straight there.
-        lanes: what registers lanes; None: the CUDA driver's if the device is CUDA.
+        device: where the columns go; may be "cpu".
+        columns: per-token columns copied straight to it.
+        lanes: registers lanes; None: the CUDA driver's registry if the device is CUDA.
     """
 
     def __init__(
@@ -53,15 +53,16 @@ class DeviceCopies:
         self.columns = tuple(columns)
         self.lanes = lanes or PinnedLanes(_driver() if self.device.type == "cuda" else None)
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        # a batch may be formed ahead, in another thread, while somebody closes this
+        # the prefetch thread may form a batch while another thread calls close()
         self._one_at_a_time = threading.Lock()
         self._closed = False
 
     def batch(self, groups: list[Group], layout: Layout = "packed") -> DeviceBatch:
-        """Returns a batch of leased groups, its copies under way: what `Consumer.batches(make=)` takes.
+        """Returns a batch of leased groups whose copies are in flight; pass this method to
+        `Consumer.batches(make=)`.
 
         Raises:
-            ValueError: a column that has no value per token, another layout than "packed", or this is closed.
+            ValueError: a column is not per-token, the layout is not "packed", or this is closed.
         """
         if layout != "packed":
             raise ValueError(f"layout {layout!r}: what goes to a device is packed")
@@ -71,9 +72,9 @@ class DeviceCopies:
             return DeviceBatch(groups, self)
 
     def close(self) -> None:
-        """Ends all copies and let the lanes go; no batch is formed after it.
+        """Ends all copies and unregisters the lanes; no batch can be formed afterwards.
 
-        Blocks for one that is, and for its copies. Idempotent.
+        Blocks for a batch being formed, and for its copies. Idempotent.
         """
         with self._one_at_a_time:
             self._closed = True
@@ -93,14 +94,13 @@ class DeviceCopies:
 class DeviceBatch(shmbridge.Batch):
     """A packed `shmbridge.Batch` in which some columns are tensors on the device; see `DeviceCopies`.
 
-    A tensor may be used by whatever stream is current when it is asked for; that stream then waits for the
-    copies.
+    Use a tensor on the stream that is current when you access it: that stream waits for the copies.
     """
 
     def __init__(self, groups: list[Group], copies: DeviceCopies) -> None:
         super().__init__(groups, "packed", in_place=copies.columns)
         self._copies = copies
-        self._under_way: list[Tensor] = []  # over the lanes' memory; each holds its record's lease
+        self._under_way: list[Tensor] = []  # views of the lanes' memory; each holds its record's lease
         self._event: torch.cuda.Event | None = None
         stream = copies.stream
         if stream is None:
@@ -113,11 +113,11 @@ class DeviceBatch(shmbridge.Batch):
                 self._event = torch.cuda.Event()
                 self._event.record(stream)
         except BaseException:
-            stream.synchronize()  # what was begun reads records that go back
+            stream.synchronize()  # copies already started read records that are about to be released
             raise
 
     def release(self) -> None:
-        """Ends the leases of the batch's records once the copies have ended. Blocks for these; idempotent."""
+        """Ends the leases of the batch's records once its copies have ended. Blocks for them; idempotent."""
         self._end_copies()
         super().release()
 
@@ -128,7 +128,7 @@ class DeviceBatch(shmbridge.Batch):
         return self._usable(super().__getitem__(name))
 
     def __del__(self) -> None:
-        if self.__dict__.get("_under_way"):  # the memory may be written again as soon as the leases are gone
+        if self.__dict__.get("_under_way"):  # once the leases end, the producer may overwrite the memory
             self._end_copies()
 
     def _end_copies(self) -> None:
@@ -141,12 +141,12 @@ class DeviceBatch(shmbridge.Batch):
         if event is not None and isinstance(value, Tensor):
             stream = torch.cuda.current_stream(self._copies.device)
             event.wait(stream)
-            value.record_stream(stream)  # its memory is not another's before this stream is done with it
+            value.record_stream(stream)  # the allocator keeps the memory until this stream is done with it
         return value
 
     def _copy_all(self) -> None:
         if self._copies.stream is not None:
-            torch.empty(1, device=self._copies.device)  # this thread has a context from here on
+            torch.empty(1, device=self._copies.device)  # creates this thread's CUDA context
         for record in self.records:
             self._copies.lanes.pin(record)
         for name in self._copies.columns:
@@ -154,9 +154,7 @@ class DeviceBatch(shmbridge.Batch):
                 self._columns[name], self._present[name] = self._copied(name)
 
     def _copied(self, name: str) -> tuple[Tensor, npt.NDArray[np.bool_]]:
-        """Returns (N,) on the device, 0 where a row has no value, and bool (B,): which rows have the
-        column.
-        """
+        """Returns (N,) on the device, 0 in rows without the column, and bool (B,): rows that have it."""
         column = next(record.lane_columns[name] for record in self.records if name in record)
         if not column.per_token or column.kind is not Kind.LIST:
             raise ValueError(
@@ -193,8 +191,8 @@ class DeviceBatch(shmbridge.Batch):
 
 
 def _blocks(ragged: Any, ends: npt.NDArray[np.int32]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Yields (where it goes, values): all of a record's at once if each row has a value for each token, else
-    row by row.
+    """Yields (destination offset, values): a whole record at once if each row has a value for each token,
+    else row by row.
     """
     lengths = np.diff(ends)
     if len(ragged) == len(lengths) and np.array_equal(ragged.lengths, lengths):
@@ -207,8 +205,8 @@ def _blocks(ragged: Any, ends: npt.NDArray[np.int32]) -> Iterator[tuple[int, npt
 def _fitting(
     ragged: Any, lengths: npt.NDArray[np.int32]
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Returns bool per row of a record: whether it has a value for each token, and whether the column does
-    not fit it, as in `Batch`.
+    """Returns two bools per row of a record: the row has a value for each token; the column's length differs
+    from the row's, as in `Batch`.
     """
     if len(ragged) != len(lengths):
         return np.zeros(len(lengths), bool), np.ones(len(lengths), bool)
@@ -218,9 +216,10 @@ def _fitting(
 
 
 class _Memory:
-    """An array's memory for torch, which takes none that is read-only; only copied from.
+    """Presents a read-only array's memory to torch, which accepts only writable memory. It is only copied
+    from.
 
-    Keeps the array, so its lease.
+    Keeps the array alive, and so its lease.
     """
 
     def __init__(self, values: npt.NDArray[Any]) -> None:

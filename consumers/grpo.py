@@ -2,13 +2,11 @@
 
     python -m shmbridge.consumers.grpo --bridge run1 --model Qwen/Qwen2.5-0.5B-Instruct --steps 400
 
-It is the hub of its bridge and trains any Hugging Face causal language model; it knows nothing of
-environments. Called from the command line only, or by torchrun once for each device; the mathematics is
-in `learner/train/grpo_update.py`.
+It is the hub of its bridge and trains any Hugging Face causal language model. Run it from the command line,
+or with torchrun once per device. The mathematics is in `learner/train/grpo_update.py`.
 
-The order inside one step is the contract with everybody else: update, publish the weights, publish their
-version, save if it is time, release the batches. A learner killed before the release leaves them to its
-successor.
+The order inside one step is a contract: update, publish the weights, publish their version, save if due,
+release the batches. If the learner is killed before the release, its successor gets the batches again.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ from shmbridge.consumers.learner.world import (
     speaks,
 )
 
-# what is wrong with a batch
+# errors of a batch that cannot be trained
 UNTRAINABLE = (NoAdvantages, NoReference, NothingToLearn, UnknownTokens, UnreadImages)
 REFUSALS = (
     *(
@@ -84,7 +82,7 @@ BROKEN = 5  # exit status: a step could not be computed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the learner; return the exit status. Blocks until all steps are done or a signal comes."""
+    """Runs the learner and returns the exit status. Blocks until all steps are done or a signal arrives."""
     config = parse(argv)
     with StopSignals() as stops:
         try:
@@ -112,14 +110,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(config: LearnerConfig, stops: StopSignals) -> None:
-    """Joins the other ranks, load, train, save. Blocks.
+    """Joins the other ranks, loads, trains and saves. Blocks.
 
     Raises:
         Stopped, NoBatch, PeerLost, BrokenStep, and REFUSALS.
     """
     refuse_idle(config)
     refuse_unreachable_limits(config)
-    Objective.of(config)  # options that do not go together are refused before anything is loaded
+    Objective.of(config)  # refuses incompatible options before anything is loaded
     with joined(device_kind(config.compute.device), config.ranks.process_group_timeout) as world:
         source = agreed_starting_point(config, world)
         with (
@@ -139,7 +137,7 @@ def run(config: LearnerConfig, stops: StopSignals) -> None:
 def train(
     config: LearnerConfig, source: Path | None, world: World, log: MetricsLog | None, stops: StopSignals
 ) -> None:
-    """Loads from a checkpoint or the model that the configuration names, train, save.
+    """Loads the checkpoint, or the model of the configuration; trains; saves.
 
     Blocks; raises as `run`.
     """
@@ -154,7 +152,7 @@ def train(
             last_version,
         ),
         engine_pushes(bridge, config.weights, world) as around.engines,
-        stops.noted() if world.size > 1 else nullcontext(),  # no rank leaves alone
+        stops.noted() if world.size > 1 else nullcontext(),  # all ranks leave together
     ):
         version = world.broadcast(first_version(done.policy_version, batches.policy_version, last_version))
         publish(version)
@@ -164,7 +162,8 @@ def train(
         try:
             learn(learner, batches, publish, saver, log, config, stops, around)
         except (Stopped, NoBatch, *UNTRAINABLE, PeerFailed, shmbridge.ShmBridgeError):
-            saver.save(batches.training_version)  # still the hub: no successor starts from less
+            # save while still the hub, so that a successor starts from this step
+            saver.save(batches.training_version)
             raise
         except REFUSALS:
             raise
@@ -193,7 +192,7 @@ def learn(
 
     Args:
         log: gets each step's metrics, over all ranks; None on all ranks but one.
-        around: evaluation and early stop; None: what the configuration says.
+        around: evaluation and early stop; None: from the configuration.
     """
     if learner.step >= config.run.steps:
         return
@@ -211,21 +210,21 @@ def learn(
                 step.take(batch)
                 if not step.full:
                     continue
-            elif not step.begun:  # the bridge is drained; what was begun is the last step
+            elif not step.begun:  # the bridge is drained; a begun step is the last one
                 break
             step.settle()
-            with stops.held():  # from the update to the release all or nothing
+            with stops.held():  # update to release is atomic with respect to signals
                 metrics = step.make()
             if log is not None:
                 shown.show(metrics)
             reason = learner.world.broadcast(_enough(learner, config.run.steps, around, metrics))
         if reason and log is not None:
             say(f"stopped early: {reason}")
-        step.finish()  # while the hub is there to hear the release
+        step.finish()  # the hub must still be open to receive the release
 
 
 def _waits(bridge: str) -> str:
-    """What is left to do about a batch that cannot be trained; its error says which option changes that."""
+    """Returns advice about a batch that cannot be trained; the error itself names the option to change."""
     return (
         "; that batch is not released: with the same options --resume ends at it again, and `shmbridge clean "
         f"{bridge} --yes`, once the environments have ended, throws away all that waits"
@@ -233,7 +232,7 @@ def _waits(bridge: str) -> str:
 
 
 def _enough(learner: Learner, steps: int, around: RunHooks, metrics: Metrics) -> str | None:
-    """Why to stop after a step: "" after the last one, None to go on."""
+    """Returns the reason to stop after a step: "" after the last one, None to continue."""
     return "" if learner.step >= steps else around.early_stop.reason(metrics)
 
 

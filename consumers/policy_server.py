@@ -1,16 +1,17 @@
-"""An inference server for environments, whose policy follows the learner of a bridge: no file, no restart.
+"""An inference server for environments that follows the learner's weights over a bridge, without files or
+restarts.
 
     python -m shmbridge.consumers.policy_server --bridge run1 --model ./tiny --port 9004
 
-It answers what Atropos' server classes ask: `/v1/chat/completions`, `/v1/completions`, `/v1/models`,
-`/health` and token-in token-out `/generate` (server_type "vllm", the ManagedServer). Every response names the
-policy version it was sampled under, as `weight_version` and in the header `X-Policy-Version`; `/generate`
-names it for each token as well (`weight_versions`, as vLLM does), which is one version for all of them, since
-batches are static. New weights come out of the bridge's weights segment between two batches; without a
-segment, or over a learner's death, it goes on with what it has.
+It serves the endpoints that Atropos' server classes use: `/v1/chat/completions`, `/v1/completions`,
+`/v1/models`, `/health` and token-in token-out `/generate` (server_type "vllm", the ManagedServer). Every
+response carries the policy version that it was sampled under, as `weight_version` and in the header
+`X-Policy-Version`. `/generate` also gives it per token (`weight_versions`, as vLLM does); all tokens have the
+same version, since batches are static. New weights are loaded from the bridge's weights segment between two
+batches. Without a segment, or after the learner's death, the server continues with the weights it has.
 
-Knows nothing of rewards and of training. Meant for tests, demos and small models: one thread, static batches,
-no streaming. For large models vLLM takes the same weights (`vllm_weights.py`).
+Meant for tests, demos and small models: one thread, static batches, no streaming. For large models use vLLM
+with the same weights (`vllm_weights.py`).
 """
 
 from __future__ import annotations
@@ -99,9 +100,9 @@ class PolicyServer:
             response = _error(400, "invalid_request_error", str(error))
         except EngineClosed as error:
             response = _error(503, "unavailable", str(error))
-        except web.HTTPException as error:  # no such path, method or a body beyond the limit
+        except web.HTTPException as error:  # unknown path or method, or a body over the limit
             response = _error(error.status, "invalid_request_error", error.reason)
-        except Exception as error:  # a server goes on: its operator gets the traceback, the client the reason
+        except Exception as error:  # keep serving: log the traceback, send the client the reason
             logging.getLogger(__name__).exception("%s %s failed", request.method, request.path)
             response = _error(500, "internal_error", f"{type(error).__name__}: {error}")
         response.headers.setdefault(_VERSION_HEADER, str(self._engine.version))
@@ -123,7 +124,7 @@ def _error(status: int, kind: str, message: str) -> web.Response:
 
 
 async def serve(engine: PolicyEngine, api: PolicyApi, host: str, port: int) -> int:
-    """Serves until SIGINT or SIGTERM and return the exit status; closes the engine."""
+    """Serves until SIGINT or SIGTERM and returns the exit status; closes the engine."""
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     _stop_on_signals(stopped)
     runner = web.AppRunner(
@@ -145,7 +146,7 @@ async def serve(engine: PolicyEngine, api: PolicyApi, host: str, port: int) -> i
 
 
 async def _until_stopped(stopped: asyncio.Future[int], engine: PolicyEngine) -> int:
-    """Waits for a signal; an engine whose thread has died is noticed within a second."""
+    """Waits for a signal; notices a dead engine thread within a second."""
     while engine.alive:
         done, _ = await asyncio.wait([stopped], timeout=1.0)
         if done:
@@ -163,7 +164,7 @@ def _stop_on_signals(stopped: asyncio.Future[int]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the server and return its exit status."""
+    """Runs the server and returns its exit status."""
     options = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     torch.set_num_threads(options.threads)
@@ -172,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
         follower = WeightsFollower(WeightsReader(options.bridge), policy.model) if options.bridge else None
         engine = PolicyEngine(policy, follower, window_s=options.window_ms / 1e3, max_rows=options.max_rows)
         return asyncio.run(serve(engine, api, options.host, options.port))
-    except (OSError, ValueError, shmbridge.ShmBridgeError) as error:  # no such model, port taken, no room
+    except (OSError, ValueError, shmbridge.ShmBridgeError) as error:  # unknown model, port in use, no memory
         print(f"policy server: {error}", file=sys.stderr)
         return 1
 

@@ -1,12 +1,12 @@
-"""A policy's weights into its inference engines, in one line: `sync.push(model)`, or around a rollout.
+"""Pushes a policy's weights into its inference engines: `sync.push(model)`, or `sync.updated` around a
+rollout.
 
     sync = WeightSync("run1", llm)       # a vllm.LLM, an AsyncLLM, "http://127.0.0.1:8000", or a list
     with sync.updated(model) as engine:  # it has the model's weights now, and its memory
         answers = engine.generate(prompts)
 
-The weights go through the weights segment of a bridge, never through these calls. Knows a model's parameters,
-the segment and the interface of `engines/`; knows no engine. For trainers of one process; the GRPO learner
-has its own way (`learner/train/publishing.py`).
+The weights travel through the weights segment of a bridge, not through these calls. For single-process
+trainers; the GRPO learner publishes through `learner/train/publishing.py`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ __all__ = ["EngineFailed", "WeightSync"]
 class WeightSync:
     """Writes versions of a model into a bridge and brings engines to them.
 
-    A context manager; pushes at once come one after the other.
+    A context manager; concurrent pushes are serialised.
 
-    It is the one writer of the bridge's weights as long as it lives; versions go on above those of an earlier
-    one, and of the engines.
+    It is the only writer of the bridge's weights while it is open. Versions continue above those of an
+    earlier writer and of the engines.
 
     Args:
         bridge: whose weights segment is used.
-        engine: what samples: a URL, a vLLM `LLM` or `AsyncLLM`, an `Engine`, or a list of those. Closed with
-            this, if it is one of ours.
-        pause: what becomes of requests in flight: "keep" (they go on under the new weights), "wait" or
+        engine: the inference engine: a URL, a vLLM `LLM` or `AsyncLLM`, an `Engine`, or a list of those.
+            `close` closes it if it is one of ours.
+        pause: how to treat requests in flight: "keep" (continue them under the new weights), "wait" or
             "abort".
-        timeout_s: for the engines' part of a push.
+        timeout_s: limit for the engines' part of a push.
 
     Raises:
-        ConsumerTaken: another process writes this bridge's weights. EngineFailed: that is no engine.
+        ConsumerTaken: another process writes this bridge's weights. EngineFailed: `engine` is not an engine.
     """
 
     def __init__(self, bridge: str, engine: Any, *, pause: Pause = "keep", timeout_s: float = 300.0) -> None:
@@ -50,33 +50,36 @@ class WeightSync:
         self._given = engine
         engines = [engine_of(each) for each in (engine if isinstance(engine, (list, tuple)) else [engine])]
         self._writer = WeightsWriter(bridge)
-        self._turn = threading.RLock()  # a version is written, and engines brought to it, before the next
+        self._turn = threading.RLock()  # held while one version is written and loaded by the engines
         self._fleet = Fleet(engines)
         self._pause, self._timeout_s = pause, timeout_s
 
     @property
     def version(self) -> int | None:
-        """The newest version of the bridge's weights, also an earlier writer's; None before the first."""
+        """The newest version of the bridge's weights, including an earlier writer's; None before the
+        first.
+        """
         return self._writer.last_version
 
     def push(self, model: Any, version: int | None = None) -> int:
-        """Writes a model's weights as a new version, have the engines sample with it, and return it.
+        """Writes a model's weights as a new version, loads it into the engines, and returns the version.
 
-        Blocks until they do.
+        Blocks until the engines sample with it.
 
         Args:
-            model: a torch module, whose low-rank adapters are merged, peft's, compiled or in DDP, too; or
-                (name, tensor) pairs, the same names each time.
-            version: above all before; None: the next.
+            model: a torch module, also one in peft, torch.compile or DDP (low-rank adapters are merged); or
+                (name, tensor) pairs, with the same names each time.
+            version: higher than all earlier versions; None: the next.
 
         Raises:
-            ConsumerTaken: another process, as another rank, was first to write the bridge's weights; nothing
+            ConsumerTaken: another process (such as another rank) already writes the bridge's weights; nothing
                 was written.
-            EngineFailed: some engine is not at the version; the segment has it, the other engines are, and
-                the next push tries again.
-            WeightsMismatch, WeightsBusy: nothing was written; so, too, where an engine could only wait for
-                this thread's event loop, and where this process has a part of the model, or adapters that
-                adding a product does not merge. ValueError: the version is not above all before.
+            EngineFailed: some engine did not load the version. The segment and the other engines have it; the
+                next push tries again.
+            WeightsMismatch, WeightsBusy: nothing was written. Also raised if an engine would have to wait for
+                this thread's event loop, if this process has only a shard of the model, or if its adapters
+                cannot be merged by adding
+            a product. ValueError: the version is not higher than all earlier ones.
         """
         with self._turn:
             version = self._write(model, version)
@@ -84,18 +87,18 @@ class WeightSync:
         return version
 
     async def push_async(self, model: Any, version: int | None = None) -> int:
-        """Does as `push`, without stopping the event loop; the model must not change meanwhile.
+        """Does the same as `push` without blocking the event loop; do not change the model until it returns.
 
-        A cancellation comes once it is over.
+        A cancellation is raised only after the push is over.
         """
         return await run_to_end(self.push, model, version)
 
     @contextmanager
     def updated(self, model: Any, version: int | None = None) -> Iterator[Any]:
-        """Yields the engine, or the list of them, as it was given: awake, and with the model's weights.
+        """Yields the engine, or the list of engines, as given: awake, and with the model's weights.
 
-        Blocks as `push`. Afterwards engines that can sleep give their memory back, whatever happened inside.
-        Raises as `push`; after an error of the block, that error.
+        Blocks as `push`. On exit, engines that can sleep free their memory, even after an error in the block.
+        Raises as `push`, or the block's own error.
         """
         with self._turn:
             version = self._write(model, version)
@@ -119,8 +122,8 @@ class WeightSync:
 
     @asynccontextmanager
     async def updated_async(self, model: Any, version: int | None = None) -> AsyncIterator[Any]:
-        """Does as `updated`, without stopping the event loop; the model must not change before the block
-        begins.
+        """Does the same as `updated` without blocking the event loop; do not change the model before the
+        block begins.
         """
         around = self.updated(model, version)
         entered: list[Any] = []
@@ -128,7 +131,7 @@ class WeightSync:
             await run_to_end(lambda: entered.append(around.__enter__()))
             yield entered[0]
         except BaseException as error:
-            if entered:  # also where a cancellation came meanwhile
+            if entered:  # also if the task was cancelled while entering
                 await run_to_end(around.__exit__, type(error), error, error.__traceback__)
             raise
         await run_to_end(around.__exit__, None, None, None)
@@ -142,7 +145,8 @@ class WeightSync:
         tensors = _tensors_of(model)
         if version is None:
             last = self._writer.last_version
-            if last is None:  # a segment of nobody's: what engines have of an earlier one counts
+            # a new segment: continue above the versions that the engines loaded from an earlier one
+            if last is None:
                 last = self._fleet.newest_version()
             version = 0 if last is None else last + 1
         self._writer.publish(version, tensors)
@@ -153,7 +157,7 @@ class WeightSync:
         raise_for(self._fleet.update(update), self._size, f"are not at version {version}")
 
     def close(self) -> None:
-        """Lets the engines go, as they are, and the segment, whose last version stays readable.
+        """Closes the engines as they are, and the segment; its last version stays readable.
 
         Idempotent.
         """

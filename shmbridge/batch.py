@@ -1,7 +1,6 @@
 """Batches: many groups gathered into padded or packed arrays, one host copy per column.
 
-Knows columns and rows; knows nothing of torch, advantages or where groups come from. _ext/gather.pyx copies.
-Called by the consumer.
+_ext/gather.pyx copies. Used by the consumer and by learner ranks.
 """
 
 from collections.abc import Callable, Collection
@@ -23,29 +22,29 @@ Layout = Literal["padded", "packed"]
 Hold = Literal["step", "gather", "caller"]
 MakeBatch = Callable[[list[Group], Layout], "Batch"]
 _NAMES = {"scores": "score"}
-_POOL = Pool()  # memory of arrays that nobody refers to any more, for those of the next batch
+_POOL = Pool()  # reuses memory of dropped arrays for the next batch
 
 
 class Batch:
     """Rows of several groups as arrays; B rows, N tokens in all, T tokens in the longest row.
 
     Per-token columns are (N,) packed or (B, T) padded on the right with zeros; scalar columns are (B,); other
-    lists are Ragged or RaggedLists with B rows; text and maps are lists of B. A column no record has is None
-    as an attribute (`batch.advantages`) and a KeyError as `batch["advantages"]`. Where only some records have
-    it, the others' rows are zero: see `has`. So is a per-token row of another length than its tokens: see
-    `uneven`. `loss_mask` is always there, 0 in rows without a mask: see `train_whole_rows`. All arrays are
-    the batch's own copies; under hold="step" the batch also keeps its records' leases until release().
+    lists are Ragged or RaggedLists with B rows; text and maps are lists of B. A column that no record has is
+    None as an attribute (`batch.advantages`) and a KeyError as `batch["advantages"]`. Where only some records
+    have it, the other records' rows are zero: see `has`. A per-token row whose length differs from its tokens
+    is zero too: see `uneven`. `loss_mask` is always there, 0 in rows without a mask: see `train_whole_rows`.
+    All arrays are the batch's own copies; under hold="step" the batch also keeps its records' leases until
+    release().
 
     Args:
         groups: whole groups, leased.
         layout: "packed" or "padded".
-        in_place: columns that are not copied and stay out of the batch; whoever wants them reads them in
-            `records`.
+        in_place: columns that are not copied and stay out of the batch; read them in `records`.
 
     Attributes:
-        uneven: column -> bool (B,), of columns that do not fit some records: rows with another number of
-            values than tokens, and all rows of a record whose column has more rows or fewer than its tokens.
-            Per-token columns are absent there.
+        uneven: column -> bool (B,), of columns that do not fit some records: rows whose number of values
+            differs from their tokens, and all rows of a record whose column differs from its tokens in number
+            of rows. Per-token columns are absent there.
 
     Raises:
         BatchTooBig: more tokens than the int32 of cu_seqlens can count.
@@ -54,7 +53,7 @@ class Batch:
     def __init__(self, groups: list[Group], layout: Layout, in_place: Collection[str] = ()) -> None:
         self.layout = layout
         self.groups = groups
-        self.manifest: Manifest | None = None  # what a learner rank got it by
+        self.manifest: Manifest | None = None  # from which a learner rank got it
         self.records: list[Record] = [record for group in groups for record in group.records]
         self._sources = tuple(self.records)
         self._meta: list[RecordMeta] | None = None
@@ -62,7 +61,7 @@ class Batch:
         self._present: dict[str, np.ndarray[Any, Any]] = {}
         self._columns: dict[str, Any] = {}
         self._in_place = frozenset(in_place)
-        # `loss_mask` where no record has one
+        # `loss_mask` if no record has one.
         self._no_mask: np.ndarray[Any, np.dtype[np.uint8]] | None = None
         self.uneven: dict[str, np.ndarray[Any, np.dtype[np.bool_]]] = {}
         with self._gathering() as gather:
@@ -75,7 +74,7 @@ class Batch:
 
     @property
     def meta(self) -> list[RecordMeta]:
-        """Where each row came from and when; rows of one record share one. Valid also after release()."""
+        """Origin and times of each row; rows of one record share one. Valid also after release()."""
         if self._meta is None:
             self._meta = [meta for record in self._sources for meta in [record.meta] * record.rows]
         return self._meta
@@ -109,8 +108,8 @@ class Batch:
         return list(self._columns)
 
     def has(self, name: str) -> np.ndarray[Any, Any]:
-        """bool (B,): which rows carried the column: their record has it, not null there, and with a value for
-        each token.
+        """Returns bool (B,): the rows that carried the column: their record has it, not null there, and with
+        a value for each token.
         """
         return self._present.get(_NAMES.get(name, name), np.zeros(len(self), bool))
 
@@ -135,9 +134,9 @@ class Batch:
 
         Never blocks, idempotent.
 
-        A row whose mask does not fit its tokens keeps 0: nobody knows which of them it leaves out.
+        A row whose mask does not fit its tokens keeps 0: it is unknown which tokens the mask leaves out.
 
-        Raises ValueError where the mask stays in place.
+        Raises ValueError if the mask stays in place.
         """
         if "loss_mask" in self._in_place:
             raise ValueError(
@@ -194,8 +193,8 @@ class Batch:
             ) from None
 
     def _gather(self, gather: Gather, in_place: Collection[str]) -> None:
-        """Every column that some record has, and that is not to stay in place; whatever is numbers is copied
-        at once, without the GIL.
+        """Gathers every column that some record has, except those in place; copies all numbers at once,
+        without the GIL.
         """
         added: list[tuple[Column, Any]] = []
         for record, number in gather.columns():
@@ -225,7 +224,7 @@ class Batch:
                 self._leave_out_uneven(column.name)
 
     def _leave_out_uneven(self, name: str) -> None:
-        """Rows of a column with a list per token are absent where they have more lists or fewer than
+        """Marks rows of a column with a list per token absent if their number of lists differs from their
         tokens.
         """
         lists, has = self._columns[name], self._present[name]
@@ -241,12 +240,14 @@ class Batch:
 
 
 def forget_spare_memory() -> None:
-    """Gives back what is kept of earlier batches' arrays. Any thread."""
+    """Frees the memory kept of earlier batches' arrays. Any thread."""
     _POOL.keep_bytes = 0
 
 
 def whole_rows(make: MakeBatch | None) -> MakeBatch:
-    """What makes batches as `make` does (None: `Batch`), in which rows without a mask are trained whole."""
+    """Returns a function that makes batches as `make` does (None: `Batch`), with rows without a mask trained
+    whole.
+    """
 
     def made(groups: list[Group], layout: Layout) -> Batch:
         batch = as_batch((make or Batch)(groups, layout))
@@ -257,16 +258,16 @@ def whole_rows(make: MakeBatch | None) -> MakeBatch:
 
 
 def as_batch(made: object) -> Batch:
-    """What `make` has made of groups. Raises TypeError if it is none: iterations go on with nothing else."""
+    """Returns the batch that `make` made. Raises TypeError if it is not a Batch: iterations need one."""
     if not isinstance(made, Batch):
         raise TypeError(f"make= returned {type(made).__name__} of leased groups, not a Batch")
     return made
 
 
 def unreadable(groups: list[Group], layout: Layout) -> list[tuple[Group, Exception]]:
-    """The groups that no batch can be made of, each with the reason.
+    """Returns the groups of which no batch can be made, each with the reason.
 
-    A group's fault must not cost the others.
+    So the other groups can still be used.
     """
     found: list[tuple[Group, Exception]] = []
     for group in groups:
@@ -280,8 +281,8 @@ def unreadable(groups: list[Group], layout: Layout) -> list[tuple[Group, Excepti
 
 
 def _texts_or_maps(records: list[Record], column: Column) -> list[Any]:
-    """One value per row: None where a record lacks the column, and in rows that an uneven one does not
-    reach.
+    """Returns one value per row: None where a record lacks the column, and in rows that an uneven column does
+    not reach.
     """
     rows: list[Any] = []
     for record in records:

@@ -1,7 +1,4 @@
-"""What a user may set, and how it is written: sizes, bridge names, the announcement of a training run.
-
-No I/O.
-"""
+"""User settings and how they are written: sizes, bridge names, the announcement of a training run. No I/O."""
 
 import difflib
 import math
@@ -46,7 +43,7 @@ def check_bridge_name(bridge: str) -> str:
 
 
 def check_producer_id(given: str | None) -> str:
-    """The id that a producer is given, "" for none; BadArgument for one that would not arrive whole."""
+    """Returns the given producer id, "" for none. Raises BadArgument for one that would be cut or altered."""
     if given is None:
         return ""
     if not isinstance(given, str):
@@ -64,7 +61,7 @@ def check_producer_id(given: str | None) -> str:
 
 
 def check_choice(name: str, given: object, allowed: tuple[str, ...]) -> None:
-    """BadArgument, with the nearest one, unless it is one of those allowed."""
+    """Raises BadArgument, with the nearest choice, unless `given` is one of those allowed."""
     if given in allowed:
         return
     near = difflib.get_close_matches(str(given), allowed, n=1, cutoff=0.4)
@@ -87,7 +84,7 @@ def check_run(run: Run | None) -> Run | None:
 
 
 def check_lanes(lanes: int | str) -> int | None:
-    """How many lanes at most, None for "auto"; or raises BadArgument."""
+    """Returns the most lanes, None for "auto"; or raises BadArgument."""
     if lanes == "auto":
         return None
     if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
@@ -99,7 +96,7 @@ def check_lanes(lanes: int | str) -> int | None:
 
 
 def check_count(name: str, count: object, least: int, most: int) -> int:
-    """A whole number from `least` to `most`, as an int; or raises BadArgument."""
+    """Returns a whole number from `least` to `most`, as an int; or raises BadArgument."""
     try:
         number = None if isinstance(count, bool) else operator.index(count)  # type: ignore[arg-type]
     except TypeError:
@@ -113,7 +110,7 @@ def check_count(name: str, count: object, least: int, most: int) -> int:
 
 
 def check_timeout(timeout_s: float | None) -> float | None:
-    """Seconds, None for ever; or raises BadArgument."""
+    """Returns seconds, None for ever; or raises BadArgument."""
     if timeout_s is None or (isinstance(timeout_s, (int, float)) and timeout_s == timeout_s):
         return timeout_s
     try:
@@ -134,7 +131,9 @@ def check_timeout(timeout_s: float | None) -> float | None:
 
 
 def check_lane_bytes(size: int | str, least: int) -> int:
-    """A lane's bytes, a multiple of 64; BadArgument for what is no size, or less than `least`."""
+    """Returns a lane's bytes, a multiple of 64. Raises BadArgument if it is not a size, or less than
+    `least`.
+    """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         whole = isinstance(size, float) and size >= least and size == int(size)
         hint = f"lane_bytes={int(size)}" if whole else 'lane_bytes="64M"'
@@ -157,7 +156,7 @@ def check_lane_bytes(size: int | str, least: int) -> int:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of `64M`, `1.5G`, `4096` or an int; units are powers of 1024."""
+    """Returns the bytes of `64M`, `1.5G`, `4096` or an int; units are powers of 1024."""
     if isinstance(size, int):
         return size
     match = _SIZE.fullmatch(size)
@@ -167,7 +166,7 @@ def parse_size(size: int | str) -> int:
 
 
 def parse_port(text: str) -> int:
-    """A TCP port of a command line, 0 for one that is free.
+    """Returns a TCP port of a command line, 0 for any free one.
 
     For argparse's `type`: raises its ArgumentTypeError.
     """
@@ -179,7 +178,7 @@ def parse_port(text: str) -> int:
 
 
 def format_size(size: float) -> str:
-    """A size for people: `64 MiB`."""
+    """Returns a size for people: `64 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"

@@ -1,9 +1,9 @@
 """Consumer: the hub of a bridge. Takes records in place and hands them out, one by one or as batches.
 
-It owns the parts that do the work, and says who may call what, and in which order they begin and end: the
-lanes (lanes.py), what is said to the bridge (hub/state.py), waiting (waiting.py), groups and batches
-(batching/former.py, iteration.py), admission (hub/promises.py), learner ranks (ranks/server.py), and the
-control server, which sees all of it as hub/control_view.py says. No part knows the consumer.
+The consumer owns its parts and fixes who may call them and in which order they start and end: lanes
+(lanes.py), bridge state (hub/state.py), waiting (waiting.py), groups and batches (batching/former.py,
+iteration.py), admission (hub/promises.py), learner ranks (ranks/server.py), and the control server, which
+sees them through hub/control_view.py. No part holds a reference to the consumer.
 """
 
 import logging
@@ -54,35 +54,35 @@ class Consumer(OneProcess):
     """The one hub of a bridge; a context manager.
 
     For one thread at a time, which SHMBRIDGE_DEBUG=1 checks, except stats, publish_policy_version, pause,
-    resume and drain. Construction adopts every lane that exists, also those of dead producers, before
-    anything is removed. A record is released by a word only: its release(), the end of its own `with`, the
-    next step of an iteration. The end of the consumer's `with` releases nothing, nor does close(): the next
-    consumer gets again what is held. docs/reference/releases.md has every case.
+    resume and drain. Construction adopts every existing lane, also those of dead producers, before
+    anything is removed. Only three things release a record: its release(), the end of its own `with`, the
+    next step of an iteration. Leaving the consumer's `with`, or close(), releases nothing: the next
+    consumer gets the held records again. docs/reference/releases.md has every case.
 
     Args:
         bridge: name of the bridge.
         run: the training run to announce; environments wait for one.
-        lanes: most lanes taken from at once; more wait until others are done with. "auto": as many as
+        lanes: most lanes taken from at once; further lanes wait until others are finished. "auto": as many as
             descriptors allow, 1024 at most.
-        resume: "redeliver" hands out what an earlier consumer left un-released; "discard" counts and drops
-            it.
+        resume: "redeliver" hands out the records that an earlier consumer left un-released; "discard" counts
+            and drops them.
         schema: a pyarrow.Schema whose fields extend the standard columns; producers that disagree on a type
             are refused.
         group_timeout_s: a group whose fragments do not all come within this many seconds is discarded and
             counted.
         policy: how batches are formed: "fair" over environments, "atropos" as the Atropos server does, or
             "oldest" version first.
-        allocation_wait_s: seconds a batch is held back under "fair" for an environment that is promised a
+        allocation_wait_s: under "fair", seconds a batch is delayed for an environment that is promised a
             part of it.
-        max_off_policy_steps: producers that ask (Producer.begin_group) begin no group that would be trained
-            with later than so many steps on, and no batch holds a group of more versions, whoever sent it;
-            with policy "oldest". None: no limit.
-        groups_per_step: groups of a batch, where the limit is to be kept.
+        max_off_policy_steps: the off-policy limit, with policy "oldest". A producer that asks
+            (Producer.begin_group) begins no group that would be trained with more than this many steps later,
+            and no batch holds a staler group, whichever producer sent it. None: no limit.
+        groups_per_step: groups of a batch, for the off-policy limit.
         outside: for a program that takes all records at once and queues their groups itself; see
             OutsideQueue.
 
     Raises:
-        BadArgument: `lanes` is no number from 1, `run` no shmbridge.Run.
+        BadArgument: `lanes` is not a number from 1, or `run` is not a shmbridge.Run.
         ConsumerTaken: another consumer of this bridge is alive (named by pid; also one of this process).
         BadBridgeName, ShmPermission, NotReady, LayoutMismatch, SchemaMismatch.
     """
@@ -135,8 +135,8 @@ class Consumer(OneProcess):
         scheduling: tuple[Policy, float, float],
         outside: OutsideQueue,
     ) -> None:
-        """Everything a hub does before it serves; whoever dies or fails in here leaves the bridge as it
-        was.
+        """Does everything that comes before serving; a death or failure in here leaves the bridge
+        unchanged.
         """
         state, closing, (policy, group_timeout_s, allocation_wait_s) = self._state, self._closing, scheduling
         most = os_limits.lanes_at_most() if lanes is None else lanes
@@ -145,7 +145,7 @@ class Consumer(OneProcess):
         try:
             self._lanes.adopt(strict=True)
             state.begin_epoch(self.columns.encode())
-            # after the epoch was stored: a rank that joins the old one sees that
+            # After the epoch is stored: a rank that joins the old epoch sees that.
             self._lanes.look_for_ranks()
             if state.run is not None:
                 words.next_run()
@@ -181,12 +181,12 @@ class Consumer(OneProcess):
     # --------------------------------------------------------------------------------------------------------
 
     def get(self, timeout_s: float | None = None) -> Record:
-        """The next record of any lane, leased until its release().
+        """Returns the next record of any lane, leased until its release().
 
         Blocks at most `timeout_s` seconds (None: for ever).
 
         Raises:
-            ConsumerEmpty: none came in time; the message says who is alive.
+            ConsumerEmpty: no record came in time; the message says which producers are alive.
             Closed: the consumer was closed.
         """
         if self._ranks is None and (record := self._turns.take()) is not None:
@@ -201,7 +201,7 @@ class Consumer(OneProcess):
         return record
 
     async def get_async(self, timeout_s: float | None = None) -> Record:
-        """`get` that never blocks the event loop: a thread of its own waits, and tells the loop."""
+        """`get` that never blocks the event loop: a separate thread waits and wakes the loop."""
         self._check_mine()
         deadline = _deadline(timeout_s)
         while (record := self._take(Call.GET_ASYNC)) is None:
@@ -212,8 +212,8 @@ class Consumer(OneProcess):
         return record
 
     def poll(self, max_records: int = 256) -> list[Record]:
-        """Up to `max_records` records that are there now, each leased until its own release(), fairly over
-        the lanes.
+        """Returns up to `max_records` records that are there now, fairly over the lanes; each is leased until
+        its own release().
 
         Never blocks.
         """
@@ -227,12 +227,12 @@ class Consumer(OneProcess):
             self._closing.close_if_owed()
 
     def __iter__(self) -> Iterator[Record]:
-        """Records as they come, until close(), or until drain() and nothing is left.
+        """Yields records as they come, until close(), or until drain() and nothing is left.
 
-        Each step releases what the one before yielded.
+        Each step releases the record of the step before.
 
-        A `break`, an exception or close() releases nothing: the record of that step is released by its
-        release() only.
+        A `break`, an exception or close() releases nothing: the record of that step is released only by its
+        own release().
         """
         self._check_mine()
         with self._state.until_closed():
@@ -269,7 +269,7 @@ class Consumer(OneProcess):
         make: "MakeBatch | None" = None,
         whole_rows: bool = False,
     ) -> "Iterator[Batch]":
-        """Batches of whole groups, oldest first, until close(), or until drain() and too few are left.
+        """Yields batches of whole groups, oldest first, until close(), or until drain() and too few are left.
 
         Blocks in `next` until a batch is full. Do not call get or poll while iterating, and iterate once at a
         time.
@@ -278,24 +278,25 @@ class Consumer(OneProcess):
             groups: groups in a batch; under policy "atropos" a batch has `run.batch_size` trajectories
                 instead.
             layout: "packed" (N,) with cu_seqlens and position_ids, or "padded" (B, T).
-            max_staleness: groups more versions older than the current one are discarded and counted; None:
-                none is.
+            max_staleness: groups that are more versions behind the current one are discarded and counted;
+                None: no group is.
             prefetch: batches gathered ahead in a thread, 0 or more.
-            hold: "step" keeps the leases until batch.release() or the next iteration, so that a killed
-                learner's successor gets the batch again; "caller" until batch.release() only; "gather" ends
-                them once gathered: at most once. A `break` releases nothing: leave the loop by `with batch:`
-                or batch.release().
+            hold: "step" keeps the leases until batch.release() or the next iteration, so that the successor
+                of a killed learner gets the batch again; "caller" until batch.release() only; "gather" ends
+                them once the batch is gathered: at most once. A `break` releases nothing: leave the loop by
+                `with batch:` or batch.release().
             timeout_s: seconds that `next` waits; None: for ever.
             rows: trajectories in a batch, instead of groups: whole groups as far as they fit, at least one.
-            make: makes a batch of leased groups and a layout, in the thread that forms batches; None: `Batch`
-                itself. For a subclass.
-            whole_rows: `loss_mask` is 1 in the rows that have neither a mask nor `prompt_length`, and not 0.
+            make: makes a batch of leased groups and a layout, in the thread that forms batches; None:
+                `Batch`. For a subclass.
+            whole_rows: `loss_mask` is 1, not 0, in the rows that have neither a mask nor `prompt_length`.
 
         Raises:
-            ConsumerEmpty: no batch could be formed in time; what is queued stays. Begin another iteration to
-                go on.
-            BatchTooBig: the lanes are full of what the batch already has, so that it can never be filled.
-            IterationOver: a later iteration, or take_groups, took what this one had gathered ahead.
+            ConsumerEmpty: no batch could be formed in time; queued groups stay. Begin another iteration to
+                continue.
+            BatchTooBig: the groups already queued for the batch fill the lanes, so that it can never be
+                filled.
+            IterationOver: a later iteration, or take_groups, took the batches gathered ahead by this one.
         """
         self._check_mine()
         request = BatchRequest.checked(
@@ -318,17 +319,16 @@ class Consumer(OneProcess):
         max_staleness: int | None = None,
         timeout_s: float = 0.0,
     ) -> list[Group] | None:
-        """The whole groups of the next batch, leased and in place, for who does not want arrays; None if
-        there is no batch in time.
+        """Returns the whole groups of the next batch, leased and in place; None if there is no batch in time.
 
-        Blocks at most `timeout_s` seconds. Each group's `records` are the caller's to release, or to return
-        with `put_back`. The batch is counted as a step. Do not call get or poll, nor iterate over batches,
-        beside it.
+        For callers that do not want arrays. Blocks at most `timeout_s` seconds. The caller releases each
+        group's `records`, or returns them with `put_back`. The batch is counted as a step. Do not call get or
+        poll, nor iterate over batches, at the same time.
 
         Args:
             groups: groups in the batch; or else
-            rows: trajectories in it. Under policy "atropos" neither is used: a batch has `run.batch_size`
-                trajectories.
+            rows: trajectories in the batch. Under policy "atropos" neither is used: a batch has
+                `run.batch_size` trajectories.
             max_staleness: as in batches.
             timeout_s: seconds to wait.
         """
@@ -338,27 +338,27 @@ class Consumer(OneProcess):
 
     @then_close
     def put_back(self, groups: list[Group]) -> None:
-        """Returns groups of take_groups that nobody has read: they come again before all others. Any thread.
+        """Returns unread groups of take_groups to the queue: they come again before all others. Any thread.
 
-        Waits for no record, only while another thread moves records into groups.
+        Does not wait for records, only while another thread moves records into groups.
         """
         self._former.put_back(groups)
 
     def screen(self, keep: Screen | None) -> None:
-        """Shows every whole group to `keep` before it goes into a batch, and releases those it returns False
-        for: `screened_total`.
+        """Shows every whole group to `keep` before it goes into a batch, and releases the groups for which
+        `keep` returns False: `screened_total`.
 
-        It runs in the thread that forms batches: be quick, call no consumer. What it raises ends the batches;
-        its group stays.
+        `keep` runs in the thread that forms batches: it must be quick and must not call the consumer. An
+        exception from it ends the batches; its group stays.
         """
         self._former.screen = keep
 
     def take_back_dropped(self) -> int:
-        """Hands out again, `redelivered`, the records that were looked at and whose leases were dropped
-        without release; how many.
+        """Hands out again, as `redelivered`, the records that were read and whose leases were dropped without
+        release; returns how many.
 
         They come before all others, in their order, from get, poll, iteration and batches alike. Never
-        blocks; the consumer's thread.
+        blocks; for the consumer's thread.
         """
         self._check_mine()
         self._state.check_open()
@@ -404,19 +404,19 @@ class Consumer(OneProcess):
 
         Does not block.
 
-        get, poll and batches raise ServesRanks from now on. The server it returns says when all is done:
+        From now on get, poll and batches raise ServesRanks. The returned server reports when all is done:
         `wait`, `idle`, `stats`.
 
         Args:
-            world_size: ranks, 1 to 1024; rank 0 may well be in this process.
-            groups: groups of a batch, over all ranks, at least one for each; under policy "atropos" as in
+            world_size: ranks, 1 to 1024; rank 0 may be in this process.
+            groups: groups of a batch, over all ranks, at least one per rank; under policy "atropos" as in
                 batches.
-            mode: "sharded": every rank gets groups of its own, as many as the others and about as many
-                tokens; "broadcast": all groups.
+            mode: "sharded": every rank gets different groups, the same number each and about the same number
+                of tokens; "broadcast": every rank gets all groups.
             max_staleness: as in batches.
-            prefetch: batches formed ahead of the one that is being read.
-            dead_rank: what a dead rank leaves goes to the next process that takes its number ("wait"), or to
-                the others ("spread").
+            prefetch: batches formed ahead of the one being read.
+            dead_rank: the shares of a dead rank go to the next process that takes its number ("wait"), or to
+                the other ranks ("spread").
         """
         from shmbridge.ranks.server import RankServer
 
@@ -441,12 +441,12 @@ class Consumer(OneProcess):
         self._control_plane.look_again()
         return server
 
-    # -- what the bridge is told
+    # -- bridge state
     # --------------------------------------------------------------------------------------------------
 
     @property
     def hub_epoch(self) -> int:
-        """Which hub of this bridge this is: 1 for the first, rising."""
+        """The number of this hub among the hubs of the bridge: 1 for the first, rising."""
         return self._state.hub_epoch
 
     @property
@@ -456,8 +456,8 @@ class Consumer(OneProcess):
 
     @property
     def current_step(self) -> int:
-        """`run.starting_step` plus the batches handed out since; under policy "atropos" the batches formed,
-        as upstream.
+        """`run.starting_step` plus the batches handed out since; under policy "atropos" plus the batches
+        formed, as upstream counts.
         """
         return self._hub.current_step
 
@@ -468,8 +468,8 @@ class Consumer(OneProcess):
 
     @property
     def training_version(self) -> int:
-        """The version of the weights in training, from which staleness is counted: `policy_version`, unless a
-        later one was noted.
+        """The version of the weights in training, from which staleness is counted: `policy_version`, unless
+        note_training_version noted a later one.
         """
         return self._state.training_version
 
@@ -484,27 +484,28 @@ class Consumer(OneProcess):
         return self._state.draining
 
     def announce_run(self, run: Run) -> None:
-        """Announces (or replaces) the training run; environments that wait for one go on."""
+        """Announces (or replaces) the training run; environments that wait for one continue."""
         self._hub.announce_run(run)
 
     def publish_policy_version(self, version: int) -> None:
-        """Tells every producer, by one store, which policy version is current.
+        """Publishes the current policy version to every producer, by one store.
 
         Never goes backwards: ValueError.
         """
         self._hub.publish_policy_version(version)
 
     def note_training_version(self, version: int) -> None:
-        """Says which version the weights in training have, though nothing samples with them: of a learner
+        """Records which version the weights in training have, before that version is published. For a learner
         that does not publish each step.
 
-        Groups go on beginning under `policy_version`, the fewer the further that is behind, and must be able
-        to: ValueError if it is further behind than `max_off_policy_steps`. Never goes backwards: ValueError.
+        Groups still begin under `policy_version`; the further it is behind, the fewer. Raises ValueError if
+        it is further behind than `max_off_policy_steps`, since then no group could begin. Never goes
+        backwards: ValueError.
         """
         self._state.note_training_version(version)
 
     def pause(self) -> None:
-        """Holds producers back: their `put` waits. Records already committed still come."""
+        """Holds producers back: their `put` waits. Committed records are still handed out."""
         self._hub.pause()
 
     def resume(self) -> None:
@@ -512,7 +513,7 @@ class Consumer(OneProcess):
         self._hub.resume()
 
     def drain(self) -> None:
-        """Takes no new records: `put` raises BridgeDraining, iteration ends when nothing is left."""
+        """Stops taking new records: `put` raises BridgeDraining, iteration ends when nothing is left."""
         self._hub.drain()
 
     # -- counters
@@ -520,7 +521,9 @@ class Consumer(OneProcess):
 
     @property
     def queue(self) -> GroupQueue:
-        """What waits to be in a batch, for programs that serve batches to others, such as the gateway."""
+        """The groups that are in no batch yet, for programs that serve batches to others, such as the
+        gateway.
+        """
         return self._queue
 
     @then_close
@@ -529,7 +532,7 @@ class Consumer(OneProcess):
 
         Never blocks; any thread.
         """
-        # in a child of fork a thread that is not there may hold the lock for ever
+        # In a forked child the lock may be held for ever by a thread that does not exist there.
         self._state.check_process()
         with self._closing.whole:
             return self._final if self._closing.closed else self._count()
@@ -548,7 +551,7 @@ class Consumer(OneProcess):
     # --------------------------------------------------------------------------------------------------------
 
     def _leave_unclosed(self) -> None:
-        """The process ends: what is still leased stays un-released, for the next consumer."""
+        """At process exit: leased records stay un-released, for the next consumer."""
         self._stop_forming()
         self._lanes.abandon()
         self._lanes.unlock()
@@ -560,7 +563,7 @@ class Consumer(OneProcess):
             self._ranks.stop()
 
     def _stop_taking(self) -> None:
-        """close() is owed."""
+        """A close() is pending."""
         self._turns.ending = True
 
     def close(self) -> None:
@@ -569,29 +572,30 @@ class Consumer(OneProcess):
         Records handed out and not released come to the next consumer again, as do those not yet handed out;
         live views stay valid and keep the hub lock until the last is gone.
 
-        Idempotent, goes on where an interrupt ended it; blocks while another thread closes; does nothing in a
-        child of fork, nor in a signal handler that interrupts it. In a handler that interrupts a call of this
-        thread which holds a lock, it only notes that it is to close: that call, or the next step of an
-        iteration, closes. Nothing more is handed out meanwhile.
+        Idempotent; a repeated call continues where an interrupt ended the last one. Blocks while another
+        thread closes. Does nothing in a child of fork, nor in a signal handler that interrupts close()
+        itself. In a handler that interrupts a call of this thread which holds a lock, it only notes the
+        close: that call, or the next step of an iteration, then closes. Nothing more is handed out until
+        then.
         """
         self._closing.close()
 
     def _give_up(self) -> None:
-        if self._state.words_gone:  # an interrupt came after the last line
+        if self._state.words_gone:  # after an interrupt that came past the last line
             return
         self._stop_forming()
         self._control_plane.close()
         with self._closing.whole:
             try:
                 self._final = self.stats()
-            except Exception:  # no counter is worth a bridge that stays taken
+            except Exception:  # a failing counter must not leave the bridge taken
                 log.exception("the counters of bridge %r cannot be read at its consumer's end", self.bridge)
             self._closing.closed = True
             self._waiting.end()
-        self._state.ring()  # to who waits for a record
+        self._state.ring()  # wakes the threads that wait for a record
         self._former.forget()
         if self._ranks is not None:
-            self._ranks.stop()  # one that was just being made above
+            self._ranks.stop()  # one that was being made during the stop above
             self._ranks.forget()
         self._no_exit_call()
         self._waiting.close()

@@ -1,8 +1,8 @@
-"""What shmbridge raises on purpose, the control plane's own apart: a code, a message with the numbers, a hint
-with one next action.
+"""The errors of shmbridge, except those of the control plane: a code, a message with numbers, a hint with one
+next action.
 
-Knows nothing else of the package. Each class here also inherits the nearest builtin, so that
-`except TimeoutError` does what it says. A row per code: docs/errors/README.md.
+Each class also inherits the nearest builtin, so that `except TimeoutError` works as expected. A row per code:
+docs/errors/README.md.
 """
 
 
@@ -27,7 +27,7 @@ class BadBridgeName(ShmBridgeError, ValueError):
 
 
 class ShmTooSmall(ShmBridgeError, MemoryError):
-    """The shm mount or the memory cgroup cannot hold what was asked for; nothing was left behind."""
+    """The shm mount or the memory cgroup cannot hold the requested size; nothing was left behind."""
 
     code = "SB101"
 
@@ -57,7 +57,7 @@ class NotReady(ShmBridgeError, TimeoutError):
 
 
 class BadArgument(ShmBridgeError, ValueError, TypeError):
-    """An argument has the wrong type, or a value that nothing can be done with; nothing was begun."""
+    """An argument has the wrong type or an unusable value; nothing was begun."""
 
     code = "SB106"
 
@@ -69,7 +69,7 @@ class LayoutMismatch(ShmBridgeError, ValueError):
 
 
 class SchemaMismatch(ShmBridgeError, ValueError):
-    """A column has one type here and another there, a type that no lane can carry, or a name that stands for
+    """A column has different types in two places, a type that no lane can carry, or a name that stands for
     something else.
     """
 
@@ -98,7 +98,7 @@ class InvalidRecord(ShmBridgeError, ValueError):
 
 
 class RecordUnreadable(ShmBridgeError, ValueError):
-    """What a column of a committed record holds is not what its type says: text that is not UTF-8, JSON that
+    """The content of a committed record's column does not have its type: text that is not UTF-8, JSON that
     does not parse.
     """
 
@@ -106,7 +106,7 @@ class RecordUnreadable(ShmBridgeError, ValueError):
 
 
 class LaneQuarantined(ShmBridgeError, RuntimeError):
-    """The consumer reads this lane no more, because its words cannot be true."""
+    """The consumer no longer reads this lane, because its words cannot be true."""
 
     code = "SB206"
 
@@ -138,15 +138,15 @@ class LeaseReleased(ShmBridgeError, RuntimeError):
 
 
 class BatchTooBig(ShmBridgeError, ValueError):
-    """A batch can never be filled, since the lanes are full of what it waits for; or it has more tokens than
-    int32 cu_seqlens count.
+    """A batch can never be filled, since the groups it already has fill the lanes; or it has more tokens than
+    int32 cu_seqlens can count.
     """
 
     code = "SB304"
 
 
 class NotAdmitted(ShmBridgeError, TimeoutError):
-    """A producer asked to begin a group, and as many as may be are under way."""
+    """A producer asked to begin a group while the most groups allowed were under way."""
 
     code = "SB305"
 
@@ -226,7 +226,7 @@ class WeightsMismatch(ShmBridgeError, ValueError):
 
 
 class WeightsBusy(ShmBridgeError, TimeoutError):
-    """A reader held the slot that is to be written next for too long, or a part of an earlier filling is
+    """A reader held the slot that is to be written next for too long, or a shard of an earlier filling is
     still being written.
     """
 

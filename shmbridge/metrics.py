@@ -1,10 +1,9 @@
-"""Metrics under the names that people's dashboards have: flat dicts of numbers, for a log file or for W&B.
+"""Metrics under the usual dashboard names: flat dicts of numbers, for a log file or for W&B.
 
-Knows numbers only: no bridge, no file, no wandb; every name is in docs/reference/metrics.md. Never blocks.
-Called by learners and gateways.
+Every name is in docs/reference/metrics.md. Never blocks. Used by learners and gateways.
 
-A name never holds a record, a pid or a producer, so that a run has as many names as it has environments, and
-a few dozen more.
+A name never contains a record, a pid or a producer, so that a run has as many names as it has environments,
+and a few dozen more.
 """
 
 import re
@@ -16,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-MOST_ENVIRONMENTS = 64  # that are told apart in one batch; rows of further ones count under OTHER
+MOST_ENVIRONMENTS = 64  # told apart in one batch; rows of further ones count under OTHER
 OTHER = "other"
-# beyond it sums, squares and differences leave float32: no number to compare others with
+# Beyond it sums, squares and differences leave float32, so scores cannot be compared.
 LARGEST_SCORE = 1e37
 _UNNAMED = "unnamed"
 _PERCENTILES = (50, 95, 99)
@@ -58,19 +57,20 @@ def rollout_metrics(
     advantages: npt.ArrayLike | None = None,
     response_lengths: npt.ArrayLike | None = None,
 ) -> dict[str, float]:
-    """What the trajectories of one batch are like, under `atropos/...`: over all of them and per environment.
+    """Returns metrics of the trajectories of one batch, under `atropos/...`: over all of them and per
+    environment.
 
     Never blocks.
 
-    A value that nothing is known about, such as the mean of no scores, is NaN; what was not passed has no
-    names at all.
+    An undefined value, such as the mean of no scores, is NaN; arguments that were not passed have no names at
+    all.
 
     Args:
         env_names: (B,), each trajectory's environment. Characters other than letters, digits, `.`, `_` and
             `-` become `_`.
         groups: int (B,), ordinal of each trajectory's group, any numbers.
-        scores: float (B,); NaN where a trajectory has none, or a broken one: it counts for no score, and
-            neither does one beyond `LARGEST_SCORE`.
+        scores: float (B,); NaN where a trajectory has none. NaN, infinite values and values beyond
+            `LARGEST_SCORE` do not count as scores.
         advantages: float (B,), each trajectory's mean advantage over its trained tokens, dimensionless; NaN
             where there is none.
         response_lengths: int (B,), tokens from the first trained one to the end; 0 where no token is trained.
@@ -118,9 +118,9 @@ def usable_scores(scores: npt.ArrayLike) -> npt.NDArray[np.bool_]:
 
 
 def bridge_metrics(stats: Mapping[str, float]) -> dict[str, float]:
-    """What `Consumer.stats()` says, under `bridge/...`.
+    """Returns the counters of `Consumer.stats()`, under `bridge/...`.
 
-    Never blocks; keys that are not there, or that have no name, are left out.
+    Never blocks; missing keys, and keys without a name, are left out.
     """
     found = {name: float(stats[key]) for key, name in _OF_STATS.items() if key in stats}
     for key, value in stats.items():
@@ -134,11 +134,11 @@ def bridge_metrics(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def batch_metrics(staleness: npt.ArrayLike, group_wait_s: npt.ArrayLike) -> dict[str, float]:
-    """How old one batch is, under `bridge/...`. Never blocks.
+    """Returns the age of one batch, under `bridge/...`. Never blocks.
 
     Args:
-        staleness: int (B,) or fewer, current policy version minus the one each trajectory began under, where
-            that was stamped.
+        staleness: int (B,) or fewer, current policy version minus the one each trajectory began under, for
+            stamped trajectories.
         group_wait_s: float (G,), seconds from the commit of each group's first record until its batch was
             taken.
     """
@@ -163,8 +163,8 @@ class _Request(NamedTuple):
 class LatencyWindow:
     """Latency and throughput of the last requests, under `api_perf/...`. Never blocks; one thread at a time.
 
-    What a request is says who calls: a gateway's are HTTP requests. A learner fed through lanes counts a
-    record as one, from its commit (t_publish_ns) until the learner takes the batch it is in.
+    The caller defines a request: a gateway's are HTTP requests. A learner fed through lanes counts a
+    record as one, from its commit (t_publish_ns) until the learner takes its batch.
 
     Args:
         window: how many of the last requests count.
@@ -201,9 +201,9 @@ class LatencyWindow:
         self._last.append(_Request(ended_s, max(0.0, latency_s), items, failed, raw_bytes, wire_bytes))
 
     def metrics(self, now_s: float | None = None) -> dict[str, float]:
-        """The window in numbers; an empty one has none.
+        """Returns the window's metrics; none for an empty window.
 
-        Rates count what ended after the window's oldest request, per second since then.
+        Rates count the requests that ended after the window's oldest, per second since then.
 
         Args:
             now_s: time.monotonic(); None for now.
@@ -235,7 +235,7 @@ class LatencyWindow:
 
 
 def rows_by_environment(env_names: Sequence[str]) -> dict[str, npt.NDArray[np.intp]]:
-    """Each environment as it stands in names, and its rows, in the order in which they come. Never blocks."""
+    """Returns each environment's label, and its rows, in order of appearance. Never blocks."""
     rows: dict[str, list[int]] = {}
     for row, env_name in enumerate(env_names):
         label = re.sub(r"[^\w.-]", "_", env_name, flags=re.ASCII) or _UNNAMED
@@ -246,8 +246,8 @@ def rows_by_environment(env_names: Sequence[str]) -> dict[str, npt.NDArray[np.in
 
 
 def _identical_rate(group: npt.NDArray[Any], score: npt.NDArray[np.float64]) -> float:
-    """Of the groups with a finite score, the share in which all of those are the same number; a group of one
-    is such a group.
+    """Returns the share of groups whose finite scores are all the same number, of the groups that have one; a
+    group of one score counts as such.
     """
     counted = np.isfinite(score)
     groups, ordinal = np.unique(group[counted], return_inverse=True)

@@ -1,7 +1,6 @@
 """Producer: opens a lane, and puts groups into it.
 
-Knows lanes, waiting and policy versions; knows nothing of who reads, or of ZeroMQ. One Producer is one lane
-and one incarnation.
+One Producer is one lane and one incarnation.
 """
 
 import asyncio
@@ -64,23 +63,23 @@ class Producer(OneProcess):
 
     For one thread at a time, which SHMBRIDGE_DEBUG=1 checks; a context manager.
 
-    Never blocks at construction beyond reserving the lane's memory (0.1 to 0.3 ms per MiB); a consumer need
-    not be there yet.
+    Construction blocks only to reserve the lane's memory (0.1 to 0.3 ms per MiB); a consumer need not exist
+    yet.
 
     Args:
         bridge: name of the bridge, 1 to 48 of `A-Z a-z 0-9 _ -`.
-        env_name: what the environment is called in metrics.
+        env_name: the environment's name in metrics.
         lane_bytes: size of the lane's data area, `"64M"` or bytes, 64 KiB at least. A record may take half of
             it.
         on_full: what `put` does when the lane has no room: "block" waits, "raise" raises LaneFull, "drop"
             counts and returns None.
         schema: a pyarrow.Schema whose fields extend the standard columns.
-        producer_id: what the property of that name begins with, at most 63 bytes of UTF-8; from `env_name`
-            and the pid if None.
+        producer_id: prefix of the `producer_id` property, at most 63 bytes of UTF-8; from `env_name` and the
+            pid if None.
 
     Raises:
         BadBridgeName, BadArgument, ShmTooSmall, ShmPermission, NotReady, LayoutMismatch, SchemaMismatch:
-            nothing was left behind.
+            nothing is left behind.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Producer(OneProcess):
         one_thread.watch(self, f"producer {self.producer_id}", ("put", "claim", "begin_group", "_try_put"))
 
     def _open_lane(self) -> None:
-        # what is no text leaves no lane behind
+        # Encode first: a string that cannot be encoded leaves no lane behind.
         given, env_name = self._given_id.encode()[:63], self.env_name.encode()[:127]
         slots = sizing.slots_of(self.lane_bytes)
         *_, size = header.lane_geometry(self.lane_bytes, slots)
@@ -156,7 +155,7 @@ class Producer(OneProcess):
             if (info := membership.lane_header(name)) is not None:
                 try:
                     peer = Columns.decode(info["columns"])
-                except SchemaMismatch:  # a lane this build cannot read is the consumer's to refuse
+                except SchemaMismatch:  # a lane this build cannot read: the consumer refuses it
                     continue
                 self.columns.check_agrees(peer, "in this producer", f"in producer {info['producer_id']}")
 
@@ -183,15 +182,15 @@ class Producer(OneProcess):
             group: an Atropos ScoredDataGroup, a mapping from column to rows, or a pyarrow.RecordBatch. Rows
                 are lists, 1-D arrays, CPU tensors, or (flat array, lengths); columns with one number per row
                 are sequences or arrays. Copied before this returns. A tuple of a 1-D array and whole numbers
-                is always (flat array, lengths), also `(np.array([1, 2, 3]), np.array([1, 2]))`: rows [1] and
+                is always (flat array, lengths): `(np.array([1, 2, 3]), np.array([1, 2]))` is the rows [1] and
                 [2, 3]. Give two rows as a list.
-            group_id: which group; default is one of its own.
+            group_id: id of the group; default: a new one.
             group_size: rows of the whole group, when this is only a part of it; default: the rows given.
             policy_version: version when generation began, or (oldest, newest); default
                 `producer.policy_version`.
             split: "train" or "eval".
             timeout_s: seconds.
-            foreign: carry what Atropos accepts: unequal rows (flagged) and unknown keys (in `extra`).
+            foreign: accept whatever Atropos accepts: unequal rows (flagged) and unknown keys (in `extra`).
 
         Returns:
             The sequence, counting from 0 per producer; None if it was dropped under "drop" (counted).
@@ -201,7 +200,8 @@ class Producer(OneProcess):
                 nothing was committed.
         """
         if group_size is None and split == "train" and not (foreign or self._closed):
-            # before: an interrupt may hide that it was put, and no two groups get one id
+            # Increment first: after an interrupt the record may be committed, and no two groups may share an
+            # id.
             self._groups_put += 1
             sequence: int | None = self._fast_put.put(group, group_id, self._groups_put - 1, policy_version)
             if sequence is not None:
@@ -219,9 +219,9 @@ class Producer(OneProcess):
     def put_many(
         self, groups: Iterable["Mapping[str, Any] | pa.RecordBatch"], **options: Any
     ) -> list[int | None]:
-        """`put` for each of the groups, in order; options as there.
+        """Calls `put` for each of the groups, in order, with the same options.
 
-        What was committed before an error stays committed.
+        Records committed before an error stay committed.
         """
         return [self.put(group, **options) for group in groups]
 
@@ -236,11 +236,11 @@ class Producer(OneProcess):
         timeout_s: float | None = None,
         foreign: bool = False,
     ) -> int | None:
-        """`put` that never blocks the event loop; arguments, result and errors as there.
+        """`put` that never blocks the event loop; same arguments, result and errors.
 
-        Once called, the group is committed or counted as dropped, also if the awaiting task is cancelled; it
-        must not be changed meanwhile. Groups are committed in the order of the calls, but for those that
-        still wait when their event loop is closed: close() commits or counts them.
+        The group is committed or counted as dropped even if the awaiting task is cancelled; do not change it
+        until then. Groups are committed in the order of the calls, except those that still wait when their
+        event loop is closed: close() commits or counts them.
         """
         check_timeout(timeout_s)
         plan = self._measure(group, group_id, group_size, policy_version, split, foreign)
@@ -260,10 +260,10 @@ class Producer(OneProcess):
     def _forget(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # the caller may have been cancelled: it is counted, not "never retrieved"
+            task.exception()  # retrieves the error of a cancelled caller, so that asyncio does not log it
 
     async def _put_later(self, plan: Plan, timeout_s: float | None) -> int | None:
-        """Waits its turn and for room, in a thread; commits, or counts why not."""
+        """Waits for its turn and for room, in a thread; commits, or counts the drop with its reason."""
         loop = asyncio.get_running_loop()
         if self._turn is None or self._turn[0] is not loop:
             self._turn = loop, asyncio.Lock()
@@ -287,7 +287,7 @@ class Producer(OneProcess):
                 self._drop(plan, reason)
             with suppress(ValueError):
                 self._waiting.remove(plan)
-        if plan.sequence is None:  # close() was faster and had no room
+        if plan.sequence is None:  # close() came first and had no room
             raise Closed(
                 f"producer {self.producer_id} was closed while this group waited for room: it is counted in "
                 "dropped_total"
@@ -305,13 +305,13 @@ class Producer(OneProcess):
         split: Split = "train",
         timeout_s: float | None = None,
     ) -> Slot:
-        """Reserves room in the lane to be written in place:
+        """Reserves room in the lane for a record that the caller writes in place:
         `with producer.claim(...) as slot: slot["tokens"][:] = ...`.
 
-        Blocks like `put`. Committed when the block ends, given back if it raises; one open claim per
-        producer. The memory is not zeroed: it holds what earlier records left there. Write every value of
-        every claimed column; a column that the block never asked for (`slot[name]`) is InvalidRecord at its
-        end, but values that were left out of a view cannot be told from written ones.
+        Blocks like `put`. Committed when the block ends, aborted if it raises; one open claim per
+        producer. The memory is not zeroed: it holds the bytes of earlier records. Write every value of
+        every claimed column. A column that the block never asked for (`slot[name]`) raises InvalidRecord at
+        the end; unwritten values inside a view cannot be detected.
 
         Args:
             rows: rows of the record.
@@ -332,7 +332,7 @@ class Producer(OneProcess):
             if not begin() and not self._wait_for(begin, plan, timeout_s):
                 raise self._lane_full(plan, 0.0)
             return slot
-        except ClaimLost:  # between two looks another thread's claim was opened, or this producer closed
+        except ClaimLost:  # between two checks another thread opened a claim, or this producer was closed
             self._held_back()
             raise
         except BaseException:
@@ -340,16 +340,16 @@ class Producer(OneProcess):
             raise
 
     def begin_group(self, timeout_s: float | None = None) -> Ticket:
-        """A ticket for one group, once the consumer has room for it:
+        """Returns a ticket for one group, once the consumer has room for it:
         `with producer.begin_group() as ticket: ...`.
 
         Blocks until then, also while there is no consumer or the bridge is paused, at most `timeout_s` (None:
-        for ever). A consumer without max_off_policy_steps always has room. Ends with the `with` block, in
-        which the group is generated and put.
+        for ever). A consumer without max_off_policy_steps always has room. Generate and put the group inside
+        the `with` block; its end ends the ticket.
 
         Raises:
-            NotAdmitted: as many groups as may be were under way all the time. NoConsumer: nobody answered, or
-                can any more.
+            NotAdmitted: the most groups allowed were under way all the time. NoConsumer: no consumer
+                answered, or none can any more.
             RequestRefused: the consumer does not read this lane. LaneQuarantined, BridgeDraining, Closed.
             ClaimOpen: another thread or task is asking.
         """
@@ -389,7 +389,7 @@ class Producer(OneProcess):
         published = self._control.policy_version
         stamp = checked_stamp(own if group_id is None else group_id, group_size, version, published, split)
         newest = version[1] if isinstance(version, tuple) else version
-        # counted, not refused: an engine may have it a moment before it is published
+        # Counted, not refused: an engine may have a version a moment before it is published.
         if newest is not None and newest > published:
             self._fast_put.ahead += 1
             if self._fast_put.ahead == 1:
@@ -397,7 +397,7 @@ class Producer(OneProcess):
         return stamp
 
     def _held_back(self) -> bool:
-        """Whether the bridge is paused; raises what hinders a claim and will not pass by itself."""
+        """Returns whether the bridge is paused; raises for a lasting obstacle to a claim."""
         return (self._closed or self._writer.hindered) and self._is_paused()
 
     def _is_paused(self) -> bool:
@@ -423,14 +423,13 @@ class Producer(OneProcess):
                     self._planner.fragments.note(plan)
                 return placed
             except LossyMasks:
-                # rare masks, neither -100 nor the token: `masks` becomes a column of its own, and there must
-                # be room for it
+                # Rare masks, neither -100 nor the token: `masks` becomes a separate column, which needs room.
                 self._unfold(plan)
             except BadValue as bad:
                 self._drop(plan, Drop.INVALID)
                 raise self._planner.refusal(bad, plan.source and plan.source[0]) from None
             except ClaimLost:
-                # a handler closed this producer meanwhile, or has a claim open: the next look says which
+                # A signal handler closed this producer, or has a claim open: _held_back raises for either.
                 continue
         return False
 
@@ -442,7 +441,7 @@ class Producer(OneProcess):
             raise
 
     def _wait_for(self, attempt: Callable[[], bool], plan: Plan, timeout_s: float | None) -> bool:
-        """Attempts until it succeeds, waiting as `on_full` says; False if the record was dropped and
+        """Retries until it succeeds, waiting as `on_full` says; returns False if the record was dropped and
         counted.
         """
         if self.on_full == "drop":
@@ -459,10 +458,10 @@ class Producer(OneProcess):
         raise self._lane_full(plan, time.monotonic() - began)
 
     def _sleep(self, left_s: float) -> None:
-        """Sleeps until something may have changed; in any thread."""
+        """Sleeps until something may have changed; any thread."""
         if self._closed:
             return
-        # put while a put_async sleeps: space_waiting has one owner
+        # A put during a put_async's sleep: only one thread may own space_waiting.
         if not self._one_sleeper.acquire(blocking=False):
             time.sleep(min(left_s, 0.005))
             return
@@ -470,14 +469,14 @@ class Producer(OneProcess):
             self._writer.count_wait(self._writer.wait_space(int(min(left_s, LOOK_S) * 1e9)))
         finally:
             self._one_sleeper.release()
-        if self._control.paused:  # room is not what we wait for
+        if self._control.paused:  # room does not end a pause: sleep for it
             time.sleep(min(left_s, 0.02))
 
     def _lane_full(self, plan: Plan, waited_s: float) -> LaneFull:
         return refusals.lane_full(self.producer_id, self._control, self._writer, plan.extent_bytes, waited_s)
 
     def _publish(self, slot: Slot) -> None:
-        """What the caller wrote into an open claim is checked and published."""
+        """Checks and publishes the values that the caller wrote into an open claim."""
         self._check_open()
         if (name := slot.unused) is not None and slot.is_open:
             self._drop(slot.plan, Drop.INVALID)
@@ -500,7 +499,8 @@ class Producer(OneProcess):
             ) from None
 
     def _drop(self, plan: Plan, reason: Drop) -> None:
-        done, plan.done = plan.done, True  # at once: a handler that closes drops what waits, too
+        # set first: a signal handler that closes drops the waiting plans too
+        done, plan.done = plan.done, True
         if not done:
             self._writer.count_drop(reason)
 
@@ -509,10 +509,10 @@ class Producer(OneProcess):
 
     @property
     def producer_id(self) -> str:
-        """The id that its records carry: what was given, and 16 hexadecimal digits of this incarnation, which
-        no other ever has.
+        """The id in this producer's records: the given prefix and 16 hexadecimal digits, unique to this
+        incarnation.
 
-        `(meta.producer_id, meta.sequence)` names a record for ever. Never blocks; any thread.
+        `(meta.producer_id, meta.sequence)` identifies a record for ever. Never blocks; any thread.
         """
         return self._producer_id
 
@@ -535,7 +535,7 @@ class Producer(OneProcess):
     def removed(self) -> bool:
         """Whether its lane or the control segment was removed by force: no later consumer will find either.
 
-        Two stats; any thread.
+        Two stat calls; any thread.
         """
         return not self._closed and self._names.removed
 
@@ -572,20 +572,21 @@ class Producer(OneProcess):
         Idempotent; does nothing in a child of fork.
 
         Args:
-            drain: wait until the consumer has released everything first, at most `timeout_s` (None: for
+            drain: first wait until the consumer has released everything, at most `timeout_s` (None: for
                 ever), then LaneFull.
             timeout_s: seconds.
         """
         if self._closed or self._lane.forked:
             return
-        self._writer.abort()  # a claim that is open now has been given up
+        self._writer.abort()  # an open claim is given up
         self._settle_waiting()
         began = time.monotonic()
         try:
-            # first: the consumer may wait for groups that they keep from beginning, and release nothing
+            # End tickets first: the consumer may wait for groups that our tickets block, and so release
+            # nothing.
             self._tickets.end()
             while drain and self._writer.outstanding:
-                self._writer.reclaim()  # what was released must not wake us again
+                self._writer.reclaim()  # a release already seen must not wake us again
                 self._names.check_reachable()
                 left = _left(began, timeout_s)
                 if left <= 0:
@@ -599,7 +600,7 @@ class Producer(OneProcess):
             self._leave()
 
     def _settle_waiting(self) -> None:
-        """What put_async has taken over and not yet placed: committed if there is room now, else counted."""
+        """Commits the plans that put_async has not yet placed, if there is room now; else counts them."""
         for plan in self._waiting:
             with suppress(ShmBridgeError):
                 if not plan.done:
@@ -609,11 +610,12 @@ class Producer(OneProcess):
 
     def _leave(self) -> None:
         self._names.say_what_is_left()
-        # before: whoever asks looks only at them, also if an interrupt ended close() above
+        # Before _closed is set, in case an interrupt ended close() above: a thread in begin_group checks only
+        # the tickets.
         self._tickets.end()
         self._closed = True
         self._sleeper.end()
-        self._writer.ring()  # whoever closes may be an event loop
+        self._writer.ring()  # the closing thread may be an event loop's
         self._sleeper.stop()
         self._no_exit_call()
         locks.unlock(self._lane.fd, LockByte.PRODUCER)

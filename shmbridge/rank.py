@@ -1,8 +1,7 @@
 """A learner rank: reads its share of every batch in place, in the lanes themselves.
 
-Knows manifests, and which hub's memory it may still hold; who gets what is the hub's business
-(ranks/server.py). Writes to no lane. Why nothing changes under its eyes, also when the hub dies, is in
-docs/adr/0002-ranks.md.
+The hub assigns the shares (ranks/server.py). A rank writes to no lane. Why its memory does not change while
+it reads, even when the hub dies: docs/adr/0002-ranks.md.
 """
 
 import functools
@@ -49,7 +48,7 @@ class Rank(OneProcess):
     Args:
         bridge: name of the bridge.
         rank: 0 to world_size - 1, as in torch.distributed.
-        world_size: as the hub was told.
+        world_size: as in the hub's serve_ranks.
 
     Raises:
         RankTaken: a living process is this rank already.
@@ -64,7 +63,7 @@ class Rank(OneProcess):
         rank = check_count(f"world_size={world_size}, rank", rank, 0, world_size - 1)
         self.bridge, self.rank, self.world_size = check_bridge_name(bridge), rank, world_size
         self._control_words: header.Control | None = membership.open_control(bridge)
-        # no word names its holder
+        # No shared word names the lock's holder.
         if not locks.lock_after(lambda: 0, self._control.mapping.fd, LockByte.FIRST_RANK + rank):
             membership.leave(self._control.mapping.fd, bridge)
             raise RankTaken(
@@ -80,11 +79,11 @@ class Rank(OneProcess):
         except BaseException:
             membership.leave(self._control.mapping.fd, bridge)
             raise
-        self._member = time.monotonic_ns()  # under the lock: later than any predecessor's
+        self._member = time.monotonic_ns()  # taken under the lock: larger than any predecessor's
         self._epoch = 0
         self._after = -1
-        self._open: list[_Held] = []  # shares that were looked at, and that the hub was not told of
-        self._epochs: set[int] = set()  # whose lock is held
+        self._open: list[_Held] = []  # shares read, whose end was not reported to the hub
+        self._epochs: set[int] = set()  # epochs whose lock is held
         self._lanes: dict[str, RankReader] = {}
         self._drops, self._drops_heeded = Drops(), 0
         self._totals = dict.fromkeys(
@@ -111,25 +110,25 @@ class Rank(OneProcess):
         hold: Hold = "step",
         whole_rows: bool = False,
     ) -> Iterator[Batch]:
-        """This rank's part of batch after batch, as Consumer.batches would give it, until the bridge is
+        """Yields this rank's share of every batch, in the form of Consumer.batches, until the bridge is
         drained.
 
-        Blocks in `next` until there is a share, at most `timeout_s` seconds. `batch.manifest` says what the
-        whole batch has.
+        Blocks in `next` until there is a share, at most `timeout_s` seconds. `batch.manifest` describes the
+        whole batch.
 
         Args:
             layout: "packed" (N,) or "padded" (B, T).
             timeout_s: for each batch; None: for ever, also while there is no hub.
-            hold: "step" keeps the share until the next iteration, so that a rank which dies meanwhile gets it
-                again; "caller" until batch.release() only, which needs a hub with prefetch for as many;
-                "gather" is done with it once gathered: at most once, unless the hub dies before it has heard.
-                A `break` releases nothing: leave the loop by `with batch:`.
-            whole_rows: `loss_mask` is 1 in the rows that have neither a mask nor `prompt_length`, and not 0.
+            hold: "step" keeps the share until the next iteration, so that the successor of a rank that dies
+                gets it again; "caller" until batch.release() only, which needs a hub with prefetch for as
+                many; "gather" reports it done once gathered: at most once, unless the hub dies before it is
+                told. A `break` releases nothing: leave the loop by `with batch:`.
+            whole_rows: `loss_mask` is 1, not 0, in the rows that have neither a mask nor `prompt_length`.
 
         Raises:
             ConsumerEmpty: no share came in time. NoConsumer: there was no hub. Closed.
             RequestRefused: the hub serves another world_size, or forms no more batches; it says why.
-            ValueError: layout or hold is none of those; at once.
+            ValueError: layout or hold has an unknown value; raised at once.
         """
         check_choice("layout", layout, ("padded", "packed"))
         check_choice("hold", hold, ("step", "gather", "caller"))
@@ -147,16 +146,17 @@ class Rank(OneProcess):
             if hold == "gather":
                 share.release()
                 self.report_done()
-            share.hand_out()  # not before: lost before that, it is gathered again
+            share.hand_out()  # only now: if the batch is lost before, it is gathered again
             yield batch
             if hold != "caller":
                 batch.release()
                 share.release()
 
     def gather(self, share: RankShare, layout: Layout = "packed") -> Batch | None:
-        """A batch of what can be read of a share, with its manifest; None if that is nothing. Never blocks.
+        """Returns a batch of the readable groups of a share, with its manifest; None if none is readable.
+        Never blocks.
 
-        The share ends with the batch's release. What cannot be read is released, counted and logged.
+        The share ends with the batch's release. Unreadable groups are released, counted and logged.
         """
         batch = self._gather(share, layout)
         share.hand_out()
@@ -175,7 +175,7 @@ class Rank(OneProcess):
             raise
         except Exception:
             search = functools.partial(own_look, unreadable, share.groups, layout)
-            found = in_another_thread(search)  # where no signal's handler raises
+            found = in_another_thread(search)  # in a thread where no signal handler raises
             wrong = {id(group): why for group, why in found}
             for group in [group for group in share.groups if id(group) in wrong]:
                 log.error(
@@ -191,9 +191,9 @@ class Rank(OneProcess):
             return own_look(Batch, share.groups, layout) if share.groups else None
 
     def next_share(self, timeout_s: float | None = None) -> RankShare | None:
-        """The next share, its records held in place; None once the bridge is drained.
+        """Returns the next share, its records held in place; None once the bridge is drained.
 
-        Blocks, tells the hub what is done with first.
+        Blocks. First reports finished shares to the hub.
 
         Raises: as batches.
         """
@@ -220,10 +220,10 @@ class Rank(OneProcess):
             self._wait_s += time.monotonic() - began
 
     def take_back_dropped(self) -> int:
-        """Has next_share hand out again what was read and then dropped without release, its records
-        `redelivered`; how many shares.
+        """Makes next_share hand out again, as `redelivered`, shares that were read and dropped without
+        release; returns how many.
 
-        Never blocks; the rank's thread. Without it, such a share goes to this rank's successor.
+        Never blocks; for the rank's thread. Without this call such a share goes to this rank's successor.
         """
         dropped = 0
         for _, held in self._open:
@@ -236,13 +236,13 @@ class Rank(OneProcess):
         return dropped
 
     def _lost_share(self) -> RankShare | None:
-        """A share whose leases are all gone, some without release, that nobody had looked at: once more."""
+        """Returns again an unread share whose leases are all gone, some without release."""
         drops = self._drops
         for call, looked_at in drops.take_unsaid():
             say_lost(f"rank {self.rank} of bridge {self.bridge!r}", call, looked_at)
         if self._drops_heeded == (now := drops.returned + drops.dropped):
             return None
-        in_part = False  # the rest of it goes without a drop that could be counted
+        in_part = False  # the rest of it is dropped without a countable drop
         for number, (manifest, held) in enumerate(self._open):
             lost = lost_of(held)
             if False not in lost or True in lost or manifest.epoch != self._epoch:
@@ -255,7 +255,7 @@ class Rank(OneProcess):
         return None
 
     def _look_again(self, number: int, manifest: "Manifest", held: Looks) -> RankShare:
-        """What is not released of an open share, its leases again."""
+        """Leases the un-released records of an open share again."""
         groups, kept = [], []
         looks = iter(held)
         for places in manifest.groups:
@@ -269,16 +269,16 @@ class Rank(OneProcess):
                     group.append(record)
             if group.records:
                 groups.append(group)
-        self._open[number] = (manifest, kept)  # first: what is lost from here on is known to be open
+        self._open[number] = (manifest, kept)  # first: a record lost from here on is known to be open
         for reader, look in held:
             reader.forget(look)
         return RankShare(manifest, groups)
 
     def report_done(self) -> None:
-        """Tells the hub which shares nobody looks at any more. next_share does so by itself; a rank with a
-        long step may call it before.
+        """Reports to the hub the shares that are no longer read. next_share does so itself; call it during a
+        long step.
 
-        Blocks for an answer, at most a second; what could not be told is told next time.
+        Blocks for an answer, at most a second; unreported shares are reported next time.
         """
         ended = [
             (manifest, held)
@@ -299,9 +299,7 @@ class Rank(OneProcess):
         self._let_go()
 
     def _let_go(self) -> None:
-        """Gives back what nothing held here needs: locks of earlier epochs, and lanes of dead producers,
-        whose memory can go.
-        """
+        """Frees locks of earlier epochs and lanes of dead producers that no held record needs."""
         for epoch in self._epochs - {self._epoch, *(manifest.epoch for manifest, _ in self._open)}:
             membership.leave_epoch(self._control, epoch)
             self._epochs.discard(epoch)
@@ -310,9 +308,9 @@ class Rank(OneProcess):
                 del self._lanes[name]
 
     def _join(self) -> bool:
-        """Takes part in the present hub's epoch, if it is alive.
+        """Joins the present hub's epoch, if the hub is alive.
 
-        What is still held of an earlier one keeps that one's lock.
+        Records still held from an earlier epoch keep that epoch's lock.
         """
         control = self._control
         if self._epoch != control.hub_epoch:
@@ -323,9 +321,9 @@ class Rank(OneProcess):
         return self._epoch > 0 and locks.is_locked(control.mapping.fd, LockByte.HUB)
 
     def _is_finished(self) -> bool:
-        """Whether the hub that is gone had drained the bridge and seen every rank done.
+        """Returns whether the hub that is gone had drained the bridge with every rank done.
 
-        The next hub unsays it with its epoch.
+        The next hub clears that with its epoch.
         """
         return self._epoch > 0 and self._control.finished and self._control.hub_epoch == self._epoch
 
@@ -335,7 +333,7 @@ class Rank(OneProcess):
         return answer if isinstance(answer, messages.Manifest | messages.NoMoreShares) else None
 
     def _request(self, request: messages.Request, timeout_s: float) -> messages.Answer | None:
-        """The hub's answer; None if there is none in time, or none yet from this hub."""
+        """Returns the hub's answer; None if there is none in time, or none yet from this hub."""
         from shmbridge.control.client import RequestRefused
 
         try:
@@ -349,8 +347,8 @@ class Rank(OneProcess):
             raise
 
     def _look(self, manifest: "Manifest") -> RankShare | None:
-        """Opens what a manifest names; None if it is of a hub that is gone: the present one hands it out
-        again.
+        """Opens the records of a manifest; None if it is from a hub that is gone: the present hub hands them
+        out again.
         """
         if manifest.epoch != self._epoch or self._control.hub_epoch != self._epoch:
             self._totals["outdated"] += 1
@@ -365,7 +363,7 @@ class Rank(OneProcess):
                 group.append(record)
             groups.append(group)
         share = RankShare(manifest, groups)
-        # both or none: whoever fails before gets it again
+        # Both or none: on a failure before, the share comes again.
         self._open, self._after = [*self._open, (manifest, held)], manifest.number
         header.fault(b"rank.holding")
         self._totals["shares"] += 1
@@ -436,8 +434,8 @@ class Rank(OneProcess):
     def close(self) -> None:
         """Leaves; blocks for the hub's answer, at most a second.
 
-        What it had not finished goes to its successor; live views stay valid, and keep its number, until the
-        last is gone.
+        Unfinished shares go to the successor; live views stay valid, and keep this rank's number taken, until
+        the last is gone.
 
         Idempotent; does nothing in a child of fork.
         """

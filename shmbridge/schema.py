@@ -1,8 +1,7 @@
-"""The columns of a trajectory: their types, what they mean, and how Arrow schemas map to the column table of
-a lane.
+"""The columns of a trajectory: their types and meaning, and how Arrow schemas map to the column table of a
+lane.
 
-Knows types only: no bytes of records, no segments. pyarrow is imported only when somebody asks for a
-pyarrow.Schema.
+pyarrow is imported only when a pyarrow.Schema is asked for.
 """
 
 import struct
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Kind(IntEnum):
-    """How a column lies in a lane; the KIND_ constants of `_ext/c/layout.h`."""
+    """The form of a column in a lane; the KIND_ constants of `_ext/c/layout.h`."""
 
     SCALAR = 0
     LIST = 1
@@ -32,7 +31,7 @@ class Kind(IntEnum):
 
 
 class Tag(IntEnum):
-    """What stands in a whole column; the TAG_ constants of `_ext/c/layout.h`."""
+    """The content of a whole column; the TAG_ constants of `_ext/c/layout.h`."""
 
     VALUES = 0
     NULL = 1
@@ -56,13 +55,13 @@ DTYPES: tuple[str, ...] = (
     "bool",
 )
 
-# Python values that Atropos sends as they are; carried as JSON text.
+# Python values that Atropos sends unchanged; carried as JSON text.
 JSON_COLUMNS = frozenset({"messages", "overrides", "group_overrides", "generation_params", "images", "extra"})
 
 # Index in this tuple = code in the column `finish_reason`. Never reordered.
 FINISH_REASONS: tuple[str, ...] = ("stop", "length", "abort", "error")
 
-# What `put` also takes a column under: Atropos' names.
+# Other names under which `put` takes a column: Atropos' names.
 ALIASES = {"scores": "score", "rewards": "token_rewards"}
 
 _PER_RECORD, _TEXT = 1, 2
@@ -71,7 +70,7 @@ _DEFINITION = struct.Struct("<56sBBBBI")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its name, kind and dtype, and what `put` checks of it."""
+    """One column: its name, kind and dtype, and the checks of `put`."""
 
     name: str
     kind: Kind
@@ -94,14 +93,14 @@ class Column:
         }[self.kind]
 
     def encode(self) -> bytes:
-        """The `column_def` of layout.h."""
+        """Returns the `column_def` of layout.h."""
         flags = _PER_RECORD * self.per_record | _TEXT * self.text
         code = DTYPES.index(self.dtype.name)
         return _DEFINITION.pack(self.name.encode(), self.kind, code, self.dtype.itemsize, flags, 0)
 
     @classmethod
     def decode(cls, raw: bytes) -> "Column":
-        """A column from its `column_def`; what only this side knows of a standard column is added from the
+        """Returns a column from its `column_def`; facts of a standard column that it lacks come from the
         standard.
         """
         name, kind, code, item_bytes, flags, _ = _DEFINITION.unpack(raw)
@@ -123,13 +122,13 @@ class Column:
         return standard if standard is not None and standard.same_type(column) else column
 
     def same_type(self, other: "Column") -> bool:
-        """Whether both carry the same bytes for the same value."""
+        """Returns whether both carry the same bytes for the same value."""
         mine = (self.kind, self.dtype, self.text, self.per_record)
         return mine == (other.kind, other.dtype, other.text, other.per_record)
 
 
 class Columns(Mapping[str, Column]):
-    """The ordered column table of a lane or a consumer; a column's number is its place here."""
+    """The ordered column table of a lane or a consumer; a column's number is its index here."""
 
     def __init__(self, columns: Iterable[Column]) -> None:
         self._by_name = {column.name: column for column in columns}
@@ -147,7 +146,7 @@ class Columns(Mapping[str, Column]):
 
     @cached_property
     def forms(self) -> dict[str, Form]:
-        """What packing needs to know of each column, by name."""
+        """The facts that packing needs of each column, by name."""
         return {
             column.name: Form(
                 column.name,
@@ -162,13 +161,13 @@ class Columns(Mapping[str, Column]):
         }
 
     def encode(self) -> bytes:
-        """The column table as it stands in a segment."""
+        """Returns the column table in the form of a segment."""
         return b"".join(column.encode() for column in self.order)
 
     @classmethod
     def decode(cls, raw: bytes) -> "Columns":
-        """The table of a segment; raises SchemaMismatch if it names types this build does not know, or a
-        column twice.
+        """Returns the table of a segment. Raises SchemaMismatch if it names types this build does not know,
+        or a column twice.
         """
         columns = [
             Column.decode(raw[at : at + _DEFINITION.size]) for at in range(0, len(raw), _DEFINITION.size)
@@ -182,7 +181,7 @@ class Columns(Mapping[str, Column]):
         return table
 
     def check_standard(self) -> None:
-        """Raises SchemaMismatch for a table that no producer of this build writes: without tokens, or a
+        """Raises SchemaMismatch for a table that no producer of this build writes: without tokens, or with a
         standard column of another type.
         """
         if "tokens" not in self:
@@ -250,12 +249,12 @@ STANDARD: dict[str, Column] = {column.name: column for column in _columns()}
 
 
 def standard_columns() -> Columns:
-    """The columns of `shmbridge.TRAJECTORY_SCHEMA`."""
+    """Returns the columns of `shmbridge.TRAJECTORY_SCHEMA`."""
     return Columns(STANDARD.values())
 
 
 def columns_of(schema: "pa.Schema | None") -> Columns:
-    """The standard columns, extended (or confirmed) by a user's Arrow schema.
+    """Returns the standard columns, extended (or confirmed) by a user's Arrow schema.
 
     Raises SchemaMismatch for types no lane carries.
     """
@@ -329,7 +328,7 @@ def _says_per_record(field: "pa.Field") -> bool:
 
 @cache
 def arrow_type(column: Column) -> "pa.DataType":
-    """The Arrow type of a column."""
+    """Returns the Arrow type of a column."""
     import pyarrow as pa
 
     if column.kind is Kind.BYTES:
@@ -343,7 +342,7 @@ def arrow_type(column: Column) -> "pa.DataType":
 
 
 def arrow_field(column: Column) -> "pa.Field":
-    """The Arrow field of a column; one value per record is said in the metadata."""
+    """Returns the Arrow field of a column; its metadata marks one value per record."""
     import pyarrow as pa
 
     return pa.field(
@@ -353,7 +352,7 @@ def arrow_field(column: Column) -> "pa.Field":
 
 @cache
 def trajectory_schema() -> "pa.Schema":
-    """`shmbridge.TRAJECTORY_SCHEMA`."""
+    """Returns `shmbridge.TRAJECTORY_SCHEMA`."""
     import pyarrow as pa
 
     return pa.schema([arrow_field(column) for column in STANDARD.values()])

@@ -1,9 +1,6 @@
-"""How large things have to be: a record of a given shape, a lane for a batch, the mount for all lanes.
+"""Sizes: a record of a given shape, a lane for a batch, the mount for all lanes. Arithmetic only.
 
-Arithmetic only.
-
-Knows the record layout of `_ext/c/layout.h` and how many records a batch holds at a time; touches no memory.
-The same in words: docs/reference/sizing.md.
+Follows the record layout of `_ext/c/layout.h`. The same in words: docs/reference/sizing.md.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,8 +23,8 @@ Shape = int | tuple[int, int]
 
 
 def slots_of(lane_bytes: int) -> int:
-    """Most records that a lane of this size holds at a time: a power of two, one per 8 KiB, from 64 to
-    8192.
+    """Returns the most records that a lane of this size holds at a time: a power of two, one per 8 KiB, from
+    64 to 8192.
     """
     return max(
         _FEWEST_SLOTS, min(MOST_RECORDS, 1 << max((lane_bytes >> _BYTES_PER_SLOT_SHIFT).bit_length() - 1, 0))
@@ -42,14 +39,14 @@ def record_bytes(
     table: Columns | None = None,
     group_id_bytes: int = _LINE,
 ) -> int:
-    """Bytes that one record takes in a lane, exactly as the packer lays it out if a row of it carries checks;
-    else a few lines less.
+    """Returns the bytes of one record in a lane, exactly as packed if a row of it carries checks; without
+    checks a record takes a few lines less.
 
     Args:
         tokens: tokens of each row, or a list with one number per row.
         rows: rows, where `tokens` is one number.
-        columns: names of the columns that are there. As a mapping, it also says how many values a row has
-            where that is not the number of tokens: bytes of a text, (lists in a row, values in a list),
+        columns: names of the record's columns. A mapping also gives the values per row where that is not the
+            number of tokens: bytes of a text, (lists in a row, values in a list),
             (pairs in a row, bytes of a key); None for "as many as tokens".
         table: columns beyond the standard ones, as `schema.columns_of` gives them.
         group_id_bytes: length of the group id; ids of up to 64 bytes cost the same.
@@ -62,7 +59,7 @@ def record_bytes(
 
 
 def _column_lines(column: Column, lengths: list[int], shape: Shape | None) -> int:
-    """Lines of one column: its lengths, its inner lengths, its values, its keys."""
+    """Returns the lines of one column: its lengths, its inner lengths, its values, its keys."""
     item, rows = column.dtype.itemsize, 1 if column.per_record else len(lengths)
     if column.kind is Kind.SCALAR:
         return _lines(item * rows)
@@ -106,9 +103,10 @@ def _lines(size: int) -> int:
 def records_held(
     groups: int, producers: int = 1, *, prefetch: int = 1, hold: str = "step", records_per_group: int = 1
 ) -> int:
-    """Records of one lane that are un-released at a time, when every producer brings its share of each batch.
+    """Returns the records of one lane that are un-released at a time, if every producer brings its share of
+    each batch.
 
-    Under hold="step" that is the batch of the step under way and `prefetch` batches gathered ahead; under
+    Under hold="step" those of the current step's batch and of `prefetch` batches gathered ahead; under
     "gather" only the latter.
     """
     if hold not in ("step", "gather") or min(groups, producers, records_per_group) < 1 or prefetch < 0:
@@ -130,8 +128,8 @@ def lane_bytes_for(
     records_per_group: int = 1,
     same_size: bool = False,
 ) -> int:
-    """The least `lane_bytes` in which such batches are always filled, and a producer still writes while they
-    are held.
+    """Returns the least `lane_bytes` with which such batches are always filled, and a producer can still
+    write while they are held.
 
     Args:
         record: bytes of the largest record; see `record_bytes`.
@@ -139,8 +137,8 @@ def lane_bytes_for(
         producers: producers that live at the same time and bring about as much each.
         prefetch, hold: as given to `Consumer.batches`.
         records_per_group: more than 1 where groups are put in fragments.
-        same_size: all records are as large as the largest. Otherwise gaps between records of other sizes are
-            allowed for.
+        same_size: all records are as large as the largest. Otherwise the result includes gaps between records
+            of other sizes.
 
     Raises:
         ValueError: one lane would have to hold more records than a lane can.
@@ -150,8 +148,8 @@ def lane_bytes_for(
 
 
 def lane_bytes_holding(held: int, record: int, *, same_size: bool = False) -> int:
-    """The least `lane_bytes` that always has room for one more record of `record` bytes beside `held` of at
-    most that size.
+    """Returns the least `lane_bytes` that always has room for one more record of `record` bytes beside `held`
+    of at most that size.
 
     `held` records leave up to `held` + 1 gaps, each of which may be a line too small; records of one size
     leave none. Raises ValueError if no lane holds so many.
@@ -175,27 +173,27 @@ def lane_bytes_holding(held: int, record: int, *, same_size: bool = False) -> in
 
 
 def segment_bytes(lane_bytes: int) -> int:
-    """Bytes of the shm mount that one lane takes: its data area, 20 KiB, and 140 bytes per slot, in whole
-    pages.
+    """Returns the bytes of the shm mount that one lane takes: its data area, 20 KiB, and 140 bytes per slot,
+    in whole pages.
     """
     size: int = header.lane_geometry(lane_bytes, slots_of(lane_bytes))[-1]
     return size
 
 
 def mount_bytes_for(lane_bytes: int, producers: int, *, weights_bytes: int = 0) -> int:
-    """Bytes of the shm mount that a bridge takes: a lane per producer, the control segment, two versions of
-    the weights.
+    """Returns the bytes of the shm mount that a bridge takes: a lane per producer, the control segment, two
+    versions of the weights.
     """
     return producers * segment_bytes(lane_bytes) + header.control_bytes + 2 * weights_bytes
 
 
 def as_option(size: int) -> str:
-    """A size as one writes it: `12M`, `192K`. Rounds up to whole KiB."""
+    """Returns a size in the form of an option: `12M`, `192K`. Rounds up to whole KiB."""
     return f"{size >> 20}M" if size % (1 << 20) == 0 else f"{-(-size >> 10)}K"
 
 
 def what_to_raise(held: int, largest: int, same_size: bool) -> str:
-    """What to do, in words, where each lane has to hold so many records of at most `largest` bytes, and room
+    """Returns advice, in words, if each lane must hold `held` records of at most `largest` bytes, and room
     for one more.
     """
     try:

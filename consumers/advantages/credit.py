@@ -1,9 +1,10 @@
-"""Who gets what credit: the advantage of each token of a batch, from all that its records carry about it.
+"""Credit assignment: the advantage of each token of a batch, from all rewards in its records.
 
-From the scores first, then mixed with the rewards of steps and of tokens, then what a record itself says of
-its tokens, and last the rows that shall train nothing. A row that lacks one of these falls back to what comes
-before it, and is counted. Pure numpy; the formulas are in `from_scores.py`, `process_rewards.py`,
-`token_rewards.py`, `whole_batch.py` and `overlong.py`. Knows nothing of models. Called by `training_rows.py`.
+Order: advantages from the scores, mixed with step and token rewards, then replaced by a record's own
+advantages, and last set to 0 in silenced rows. A row that lacks one of these keeps the result of the earlier
+stage, and is counted. Pure numpy; the formulas are in `from_scores.py`, `process_rewards.py`,
+`token_rewards.py`,
+`whole_batch.py` and `overlong.py`. Used by `training_rows.py`.
 
 Letters: B rows (trajectories), N tokens of the whole batch.
 """
@@ -43,23 +44,24 @@ class NoAdvantages(Exception):
 
 @dataclass(frozen=True)
 class Credit:
-    """What advantages are made of, and how."""
+    """How advantages are computed."""
 
     estimator: Literal["grpo", "dr_grpo", "rloo", "batch"] = "grpo"  # from the scores
-    use_own: bool = True  # the records' own advantages, where they have them
-    fallback: bool = True  # to the rest of this, where they have none
+    use_own: bool = True  # use the records' own advantages if present
+    fallback: bool = True  # compute advantages for rows without their own
     steps: Literal["off", "to_go", "step"] = "off"  # which step rewards a token gets
-    step_over: Literal["group", "place"] = "group"  # which of them are compared
+    step_over: Literal["group", "place"] = "group"  # which step rewards are normalised together
     step_discount: float = 1.0
-    step_weight: float = 0.5  # of the step rewards beside the outcome
-    token_rewards: Literal["off", "group", "batch"] = "off"  # over what they are normalised
+    step_weight: float = 0.5  # of step rewards; 1 - weight goes to the outcome
+    token_rewards: Literal["off", "group", "batch"] = "off"  # normalised over the group or the batch
     token_discount: float = 1.0
-    token_weight: float = 0.5  # of the token rewards beside all before
-    overlong_length: int | None = None  # tokens of an answer that lose it 1; None: nobody loses anything
-    overlong_buffer: int = 0  # tokens before that, in which the loss grows
-    # all of it once more, over the trained tokens of a rank or of all
+    token_weight: float = 0.5  # of token rewards; 1 - weight goes to the advantages before
+    # tokens; a completion this long loses 1 of its score; None: no penalty
+    overlong_length: int | None = None
+    overlong_buffer: int = 0  # tokens before that over which the penalty grows
+    # normalise the result again over the trained tokens of a rank or of all ranks
     normalise: Literal["none", "batch", "global"] = "none"
-    clip: tuple[float, float] | None = None  # least and greatest advantage
+    clip: tuple[float, float] | None = None  # smallest and largest advantage
 
 
 def credited(
@@ -71,17 +73,17 @@ def credited(
     unscored: Bools | None = None,
     reduce: Reduce = alone,
 ) -> tuple[FloatArray, dict[str, float]]:
-    """Returns the advantage of each token, and what was made of what. Blocks as long as `reduce` does.
+    """Returns the advantage of each token, and metrics on the sources used. Blocks as long as `reduce` does.
 
-    Every rank calls `reduce` as often, whatever its batch holds.
+    Every rank calls `reduce` equally often, whatever its batch contains.
 
     Args:
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
         trained: bool (N,), the trained tokens; the others get 0.
-        credit: what advantages are made of.
-        answers: bool (N,), what the policy wrote, for the length of answers; None: what is trained.
-        unscored: bool (B,), rows whose score counts for nobody; None: none.
-        reduce: takes a float64 array and returns its sum over all ranks; by default there is one rank.
+        credit: how advantages are computed.
+        answers: bool (N,), tokens that the policy wrote, for completion lengths; None: `trained`.
+        unscored: bool (B,), rows whose score is ignored; None: none.
+        reduce: returns the sum of a float64 array over all ranks; by default there is one rank.
 
     Returns:
         float32 (N,), dimensionless, and metrics.
@@ -126,7 +128,7 @@ def credited(
 
 
 def require_advantages(batch: shmbridge.Batch, trained: Bools, credit: Credit) -> None:
-    """Raises `NoAdvantages` if a group needs the fallback that is not allowed; arguments as of `credited`.
+    """Raises `NoAdvantages` if a group needs the fallback that is not allowed; arguments as `credited`.
 
     Never blocks.
     """
@@ -138,9 +140,7 @@ def require_advantages(batch: shmbridge.Batch, trained: Bools, credit: Credit) -
 
 
 def _fallen_back(batch: shmbridge.Batch, trained: Bools, own: Bools, credit: Credit) -> Bools:
-    """Returns bool (B,): rows that want advantages of their own, and have them not at all, or not for all
-    that is trained.
-    """
+    """Returns bool (B,): rows that lack advantages of their own, for some or all trained tokens."""
     without = ~batch.has("advantages")
     if getattr(batch, "advantages_mask", None) is not None:
         row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
@@ -150,10 +150,10 @@ def _fallen_back(batch: shmbridge.Batch, trained: Bools, own: Bools, credit: Cre
 
 
 def _own_tokens(batch: shmbridge.Batch, wanted: bool) -> tuple[Bools, Bools]:
-    """Returns bool (N,): the tokens whose record says their advantage; and bool (B,): rows whose mask of
-    those does not fit.
+    """Returns bool (N,): tokens with an advantage in their record; and bool (B,): rows whose mask of these
+    does not fit.
 
-    Such a row counts as one without a mask: the record speaks of all its tokens.
+    Such a row counts as one without a mask: the record's advantages apply to all its tokens.
     """
     odd = np.zeros(len(batch.meta), bool)
     own: Bools = np.repeat(batch.has("advantages") & wanted, batch.lengths)
@@ -180,7 +180,7 @@ def _no_advantages(batch: shmbridge.Batch, without: Bools) -> NoAdvantages:
 
 
 def _overlong(batch: shmbridge.Batch, answers: Bools, credit: Credit) -> FloatArray:
-    """Returns float32 (B,): what each answer's length does to its score, at most 0."""
+    """Returns float32 (B,): the length penalty of each completion's score, at most 0."""
     if credit.overlong_length is None:
         return np.zeros(len(batch.meta), np.float32)
     lengths = answer_lengths(batch.cu_seqlens, answers)
@@ -205,7 +205,7 @@ def _from_scores(
     advantages = spread_to_tokens(per_row, batch.cu_seqlens, trained)
     if credit.estimator != "batch":
         return advantages
-    # Groups with nothing to say keep their 0, and are no part of the batch's mean and deviation.
+    # Groups without signal keep 0, and are excluded from the batch's mean and deviation.
     speaking = np.bincount(group, weights=per_row != 0)[group] > 0
     return batch_normalised(advantages, trained & np.repeat(speaking & scored, batch.lengths), reduce=reduce)
 
@@ -213,8 +213,8 @@ def _from_scores(
 def _with_steps(
     batch: shmbridge.Batch, outcome: FloatArray, trained: Bools, credit: Credit
 ) -> tuple[FloatArray, Bools, Bools]:
-    """Returns the advantages with the step rewards in them, which rows have steps, and whose steps do not fit
-    the row.
+    """Returns the advantages mixed with step rewards, which rows have steps, and which rows' steps do not
+    fit.
     """
     nobody = np.zeros(len(batch.meta), bool)
     rewards, ends = getattr(batch, "step_rewards", None), getattr(batch, "step_ends", None)
@@ -238,11 +238,11 @@ def _with_steps(
 def _with_token_rewards(
     batch: shmbridge.Batch, before: FloatArray, trained: Bools, credit: Credit, reduce: Reduce
 ) -> tuple[FloatArray, Bools]:
-    """Returns the advantages with the token rewards in them, and which rows have such."""
+    """Returns the advantages mixed with token rewards, and which rows have them."""
     if credit.token_rewards == "off":
         return before, np.zeros(len(batch.meta), bool)
     rewards, has = getattr(batch, "token_rewards", None), batch.has("token_rewards")
-    if rewards is None:  # other ranks may have some, and all call `reduce` as often
+    if rewards is None:  # other ranks may have some, and all must call `reduce` equally often
         rewards = np.zeros(trained.size, np.float32)
     placed = token_reward_advantages(
         rewards,

@@ -1,8 +1,7 @@
 """Advantages of rows over their groups, spread over tokens, with each record's own advantages on top.
 
-Pure numpy over the flat arrays of one packed batch. Knows nothing of torch, of models, of the bridge. Called
-by `training_rows.py`, and by anything else that trains on scores. Rewards of steps and of tokens are in
-`process_rewards.py` and `token_rewards.py`, what spans the whole batch in `whole_batch.py`.
+Pure numpy over the flat arrays of one packed batch. Step and token rewards are in `process_rewards.py` and
+`token_rewards.py`, normalisation over the whole batch in `whole_batch.py`.
 
 Letters: B rows (trajectories), G groups, N tokens of the whole batch.
 """
@@ -31,8 +30,7 @@ def group_normalised(
 
     The standard deviation is the population one, as in the reference trainer of Atropos. A group whose scores
     are all equal, and so a group of one, gets exactly 0. A row that is not usable, or whose score is not
-    finite or beyond 1e37, gets 0 and takes no part in its group's mean and deviation: one broken score must
-    not spoil seven good ones.
+    finite or beyond 1e37, gets 0 and is excluded from its group's mean and deviation.
 
     Args:
         scores: float64 (B,), outcome reward of each row, in the environment's unit.
@@ -68,10 +66,10 @@ def group_advantages(
     scale="std":  (score - mean) / (max(std, floor * |mean|) + eps)
     scale="none":  score - mean
 
-    A group whose scores are all equal, and so a group of one, gets exactly 0. Scores that differ by less than
-    the floor are noise beside their own size, and are not blown up to 1; the price is that a constant added
-    to all scores changes the result where the floor holds. A value that is not usable, not finite, or beyond
-    1e37, gets 0 and takes no part in its group.
+    A group whose scores are all equal, and so a group of one, gets exactly 0. Differences below the floor are
+    noise relative to the scores' size, and are not scaled up to 1. In exchange, adding a constant to all
+    scores changes the result where the floor applies. A value that is not usable, not finite, or beyond 1e37,
+    gets 0 and is excluded from its group.
 
     Args:
         scores: float64 (B,), one value per row, in the environment's unit; or per step, or per token.
@@ -79,7 +77,7 @@ def group_advantages(
         usable: bool (B,), rows that carry a score at all; None means all of them.
         scale: whether to divide by the deviation.
         eps: added to the deviation, in the unit of the scores.
-        floor: least deviation, dimensionless: a share of the group's absolute mean; 0 for none.
+        floor: smallest deviation, dimensionless: a fraction of the group's absolute mean; 0: no floor.
         ddof: 0 for the deviation of the population, 1 for that of a sample, as verl and TRL have it.
 
     Returns:
@@ -108,7 +106,7 @@ def leave_one_out(
 
     That is n / (n - 1) * (score - mean) in a group of n. A group whose scores are all equal gets exactly 0,
     and so does a group of one, which has no others. Rows that are not usable, not finite, or beyond 1e37, get
-    0 and are nobody's other.
+    0 and are excluded from the mean of the others.
 
     Args:
         scores: float64 (B,), outcome reward of each row, in the environment's unit.
@@ -130,7 +128,7 @@ def leave_one_out(
 
 @dataclass(frozen=True)
 class _Groups:
-    """Scores less the mean of their group; what is not counted is 0 here, and stands in no sum."""
+    """Scores minus the mean of their group; excluded scores are 0 and not summed."""
 
     index: npt.NDArray[np.int64]  # (B,)
     centred: npt.NDArray[np.float64]  # (B,)
@@ -158,7 +156,7 @@ class _Groups:
         return cls(group, centred, means, sizes, _equal_scores(score, group, counted, group_count))
 
     def signal(self, values: npt.NDArray[np.float64]) -> FloatArray:
-        """Returns float32 (B,): the values, and exactly 0 where the group has nothing to say."""
+        """Returns float32 (B,): the values, and exactly 0 where all scores of the group are equal."""
         return np.where(self.flat[self.index], 0.0, values).astype(np.float32)
 
 
@@ -170,7 +168,7 @@ def _equal_scores(
 ) -> npt.NDArray[np.bool_]:
     """Returns bool (G,): the groups whose counted scores are all the same number.
 
-    Asked of the scores themselves: the mean of eight times 0.1 is not 0.1, and a deviation of 1e-17 is not 0.
+    Compares the scores themselves: the mean of eight times 0.1 is not 0.1, and a deviation of 1e-17 is not 0.
     """
     lowest = np.full(group_count, np.inf)
     highest = np.full(group_count, -np.inf)
@@ -211,8 +209,8 @@ def override_rows(
 ) -> FloatArray:
     """Replaces the advantages of the rows whose record carried its own, token by token. Never blocks.
 
-    An environment that knows what each token was worth (process rewards, turn credit) has the last word; rows
-    without such a column keep what the scores gave them. Untrained tokens stay 0 either way.
+    An environment's own token advantages (process rewards, turn credit) take precedence; rows without the
+    column keep the advantages from the scores. Untrained tokens stay 0 either way.
 
     Args:
         advantages: float32 (N,), the advantages from the scores, dimensionless.
@@ -235,14 +233,13 @@ def override_tokens(
 ) -> FloatArray:
     """Replaces the advantages of the tokens for which a record carried its own, token by token. Never blocks.
 
-    As `override_rows`, for records that know the worth of some of their tokens only. A record's advantages
-    are all numbers (a producer refuses NaN), so which of them count is said by a mask.
+    As `override_rows`, for records with advantages for only some of their tokens. A record's advantages are
+    always numbers (a producer refuses NaN), so a mask says which of them count.
 
     Args:
         advantages: float32 (N,), the advantages from the scores, dimensionless.
         own: float32 (N,), the records' own; anything where the mask is zero.
-        own_mask: uint8 or bool (N,), non-zero where the record's own value counts; an own value of 0 is a
-            value.
+        own_mask: uint8 or bool (N,), non-zero where the record's own value counts; 0 is a valid value.
         loss_mask: uint8 or bool (N,), non-zero where a token is trained; all others get 0.
 
     Returns:
@@ -266,12 +263,12 @@ def silence_rows(advantages: npt.ArrayLike, silenced: npt.ArrayLike, cu_seqlens:
 
     Never blocks.
 
-    Done last, it beats scores, steps and the records' own advantages alike. The rows' scores still count in
+    Apply it last: it overrides scores, steps and the records' own advantages. The rows' scores still count in
     the mean of their group.
 
     Args:
         advantages: float32 (N,), dimensionless.
-        silenced: bool (B,), which rows train nothing.
+        silenced: bool (B,), the rows to set to 0.
         cu_seqlens: int (B+1,), where each row begins in the packed batch, then N.
 
     Returns:
@@ -282,12 +279,12 @@ def silence_rows(advantages: npt.ArrayLike, silenced: npt.ArrayLike, cu_seqlens:
 
 
 def clip_to_range(advantages: npt.ArrayLike, low: float, high: float) -> FloatArray:
-    """Limit every advantage to low .. high. Never blocks.
+    """Limits every advantage to low .. high. Never blocks.
 
     Args:
         advantages: float32 (N,) or (B,), dimensionless.
-        low: least value, at most 0, or what is not trained would get an advantage; -inf for none.
-        high: greatest value, at least 0; inf for none.
+        low: smallest value, at most 0, else untrained tokens would get an advantage; -inf: no bound.
+        high: largest value, at least 0; inf: no bound.
 
     Returns:
         float32 of the same shape, a new array.

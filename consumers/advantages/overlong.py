@@ -1,7 +1,5 @@
-"""The reward that an answer loses by being too long: DAPO's soft overlong punishment.
-
-Pure numpy. Knows lengths; knows nothing of losses. Added to the scores before advantages are made of them
-(`credit.py`).
+"""DAPO's soft overlong punishment: the penalty for completions that are too long. Pure numpy. `credit.py`
+adds it to the scores before computing advantages.
 """
 
 from __future__ import annotations
@@ -11,18 +9,18 @@ import numpy.typing as npt
 
 
 def overlong_penalty(lengths: npt.ArrayLike, max_length: int, buffer: int) -> npt.NDArray[np.float32]:
-    """Returns what to add to each answer's reward: 0, then falling in a line to -1 over the last `buffer`
-    tokens.
+    """Returns the value to add to each completion's reward: 0, then falling linearly to -1 over the last
+    `buffer` tokens.
 
     Never blocks.
 
     Args:
-        lengths: int (B,), tokens of each answer without its prompt.
-        max_length: tokens; an answer longer than that, which only another limit can let pass, gets -1 too.
-        buffer: tokens before `max_length` in which the penalty grows; 0 is a step at `max_length`.
+        lengths: int (B,), tokens of each completion.
+        max_length: tokens; longer completions, possible under another limit, get -1 too.
+        buffer: tokens before `max_length` over which the penalty grows; 0: a step at `max_length`.
 
     Returns:
-        float32 (B,), in [-1, 0], in units of the reward of a right answer.
+        float32 (B,), in [-1, 0], in units of the reward of a correct completion.
 
     Raises:
         ValueError: buffer is negative or larger than max_length.
@@ -39,8 +37,8 @@ def overlong_penalty(lengths: npt.ArrayLike, max_length: int, buffer: int) -> np
 
 
 def answer_lengths(cu_seqlens: npt.ArrayLike, trained: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Returns int64 (B,): each row's tokens from its first trained one to its end, 0 in a row that trains
-    none.
+    """Returns int64 (B,): each row's tokens from its first trained one to its end; 0 in a row without trained
+    tokens.
 
     Never blocks.
 
@@ -49,6 +47,6 @@ def answer_lengths(cu_seqlens: npt.ArrayLike, trained: npt.ArrayLike) -> npt.NDA
         trained: bool (N,), the trained tokens.
     """
     starts, at = np.asarray(cu_seqlens, np.int64), np.append(np.flatnonzero(trained), np.iinfo(np.int64).max)
-    first = at[np.searchsorted(at, starts[:-1])]  # at or after the row's begin, be it in a later row
+    first = at[np.searchsorted(at, starts[:-1])]  # at or after the row's start, possibly in a later row
     lengths: npt.NDArray[np.int64] = starts[1:] - np.minimum(first, starts[1:])
     return lengths

@@ -1,10 +1,8 @@
-"""Rewards of steps as advantages of tokens: normalised over the group, summed to-go, mixed with the
-outcome's.
+"""Step rewards as token advantages: normalised over the group, summed to-go, mixed with the outcome's.
 
-Pure numpy over the flat arrays of one packed batch. Knows nothing of models, of the bridge, of who judged the
-steps. `Steps.of` takes the columns `step_rewards` and `step_ends` as a packed batch has them:
-`Steps.of(batch.step_rewards.values, batch.step_rewards.lengths, batch.step_ends.values,
-batch.step_ends.lengths, batch.cu_seqlens)`.
+Pure numpy over the flat arrays of one packed batch. `Steps.of` takes the columns `step_rewards` and
+`step_ends` as a packed batch has them: `Steps.of(batch.step_rewards.values, batch.step_rewards.lengths,
+batch.step_ends.values, batch.step_ends.lengths, batch.cu_seqlens)`.
 
 Letters: B rows (trajectories), S steps of all rows, N tokens of the whole batch.
 """
@@ -26,11 +24,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a batch, row after row, checked: every one has a reward and a place, or its row has no
-    places at all.
+    """The checked steps of a batch, row after row: every step has a reward and an end, or its row has no ends
+    at all.
 
     A step's tokens are those from the end of the step before it, or from the row's first token, to its own
-    end. In a row whose steps have no ends each reward counts for the whole row.
+    end. In a row without step ends each reward applies to the whole row.
     """
 
     rewards: npt.NDArray[np.float64]  # (S,) in the judge's unit
@@ -103,13 +101,12 @@ class Steps:
         end_counts: npt.ArrayLike | None,
         cu_seqlens: npt.ArrayLike,
     ) -> tuple[Steps, npt.NDArray[np.bool_]]:
-        """Returns the steps of the rows whose own fit together, and bool (B,): the rows whose do not, which
-        have none here.
+        """Returns the steps of consistent rows, and bool (B,): the inconsistent rows, which get no steps.
 
         Never blocks.
 
-        For a learner that one odd row must not stop. Arguments as of `of`; so are the errors, of columns that
-        disagree as a whole.
+        For a learner that must not stop for one bad row. Arguments as `of`, and the same errors if whole
+        columns disagree.
         """
         starts, counts = np.asarray(cu_seqlens, dtype=np.int64), np.asarray(reward_counts, dtype=np.int64)
         ended = (
@@ -174,10 +171,10 @@ def process_advantages(
     floor: float = 1e-4,
     ddof: Literal[0, 1] = 0,
 ) -> FloatArray:
-    """Returns the advantages of tokens that the rewards of steps make. Never blocks.
+    """Returns token advantages computed from step rewards. Never blocks.
 
-    First step rewards are normalised as `group_advantages` does, guards included: rewards that are all the
-    same give exactly 0, and so does the only one of its kind.
+    First step rewards are normalised as `group_advantages` does, guards included: equal rewards give exactly
+    0, and so does a single one.
 
     over="group": all step rewards of all rows of a group together over="place": those of the first steps of a
     group's rows, those of their second steps, and so on: where a step that
@@ -243,8 +240,8 @@ def process_advantages(
 
 
 def _on_their_tokens(worth: npt.NDArray[np.float64], steps: Steps) -> npt.NDArray[np.float64]:
-    """Returns float64 (N,): each token the worth of the step that it is in; 0 after the last end, and in rows
-    without ends.
+    """Returns float64 (N,): each token gets the value of its step; 0 after the last end, and in rows without
+    ends.
     """
     rows = steps.rows
     has_place = steps.placed[rows]

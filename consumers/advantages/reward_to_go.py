@@ -1,7 +1,6 @@
-"""What is still to come: every value plus the discounted ones after it, in many rows at once.
+"""Discounted reward-to-go in many rows at once. Pure numpy over flat arrays.
 
-Pure numpy over flat arrays. Does not know what the values are: `process_rewards.py` gives it steps,
-`token_rewards.py` tokens.
+`process_rewards.py` uses it for steps, `token_rewards.py` for tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ def to_go(values: npt.ArrayLike, lengths: npt.ArrayLike, discount: float = 1.0) 
     Never blocks.
 
     out[t] = sum over j >= t in the same row of discount**(j - t) * values[j], with 0**0 = 1. Summed in pairs
-    of pairs, log2(longest row) passes over the array: no power of the discount is ever divided by, so that
-    rows of any length keep their digits.
+    of pairs, log2(longest row) passes over the array: it never divides by a power of the discount, so that
+    rows of any length keep their precision.
 
     Args:
         values: float64 (S,), row after row, in any unit.
@@ -38,7 +37,8 @@ def to_go(values: npt.ArrayLike, lengths: npt.ArrayLike, discount: float = 1.0) 
         )
     if not 0.0 <= discount <= 1.0:
         raise ValueError(f"a discount of {discount} is not in 0 .. 1")
-    to_come = np.repeat(np.cumsum(counts), counts) - np.arange(sums.size)  # values of the row from here on
+    # number of values from here to the end of the row
+    to_come = np.repeat(np.cumsum(counts), counts) - np.arange(sums.size)
     reach = 1
     while reach < counts.max(initial=0):
         # sums[t] covers `reach` values now; those that begin `reach` further on cover the next ones.

@@ -1,8 +1,6 @@
-"""What an environment says of single rows in JSON: how they were sampled, and which of them shall train
-nothing.
+"""Per-row settings in an environment's JSON: sampling parameters, and rows that must not be trained.
 
-Pure numpy. Knows the text columns of a batch; knows nothing of tokens. Called by `training_rows.py`,
-`left_out.py` and `credit.py`.
+Pure numpy. Used by `training_rows.py`, `left_out.py` and `credit.py`.
 
 Letter: B rows (trajectories).
 """
@@ -21,7 +19,7 @@ import numpy.typing as npt
 
 import shmbridge
 
-_GREEDY = 1e-5  # below it samplers take the likeliest token
+_GREEDY = 1e-5  # below this temperature samplers take the likeliest token
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -35,18 +33,18 @@ def silenced_rows(batch: shmbridge.Batch) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Heat:
-    """The temperatures of a batch's rows, and which rows did not say a usable one."""
+    """The temperatures of a batch's rows, and which rows had no usable one."""
 
     values: npt.NDArray[np.float32]  # (B,) > 0
-    odd: npt.NDArray[np.bool_]  # (B,) they say no finite number
-    greedy: npt.NDArray[np.bool_]  # (B,) they say one below 1e-5: there is no distribution to divide
+    odd: npt.NDArray[np.bool_]  # (B,) the value is not a finite number
+    greedy: npt.NDArray[np.bool_]  # (B,) below 1e-5: greedy sampling has no distribution to scale
 
 
 def temperatures(batch: shmbridge.Batch, default: float) -> Heat:
-    """Returns the record's own column, else where Atropos keeps it, else the default.
+    """Returns each row's temperature: from the record's column, else from Atropos' field, else the default.
 
-    Rows that say no number, or one so small that samplers take the likeliest token, get the default too: one
-    odd word in a record must not end a run, and the next one that is given the record. Never blocks.
+    Rows whose value is not a number, or so small that sampling is greedy, get the default too: one bad value
+    must not end the run, and the runs that get the record redelivered. Never blocks.
     """
     heat = np.full(len(batch.meta), default, np.float32)
     odd = np.zeros(len(batch.meta), bool)
@@ -58,7 +56,7 @@ def temperatures(batch: shmbridge.Batch, default: float) -> Heat:
     if batch.temperature is not None:
         heat = np.where(batch.has("temperature"), batch.temperature, heat)
     finite = np.isfinite(heat)
-    greedy = finite & (heat < _GREEDY)  # and 1 / this would stand in the row's gradient
+    greedy = finite & (heat < _GREEDY)  # 1 / temperature would scale the row's gradient
     return Heat(np.where(finite & ~greedy, heat, np.float32(default)), odd | ~finite, greedy)
 
 
@@ -84,8 +82,8 @@ def cut_sampling(batch: shmbridge.Batch) -> npt.NDArray[np.bool_]:
 
 
 def _narrowest(batch: shmbridge.Batch, key: str) -> Iterator[tuple[int, Any]]:
-    """Yields (row, value) from the widest settings to the narrowest, which has the last word, as in Atropos'
-    reference trainer.
+    """Yields (row, value) from the widest settings to the narrowest; later values take precedence, as in
+    Atropos' reference trainer.
     """
     for texts in (batch.group_overrides, batch.generation_params, batch.overrides):
         yield from _settings(texts, key)
@@ -99,9 +97,9 @@ def _settings(texts: list[str | None] | None, key: str) -> Iterator[tuple[int, A
             yield row, value
 
 
-@lru_cache(1024)  # rows of one record share a text, and several keys are asked of it
+@lru_cache(1024)  # rows of one record share a text, and several keys are read from it
 def _parsed(text: str) -> dict[str, Any]:
-    """A JSON object; empty for anything else, which has no settings."""
+    """Returns the parsed JSON object; empty for anything else."""
     try:
         settings = json.loads(text)
     except (ValueError, RecursionError):

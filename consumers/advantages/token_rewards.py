@@ -1,7 +1,6 @@
-"""Rewards placed on tokens as advantages of tokens: summed to-go over what is trained, then normalised.
+"""Token rewards as token advantages: summed to-go over the trained tokens, then normalised.
 
-Pure numpy over the flat arrays of one packed batch. Knows nothing of models, of the bridge, of who placed the
-rewards.
+Pure numpy over the flat arrays of one packed batch.
 
 Letters: B rows (trajectories), N tokens of the whole batch.
 """
@@ -30,8 +29,7 @@ def rewards_to_go(
     """Returns for every trained token its own reward and the later ones of its row, discounted. Never blocks.
 
     The discount is per trained token: an untrained span between two trained tokens costs nothing. A reward on
-    an untrained token counts for nobody, as in verl; place a turn's reward on the last token that the policy
-    wrote.
+    an untrained token is ignored, as in verl; place a turn's reward on the last token that the policy wrote.
 
     Args:
         token_rewards: float32 (N,), in the environment's unit.
@@ -71,8 +69,8 @@ def token_reward_advantages(
 
     Blocks as long as `reduce` does.
 
-    Rows without token rewards get 0 and stand in no mean; `mixed` of `process_rewards.py` gives them the
-    outcome.
+    Rows without token rewards get 0 and are excluded from the mean; `mixed` of `process_rewards.py` gives
+    them the outcome.
 
     Args:
         token_rewards: float32 (N,), in the environment's unit; zero-filled in rows that have none.

@@ -1,6 +1,6 @@
 """Advantages scaled by the trained tokens of the whole batch, on one rank or over all.
 
-Pure numpy; how sums travel between ranks is the caller's affair. Knows nothing of rows, groups and rewards.
+Pure numpy; the caller supplies the sum over ranks.
 
 Letters: N tokens of this rank's batch.
 """
@@ -20,7 +20,7 @@ _NOISE = 1e-12
 
 
 def alone(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Returns the sums as they are: those over all ranks, where there is one. Never blocks."""
+    """Returns its argument: the sum over all ranks if there is one rank. Never blocks."""
     return sums
 
 
@@ -38,10 +38,9 @@ def batch_normalised(
     Blocks as long as `reduce` does.
 
     Mean 0 and deviation 1 over the tokens of the mask, however many each rank has; all other tokens get 0 and
-    count nowhere. Advantages that are all the same number become exactly 0, as does a single one: without
-    differences there is nothing to learn (with centre=False such are divided by their size plus eps instead).
-    Every rank must call this, also one without trained tokens: `reduce` is called twice, with two numbers and
-    then with one.
+    are not counted. Equal advantages become exactly 0, as does a single one: without differences there is
+    nothing to learn (with centre=False they are divided by their size plus eps instead). Every rank must call
+    this, also one without trained tokens: `reduce` is called twice, with two numbers and then with one.
 
     Of token rewards summed to-go this is REINFORCE++, of `group_advantages(scale="none")` spread over tokens
     its variant with a baseline. Of (B,) values with a mask of rows it is the same over rows.
@@ -49,7 +48,7 @@ def batch_normalised(
     Args:
         advantages: float32 (N,), dimensionless.
         loss_mask: uint8 or bool (N,), non-zero where a token is trained.
-        reduce: takes a float64 array and returns its sum over all ranks; by default there is one rank.
+        reduce: returns the sum of a float64 array over all ranks; by default there is one rank.
         centre: whether to subtract the mean; else the advantages are divided by their root mean square, signs
             kept.
         eps: added to the deviation, dimensionless.
@@ -72,8 +71,8 @@ def batch_normalised(
     counted = values[trained]
     count, total = reduce(np.array([counted.size, counted.sum()]))
     mean = float(total / max(count, 1.0)) if centre else 0.0
-    # In a second pass: the mean of squares less the square of the mean loses all digits where the mean is
-    # large.
+    # In a second pass, because the mean of squares minus the square of the mean loses precision for large
+    # means.
     (squares,) = reduce(np.array([np.square(counted - mean).sum()]))
     deviation = float(np.sqrt(squares / max(count - ddof, 1.0)))
     if deviation <= _NOISE * abs(mean):

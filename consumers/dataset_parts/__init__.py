@@ -1,1 +1,1 @@
-"""What data sets and device batches are made of: tensors, positions, pinned lanes."""
+"""Parts of data sets and device batches: tensors, positions, pinned lanes."""

@@ -1,6 +1,6 @@
 """A batch as torch tensors by column name: whole, or trajectory by trajectory.
 
-Knows arrays and their shapes; knows nothing of bridges, leases and training. Called by `dataset.py`.
+Used by `dataset.py`.
 
 Letters: B rows (trajectories), N tokens of the whole batch, L tokens of one row.
 """
@@ -66,11 +66,11 @@ def batch_tensors(batch: Batch) -> Tensors:
     """Returns a batch's numbers as tensors over the batch's own arrays, without a copy. Never blocks.
 
     Always there: `tokens`, `loss_mask` (0 in rows without one), `lengths`, `cu_seqlens`, `position_ids`,
-    `group_index`, `policy_version` (int64 (B,), when generation began, -1 where nobody said) and
-    `redelivered` (bool (B,)). Beside them every column of numbers that some row has, under its own name; of
-    lists that are not one value per token the values of all rows, and `NAME_lengths` (B,); of lists of lists
-    also `NAME_inner_lengths`. Where only some rows have a column there is `has_NAME`, bool (B,). Text, bytes
-    and maps are no tensors and are left out. SchemaMismatch for a column that has the name of another key.
+    `group_index`, `policy_version` (int64 (B,), when generation began, -1 if unknown) and `redelivered` (bool
+    (B,)). Beside them every column of numbers that some row has, under its own name; of lists that are not
+    one value per token the values of all rows, and `NAME_lengths` (B,); of lists of lists also
+    `NAME_inner_lengths`. Where only some rows have a column there is `has_NAME`, bool (B,). Text, bytes and
+    maps are no tensors and are left out. SchemaMismatch for a column that has the name of another key.
     """
     found: dict[str, npt.NDArray[Any]] = {
         "lengths": batch.lengths,
@@ -130,5 +130,5 @@ def row_tensors(batch: Batch) -> Iterator[Tensors]:
 
 
 def _names(batch: Batch) -> list[str]:
-    """Columns that are handed out: `loss_mask` also where nobody has one."""
+    """Returns the columns to hand out; `loss_mask` is always among them."""
     return batch.columns if "loss_mask" in batch else [*batch.columns, "loss_mask"]

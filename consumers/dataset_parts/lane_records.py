@@ -1,9 +1,9 @@
-"""Which records of earlier processes can come again: those that their lanes, on this mount, do not show as
-released.
+"""Finds the records of earlier processes that may be redelivered: those that lanes on this mount do not show
+as released.
 
-A record that was released never comes again, and a producer's id names one lane for ever. A lane of another
-mount, of another machine say, cannot be looked at from here, so its records stay. Knows sequences and mounts;
-knows nothing of torch. Called by `learner/checkpoint/consumed.py` and `position.py`.
+A released record is never redelivered, and a producer's id identifies one lane for ever. A lane on another
+mount, such as another machine's, cannot be read from here, so its records stay. Used by
+`learner/checkpoint/consumed.py` and `position.py`.
 """
 
 from __future__ import annotations

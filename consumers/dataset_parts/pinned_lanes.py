@@ -1,12 +1,12 @@
 """Lanes registered with CUDA, so that a device reads a ring's memory itself, by asynchronous copies and
 without a host pass.
 
-Each lane is registered once, when its first record is seen, in pieces, and let go when its segment is gone.
-What cannot be registered (a limit of locked memory, an old driver, no device) is copied more slowly, and one
-line of the log says so. It asks the CUDA driver and not the runtime: a refusal of the runtime's would be
-raised by the next, innocent kernel.
+Each lane is registered once, at its first record, in pieces, and unregistered when its segment is gone. A
+lane that cannot be registered (a limit of locked memory, an old driver, no device) is copied more slowly,
+which is logged once. It calls the CUDA driver, not the runtime: an error of the runtime would be raised again
+by the next, unrelated kernel.
 
-Knows records' lanes; knows nothing of columns and batches. Called by `device_batch.py`.
+Used by `device_batch.py`.
 """
 
 from __future__ import annotations
@@ -155,12 +155,12 @@ class PinnedLanes:
             done += count
 
     def forget_gone(self) -> None:
-        """Lets go of lanes whose segment is no more: producer dead, all records released."""
+        """Unregisters lanes whose segment is gone: producer dead, all records released."""
         for name in [name for name in self._lanes if not os.path.exists(_SEGMENTS + name)]:
             self._let_go(name)
 
     def close(self) -> None:
-        """Lets go of every lane. No copy may be under way. Idempotent."""
+        """Unregisters every lane. No copy may be in flight. Idempotent."""
         for name in list(self._lanes):
             self._let_go(name)
 

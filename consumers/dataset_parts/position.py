@@ -1,8 +1,9 @@
-"""Where a data set stands: what it has handed out, and which records it would be given again after a crash.
+"""The position of a data set: the records it has handed out, and those that would be redelivered after a
+crash.
 
-Knows producers, sequences and counts; knows nothing of torch. Called by `dataset.py`.
+Used by `dataset.py`.
 
-A state names the records that were handed out and may come again: those whose lease has not ended in this
+A state lists the records that were handed out and may be redelivered: those whose lease has not ended in this
 process, and those of the loaded state that their lanes do not show as released.
 """
 

@@ -1,6 +1,5 @@
-"""A server of which only the address is known: asked once what it is, when there is something to push.
-
-Knows by which route each kind answers. A server need not be there yet when its learner starts.
+"""An engine known only by its address: its kind is detected at the first push. So the server may start after
+the learner.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from shmbridge.consumers.engines.sglang_http import SglangHttp
 from shmbridge.consumers.engines.vllm_http import VllmHttp
 
 _TIMEOUT_S = 10.0
-# (route, word in its answer, kind), in the order in which they are asked. One that follows must not be pushed
-# to, also where it could be: that first. SGLang samples to say how it is, and says nothing while it is
-# paused: that last.
+# (route, key in its response, kind), in the order of requests. Self-updating servers first: they must not be
+# pushed to, # even if they could be. SGLang last: its health check generates a token and hangs while paused.
 _KINDS: tuple[tuple[str, str, Callable[[str], Engine]], ...] = (
     ("/policy_version", "version", Following),
     ("/get_world_size", "world_size", VllmHttp),
@@ -26,7 +24,7 @@ _KINDS: tuple[tuple[str, str, Callable[[str], Engine]], ...] = (
 
 
 class AtUrl(Engine):
-    """Whatever kind of server listens there; the same kind as long as this object lives.
+    """A server of any supported kind; the detected kind is kept for the life of this object.
 
     Args:
         url: where it listens.
@@ -37,7 +35,7 @@ class AtUrl(Engine):
         self._found: Engine | None = None
 
     def update(self, update: Update) -> None:
-        """Has the server at the version, and sampling. Blocks; raises EngineFailed."""
+        """Loads the version into the server, which samples on return. Blocks; raises EngineFailed."""
         self._engine().update(update)
 
     def version(self) -> int | None:
@@ -45,7 +43,7 @@ class AtUrl(Engine):
         return self._engine().version()
 
     def sleep(self, pause: Pause) -> bool:
-        """Has the server give its memory back, where it can. Blocks; raises EngineFailed."""
+        """Makes the server free its memory, if it can. Blocks; raises EngineFailed."""
         return self._engine().sleep(pause)
 
     def wake(self) -> None:
@@ -53,7 +51,7 @@ class AtUrl(Engine):
         self._engine().wake()
 
     def close(self) -> None:
-        """Lets the server go. Idempotent."""
+        """Closes the connection's resources. Idempotent."""
         if self._found is not None:
             self._found.close()
 
@@ -63,10 +61,10 @@ class AtUrl(Engine):
 
 
 def engine_at(url: str) -> Engine:
-    """Returns the engine that listens at an address, by what it answers. Blocks for a few questions.
+    """Detects the engine at an address by its responses. Blocks for a few requests.
 
     Raises:
-        EngineFailed: nobody answers, or with an error, or it is none that weights can be pushed to.
+        EngineFailed: no response, an error, or a server that weights cannot be pushed to.
     """
     for path, word, kind in _KINDS:
         if word in answer_of(url, path, timeout_s=_TIMEOUT_S):

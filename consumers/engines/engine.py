@@ -1,7 +1,6 @@
-"""What a pusher of weights wants of an inference engine: to be at a version, to give its memory back, to
-wake.
+"""The interface of an inference engine for a weight pusher: load a version, sleep, wake.
 
-Knows no engine: each has a file of its own beside this one. Every method blocks; one thread at a time.
+Every method blocks; one thread at a time.
 """
 
 from __future__ import annotations
@@ -12,22 +11,21 @@ from typing import Literal, get_args
 
 import shmbridge
 
-# What becomes of requests in flight while weights change: they go on afterwards, are waited for, or end where
-# they are.
+# Requests in flight during a weight update: continued afterwards, waited for, or aborted.
 Pause = Literal["keep", "wait", "abort"]
 PAUSES: tuple[Pause, ...] = get_args(Pause)
 
 
-UNKNOWN = "unknown"  # what samples are stamped with where nobody can say which version they are of
+UNKNOWN = "unknown"  # stamp of samples whose version is uncertain
 
 
 HALF_LOADED = "its model is of two versions"  # in a worker's message, wherever that comes through
 
 
 class EngineFailed(shmbridge.ShmBridgeError, RuntimeError):
-    """An inference engine is not at the version that it was asked for; the message has its address.
+    """An inference engine did not load the requested version; the message has its address.
 
-    `reached` is False where nobody listens who could have been paused.
+    `reached` is False if no server listens there, so none can have been paused.
     """
 
     code = "SB505"
@@ -38,18 +36,16 @@ class EngineFailed(shmbridge.ShmBridgeError, RuntimeError):
 
 
 class NoAnswer(EngineFailed):
-    """An engine that was asked for something said nothing in time, or the connection ended before: it may do
-    it, or have done it.
-    """
+    """An engine did not respond in time, or the connection was lost: it may still carry out the request."""
 
 
 def doubt(error: BaseException, engines: int) -> str:
-    """Returns why nobody can say which version an engine has after a load that ended so; empty: the one that
-    it had before.
+    """Returns why an engine's version is uncertain after a failed load; empty: it still has the earlier
+    version.
 
     Args:
-        error: what the engine said, or became of the question.
-        engines: how many data-parallel engines it is; each loads for itself.
+        error: the engine's error, or that of the request.
+        engines: number of data-parallel engines; each loads separately.
     """
     if engines > 1:
         return f"some of its {engines} data-parallel engines may have taken it"
@@ -59,7 +55,7 @@ def doubt(error: BaseException, engines: int) -> str:
 
 
 def doubt_hint(why: str) -> str:
-    """Returns what to say with the error then."""
+    """Returns the hint for such an error."""
     return f"{why}: samples are of version {UNKNOWN!r} until it takes one"
 
 
@@ -70,35 +66,35 @@ class Update:
     bridge: str
     version: int
     pause: Pause = "keep"
-    timeout_s: float = 300.0  # for the whole of it
+    timeout_s: float = 300.0  # for the whole update
 
 
 class Engine(ABC):
     """One inference engine."""
 
-    address: str  # a URL, or what else names it to people
-    # whether it computes in the caller's thread, which then has to be the one that made it
+    address: str  # a URL, or another name for the user
+    # whether it runs in the caller's thread, which must then be the thread that made it
     in_process = False
 
     def require_callable(self) -> None:  # noqa: B027
-        """Raises EngineFailed where every call from this thread would fail, so that nothing is begun.
+        """Raises EngineFailed if every call from this thread would fail, before anything is started.
 
         Never blocks.
         """
 
     @abstractmethod
     def update(self, update: Update) -> None:
-        """Has the engine at the version when this returns, and sampling. Blocks; raises EngineFailed."""
+        """Loads the version; on return the engine samples with it. Blocks; raises EngineFailed."""
 
     @abstractmethod
     def version(self) -> int | None:
-        """Returns the version that the engine says it samples with; None if it says none.
+        """Returns the version that the engine reports; None if it reports none.
 
         Blocks; raises EngineFailed.
         """
 
     def sleep(self, pause: Pause) -> bool:
-        """Gives the engine's device memory back, where it can; return whether it did.
+        """Frees the engine's device memory, if it can; returns whether it did.
 
         Blocks; raises EngineFailed.
         """
@@ -108,11 +104,11 @@ class Engine(ABC):
         """Undoes a sleep; does nothing to an engine that is awake. Blocks; raises EngineFailed."""
 
     def close(self) -> None:  # noqa: B027
-        """Lets the engine go, as it is. Idempotent."""
+        """Releases the engine without changing it. Idempotent."""
 
 
 def version_of(said: object) -> int | None:
-    """Returns the policy version that an engine's word for it means; None for words such as "default"."""
+    """Parses an engine's version text; None for text such as "default"."""
     if isinstance(said, bool) or not isinstance(said, (int, str)):
         return None
     try:

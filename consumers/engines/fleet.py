@@ -1,7 +1,6 @@
-"""Several engines as one: all are brought to a version at the same time, and one that fails keeps none of the
-others back.
+"""Several engines as one: all load a version in parallel, and a failing one does not delay the others.
 
-Knows the interface, and which kind an object or an address is. Called by `weight_sync.py` and by the learner.
+Used by `weight_sync.py` and by the learner.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from shmbridge.consumers.engines.vllm_offline import VllmOffline
 
 
 def engine_of(given: Any) -> Engine:
-    """Returns the engine that is meant: one already, a URL, a vLLM `LLM`, or an `AsyncLLM` in whose loop this
-    is called.
+    """Returns an Engine for an Engine, a URL, a vLLM `LLM`, or an `AsyncLLM` (called in its event loop).
 
     Raises:
-        EngineFailed: it is none of these.
+        EngineFailed: the object is none of these.
     """
     if isinstance(given, Engine):
         return given
@@ -37,7 +35,7 @@ def engine_of(given: Any) -> Engine:
 
 
 class Fleet:
-    """Engines that are always asked together. One thread.
+    """Engines that are always called together. One thread.
 
     Args:
         engines: one or more; closed with this.
@@ -46,23 +44,23 @@ class Fleet:
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
         remote = [engine for engine in engines if not engine.in_process]
-        # Each has its own: where a call was interrupted, what its engine still does is over before it is
-        # asked again.
+        # One thread per engine: after an interrupted call, the engine's running call ends before the next
+        # begins.
         self._threads = (
             {engine: ThreadPoolExecutor(1, "engine") for engine in remote} if len(remote) > 1 else {}
         )
 
     def require_callable(self) -> None:
-        """Raises EngineFailed where calls from this thread could only fail. Never blocks."""
+        """Raises EngineFailed if calls from this thread would fail. Never blocks."""
         for engine in self.engines:
             engine.require_callable()
 
     def update(self, update: Update) -> dict[str, EngineFailed]:
-        """Brings all to a version; return what failed, by address. Blocks for the slowest."""
+        """Loads a version into all; returns the failures by address. Blocks for the slowest."""
         return self._each(lambda engine: engine.update(update))
 
     def newest_version(self) -> int | None:
-        """Returns the highest version that any of them says it has; None if none says one.
+        """Returns the highest version that any engine reports; None if none does.
 
         Blocks for the slowest.
         """
@@ -76,15 +74,15 @@ class Fleet:
         return max(said, default=None)
 
     def sleep(self, pause: Pause) -> dict[str, EngineFailed]:
-        """Has all give back what memory they can; return what failed, by address. Blocks for the slowest."""
+        """Makes all free their memory; returns the failures by address. Blocks for the slowest."""
         return self._each(lambda engine: engine.sleep(pause))
 
     def wake(self) -> dict[str, EngineFailed]:
-        """Undoes that; return what failed, by address. Blocks for the slowest."""
+        """Wakes all; returns the failures by address. Blocks for the slowest."""
         return self._each(lambda engine: engine.wake())
 
     def close(self) -> None:
-        """Lets all go. Idempotent; blocks for what is under way."""
+        """Closes all. Idempotent; blocks for running calls."""
         for thread in self._threads.values():
             thread.shutdown()
         for engine in self.engines:
@@ -99,7 +97,7 @@ class Fleet:
             except EngineFailed as error:
                 failed[engine.address] = error
             except Exception as error:
-                # what nobody thought of is this engine's failure, too, and not the others'
+                # an unexpected error also counts as this engine's failure only
                 failed[engine.address] = EngineFailed(
                     f"{engine.address}: {type(error).__name__}: {error}", hint="see its log"
                 )

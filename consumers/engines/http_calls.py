@@ -1,6 +1,6 @@
-"""Questions to a server over HTTP, in JSON both ways, with errors that name the server and the question.
+"""JSON requests to a server over HTTP, without a proxy, with errors that name the server and the request.
 
-Knows nothing of engines, and no proxy: servers are on this machine. Any thread.
+Any thread.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 from shmbridge.consumers.engines.engine import EngineFailed, NoAnswer
 
-_SAID = 300  # characters of a refusal that people get to see
+_SAID = 300  # characters of an error response shown to the user
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class EngineHttpError(EngineFailed):
-    """The server answered with a status that is no success."""
+    """The server responded with an error status."""
 
     def __init__(self, message: str, status: int, *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -27,8 +27,8 @@ class EngineHttpError(EngineFailed):
 
     @property
     def no_route(self) -> bool:
-        """Whether that says what kind of server it is not; any other status says that it is in trouble, or
-        whose it is.
+        """Whether the status means that the server lacks the route; any other status is a server error or an
+        access error.
         """
         return self.status in (404, 405)
 
@@ -36,13 +36,13 @@ class EngineHttpError(EngineFailed):
 def ask(
     url: str, path: str, body: object = None, *, timeout_s: float, method: str = "POST", **query: str
 ) -> Any:
-    """Returns what the server answers: parsed JSON, or None where it says nothing that is.
+    """Returns the response as parsed JSON, or None if it is not JSON.
 
-    Blocks, at most `timeout_s` seconds for each part of the answer.
+    Blocks, at most `timeout_s` seconds for each part of the response.
 
     Raises:
-        EngineHttpError: a status that is no success. NoAnswer: somebody listens. EngineFailed: nobody does,
-            `reached` is False.
+        EngineHttpError: an error status. NoAnswer: a server listens but did not respond. EngineFailed: no
+            server listens, `reached` is False.
     """
     whole = url + path + ("?" + urllib.parse.urlencode(query) if query else "")
     data = None if body is None else json.dumps(body).encode()
@@ -72,10 +72,9 @@ def ask(
 
 
 def answer_of(url: str, path: str, *, timeout_s: float) -> dict[str, Any]:
-    """Returns the object that the server answers a GET with; an empty one where it has no such route, or says
-    something else.
+    """Returns the JSON object of a GET; empty if the server lacks the route or returns something else.
 
-    Blocks as `ask`. Raises EngineFailed: no answer, or an error of the server's own.
+    Blocks as `ask`. Raises EngineFailed: no response, or a server error.
     """
     try:
         said = ask(url, path, timeout_s=timeout_s, method="GET")
@@ -87,7 +86,7 @@ def answer_of(url: str, path: str, *, timeout_s: float) -> dict[str, Any]:
 
 
 def _short(words: str) -> str:
-    """The part of a refusal that says why: the message in a JSON body, or the body."""
+    """Returns the reason of an error response: the message in a JSON body, or the body."""
     try:
         said = json.loads(words)
     except ValueError:

@@ -1,7 +1,4 @@
-"""What a weights lease shows, as torch tensors.
-
-Knows the wire's words for types; nothing of segments and models.
-"""
+"""The tensors of a weights lease, as torch tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import Tensor
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: str) -> Tensor:
-    """Returns a view of a lease's array, valid and to be read only while the lease lasts.
+    """Returns a view of a lease's array, valid only while the lease lasts; read-only.
 
     Args:
         array: of the lease's `tensors`; bfloat16 and float8 come as their bits.

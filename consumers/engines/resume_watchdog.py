@@ -1,13 +1,11 @@
-"""A program of its own that ends what a pusher began with a server, if the pusher dies before it could: no
-server stays paused.
+"""A watchdog process that resumes a paused server if the pusher dies first.
 
     python -I -S resume_watchdog.py URL PID
 
-Standard input has a JSON line whenever the pusher PID comes further: the calls that are then left to be made,
-[[[path, body], ...], ...]. When the pusher is gone, by the kernel's word for it, those of the last line are
-made by POST: the lists one after the other, each up to the first call that fails; the very last call, which
-lets the server go on, until it is taken. Sits there for as long as a learner runs, and does nothing. Knows
-nothing of weights.
+The pusher PID writes a JSON line to standard input at each stage: the calls still to make, [[[path, body],
+...], ...]. When the kernel reports the pusher's death, the watchdog POSTs those of the last line: list by
+list, each up to the first failing call. It repeats the very last call, which resumes the server, until it
+succeeds. It is idle for as long as the learner runs.
 """
 
 from __future__ import annotations
@@ -22,16 +20,16 @@ from typing import Any
 
 Calls = list[list[list[Any]]]
 
-_LOOK_MS = 1000  # where the kernel does not say when the pusher is gone
+_LOOK_MS = 1000  # poll interval where the kernel cannot report the pusher's death
 _RETRY_S = 0.5
 _LONGEST_S = 600.0
-_REFUSED_S = 10.0  # of a server at whose address nobody listens
+_REFUSED_S = 10.0  # how long to retry while no server listens
 
 
 def main(url: str, pusher: int) -> None:
-    """Waits for the end of the pusher; blocks until then."""
+    """Waits for the pusher's death, then makes the calls. Blocks."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # its pusher's to act on
+        signal.signal(signum, signal.SIG_IGN)  # the pusher handles signals
     left = _left(_said_by(pusher))
     for calls in left[:-1]:
         all(_post(url, *call) for call in calls)
@@ -40,17 +38,17 @@ def main(url: str, pusher: int) -> None:
 
 
 def _left(said: bytes) -> Calls:
-    lines = said.split(b"\n")[:-1]  # behind the last end of a line stands what the pusher could not finish
+    lines = said.split(b"\n")[:-1]  # text after the last newline is an unfinished line
     left: Calls = json.loads(lines[-1]) if lines else []
     return left
 
 
 def _said_by(pusher: int) -> bytes:
-    """What the pusher said, from its last two lines on, once it can say no more."""
+    """Reads the pusher's lines until its end; returns from the last two lines on."""
     os.set_blocking(0, False)
     waiting = select.poll()
     waiting.register(0, select.POLLIN)
-    gone = _death_of(pusher)  # children that the pusher forks hold the pipe, too: its end alone is not enough
+    gone = _death_of(pusher)  # forked children of the pusher hold the pipe, too, so end-of-file is not enough
     if gone is not None:
         waiting.register(gone, select.POLLIN)
     said = b""
@@ -70,8 +68,8 @@ def _said_by(pusher: int) -> bytes:
 
 
 def _death_of(pusher: int) -> int | None:
-    """A descriptor that is readable once the pusher is gone; None on kernels, and in sandboxes, that have
-    none.
+    """Returns a descriptor that is readable once the pusher is dead; None on kernels and in sandboxes without
+    pidfd.
     """
     try:
         return os.pidfd_open(pusher)
@@ -95,10 +93,10 @@ def _insist(url: str, path: str, body: object) -> None:
         try:
             return _ask(url + path, body)
         except urllib.error.HTTPError as error:
-            if error.code < 500:  # not its route: another server has the address now
+            if error.code < 500:  # unknown route: another server has the address now
                 return None
         except OSError as error:
-            # it is gone, or being started again
+            # the server is gone or restarting
             if isinstance(getattr(error, "reason", error), ConnectionRefusedError):
                 until = min(until, time.monotonic() + _REFUSED_S)
         time.sleep(_RETRY_S)

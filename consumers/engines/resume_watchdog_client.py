@@ -1,7 +1,7 @@
-"""The pusher's end of `resume_watchdog.py`: a child that outlives whoever pauses a server, and makes the
-calls that were left to be made.
+"""The pusher's side of `resume_watchdog.py`: starts the child that outlives the pusher and makes the
+remaining calls.
 
-Knows the child's command line and its lines. One thread.
+One thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PROGRAM = str(Path(__file__).with_name("resume_watchdog.py"))
 
 
 class PauseGuard:
-    """Starts the child before the first pause, and again should somebody end it.
+    """Starts the child before the first pause, and again if it was killed.
 
     Args:
         url: of the server.
@@ -35,10 +35,10 @@ class PauseGuard:
 
     @contextmanager
     def pausing(self, resume: Call) -> Iterator[None]:
-        """Pauses the server in the block: from its beginning on `resume` is called if this process dies.
+        """Arms the watchdog for the block: `resume` is called if this process dies.
 
-        Takes milliseconds the first time. That stays so after the block, unless it finds that nobody is there
-        to be paused.
+        Takes milliseconds the first time. It stays armed after the block, unless the block finds that no
+        server listens.
         """
         self.left([resume])
         try:
@@ -49,17 +49,17 @@ class PauseGuard:
             raise
 
     def left(self, *calls: list[Call]) -> None:
-        """Says what is left to be done from here on: lists of calls, each up to the first that fails;
-        nothing: the server goes on.
+        """Stores the calls to replay if this process dies. Each list stops at its first failure; no lists:
+        nothing to replay.
 
-        The very last call lets the server go on, and is made until it is taken.
+        The very last call resumes the server, and is repeated until it succeeds.
         """
         self._left = list(calls)
         if self._say() or not calls:
             return
         self.close()
         self._left = list(calls)
-        # A session of its own: what ends the pusher's group at a terminal is not for it.
+        # Its own session, so that terminal signals to the pusher's process group do not reach it.
         self._child = subprocess.Popen(
             [*self._command, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -74,11 +74,11 @@ class PauseGuard:
         line = json.dumps(self._left).encode() + b"\n"
         try:
             return os.write(self._child.stdin.fileno(), line) == len(line)
-        except OSError:  # somebody ended it
+        except OSError:  # the child was killed
             return False
 
     def close(self) -> None:
-        """Lets the child end; where something is left, it does that first, in its own time. Idempotent."""
+        """Lets the child end, after the stored calls if there are any; does not wait for it. Idempotent."""
         child, self._child = self._child, None
         if child is not None and child.stdin is not None:
             child.stdin.close()

@@ -1,8 +1,5 @@
-"""A version of a bridge's weights as a folder with a safetensors file in memory, for engines that load from a
-path alone.
-
-Knows the file format and the weights segment; knows nothing of engines. No tensor is copied but into the
-file.
+"""Writes a version of a bridge's weights as a safetensors file in shared memory, for engines that load only
+from a path. Each tensor is copied once, into the file.
 """
 
 from __future__ import annotations
@@ -33,15 +30,15 @@ _WORDS = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-_ALIGNMENT = 8  # of the data, after the head
+_ALIGNMENT = 8  # of the data, after the header
 
 
 class SafetensorsFolder:
-    """The newest version written, and nothing of earlier ones. One thread.
+    """A folder with the newest version only. One thread.
 
     Args:
-        bridge: whose weights, and in the folder's name: any start of the bridge removes what a killed process
-            left.
+        bridge: of the weights. It is part of the folder's name, so that any start of the bridge removes a
+            killed process's files.
     """
 
     def __init__(self, bridge: str) -> None:
@@ -51,13 +48,12 @@ class SafetensorsFolder:
         remove_dead(bridge)
 
     def write(self, version: int) -> Path:
-        """Returns a folder with `model.safetensors` of the segment's newest version, which has to be this
-        one.
+        """Returns a folder with `model.safetensors` of the segment's newest version, which must be `version`.
 
         Blocks for the copy.
 
         Raises:
-            OSError: no room in memory. ValueError: the segment's newest version is another one.
+            OSError: no memory left. ValueError: the segment's newest version is another one.
         """
         self._remove()
         self._folder = EngineFolder(self._bridge)
@@ -77,7 +73,7 @@ class SafetensorsFolder:
         return folder
 
     def close(self) -> None:
-        """Removes what was written. Idempotent."""
+        """Removes the folder. Idempotent."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None

@@ -1,7 +1,7 @@
-"""A server that takes each new version by itself: the embedded policy server, and vLLM with this package's
+"""Servers that load each new version by themselves: the embedded policy server, and vLLM with this package's
 middleware.
 
-Nothing is pushed: it is asked until it says the version. Knows `GET /policy_version` and `GET /health`.
+Nothing is pushed: `update` polls `GET /policy_version` or `GET /health` until the server reports the version.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from shmbridge.consumers.engines.engine import Engine, EngineFailed, Update, version_of
 from shmbridge.consumers.engines.http_calls import answer_of
 
-_TIMEOUT_S = 10.0  # of one question
-_FIRST_S, _LONGEST_S = 0.002, 0.1  # between two questions
+_TIMEOUT_S = 10.0  # of one request
+_FIRST_S, _LONGEST_S = 0.002, 0.1  # between two requests
 
 
 class Following(Engine):
@@ -27,9 +27,9 @@ class Following(Engine):
         self.address = url.rstrip("/")
 
     def update(self, update: Update) -> None:
-        """Waits until the server says this version, or that it refused it.
+        """Waits until the server reports this version, or that it refused it.
 
-        Blocks; raises EngineFailed, with the server's own error.
+        Blocks; raises EngineFailed with the server's error.
         """
         until, tick = time.monotonic() + update.timeout_s, _FIRST_S
         while True:
@@ -59,15 +59,14 @@ class Following(Engine):
 
 
 def _said_version(url: str) -> dict[str, Any]:
-    """Returns what a server that follows says: "version", and "refused_version" and "last_error" where it
-    knows them.
+    """Returns the server's report: "version", and "refused_version" and "last_error" if present.
 
     Blocks.
 
     Raises:
-        EngineFailed: it says none, does not answer, or with an error of its own.
+        EngineFailed: it reports no version, does not respond, or responds with an error.
     """
-    # the policy server has it in its health
+    # the policy server reports it in /health
     for path, word in (("/policy_version", "version"), ("/health", "weight_version")):
         if word in (said := answer_of(url, path, timeout_s=_TIMEOUT_S)):
             return said | {"version": said[word]}

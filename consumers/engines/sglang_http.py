@@ -1,12 +1,12 @@
 """An SGLang server, driven over its routes: pause_generation, update_weights_from_disk, continue_generation.
 
-SGLang takes weights in this form only from a path, a group of GPUs, or pickled handles; it gets a path in
-memory. Knows those routes, as the sources of 0.5.6 to 0.5.23 have them; tests have a stand-in for the server
-that checks requests against these, not SGLang itself.
+The routes are those of 0.5.6 to 0.5.23, from their sources; the tests use a stand-in server that checks
+requests against them, not SGLang itself. SGLang loads weights from a path, a group of GPUs, or pickled
+handles; it gets a path in shared memory.
 
-SGLang does not say whether it sleeps, and its scheduler ends when it is woken awake or given weights asleep.
-So its word for the version of its weights says so meanwhile: that stays with the server, whoever pushes next,
-and goes when the server is started again.
+SGLang does not report whether it sleeps, and its scheduler ends if it is woken while awake, or given weights
+while asleep. So the server's weight version is marked while it sleeps. The mark stays with the server, for
+any later pusher, and disappears when the server restarts.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from shmbridge.consumers.engines.http_calls import EngineHttpError, ask
 from shmbridge.consumers.engines.resume_watchdog_client import Call, PauseGuard
 from shmbridge.consumers.engines.safetensors_folder import SafetensorsFolder
 
-_TIMEOUT_S = 60.0  # of what is not an update
-# SGLang's word for a pause. It has none for "wait": an update by itself waits for the requests in flight, and
-# holds new ones.
+_TIMEOUT_S = 60.0  # of calls other than updates
+# SGLang's pause modes. It has none for "wait": an update itself waits for the requests in flight, and holds
+# new ones.
 _MODES: dict[Pause, str | None] = {"keep": "retract", "wait": None, "abort": "abort"}
 
-# Before that, a cache that is not flushed ends its scheduler, and it is not while requests wait that were put
-# back: an AssertionError.
+# Before that release, requests put back in the queue keep the cache from being flushed, which ends the
+# scheduler with an AssertionError.
 _KEEPS_SINCE = (0, 5, 21)
-_ASLEEP = "asleep:"  # before the word for the version
+_ASLEEP = "asleep:"  # prefix of the version
 
 _LOAD = "/update_weights_from_disk"
 _CONTINUE: Call = ("/continue_generation", {})
 
 
 class SglangHttp(Engine):
-    """One server. Needs room in /dev/shm for the weights once more.
+    """One server. Needs room in /dev/shm for a copy of the weights.
 
     Args:
         url: where it listens, such as http://127.0.0.1:30000.
@@ -46,12 +46,12 @@ class SglangHttp(Engine):
         self.address = url.rstrip("/")
         self._guard = PauseGuard(self.address)
         self._folders: dict[str, SafetensorsFolder] = {}  # by bridge
-        self._keeps = False  # known to survive that requests are kept
+        self._keeps = False  # known to support keeping requests
 
     def update(self, update: Update) -> None:
-        """Has the server at the version, and sampling.
+        """Loads the version into the server, which samples on return.
 
-        Blocks for a copy in memory, too; raises EngineFailed.
+        Blocks, also for a copy in memory; raises EngineFailed.
         """
         until = time.monotonic() + update.timeout_s
         self._require_ready(update)
@@ -65,19 +65,19 @@ class SglangHttp(Engine):
                 self._ask("/pause_generation", {"mode": mode}, until)
             self._guard.left([(_LOAD, _load_body(path, update.version))], [_CONTINUE])
             self._load(path, update.version, until)
-        except BaseException as error:  # a signal's, too, after which this process may live on
+        except BaseException as error:  # also a signal's exception, which this process may survive
             if not isinstance(error, EngineFailed) or error.reached:
                 self._go_on(error)
             raise
         self._go_on()
 
     def version(self) -> int | None:
-        """Returns the version that the server says it has. Blocks; raises EngineFailed."""
+        """Returns the version that the server reports. Blocks; raises EngineFailed."""
         return version_of(self._word().removeprefix(_ASLEEP))
 
     def sleep(self, pause: Pause) -> bool:
-        """Has the server give its memory back, where it was started with --enable-memory-saver; nothing may
-        be in flight.
+        """Makes the server free its memory, if it was started with --enable-memory-saver; no request may be
+        in flight.
 
         Blocks.
         """
@@ -85,7 +85,7 @@ class SglangHttp(Engine):
             return False
         until = time.monotonic() + _TIMEOUT_S
         if not (word := self._word()).startswith(_ASLEEP):
-            self._name(_ASLEEP + word, until)  # first: a server goes on with a call whose caller is gone
+            self._name(_ASLEEP + word, until)  # first, because a server continues a call whose caller is gone
             try:
                 self._ask("/release_memory_occupation", {}, until)
             except EngineHttpError:
@@ -95,20 +95,22 @@ class SglangHttp(Engine):
         return True
 
     def wake(self) -> None:
-        """Undoes a sleep, whoever sent it there; its weights are undefined until the next update. Blocks."""
+        """Wakes the server, also from another pusher's sleep; its weights are undefined until the next
+        update. Blocks.
+        """
         if (word := self._word()).startswith(_ASLEEP):
             until = time.monotonic() + _TIMEOUT_S
             self._ask("/resume_memory_occupation", {}, until)
             self._name(word.removeprefix(_ASLEEP), until)
 
     def close(self) -> None:
-        """Ends the child process, remove the weights' copy. Idempotent."""
+        """Ends the child process and removes the copy of the weights. Idempotent."""
         self._guard.close()
         while self._folders:
             self._folders.popitem()[1].close()
 
     def _require_ready(self, update: Update) -> None:
-        """Raises EngineFailed where an update would end the server."""
+        """Raises EngineFailed if an update would crash the server."""
         if self._word().startswith(_ASLEEP):
             raise EngineFailed(
                 f"{self.address} gave its memory back, and takes no weights",
@@ -118,7 +120,7 @@ class SglangHttp(Engine):
             package = str(self._server_info().get("version"))
             known = re.match(r"(\d+)\.(\d+)\.(\d+)", package)
             numbers = tuple(map(int, known.groups())) if known else (0, 0, 0)
-            if (0, 0, 0) < numbers < _KEEPS_SINCE:  # of a build without a number nothing is known
+            if (0, 0, 0) < numbers < _KEEPS_SINCE:  # a build without a number is not checked
                 raise EngineFailed(
                     f"{self.address} is SGLang {package}, which can end when requests that it is to keep "
                     "are in flight",
@@ -128,7 +130,7 @@ class SglangHttp(Engine):
             self._keeps = True
 
     def _word(self) -> str:
-        """The server's word for the version of its weights."""
+        """Returns the server's weight version, as text."""
         said = ask(self.address, "/model_info", timeout_s=_TIMEOUT_S, method="GET")
         return str(said.get("weight_version")) if isinstance(said, dict) else ""
 
@@ -159,7 +161,7 @@ class SglangHttp(Engine):
 
     def _go_on(self, after: BaseException | None = None) -> None:
         try:
-            self._ask(*_CONTINUE, time.monotonic() + _TIMEOUT_S)  # also when the time for the update is over
+            self._ask(*_CONTINUE, time.monotonic() + _TIMEOUT_S)  # even after the update's deadline
         except EngineFailed as also:
             if after is None:
                 raise

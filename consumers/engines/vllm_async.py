@@ -1,6 +1,6 @@
-"""A vLLM `AsyncLLM` of this process, whose event loop runs in another thread than the pusher's.
+"""A vLLM `AsyncLLM` in this process, whose event loop runs in another thread than the pusher's.
 
-Knows vLLM's asynchronous names. See `vllm_steps.py` for the order.
+See `vllm_steps.py` for the order.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from shmbridge.consumers.engines.vllm_steps import bring_to
 
 Result = TypeVar("Result")
 
-_TIMEOUT_S = 60.0  # of what is not an update
+_TIMEOUT_S = 60.0  # of calls other than updates
 _SLEEP_TIMEOUT_S = 300.0
 
 
 class VllmAsync(Engine):
-    """One `AsyncLLM`. Its methods are for any thread but that of its loop, which they would stop.
+    """One `AsyncLLM`. Call its methods in any thread but that of its event loop, which they would block.
 
     Args:
         llm: made with `weight_transfer_config` of the backend "shmbridge".
-        loop: that the engine lives in; None: the running one.
+        loop: the engine's event loop; None: the running one.
 
     Raises:
         EngineFailed: no loop is running, and none was given.
@@ -55,7 +55,7 @@ class VllmAsync(Engine):
             )
 
     def update(self, update: Update) -> None:
-        """Has the engine at the version, and sampling. Blocks; raises EngineFailed."""
+        """Loads the version into the engine, which samples on return. Blocks; raises EngineFailed."""
         bring_to(_Calls(self, time.monotonic() + update.timeout_s), self.address, update)
 
     def version(self) -> int | None:
@@ -63,7 +63,7 @@ class VllmAsync(Engine):
         return version_of(self.done(self.llm.get_weight_version(), _TIMEOUT_S))
 
     def sleep(self, pause: Pause) -> bool:
-        """Moves the weights to host memory and drop the cache, where the engine was made with
+        """Moves the weights to host memory and drops the cache, if the engine was made with
         `enable_sleep_mode`.
 
         Blocks.
@@ -74,12 +74,12 @@ class VllmAsync(Engine):
         return can_sleep
 
     def wake(self) -> None:
-        """Undoes a sleep. Blocks."""
+        """Wakes the engine. Blocks."""
         if self.done(self.llm.is_sleeping(), _TIMEOUT_S):
             self.done(self.llm.wake_up(), _SLEEP_TIMEOUT_S)
 
     def done(self, call: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
-        """Returns what a call of the engine returns, which its loop runs. Blocks; raises EngineFailed."""
+        """Runs a call in the engine's loop and returns its result. Blocks; raises EngineFailed."""
         name = getattr(call, "__name__", "the call")
         try:
             self.require_callable()
@@ -94,14 +94,14 @@ class VllmAsync(Engine):
             raise NoAnswer(
                 f"{self.address}: {name} did not end in {timeout_s:.0f} s", hint="see its log"
             ) from None
-        except Exception as error:  # whatever a worker raised
+        except Exception as error:  # any error of a worker
             raise EngineFailed(
                 f"{self.address}: {name}: {type(error).__name__}: {error}", hint="see its log"
             ) from error
 
 
 class _Calls:
-    """The calls of one update, within its time."""
+    """The calls of one update, within its deadline."""
 
     def __init__(self, engine: VllmAsync, until: float) -> None:
         self._engine, self._llm, self._until = engine, engine.llm, until
@@ -130,7 +130,7 @@ class _Calls:
         return bool(self._done(self._llm.reset_prefix_cache(True)))
 
     def resume(self) -> None:
-        # also when the time for the update is over
+        # even after the update's deadline
         self._engine.done(self._llm.resume_generation(), _TIMEOUT_S)
 
     def _done(self, call: Coroutine[Any, Any, Result]) -> Result:

@@ -1,8 +1,8 @@
 """A stock vLLM server, driven over its reinforcement-learning routes (VLLM_SERVER_DEV_MODE=1).
 
-Knows those routes, and that a server stays paused when its pusher dies: a child process ends the update then.
-The weights themselves go through the bridge's segment; requests carry a bridge's name and a number. See
-`vllm_steps.py` for the order.
+The weights themselves go through the bridge's segment; requests carry the bridge's name and a version. A
+server stays paused when its pusher dies, so a child process ends the update then. See `vllm_steps.py` for the
+order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shmbridge.consumers.engines.http_calls import EngineHttpError, ask
 from shmbridge.consumers.engines.resume_watchdog_client import Call, PauseGuard
 from shmbridge.consumers.engines.vllm_steps import bring_to
 
-_TIMEOUT_S = 60.0  # of what is not an update
+_TIMEOUT_S = 60.0  # of calls other than updates
 _SLEEP_TIMEOUT_S = 300.0
 _NOT_THERE = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "shmbridge"}\''
 
@@ -33,7 +33,7 @@ class VllmHttp(Engine):
         self._can_sleep: bool | None = None
 
     def update(self, update: Update) -> None:
-        """Has the server at the version, and sampling. Blocks; raises EngineFailed."""
+        """Loads the version into the server, which samples on return. Blocks; raises EngineFailed."""
         bring_to(
             _Routes(self.address, self._guard, time.monotonic() + update.timeout_s), self.address, update
         )
@@ -43,7 +43,7 @@ class VllmHttp(Engine):
         return version_of(_ask(self.address, "/weight_info", _TIMEOUT_S, method="GET").get("weight_version"))
 
     def sleep(self, pause: Pause) -> bool:
-        """Has the server move its weights to host memory and drop its cache, where it was started with
+        """Makes the server move its weights to host memory and drop its cache, if it was started with
         --enable-sleep-mode.
 
         Blocks.
@@ -61,7 +61,7 @@ class VllmHttp(Engine):
         return self._can_sleep
 
     def wake(self) -> None:
-        """Undoes a sleep, whoever sent it there; one that is awake stays so. Blocks."""
+        """Wakes the server, also from another pusher's sleep; does nothing if it is awake. Blocks."""
         if _ask(self.address, "/is_sleeping", _TIMEOUT_S, method="GET").get("is_sleeping"):
             _ask(self.address, "/wake_up", _SLEEP_TIMEOUT_S)
 
@@ -76,7 +76,7 @@ _RESUME: Call = ("/resume", None)
 
 
 class _Routes:
-    """The calls of one update, within its time, and what is left of them if this process dies."""
+    """The calls of one update, within its deadline, and those to replay if this process dies."""
 
     def __init__(self, url: str, guard: PauseGuard, until: float) -> None:
         self._url, self._guard, self._until = url, guard, until
@@ -90,8 +90,8 @@ class _Routes:
 
     def load(self, update_info: dict[str, Any]) -> None:
         body = {"update_info": update_info}
-        # The server goes on with a call whose caller is gone: loaded twice is loaded, and what is loaded gets
-        # its version.
+        # The server continues a call whose caller is gone. Loading twice is harmless, and loaded weights get
+        # their version.
         finish: Call = ("/finish_weight_update", {"weight_version": str(update_info["version"])})
         self._guard.left([("/update_weights", body), finish], [_RESET], [_RESUME])
         self._ask("/update_weights", body)
@@ -114,7 +114,7 @@ class _Routes:
         )
 
     def stamp(self, version: str) -> None:
-        # also when the time for the update is over
+        # even after the update's deadline
         _ask(self._url, "/update_weight_version", _TIMEOUT_S, {"new_version": version})
 
     def reset_cache(self) -> bool:
@@ -122,7 +122,7 @@ class _Routes:
 
     def resume(self) -> None:
         self._guard.left([_RESUME])
-        _ask(self._url, _RESUME[0], _TIMEOUT_S)  # also when the time for the update is over
+        _ask(self._url, _RESUME[0], _TIMEOUT_S)  # even after the update's deadline
         self._guard.left()
 
     def _ask(self, path: str, body: object = None, **query: str) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _ask(
     try:
         said = ask(url, path, body, timeout_s=timeout_s, method=method, **query)
     except EngineHttpError as refused:
-        if refused.no_route:  # after a pause, though, somebody was there to be paused
+        if refused.no_route:  # but after a pause there was a server
             raise EngineFailed(
                 f"{url} has no route {path}", hint=_NOT_THERE, reached=path != _PAUSE
             ) from None

@@ -1,6 +1,5 @@
-"""A vLLM `LLM` object of this process. Nothing is in flight between two of its calls, so nothing is paused.
-
-Knows vLLM's offline names; imports nothing of it. See `vllm_steps.py` for the order.
+"""A vLLM `LLM` object in this process. Nothing is in flight between two of its calls, so nothing is paused.
+Imports nothing of vLLM. See `vllm_steps.py` for the order.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from shmbridge.consumers.engines.vllm_steps import bring_to
 
 
 class VllmOffline(Engine):
-    """One `LLM`; its methods are called where its `generate` would be.
+    """One `LLM`; call its methods in the thread that calls `generate`.
 
     Args:
         llm: made with `weight_transfer_config` of the backend "shmbridge".
@@ -25,7 +24,7 @@ class VllmOffline(Engine):
         self._llm = llm
 
     def update(self, update: Update) -> None:
-        """Has the engine at the version. Blocks; raises EngineFailed."""
+        """Loads the version into the engine. Blocks; raises EngineFailed."""
         bring_to(self, self.address, update)
 
     def version(self) -> int | None:
@@ -33,7 +32,7 @@ class VllmOffline(Engine):
         return version_of(self._llm.get_weight_version())
 
     def sleep(self, pause: Pause) -> bool:
-        """Moves the weights to host memory and drop the cache, where the `LLM` was made with
+        """Moves the weights to host memory and drops the cache, if the `LLM` was made with
         `enable_sleep_mode`.
 
         Blocks.
@@ -44,14 +43,14 @@ class VllmOffline(Engine):
         return can_sleep
 
     def wake(self) -> None:
-        """Undoes a sleep. Blocks."""
+        """Wakes the engine. Blocks."""
         if self._llm.llm_engine.is_sleeping():
             self._llm.wake_up()
 
     # The calls of `vllm_steps.py`:
 
     def pause(self, mode: Pause) -> None:
-        """Does nothing: nobody samples between two calls."""
+        """Does nothing: the engine does not sample between two calls."""
 
     def resume(self) -> None:
         """Does nothing."""
@@ -61,7 +60,7 @@ class VllmOffline(Engine):
         self._called("start_weight_update")
 
     def load(self, update_info: dict[str, Any]) -> None:
-        """Has every worker take the weights."""
+        """Makes every worker load the weights."""
         self._called("update_weights", {"update_info": update_info})
 
     def finish(self, version: str | None) -> None:
@@ -69,21 +68,21 @@ class VllmOffline(Engine):
         self._called("finish_weight_update", version)
 
     def engines(self) -> int:
-        """One: an `LLM` has no other."""
+        """Returns 1: an `LLM` is one engine."""
         return 1
 
     def stamp(self, version: str) -> None:
-        """Has samples be of this version."""
+        """Stamps later samples with this version."""
         self._called("update_weight_version", version)
 
     def reset_cache(self) -> bool:
-        """Forgets cached keys and values."""
+        """Drops cached keys and values."""
         return bool(self._called("reset_prefix_cache", True))
 
     def _called(self, name: str, *args: object) -> Any:
         try:
             return getattr(self._llm, name)(*args)
-        except Exception as error:  # whatever a worker raised
+        except Exception as error:  # any error of a worker
             raise EngineFailed(
                 f"{self.address}: {name}: {type(error).__name__}: {error}", hint="see its log"
             ) from error

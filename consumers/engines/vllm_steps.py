@@ -1,9 +1,8 @@
-"""The calls that bring a vLLM to a version, and their order, whatever carries them: HTTP, an `LLM`, an
-`AsyncLLM`.
+"""The calls that load a version into vLLM, and their order, for each transport: HTTP, `LLM`, `AsyncLLM`.
 
-The worker takes the version out of the weights segment within `update_weights`, whole or not at all; `start`
-and `finish` move nothing. So requests see one set of weights or the other, and a pusher that dies in between
-leaves a whole model. Knows no transport.
+The worker reads the version from the weights segment within `update_weights`, all or nothing; `start` and
+`finish` move no data. So requests see either set of weights, and a pusher's death in between leaves a
+consistent model.
 """
 
 from __future__ import annotations
@@ -15,44 +14,44 @@ from shmbridge.consumers.engines.engine import UNKNOWN, EngineFailed, Pause, Upd
 
 
 class VllmCalls(Protocol):
-    """vLLM's names. Each blocks and raises EngineFailed."""
+    """vLLM's calls. Each blocks and raises EngineFailed."""
 
     def pause(self, mode: Pause) -> None:
-        """Stop sampling."""
+        """Stops sampling."""
 
     def start(self) -> None:
         """Begins an update; refused while one is active."""
 
     def load(self, update_info: dict[str, Any]) -> None:
-        """Has every worker take the weights."""
+        """Makes every worker load the weights."""
 
     def finish(self, version: str | None) -> None:
-        """Ends the update; samples are of this version from here on."""
+        """Ends the update; later samples are of this version."""
 
     def engines(self) -> int:
-        """How many data-parallel engines there are; each loads for itself."""
+        """Returns the number of data-parallel engines; each loads separately."""
 
     def stamp(self, version: str) -> None:
-        """Has samples be of this version, whatever the weights are."""
+        """Stamps later samples with this version, whatever the weights are."""
 
     def reset_cache(self) -> bool:
-        """Forgets keys and values that were computed with earlier weights, those of requests in flight, too;
+        """Drops keys and values computed with earlier weights, also those of requests in flight; returns
         whether it did.
         """
 
     def resume(self) -> None:
-        """Samples again."""
+        """Resumes sampling."""
 
 
 def bring_to(calls: VllmCalls, address: str, update: Update) -> None:
-    """Has a vLLM at a version; it samples again whatever happens. Blocks.
+    """Loads a version into vLLM; sampling resumes in any case. Blocks.
 
-    Requests that are kept are computed again from their tokens: what they sample from here on is what the new
-    weights alone would sample there, and no cached prefix is of older ones.
+    Kept requests are recomputed from their tokens: they continue exactly as under the new weights alone, and
+    no cached prefix is of older weights.
 
     Raises:
-        EngineFailed: it is at the version that it had, or, where the message says so, has new weights and an
-            old cache, or nobody knows which weights, and samples are stamped as of an unknown version.
+        EngineFailed: it keeps its earlier version; or, if the message says so, it has new weights and an old
+            cache, or its weights are uncertain and samples are stamped with an unknown version.
     """
     try:
         calls.pause(update.pause)
@@ -71,24 +70,24 @@ def bring_to(calls: VllmCalls, address: str, update: Update) -> None:
 
 
 def _start(calls: VllmCalls) -> None:
-    """Begins an update, also where a pusher that died left one active."""
+    """Begins an update, also if a dead pusher left one active."""
     try:
         calls.start()
     except EngineFailed:
-        # where none was active, starting fails for a reason of its own, which is said now
+        # if none was active, starting failed for another reason, which is raised now
         with suppress(EngineFailed):
             calls.finish(None)
         calls.start()
 
 
 def _load(calls: VllmCalls, update: Update) -> None:
-    """Loads and stamp; where nobody can say which weights it has after a failure, samples are stamped so."""
+    """Loads and stamps; if the weights are uncertain after a failure, stamps samples as unknown."""
     taken = False
     try:
         calls.load({"bridge": update.bridge, "version": update.version})
         taken = True
         calls.finish(str(update.version))
-    except BaseException as error:  # a signal's, too: the engine goes on with what it was told
+    except BaseException as error:  # also a signal's exception: the engine continues its running call
         if isinstance(error, EngineFailed) and not error.reached:
             raise
         try:
@@ -107,7 +106,7 @@ def _load(calls: VllmCalls, update: Update) -> None:
 
 
 def _resume_after(calls: VllmCalls, error: BaseException) -> None:
-    """Samples again after a failure, or say with it that it does not."""
+    """Resumes sampling after a failure, or adds to the error that it could not."""
     if isinstance(error, EngineFailed) and not error.reached:
         return
     try:

@@ -1,7 +1,6 @@
 """The HTTP gateway: Atropos' API over a bridge, served by uvicorn until a signal ends it.
 
-Remote environments post into it, trainers poll batches from it; docs/reference/gateway.md. Knows sockets,
-signals and the order of ending.
+Remote environments post into it, trainers poll batches from it; docs/reference/gateway.md.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _FIRST_HANDED_OVER = 3
-_END_S = 2  # for answers under way; a client that keeps its connection open is not waited for longer
+_END_S = 2  # wait for responses in progress; limits the wait for clients that keep connections open
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; who connects from now on waits for the gateway instead of being refused.
+    """Returns a listening socket: clients that connect from now on wait for the gateway instead of being
+    refused.
 
-    Raises OSError.
-
-    One that systemd hands over (sd_listen_fds) is taken as it is: whoever holds it keeps clients waiting
-    while a gateway is started again.
+    Raises OSError. A socket passed by systemd (sd_listen_fds) is used as it is; its holder keeps clients
+    waiting while a gateway restarts.
     """
     if os.environ.get("LISTEN_PID") == str(os.getpid()) and os.environ.get("LISTEN_FDS") == "1":
         try:
@@ -57,7 +55,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], None] = lambda: None) -> None:
-    """Serves until SIGINT or SIGTERM. Blocks; main thread only. `ready` is called once requests are answered.
+    """Serves until SIGINT or SIGTERM. Blocks; main thread only. `ready` is called once the gateway serves
+    requests.
 
     Raises:
         ConsumerTaken: in strict mode, which must be the hub, another consumer is alive.
@@ -74,7 +73,7 @@ def serve(options: GatewayOptions, listener: socket.socket, ready: Callable[[], 
 
 
 def _local(listener: socket.socket) -> bool:
-    """Whether only this machine reaches it."""
+    """Returns whether the address is reachable only from this machine."""
     return (
         listener.family not in (socket.AF_INET, socket.AF_INET6)
         or ipaddress.ip_address(listener.getsockname()[0]).is_loopback
@@ -93,7 +92,9 @@ async def _serve(options: GatewayOptions, listener: socket.socket, ready: Callab
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """A signal ends the serving, and not, raised again, the process before it has left the bridge."""
+            """Makes a signal end serving; it is not raised again, so that the process leaves the bridge
+            first.
+            """
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -104,7 +105,7 @@ async def _serve(options: GatewayOptions, listener: socket.socket, ready: Callab
             ready()
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            mode.close_lanes()  # posts that wait for room are answered first
+            mode.close_lanes()  # first responds to posts that wait for room
             await super().shutdown(sockets)
 
     config = uvicorn.Config(

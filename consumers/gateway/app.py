@@ -1,6 +1,6 @@
 """The routes: Atropos' HTTP API on FastAPI.
 
-Knows HTTP; what is answered is modes.py's. Bodies of posts are not FastAPI's to parse: it would do so in the
+`modes.py` computes the responses. FastAPI does not parse the bodies of posts, because it would do so in the
 event loop.
 """
 
@@ -51,11 +51,11 @@ _NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /
 
 
 def _utf8(text: str) -> str:
-    text.encode()  # half a surrogate pair is a ValueError; what is kept must be said again
+    text.encode()  # a lone surrogate raises ValueError: kept text must be encodable in later responses
     return text
 
 
-_Count = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]  # what is beyond cannot be said to a hub
+_Count = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]  # the range of the hub's messages
 _Text = Annotated[str, AfterValidator(_utf8)]
 
 
@@ -73,7 +73,7 @@ class Registration(BaseModel):
 
 
 class RegisterEnv(BaseModel):
-    """An environment's wish."""
+    """An environment's registration request."""
 
     max_token_length: _Count
     desired_name: _Text
@@ -89,7 +89,7 @@ class EnvIdentifier(BaseModel):
 
 
 class Timing:
-    """How long posts and batches take, as `api_perf/...`, where shmbridge.metrics is there to count it."""
+    """Durations of posts and batches, as `api_perf/...`."""
 
     def __init__(self) -> None:
         self._window: Any = None
@@ -97,17 +97,17 @@ class Timing:
             self._window = import_module("shmbridge.metrics").LatencyWindow()
 
     def add(self, scope: Any, items: int = 1, failed: bool = False) -> None:
-        """A request is answered now."""
+        """Records a request that is served now."""
         if self._window is not None:
             self._window.add(time.monotonic() - scope["arrived_s"], items=items, failed=failed)
 
     def metrics(self) -> dict[str, float]:
-        """The figures; none before the first request."""
+        """Returns the durations; empty before the first request."""
         return self._window.metrics() if self._window is not None else {}
 
 
 def make_app(mode: Mode) -> FastAPI:
-    """The application of one gateway, which must be open while it serves."""
+    """Returns the application of one gateway, which must be open while it serves."""
     options = mode.options
     refusals, held, timing = Refusals(), HeldBytes(options.held_bytes), Timing()
     strict = options.compat == "strict"

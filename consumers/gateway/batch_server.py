@@ -1,8 +1,6 @@
-"""The taking side of a gateway: the consumer it becomes, the batches that are out, and those that come again.
-
-A batch is out from the moment it is handed to an answer until that answer is proven read; then its records
-are released. One that was not read is the next to be handed out, the same bytes again. Knows records and
-leases; knows nothing of HTTP. For one thread: the hub's.
+"""The gateway's consumer: forms batches, tracks those in delivery, and redelivers lost ones. A batch is in
+delivery from the time it is handed to a response until that response is proven read; then its records are
+released. A batch that was not read is handed out next, as the same bytes. For one thread: the hub's.
 """
 
 from __future__ import annotations
@@ -30,19 +28,19 @@ _DRY_S, _STUCK_S = 2.0, 1.5
 
 
 class NotRegistered(Exception):
-    """Nobody has registered a training run here."""
+    """No training run is registered here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch on its way: its number, by which its fate is told, and its body."""
+    """A batch in delivery: its number, used to report the outcome, and its body."""
 
     number: int
     body: bytes
 
 
 class Taker:
-    """The consumer of one bridge, once there is a run; see Consumer for what it raises."""
+    """The consumer of one bridge, once there is a run; raises as Consumer."""
 
     extras = True
 
@@ -67,9 +65,7 @@ class Taker:
     # --------------------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Goes on with the run of an earlier gateway, if there was one; somebody else may be the hub by
-        now.
-        """
+        """Continues the run of an earlier gateway, if any; another process may be the hub by now."""
         saved = self._state.saved
         if saved.run is None:
             return
@@ -80,8 +76,8 @@ class Taker:
             log.warning("batches are not served here: %s", taken)
 
     def register(self, run: Run) -> None:
-        """Announces a run; the first one holds until reset(), but one that an earlier gateway knew gives way
-        to another.
+        """Announces a run. The first one stays until reset(), but one inherited from an earlier gateway is
+        replaced.
         """
         if self.run is not None and not self._inherited:
             return
@@ -112,7 +108,7 @@ class Taker:
         )
 
     def step(self) -> int:
-        """The step as the trainer's: batches handed out, from where the run began."""
+        """The trainer's step: batches handed out since the run's first step."""
         return (
             self.consumer.current_step
             if self.consumer is not None
@@ -122,24 +118,24 @@ class Taker:
         )
 
     def look(self) -> None:
-        """A lane was opened: what is in it counts as queued from now on."""
+        """Adopts a new lane, so that its records count as queued."""
         if self.consumer is not None:
-            self.consumer.poll(0)  # adopts, and takes nothing
+            self.consumer.poll(0)  # adopts lanes and takes no records
 
     # -- batches
     # --------------------------------------------------------------------------------------------------------
 
     def next_batch(self, gzip: bool, gone: Callable[[], bool] = lambda: False) -> Batch | None:
-        """The batch to hand out, or None while there is none.
+        """Returns the batch to hand out, or None if there is none.
 
-        Blocks a moment only where a post waits for room that a batch would make.
+        Blocks briefly only if a post waits for room that a batch would free.
 
         Args:
-            gzip: whether its body is to be compressed.
-            gone: whether whoever asked has gone meanwhile: then nothing is handed out.
+            gzip: whether to compress its body.
+            gone: returns whether the client has disconnected: then nothing is handed out.
 
         Raises:
-            NotRegistered: nobody has said how large a batch is.
+            NotRegistered: no batch size is registered.
             ConsumerTaken: another consumer serves this bridge.
             BatchTooBig: the lanes cannot hold a batch.
         """
@@ -166,8 +162,8 @@ class Taker:
         return None
 
     def _next(self) -> tuple[int, str] | None:
-        """The number of the batch that comes next, out from now on, and how it is counted; None if there is
-        none.
+        """Returns the number of the next batch, in delivery from now on, and how it is counted; None if there
+        is none.
         """
         if self._again:
             return heapq.heappop(self._again), "batches_redelivered_total"
@@ -180,8 +176,8 @@ class Taker:
         return number, "batches_total"
 
     def _undo_unreadable(self, number: int) -> bool:
-        """Whether groups of this batch cannot be read: they are discarded, the others wait again, and the
-        batch never was.
+        """Undoes a batch with unreadable groups: discards those, puts the others back; returns whether there
+        were any.
         """
         groups = self._out[number]
         wrong = {place: why for place, group in enumerate(groups) if (why := self._fault(group))}
@@ -198,7 +194,7 @@ class Taker:
         return True
 
     def _fault(self, group: Group) -> str:
-        """Why a group cannot be served; "" if it can."""
+        """Returns why a group cannot be served; "" if it can."""
         try:
             encoded_batch([group], extras=self.extras, gzip=False)
         except MemoryError:
@@ -208,7 +204,7 @@ class Taker:
         return ""
 
     def _put_back(self, groups: list[Group]) -> None:
-        """What is left of a batch that is undone waits again, before all others."""
+        """Puts the remaining groups of an undone batch back, before all others."""
         consumer = self._become_hub()
         consumer.put_back(groups)
         consumer.queue.count_batch(-1)
@@ -221,7 +217,7 @@ class Taker:
             self._dry_since = 0.0 if groups is not None else now
         elif now - self._dry_since > _DRY_S and self._posts_wait():
             self._dry_since = now
-            groups = consumer.take_groups(rows=rows, timeout_s=_STUCK_S)  # raises if it never can
+            groups = consumer.take_groups(rows=rows, timeout_s=_STUCK_S)  # raises if it can never succeed
         if groups is not None:
             self._latest = None
         return groups
@@ -237,9 +233,9 @@ class Taker:
                 )
 
     def proven(self, number: int) -> None:
-        """The batch was read: its records are released."""
+        """Releases the records of a batch that was read."""
         groups = self._out.pop(number, None)
-        if groups is None:  # reset() was faster
+        if groups is None:  # reset() came first
             return
         self.counts["batches_read_total"] += 1
         self._release(groups)
@@ -251,7 +247,7 @@ class Taker:
                 record.release()
 
     def lost(self, number: int) -> None:
-        """The batch was not read: it comes next, before all others."""
+        """Puts a batch that was not read back, before all others."""
         if number in self._out:
             heapq.heappush(self._again, number)
 
@@ -259,13 +255,13 @@ class Taker:
         self._state.update(step=self.step() - len(self._out))
 
     def latest(self) -> dict[str, Any] | None:
-        """A group of those that are out, the last one; None if none is."""
+        """Returns the last group of the batches in delivery; None if there is none."""
         if self._out:
             self._latest = self._shown(self._out[max(self._out)][-1])
         return self._latest
 
     def _shown(self, group: Group) -> dict[str, Any] | None:
-        """The group as an example, or the last one if it cannot be read."""
+        """Returns the group as an example, or the last one if it cannot be read."""
         try:
             return served(group, extras=self.extras)
         except Exception as wrong:
@@ -278,10 +274,10 @@ class Taker:
     # --------------------------------------------------------------------------------------------------------
 
     def reset(self) -> int:
-        """Forgets the run; what lies in the lanes, and in batches without proof, is discarded and counted:
-        how many groups that were.
+        """Clears the run; discards and counts the groups in lanes and in batches not proven read; returns
+        their number.
         """
-        self._check_no_other()  # what that one takes is not ours to discard
+        self._check_no_other()  # another consumer's records are not ours to discard
         consumer = self.consumer or self._open(None, "redeliver")
         self.run, self._inherited, self._latest, self.consumer = None, False, None, None
         discarded = self._discard_held() + consumer.queue.groups()
@@ -299,11 +295,11 @@ class Taker:
         return len(held)
 
     def _held(self) -> list[Group]:
-        """Groups that were taken from lanes and are in no batch that is out."""
+        """Returns groups taken from lanes that are in no batch in delivery."""
         return []
 
     def close(self) -> None:
-        """Gives the bridge up; what is out comes again from the next gateway."""
+        """Closes the bridge; batches in delivery are redelivered by the next gateway."""
         if self.consumer is not None:
             for groups in self._out.values():
                 for group in groups:
@@ -314,7 +310,7 @@ class Taker:
             self.consumer = None
 
     def stats(self) -> dict[str, float]:
-        """Counters, and the consumer's own. Any thread."""
+        """Returns this object's and the consumer's counters. Any thread."""
         own = {**self.counts, "batches_out": len(self._out), "batches_to_serve_again": len(self._again)}
         consumer = self.consumer
         return own | (

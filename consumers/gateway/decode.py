@@ -1,7 +1,7 @@
-"""Bodies of posts: gunzipped within a limit, decoded and checked column by column, so that what is refused is
-refused with a reason.
+"""Decodes bodies of posts: gunzips within a limit, decodes, and checks column by column, so that every
+refusal has a reason.
 
-Knows JSON and Atropos' group format; knows nothing of lanes or HTTP. Pure functions, called in threads.
+Pure functions, called in threads.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _REFUSED_THERE = ("header", "method", "incorrect")  # zlib's words for what Pyth
 
 
 class HttpError(Exception):
-    """A request that is answered with an HTTP status and a reason."""
+    """A request refused with an HTTP status and a reason."""
 
     def __init__(self, status: int, detail: str, kind: str) -> None:
         super().__init__(detail)

@@ -1,9 +1,7 @@
-"""Connections that know whether an answer was read: the proof behind acknowledged delivery.
-
-The client is not changed, so the proof is TCP's own. An answer was read when another request comes on its
-connection, or when the peer closes in order (FIN) while everything was written and acknowledged: a peer that
-closes with unread bytes, or is killed, sends a reset instead. docs/reference/gateway.md lists what this
-cannot see. Knows uvicorn's h11 protocol and sockets; knows nothing of what is carried.
+"""Connections that detect whether a response was read, for acknowledged delivery. The client is unchanged, so
+the proof is TCP's. A response was read if another request arrives on its connection, or if the peer closes in
+order (FIN) after everything was written and acknowledged. A peer that closes with unread bytes, or is killed,
+sends a reset instead. docs/reference/gateway.md lists what this cannot see.
 """
 
 from __future__ import annotations
@@ -26,38 +24,36 @@ _KEEPALIVE = (
 
 
 class Carried(Protocol):
-    """Something whose answer is on its way over a connection; exactly one of the two is called, once, in the
-    event loop.
+    """An object whose response is in delivery; exactly one of the two methods is called, once, in the event
+    loop.
     """
 
     def read(self) -> None:
-        """The answer was read."""
+        """The response was read."""
 
     def unread(self) -> None:
-        """The answer was not read, or nobody can tell."""
+        """The response was not read, or that is unknown."""
 
 
 class Carrier(Protocol):
-    """A connection, as those see it who answer on it."""
+    """A connection, as request handlers see it."""
 
-    gone: bool  # nobody reads any more what is answered; any thread may look
+    gone: bool  # the peer no longer reads responses; readable from any thread
 
     def carry(self, carried: Carried) -> None:
-        """What the answer that is being made says, is to be told of its fate."""
+        """Registers the object to notify of the current response's delivery."""
 
     def next_request(self) -> None:
-        """A request has come: whatever was answered before it was read."""
+        """Reports a new request, which proves that the previous response was read."""
 
 
 class Unproven:
-    """Stands in where there is no connection to look at (an ASGI test client): every answer counts as
-    read.
-    """
+    """Replaces the connection if there is none (an ASGI test client): every response counts as read."""
 
     gone = False
 
     def carry(self, carried: Carried) -> None:
-        """Taken as read."""
+        """Reports the response as read."""
         carried.read()
 
     def next_request(self) -> None:
@@ -92,7 +88,7 @@ class ProvingConnection(H11Protocol):
         self._settle(read=True)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A peer has come: one that vanishes without a word is to be noticed some time."""
+        """Enables detection of peers that vanish without closing."""
         peer = transport.get_extra_info("socket")
         if peer.family in (socket.AF_INET, socket.AF_INET6):
             for option, value, level in _KEEPALIVE:
@@ -101,24 +97,24 @@ class ProvingConnection(H11Protocol):
         super().connection_made(cast(asyncio.Transport, self._link))
 
     def data_received(self, data: bytes) -> None:
-        """More of a request; after our own end of the stream nobody answers any more."""
+        """Receives more of a request; after our side was shut down, requests are not served."""
         if self._link is None or not self._link.ended:
             super().data_received(data)
 
     def eof_received(self) -> None:
         """The peer has closed its side, in order."""
-        self.gone = True  # what is answered from now on, nobody reads
+        self.gone = True  # later responses are not read
         self._settle(read=self._all_delivered())
         super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is no more; what has no proof by now never gets one."""
+        """Reports responses without proof as unread: the connection is gone."""
         self.gone = True
         self._settle(read=False)
         super().connection_lost(exc)
 
     def timeout_keep_alive_handler(self) -> None:
-        """An idle connection is kept while an answer on it is without proof: closing it would end the
+        """Keeps an idle connection while a response on it lacks proof, because closing it would prevent the
         proof.
         """
         if not self.carried:
@@ -133,8 +129,8 @@ class ProvingConnection(H11Protocol):
                 each.unread()
 
     def _all_delivered(self) -> bool:
-        """Whether the answer is complete, written, and acknowledged to the last byte, on a connection that
-        was not reset.
+        """Returns whether the response is complete, written and fully acknowledged, on a connection that was
+        not reset.
         """
         if (
             self._link is None
@@ -154,23 +150,23 @@ class ProvingConnection(H11Protocol):
 
 
 class _Lingering:
-    """The transport, whose close() ends our side only while an answer is without proof: the peer is to close,
-    and to say how.
+    """A transport whose close() only shuts down our side while a response lacks proof, so that the peer's
+    close shows how it ended.
     """
 
     def __init__(self, transport: asyncio.Transport, connection: ProvingConnection) -> None:
         self._transport, self._connection = transport, connection
-        self.ended = False  # our own end of the stream counts as one byte of the send queue
+        self.ended = False  # our FIN counts as one byte of the send queue
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        """Whether nothing more is to be written."""
+        """Returns whether our side is closed for writing."""
         return self.ended or self._transport.is_closing()
 
     def close(self) -> None:
-        """Closes; or, with something carried, ends our side and waits for the peer."""
+        """Closes; or, with a response in delivery, shuts down our side and waits for the peer."""
         if not self._connection.carried or self._transport.is_closing():
             self._transport.close()
         elif not self.ended:

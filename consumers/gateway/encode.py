@@ -1,6 +1,6 @@
 """Groups as `/batch` hands them out: records back to Atropos' JSON, every key of it always there.
 
-Knows records and Atropos' words; knows nothing of HTTP, batches or leases. Called in the hub's thread.
+Called in the hub's thread.
 """
 
 from __future__ import annotations

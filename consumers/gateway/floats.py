@@ -1,7 +1,4 @@
-"""Float32 values as the doubles whose JSON is shortest: 0.7 instead of 0.699999988079071.
-
-Knows arithmetic only.
-"""
+"""Float32 values as the doubles whose JSON is shortest: 0.7 instead of 0.699999988079071."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The gate before the routes: who may ask, how large a body may be, how much memory all of them have, gunzip.
+"""The gate before the routes: authorisation, body size limits, the memory limit for all bodies, gunzip.
 
-ASGI middleware. Knows HTTP's heads and bodies; knows nothing of what is asked or answered.
+ASGI middleware.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Refusals:
         self.counts: Counter[str] = Counter()
 
     def answer(self, refused: HttpError) -> Response:
-        """The answer to a refused request."""
+        """Returns the response to a refused request."""
         self.counts[refused.kind] += 1
         headers = {"retry-after": _RETRY_S} if refused.status == 503 else {}
         if refused.status == 401:
@@ -54,7 +54,7 @@ class Refusals:
         return json_answer({"detail": refused.detail}, refused.status, headers)
 
     def answer_as_upstream(self, refused: HttpError) -> Response:
-        """The same, but for a gzip body that is none: in the original's words, or as it fails there."""
+        """Does the same, except that an invalid gzip body gets the original's message, or its failure."""
         if refused.kind != "gzip":
             return self.answer(refused)
         self.counts[refused.kind] += 1
@@ -64,15 +64,15 @@ class Refusals:
 
 
 class Gate:
-    """ASGI middleware: a new request proves that the last answer was read.
+    """ASGI middleware. A new request on a connection proves that the previous response was read.
 
-    Refuses what is not allowed, or too large.
+    Rejects unauthorised and oversized requests.
 
-    A body is whole and gunzipped when a route sees it. It is read only when there is room for it, and where
-    nothing takes it, not at all.
+    Routes get the whole body, gunzipped. A body is read only when there is room for it, and never if no route
+    takes it.
 
     Args:
-        takes: whether a path and a method are a route's.
+        takes: whether a route has this path and method.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Gate:
             and b"origin" in headers
             and b"access-control-request-method" in headers
         ):
-            await self._app(scope, _nothing, send)  # a browser asks whether it may ask
+            await self._app(scope, _nothing, send)  # a browser's CORS preflight request
             return
         is_post = scope["path"] in POSTS
         booking = Booking(self._held if is_post else self._others)
@@ -168,14 +168,14 @@ class Gate:
     async def _body(
         self, scope: Any, headers: dict[bytes, bytes], receive: Any, booking: Booking, is_post: bool
     ) -> bytes | bytearray | None:
-        """The body, gunzipped; None if the peer has gone meanwhile."""
+        """Returns the gunzipped body; None if the peer has disconnected."""
         options = self._options
         most = options.max_body_bytes if is_post else min(options.max_body_bytes, OTHER_BODY_BYTES)
         deadline = time.monotonic() + (options.post_deadline_s if is_post else _OTHER_DEADLINE_S)
         length = headers.get(b"content-length", b"0")
         announced = int(length) if length.isdigit() else 0
         if b"transfer-encoding" in headers:
-            announced = most  # it may become as large as that, and nobody can tell before
+            announced = most  # the body may grow to the limit, which is unknown in advance
         if announced > most:
             raise HttpError(413, f"the body has {announced} bytes, at most {most} are taken", "too large")
         zipped = b"gzip" in headers.get(b"content-encoding", b"").lower()

@@ -1,8 +1,6 @@
-"""What the routes ask, in either mode: default, which mends what loses data, and strict, which answers as the
-Atropos server.
-
-Brings the parts together: the taker in its own thread, posts and remote environments in the event loop. Knows
-nothing of HTTP but its statuses.
+"""The operations behind the routes, in two modes: default, which fixes the Atropos server's data loss, and
+strict, which responds exactly as that server. It joins the parts: the taker in its own thread, posts and
+remote environments in the event loop.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _SHARED = 1  # the lane of those who are not known, or have none
 
 @dataclass(eq=False, slots=True)
 class _Handed:
-    """A batch in an answer; the hub's thread is told what became of it."""
+    """A batch in delivery; reports the outcome to the hub's thread."""
 
     mode: Mode
     number: int
@@ -49,7 +47,7 @@ class _Handed:
 
 
 class Mode(ABC):
-    """One gateway's answers. All of it is called in one event loop."""
+    """One gateway's operations. All are called in one event loop."""
 
     taker: Taker
 
@@ -78,11 +76,11 @@ class Mode(ABC):
                 log.exception("what is over could not be let go")
 
     async def hub(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Does work in the hub's thread."""
+        """Runs a call in the hub's thread and awaits it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def tell(self, work: Callable[..., object], *arguments: Any) -> None:
-        """Has work done in the hub's thread, behind what was asked before."""
+        """Queues a call in the hub's thread, after earlier ones."""
 
         def do() -> None:
             try:
@@ -115,7 +113,7 @@ class Mode(ABC):
         return [None] * len(places)
 
     async def let_the_silent_go(self) -> None:
-        """Environments that have said nothing for long hold up nobody. The original waits for ever."""
+        """Releases the weight of environments that have been silent for long; the original waits for ever."""
         return
 
     @abstractmethod
@@ -166,7 +164,7 @@ class Mode(ABC):
 
 
 class DefaultMode(Mode):
-    """Beside any hub; the hub itself once a trainer registers here."""
+    """Works beside any hub; becomes the hub once a trainer registers here."""
 
     def __init__(self, options: GatewayOptions) -> None:
         super().__init__(options)
@@ -280,7 +278,7 @@ class StrictMode(Mode):
         number = group.get("env_id")
         known = number if number is not None and number < len(self.taker.upstream.envs) else None
         if known not in self._lanes and len(self._lanes) + _SHARED >= self.options.lanes:
-            known = None  # nobody would take from a further lane
+            known = None  # no consumer would take from another lane
         lane = self._lanes.get(known)
         if lane is None:
             name = "gateway" if known is None else self.taker.upstream.envs[known].desired_name

@@ -1,8 +1,6 @@
-"""Posts on their way into lanes: one lane per remote environment, room waited for, and no post taken twice.
-
-A post whose answer was lost is sent again by Atropos' client. So a post is remembered from the loss of its
-answer on: the same body again gets the answer of the first, and nothing is put again. Knows producers and
-answers; knows nothing of HTTP or of who registered. For one event loop.
+"""Puts posts into lanes: one lane per remote environment, waiting for room, each post once. Atropos' client
+resends a post whose response was lost. So such a post is remembered: the same body gets the first one's
+response, and nothing is put again. For one event loop.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ Outcomes = list[int | None]
 
 
 class RemoteLane:
-    """A producer that is opened when it is first wanted, in a thread: reserving its memory takes a while."""
+    """A producer that is opened on first use, in a thread, because reserving its memory takes a while."""
 
     def __init__(self, options: GatewayOptions, env_name: str, opened: Callable[[str], None]) -> None:
         self._options, self._env_name, self._opened = options, env_name, opened
@@ -52,7 +50,7 @@ class RemoteLane:
         self._planner: RecordPlanner | None = None
         self._left = ""
         self.producer: Producer | None = None
-        self.posting = 0  # groups that are here and not yet in the lane
+        self.posting = 0  # groups received but not yet in the lane
 
     async def open(self) -> Producer:
         """The lane's producer. Raises ShmTooSmall and what else Producer does."""
@@ -67,9 +65,8 @@ class RemoteLane:
             return self.producer
 
     def leave(self, producer: Producer) -> bool:
-        """Nobody reads it any more: the next open() makes another.
-
-        Whether that was said of it the first time.
+        """Abandons a lane without a reader: the next open() makes another. Returns whether this was the first
+        call for the lane.
         """
         if self.producer is not producer:
             return False
@@ -84,11 +81,11 @@ class RemoteLane:
         return True
 
     def was_left(self, producer: Producer) -> bool:
-        """Whether it was closed by leave(), so that another is to be had."""
+        """Whether leave() closed it, so that another is needed."""
         return producer.producer_id == self._left
 
     def check(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Measures groups as `put` will, so that either all of them can be put or none is.
+        """Checks groups as `put` will, so that all of them are put or none.
 
         Raises InvalidRecord, RecordTooBig.
         """
@@ -107,7 +104,7 @@ class RemoteLane:
 
 @dataclass(eq=False, slots=True)
 class Post:
-    """One body under way: what `Carried` is told of, and how much of it is in the lanes."""
+    """One body being put: notified by `Carried`, with its progress into the lanes."""
 
     ledger: PostLedger
     posted: Posted
@@ -117,7 +114,7 @@ class Post:
 
     @property
     def failed(self) -> bool:
-        """Whether the last try to put it has ended, with some of it missing."""
+        """Whether the last attempt to put it ended incomplete."""
         work = self.work
         return work is None or (
             work.done() and (work.cancelled() or work.exception() is not None or work.result() is not None)
@@ -166,7 +163,7 @@ class PostLedger:
 
         Waits for room until the deadline, of which some may be gone already.
 
-        If whoever asks is gone, the groups are put all the same, or counted as dropped; the same body again
+        If the client is gone, the groups are put all the same, or counted as dropped; the same body again
         gets the same answer.
 
         Raises:
@@ -189,7 +186,7 @@ class PostLedger:
             return post.outcomes
         if refused.status == 503 and post.done:
             self.remember(post)
-        # a new one: the post keeps no frames that have the body
+        # a new exception, so that the post keeps no frames that hold the body
         raise HttpError(refused.status, refused.detail, refused.kind)
 
     def _begin(
@@ -206,7 +203,7 @@ class PostLedger:
     def _ended(self, work: asyncio.Task[Any]) -> None:
         self._under_way.discard(work)
         if not work.cancelled():
-            work.exception()  # whoever asked may be gone
+            work.exception()  # the client may be gone
 
     async def _put(
         self,
@@ -215,7 +212,7 @@ class PostLedger:
         lane_of: Callable[[dict[str, Any]], RemoteLane],
         deadline: float,
     ) -> HttpError | None:
-        """Puts what is left of a post.
+        """Puts the remaining groups of a post.
 
         A refusal is returned: raised, it would keep this frame, and with it the body.
         """
@@ -277,7 +274,7 @@ class PostLedger:
     # --------------------------------------------------------------------------------------------------------
 
     def remember(self, post: Post) -> None:
-        """Its answer was lost, or it was put in part: the same body is this post."""
+        """Remembers a post whose response was lost, or that was put in part: the same body is this post."""
         post.posted.groups = []  # who puts them has them; only the digest is wanted from now on
         if post.failed:
             post.work = None
@@ -286,7 +283,7 @@ class PostLedger:
         self.forget_old()
 
     def forget_old(self) -> None:
-        """What was lost long ago is a new post if it comes again. To be called now and then."""
+        """Forgets old lost posts, which count as new if resent. Call it periodically."""
         now = time.monotonic()
         while self._lost:
             digest, (when, _) = next(iter(self._lost.items()))
@@ -299,11 +296,11 @@ class PostLedger:
         return post if when > time.monotonic() - _REMEMBERED_S else None
 
     def forget(self) -> None:
-        """After a reset nothing is a repetition."""
+        """Forgets all posts, after a reset."""
         self._lost.clear()
 
     async def settled(self, timeout_s: float) -> None:
-        """Waits until nothing is under way."""
+        """Waits until no post is in progress."""
         if self._under_way:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait(self._under_way, timeout=timeout_s)
@@ -351,11 +348,11 @@ GZIPPED = 4  # bytes of such JSON for a byte of it gzipped, rather more than it 
 
 
 class HeldBytes:
-    """How much memory bodies may have at one time; who wants more waits.
+    """Limits the memory that bodies have at one time; requests for more wait.
 
     Args:
         most: bytes.
-        in_line: first come, first served; else whoever finds room takes it.
+        in_line: first come, first served; else any request that fits is granted.
     """
 
     def __init__(self, most: int, *, in_line: bool = True) -> None:
@@ -366,8 +363,8 @@ class HeldBytes:
         self.whole = 0  # bodies that have all they asked for
 
     async def acquire(self, size: int, timeout_s: float) -> bool:
-        """Waits until there is room for so many bytes, or nobody else has what he asked for; False after the
-        timeout.
+        """Waits until there is room for so many bytes, or until no other body holds all it asked for; False
+        after the timeout.
         """
         if not self._in_line and self.held + size <= self._most:
             return self._take(size)
@@ -394,8 +391,8 @@ class HeldBytes:
 class Booking:
     """What one body has of the memory for bodies.
 
-    Whoever waits for more has given back what it had, but for the body as it was sent: so no two wait for
-    each other.
+    A waiting body first gives back its memory, except the body as it was sent, so that no two wait for each
+    other.
     """
 
     def __init__(self, memory: HeldBytes) -> None:
@@ -418,11 +415,11 @@ class Booking:
         return self._memory.held
 
     def settle(self, size: int) -> None:
-        """It needs no more than this."""
+        """Reduces the booking to this size."""
         self._shrink(min(size, self.size), whole=self._whole)
 
     def release(self) -> None:
-        """It is done. Idempotent."""
+        """Gives all memory back. Idempotent."""
         self._shrink(0, whole=False)
 
     def _shrink(self, size: int, *, whole: bool) -> None:

@@ -1,8 +1,7 @@
 """Remote environments in default mode: their names, numbers and lanes here, their weights and queues in the
 hub's one table.
 
-Every question goes over the control socket to whoever is the hub: this process, or a learner. Knows Atropos'
-words for environments and the control messages; knows nothing of HTTP or batches. For one event loop.
+Every request goes over the control socket to the hub: this process, or a learner. For one event loop.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from shmbridge.errors import NoConsumer
 log = logging.getLogger(__name__)
 
 _ASK_S = 1.5
-_MISSING_S = 0.5  # after nobody answered, nobody is asked for so long
+_MISSING_S = 0.5  # after a request without response, no further request for so long
 
 _SHARED = 1  # the lane of those who are not known
 _FORGOTTEN_AFTER = 60  # times as long as it takes to count as silent
@@ -68,7 +67,7 @@ class RemoteEnv:
 
 
 class RemoteEnvs:
-    """All of them, by the number they know themselves by."""
+    """All remote environments, by the number given to them."""
 
     def __init__(self, options: GatewayOptions, state: StateFile, lane_opened: Callable[[str], None]) -> None:
         self._options, self._state, self._lane_opened = options, state, lane_opened
@@ -106,11 +105,11 @@ class RemoteEnvs:
                 raise
 
     def hub_came(self) -> None:
-        """There is one for certain: it may be asked."""
+        """Notes that there is a hub, so that it is asked again at once."""
         self._missing_until = 0.0
 
     async def run_info(self) -> RunInfo | None:
-        """What is trained, by whoever is the hub; None if nobody is."""
+        """Returns the hub's run; None without a hub."""
         try:
             answer = await self.ask(RunInfoRequest())
         except NoConsumer:
@@ -139,7 +138,7 @@ class RemoteEnvs:
         lane = RemoteLane(self._options, name, self._lane_opened)
         try:
             producer = await lane.open()
-            await self._admit_all()  # those an earlier gateway knew have their names first
+            await self._admit_all()  # environments of an earlier gateway keep their names
             answer = await self.ask(
                 Register(**wish, producer_id=producer.producer_id, env_id=self._free_number())
             )
@@ -200,7 +199,7 @@ class RemoteEnvs:
         if hub_id is not None:
             try:
                 await self.ask(Goodbye(hub_id))
-            except ShmBridgeError as gone:  # a hub that is not there needs no goodbye
+            except ShmBridgeError as gone:  # without a hub there is none to notify
                 log.debug("no goodbye for environment %s: %s", env.about.wandb_name, gone)
 
     def lane_of(self, number: int | None) -> RemoteLane:
@@ -280,11 +279,11 @@ class RemoteEnvs:
                 except NoConsumer:
                     raise
                 except ShmBridgeError as refused:
-                    # such as no memory for its lane yet; the next question tries again
+                    # such as no memory for its lane yet; the next request retries
                     env.refused(str(refused))
 
     async def _admit(self, env: RemoteEnv) -> None:
-        """Registers with the hub of now, under the number and the name it has."""
+        """Registers with the current hub, under its number and name."""
         about = env.about
         if env.own_lane:
             await env.lane.open()
@@ -313,7 +312,7 @@ class RemoteEnvs:
             except RequestRefused as refused:
                 if refused.reason != UNKNOWN_ENV:
                     raise
-                await self._admit(env)  # another hub, which knows nobody
+                await self._admit(env)  # another hub, which has no registrations
         return None
 
     # -- the end
@@ -337,7 +336,7 @@ class RemoteEnvs:
             self._save()
 
     def forget(self) -> None:
-        """After a reset nobody is registered, and there is no hub to say goodbye to."""
+        """Clears all registrations after a reset, without notifying a hub."""
         envs, self._table = list(self._table.values()), {}
         for env in envs:
             if env.own_lane:
@@ -350,7 +349,7 @@ class RemoteEnvs:
         self.shared.close()
 
     def close(self) -> None:
-        """Ends the conversation with the hub."""
+        """Closes the control client."""
         self.close_lanes()
         if self._client is not None:
             self._client.close()

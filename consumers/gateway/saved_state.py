@@ -1,8 +1,8 @@
-"""What must survive a gateway besides the lanes: who trains, which remote environments there are.
+"""The state that must survive a gateway besides the lanes: the run and the remote environments.
 
 A small owner-only file beside them.
 
-Knows the file; knows nothing of what its words mean to whom. Any thread.
+Any thread.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class SavedEnv(msgspec.Struct, frozen=True):
     weight: float
     min_batch_allocation: float | None = None
     connected: bool = True
-    silent: bool = False  # in default mode: it has no lane until it speaks again
+    silent: bool = False  # in default mode: it has no lane until its next request
 
 
 class Saved(msgspec.Struct, frozen=True):
     """All of it.
 
-    `step` is the step that the next batch to be formed begins with: batches that nobody has read count again.
+    `step` is the step of the next batch to form: batches that were not read are counted again.
     """
 
     version: int = _VERSION
@@ -78,7 +78,7 @@ class StateFile:
                 if os.path.samestat(os.stat(self._folder), os.fstat(self._fd)):
                     self._read()
                     return True
-            except FileNotFoundError:  # `clean` was faster
+            except FileNotFoundError:  # `clean` removed it first
                 pass
             except OSError as wrong:
                 log.warning("registrations will not survive a restart of this gateway: %s", wrong)
@@ -99,7 +99,7 @@ class StateFile:
             log.error("%s is ignored: %s", self._folder / "state.json", wrong)
 
     def update(self, **changes: Any) -> None:
-        """Changes some of it, on the mount too. A file half written never takes the place of a whole one."""
+        """Changes some of it, on the mount too. A partly written file never replaces a complete one."""
         with self._lock:
             self.saved = msgspec.structs.replace(self.saved, **changes)
             if self._fd < 0:

@@ -1,8 +1,7 @@
-"""`--compat strict`: the taking side as the Atropos server does it, over lanes instead of a list in memory.
+"""`--compat strict`: the consumer side as the Atropos server has it, over lanes instead of a list in memory.
 
-Everything that is committed is taken at once, in the order of its commits, and held in the server's own queue
-until it is in a batch that was read. Knows records and the original's state; knows nothing of HTTP. For one
-thread: the hub's.
+Committed groups are taken at once, in commit order, and held in the server's own queue until a batch with
+them was read. For one thread: the hub's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""The state of one Atropos server: who has registered, and what it answers then.
-
-`--compat strict` promises it, odd as some of it is.
-
-The queue's arithmetic is shmbridge.atropos.queue's; this stands around it. Knows nothing of lanes, HTTP or
-records. For one thread.
+"""The state of one Atropos server, for `--compat strict`: registrations and the responses that follow from
+them. It reproduces the original's quirks. `shmbridge.atropos.queue` does the queue's arithmetic. For one
+thread.
 """
 
 from __future__ import annotations
@@ -39,21 +36,21 @@ class NoSuchThing(Exception):
 class Upstream(Generic[T]):
     """One server."""
 
-    # its queue exists: the first /register or the first post makes it, /reset_data ends it
+    # the queue exists: made by the first /register or post, removed by /reset_data
     registered: bool = False
     run: Run | None = None
     num_steps: int = -1
-    started: bool | None = None  # None: nobody has ever registered
+    started: bool | None = None  # None: no trainer has ever registered
     envs: list[EnvRow] = field(default_factory=list)
     queue: AtroposQueue[T] = field(default_factory=lambda: AtroposQueue(-1))
-    formed: int = 0  # batches that are formed, and counted as steps, and not handed out
+    formed: int = 0  # batches formed and counted as steps, but not handed out
     latest: T | None = None
 
     # -- the trainer
     # --------------------------------------------------------------------------------------------------------
 
     def register(self, run: Run) -> bool:
-        """Whether this is the registration that holds from now on."""
+        """Returns whether this registration takes effect."""
         if self.registered:
             return False
         self.registered, self.started, self.run, self.num_steps = True, False, run, run.num_steps
@@ -61,9 +58,9 @@ class Upstream(Generic[T]):
         return True
 
     def next_batch(self) -> tuple[list[T] | None, int]:
-        """The batch to hand out, or None; and how many were formed.
+        """Returns the batch to hand out, or None; and how many were formed.
 
-        All that can be formed are, and the newest goes first.
+        It forms all possible batches; the newest is handed out first.
         """
         self.started = True
         if not self.registered and not self.formed:
@@ -75,21 +72,19 @@ class Upstream(Generic[T]):
         return batch, formed
 
     def put_back(self, batch: list[tuple[T, int, int | None]]) -> None:
-        """What is left, with sizes and environments, of a batch that was handed out and is undone: it stands
-        before all others.
-        """
+        """Puts the remaining groups of an undone batch, with sizes and environments, before all others."""
         self.queue.put_back(batch)
         self.queue.step -= 1
 
     def status(self) -> dict[str, int]:
-        """The answer to /status."""
+        """Returns the response to /status."""
         if self.started is None or not self.registered:
             return {"current_step": 0, "queue_size": 0}
         return {"current_step": self.queue.step, "queue_size": self.queue.queue_size}
 
     def reset(self) -> bool:
-        """Forgets the registration, the queue and the environments, not what was posted last; whether there
-        was anything to forget.
+        """Clears the registration, the queue and the environments, but not the last post; returns whether
+        there was anything.
         """
         if not self.registered:
             return False
@@ -103,7 +98,7 @@ class Upstream(Generic[T]):
     def add_env(
         self, desired_name: str, max_token_length: int, weight: float, group_size: int, share: float | None
     ) -> int:
-        """The number of a new environment. Raises ValueError for a group size below 1."""
+        """Returns the number of a new environment. Raises ValueError for a group size below 1."""
         index = sum(env.desired_name == desired_name for env in self.envs)
         self.restore_env(
             EnvRow(desired_name, f"{desired_name}_{index}", max_token_length, weight, group_size, share)
@@ -111,7 +106,7 @@ class Upstream(Generic[T]):
         return len(self.envs) - 1
 
     def restore_env(self, row: EnvRow) -> None:
-        """The next environment, as an earlier gateway knew it."""
+        """Restores the next environment of an earlier gateway."""
         number = len(self.envs)
         self.queue.register(
             EnvWeight(
@@ -128,13 +123,13 @@ class Upstream(Generic[T]):
             self.queue.disconnect(number)
 
     def disconnect(self, number: int) -> None:
-        """Its weight and its share count no more. Raises IndexError."""
+        """Removes an environment's weight and share. Raises IndexError."""
         self.envs[number].connected = False
         self.queue.disconnect(number % len(self.envs))
 
     def post(self, item: T, size: int, env_id: int | None) -> int | None:
-        """Queues a group; or buffers it until others of its environment make up the size, then: how many
-        sequences are buffered.
+        """Queues a group, or buffers it until its environment's groups reach the size; returns the number of
+        buffered sequences in that case.
         """
         added = self.queue.add(item, size, env_id)
         if added.queued:
@@ -142,6 +137,6 @@ class Upstream(Generic[T]):
         return added.buffered
 
     def env_status(self, number: int) -> dict[str, Any]:
-        """The answer to /status-env. Raises IndexError, and NoWeight, where the original fails."""
-        self.envs[number]  # counted from the end, too, if it is negative
+        """Returns the response to /status-env. Raises IndexError and NoWeight where the original fails."""
+        self.envs[number]  # a negative number counts from the end, too
         return self.queue.status_env(number % len(self.envs))

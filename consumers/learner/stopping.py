@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM as one exception that never cuts a commit in half.
+"""Turns SIGINT and SIGTERM into one exception that never interrupts a commit.
 
 Waiting and computing are interrupted at once; a commit (update, publish, release, checkpoint) is finished
-first. Knows nothing of learners. Called by the GRPO learner (`grpo.py`).
+first. Used by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 
 class Stopped(BaseException):
-    """The process was asked to stop; like KeyboardInterrupt no Exception, so that no library swallows it."""
+    """The process was asked to stop. Like KeyboardInterrupt it is a BaseException, so that libraries do not
+    swallow it.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -40,18 +42,20 @@ class StopSignals:
 
     @property
     def received(self) -> int | None:
-        """The last signal that came; None for none."""
+        """The last signal received; None if there was none."""
         return self._received
 
     def check(self) -> None:
-        """Raises `Stopped` if a signal came during a hold, or was raised where Python discards exceptions."""
+        """Raises `Stopped` if a signal arrived during a hold, or was raised where Python discards
+        exceptions.
+        """
         if self._received is not None:
             raise Stopped(self._received)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keeps signals back until the block is done, then raise `Stopped` if one came; not while they are
-        only noted.
+        """Delays signals until the block ends, then raises `Stopped` if one arrived; inside `noted` it does
+        not raise.
         """
         with self.noted() as earlier:
             yield
@@ -60,8 +64,8 @@ class StopSignals:
 
     @contextmanager
     def noted(self) -> Iterator[bool]:
-        """Only note signals until the block is done, for whoever looks at `received`; yield whether that was
-        so already.
+        """Records signals in `received` until the block ends, without raising; yields whether they were
+        already delayed.
         """
         earlier, self._holding = self._holding, True
         try:

@@ -1,4 +1,4 @@
-"""The type of a step's metrics, for everybody who makes or takes some."""
+"""The type of a step's metrics, shared by all of the learner."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
-"""The processes that train one model together: who this one is, and the few words they exchange.
+"""The ranks that train one model together: this process's rank, and the host-side collectives.
 
-Numbers and short texts only, through the host; gradients and parameters are `sharding.py`'s. Knows torchrun's
-environment, and nothing of models, batches or the bridge. Called by the GRPO learner.
+For numbers and short texts; `model/sharding.py` handles gradients and parameters. Used by the GRPO learner.
 """
 
 from __future__ import annotations
@@ -17,58 +16,58 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-Value = TypeVar("Value")  # anything that JSON can say
+Value = TypeVar("Value")  # JSON-serialisable
 
 
 class PeerLost(Exception):
-    """Another rank is gone, or did not come in time; the message says what was seen of it."""
+    """Another rank is gone, or did not join in time; the message gives the error that showed it."""
 
 
 class PeerFailed(Exception):
-    """Another rank ends with an error of its own; the message is its."""
+    """Another rank failed; the message is its error's."""
 
 
 class BadWorld(Exception):
-    """The environment variables of the ranks are not torchrun's; the message says which."""
+    """The environment variables that describe the ranks are not torchrun's; the message names them."""
 
 
 class World:
-    """The only process of a learner: what all ranks say is what it says itself."""
+    """A world of one process: each collective returns its own argument."""
 
     rank = 0
     size = 1
-    local_rank = 0  # among those of this machine
-    machine_size = 1  # how many those are
+    local_rank = 0  # on this machine
+    machine_size = 1  # ranks on this machine
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that is the hub, writes files and speaks to people."""
+        """Whether this is rank 0, which is the hub, writes files and prints."""
         return self.rank == 0
 
     def all_reduce_sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Returns the sum over all ranks, value by value. Blocks for the others."""
+        """Returns the elementwise sum over all ranks (all_reduce). Blocks for the others."""
         return values
 
     def all_reduce_max(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Returns the largest over all ranks, value by value. Blocks for the others."""
+        """Returns the elementwise maximum over all ranks (all_reduce). Blocks for the others."""
         return values
 
     def all_gather(self, word: Value) -> list[Value]:
-        """Returns what each rank says here, by rank; anything that JSON can say. Blocks for the others."""
+        """Returns what each rank says here, by rank; JSON-serialisable. Blocks for the others."""
         return [word]
 
     def broadcast(self, word: Value) -> Value:
-        """Returns what rank 0 says here. Blocks until all ranks are here."""
+        """Returns rank 0's value (broadcast). Blocks until all ranks call it."""
         return self.all_gather(word)[0]
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Lets all ranks finish the block, or raise on all of them if it fails on any. Blocks for the others.
+        """Runs the block on all ranks, then raises on all of them if it failed on any. Blocks for the others.
 
-        Nothing in the block may wait for other ranks: one that has failed would not answer.
+        The block must not wait for other ranks: a failed rank would not take part.
 
         Raises:
-            PeerFailed: it failed on another rank; where it failed, its own exception.
+            PeerFailed: the block failed on another rank. On the failed rank its own exception is raised.
         """
         failure: Exception | None = None
         try:
@@ -84,11 +83,11 @@ class World:
 
 
 class TorchWorld(World):
-    """One rank of a torchrun, between init_process_group and its end.
+    """One rank of a torchrun job, between init_process_group and destroy_process_group.
 
-    Words go through a Gloo group of their own: FSDP2 holds the default group for as long as the model lives,
-    so that ending that one does not end its threads, and a thread that lets go of a tensor while the
-    interpreter ends aborts the process.
+    Values go through a separate Gloo group. FSDP2 holds the default group as long as the model exists, so
+    destroying that group does not end its threads; a thread that frees a tensor during interpreter shutdown
+    aborts the process.
     """
 
     def __init__(self, rank: int, size: int, local_rank: int, machine_size: int, timeout: timedelta) -> None:
@@ -98,15 +97,15 @@ class TorchWorld(World):
         self._words = distributed.new_group(backend="gloo", timeout=timeout)
 
     def all_reduce_sum(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Returns the sum over all ranks, value by value; the same bits on each. Blocks for the others."""
+        """Returns the elementwise sum over all ranks, bit-identical on each. Blocks for the others."""
         return self._reduced(values, "SUM")
 
     def all_reduce_max(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Returns the largest over all ranks, value by value. Blocks for the others."""
+        """Returns the elementwise maximum over all ranks (all_reduce). Blocks for the others."""
         return self._reduced(values, "MAX")
 
     def all_gather(self, word: Value) -> list[Value]:
-        """Returns what each rank says here, by rank; anything that JSON can say. Blocks for the others."""
+        """Returns what each rank says here, by rank; JSON-serialisable. Blocks for the others."""
         import torch
         from torch import distributed
 
@@ -134,14 +133,14 @@ class TorchWorld(World):
         return reduced
 
     def leave(self) -> None:
-        """Ends the group of words; when this returns its threads are gone.
+        """Destroys the Gloo group; its threads are gone when this returns.
 
-        Once, and nothing is said after it.
+        Call it once; no collective may follow.
         """
         from torch import distributed
 
         distributed.destroy_process_group(self._words)
-        del self._words  # the last reference: its end waits for the threads
+        del self._words  # the last reference: destroying it joins the threads
 
 
 ALONE = World()
@@ -149,18 +148,17 @@ ALONE = World()
 
 @contextmanager
 def joined(device: str, timeout_s: float) -> Iterator[World]:
-    """Joins the ranks that torchrun started with this one; outside of torchrun, or in one of one, there is
-    nobody.
+    """Joins the ranks that torchrun started; yields `ALONE` outside of torchrun or with a world size of 1.
 
-    Blocks until all are there. Leave it by an exception only where all ranks do.
+    Blocks until all ranks have joined. Leave it by an exception only if all ranks do.
 
     Args:
-        device: "cuda" lets gradients travel by NCCL; words, and everything of "cpu", by Gloo.
+        device: "cuda" sends gradients by NCCL. Everything else goes by Gloo.
         timeout_s: how long one rank waits for another, at any time.
 
     Raises:
-        BadWorld: there are several, and the environment does not say who this one is.
-        PeerLost: a rank did not come, or went while others waited for it; also from whatever runs inside.
+        BadWorld: there are several ranks, and the environment does not give this one's number.
+        PeerLost: a rank did not join, or left while others waited for it; also raised from code in the block.
     """
     size = _number("WORLD_SIZE", "1")
     if size == 1:
@@ -184,12 +182,12 @@ def joined(device: str, timeout_s: float) -> Iterator[World]:
         with _lost_peers_named(rank, size, timeout_s):
             yield world
     finally:
-        world.leave()  # also by an exception: all ranks end then, and the interpreter with them
+        world.leave()  # also after an exception: then all ranks end, and the interpreter with them
     distributed.destroy_process_group()
 
 
 def device_kind(wanted: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cuda"]:
-    """Returns what to compute on; auto is a GPU if torch sees one."""
+    """Returns the kind of device to compute on; "auto" is a GPU if torch sees one."""
     if wanted != "auto":
         return wanted
     import torch
@@ -204,7 +202,7 @@ def _lost_peers_named(rank: int, size: int, timeout_s: float) -> Iterator[None]:
     except RuntimeError as error:
         if not is_of_a_lost_peer(error):
             raise
-        clear_frames(error.__traceback__)  # those of torch hold the group of words
+        clear_frames(error.__traceback__)  # torch's frames hold the Gloo group
         raise PeerLost(
             f"rank {rank} of {size} ends, since another one is gone or was silent for {timeout_s:g} s: "
             f"{_seen(error)} -> see that rank's output; start all ranks again with --resume"
@@ -222,24 +220,24 @@ def _number(name: str, otherwise: str = "") -> int:
 
 
 def speaks() -> bool:
-    """Whether this process is to say what all ranks would say: the only one, or rank 0."""
+    """Returns whether this process prints for all ranks: it is the only one, or rank 0."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK") == "0"
 
 
 def say(text: str) -> None:
-    """Prints one line for people; of several ranks, rank 0 does."""
+    """Prints one line for the user; only rank 0 does."""
     if speaks():
         print(f"grpo: {text}", flush=True)
 
 
 def _seen(error: RuntimeError) -> str:
-    """What was seen of the peer, without the place in somebody's source and without advice."""
+    """Returns the first line of the error, without the source location and without advice."""
     return str(error).splitlines()[0].removeprefix("[").split("] ", 1)[-1].split(". ")[0]
 
 
 def is_of_a_lost_peer(error: RuntimeError) -> bool:
-    """Whether an error says that a collective found no partner; Gloo's are plain RuntimeErrors with its file
-    names.
+    """Returns whether an error means that a collective lost a peer; Gloo raises plain RuntimeErrors that
+    contain its file names.
     """
     from torch import distributed
 

@@ -1,9 +1,9 @@
-"""The losses of policy learners, as pure functions of tensors: every name is here, one idea per file below.
+"""The losses of policy learners, as pure functions of tensors; this module exports every name.
 
-Knows nothing of models, batches or the bridge. A table of formulas and sources: docs/reference/losses.md.
+A table of formulas and sources: docs/reference/losses.md.
 
-`named` puts whole losses together from `ratio`, `policy` and `aggregation`; `kl`, `overlong` and `sft` stand
-alone; `logprobs` and `chunked` make the log-probabilities that all of them start from.
+`named` composes losses from `ratio`, `policy` and `aggregation`; `kl`, `overlong` and `sft` are independent;
+`logprobs` and `chunked` compute the log-probabilities that all losses need.
 """
 
 from shmbridge.consumers.losses.aggregation import (

@@ -1,6 +1,6 @@
-"""How the values of tokens become one number: the three aggregations that every loss here uses.
+"""The three aggregations of token values into one number that the losses use.
 
-Knows packed sequences; knows nothing of what the values mean. Called by `named.py` and `ratio.py`.
+Used by `named.py` and `ratio.py`.
 
 Letters: N tokens of B sequences, one after the other; sequence b owns cu_seqlens[b] .. cu_seqlens[b + 1].
 """
@@ -18,8 +18,8 @@ Mode = Literal["token_mean", "sequence_mean", "constant"]
 def token_mean(values: Tensor, token_count: int) -> Tensor:
     """Returns this micro-batch's share of the mean over all trained tokens of the batch.
 
-    Every token weighs the same, however long its trajectory, and the shares of all micro-batches add up to
-    the mean over the batch, so the token budget of a forward pass does not change the gradient.
+    Every token has the same weight, whatever its trajectory's length, and the shares of all micro-batches add
+    up to the mean over the batch, so the token budget of a forward pass does not change the gradient.
 
     Args:
         values: (n,) float32, one per trained token of this micro-batch.
@@ -37,7 +37,7 @@ def sequence_sums(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Returns the sum over each sequence's trained tokens.
 
     Args:
-        values: (N,) floating; what stands outside the mask is not looked at, be it NaN.
+        values: (N,) floating; values outside the mask are ignored, even NaN.
         mask: (N,) bool or 0/1, the trained tokens.
         cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
 
@@ -50,9 +50,7 @@ def sequence_sums(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def predicted(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Returns bool (N,): the mask less the first token of each sequence, which no token of its row
-    predicts.
-    """
+    """Returns bool (N,): the mask without the first token of each sequence, which nothing predicts."""
     inside = mask.bool().clone()
     starts = cu_seqlens[:-1].to(inside.device, torch.int64)
     inside[starts[starts < inside.numel()]] = False
@@ -75,14 +73,15 @@ def aggregate(
     """Returns one number from the values of all trained tokens.
 
     `token_mean`: their sum / trained tokens; every token weighs the same. `sequence_mean`: the sum of the
-    sequences' own means / sequences; a token of a long answer weighs less. `constant`: their sum / divisor.
+    sequences' own means / sequences; a token of a long completion weighs less. `constant`: their sum /
+    divisor.
 
     Args:
         values: (N,) floating, any unit.
         mask: (N,) bool or 0/1, the trained tokens.
         cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
         mode: as above.
-        divisor: what to divide by. For a micro-batch, the number of the *whole* batch (its trained tokens,
+        divisor: the number to divide by. For a micro-batch, that of the *whole* batch (its trained tokens,
             its sequences): then the shares of all micro-batches add up. None counts those given here that
             have a trained token; `constant` has no such default. Below 1 counts as 1, except under
             `constant`.

@@ -1,8 +1,8 @@
-"""Log-probabilities of chosen tokens straight from hidden states: at no time are all logits in memory.
+"""Log-probabilities of chosen tokens straight from hidden states: all logits are never in memory at once.
 
 The output layer is applied to a chunk of tokens at a time, and once more in the backward pass. 131,072 tokens
 of a vocabulary of 151,936 would need 80 GB of float32 logits, and as much again for their gradient; chunks of
-1024 need 0.6 GB, twice. Knows nothing of losses and of models.
+1024 need 0.6 GB, twice.
 
 Letters: n tokens, D hidden width, V vocabulary, c tokens of a chunk.
 """

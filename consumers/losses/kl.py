@@ -1,6 +1,6 @@
 """Estimates of the KL divergence to a reference policy, one per token, from single samples.
 
-Knows log-probabilities; knows nothing of losses. Letter: N tokens.
+Letter: N tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Log-probabilities of the trained tokens, and entropy, from logits that are there as a whole.
-
-Knows nothing of losses. `chunked.py` does the same without ever holding all logits.
+"""Log-probabilities of the trained tokens, and entropy, from full logits. `chunked.py` computes the same
+without holding all logits.
 
 Letters: n trained tokens (of any number of trajectories, in any order), V vocabulary. All floats are float32,
 logarithms are natural (nats).

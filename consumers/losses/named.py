@@ -1,10 +1,9 @@
-"""The named losses, each put together from a ratio, a loss per token and an aggregation.
+"""The named losses, each composed of a ratio, a loss per token and an aggregation.
 
-Knows which parts make which paper; the parts are in `ratio.py`, `policy.py` and `aggregation.py`. A named
-loss is called for the loss of a batch, or asked for its `terms` first, so that a learner can add to them
-before `share` adds them up.
+The parts are in `ratio.py`, `policy.py` and `aggregation.py`. Call a named loss for the loss of a batch; or
+call `terms`, change them, and add them up with `share`.
 
-Letters: N tokens of B sequences (answers), one after the other.
+Letters: N tokens of B sequences (completions), one after the other.
 """
 
 from __future__ import annotations
@@ -24,26 +23,24 @@ Name = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sft"]
 
 @dataclass(frozen=True)
 class Terms:
-    """What a loss says of each token, before the tokens are added up."""
+    """The loss of each token before aggregation."""
 
-    values: Tensor  # (N,) float32, its loss, with gradient
-    clipped_low: Tensor  # (N,) bool, the ratio is below the lower bound, and the bound holds
-    clipped_high: Tensor  # (N,) bool, likewise above the upper one
-    held_dual: Tensor  # (N,) bool, likewise above the bound of negative advantages
+    values: Tensor  # (N,) float32, the token's loss, with gradient
+    clipped_low: Tensor  # (N,) bool, clipped at the lower bound of the ratio
+    clipped_high: Tensor  # (N,) bool, clipped at the upper bound
+    held_dual: Tensor  # (N,) bool, clipped at the dual bound of negative advantages
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A named loss: what it makes of a token, how it adds tokens up, and the clip bounds it has by
-    default.
-    """
+    """A named loss: its loss per token, its aggregation, and its default clip bounds."""
 
     # the clipped surrogate; the clipped ratio as a weight; no ratio at all
     form: Literal["clipped", "weighted", "plain"]
     mode: Mode
     clip_low: float = 0.0
     clip_high: float = 0.0
-    whole_answers: bool = False  # the ratio is that of the answer, not of the token
+    whole_answers: bool = False  # the ratio is per completion, not per token
 
     def __call__(
         self,
@@ -63,26 +60,26 @@ class PolicyLoss:
     ) -> Tensor:
         """Returns the loss of a batch, or a micro-batch's share of it: lower is better.
 
-        Never blocks, divides by zero nowhere.
+        Never blocks; never divides by zero.
 
         Args:
             logprobs: (N,) float32, nats, under the policy being trained, with gradient.
-            old_logprobs: (N,) float32, nats, under the policy that the ratio is against; positive or not
-                finite where unknown, and the token then counts as unchanged.
+            old_logprobs: (N,) float32, nats, under the ratio's reference policy; positive or not finite where
+                unknown: then the ratio is 1.
             advantages: (N,) float32, dimensionless.
-            mask: (N,) bool or 0/1, the trained tokens; nothing else is looked at. The first token of a
-                sequence is never trained, whatever its mask says: what stands there is the end of the row
-                before.
+            mask: (N,) bool or 0/1, the trained tokens; all others are ignored. The first token of a sequence
+                is never trained, whatever its mask is: the prediction at its position comes from the end of
+                the row before.
             cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
-            clip_low, clip_high: how far the ratio may fall below and rise above 1; None is the loss's own
+            clip_low, clip_high: how far the ratio may fall below and rise above 1; None: the loss's own
                 bound.
-            clip_dual: for the clipped losses: the ratio above which a negative advantage stops pushing; None:
-                none.
-            weights: (N,) float32 factors of the tokens' losses, as from `truncated_weights`; None is all 1.
+            clip_dual: for the clipped losses: the ratio above which a negative advantage has no gradient;
+                None: no bound.
+            weights: (N,) float32 factors of the tokens' losses, as from `truncated_weights`; None: all 1.
             divisor: as in `share`.
             max_tokens: as in `share`.
-            answers_only: sequences hold no prompt, but trained tokens cut out of their rows: the first is one
-                like the others.
+            answers_only: sequences contain only trained tokens, taken out of their rows; then the first token
+                counts, too.
 
         Returns:
             () float32, dimensionless.
@@ -119,14 +116,14 @@ class PolicyLoss:
         clip_dual: float | None = None,
         answers_only: bool = False,
     ) -> Terms:
-        """Returns the loss of each token, and which tokens a bound holds; arguments as of the call.
+        """Returns the loss of each token, and which tokens are clipped; arguments as `__call__`.
 
         Never blocks.
         """
         mask = mask if answers_only else predicted(mask, cu_seqlens)
         low = self.clip_low if clip_low is None else clip_low
         high = self.clip_high if clip_high is None else clip_high
-        # What is not trained, be it NaN, neither counts nor gets a gradient.
+        # Untrained values, even NaN, do not count and get no gradient.
         inside = torch.where(mask.bool(), logprobs, 0.0)
         if self.form == "plain":
             nowhere = torch.zeros_like(inside, dtype=torch.bool)
@@ -156,16 +153,16 @@ class PolicyLoss:
         max_tokens: int | None = None,
         answers_only: bool = False,
     ) -> Tensor:
-        """Returns the values of all trained tokens added up as this loss does it. Never blocks.
+        """Returns the aggregate of all trained tokens' values. Never blocks.
 
         Args:
             values: (N,) float32, one per token.
             mask: (N,) bool or 0/1, the trained tokens; as in the call.
             cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
-            divisor: for a micro-batch the whole batch's number of what is averaged over: trained tokens
-                (`dapo`, `cispo`, `sft`) or answers (`grpo`, `gspo`, `dr_grpo`). None counts what is given
-                here. Below 1 counts as 1.
-            max_tokens: for `dr_grpo`: the longest answer allowed, tokens; the same for the whole run.
+            divisor: for a micro-batch the whole batch's count: trained tokens (`dapo`, `cispo`, `sft`) or
+                completions (`grpo`, `gspo`, `dr_grpo`). None counts the values given here. Below 1 counts as
+                1.
+            max_tokens: for `dr_grpo`: the longest completion allowed, tokens; the same for the whole run.
             answers_only: as in the call.
 
         Returns:
@@ -181,20 +178,20 @@ class PolicyLoss:
         return aggregate(values, mask, cu_seqlens, self.mode, divisor)
 
 
-# GRPO, arXiv 2402.03300: mean over each answer, then over answers. Its KL term is `kl_estimate`.
+# GRPO, arXiv 2402.03300: mean over each completion, then over completions. Its KL term is `kl_estimate`.
 grpo_loss = PolicyLoss("clipped", "sequence_mean", 0.2, 0.2)
 
-# Dr. GRPO, arXiv 2503.20783: the same terms / (answers x max_tokens). Dividing by a constant instead of each
-# answer's length takes away the reward for long wrong answers. Its other half is in the advantages: score -
-# mean, without the deviation.
+# Dr. GRPO, arXiv 2503.20783: the same terms / (completions x max_tokens). Dividing by a constant instead of
+# each completion's length removes the incentive for long wrong completions. Its other half is in the
+# advantages: score - mean, without the deviation.
 dr_grpo_loss = PolicyLoss("clipped", "constant", 0.2, 0.2)
 
 # DAPO, arXiv 2503.14476: clip-higher, mean over all tokens. Its overlong punishment is
 # `soft_overlong_penalty`.
 dapo_loss = PolicyLoss("clipped", "token_mean", 0.2, 0.28)
 
-# GSPO, arXiv 2507.18071: the ratio is a geometric mean over the answer, hence the narrow bounds, those of the
-# paper's runs (section 5.1).
+# GSPO, arXiv 2507.18071: the ratio is a geometric mean over the completion, hence the narrow bounds; these
+# are from the paper's runs (section 5.1).
 gspo_loss = PolicyLoss("clipped", "sequence_mean", 3e-4, 4e-4, whole_answers=True)
 
 # CISPO, MiniMax-M1, arXiv 2506.13585: clipped ratio x advantage x log-probability, mean over all tokens, no

@@ -1,4 +1,4 @@
-"""DAPO's soft overlong punishment for those who keep lengths in tensors; the formula is in
+"""DAPO's soft overlong punishment for lengths in tensors; the formula is in
 `consumers/advantages/overlong.py`.
 """
 
@@ -11,7 +11,7 @@ from shmbridge.consumers.advantages.overlong import overlong_penalty
 
 
 def soft_overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Returns what to add to each answer's reward, (B,) float32 on the device of `lengths`; arguments and
-    errors as `overlong_penalty`.
+    """Returns the value to add to each completion's reward, (B,) float32 on the device of `lengths`;
+    arguments and errors as `overlong_penalty`.
     """
     return torch.from_numpy(overlong_penalty(lengths.cpu().numpy(), max_length, buffer)).to(lengths.device)

@@ -1,6 +1,6 @@
 """The loss of each trained token: the clipped surrogate, and CISPO. Lower is better.
 
-Knows neither where a ratio comes from (`ratio.py`) nor how tokens are added up (`aggregation.py`).
+`ratio.py` computes the ratio, `aggregation.py` sums the tokens.
 
 Letters: n trained tokens (of any number of trajectories, in any order), V vocabulary. All floats are float32,
 logarithms are natural (nats).
@@ -18,16 +18,16 @@ def clipped_policy_loss(
     """Returns the clipped surrogate loss of each trained token: lower is better.
 
     -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), and where A < 0 at most -clip_dual * A.
-    Without clip_dual a token that the sampler found unlikely, and that turned out badly, has a loss without
-    bound.
+    Without clip_dual the loss of a token with a tiny sampler probability and a negative advantage is
+    unbounded.
 
     Args:
         ratio: (n,) float32, from `importance_ratio`.
         advantages: (n,) float32, dimensionless.
-        clip_low: how far the ratio may fall before a negative advantage stops pushing.
+        clip_low: how far the ratio may fall before a negative advantage has no gradient.
         clip_high: how far it may rise before a positive one does; larger than clip_low it leaves unlikely
             tokens room to grow.
-        clip_dual: the ratio above which a negative advantage stops pushing, above 1; None: none.
+        clip_dual: the ratio above which a negative advantage has no gradient, above 1; None: no bound.
 
     Returns:
         (n,) float32.
@@ -43,14 +43,14 @@ def clipped_policy_loss(
 
 
 def clip_sides(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Returns two bool (n,): the tokens that `clipped_policy_loss` holds at the lower, at the upper bound;
-    arguments as there.
+    """Returns two bool (n,): the tokens that `clipped_policy_loss` clips at the lower and at the upper bound;
+    same arguments.
     """
     return (ratio < 1.0 - clip_low) & (advantages < 0), (ratio > 1.0 + clip_high) & (advantages > 0)
 
 
 def dual_clipped(ratio: Tensor, advantages: Tensor, clip_dual: float | None) -> Tensor:
-    """Returns bool (n,): the tokens that `clipped_policy_loss` holds at `clip_dual`; arguments as there."""
+    """Returns bool (n,): the tokens that `clipped_policy_loss` clips at `clip_dual`; same arguments."""
     return (
         torch.zeros_like(ratio, dtype=torch.bool)
         if clip_dual is None
@@ -59,7 +59,7 @@ def dual_clipped(ratio: Tensor, advantages: Tensor, clip_dual: float | None) -> 
 
 
 def clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Returns bool (n,): the tokens that `clipped_policy_loss` gives no gradient; arguments as there."""
+    """Returns bool (n,): the tokens that get no gradient from `clipped_policy_loss`; same arguments."""
     low, high = clip_sides(ratio, advantages, clip_low, clip_high)
     return low | high
 
@@ -76,11 +76,11 @@ def cispo_policy_loss(
         logprobs: (n,) float32, nats, under the policy being trained, with gradient.
         ratio: (n,) float32, from `importance_ratio`; its gradient is not used.
         advantages: (n,) float32, dimensionless.
-        clip_low: how far below 1 the weight may fall; 1 or more is no lower bound, as in the paper's runs.
+        clip_low: how far below 1 the weight may fall; 1 or more: no lower bound, as in the paper's runs.
         clip_high: how far above 1 it may rise.
 
     Returns:
-        (n,) float32, nats times advantage. The value itself means little; its gradient is what counts.
+        (n,) float32, nats times advantage. Only its gradient is meaningful.
 
     Source: MiniMax-M1, arXiv 2506.13585 (CISPO). TRL's `epsilon_high` is the bound
     itself, so its 5.0 is a `clip_high` of 4.0 here.

@@ -1,6 +1,4 @@
-"""How much likelier a token became: importance ratios per token and per sequence, and truncated weights.
-
-Knows log-probabilities; knows nothing of advantages and losses.
+"""Importance ratios per token and per sequence, and truncated importance weights.
 
 Letters: n or N tokens, of B sequences one after the other. All floats are float32, logarithms natural (nats).
 """
@@ -14,14 +12,14 @@ from torch import Tensor
 
 from shmbridge.consumers.losses.aggregation import sequence_counts, sequence_sums, spread
 
-# exp(20) is already 5e8: far outside any clip range, far inside float32. Without the bound one absurd
+# exp(20) is 5e8: far outside any clip range, well within float32. Without the bound one extreme
 # log-probability makes the ratio infinite and the gradient of the whole batch NaN.
 MAX_LOG_RATIO = 20.0
 
 
 def known(logprobs: Tensor) -> Tensor:
-    """Returns where a recorded log-probability is one, bool: not positive (Atropos writes 1.0 for none) and
-    finite.
+    """Returns bool: where a log-probability was recorded, so finite and not positive (Atropos writes 1.0 for
+    none).
     """
     return (logprobs <= 0.0) & logprobs.isfinite()
 
@@ -29,8 +27,8 @@ def known(logprobs: Tensor) -> Tensor:
 def importance_ratio(logprobs: Tensor, sampled_logprobs: Tensor) -> Tensor:
     """Returns pi(token) / pi_sampler(token) for each trained token.
 
-    Where the sampler's log-probability is unknown (marked by a positive one, or not finite) the policy stands
-    in for its own sampler: the ratio is exactly 1 and its gradient that of the plain policy gradient.
+    Where the sampler's log-probability is unknown (marked by a positive one, or not finite) the policy itself
+    replaces the sampler: the ratio is exactly 1 and its gradient that of the plain policy gradient.
 
     Args:
         logprobs: (n,) float32, under the policy being trained, with gradient.
@@ -50,8 +48,8 @@ def sequence_ratio(logprobs: Tensor, sampled_logprobs: Tensor, mask: Tensor, cu_
 
     (prod_t pi(y_t) / pi_old(y_t)) ^ (1 / trained tokens of the sequence), times pi(y_t) /
     stop_gradient(pi(y_t)), which is 1. With one advantage per sequence the gradient is that of the sequence's
-    ratio itself; with an advantage per token each token is pushed by its own. A token whose old
-    log-probability is unknown counts as unchanged.
+    ratio itself; with an advantage per token each token's gradient uses its own. A token whose old
+    log-probability is unknown has ratio 1.
 
     Args:
         logprobs: (N,) float32, nats, under the policy being trained, with gradient.
@@ -78,8 +76,8 @@ def truncated_weights(
     cap: float,
     level: Literal["token", "sequence"] = "token",
 ) -> Tensor:
-    """Returns the weight that makes good for a sampler that is not quite the policy: min(pi_train /
-    pi_sampler, cap).
+    """Returns the weight that corrects for a sampler that differs from the policy: min(pi_train / pi_sampler,
+    cap).
 
     An inference engine computes other log-probabilities than the trainer does with the same parameters; a
     token's loss times this weight corrects for it. No gradient. Unknown sampler log-probabilities count as
@@ -123,12 +121,12 @@ def outside(
     high: float,
     level: Literal["token", "sequence"] = "token",
 ) -> Tensor:
-    """Returns the trained tokens whose ratio pi / pi_sampler is below `low` or above `high`, and so too far
-    off to train.
+    """Returns the trained tokens whose ratio pi / pi_sampler is below `low` or above `high`.
 
     Args:
         logprobs: (N,) float32, nats, under the policy being trained; no gradient is taken.
-        sampled_logprobs: (N,) float32, nats, recorded when the token was sampled; an unknown one is equal.
+        sampled_logprobs: (N,) float32, nats, recorded when the token was sampled; an unknown one counts as
+            equal.
         mask: (N,) bool or 0/1, the trained tokens.
         cu_seqlens: (B + 1,) integer, where each sequence begins, then N.
         low, high: the bounds, 0 <= low <= 1 <= high.
@@ -139,7 +137,7 @@ def outside(
         (N,) bool; False where not trained.
 
     Raises:
-        ValueError: the bounds do not hold 1; an unknown level.
+        ValueError: the bounds do not contain 1; an unknown level.
 
     Source: prime-rl's token and geometric masks; verl's rollout correction (`rollout_rs`); TRL's
     `vllm_importance_sampling_mode` (`*_mask`).

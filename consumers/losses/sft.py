@@ -1,6 +1,4 @@
-"""Advantage-weighted supervised fine-tuning: cross entropy x advantage, of tokens that the loss mask keeps.
-
-Knows logits and token-aligned arrays; knows nothing of samplers and ratios.
+"""Advantage-weighted supervised fine-tuning: cross entropy x advantage over the tokens of the loss mask.
 
 Letters: n trained tokens, V vocabulary; "..." is (B, T), a row per sequence, or (N,), packed sequences.
 """
@@ -22,7 +20,7 @@ EPSILON = 1e-8
 def normalised(
     advantages: Tensor, *, reduce: Callable[[Tensor], Tensor] | None = None, eps: float = EPSILON
 ) -> Tensor:
-    """Returns (advantages - mean) / (deviation + eps), the deviation that of the population.
+    """Returns (advantages - mean) / (deviation + eps), with the population's deviation.
 
     Blocks only if `reduce` does.
 
@@ -61,11 +59,11 @@ def compute_advantage_weighted_sft_loss(
     """Returns the mean over trained tokens of -log pi(token) x advantage. Blocks only if `reduce` does.
 
     Weight i belongs to token i, and the logits at i - 1 predict token i; the first token of a sequence is
-    predicted by nothing and never trained, whatever its mask says. Advantages are normalised over the trained
+    predicted by nothing and never trained, whatever its mask is. Advantages are normalised over the trained
     tokens, then clipped. With advantages of 1 and no normalisation this is plain fine-tuning.
 
     Args:
-        input_ids: (...) int64, token ids; looked at only where trained, so padding may be anything.
+        input_ids: (...) int64, token ids; used only where trained, so padding may be anything.
         advantages: (...) floating, one per token, dimensionless.
         loss_mask: (...) bool or 0/1, the trained tokens.
         logits: (..., V) floating, those of the model for `input_ids`, unshifted, with gradient.

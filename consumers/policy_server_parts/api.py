@@ -3,9 +3,9 @@
 Speaks the OpenAI completions and chat completions API, and vLLM's token-in token-out `/generate` in the form
 that Atropos sends and parses. Every answer says which policy versions sampled it: `/generate` token by token,
 in `weight_versions`, the OpenAI API with the newest and the oldest, and with the tokens of prompt and answer.
-Knows nothing of sockets, threads and models. Called by `policy_server.py`.
+Used by `policy_server.py`.
 
-A field that would change what is sampled and is not supported is refused, never ignored.
+An unsupported field that would change sampling is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shmbridge.consumers.policy_server_parts.generation import Row, Sampling, To
 
 Json = dict[str, Any]
 
-# Unsupported fields, with the values that ask for nothing; null always does.
+# Unsupported fields, with the values that have no effect; null never has one.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -49,7 +49,7 @@ Alternatives = Annotated[int, Meta(ge=0, le=20)]
 
 
 class BadRequest(ValueError):
-    """The request cannot be answered as it stands; the text says why."""
+    """The request is invalid; the text says why."""
 
 
 class _SamplingFields(msgspec.Struct):

@@ -1,8 +1,8 @@
-"""The one thread that owns a policy: it collects requests into batches and takes new weights in between.
+"""The thread that owns a policy: it collects requests into batches and loads new weights in between.
 
-Knows nothing of HTTP. Called by `policy_server.py` from an asyncio loop, which it never blocks.
+Used by `policy_server.py` from an asyncio loop, which it never blocks.
 
-Because weights change only here and only between batches, every answer was sampled under one policy version.
+Weights change only here and only between batches, so every completion is sampled under one policy version.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shmbridge.consumers.policy_server_parts.generation import PolicyModel, Row,
 
 logger = logging.getLogger(__name__)
 
-# While nobody asks, new weights are looked for this often: one load from shared memory.
+# While idle, it checks for new weights this often: one load from shared memory.
 _IDLE_TICK_S = 0.05
 
 
@@ -30,7 +30,7 @@ class EngineClosed(RuntimeError):
 
 @dataclass(frozen=True)
 class Question:
-    """What one request wants sampled: `answers` rows for each prompt."""
+    """One request: `answers` rows for each prompt."""
 
     prompts: Sequence[Sequence[int]]
     sampling: Sampling
@@ -85,7 +85,7 @@ class _Job:
             row.abandon()
 
     def settle(self, deliver: Callable[[], None]) -> None:
-        """Runs `deliver` in the waiting loop, unless nobody waits any more."""
+        """Runs `deliver` in the waiting event loop, unless the request was abandoned."""
 
         def in_loop() -> None:
             if not self.future.done():
@@ -103,7 +103,7 @@ class PolicyEngine:
     Args:
         policy: the model; the engine's thread alone touches it after `start`.
         follower: loads new weights into it between batches; None keeps its weights.
-        window_s: how long the oldest waiting question waits for company.
+        window_s: how long the oldest request waits for others to join its batch.
         max_rows: lines of one batch; a larger question is refused.
     """
 
@@ -133,7 +133,7 @@ class PolicyEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether questions are being answered."""
+        """Whether the engine's thread is running."""
         return self._thread.is_alive() and not self._closing
 
     def stats(self) -> EngineStats:
@@ -171,7 +171,9 @@ class PolicyEngine:
             raise
 
     def close(self) -> None:
-        """Abandon what is not answered, end the thread. Blocks for at most one token of the running batch."""
+        """Abandons unanswered requests and ends the thread. Blocks for at most one token of the running
+        batch.
+        """
         with self._changed:
             self._closing = True
             for job in self._running:
@@ -230,7 +232,7 @@ class PolicyEngine:
     def _answer(self, jobs: list[_Job]) -> None:
         try:
             replies = self._sample(jobs)
-        except Exception as error:  # whatever torch raises: it belongs to the one request that caused it
+        except Exception as error:  # any error of torch belongs to the request that caused it
             if len(jobs) > 1:
                 for job in jobs:
                     self._answer([job])
@@ -277,7 +279,7 @@ class PolicyEngine:
 
 
 def _rewind(rows: Sequence[Row]) -> None:
-    """Forgets what a failed batch had sampled so far."""
+    """Drops the tokens that a failed batch has sampled so far."""
     for row in rows:
         row.token_ids.clear()
         row.logprobs.clear()

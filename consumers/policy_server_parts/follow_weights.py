@@ -1,6 +1,6 @@
 """Keeps a torch module at the newest policy version of a bridge's weights segment.
 
-Knows nothing of sampling and of HTTP. Called by `engine.py` between two batches, from its thread.
+Used by `engine.py` between two batches, from its thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEASE_TIMEOUT_S = 1.0
 
 
 class Weights(Protocol):
-    """One version, held still while its lease lasts."""
+    """One version, not overwritten while its lease lasts."""
 
     @property
     def version(self) -> int:
@@ -46,14 +46,14 @@ class Weights(Protocol):
 
 
 class WeightsSource(Protocol):
-    """What is used of `shmbridge.weights.WeightsReader`."""
+    """The part of `shmbridge.weights.WeightsReader` that is used."""
 
     @property
     def version(self) -> int | None:
         """Newest complete version; None while there is no segment."""
 
     def lease(self, *, timeout_s: float) -> AbstractContextManager[Weights]:
-        """Holds the newest version still."""
+        """Leases the newest version."""
 
     def close(self) -> None:
         """Lets the segment go."""
@@ -85,9 +85,9 @@ class WeightsFollower:
         return self._refused
 
     def refresh(self) -> int | None:
-        """Loads the newest version if it is another one; return it, or None if nothing changed.
+        """Loads the newest version if it differs; returns it, or None if nothing changed.
 
-        Blocks for the copy. Trouble with the segment is logged once and leaves the module as it is.
+        Blocks for the copy. An error of the segment is logged once and leaves the module unchanged.
         """
         try:
             newest = self._source.version
@@ -118,7 +118,7 @@ class WeightsFollower:
         return weights.version
 
     def close(self) -> None:
-        """Lets the segment go; never blocks."""
+        """Closes the segment; never blocks."""
         self._source.close()
 
 
@@ -129,7 +129,8 @@ def copy_into(
     *,
     only: Collection[str] | None = None,
 ) -> None:
-    """Copy published tensors into a module's parameters and buffers, converting dtypes. Blocks for the copy.
+    """Copies published tensors into a module's parameters and buffers, converting dtypes. Blocks for the
+    copy.
 
     Args:
         module: changed in place, and only if everything fits.
@@ -159,7 +160,7 @@ def _require_fit(
         for name, array in tensors.items()
         if name in targets and tuple(array.shape) != tuple(targets[name].shape)
     ]
-    # Two values in a byte are nothing that torch copies into numbers.
+    # torch cannot convert dtypes that pack two values into a byte.
     untaken = [
         f"{name} {dtypes[name]}"
         for name in tensors

@@ -1,6 +1,6 @@
 """Batched sampling from a causal language model over a KV cache: prompts in, tokens and their logprobs out.
 
-Knows nothing of HTTP, of bridges and of where weights come from. Called by `engine.py`, in one thread.
+Used by `engine.py`, in one thread.
 
 The log-probability of a token is log softmax(logits / temperature) at that token, over the whole vocabulary,
 in nats: the distribution a learner recomputes. `top_p` narrows what is drawn, not what is reported. A greedy
@@ -58,7 +58,7 @@ class Row:
         return self.finish_reason is None and not self.abandoned
 
     def abandon(self) -> None:
-        """Asks for no more tokens: nobody waits for this answer. Never blocks."""
+        """Stops sampling this row, whose request is gone. Never blocks."""
         self.abandoned = True
 
 
@@ -88,7 +88,7 @@ class PolicyModel:
 
     @torch.inference_mode()
     def generate(self, rows: Sequence[Row]) -> None:
-        """Extend every row until it is finished or abandoned. Blocks; all rows see the same weights."""
+        """Extends every row until it is finished or abandoned. Blocks; all rows see the same weights."""
         draw = _Draw(rows, self.device, self._stream)
         ids, mask = _left_padded([row.prompt for row in rows], self.device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -111,7 +111,7 @@ class PolicyModel:
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int], top: int) -> list[TokenLogprobs | None]:
-        """Return, per position of a prompt, the logprobs of its token and of the `top` likeliest. Blocks.
+        """Returns, per position of a prompt, the logprobs of its token and of the `top` likeliest. Blocks.
 
         The first position has no prediction: None. Temperature 1.
         """

@@ -1,6 +1,6 @@
 """The command line of the policy server: its flags, with their defaults.
 
-Knows nothing of torch. Called by `policy_server.py`.
+Used by `policy_server.py`.
 """
 
 from __future__ import annotations

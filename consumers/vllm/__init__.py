@@ -1,3 +1,1 @@
-"""vLLM takes its weights from a bridge: both halves of vLLM's weight transfer, and what stands before its
-server.
-"""
+"""vLLM integration: both halves of a weight-transfer backend, and the middleware for vLLM's server."""

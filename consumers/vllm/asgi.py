@@ -1,7 +1,4 @@
-"""ASGI in a few functions: reading a body, answering with JSON, noticing that a client is gone.
-
-Knows nothing of engines.
-"""
+"""ASGI helpers: reading a body, sending JSON, detecting a disconnected client."""
 
 from __future__ import annotations
 
@@ -24,18 +21,18 @@ BODY_LIMIT = 64 << 20  # bytes; a prompt of a million token ids is below 8 MiB
 
 
 class ClientGone(Exception):
-    """The client hung up before it had an answer."""
+    """The client disconnected before the response."""
 
 
 class BodyTooLong(ValueError):
-    """The body is beyond `BODY_LIMIT`."""
+    """The body is longer than `BODY_LIMIT`."""
 
 
 async def read_body(receive: Receive) -> bytes:
     """Returns the whole body of a request.
 
     Raises:
-        ClientGone: the client hung up.
+        ClientGone: the client disconnected.
         BodyTooLong: it is longer than `BODY_LIMIT`.
     """
     parts: list[bytes] = []
@@ -54,7 +51,7 @@ async def read_body(receive: Receive) -> bytes:
 
 
 async def unless_gone(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """Returns what `work` returns; cancel it once the client hangs up, wait for its end, and raise
+    """Returns the result of `work`. If the client disconnects, cancels it, waits for its end, and raises
     ClientGone.
     """
     task = asyncio.ensure_future(work)
@@ -76,7 +73,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def send_json(send: Send, body: Json, *, status: int = 200, headers: Iterable[Header] = ()) -> None:
-    """Sends a whole answer."""
+    """Sends a whole response."""
     raw = msgspec.json.encode(body)
     own = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})

@@ -1,9 +1,7 @@
-"""`POST /generate` as Atropos' server class for vLLM asks it, token ids in and out, answered by an engine in
-this process.
+"""`POST /generate` for Atropos' vLLM server class, token ids in and out, served by an engine in this process.
 
-The form is that of the vLLM server in Atropos' example trainer, plus which policy version sampled which
-token. Knows nothing of bridges and of sockets; vLLM is imported where it is called. A field that is not known
-is refused, never ignored.
+The form is that of the vLLM server in Atropos' example trainer, plus the policy version of each token.
+Unknown fields are refused, never ignored.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from msgspec import Meta
 from shmbridge.consumers.vllm.asgi import Json
 
 _UNKNOWN = {"version": "unknown"}
-_LOWEST = -9999.0  # JSON has no minus infinity; vLLM's own answers say this instead
+_LOWEST = -9999.0  # JSON has no minus infinity; vLLM's own responses use this value
 
 
 class BadRequest(ValueError):
-    """The request cannot be answered as it stands; the text says why."""
+    """The request is invalid; the text says why."""
 
 
 class PromptTokens(msgspec.Struct, forbid_unknown_fields=True):
@@ -67,7 +65,7 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     prompt_logprobs: int | None = None
 
     def sampling(self) -> Json:
-        """The fields that are SamplingParams', as far as they are given."""
+        """Returns the given fields that belong to SamplingParams."""
         given = msgspec.structs.asdict(self)
         return {
             name: value
@@ -77,14 +75,14 @@ class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
 
 
 def question(raw: bytes, models: Collection[str]) -> Question:
-    """Returns what a body asks.
+    """Parses a request body.
 
     Args:
         raw: JSON.
         models: names under which the engine's model is served.
 
     Raises:
-        BadRequest: it is no such JSON, has a field that is not known, or asks for another model or a stream.
+        BadRequest: invalid JSON, an unknown field, another model, or a stream.
     """
     try:
         asked = msgspec.json.decode(raw, type=Question)
@@ -100,12 +98,12 @@ def question(raw: bytes, models: Collection[str]) -> Question:
 
 
 async def generate(client: Any, asked: Question) -> Json:
-    """Returns the answer of vLLM's AsyncLLM to a question.
+    """Runs a request on vLLM's AsyncLLM and returns the response.
 
     Awaits the last token; cancelling it aborts the request in the engine.
 
     Raises:
-        BadRequest: the engine refuses the question.
+        BadRequest: the engine refuses the request.
     """
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -118,7 +116,7 @@ async def generate(client: Any, asked: Question) -> Json:
                 final = output
     except (VLLMClientError, ValueError, TypeError) as error:
         raise BadRequest(str(error)) from error
-    except Exception as error:  # the engine wraps what its checks of the prompt raise
+    except Exception as error:  # the engine wraps errors of its prompt checks
         if isinstance(error.__cause__, (ValueError, TypeError)):
             raise BadRequest(str(error.__cause__)) from error
         raise
@@ -133,11 +131,11 @@ def _prompt(asked: Question) -> str | dict[str, list[int]]:
 
 
 def answer(final: Any, tokenizer: Any) -> Json:
-    """Returns the body for a RequestOutput that is finished.
+    """Returns the body for a finished RequestOutput.
 
-    `logprobs` is, per answer and token, `[{token id: log-probability}]`, the token that was sampled first.
-    `weight_versions` is, per answer, the spans `[start, end)` of its tokens and the version that sampled
-    them; null where the engine does not say.
+    `logprobs` is, per completion and token, `[{token id: log-probability}]`, with the sampled token first.
+    `weight_versions` is, per completion, the spans `[start, end)` of its tokens and the version that sampled
+    them; null if the engine does not report it.
     """
     outputs = final.outputs
     prompt_tokens = list(final.prompt_token_ids or ())

@@ -1,7 +1,5 @@
-"""Experts on vLLM's CPU build: it packs their weights when it makes their kernel, and a reload of its own
-leaves new ones unpacked.
-
-Knows the method that vLLM has for a layer of experts; a layer of another kind is left alone.
+"""Expert layers on vLLM's CPU build: weights are packed when the kernel is made, and vLLM's own reload leaves
+new weights unpacked. Other kinds of layers are not changed.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ _MADE_WITH_THE_WEIGHTS = ("moe_kernel", "moe_quant_config")
 
 @contextmanager
 def packed_anew(layer: Module, info: Any) -> Iterator[None]:
-    """Inside, processing a layer of experts packs it as if it were the first time; afterwards it computes
-    with the kernel that it had.
+    """In the block, processing an expert layer packs it as the first time; afterwards the layer uses its
+    earlier kernel.
 
     Args:
-        layer: one that is about to be processed.
-        info: what vLLM's reload knows of it: the memory that the kernel reads, where processing leaves the
+        layer: the layer about to be processed.
+        info: vLLM's reload state of the layer: the memory that the kernel reads, where processing puts the
             new weights.
     """
     method: Any = getattr(layer, "quant_method", None)

@@ -1,7 +1,6 @@
 """Keeps an engine at the newest policy version of a bridge, from inside its server's event loop.
 
-Knows nothing of HTTP and of vLLM. The learner need not know of any of this, and its death between any two
-steps leaves the engine with one whole version and nothing paused.
+The learner is not involved; if it dies at any step, the engine has one complete version and is not paused.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from shmbridge.errors import NotReady, ShmBridgeError
 
 logger = logging.getLogger("vllm.shmbridge")
 
-_LOOK_S = 0.5  # longest sleep of the thread that waits for versions: what closing takes at worst
-_TRIES = 3  # of one version; a learner's next one is another
+_LOOK_S = 0.5  # longest sleep of the waiting thread, so the longest close()
+_TRIES = 3  # per version
 _FIRST_RETRY_S = 1.0
 
 Result = TypeVar("Result")
 
 
 class Held(Protocol):
-    """A version that stays where it is while its lease lasts."""
+    """A version that is not overwritten while its lease lasts."""
 
     @property
     def version(self) -> int:
@@ -37,55 +36,51 @@ class Held(Protocol):
 
 
 class Versions(Protocol):
-    """What is used of `shmbridge.weights.WeightsReader`, from one thread."""
+    """The part of `shmbridge.weights.WeightsReader` that is used, from one thread."""
 
     @property
     def version(self) -> int | None:
-        """Newest complete version; None while there is none."""
+        """The newest complete version; None if there is none."""
 
     def wait(self, after: int | None, timeout_s: float) -> int:
-        """Block until the newest version is another than `after`; NotReady once the time is over."""
+        """Blocks until the newest version differs from `after`; raises NotReady after the timeout."""
 
     def lease(self, *, timeout_s: float) -> AbstractContextManager[Held]:
-        """Holds the newest version still."""
+        """Leases the newest version."""
 
     def close(self) -> None:
-        """Lets the segment go."""
+        """Closes the segment."""
 
 
 class Engine(Protocol):
-    """What is used of `LiveEngine`."""
+    """The part of `LiveEngine` that is used."""
 
     @property
     def alive(self) -> bool:
-        """False ends the following."""
+        """Whether the engine is alive; False ends following."""
 
     @property
     def in_doubt(self) -> bool:
-        """Whether nobody can say which version it has, since a load failed and could not be undone."""
+        """Whether its version is uncertain, because a load failed and could not be undone."""
 
     async def is_paused(self) -> bool:
-        """Whether somebody else has paused it."""
+        """Whether another caller has paused it."""
 
     async def pause(self) -> None:
-        """Lets nothing be generated from here on."""
+        """Stops generation."""
 
     async def load(self, version: int) -> None:
-        """Takes a version, whole or not at all; after an error `in_doubt` says whether that can be
-        promised.
-        """
+        """Loads a version, all or nothing; after an error `in_doubt` says whether that holds."""
 
     async def empty_caches(self) -> None:
-        """Forgets what was computed with other weights."""
+        """Drops caches computed with other weights."""
 
     async def resume(self) -> None:
-        """Goes on generating."""
+        """Resumes generation."""
 
 
 class UpdateTimes(msgspec.Struct, frozen=True):
-    """Milliseconds of one update: until nothing was generated, for weights and caches, and from beginning to
-    end.
-    """
+    """Milliseconds of one update: until generation stopped, for weights and caches, and in total."""
 
     pause_ms: float
     load_ms: float
@@ -93,9 +88,9 @@ class UpdateTimes(msgspec.Struct, frozen=True):
 
 
 class FollowStats(msgspec.Struct, frozen=True):
-    """What `GET /policy_version` says of a follower."""
+    """The fields of `GET /policy_version`."""
 
-    version: int | None  # that the engine generates with; None: the weights that it was started with
+    version: int | None  # the engine's version; None: the weights it was started with
     loaded_total: int
     failed_total: int
     last_error: str | None  # why the engine does not have the newest version
@@ -104,11 +99,11 @@ class FollowStats(msgspec.Struct, frozen=True):
 
 
 class Follower:
-    """Follows for one engine; for one event loop.
+    """Keeps one engine at the newest version; for one event loop.
 
     Args:
-        versions: where they come from; used from a thread of the follower's own, and closed by it.
-        engine: what takes them.
+        versions: source of versions; used in the follower's own thread, and closed by it.
+        engine: loads them.
     """
 
     def __init__(self, versions: Versions, engine: Engine) -> None:
@@ -117,9 +112,10 @@ class Follower:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shmbridge-versions")
         self._task: asyncio.Task[None] | None = None
         self._considered: int | None = None
-        self._refused: str | None = None  # why the last version that was tried is not loaded
-        self._cause = ""  # the same without the version: weights of another model come with every step
-        self._given_up = False  # that version
+        self._refused: str | None = None  # why the last tried version is not loaded
+        # the same without the version number, since weights of another model fail at every step
+        self._cause = ""
+        self._given_up = False  # on that version
         self._unreadable: str | None = None
         self._version: int | None = None
         self._last_update: UpdateTimes | None = None
@@ -127,11 +123,11 @@ class Follower:
 
     @property
     def version(self) -> int | None:
-        """The policy version that tokens come from now; None if that is unknown."""
+        """The policy version of tokens generated now; None if unknown."""
         return self._version
 
     def stats(self) -> FollowStats:
-        """Returns the state of this moment."""
+        """Returns the current state."""
         error = self._unreadable or self._refused
         refused = self._considered if self._given_up else None
         return FollowStats(
@@ -139,15 +135,15 @@ class Follower:
         )
 
     async def start(self) -> None:
-        """Loads the newest version, if there is one, and follow from then on; awaits that first load,
-        whatever becomes of it.
+        """Loads the newest version, if any, then follows; awaits that first load, whether or not it
+        succeeds.
         """
         if (newest := await self._in_thread(self._look)) is not None:
             await self._take(newest)
         self._task = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
-        """Stop following; awaits the resume of a load that is under way. Idempotent."""
+        """Stops following; awaits the resume of a running load. Idempotent."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -163,17 +159,15 @@ class Follower:
                 await self._take(newest)
 
     async def _take(self, newest: int) -> None:
-        """Loads the newest version; try again what may be trouble of the moment, unless there is another
-        version by then.
-        """
+        """Loads the newest version; retries transient errors unless there is a newer version by then."""
         self._considered, self._given_up = newest, False
         retry_s = _FIRST_RETRY_S
         for attempt in range(1, _TRIES + 1):
             try:
                 await self._update()
-            except Exception as error:  # whatever it was, the engine goes on with the version it has
+            except Exception as error:  # after any error the engine keeps its version
                 if await self._in_thread(self._look) != self._considered:
-                    return  # that one is next
+                    return  # the newer version is next
                 self._failed_total += 1
                 self._refused = f"policy version {self._considered} was not loaded: {error}"
                 self._said(self._refused, repeated=str(error) == self._cause)
@@ -189,9 +183,9 @@ class Follower:
                 return
 
     async def _update(self) -> None:
-        """One update, to what is newest once nothing is generated.
+        """Makes one update, to the newest version once generation has stopped.
 
-        An engine that somebody else has paused stays paused.
+        An engine paused by another caller stays paused.
         """
         began = time.perf_counter()
         engine = self._engine
@@ -221,15 +215,15 @@ class Follower:
                 self._version = None
                 await self._engine.empty_caches()
             raise
-        self._version, self._refused = version, None  # before the first token that comes from it
+        self._version, self._refused = version, None  # before its first token
         await self._engine.empty_caches()
 
     @asynccontextmanager
     async def _held(self) -> AsyncIterator[int]:
-        """The newest version, which the workers find although the learner goes on: the slot that it is in is
-        not written meanwhile.
+        """Leases the newest version, so that the learner does not overwrite its slot before the workers have
+        read it.
         """
-        # of the thread, where calls are made in order, also that of a task which was cancelled
+        # of the thread, which makes calls in order, including those of a cancelled task
         held = ExitStack()
         try:
             yield await self._in_thread(
@@ -252,8 +246,8 @@ class Follower:
         return self._readable(lambda: self._versions.version)
 
     def _wait(self) -> int | None:
-        """The newest version, once it is another one than the last that was tried: also a lower one, of a
-        segment made again.
+        """Waits until the newest version differs from the last tried; it may be lower, if the segment was
+        recreated.
         """
 
         def wait() -> int | None:

@@ -1,7 +1,4 @@
-"""What a server that follows a bridge is told, in vLLM's own `--additional-config`.
-
-Knows nothing of engines.
-"""
+"""The settings of a server that follows a bridge, from vLLM's `--additional-config`."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ class FollowSettings(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
     Args:
         bridge: whose weights segment is followed.
-        pause: what becomes of requests in flight while new weights are loaded: "keep" holds them and lets
-            them go on, "wait" lets them end first, "abort" ends them with what they have.
-        recompute: kept requests go on over a KV cache computed again with the new weights. False: over the
-            old one; and the prefix cache, which vLLM empties only while no request holds a part of it, may
-            then serve entries of earlier versions.
+        pause: requests in flight while new weights are loaded: "keep" holds and continues them, "wait" lets
+            them finish first, "abort" ends them with their tokens so far.
+        recompute: kept requests continue with a KV cache recomputed under the new weights. False: with the
+            old one; then the prefix cache, which vLLM empties only while no request uses it, may serve
+            entries of earlier versions.
     """
 
     bridge: str
@@ -35,7 +32,7 @@ class FollowSettings(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
 
 
 def follow_settings(additional_config: object) -> FollowSettings:
-    """Returns the settings in what vLLM holds as `additional_config`; raises BadConfig."""
+    """Parses vLLM's `additional_config`; raises BadConfig."""
     given: Any = additional_config.get("shmbridge") if isinstance(additional_config, Mapping) else None
     if given is None:
         raise BadConfig("vLLM is to follow a bridge, and no bridge is named", hint=_EXAMPLE)

@@ -1,7 +1,6 @@
-"""The steps of an update, as vLLM's AsyncLLM is asked for them: pause, load a version, forget what was
-computed with another, resume.
+"""The steps of an update on vLLM's AsyncLLM: pause, load a version, empty the caches, resume.
 
-Knows nothing of when and why. Called by `follow.py`; vLLM is imported where it is called.
+Used by `follow.py`; vLLM is imported where it is called.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ logger = logging.getLogger("vllm.shmbridge")
 
 
 class LiveEngine:
-    """What a follower does to an engine.
+    """The follower's operations on an engine.
 
     Args:
         client: vLLM's AsyncLLM, whose workers have the weight-transfer backend `shmbridge`.
@@ -32,37 +31,37 @@ class LiveEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine can still be asked for anything."""
+        """Whether the engine still accepts calls."""
         return not self._client.errored
 
     @property
     def in_doubt(self) -> bool:
-        """Whether nobody can say which version it has: the last load failed in the middle, or not in all
-        data-parallel engines perhaps.
+        """Whether its version is uncertain: the last load failed in the middle, or perhaps in only some
+        data-parallel engines.
         """
         return self._in_doubt
 
     async def is_paused(self) -> bool:
-        """Whether somebody has paused it."""
+        """Whether it is paused."""
         return bool(await self._client.is_paused())
 
     async def pause(self) -> None:
-        """Lets nothing be generated from here on; awaits what the pause mode says of requests in flight."""
+        """Stops generation; treats requests in flight by the pause mode."""
         await self._client.pause_generation(mode=self._settings.pause, clear_cache=False)
 
     async def resume(self) -> None:
-        """Goes on generating, also with what was kept."""
+        """Resumes generation, including kept requests."""
         await self._client.resume_generation()
 
     async def load(self, version: int) -> None:
-        """Has all workers take a version, whole or not at all. The engine is paused.
+        """Makes all workers load a version, all or nothing. The engine must be paused.
 
-        Of several data-parallel engines one may take it and another not, and an accelerator cannot undo what
-        it began: samples are then stamped with no version, until one is loaded.
+        Of several data-parallel engines one may load it and another fail, and an accelerator cannot undo a
+        partial load. Samples then have no version until one is loaded.
 
         Raises:
-            EngineFailed: what a worker said, and nobody can say which weights it has. Exception: it has those
-                that it had.
+            EngineFailed: a worker's error; its weights are uncertain. Exception: it keeps its earlier
+                weights.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -70,7 +69,7 @@ class LiveEngine:
         try:
             await client.start_weight_update()
         except Exception:
-            # an update that somebody began and did not end; one of this backend has nothing to lose
+            # an update that was begun and not ended; this backend loses nothing by closing it
             await client.finish_weight_update()
             await client.start_weight_update()
         request = WeightTransferUpdateRequest(
@@ -91,7 +90,7 @@ class LiveEngine:
         self._in_doubt = False
 
     async def empty_caches(self) -> None:
-        """Forgets what was computed with other weights. The engine is paused."""
+        """Drops caches computed with other weights. The engine must be paused."""
         client, settings = self._client, self._settings
         recompute = settings.pause == "keep" and settings.recompute
         emptied = await client.reset_prefix_cache(reset_running_requests=recompute, reset_connector=True)

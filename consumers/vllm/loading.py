@@ -1,7 +1,5 @@
-"""Puts tensors into one worker's model by vLLM's layerwise reload, in two steps: everything is looked at,
-then everything is loaded.
-
-Knows vLLM's reload and weight loaders; nothing of segments, versions and other workers.
+"""Loads tensors into one worker's model by vLLM's layerwise reload, in two steps: check everything, then load
+everything.
 """
 
 from __future__ import annotations
@@ -41,16 +39,15 @@ class WeightsNotLoaded(ShmBridgeError, RuntimeError):
 
 
 class Lease(Protocol):
-    """What is used of a weights lease."""
+    """The part of a weights lease that is used."""
 
     tensors: Any
     dtypes: Any
 
 
 def as_tensors(lease: Lease, names: Collection[str]) -> list[tuple[str, Tensor]]:
-    """Views of some of a lease's tensors, in the table's order.
-
-    Valid, and to be read only, while the lease lasts.
+    """Returns read-only views of some of a lease's tensors, in the table's order. Valid only while the lease
+    lasts.
     """
     return [
         (name, as_tensor(array, lease.dtypes[name])) for name, array in lease.tensors.items() if name in names
@@ -58,8 +55,8 @@ def as_tensors(lease: Lease, names: Collection[str]) -> list[tuple[str, Tensor]]
 
 
 def with_their_layers(changed: frozenset[str], names: Sequence[str]) -> frozenset[str]:
-    """The names that must be loaded for some to change: whole decoder layers, since vLLM fuses tensors of one
-    layer, as q, k and v.
+    """Returns the names to load if some changed: whole decoder layers, since vLLM fuses tensors of one layer,
+    such as q, k and v.
     """
     return frozenset(
         name for group in layerwise_groups(list(names)) if not changed.isdisjoint(group) for name in group
@@ -67,13 +64,11 @@ def with_their_layers(changed: frozenset[str], names: Sequence[str]) -> frozense
 
 
 class ModelWeights:
-    """One worker's model, ready to take new weights: `stage`, `commit`, `keep`; at any time instead
-    `put_back`.
+    """One worker's model, ready to take new weights: `stage`, `commit`, `keep`; `put_back` at any time
+    instead.
 
-    For one thread.
-
-    vLLM's reload processes a layer as soon as its last number is there; here all layers wait until every
-    tensor is known to fit, so that weights of another model change nothing.
+    For one thread. vLLM's reload processes a layer as soon as it is complete. Here all layers wait until
+    every tensor is known to fit, so that weights of another model change nothing.
     """
 
     def __init__(self, model: Module, vllm_config: Any) -> None:
@@ -93,10 +88,10 @@ class ModelWeights:
 
         Args:
             weights: (name, tensor) by checkpoint name; read by `commit`.
-            whole: all of the model's parameters must come; else any, whole layers of them.
+            whole: all of the model's parameters are required; else any set of whole layers.
 
         Raises:
-            WeightsMismatch: a tensor does not fit, or one is missing, and is named; `put_back` is to follow.
+            WeightsMismatch: a tensor does not fit or is missing; the message names it. Call `put_back` next.
         """
         # LoRA's wrapper
         expected = (
@@ -127,15 +122,15 @@ class ModelWeights:
                 )
 
     def _require_whole_layers(self, names: dict[int, str]) -> None:
-        """Weight loaders of linear layers and experts narrow what is given or what is filled without a word:
-        sums are looked at here.
+        """Raises if a layer is incomplete. Weight loaders of linear layers and experts silently narrow their
+        input or target, so this compares element counts.
         """
         parallel = self._vllm_config.parallel_config
         for name, layer in self._model.named_modules():
             info = layerwise.get_layerwise_info(layer)
             if not isinstance(layer, (LinearBase, RoutedExperts)) or not info.loaded_weights:
                 continue
-            # Experts may be dealt out to the workers of all engines, each of which is given all of them.
+            # Experts may be distributed over the workers of all engines, each of which is given all of them.
             ranks = parallel.tensor_parallel_size * (
                 parallel.data_parallel_size if isinstance(layer, RoutedExperts) else 1
             )
@@ -153,9 +148,9 @@ class ModelWeights:
                 )
 
     def commit(self) -> None:
-        """Copies what was staged into the model and have vLLM process it.
+        """Copies the staged tensors into the model and makes vLLM process them.
 
-        Blocks for the copy; `keep` or `put_back` is to follow.
+        Blocks for the copy; call `keep` or `put_back` next.
 
         Raises:
             WeightsNotLoaded: vLLM could not process a layer, which is named.
@@ -178,16 +173,15 @@ class ModelWeights:
             ) from wrong
 
     def keep(self) -> None:
-        """Lets go of what the model was before the last `commit`. Never blocks; idempotent."""
+        """Drops the saved state from before the last `commit`. Never blocks; idempotent."""
         self._before = []
 
     def put_back(self) -> bool:
-        """Undoes what `stage` and `commit` did, in full or in part; return whether the model is what it was
-        before.
+        """Undoes `stage` and `commit`, fully or partly; returns whether the model is as before.
 
         Blocks; idempotent.
 
-        On an accelerator, which has no memory for a second model, layers that were processed stay new.
+        On an accelerator, which has no memory for a second model, processed layers keep the new weights.
         """
         for layer in self._model.modules():
             info = layerwise.get_layerwise_info(layer)
@@ -224,8 +218,8 @@ class ModelWeights:
 
 
 class _Before:
-    """What one layer on a CPU was before it was processed; on an accelerator, where there is no memory for
-    it, only which layer.
+    """The state of one layer on a CPU before processing; on an accelerator, which has no memory for it, only
+    the layer.
     """
 
     def __init__(self, layer: Module, kernel_tensors: Any) -> None:
@@ -245,9 +239,9 @@ class _Before:
 
 
 def _set_aside(tensor: Tensor, layer: Module) -> Tensor:
-    """The values of a tensor that vLLM is about to overwrite.
+    """Saves a tensor's values before vLLM overwrites them.
 
-    Of an embedding, which is large, the memory itself: vLLM is given other.
+    Of an embedding, which is large, it keeps the memory itself and gives vLLM new memory.
     """
     old = tensor.data
     if not isinstance(layer, VocabParallelEmbedding):
@@ -257,7 +251,7 @@ def _set_aside(tensor: Tensor, layer: Module) -> Tensor:
 
 
 def _given(arguments: Any) -> Tensor:
-    """The tensor that a weight loader was called with."""
+    """Returns the tensor that a weight loader was called with."""
     return next(
         each for name, each in arguments.arguments.items() if name != "param" and isinstance(each, Tensor)
     )
@@ -273,7 +267,7 @@ def _reason(wrong: Exception) -> str:
 
 @contextmanager
 def _processing_deferred() -> Iterator[dict[Module, Any]]:
-    """Inside, vLLM's reload processes no layer; afterwards, those it would have processed."""
+    """Defers vLLM's processing of layers to the end of the block."""
     waiting: dict[Module, Any] = {}
     process = layerwise._layerwise_process
     layerwise._layerwise_process = waiting.__setitem__
@@ -285,7 +279,7 @@ def _processing_deferred() -> Iterator[dict[Module, Any]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """vLLM warns of each layer that gets nothing and of each dtype that is converted: both are meant here."""
+    """Silences vLLM's warnings of layers without new weights and of dtype conversions: both are intended."""
     loggers = [logging.getLogger(name) for name in _NOISY]
     for each in loggers:
         each.addFilter(_of_errors)

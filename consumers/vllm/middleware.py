@@ -5,8 +5,8 @@
         --middleware shmbridge.consumers.vllm.middleware.ShmBridge --additional-config '{"shmbridge":
         {"bridge": "run1", "pause": "keep"}}'
 
-Nothing of vLLM is replaced: it loads this class by its name. What follows is in `follow.py`, what answers in
-`atropos_generate.py`.
+vLLM loads this class by name; no vLLM code is replaced. `follow.py` loads new versions, `atropos_generate.py`
+serves `/generate`.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ from shmbridge.consumers.vllm.stamped import stamped, version_header
 from shmbridge.errors import BadConfig, ShmBridgeError
 from shmbridge.weights import WeightsReader
 
-logger = logging.getLogger("vllm.shmbridge")  # where vLLM's own words go, whose logging knows no other names
+# below vLLM's logger, since vLLM's logging configures no other names
+logger = logging.getLogger("vllm.shmbridge")
 
 
 class ShmBridge:
     """ASGI middleware for `--middleware` of vLLM's server.
 
-    It answers `POST /generate` and `GET /policy_version`, and lets all else through. Before the server
-    listens, the engine has the newest version of the bridge, if there is one. Of several API servers over one
-    engine the first one follows; the others only answer.
+    It serves `POST /generate` and `GET /policy_version`, and passes on all other requests. Before the server
+    listens, the engine loads the newest version of the bridge, if any. Of several API servers on one engine
+    only the first follows.
 
     Args:
         app: vLLM's.
@@ -64,7 +65,7 @@ class ShmBridge:
         self._follower: Follower | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection, or the lifespan."""
+        """Handles one connection, or the lifespan."""
         if scope["type"] == "lifespan":
             await self._lifespan(scope, receive, send)
         elif scope["type"] == "http":
@@ -153,7 +154,7 @@ class ShmBridge:
         except atropos_generate.BadRequest as error:
             await send_error(send, 400, "invalid_request_error", str(error))
         except Exception as error:
-            # the server goes on: its operator gets the traceback, the client the reason
+            # keep serving: log the traceback, send the client the reason
             status = 503 if state.engine_client.errored else int(getattr(error, "http_status", 500))
             if status == 500:
                 logger.exception("POST /generate failed")
@@ -163,7 +164,7 @@ class ShmBridge:
 
 
 def _allowed(scope: Scope, keys: Collection[str | None]) -> bool:
-    """Whether a request carries one of the server's keys; all do if it has none."""
+    """Returns whether a request has one of the server's keys; True if the server has none."""
     known = [_digest(key) for key in keys if key]
     given = next((value for name, value in scope["headers"] if name == b"authorization"), b"").decode(
         "latin-1"

@@ -1,6 +1,5 @@
-"""What vLLM calls in each of its processes: it is told of a weight transfer backend named shmbridge.
-
-Imports nothing of it yet.
+"""The plugin that vLLM calls in each process: registers the weight-transfer backend shmbridge, without
+importing it.
 """
 
 from contextlib import suppress
@@ -16,12 +15,12 @@ _REGISTRIES = {
 
 
 def register() -> None:
-    """Tells vLLM's two factories of the backend.
+    """Registers the backend with vLLM's two factories.
 
     Never blocks; idempotent, since vLLM may load plugins several times in a process.
     """
     from vllm.distributed.weight_transfer import factory
 
     for registry, (module, name) in _REGISTRIES.items():
-        with suppress(ValueError):  # it is registered
+        with suppress(ValueError):  # already registered
             getattr(factory, registry).register_engine(BACKEND, module, name)

@@ -1,8 +1,7 @@
-"""What is used of vLLM beyond what it promises, all named here: a release that lacks some of it is refused
-when a worker starts.
+"""Every non-public vLLM name in use. A release that lacks one is refused when a worker starts.
 
-`loading.py`, `experts.py`, `staging.py` and `worker_agreement.py` take it from here. `middleware.py`, which
-is imported where there is no vLLM, uses one more: `ParallelConfig._api_process_rank`.
+`loading.py`, `experts.py`, `staging.py` and `worker_agreement.py` import them from here. `middleware.py`,
+which must import without vLLM, uses one more: `ParallelConfig._api_process_rank`.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ _UPDATE_IS_OPEN = "_weight_update_active"
 
 
 def require() -> None:
-    """Raises BadConfig, which names what is lacking, unless this vLLM has what is used of it.
+    """Raises BadConfig, which lists the missing names, if this vLLM lacks any.
 
     Never blocks.
     """
@@ -92,6 +91,6 @@ def _lacking() -> Iterator[str]:
 
 
 def say_no_update_is_open(worker: Any, engine: Any) -> None:
-    """Ends the update that a worker believes to be open, as its own `finish_weight_update` does."""
+    """Closes the update that a worker considers open, as its own `finish_weight_update` does."""
     setattr(worker, _UPDATE_IS_OPEN, False)
     engine.reset_weight_update_target()

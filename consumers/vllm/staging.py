@@ -1,9 +1,6 @@
-"""Where vLLM's CPU build gets a linear layer's weights from when it packs them: the segment itself, or memory
-kept from layer to layer.
-
-vLLM's reload puts each layer together in fresh memory first, and the kernel's zeroed pages cost several times
-the copy. Knows vLLM's linear layers and its reload; a layer that is not of the kind looked for is left to
-vLLM.
+"""The memory that vLLM's CPU build packs a linear layer's weights from: the segment itself, or a buffer
+reused for each layer. vLLM's own reload assembles each layer in new memory, whose zeroed pages cost several
+times the copy. Other kinds of layers are left to vLLM.
 """
 
 from __future__ import annotations
@@ -18,21 +15,19 @@ from shmbridge.consumers.vllm.release import LinearBase, UnquantizedLinearMethod
 
 
 class Staging:
-    """Memory for one layer's weights at a time. For one thread."""
+    """A buffer for one layer's weights at a time. For one thread."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def lend(self, layer: Module, info: Any) -> None:
-        """Gives a layer that is about to be processed a place for its weights, if processing leaves nothing
-        there.
+        """Gives a layer about to be processed memory for its weights, if processing does not keep them there.
 
         Never blocks.
 
         Args:
-            layer: one whose new weights are staged and that lies on the meta device still.
-            info: what vLLM's reload knows of it; a weight that is taken as it lies is removed from what is to
-                be copied.
+            layer: a layer with staged weights that is still on the meta device.
+            info: vLLM's reload state of the layer; a weight used in place is removed from the copies to make.
         """
         if not _is_packed(layer, info):
             return
@@ -68,8 +63,8 @@ def _lies_as(tensor: Tensor, wanted: Tensor) -> bool:
 
 
 def _is_packed(layer: Module, info: Any) -> bool:
-    """Whether processing moves the weights into oneDNN's own memory, as it did before: the layer kept none,
-    nor a tensor elsewhere.
+    """Returns whether processing moves the weights into oneDNN's own memory: the layer kept no weight after
+    the last time, nor another tensor.
     """
     if not isinstance(layer, LinearBase) or not isinstance(layer.quant_method, UnquantizedLinearMethod):
         return False

@@ -1,8 +1,5 @@
-"""Says on the way out which policy version an answer is from: a header on all of them, two fields in the JSON
-of completions.
-
-Knows nothing of engines. The fields bound the versions of an answer's tokens; exact spans come with
-`/generate`.
+"""Adds the policy version to responses: a header on all, two fields in the JSON of completions. The fields
+bound the versions of a response's tokens; `/generate` gives exact spans.
 """
 
 from __future__ import annotations
@@ -17,20 +14,20 @@ _COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
 
 def version_header(version: int | None) -> list[Header]:
-    """Returns the header `X-Policy-Version`, or nothing for a version that is unknown."""
+    """Returns the header `X-Policy-Version`, or nothing for an unknown version."""
     return [] if version is None else [(b"x-policy-version", str(version).encode())]
 
 
 def stamped(send: Send, path: str, version: Version) -> Send:
-    """Returns a `send` that adds to what a server sends.
+    """Returns a `send` that adds the version to a response.
 
     Args:
         send: of the request.
-        path: of the request, which arrives now.
-        version: that tokens come from when it is called.
+        path: of the request that has just arrived.
+        version: returns the version of tokens generated now.
     """
     oldest = version()
-    held: list[Message] = []  # the start of an answer whose length will change, and its body so far
+    held: list[Message] = []  # the start of a response whose length will change, and its body so far
 
     async def send_stamped(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -62,8 +59,8 @@ def _is_json(start: Message) -> bool:
 
 
 def _with_versions(raw: bytes, newest: int | None, oldest: int | None) -> bytes:
-    """The JSON object with two more fields at its end; a null says that tokens may be of a version that is
-    unknown.
+    """Returns the JSON object with two fields appended; null means that tokens may be of an unknown
+    version.
     """
     body = raw.rstrip()
     if not body.endswith(b"}") or body == b"{}":

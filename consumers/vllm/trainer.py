@@ -1,7 +1,5 @@
-"""The learner's half of the backend, for vLLM's own trainer interface: a version goes into the segment, then
-vLLM is told its number.
-
-Needs vLLM where the learner runs; a learner without it uses `shmbridge.consumers.weight_sync`.
+"""The trainer half of the backend, for vLLM's trainer interface: writes a version into the segment, then
+sends vLLM its number. Needs vLLM in the learner's process; otherwise use `shmbridge.consumers.weight_sync`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from shmbridge.weights import WeightsWriter
 
 @dataclass
 class ShmBridgeTrainerInitInfo(TrainerInitInfo):
-    """Which bridge carries the weights.
+    """The bridge that carries the weights.
 
     Args:
         bridge: its name.
@@ -31,9 +29,8 @@ class ShmBridgeTrainerInitInfo(TrainerInitInfo):
 
 
 class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridgeTrainerInitInfo]):
-    """Writes versions and has vLLM take them.
-
-    `trainer_init` makes one, on every rank of the trainer; for one thread.
+    """Writes versions and makes vLLM load them. `trainer_init` makes one on every rank of the trainer; for
+    one thread.
     """
 
     init_info_cls = ShmBridgeTrainerInitInfo
@@ -44,7 +41,8 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
 
     @classmethod
     def trainer_init(cls, init_info: ShmBridgeTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """Opens the bridge for writing and have the workers open it for reading. Blocks for the call to vLLM.
+        """Opens the bridge for writing and makes the workers open it for reading. Blocks for the call to
+        vLLM.
 
         Args:
             init_info: the bridge, and this process's rank.
@@ -52,7 +50,7 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
             source: a vLLM WeightSource of (name, tensor), iterated again for each version on every rank.
 
         Raises:
-            ValueError: there is no source.
+            ValueError: `source` is missing.
             ConsumerTaken: the bridge's weights have a living writer.
         """
         if source is None:
@@ -69,10 +67,10 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
         return made
 
     def send_weights(self, version: int | None = None) -> None:
-        """Writes one version and have vLLM load it. Blocks for both; call it on every rank.
+        """Writes one version and makes vLLM load it. Blocks for both; call it on every rank.
 
-        After an error samples are stamped as of an unknown version until the next is loaded: a client of
-        vLLM's does not say whether all of an engine, a part of it or none took the version.
+        After an error samples are stamped with an unknown version until the next load, because vLLM's client
+        does not report whether all, some or no workers loaded the version.
 
         Args:
             version: policy version, above the segment's newest; None: the next number.
@@ -88,23 +86,23 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
         try:
             self.client.update_weights({"bridge": self._writer.bridge, "version": version})
             self.client.finish_weight_update(str(version))
-        except BaseException as error:  # a signal's, too: vLLM goes on with what it was told
+        except BaseException as error:  # also a signal's exception: vLLM continues its running call
             error.add_note(self._disown())
             raise
 
     def _start(self) -> None:
-        """Begins an update, also where a trainer that died left one active."""
+        """Begins an update, also if a dead trainer left one active."""
         try:
             self.client.start_weight_update()
         except Exception:
-            # where none was active, starting fails for a reason of its own, which is said now
+            # if none was active, starting failed for another reason, which is raised now
             with suppress(Exception):
                 self.client.finish_weight_update()
             self.client.start_weight_update()
 
     def _disown(self) -> str:
-        """Has samples be of no version, by an update that loads nothing; return what to say of it."""
-        # engines that took the version have their update open; the others begin theirs with this
+        """Stamps samples with no version, by an update that loads nothing; returns a note for the error."""
+        # engines that loaded the version have their update open; this begins it on the others
         with suppress(Exception):
             self.client.start_weight_update()
         try:
@@ -114,6 +112,6 @@ class ShmBridgeTrainerWeightTransferEngine(TrainerWeightTransferEngine[ShmBridge
         return doubt_hint("vLLM may have taken it, whole or in part")
 
     def shutdown(self) -> None:
-        """Leaves the bridge; the last version stays in the segment. Idempotent."""
+        """Closes the bridge; the last version stays in the segment. Idempotent."""
         if self._writer is not None:
             self._writer.close()

@@ -1,7 +1,5 @@
-"""vLLM's half of the backend, in each worker: one call takes one version out of the weights segment, whole or
-not at all.
-
-Knows leases and versions; `loading.py` knows the model, `worker_agreement.py` the other workers.
+"""The worker half of the backend: one call loads one version from the weights segment, all or nothing.
+`loading.py` updates the model, `worker_agreement.py` coordinates the workers.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ShmBridgeInitInfo(WeightTransferInitInfo):
-    """What `init_weight_transfer_engine` may be given; no call of it is needed.
+    """The argument of `init_weight_transfer_engine`; calling it is optional.
 
     Args:
-        bridge: name of the bridge whose segment is opened now and not with the first update; empty: none.
+        bridge: name of the bridge whose segment to open now instead of at the first update; empty: none.
     """
 
     bridge: str = ""
@@ -43,12 +41,12 @@ class ShmBridgeInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ShmBridgeUpdateInfo(WeightTransferUpdateInfo):
-    """What one `update_weights` says: which version of which bridge. Plain JSON.
+    """The argument of one `update_weights`: bridge and version. Plain JSON.
 
     Args:
         bridge: name of the bridge.
-        version: a policy version that is in its weights segment now; whoever tells several workers holds a
-            lease of it, or is its writer.
+        version: a policy version that is in its weights segment now; a caller that updates several workers
+            holds a lease of it, or is its writer.
     """
 
     bridge: str
@@ -56,31 +54,31 @@ class ShmBridgeUpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmBridgeUpdateInfo]):
-    """Takes versions out of a bridge's weights segment into one worker's part of the model. vLLM makes it and
+    """Loads versions from a bridge's weights segment into one worker's shard of the model. vLLM makes it and
     calls it, from one thread.
 
-    `start_weight_update` and `finish_weight_update` leave the model alone, so that a learner which dies
-    between the calls leaves it whole.
+    `start_weight_update` and `finish_weight_update` do not touch the model, so a learner's death between the
+    calls leaves it consistent.
     """
 
     init_info_cls = ShmBridgeInitInfo
     update_info_cls = ShmBridgeUpdateInfo
-    supports_draft_weight_update = False  # a segment holds the policy, and a draft model is another one
+    supports_draft_weight_update = False  # a segment holds only the policy, not a draft model
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         require()
         super().__init__(config, vllm_config, device, model)
         self._weights = ModelWeights(model, vllm_config)
         self._reader: WeightsReader | None = None
-        self._holds: int | None = None  # the version in the model, of the reader's bridge
+        self._holds: int | None = None  # the version in the model, from the reader's bridge
 
     def init_transfer_engine(self, init_info: ShmBridgeInitInfo) -> None:
-        """Opens the bridge's segment, and forget which version the model holds: the next is loaded whole.
+        """Opens the bridge's segment and resets the known version, so that the next is loaded whole.
 
         Never blocks.
 
-        Call it when something else has changed the model, as waking up from level 2 of vLLM's sleep does.
-        Raises BadBridgeName.
+        Call it after anything else changed the model, such as waking from level 2 of vLLM's sleep. Raises
+        BadBridgeName.
         """
         self._holds = None
         if init_info.bridge:
@@ -95,12 +93,12 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
     def receive_weights(self, update_info: ShmBridgeUpdateInfo) -> None:
         """Loads one version into the model. Blocks for the copy; every worker of the engine must be called.
 
-        Only what changed since the version that the model holds is loaded, where the segment can say what
-        that is.
+        Loads only the tensors that changed since the model's version, if the segment can tell.
 
         Raises:
-            WeightsMismatch: the segment holds another model, the tensor is named; the old weights stay.
-            NotReady: the version is not in the segment, or another worker could not take it; the old weights
+            WeightsMismatch: the segment holds another model; the message names the tensor; the old weights
+                stay.
+            NotReady: the version is not in the segment, or another worker could not load it; the old weights
                 stay.
             WeightsNotLoaded: vLLM failed in the middle. On a CPU the old weights stay; on an accelerator the
                 model is of two versions.
@@ -125,14 +123,14 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         log.warning("%s", refused)
 
     def _attempt(self, step: Callable[[], None]) -> Exception | None:
-        """Takes one step of a load; why it is not to go on, here or in another worker.
+        """Makes one step of a load; returns why the load must stop, in this or another worker.
 
-        Blocks until every worker has taken it.
+        Blocks until every worker has made the step.
         """
         mine: Exception | None = None
         try:
             step()
-        except Exception as error:  # whatever it is: the other workers wait for a word
+        except Exception as error:  # any error must be reported: the other workers wait
             mine = error
         told = first_refusal("" if mine is None else str(mine) or type(mine).__name__)
         if mine is None and told:
@@ -151,7 +149,7 @@ class ShmBridgeWeightTransferEngine(WeightTransferEngine[ShmBridgeInitInfo, ShmB
         self._weights.stage(as_tensors(lease, names), whole=len(names) == len(lease.dtypes))
 
     def shutdown(self) -> None:
-        """Lets the segment go; the model serves on. Idempotent."""
+        """Closes the segment; the model keeps serving. Idempotent."""
         if self._reader is not None:
             self._reader.close()
             self._reader = self._holds = None

@@ -1,7 +1,4 @@
-"""What the workers of one engine say to each other while they load.
-
-Knows vLLM's groups, its multiprocess executor and its worker.
-"""
+"""Coordination of one engine's workers during a load."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ _SAID_BYTES = 1024
 
 
 def first_refusal(mine: str) -> str:
-    """What one of this engine's workers said against going on; empty if none did.
+    """Returns the first objection of this engine's workers to continuing; empty if there is none.
 
-    Blocks until each has spoken.
+    Blocks until each worker has reported.
 
     Args:
-        mine: what this worker says, empty if it can go on.
+        mine: this worker's objection; empty if it can continue.
     """
     for group in (get_tp_group(), get_pp_group()):
         if group.world_size > 1:
@@ -46,9 +43,9 @@ def ends_quietly(engine: Any) -> bool:
 
     Then its update is ended here.
 
-    That executor reads the workers' answers in order and stops at the first error: those behind it are taken
-    for answers to its next call. So the last worker speaks for all, and in the others the update that vLLM
-    believes to be open is closed.
+    That executor reads the workers' responses in order and stops at the first error, so later ones would be
+    taken for responses to its next call. So the last worker raises for all, and the others close the update
+    that vLLM considers open.
     """
     parallel = engine.parallel_config
     if parallel.distributed_executor_backend != "mp" or parallel.rank == parallel.world_size - 1:

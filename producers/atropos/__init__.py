@@ -4,13 +4,12 @@
 
 The script runs as `python path/to/env.py serve ...` would; `BaseEnv`'s traffic with the rollout server takes
 the bridge instead: scored groups go into a lane, registration and status over the control plane. All else in
-BaseEnv (filters, throttling, evaluation, checkpoints, when to end) is untouched. What inference servers say
-of the policy versions that sampled their answers is heard on the way, and stands in the records.
+BaseEnv (filters, throttling, evaluation, checkpoints, when to end) is untouched. The policy versions in
+inference servers' responses are recorded, too.
 
-Here is the way in for a program that makes its environments itself, `attach`; the command line is
-__main__.py. What is replaced in BaseEnv is patches.py's, how one environment speaks to the bridge
-control_link.py's, where its groups go lane.py's; response_hooks.py hears answers, and version_stamps.py finds
-them in groups.
+`attach` is for programs that make their environments themselves; __main__.py is the command line. patches.py
+replaces methods of BaseEnv, control_link.py connects one environment to the bridge, lane.py puts its groups.
+response_hooks.py records responses, and version_stamps.py matches them with groups.
 """
 
 from __future__ import annotations

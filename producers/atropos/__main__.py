@@ -1,6 +1,6 @@
 """The command line around an environment's script: arguments, what is logged, and how it ends.
 
-Knows nothing of what is replaced in BaseEnv. Called as `python -m shmbridge.producers.atropos`.
+Called as `python -m shmbridge.producers.atropos`.
 """
 
 from __future__ import annotations

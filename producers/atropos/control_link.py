@@ -1,9 +1,10 @@
-"""One environment's two ends: its lane for groups, and its conversation with the consumer for all else.
+"""One environment's connection to the bridge: its lane for groups, and control requests to the consumer for
+all else.
 
 Speaks Atropos' words (the answers of its rollout server, as plain dicts) but imports nothing of it. A missing
-consumer is never an error here: the environment is told to hold, and goes on when there is one again.
+consumer is not an error here: the environment holds, and continues when there is a consumer again.
 
-Called by `shmbridge.producers.atropos.patches`, in the environment's event loop.
+Used by `shmbridge.producers.atropos.patches`, in the environment's event loop.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from shmbridge.producers.atropos.version_stamps import stamp
 
 log = logging.getLogger(__name__)
 
-# How long one question may take before the consumer counts as missing. Rollouts go on meanwhile.
+# How long one request may take before the consumer counts as missing. Rollouts continue in this time.
 ASK_S = 2.0
 
 # Between two questions, while the environment cannot begin: doubled each time, from the first to the last.
@@ -101,7 +102,7 @@ class EnvLink:
         }
 
     async def info(self) -> dict[str, int]:
-        """What a batch takes; -1 where nobody has said."""
+        """Returns the batch size and the longest trajectory in tokens; -1 if unknown."""
         run = self._run
         return {
             "batch_size": run.batch_size if run else -1,
@@ -109,7 +110,7 @@ class EnvLink:
         }
 
     async def status(self) -> dict[str, Any]:
-        """The numbers the environment throttles by; while nobody answers, the last ones.
+        """Returns the numbers the environment throttles by; without a consumer, the last ones.
 
         The last ones, and `holding`, instead of an invented full queue: an environment ends itself once what
         is queued completes its last step, so near the end it would take a full queue for the end.
@@ -120,7 +121,7 @@ class EnvLink:
             answer = await self._control.request(StatusRequest(self._env_id), ASK_S)
         except NoConsumer:
             self._hold.begin("no consumer answers")
-        except ShmBridgeError as refused:  # the consumer's trouble, of which no environment should die
+        except ShmBridgeError as refused:  # an error of the consumer must not end the environment
             self._hold.begin(str(refused))
         else:
             if isinstance(answer, Status):
@@ -157,7 +158,7 @@ class EnvLink:
 
     @property
     def holding(self) -> bool:
-        """No new rollouts are to begin: nobody consumes, or the consumer wants none."""
+        """Whether no new rollouts may begin: there is no consumer, or it asked for none."""
         return bool(self._hold.reason)
 
     @property
@@ -275,13 +276,13 @@ class EnvLink:
         """Leaves the bridge: what waits for room gets `flush_s` to find it and is then counted as dropped."""
         self.closed = True
         await self._lane.flush(flush_s)
-        with suppress(ShmBridgeError):  # a consumer that is not there needs no goodbye
+        with suppress(ShmBridgeError):  # without a consumer there is none to notify
             await self._control.request(Goodbye(self._env_id), min(flush_s, ASK_S))
         self._control.close()
         await self._lane.close()
 
     def leave(self) -> None:
-        """`close` where the event loop runs no more: nothing is flushed, nobody is told."""
+        """Does `close` after the event loop has ended: nothing is flushed, the consumer is not notified."""
         self.closed = True
         self._control.close()
         self._lane.leave()

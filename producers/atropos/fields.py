@@ -1,7 +1,7 @@
-"""What an Atropos group says, as what a lane is told: which keys are columns, which go into `extra`, where
-rewards of steps end.
+"""Converts an Atropos group for a lane: which keys become columns, which go into `extra`, where step rewards
+end.
 
-Knows the keys of upstream's wire and nothing of lanes. Called by `shmbridge.producers.atropos.lane`;
+Used by `shmbridge.producers.atropos.lane`;
 docs/reference/atropos-fields.md is the table.
 """
 

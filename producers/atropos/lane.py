@@ -1,7 +1,5 @@
-"""Where one environment's groups go: its lane, or the next one where the bridge was removed under it.
-
-Knows producers, what is refused and how often. Knows nothing of the control plane or of Atropos beyond a
-group's keys. Called by `shmbridge.producers.atropos.control_link`, in the environment's event loop.
+"""One environment's lane for groups, replaced by a new one if the bridge is removed. Used by
+`shmbridge.producers.atropos.control_link`, in the environment's event loop.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class LinkOptions:
 
 
 class GroupsRefused(ShmBridgeError):
-    """So many groups in a row were refused for one reason that no other will come of the environment."""
+    """Too many consecutive groups were refused for the same reason."""
 
     code = "SB412"
 
@@ -145,7 +143,7 @@ class EnvLane:
         except ShmBridgeError as refused:
             kind = f"{type(refused).__name__} {getattr(refused, 'column', '')}"
             self._refuse(kind, str(refused), passing=isinstance(refused, _PASSING))
-        except Exception as fault:  # a worker may be gone already: nobody else would hear of it
+        except Exception as fault:  # logged here, since the worker may be gone already
             self._refuse(type(fault).__name__, repr(fault))
 
     async def _put(self, group: dict[str, Any], stamp: Stamp) -> None:

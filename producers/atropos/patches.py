@@ -1,7 +1,6 @@
-"""Which environments of this process are attached, and how: the methods of `BaseEnv` that are replaced, and
-what they do instead.
+"""Attaches environments of this process: replaces methods of `BaseEnv`.
 
-Knows BaseEnv and links; knows nothing of lanes or of the control plane's messages. Called through
+Called through
 `shmbridge.producers.atropos`.
 """
 
@@ -38,10 +37,8 @@ _asking: ContextVar[EnvLink | None] = ContextVar("link_of_the_asking_environment
 class Departure:
     """What `detach` returns.
 
-    Await it to know that all the environment had handed over is in its lane, or counted, and the lane is
-    left.
-
-    It comes to that also if nobody awaits it.
+    Await it until all groups the environment handed over are in its lane, or counted, and the lane is closed.
+    That happens also without awaiting.
     """
 
     def __init__(self, closing: asyncio.Task[None] | None = None) -> None:
@@ -53,7 +50,7 @@ class Departure:
 
 
 class _Seat:
-    """What is known of one environment: where its groups go, and since when."""
+    """The state of one attached environment."""
 
     def __init__(self, options: LinkOptions, *, alone: bool = False) -> None:
         self.options = options
@@ -344,5 +341,5 @@ async def _adopt_run(env: Any, link: EnvLink) -> None:
     """Another consumer may train with other batches: BaseEnv takes them as it did at its start."""
     try:
         await env.get_server_info()
-    except ValueError as impossible:  # at its start it would end; now it goes on with what it knows
+    except ValueError as impossible:  # at its start this would end the environment; now it keeps its settings
         log.error("the new consumer's run does not suit this environment: %s (%s)", impossible, link.run)

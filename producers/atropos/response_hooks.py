@@ -1,9 +1,8 @@
-"""What a worker's inference servers say, heard where their answers arrive: in aiohttp and in the client of
-the OpenAI API.
+"""Records inference servers' responses to a worker by hooks in aiohttp and in the OpenAI client.
 
 Every worker has a ledger in its context, which its own tasks inherit; outside of workers (evaluation, health
-checks) nothing is heard. Knows how answers come in; what they say responses.py knows, what becomes of it
-version_stamps.py. Called by `shmbridge.producers.atropos.patches`.
+checks) nothing is recorded. responses.py parses the responses, version_stamps.py uses them. Used by
+`shmbridge.producers.atropos.patches`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The answers that one worker heard, looked up by their tokens: by the beginning of a row, or by a run of
-trained tokens.
+"""The responses to one worker, looked up by tokens: by the beginning of a row, or by a run of trained tokens.
 
-Knows answers and tokens; knows nothing of groups and masks. Tokens are compared by sums with random weights,
-for all answers in one pass. Called by `shmbridge.producers.atropos.version_stamps`, and filled by
+Tokens are compared by sums with random weights,
+for all answers in one pass. Used by `shmbridge.producers.atropos.version_stamps`, and filled by
 `shmbridge.producers.atropos.response_hooks`, both in the worker's context.
 """
 
@@ -33,7 +32,7 @@ class Heard:
     answer: Answer
     start: int = -1  # the length of its prompt; -1 if it is not known
     total: int = 0  # of prompt and output
-    # to one of another version, but for its tokens: which of them a row was made of cannot be seen
+    # ambiguous: another version gave the same text or tokens
     alike: bool = False
 
     @property

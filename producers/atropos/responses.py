@@ -1,8 +1,6 @@
-"""What an inference server's answer says of the policy versions that sampled it, as `Answer`s.
-
-Knows the JSON of four kinds of answers, and nothing of who asked or of what becomes of them: `/generate` as
-vLLM has it for Atropos, with `weight_versions`; `/inference/v1/generate` of vLLM itself; the OpenAI API, with
-`weight_version` and `oldest_weight_version`; SGLang's. Called by
+"""Parses the policy versions in an inference server's response into `Answer`s. It supports four formats:
+`/generate` as vLLM has it for Atropos, with `weight_versions`; `/inference/v1/generate` of vLLM itself; the
+OpenAI API, with `weight_version` and `oldest_weight_version`; SGLang's. Used by
 `shmbridge.producers.atropos.response_hooks`; never raises, whatever the answer is.
 """
 

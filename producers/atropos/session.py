@@ -1,8 +1,7 @@
-"""What stands in for `aiohttp.ClientSession` where Atropos' `BaseEnv` talks to its rollout server.
+"""Replaces `aiohttp.ClientSession` where Atropos' `BaseEnv` calls its rollout server.
 
-BaseEnv keeps its own logic (retries, waiting, what it does with each answer); only the wire is another one.
-Knows the routes that it asks, and nothing of the answers. Called by BaseEnv, after
-`shmbridge.producers.atropos.attach`.
+BaseEnv keeps its own logic (retries, waiting, what it does with each answer); only the transport differs.
+Used by BaseEnv, after `shmbridge.producers.atropos.attach`.
 """
 
 from __future__ import annotations

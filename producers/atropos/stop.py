@@ -1,6 +1,6 @@
-"""SIGTERM as an orderly end: what Ctrl-C does, once; the second signal ends at once.
+"""Makes SIGTERM an orderly stop, like Ctrl-C; a second signal ends the process at once.
 
-Knows signals only. Called by the command line of `shmbridge.producers.atropos`.
+Used by the command line of `shmbridge.producers.atropos`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Stopped:
-    """Whether SIGTERM came."""
+    """Whether SIGTERM was received."""
 
     def __init__(self) -> None:
         self.by_sigterm = False

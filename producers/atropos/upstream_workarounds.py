@@ -1,7 +1,7 @@
-"""What upstream stumbles over on its own, made good from outside: chat templates of transformers 5, a lone
-server config, scripts that are broken as shipped.
+"""Workarounds for upstream bugs: chat templates of transformers 5, a single server config, scripts that are
+broken as shipped.
 
-Knows upstream's classes by what they do, and nothing of bridges. Called by
+Used by
 `shmbridge.producers.atropos.patches` and the command line.
 """
 

@@ -1,11 +1,10 @@
-"""Which policy version sampled each token of a group: its rows looked up among the answers that its worker
-heard.
+"""Finds the policy version of each token of a group by looking its rows up among the responses to its worker.
 
-Knows answers and rows of tokens; knows nothing of HTTP and of lanes. A row says nothing of where it is from
-but its tokens, so they are what is looked up: first a row's beginning, prompt and output together, in one
-pass for all answers; then, for trained tokens that leaves open, answers that begin where a run of them begins
-(an end token cut off or added, a prompt that was tokenised again). Where answers of different versions fit
-equally, none is taken. Called by `shmbridge.producers.atropos.control_link`, in the worker's context.
+A row carries no other origin than its tokens. The lookup first matches a row's beginning, prompt and output
+together, in one pass for all responses; then, for trained tokens still open, responses that begin where a run
+of them begins (an end token cut off or added, a prompt that was tokenised again). Where answers of different
+versions fit equally, none is taken. Used by `shmbridge.producers.atropos.control_link`, in the worker's
+context.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The capacity rule: how many groups may be under way at a time, so that what is trained is at most so many
-steps off-policy.
+"""The off-policy limit: how many groups may be under way at a time, so that training is at most N steps
+off-policy.
 
-Pure counting: knows neither locks nor lanes nor messages. docs/explanation/staleness.md has the rule, its
-proof, and what it assumes. Called by hub/promises.py and batching/former.py.
+Pure counting. docs/explanation/staleness.md has the rule, its proof, and its assumptions. Used by the hub's
+admission and state, and by batching/former.py.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-PROMISE_NS = 1_000_000_000  # how long a granted ticket is kept for a producer that does not show it
+PROMISE_NS = 1_000_000_000  # how long a granted ticket is reserved for a producer that does not show it
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class OffPolicyLimit:
     groups_per_step: int
 
     def groups(self, unpublished: int = 0) -> int:
-        """That many, with weights in training that are so many steps ahead of the published ones: those steps
-        are used up.
+        """Returns that number, less the steps by which the weights in training are ahead of the published
+        ones.
         """
         return (self.max_off_policy_steps + 1 - unpublished) * self.groups_per_step
 
@@ -30,7 +30,9 @@ class OffPolicyLimit:
 def limit_of(
     max_off_policy_steps: int | None, groups_per_step: int | None, policy: str
 ) -> OffPolicyLimit | None:
-    """The limit a consumer is asked to keep; None for none. Raises ValueError if it cannot be kept."""
+    """Returns the limit a consumer is asked to keep; None for none. Raises ValueError if it cannot be
+    kept.
+    """
     if max_off_policy_steps is None:
         if groups_per_step is not None:
             raise ValueError(
@@ -52,8 +54,8 @@ def limit_of(
 
 @dataclass(slots=True)
 class Promises:
-    """Tickets that were granted and that their lanes do not show yet: per lane, how many it will hold, and
-    until when that is believed.
+    """Granted tickets that their lanes do not show yet: per lane, how many it will hold, and until when the
+    promise counts.
     """
 
     _by_lane: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -63,13 +65,15 @@ class Promises:
         self._by_lane[lane] = tickets, now_ns + PROMISE_NS
 
     def void(self, lane: str) -> None:
-        """The lane's producer asks again: it has no answer, and will not use one that is still on its way."""
+        """Voids the lane's promise. Its producer asks again, so it has no answer and will not use a late
+        one.
+        """
         self._by_lane.pop(lane, None)
 
     def running(self, held: Mapping[str, int], now_ns: int) -> int:
-        """Groups being generated: what lanes hold, or are promised if that is more.
+        """Returns the number of groups being generated: per lane max(tickets held, tickets promised).
 
-        A promise that was kept, or is over, is forgotten.
+        Drops redeemed and expired promises.
         """
         self._by_lane = {
             lane: (tickets, until_ns)

@@ -1,9 +1,8 @@
-"""Tickets: leave to begin a group, asked of the hub before anything is generated that would be too old when
-it is trained with.
+"""Tickets: permission to begin a group, asked of the hub before a group is generated that would be too stale
+when trained with.
 
-A ticket is a locked byte of the producer's own lane: the kernel gives it back however the producer ends, and
-every later hub can count it. Knows the lane's descriptor and the control plane; the hub decides who gets a
-ticket (limit.py). Owned by the producer.
+A ticket is a locked byte of the producer's own lane: the kernel frees it however the producer ends, and
+every later hub can count it. The hub decides who gets a ticket (limit.py). Owned by the producer.
 """
 
 import asyncio
@@ -25,35 +24,35 @@ if TYPE_CHECKING:
     from shmbridge.control.messages import Answer, BeginGroup
     from shmbridge.put.still_linked import OwnNames
 
-# then it is asked again: the bridge may be draining by now. No longer than a client repeats after: that voids
-# the promise
+# Re-ask interval: the bridge may be draining by now. Must be <= the client's resend interval: a resend voids
+# the promise.
 _ASK_S = 0.5
-_LAST_S = 0.5  # for the answer to the last question, which says why not
+_LAST_S = 0.5  # for the answer to the last question, which gives the reason
 
 
 class Ticket(OneProcess):
-    """Leave to generate one group.
+    """Permission to generate one group.
 
-    A context manager: put the group inside it, so that it is never counted as nobody's.
+    A context manager: put the group inside it, so that the group is always counted.
 
-    `policy_version` is the one that generation begins under, for `put(policy_version=)`. It ends with the
-    block, with `end()`, when it is let go, or with its producer. For the threads of its producer.
+    Generation begins under `policy_version`; pass it as `put(policy_version=)`. The ticket ends with the
+    block, with `end()`, when it is dropped, or with its producer. For the threads of its producer.
     """
 
     def __init__(self, policy_version: int, held: "_Held") -> None:
         self.policy_version = policy_version
         self._held, self._key = held, object()
         self._end = weakref.finalize(self, held.give_back, self._key)
-        self._end.atexit = False  # the lane's locks end with the process
+        self._end.atexit = False  # at process exit the lane's locks end anyway
 
     def show(self) -> None:
-        """Locks a byte for it; for who makes it."""
+        """Locks a byte for the ticket; called by its maker."""
         self._held.show(self._key)
 
     def end(self) -> None:
-        """Gives it back. Never blocks; idempotent."""
+        """Ends the ticket. Never blocks; idempotent."""
         self._held.give_back(self._key)
-        self._end.detach()  # only now: whatever interrupts this, its end comes with the object's
+        self._end.detach()  # last: if this is interrupted, the finalizer still ends the ticket
 
     def __enter__(self) -> Self:
         return self
@@ -63,10 +62,10 @@ class Ticket(OneProcess):
 
 
 class _Held:
-    """The tickets a lane shows, by as many locked bytes in a row. Any thread.
+    """The tickets a lane shows, as that many locked bytes in a row. Any thread.
 
-    A collection gives tickets back at any point, also inside these methods, and an interrupt ends them at
-    any: the bytes are made as many as the tickets, whatever they were.
+    The GC may end tickets at any point, also inside these methods, and an interrupt may end the methods
+    anywhere: each call locks as many bytes as there are tickets, whatever was locked.
     """
 
     def __init__(self, lane: Mapping) -> None:
@@ -105,7 +104,7 @@ class _Held:
 
 
 class Tickets:
-    """What one producer asks for, and holds."""
+    """The tickets one producer asks for and holds."""
 
     def __init__(
         self,
@@ -120,7 +119,7 @@ class Tickets:
         self._producer_id, self._bridge, self._lane_name = producer_id, bridge, lane_name
         self._lane, self._control, self._writer, self._names = lane, control, writer, names
         self._held = _Held(lane)
-        self._asking = threading.Lock()  # one question at a time: the hub promises one lane one thing
+        self._asking = threading.Lock()  # one question at a time: the hub keeps one promise per lane
         self._client: ControlClient | None = None
         self._async_client: tuple[asyncio.AbstractEventLoop, AsyncControlClient, asyncio.Lock] | None = None
 
@@ -136,7 +135,7 @@ class Tickets:
                 return self._ask_until(self._client, deadline, timeout_s)
         except ShmBridgeError:
             raise
-        except BaseException:  # an interrupt, maybe between the frames of a message
+        except BaseException:  # an interrupt, possibly between the frames of a message
             self._close_client()
             raise
         finally:
@@ -162,7 +161,7 @@ class Tickets:
         client, turn = self._client_of_this_loop()
         waits = asyncio.timeout(timeout_s)
         try:
-            # nothing in between, where an exception of a signal handler would keep the turn
+            # Nothing in between, where an exception of a signal handler would keep the turn.
             async with waits, turn:
                 waits.reschedule(None)
                 return await self._ask_in_turn(client, deadline, timeout_s)
@@ -191,7 +190,7 @@ class Tickets:
                     raise self._not_admitted(timeout_s, answer)
 
     def _close_if_over(self) -> None:
-        """The producer has closed meanwhile, and left the sockets to whoever was using them."""
+        """Closes the sockets if the producer has closed and left them to the thread that was using them."""
         if self._held.over and not self._asking.locked():
             self._close_clients()
 
@@ -201,22 +200,22 @@ class Tickets:
         return messages.BeginGroup(self._lane_name, self._held.count, wait)
 
     def _taken(self, answer: "Answer | None", asked_ns: int = 0) -> Ticket | None:
-        """The ticket an answer grants, shown in the lane; None if it grants none, or no longer.
+        """Returns the ticket that an answer grants, shown in the lane; None if it grants none, or no longer.
 
-        A hub that came since has stored its epoch before it looks at lanes, and this looks at the epoch after
-        the lane shows the ticket: one of the two sees the other. So with the time after which this hub no
-        longer believes in the promise.
+        A new hub stores its epoch before it reads lanes; this reads the epoch after the lane shows the
+        ticket. So one of the two sees the other. The same holds for the time after which this hub no longer
+        counts the promise.
         """
         from shmbridge.control import messages
 
         if not isinstance(answer, messages.MayBegin) or self._held.over:
             return None
-        # a promise that was over before it was asked for: no clock that both read says so
+        # The promise expired before it was asked for: the two processes read different clocks.
         if answer.until_ns < asked_ns:
             raise refusals.other_clock(
                 self._producer_id, self._control.hub_pid, (asked_ns - answer.until_ns) / 1e9
             )
-        # from here on it is given back, whatever interrupts
+        # From here on the ticket is ended, whatever interrupts.
         ticket = Ticket(answer.policy_version, self._held)
         header.fault(b"ticket.granted")
         ticket.show()
@@ -281,9 +280,9 @@ class Tickets:
             client.close()
 
     def end(self) -> None:
-        """Gives all back and grants no more. Idempotent.
+        """Ends all tickets and grants no more. Idempotent.
 
-        The producer closes. Whoever still asks closes the sockets; no other thread or task may.
+        Called when the producer closes. A thread or task that still asks closes the sockets; no other may.
         """
         self._held.end()
         self._close_if_over()
@@ -296,7 +295,7 @@ def _deadline(timeout_s: float | None) -> float:
 def _ask(client: "ControlClient", question: "BeginGroup", timeout_s: float) -> "Answer | None":
     try:
         return client.request(question, timeout_s)
-    except NoConsumer:  # or it has no room: both end by themselves
+    except NoConsumer:  # no consumer, or no room: the caller retries
         return None
 
 

@@ -1,3 +1,3 @@
-"""What the transport knows of the arithmetic of the Atropos API server."""
+"""The transport's copy of the arithmetic of the Atropos API server."""
 
 __all__ = ["env_status", "queue"]

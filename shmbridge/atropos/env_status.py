@@ -1,21 +1,18 @@
 """The numbers environments steer by: the arithmetic of the Atropos API server's /status-env, over any queue.
 
-Pure; knows neither who keeps the queue nor who asks. Used for environments of the control plane and by
-queue.py.
+Pure. Used by the control plane for its environments, and by queue.py.
 """
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-MIN_ENV_WEIGHT = 0.01  # an environment never counts for less, whatever its weight (as upstream)
+MIN_ENV_WEIGHT = 0.01  # an environment's least weight, as upstream
 
 
 @dataclass(frozen=True, slots=True)
 class EnvWeight:
-    """What an environment has asked for: its weight, its guaranteed part of every batch, the rows of its
-    groups.
-    """
+    """An environment's request: its weight, its guaranteed part of every batch, the rows of its groups."""
 
     env_id: int
     name: str
@@ -27,7 +24,7 @@ class EnvWeight:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """What of one environment is queued: groups, sequences in them, the largest group."""
+    """The queue of one environment: groups, sequences in them, the largest group."""
 
     groups: int = 0
     sequences: int = 0
@@ -36,9 +33,9 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """What one environment is told.
+    """The answer to one environment.
 
-    Sizes in groups of `group_size`, which is the largest it was ever seen with.
+    Sizes in groups of `group_size`, the largest size ever seen of that environment.
     """
 
     queue_size: int
@@ -52,8 +49,8 @@ class Steering:
 def steer(
     me: EnvWeight, connected: Collection[EnvWeight], queue: Mapping[int | None, Queued], batch_size: int
 ) -> Steering:
-    """What `me` is told of `queue`, by env_id (None: of nobody who registered); O(environments), whatever is
-    queued.
+    """Returns the answer to `me` about `queue`, by env_id (None: unregistered producers); O(environments),
+    for any queue.
     """
     mine = queue.get(me.env_id, Queued())
     largest = max([1, *(each.largest for each in queue.values())])
@@ -69,7 +66,7 @@ def steer(
 
 
 def total_weight(connected: Collection[EnvWeight]) -> float:
-    """The weight of all, as upstream reckons it: times the longest sequence."""
+    """Returns the weight of all, as upstream computes it: times the longest sequence."""
     return sum(env.max_token_length * max(0.0, env.weight) for env in connected)
 
 
@@ -80,7 +77,9 @@ def _open_to(
     batch_size: int,
     largest: int,
 ) -> int:
-    """Sequences of others that compete with mine: beyond what is theirs by right, packed as a batch."""
+    """Returns the sequences of others that compete with mine: beyond their guaranteed part, packed as a
+    batch.
+    """
     if largest == 1:
         return 0  # as upstream: without groups to pack, only one's own queue counts
     open_to_me = 0

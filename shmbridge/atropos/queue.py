@@ -1,9 +1,8 @@
 """The Atropos API server's queue: the same groups in the same batches in the same order, without its scans of
 the whole queue.
 
-Pure and free of any transport: it knows items only by their number of sequences and their environment. Used
-by the consumer's policy "atropos" (batching/atropos.py) and by whoever speaks the server's protocol. Not
-thread-safe.
+Pure: an item is only a number of sequences and an environment. Used by the consumer's policy "atropos"
+(batching/atropos.py) and by programs that speak the server's protocol. Not thread-safe.
 """
 
 from collections import Counter, deque
@@ -17,7 +16,7 @@ from shmbridge.atropos.size_buffer import SizeBuffer
 from shmbridge.errors import NoWeight, UnknownEnvironment
 
 T = TypeVar("T")
-_Line = tuple[int | None, int]  # environment (None: of all) and group size
+_Line = tuple[int | None, int]  # environment (None: all) and group size
 
 
 class Entry(NamedTuple, Generic[T]):
@@ -30,8 +29,8 @@ class Entry(NamedTuple, Generic[T]):
 
 
 class Added(NamedTuple, Generic[T]):
-    """What became of an item: what entered the queue by it, and the sequences its environment's buffer holds
-    now (None: not buffered).
+    """The result of adding an item: the items that entered the queue by it, and the sequences its
+    environment's buffer holds now (None: not buffered).
     """
 
     queued: list[T]
@@ -41,9 +40,9 @@ class Added(NamedTuple, Generic[T]):
 class AtroposQueue(Generic[T]):
     """Queue, buffers and formed batches of one training run.
 
-    Groups of one size stand in a line; where an environment has a minimum allocation, in a line for each
-    environment, too. A batch only ever takes from the front of lines, so that forming one costs its own
-    groups and the number of lines, whatever else is queued.
+    Groups of one size stand in a line; if an environment has a minimum allocation, there is a line for each
+    environment, too. A batch takes from the front of lines only, so that forming one costs its own
+    groups and the number of lines, whatever the length of the queue.
     """
 
     def __init__(self, batch_size: int, step: int = 0) -> None:
@@ -58,7 +57,7 @@ class AtroposQueue(Generic[T]):
         self._buffers: dict[int, SizeBuffer[T]] = {}
         self._formed: list[list[Entry[T]]] = []
         self._queued = 0
-        self.buffered = 0  # groups that wait to be made whole
+        self.buffered = 0  # groups that wait for others to fill their environment's group size
         self._next, self._first = 0, 0
         self._changed = True
 
@@ -76,7 +75,7 @@ class AtroposQueue(Generic[T]):
         self._batch_size = sequences
 
     def register(self, env: EnvWeight) -> None:
-        """Connects an environment, or changes what one has asked for.
+        """Connects an environment, or changes its request.
 
         Raises ValueError for a group size below 1.
         """
@@ -87,7 +86,7 @@ class AtroposQueue(Generic[T]):
         self._draw_lines()
 
     def disconnect(self, env_id: int) -> None:
-        """Its weight and its allocation count no more; what it has queued stays.
+        """Stops counting its weight and its allocation; its queued groups stay.
 
         Raises UnknownEnvironment.
         """
@@ -119,8 +118,8 @@ class AtroposQueue(Generic[T]):
     # --------------------------------------------------------------------------------------------------------
 
     def add(self, item: T, size: int, env_id: int | None) -> Added[T]:
-        """Queues an item of `size` sequences, or keeps it until others make its environment's group size
-        whole; else O(1).
+        """Queues an item of `size` sequences, or buffers it until others fill its environment's group size;
+        O(1) unless buffered.
         """
         env = self._envs.get(env_id) if env_id is not None else None
         if env is None or size == env.group_size:
@@ -134,10 +133,10 @@ class AtroposQueue(Generic[T]):
         return Added([part for part, _ in whole], buffer.sequences)
 
     def put_back(self, batch: Sequence[tuple[T, int, int | None]]) -> None:
-        """Returns (item, size, environment) of batches, one after the other: they come next if they are
-        whole, and are no further steps.
+        """Returns (item, size, environment) of batches, one after the other: whole batches come next, and
+        count no further step.
 
-        If they are not, their groups stand before all others.
+        Groups of an incomplete batch go before all others.
         """
         whole: list[list[Entry[T]]] = [[]]
         for each in batch:
@@ -181,7 +180,8 @@ class AtroposQueue(Generic[T]):
     # --------------------------------------------------------------------------------------------------------
 
     def next_batch(self) -> list[T] | None:
-        """The newest formed batch; with none, all that can be are formed, and `step` rises by their number.
+        """Returns the newest formed batch; if there is none, forms all it can first, and `step` rises by
+        their number.
 
         None if there is none.
         """
@@ -189,7 +189,7 @@ class AtroposQueue(Generic[T]):
         return [entry.item for entry in self._formed.pop()] if self._formed else None
 
     def form(self) -> list[T]:
-        """Forms all batches that can be, unless one waits still: the items that left the queue by it."""
+        """Forms all batches it can, unless one still waits; returns the items that left the queue."""
         left: list[T] = []
         if not self._formed and self._changed:
             while (batch := self._form()) is not None:
@@ -214,8 +214,8 @@ class AtroposQueue(Generic[T]):
         return batch
 
     def _in_packs(self, largest: int) -> list[Entry[T]]:
-        """As grab_exact_from_heterogeneous_queue: packs of equal groups, as large as the largest group; first
-        what was whole first.
+        """As grab_exact_from_heterogeneous_queue: packs of equal groups, as large as the largest group; the
+        pack completed first goes first.
         """
         packs = _Packs(self._lines, largest)
         batch: list[Entry[T]] = []
@@ -231,9 +231,9 @@ class AtroposQueue(Generic[T]):
         return batch
 
     def _allocated(self, largest: int) -> list[Entry[T]]:
-        """As grab_batch_with_minimum_allocations: to each its minimum, then what comes first and fits.
+        """As grab_batch_with_minimum_allocations: to each its minimum, then the first groups that fit.
 
-        Empty if one has nothing.
+        Empty if an environment has nothing for its minimum.
         """
         # groups in a pack
         packing = {key: largest // key[1] for key in self._lines if key[1] and not largest % key[1]}
@@ -267,7 +267,7 @@ class AtroposQueue(Generic[T]):
         return batch
 
     def _minima(self, packable: dict[_Line, int]) -> dict[int, int] | None:
-        """Sequences that each environment must have; None if one of them has nothing to give."""
+        """Returns the sequences that each environment must have; None if one of them has none queued."""
         minima: dict[int, int] = {}
         for env in self._in_force():
             minimum = int(self._batch_size * env.min_allocation) if env.min_allocation is not None else 0
@@ -289,7 +289,7 @@ class AtroposQueue(Generic[T]):
     def _fill(self, batch: list[Entry[T]], left: int, packable: dict[_Line, int]) -> None:
         heads: list[tuple[int, Any, int]] = []  # number, line, groups to take from it
         for key, count in packable.items():
-            if count and key[0] is not None:  # of nobody who registered: never in a batch, as upstream
+            if count and key[0] is not None:  # unregistered producers: never in a batch, as upstream
                 heads.append((self._lines[key][0].number, key, count))
         heapify(heads)
         while left and heads:
@@ -309,21 +309,21 @@ class AtroposQueue(Generic[T]):
 
     @property
     def queue_size(self) -> int:
-        """Groups queued; what is buffered or in a formed batch is not, as upstream."""
+        """Groups queued; buffered and formed ones do not count, as upstream."""
         return self._queued
 
     def __iter__(self) -> Iterator[T]:
-        """All items: formed, queued, buffered."""
+        """Iterates over all items: formed, queued, buffered."""
         yield from (entry.item for batch in self._formed for entry in batch)
         yield from self.queued()
         yield from (item for buffer in self._buffers.values() for item in buffer.items)
 
     def queued(self) -> Iterator[T]:
-        """What is in the queue, in its order."""
+        """Returns the queued items, in order."""
         return (entry.item for entry in self._in_order())
 
     def recount(self) -> None:
-        """Makes its counts those of the items it holds: an exception ended a call half-way."""
+        """Recomputes its counts from the items it holds, after an exception ended a call half-way."""
         self._sizes, self._by_env, self._queued, self._changed = Counter(), {}, 0, True
         for entry in self._in_order():
             self._count(entry, 1)
@@ -332,7 +332,7 @@ class AtroposQueue(Generic[T]):
         self.buffered = sum(map(len, self._buffers.values()))
 
     def by_env(self) -> dict[int | None, Queued]:
-        """What is queued of each environment; O(environments), whatever is queued."""
+        """Returns the queue of each environment; O(environments), whatever the length of the queue."""
         return {
             env_id: Queued(sizes.total(), sum(size * count for size, count in sizes.items()), max(sizes))
             for env_id, sizes in self._by_env.items()
@@ -340,8 +340,8 @@ class AtroposQueue(Generic[T]):
         }
 
     def status_env(self, env_id: int) -> dict[str, Any]:
-        """The answer of upstream's /status-env, and its effect: the environment's group size grows to its
-        largest group in the queue.
+        """Returns the answer of upstream's /status-env, and has its effect: the environment's group size
+        grows to its largest group in the queue.
 
         Raises:
             UnknownEnvironment: it is not registered.
@@ -365,9 +365,9 @@ class AtroposQueue(Generic[T]):
         }
 
     def remove(self, unfit: Callable[[T], bool]) -> list[T]:
-        """Takes out and returns what is unfit, wherever it is.
+        """Removes and returns the unfit items, wherever they are.
 
-        A formed batch that loses something is undone. Looks at everything.
+        A formed batch that loses an item is undone. Checks every item.
         """
         fit = [not any(unfit(entry.item) for entry in batch) for batch in self._formed]
         undone = [batch for batch, whole in zip(self._formed, fit, strict=True) if not whole]
@@ -398,8 +398,8 @@ class AtroposQueue(Generic[T]):
 
 
 class _Packs(Generic[T]):
-    """Packs from the fronts of lines: equal groups, together as large as the largest group; first what was
-    whole first.
+    """Packs from the fronts of lines: equal groups, together as large as the largest group; the pack
+    completed first goes first.
     """
 
     def __init__(self, lines: dict[_Line, deque[Entry[T]]], largest: int) -> None:
@@ -410,7 +410,7 @@ class _Packs(Generic[T]):
                 self._offer(key)
 
     def groups(self, key: _Line) -> int:
-        """In a pack of that line."""
+        """Returns the groups in a pack of that line."""
         return self._largest // key[1]
 
     def _offer(self, key: _Line) -> None:
@@ -419,13 +419,13 @@ class _Packs(Generic[T]):
             heappush(self._whole, (line[groups - 1].number, key))
 
     def first(self) -> _Line | None:
-        """The line whose pack comes first."""
+        """Returns the line whose pack comes first."""
         return self._whole[0][1] if self._whole else None
 
     def taken(self) -> None:
-        """That pack was taken out of its line."""
+        """Notes that the first pack was taken out of its line."""
         self._offer(heappop(self._whole)[1])
 
     def forget(self) -> None:
-        """Nothing more is taken from that line."""
+        """Drops the first line: nothing more is taken from it."""
         heappop(self._whole)

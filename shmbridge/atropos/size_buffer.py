@@ -1,7 +1,7 @@
-"""Groups of an unusual size, kept until some of them add up to the size their environment has registered, as
-upstream's server does.
+"""Groups of an unusual size, kept until some of them add up to the group size that their environment
+registered, as upstream's server does.
 
-Pure; knows sizes only. Called by queue.py, one buffer per environment.
+Pure. Used by queue.py, one buffer per environment.
 """
 
 from typing import Generic, TypeVar
@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 class SizeBuffer(Generic[T]):
-    """Gives out the very groups that upstream's find_groups_summing_to_target finds, without looking at all
-    of them for each that comes.
+    """Finds the very groups that upstream's find_groups_summing_to_target finds, without checking all of them
+    for each new one.
 
-    Upstream takes what fits in order of arrival and, where that does not come out even, solves the subset sum
+    Upstream takes the groups that fit in order of arrival; if those do not add up, it solves the subset sum
     and walks back from its end. Both grow by one group at a time: a running sum, and a set of reachable sums
-    that is one integer's bits.
+    kept as the bits of one integer.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class SizeBuffer(Generic[T]):
 
     @property
     def items(self) -> list[T]:
-        """What waits, in order of arrival."""
+        """The buffered items, in order of arrival."""
         return [item for item, _ in self._items]
 
     def add(self, item: T, size: int, target: int) -> list[tuple[T, int]]:
-        """Keeps an item; those that now add up to `target`, in order of arrival, are taken out and returned
-        with their sizes.
+        """Keeps an item; removes and returns the items that now add up to `target`, in order of arrival, with
+        their sizes.
         """
         if target != self._target:
             self._begin_again(target)
@@ -50,19 +50,19 @@ class SizeBuffer(Generic[T]):
         return found
 
     def keep(self, items: list[tuple[T, int]]) -> None:
-        """Holds these and nothing else."""
+        """Replaces the buffered items."""
         self._items = items
         self.sequences = sum(size for _, size in items)
         self._begin_again(self._target)
 
     def sized(self) -> list[tuple[T, int]]:
-        """What waits, with sizes."""
+        """Returns the buffered items, with sizes."""
         return list(self._items)
 
     def _begin_again(self, target: int) -> None:
         self._target = target
         self._looked_at = 0
-        self._sum = 0  # of what fits in order of arrival
+        self._sum = 0  # of the items that fit in order of arrival
         self._fits: list[int] = []
         self._reach = [1]  # bit j of entry i: the first i items can add up to j
 
@@ -79,7 +79,7 @@ class SizeBuffer(Generic[T]):
         return []
 
     def _moved(self, size: int) -> int:
-        """The sums that are reached by taking one of `size` besides, none of them beyond the target."""
+        """Returns the sums reachable by also taking one item of `size`, none of them beyond the target."""
         if size > self._target:
             return 0
         moved = self._reach[-1] << size

@@ -1,3 +1,3 @@
-"""From records to batches: forming, schedulers, staleness, batches formed ahead."""
+"""From records to batches: forming, schedulers, staleness, prefetch."""
 
 __all__ = ["former", "iteration", "queue", "request", "scheduler", "staleness"]

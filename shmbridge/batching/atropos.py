@@ -1,8 +1,7 @@
-"""Policy "atropos" for a consumer's groups: upstream's queue, fed from lanes, with the environments of the
+"""Policy "atropos" for a consumer's groups: upstream's queue, filled from lanes, with the environments of the
 control plane.
 
-Knows groups and what environments have registered; the rules are atropos/queue.py's. Not thread-safe, but
-for what scheduler.py says and `by_env`.
+The rules are in atropos/queue.py. Not thread-safe, except `by_env` and the calls that scheduler.py names.
 """
 
 from collections import Counter
@@ -15,7 +14,7 @@ from shmbridge.record.groups import Group
 
 
 class AtroposScheduler:
-    """What is wanted counts rows: the run's batch size."""
+    """The scheduler of policy "atropos". A wanted size counts rows: the run's batch size."""
 
     waits_until_s = float("inf")
 
@@ -24,7 +23,7 @@ class AtroposScheduler:
         self._heeded: dict[int, EnvWeight] = {}
         self._seen: Mapping[str, EnvWeight] | None = None
         self._queue: AtroposQueue[Group] = AtroposQueue(0)
-        self._by_producer: Counter[str] = Counter()  # of what is neither in a formed batch nor buffered
+        self._by_producer: Counter[str] = Counter()  # groups neither in a formed batch nor buffered
         self._by_env: dict[int | None, Queued] = {}
 
     @property
@@ -41,7 +40,7 @@ class AtroposScheduler:
     def recount(self) -> None:
         """See Scheduler."""
         self._queue.recount()
-        self._seen = None  # what was asked for is heeded again
+        self._seen = None  # so that the shares are applied again
         self._recount()
         self._by_env = self._queue.by_env()
 
@@ -50,7 +49,7 @@ class AtroposScheduler:
         return self._by_producer[producer_id]
 
     def by_env(self) -> Mapping[int | None, Queued]:
-        """What is queued of each environment, as it was when groups last came or went. Any thread."""
+        """Returns the queue of each environment, as of the last change. Any thread."""
         return self._by_env
 
     def stats(self) -> dict[str, float]:
@@ -58,7 +57,7 @@ class AtroposScheduler:
         return {"groups_buffered": self._queue.buffered}
 
     def look_ahead(self, lanes: int) -> bool:
-        """Upstream queues whatever was sent."""
+        """Returns True: upstream queues every group that was sent."""
         return True
 
     def add(self, group: Group) -> None:
@@ -68,7 +67,7 @@ class AtroposScheduler:
             self._by_producer[queued.producer_id] += 1
 
     def put_back(self, groups: list[Group]) -> None:
-        """See Scheduler: a whole batch comes next; of a part of one the groups stand before all others."""
+        """See Scheduler: a whole batch comes next; groups of a partial batch go before all others."""
         known = self._queue.queue_size
         self._queue.put_back([(group, group.rows, group.env_id) for group in groups])
         if self._queue.queue_size > known:
@@ -76,7 +75,7 @@ class AtroposScheduler:
             self._by_env = self._queue.by_env()
 
     def take(self, want: Want, now_s: float, *, last: bool) -> list[Group] | None:
-        """See Scheduler; upstream has no last batch that is shorter."""
+        """See Scheduler; upstream has no shorter last batch."""
         self._heed_shares()
         self._queue.batch_size = want.size
         self._by_producer.subtract(group.producer_id for group in self._queue.form())

@@ -1,4 +1,4 @@
-"""How large a batch is to be. Knows groups' sizes; nothing of who chooses them."""
+"""How large a batch is to be, in groups or in rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from shmbridge.record.groups import Group
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """How large a batch is to be: so many groups, or so many rows (trajectories)."""
+    """The size of a batch: a number of groups, or a number of rows (trajectories)."""
 
     groups: int | None
     rows: int | None
@@ -30,16 +30,16 @@ class Want:
 
     @property
     def size(self) -> int:
-        """In groups or in rows, whichever it is."""
+        """The number of groups or rows."""
         return self.groups if self.groups is not None else self.rows or 0
 
     @property
     def by_rows(self) -> bool:
-        """Whether trajectories are counted."""
+        """Whether the size counts rows (trajectories)."""
         return self.groups is None
 
     def as_groups(self, like: Sequence[Group]) -> int:
-        """How many groups that is, if all are like these."""
+        """Returns how many groups that is, if all are like these."""
         if self.groups is not None:
             return self.groups
         return -(-(self.rows or 1) * len(like) // max(sum(group.size for group in like), 1))

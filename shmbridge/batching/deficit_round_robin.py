@@ -1,8 +1,7 @@
 """Weighted deficit round robin over the queues of several producers, in tokens.
 
 M. Shreedhar and G. Varghese, "Efficient Fair Queueing Using Deficit Round Robin", SIGCOMM 1995: every visit
-adds a quantum to what a queue may spend, and it is served while that lasts. Knows queues of groups and
-weights; knows nothing of batches. Called by fair.py.
+adds a quantum to a queue's deficit counter, and the queue is served while the counter lasts. Used by fair.py.
 """
 
 import math
@@ -13,9 +12,9 @@ from shmbridge.record.groups import Group
 
 
 class Flow:
-    """The groups of one producer, and what it may spend.
+    """The groups of one producer, and the tokens it may spend.
 
-    `count`, `rows`, `missed` and `passed` are for whoever chooses.
+    `count`, `rows`, `missed` and `passed` belong to the scheduler.
     """
 
     __slots__ = (
@@ -39,7 +38,7 @@ class Flow:
         self.deficit = 0.0
         self.visited = False
         self.missed = 0
-        self.passed = 0  # batches without it, though it was its turn and its oldest group could not be taken
+        self.passed = 0  # batches without it, although it had the turn: its oldest group did not fit
 
     @property
     def head_tokens(self) -> int:
@@ -49,7 +48,7 @@ class Flow:
         return self._head_tokens
 
     def pop(self, place: int = 0) -> Group:
-        """Takes a group out; the oldest, if nothing else is said."""
+        """Removes and returns a group; by default the oldest."""
         if place:
             group = self.queue[place]
             del self.queue[place]
@@ -58,32 +57,32 @@ class Flow:
         return self.queue.popleft()
 
     def pop_many(self, count: int) -> list[Group]:
-        """Takes the oldest out."""
+        """Removes and returns the `count` oldest groups."""
         self._head_tokens = self.passed = 0
         oldest = self.queue.popleft
         return [oldest() for _ in range(count)]
 
     def replace(self, groups: deque[Group]) -> None:
-        """Holds these and no others."""
+        """Replaces the queue."""
         self.queue, self._head_tokens, self.passed = groups, 0, 0
 
 
 class RoundRobin:
     """The flows that have groups, in the order of their turns.
 
-    A turn costs O(1) while weights are comparable, and never more than a few looks at each flow: rounds in
-    which nobody could be served are given at once. While there is one flow nothing is reckoned.
+    A turn costs O(1) while weights are comparable, and never more than a few passes over the flows: rounds
+    that would serve no flow are added at once. With a single flow, deficits are not computed.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Flow] = deque()
         self._aside: list[Flow] = []
-        self._quantum = 1  # tokens the heaviest flow may spend more at each visit: the largest group seen
+        self._quantum = 1  # added to the heaviest flow per visit: the largest group seen, in tokens
         self.heaviest = 1.0
 
     @property
     def flows(self) -> list[Flow]:
-        """That have groups, whose turn is first first."""
+        """The flows that have groups, in the order of their turns."""
         return [*self._aside, *self._waiting]
 
     @property
@@ -93,20 +92,18 @@ class RoundRobin:
 
     @property
     def overdue(self) -> Flow | None:
-        """The flow that was passed over most often, if that was more than once. Looks at every flow."""
+        """The flow passed over most often, if more than once. Checks every flow."""
         flow = max(self._waiting, key=lambda each: each.passed, default=None)
         return flow if flow is not None and flow.passed > 1 else None
 
     def join(self, flow: Flow, group: Group) -> None:
-        """Queues the first group of a flow that had none: it begins without debts or savings, behind the
-        others.
-        """
+        """Queues the first group of an empty flow: it starts with deficit 0, behind the others."""
         flow.deficit, flow.visited = 0.0, False
         self._waiting.append(flow)
         flow.queue.append(group)
 
     def turn(self) -> Flow | None:
-        """The flow whose turn it is, of those not set aside; it may spend its oldest group."""
+        """Returns the flow that has the turn, of those not set aside; it may spend its oldest group."""
         waiting = self._waiting
         if len(waiting) <= 1:
             return waiting[0] if waiting else None
@@ -128,9 +125,7 @@ class RoundRobin:
                 flow.deficit += max(rounds, 0) * self._earned(flow)
 
     def serve(self, flow: Flow, place: int = 0) -> Group:
-        """Takes a group of a flow, and its tokens off what that may spend, also before its turn: then it is
-        in debt.
-        """
+        """Takes a group of a flow and charges its tokens; before the flow's turn this leaves it in debt."""
         if self.only is None:
             flow.deficit -= flow.queue[place].tokens if place else flow.head_tokens
         group = flow.pop(place)
@@ -139,7 +134,7 @@ class RoundRobin:
         return group
 
     def serve_turns(self, count: int) -> list[Group]:
-        """So many groups, each as its flow's turn comes; there must be as many."""
+        """Takes `count` groups, each at its flow's turn; there must be that many."""
         served: list[Group] = []
         while len(served) < count and (flow := self.turn()) is not None:
             if len(self._waiting) == 1:
@@ -152,7 +147,7 @@ class RoundRobin:
         return served
 
     def drain(self) -> list[Group]:
-        """All groups of all flows, which count nothing any more."""
+        """Removes and returns all groups of all flows, and zeroes the flows' counts."""
         groups: list[Group] = []
         for flow in self._waiting:
             groups += flow.queue
@@ -162,22 +157,20 @@ class RoundRobin:
         return groups
 
     def set_aside(self) -> Flow:
-        """Passes over the flow whose turn it is, until `restore`: its turn is then still the next."""
+        """Passes over the flow that has the turn, until `restore`: it then has the next turn."""
         self._aside.append(self._waiting.popleft())
         return self._aside[-1]
 
     def restore(self) -> None:
-        """Ends a batch: who was passed over comes first in the next, and debts beyond one visit are
-        forgiven.
-        """
+        """Ends a batch: flows passed over come first in the next; debts beyond one visit are forgiven."""
         self._waiting.extendleft(reversed(self._aside))
         self._aside.clear()
         for flow in self._waiting:
             flow.deficit = max(flow.deficit, -self._earned(flow))
 
     def line_up(self, flows: Iterable[Flow]) -> None:
-        """An exception ended a call half-way: those of `flows` that have groups wait, once each, in their
-        order as far as it is known.
+        """Repairs the order after an exception ended a call half-way: each flow with groups waits once, in
+        the known order as far as possible.
         """
         for flow in (known := dict.fromkeys([*self.flows, *flows])):
             flow.replace(flow.queue)
@@ -185,7 +178,7 @@ class RoundRobin:
         self._aside = []
 
     def keep(self, flow: Flow, groups: deque[Group]) -> None:
-        """A flow holds these of its groups and no others."""
+        """Replaces a flow's groups by these, a subset of them."""
         flow.replace(groups)
         if not groups and flow in self._waiting:
             self._waiting.remove(flow)

@@ -1,8 +1,7 @@
-"""Policy "fair": oldest first within an environment, token-fair over environments by weight, and guaranteed
-shares that nobody starves for.
+"""Policy "fair": oldest first within an environment, token-fair over environments by weight, with guaranteed
+minimum shares.
 
-Knows groups and what environments ask for; knows nothing of lanes or leases. Not thread-safe, but for what
-scheduler.py says.
+Not thread-safe, except for the calls that scheduler.py names.
 """
 
 from collections import Counter, deque
@@ -14,8 +13,8 @@ from shmbridge.batching.batch_size import Want
 from shmbridge.batching.deficit_round_robin import Flow, RoundRobin
 from shmbridge.record.groups import Group
 
-_BEHIND_A_HEAD = 32  # groups of a flow looked at for one that fits the rest of a batch
-_MOST_FLOWS = 256  # kept without groups, for the weights they had
+_BEHIND_A_HEAD = 32  # groups of a flow tried for the rest of a batch
+_MOST_FLOWS = 256  # kept while empty, for their weights
 _NEVER = float("inf")
 _NUMBER = attrgetter("number")
 
@@ -23,7 +22,7 @@ _NUMBER = attrgetter("number")
 class FairScheduler:
     """A queue per producer.
 
-    `shares` says what environments ask for; a producer that asks for nothing weighs 1.
+    `shares` returns the shares requested by environments; a producer without one has weight 1.
     """
 
     formed: int | None = None
@@ -69,9 +68,7 @@ class FairScheduler:
         }
 
     def look_ahead(self, lanes: int) -> bool:
-        """Fair it can only be over what it sees; while nobody has asked for anything, one lane after the
-        other is fair enough.
-        """
+        """Returns whether an environment has requested a share: only then must all lanes be read first."""
         return lanes > 1 and len(self._shares()) > 0
 
     # -- coming in
@@ -116,7 +113,7 @@ class FairScheduler:
 
     def recount(self) -> None:
         """See Scheduler."""
-        self._heeded = None  # what was asked for is heeded again
+        self._heeded = None  # so that the shares are applied again
         self._round_robin.line_up(self._flows.values())
         self._count = self._rows = 0
         for flow in self._flows.values():
@@ -174,7 +171,7 @@ class FairScheduler:
         return groups
 
     def _counted_out(self, groups: list[Group], only: Flow | None = None) -> list[Group]:
-        """Oldest first, and no longer counted; `only`: they are all of that flow."""
+        """Sorts chosen groups oldest first and stops counting them; `only`: all are of that flow."""
         rows = sum([group.rows for group in groups])
         self._count -= len(groups)
         self._rows -= rows
@@ -193,7 +190,7 @@ class FairScheduler:
             chosen.append(self._returned.popleft())
         round_robin = self._round_robin
         if (overdue := round_robin.overdue) is not None and chosen.has_room_for(overdue.queue[0]):
-            chosen.append(round_robin.serve(overdue))  # beside shares it may never fit
+            chosen.append(round_robin.serve(overdue))  # next to guaranteed shares it may never fit
         for flow, need in sorted(needs, key=lambda each: -each[0].missed):
             while (
                 flow.queue and chosen.of(flow) < need and chosen.left and chosen.has_room_for(flow.queue[0])
@@ -249,7 +246,9 @@ class FairScheduler:
         return [(flow, need) for flow, need in needs if need]
 
     def _waits(self, needs: list[tuple[Flow, int]], want: Want, now_s: float) -> bool:
-        """Whether the batch is held back for somebody who lives and has not put his share yet."""
+        """Returns whether the batch is delayed for a living producer that has not put its guaranteed share
+        yet.
+        """
         if all(
             (flow.rows if want.by_rows else flow.count) >= need or not self._is_live(flow.producer_id)
             for flow, need in needs
@@ -261,9 +260,9 @@ class FairScheduler:
 
 
 class _Chosen:
-    """A batch while it is put together.
+    """A batch being formed.
 
-    `left` is what may still come: below 0 if its one group is larger than the batch.
+    `left` is the room left: below 0 if its only group is larger than the batch.
     """
 
     __slots__ = ("_by_producer", "_by_rows", "groups", "left")
@@ -274,16 +273,16 @@ class _Chosen:
         self._by_producer: Counter[str] = Counter()
 
     def has_room_for(self, group: Group) -> bool:
-        """Whether it fits; the first of a batch always does."""
+        """Returns whether the group fits; the first of a batch always does."""
         return not self.groups or self.left >= (group.rows if self._by_rows else 1)
 
     def append(self, group: Group) -> None:
-        """Takes it in."""
+        """Adds a group to the batch."""
         size = group.rows if self._by_rows else 1
         self.groups.append(group)
         self.left -= size
         self._by_producer[group.producer_id] += size
 
     def of(self, flow: Flow) -> int:
-        """What is chosen of one flow."""
+        """Returns how much is chosen of one flow, in the batch's unit."""
         return self._by_producer[flow.producer_id]

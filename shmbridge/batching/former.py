@@ -1,7 +1,7 @@
-"""From records to batches: group assembly, staleness cut, what is queued, which groups are the next batch.
+"""From records to batches: assembles groups, discards stale ones, queues the rest, forms the next batch.
 
-Knows groups and batch sizes; takes records from the lanes, and a scheduler chooses. Used by the consumer, by
-its iterations and by the server of learner ranks.
+Takes records from the lanes; a scheduler chooses the groups. Used by the consumer, its iterations and the
+server of learner ranks.
 """
 
 import itertools
@@ -44,12 +44,12 @@ _EVERYTHING = 1 << 31
 
 
 class BatchFormer:
-    """Everything between the lanes' records and the groups of a batch.
+    """Turns the lanes' records into the groups of a batch.
 
     One thread forms at a time; see `choose`.
 
-    One lock is for all that is queued. A record is in one place only: an exception between two places loses
-    its lease, and it comes again.
+    One lock guards everything queued. A record is in one place only: if an exception comes while it moves
+    from one place to the next, its lease is lost, and the record comes again.
     """
 
     def __init__(
@@ -77,20 +77,21 @@ class BatchFormer:
             policy, control_plane.env_shares, lanes.has_live_producer, allocation_wait_s
         )
         self.screen: Screen | None = None
-        self._whole: deque[Group] = deque()  # whole, and not yet shown to the screen
+        self._whole: deque[Group] = deque()  # whole, not yet screened
         self._screened = self._batches_formed = 0
-        # what is queued; an exception leaves it set, and the next change puts the counts right
+        # Set while the queues change. After an exception it stays set, and the next change corrects the
+        # counts.
         self._changing = False
-        # under "caller": what may still be held; under the lock
+        # Batches handed out under hold="caller", possibly still held. Guarded by the lock.
         self._handed: weakref.WeakSet[Batch] = weakref.WeakSet()
-        # for the next batch; the holder of earlier ones releases nothing meanwhile
+        # True while a thread waits for the next batch: it releases no earlier batch during the wait.
         self.somebody_waits = False
-        self._late: LateReturns | None = None  # after close(): takes what is put back
-        # put back, and not yet queued: put_back never comes in the middle of a change
+        self._late: LateReturns | None = None  # after close(): takes groups that are put back
+        # Put back and not yet queued, so that put_back never changes the queues in the middle of a change.
         self._back: deque[list[Group]] = deque()
         self.put_backs = 0  # how often something was put back
-        self._is_cut = False  # nothing in self._complete is stale
-        self._not_cut: list[Group] = []  # but for what was put back since
+        self._is_cut = False  # whether stale groups were removed from self._complete
+        self._not_cut: list[Group] = []  # groups put back since, not yet checked
         self._oldest = NO_VERSION  # lower bound of the versions in self._complete, once that is cut
         self._chosen = Chosen()  # under the lock
         self._lags = StalenessHistogram()
@@ -100,11 +101,11 @@ class BatchFormer:
         """Whether this thread holds the lock."""
         return is_mine(self._lock)
 
-    # -- what is queued; any thread
+    # -- the queues; any thread
     # -----------------------------------------------------------------------------------------------
 
     def queued(self, producer_id: str | None) -> int:
-        """Groups that were taken from lanes and are in no batch yet."""
+        """Returns the number of groups that were taken from lanes and are in no batch yet."""
         back = [group for groups in list(self._back) for group in groups]
         if producer_id is not None:
             return self._complete.queued(producer_id) + sum(
@@ -113,8 +114,10 @@ class BatchFormer:
         return len(self._complete) + len(self._partial) + len(self._whole) + len(back)
 
     def committed(self) -> int | None:
-        """Groups committed whose step is not over, a fragment not yet read counting as one; None while they
-        are moved.
+        """Returns the number of committed groups whose step is not over; a fragment not yet read counts as
+        one.
+
+        None while groups are being moved.
         """
         if not self._lock.acquire(blocking=False):
             return None
@@ -125,20 +128,22 @@ class BatchFormer:
 
     @property
     def queue_view(self) -> "QueueView | None":
-        """What is queued by environment, where the policy knows."""
+        """The queue by environment, under policy "atropos"; else None."""
         return self._complete if isinstance(self._complete, AtroposScheduler) else None
 
     @property
     def steps(self) -> int:
-        """Steps of all runs: the batches handed out, or those the policy has formed, if it counts these."""
+        """Steps of all runs: batches handed out, or batches formed if the policy counts those."""
         return self._batches_formed if self._complete.formed is None else self._complete.formed
 
     def count_batch(self, batches: int = 1) -> None:
-        """A batch was handed out, or, with -1, undone before anybody read it."""
+        """Counts a batch that was handed out, or, with -1, one undone before it was read."""
         self._batches_formed += batches
 
     def stats(self) -> dict[str, float]:
-        """Counters: batches, what the screen and the policy did, how stale the groups of all batches were."""
+        """Returns the counters: batches, screened groups, those of the scheduler, staleness of all batches'
+        groups.
+        """
         counted = {"batches_total": self._batches_formed, "screened_total": self._screened}
         return {**counted, **self._complete.stats(), **self._lags.stats()}
 
@@ -146,24 +151,24 @@ class BatchFormer:
     # --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, groups: list[Group]) -> bool:
-        """A batch is handed out: how stale it is is counted, and the step before it is over.
+        """Starts a batch's step: counts how stale its groups are, and ends the step before it.
 
-        False: not handed out, since this closes.
+        Returns False if the consumer is closing: do not hand the batch out.
         """
         with self._lock:
             self._chosen.begin_step(groups if self._state.limit else [])
-        # asked after the last lock: a handler that could only note a close has done so by now
+        # Checked after the last lock: a signal handler that could only note a close has done so by now.
         if not self._closing.ending:
             self.count_lags(groups)
         return not self._closing.ending
 
     def count_lags(self, groups: list[Group]) -> None:
-        """Counts how stale the groups of a batch are."""
+        """Counts the staleness of a batch's groups."""
         self._lags.count([group.oldest_version for group in groups], self._state.training_version)
 
     @then_close
     def end_step(self) -> None:
-        """What was handed out last is in the policy now: there may be room for groups that wait to begin."""
+        """Ends the step: its groups are in the policy now, so waiting groups may have room to begin."""
         if self._state.limit is not None and not self._closing.closed:
             with self._lock:
                 self._chosen.end_step()
@@ -171,29 +176,31 @@ class BatchFormer:
             self._control_plane.look_again()
 
     def finished(self, groups: list[Group]) -> None:
-        """Learner ranks are done with these groups."""
+        """Counts these groups as done: learner ranks have finished with them."""
         with self._lock:
             self._chosen.remove(groups)
 
     def begin_again(self) -> None:
         """Ends the last step.
 
-        No batch is being formed, so groups of one that an exception lost are no longer counted.
+        No batch is being formed, so groups lost by an exception while chosen are no longer counted.
         """
         self.end_step()
         with self._lock:
             self._chosen = Chosen()
 
-    # -- what is asked for
+    # -- the request
     # --------------------------------------------------------------------------------------------------------
 
     def most_stale(self, max_staleness: int | None) -> int | None:
-        """What a batch allows: under a limit of steps, not more than those."""
+        """Returns the staleness that a batch may have; the default under an off-policy limit is that
+        limit.
+        """
         limit = self._state.limit
         return limit.max_off_policy_steps if max_staleness is None and limit is not None else max_staleness
 
     def want(self, groups: int | None, rows: int | None) -> Want:
-        """How large a batch is to be. Raises ValueError."""
+        """Returns the size of a batch. Raises ValueError."""
         limit = self._state.limit
         if limit is not None and groups != limit.groups_per_step:
             raise ValueError(
@@ -210,7 +217,7 @@ class BatchFormer:
         return Want(None, run.batch_size)
 
     def is_stale(self, groups: list[Group], max_staleness: int | None) -> bool:
-        """Whether any is."""
+        """Returns whether any of the groups is stale."""
         if max_staleness is None:
             return False
         current = self._state.training_version
@@ -222,8 +229,9 @@ class BatchFormer:
     def choose(
         self, request: BatchRequest, stop: Flag | threading.Event, deadline_s: float = float("inf")
     ) -> list[Group] | None:
-        """The groups of the next batch, waiting for them; None when stopped, closed, too late, or drained
-        with too few groups left.
+        """Returns the groups of the next batch, waiting for them.
+
+        None when stopped, closed, past the deadline, or drained with too few groups left.
         """
         idle_since = time.monotonic()
         while True:
@@ -245,7 +253,8 @@ class BatchFormer:
             if self._waiting.drained():
                 with self._lock:
                     self._begin_change()
-                    # what was put back meanwhile: formed again, it would only be withdrawn again
+                    # Cut groups put back in between too: else a stale one would be formed again, only to be
+                    # withdrawn again.
                     self._cut_stale(request.max_staleness)
                     chosen = self._take(request.size, now, last=True)
                     self._changing = False
@@ -256,25 +265,28 @@ class BatchFormer:
             self._waiting.wait(max(until_s - now, 0.0))
 
     def _begin_change(self) -> None:
-        """Under the lock, before what is queued changes; what an exception left of the last change is put
-        right.
+        """Starts a change of the queues, under the lock; first repairs what an exception left of the last
+        change.
         """
         if self._changing:
             self._complete.recount()
             self._whole.extend(self._partial.completed())
         self._changing = True
-        while self._back:  # a group is in one place only: lost on its way between two, its records come again
+        # A group is in one place only: if it is lost here, its records come again.
+        while self._back:
             groups = self._back.popleft()
             if self._is_cut:
                 self._not_cut += groups
             self._complete.put_back(groups)
 
     def _try(self, size: Want, max_staleness: int | None) -> tuple[list[Group] | None, bool]:
-        """The groups of a batch, if there is one, and whether any record was taken for it from the lanes."""
+        """Returns the groups of a batch, if there is one, and whether any record was taken from the lanes for
+        it.
+        """
         everything = self._complete.look_ahead(len(self._lanes))
         took = everything and self._take_records(_EVERYTHING, max_staleness)
         chosen = self._take(size, time.monotonic(), last=False)
-        # at most as many as groups are missing: each record completes one group at most
+        # Take at most as many records as groups are missing: each record completes one group at most.
         if chosen is None and not everything:
             took = self._take_records(size.size - len(self._complete), max_staleness)
         return chosen, took
@@ -286,12 +298,12 @@ class BatchFormer:
         return chosen
 
     def _take_records(self, most: int, max_staleness: int | None) -> bool:
-        """Moves what the lanes have now into groups; whether there was anything."""
+        """Moves the lanes' present records into groups; returns whether there was anything to move."""
         self._state.check_open()
         now = time.monotonic()
         records = self._lanes.poll(most, Call.BATCHES)
         if self._policy == "atropos":
-            records.sort(key=attrgetter("t_publish_ns"))  # upstream's order is that of arrival, whoever sends
+            records.sort(key=attrgetter("t_publish_ns"))  # upstream orders by arrival over all senders
         for record in records:
             if (group := self._partial.add(record, now)) is not None:
                 self._whole.append(group)
@@ -314,7 +326,7 @@ class BatchFormer:
         return moved
 
     def _queue(self, group: Group, max_staleness: int | None) -> None:
-        """Takes a whole group over for a batch, unless it is screened out or stale."""
+        """Queues a whole group for a batch, unless it is screened out or stale."""
         if self.screen is not None and not self._passes(self.screen, group):
             for record in group.records:
                 record.release()
@@ -327,18 +339,19 @@ class BatchFormer:
             self._complete.add(group)
 
     def _passes(self, screen: Screen, group: Group) -> bool:
-        """What the screen says of a group; one that it raises for stays, and is shown again."""
+        """Returns what the screen says of a group; on an exception the group stays, and is shown again."""
         try:
             return screen(group)
         except BaseException:
             self._whole.appendleft(group)
             raise
         finally:
-            hand_out([group], Call.BATCHES, looked_at=False)  # a screen's look is not the user's
+            # the screen reading it does not count as the user reading it
+            hand_out([group], Call.BATCHES, looked_at=False)
 
     def _cut_stale(self, max_staleness: int | None) -> None:
-        """Looks at every group only when the oldest may have grown stale: what comes later is looked at when
-        it comes.
+        """Discards stale groups. Checks every group only if the oldest may be stale; new groups are checked
+        on arrival.
         """
         if max_staleness is None:
             self._is_cut, self._not_cut = False, []
@@ -358,15 +371,15 @@ class BatchFormer:
     # -----------------------------------------------------------------------------------------
 
     def held_by_caller(self, batch: Batch) -> None:
-        """A batch under hold="caller" is handed out: while its holder waits for another, nobody makes
+        """Notes a batch handed out under hold="caller": while its holder waits for another, it frees no
         room.
         """
         with self._lock:
             self._handed.add(batch)
 
     def _check_stuck(self, size: Want) -> None:
-        """Raises if the batch can never be filled: everything in the lanes is held here, and nobody else
-        holds anything.
+        """Raises BatchTooBig if the batch can never be filled: every record in the lanes is held by this
+        consumer.
         """
         with self._lock:
             here = [*self._complete, *self._partial, *itertools.chain(*self._back)]
@@ -381,10 +394,10 @@ class BatchFormer:
     # ---------------------------------------------------------------------------------------------
 
     def put_back(self, groups: list[Group]) -> None:
-        """Groups of a batch that was not handed out, or not read, wait again, before all others, or for the
-        next consumer; any thread.
+        """Returns unread groups of a batch to the queue, before all others; after close(), to the next
+        consumer.
 
-        An interrupted call may be repeated: what waits already is not queued twice.
+        Any thread. An interrupted call may be repeated: a group that is queued already is not queued twice.
         """
         self._state.check_process()
         hand_out(groups, Call.BATCHES, looked_at=False)
@@ -404,10 +417,8 @@ class BatchFormer:
             )
 
     def forget(self) -> None:
-        """Lets go of every lease that was not handed out, un-released: the next consumer gets those
-        records.
-        """
-        with self._lock:  # whoever iterates is through with what came, or finds that this is closed
+        """Ends every lease that was not handed out, without release: the next consumer gets those records."""
+        with self._lock:  # an iteration has finished with its records by now, or finds the consumer closed
             self._begin_change()
             abandon([*self._whole, *self._complete, *self._partial])
             self._whole.clear()

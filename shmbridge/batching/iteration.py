@@ -1,6 +1,6 @@
-"""Batches handed out one after the other: gathered ahead or when asked for, and what each step releases.
+"""Iterations over batches: formed ahead or on request, and released step by step.
 
-Knows iterations and who holds a batch; former.py chooses its groups. Used by the consumer.
+former.py chooses the groups of a batch. Used by the consumer.
 """
 
 import functools
@@ -35,7 +35,7 @@ _ONE_AT_A_TIME = "iterate once at a time; to look at a batch beside the loop, us
 
 
 class Iterations:
-    """The iterations over one consumer's batches, one at a time: a new one ends the one before."""
+    """The iterations over one consumer's batches, one at a time: a new one ends the previous one."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Iterations:
         ahead: Prefetcher | None = None
         try:
             with self._state.until_closed():
-                self.stop_prefetch()  # of an earlier iteration, which ends with that
+                self.stop_prefetch()  # ends an earlier iteration too
                 self._former.begin_again()
                 put_backs = self._former.put_backs
                 ahead = self._prefetch(request)
@@ -67,17 +67,19 @@ class Iterations:
                             raise IterationOver(_OVER, hint=_ONE_AT_A_TIME)
                         if ahead is None or self._former.put_backs == put_backs:
                             return
-                        put_backs = self._former.put_backs  # the prefetcher may have found the end before
+                        # the prefetcher may have stopped before the put_back
+                        put_backs = self._former.put_backs
                         ahead = self._prefetch(request)
                         continue
                     if self._former.is_stale(batch.groups, request.max_staleness):
-                        self._put_back(batch)  # it grew stale while it waited to be taken
+                        self._put_back(batch)  # it grew stale in the prefetch queue
                         continue
                     if not self._begin_batch(batch, request):
                         self._put_back(batch)
                         return
                     if request.hold == "gather":
-                        batch.release()  # the last thing before it is handed out: what raises later loses it
+                        # the last step before the yield: an exception after it loses the batch
+                        batch.release()
                     yield batch
                     self._state.check_process()
                     if request.hold != "caller":
@@ -85,15 +87,15 @@ class Iterations:
                     self._former.end_step()
         finally:
             if ahead is not None:
-                # Only a flag: a collection may end an iteration in any thread, also in that one, and under
-                # the lock.
+                # Only signal: the GC may finalize this generator in any thread, even in the prefetch thread,
+                # which holds the lock.
                 ahead.end()
-            # Handlers run there.
+            # Only in the main thread: signal handlers run there.
             if not self._closing.lock_is_mine and threading.get_ident() == threading.main_thread().ident:
                 self._closing.close_if_owed()
 
     def _begin_batch(self, batch: Batch, request: BatchRequest) -> bool:
-        """A batch is about to be handed out; whether it may be."""
+        """Prepares a batch to be handed out; returns whether it may be."""
         if request.hold == "caller":
             self._former.held_by_caller(batch)
         if not self._former.begin_step(batch.groups):
@@ -127,14 +129,14 @@ class Iterations:
         )
 
     def _form(self, request: BatchRequest, stop: Flag, deadline_s: float = float("inf")) -> Batch | None:
-        """The next batch; None as in `choose`.
+        """Returns the next batch; None as in `choose`.
 
-        A group that cannot be read is discarded, and the others are formed again.
+        A group that cannot be read is discarded, and the batch is formed again with the others.
         """
         while (chosen := self._former.choose(request, stop, deadline_s)) is not None:
             try:
                 batch = request.batch_of(chosen)
-                # Not yet: lost before that, it is formed again.
+                # Not looked at yet: if the batch is lost before it is handed out, it is formed again.
                 hand_out(chosen, Call.BATCHES, looked_at=False)
                 return batch
             except BaseException as error:
@@ -154,11 +156,13 @@ class Iterations:
     def _at_fault(
         self, error: BaseException, chosen: list[Group], request: BatchRequest
     ) -> list[tuple[Group, Exception]]:
-        """The groups that cannot be read, if it is that; puts all back if the search is interrupted."""
+        """Returns the unreadable groups, if they caused the error; puts all groups back if the search is
+        interrupted.
+        """
         if not isinstance(error, Exception) or isinstance(error, (MemoryError, BatchTooBig)):
             return []
         try:
-            # Where no signal's handler raises.
+            # In a thread where no signal handler raises.
             return in_another_thread(functools.partial(unreadable, chosen, request.layout))
         except BaseException:
             self._former.put_back(chosen)
@@ -180,7 +184,7 @@ class Iterations:
             self._former.count_batch()
         return chosen
 
-    # -- gathering ahead -------------------------------------------------------------------------------------
+    # -- prefetch --------------------------------------------------------------------------------------------
 
     def _prefetch(self, request: BatchRequest) -> Prefetcher | None:
         if not request.prefetch:
@@ -190,7 +194,7 @@ class Iterations:
         return ahead
 
     def stop_prefetch(self) -> None:
-        """What an iteration that is over has gathered ahead waits again."""
+        """Returns the unread prefetched batches of an ended iteration to the queue."""
         if (ahead := self._prefetcher) is not None:
             for batch in reversed(ahead.stop()):
                 self._put_back(batch)
@@ -201,7 +205,7 @@ class Iterations:
         self._former.put_back(batch.groups)
 
     def stop(self) -> None:
-        """The consumer closes: iterations end, and gathering ahead does; what was gathered is still held."""
+        """For close(): ends iterations and the prefetch; groups formed ahead stay held."""
         self._closing.ending = True
         self._state.ring()
         self.stop_prefetch()

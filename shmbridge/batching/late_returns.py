@@ -1,7 +1,6 @@
-"""Groups returned to a consumer that has closed: the next consumer gets them, and the bridge is free once
-nothing is held.
+"""Groups returned to a closed consumer: the next consumer gets them, and the last return frees the bridge.
 
-Knows leases, and which lanes some were held in; knows nothing of batches. Called by former.py.
+Used by former.py.
 """
 
 import weakref
@@ -22,7 +21,7 @@ def abandon(groups: Iterable[Group]) -> None:
 
 
 class LateReturns:
-    """Made when the consumer closes; keeps no memory of a lane or of the bridge mapped.
+    """Made when the consumer closes; does not keep a lane or the control segment mapped.
 
     For one thread at a time.
     """
@@ -32,7 +31,7 @@ class LateReturns:
         self._control, self._bridge = weakref.ref(control), bridge
 
     def take(self, groups: list[Group], *, closed: bool) -> None:
-        """Lets go of the groups, un-released.
+        """Ends the groups' leases without release.
 
         `closed`: close() is over, so the end of the last lease gives the bridge up.
 
@@ -48,4 +47,4 @@ class LateReturns:
         if closed and not self._held_in and (control := self._control()) is not None:
             membership.leave(control.fd, self._bridge)
         for group in groups:
-            group.records = []  # each keeps its lane mapped
+            group.records = []  # a record keeps its lane mapped

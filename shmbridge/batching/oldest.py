@@ -1,7 +1,6 @@
-"""Policy "oldest": the group that began under the oldest policy version goes first, whoever sent it.
+"""Policy "oldest": the group that began under the oldest policy version goes first, from any producer.
 
-Knows groups and their versions; knows nothing of lanes or environments. What it is for:
-docs/explanation/staleness.md. Not thread-safe, but for what scheduler.py says.
+Its purpose: docs/explanation/staleness.md. Not thread-safe, except for the calls that scheduler.py names.
 """
 
 import heapq
@@ -15,7 +14,7 @@ _Entry = tuple[int, int, Group]
 
 
 class OldestScheduler:
-    """A heap by version, then by arrival. Groups that nobody stamped count as older than all."""
+    """A heap by version, then by arrival. Unstamped groups count as the oldest."""
 
     waits_until_s = float("inf")
     formed: int | None = None
@@ -45,7 +44,7 @@ class OldestScheduler:
         return {}
 
     def look_ahead(self, lanes: int) -> bool:
-        """The oldest can only be known of what is seen."""
+        """Returns True: the oldest group is known only after all lanes are read."""
         return True
 
     def add(self, group: Group) -> None:
@@ -55,7 +54,7 @@ class OldestScheduler:
         self._push(group)
 
     def put_back(self, groups: list[Group]) -> None:
-        """See Scheduler: before all others of their version, since they came first."""
+        """See Scheduler: ahead of all others of their version, since they came first."""
         for group in groups:
             self._push(group)
 
@@ -66,7 +65,7 @@ class OldestScheduler:
     def take(self, want: Want, now_s: float, *, last: bool) -> list[Group] | None:
         """See Scheduler.
 
-        Of rows, whole groups are taken in order until the next does not fit; the first always does.
+        For a size in rows, takes whole groups in order until the next does not fit; the first always does.
         """
         if not (want.by_rows and last and self._heap) and self._size(want) < want.size:
             return None

@@ -1,12 +1,12 @@
-"""Batches formed ahead of whoever iterates over them, in a thread of their own.
+"""Forms batches ahead of the iteration, in a separate thread.
 
-Knows nothing of groups, lanes or leases: it is told how to form one. Called by former.py.
+Used by iteration.py.
 
 A signal handler may raise in any method, or call `stop` while another method runs. So there is no Python lock
-here, only queues in C and flags. A batch that is lost on its way is destroyed, and its records are handed out
+here, only queues in C and flags. A batch lost in transit is destroyed, and its records are handed out
 again.
 
-The thread is a Joined (segments/helper_threads.py), for the same reason.
+For the same reason the thread is a Joined (segments/helper_threads.py).
 """
 
 import contextlib
@@ -18,22 +18,22 @@ from shmbridge.segments.helper_threads import Joined
 
 
 class Flag:
-    """A threading.Event that nobody waits for: no lock, so that any handler can set it."""
+    """A threading.Event without waiting: no lock, so that any signal handler can set it."""
 
     def __init__(self) -> None:
         self._is_set = False
 
     def set(self) -> None:
-        """From now on `is_set`."""
+        """Sets the flag."""
         self._is_set = True
 
     def is_set(self) -> bool:
-        """Whether somebody has set it."""
+        """Returns whether the flag is set."""
         return self._is_set
 
 
 class Prefetcher:
-    """Forms batches ahead in a daemon thread, at most `depth` of them, once `start` was called."""
+    """Forms batches ahead in a daemon thread, at most `depth` of them, after `start`."""
 
     def __init__(self, depth: int, form: Callable[[Flag], Batch | None]) -> None:
         self._ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
@@ -45,8 +45,10 @@ class Prefetcher:
         self._thread = Joined(self._form_ahead, "shmbridge-prefetch")
 
     def start(self) -> None:
-        """Has the thread started; waits for nothing. Whoever is to stop it knows this object by then."""
-        self._thread.begin(self._ready.put)  # no thread can be had: whoever waits in next() is to hear it
+        """Has the thread started, without waiting. The code that will stop it must hold this object by
+        then.
+        """
+        self._thread.begin(self._ready.put)  # an error goes to the thread in next()
 
     def _form_ahead(self) -> None:
         batch: Batch | BaseException | None
@@ -56,17 +58,17 @@ class Prefetcher:
                 return
             try:
                 batch = self._form(self._stop)
-            except BaseException as error:  # it belongs to whoever iterates
+            except BaseException as error:  # raised again by next()
                 batch = error
             self._ready.put(batch)
             if not isinstance(batch, Batch):
                 return
-            del batch  # it is the taker's: kept here, it could not be lost
+            del batch  # keep no reference: a batch lost by its taker must be destroyed
 
     def next(self, timeout_s: float | None = None) -> Batch | None:
-        """The next batch, waiting for it; None once there are no more.
+        """Returns the next batch, waiting for it; None once there are no more.
 
-        Raises what forming it raised; queue.Empty if it takes too long.
+        Raises the error of forming it; queue.Empty on timeout.
         """
         batch = self._ready.get(timeout=timeout_s)
         if isinstance(batch, BaseException):
@@ -75,11 +77,11 @@ class Prefetcher:
         return batch
 
     def end(self) -> None:
-        """Begins no further batch. Waits for nothing: for a finalizer."""
+        """Stops forming further batches, without waiting: for a finalizer."""
         self._stop.set()
 
     def stop(self) -> list[Batch]:
-        """Ends the thread and returns the batches nobody took, oldest first.
+        """Ends the thread and returns the batches not taken, oldest first.
 
         May be called again, also by a handler that interrupts it.
         """
@@ -87,9 +89,9 @@ class Prefetcher:
         self._room.put(None)
         self._thread.join()
         left = []
-        with contextlib.suppress(queue.Empty):  # whoever waits in next() may be faster
+        with contextlib.suppress(queue.Empty):  # a thread in next() may be faster
             while True:
                 if isinstance(batch := self._ready.get_nowait(), Batch):
                     left.append(batch)
-        self._ready.put(None)  # for whoever waits in next()
+        self._ready.put(None)  # wakes a thread in next()
         return left

@@ -1,7 +1,7 @@
 """Groups that are committed and in no batch yet, counted by producer.
 
-Knows lanes and what forms batches. Used by the consumer, its control server, and, as `Consumer.queue`, by
-programs that serve batches to others. Any thread.
+Used by the consumer, its control server, and, as `Consumer.queue`, by programs that serve batches to others.
+Any thread.
 """
 
 import time
@@ -20,8 +20,10 @@ class OutsideQueue:
     """The queue of a program that takes all records at once and queues groups itself: Consumer(outside=).
 
     Attributes:
-        waiting: groups that wait there, by producer id; environments of the control plane see them as queued.
-        first_env_id: the control plane numbers environments from here on; lower numbers are the program's.
+        waiting: groups queued in the program, by producer id; environments of the control plane see them as
+            queued.
+        first_env_id: the control plane numbers environments from here on; lower numbers belong to the
+            program.
     """
 
     waiting: Counter[str] = field(default_factory=Counter)
@@ -35,15 +37,17 @@ class GroupQueue:
         self._former, self._lanes, self._outside = former, lanes, outside.waiting
 
     def groups(self, producer_id: str | None = None) -> int:
-        """Groups committed and not yet in a batch, of one producer or all. Never blocks.
+        """Returns the groups committed and not yet in a batch, of one producer or all. Never blocks.
 
-        A fragment that was not read yet counts as one.
+        A fragment not yet read counts as one.
         """
         waiting = sum(lane.waiting for lane in self._lanes if producer_id in (None, lane.producer_id))
         return waiting + self._taken(producer_id)
 
     def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
-        """Of each: whether a living process holds a lane of it, and its groups. One walk of the lanes."""
+        """Returns, per producer id, whether a living process holds its lane, and its groups. One pass over
+        the lanes.
+        """
         waiting, live = Counter[str](), set()
         for lane in self._lanes:
             waiting[lane.producer_id] += lane.waiting
@@ -52,12 +56,12 @@ class GroupQueue:
         return {each: (each in live, waiting[each] + self._taken(each)) for each in producer_ids}
 
     def _taken(self, producer_id: str | None) -> int:
-        """Groups that were taken from lanes and are in no batch."""
+        """Returns the groups that were taken from lanes and are in no batch."""
         outside = self._outside.total() if producer_id is None else self._outside[producer_id]
         return self._former.queued(producer_id) + outside
 
     def stats(self, shares: Mapping[str, EnvWeight]) -> dict[str, float]:
-        """All, and by the names of the environments that have asked for shares."""
+        """Returns the groups in all, and by name of the environments that requested shares."""
         by_env = {
             f"queue_groups{{{shares[each].name}}}": groups
             for each, (_, groups) in self.look_at_producers(shares).items()
@@ -65,13 +69,13 @@ class GroupQueue:
         return {"queue_groups": self.groups(), **by_env}
 
     def count_batch(self, batches: int = 1) -> None:
-        """Counts batches that were handed out beside `take_groups`; below 0: that were undone unread."""
+        """Counts batches handed out other than by `take_groups`; a negative number: batches undone unread."""
         self._former.count_batch(batches)
 
     def take_incomplete(self, fragments: GroupAssembler) -> list[Group]:
-        """Takes out groups that will never be whole: too late, or their producer has left.
+        """Removes and returns groups that will never be whole: too late, or their producer has left.
 
-        `fragments` has all records that there are.
+        `fragments` must hold all records there are.
         """
         late = list(fragments.late(time.monotonic(), self._lanes.busy_producers()))
         return [*late, *fragments.orphans(self._lanes.finished_producers())]

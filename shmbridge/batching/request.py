@@ -1,7 +1,4 @@
-"""What is asked of whoever forms batches: how large, of which form, how stale at most.
-
-Said once, handed on whole.
-"""
+"""The request for batches: their size, form and largest staleness, checked once and passed on whole."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -16,7 +13,9 @@ _MOST_PREFETCHED = 1024
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """Arguments of Consumer.batches; `max_staleness` is no more than a limit of the consumer allows."""
+    """The arguments of Consumer.batches; `max_staleness` is at most what the consumer's off-policy limit
+    allows.
+    """
 
     size: Want
     layout: Layout = "packed"
@@ -38,7 +37,7 @@ class BatchRequest:
         prefetch: int,
         timeout_s: float | None,
     ) -> Self:
-        """One of an iteration. Raises BadArgument or ValueError."""
+        """Returns a checked request for an iteration. Raises BadArgument or ValueError."""
         prefetch, timeout_s = check_count("prefetch", prefetch, 0, _MOST_PREFETCHED), check_timeout(timeout_s)
         if min(max_staleness or 0, timeout_s or 0) < 0:
             raise ValueError(f"max_staleness={max_staleness}, timeout_s={timeout_s}: at least 0 each")
@@ -47,5 +46,5 @@ class BatchRequest:
         return cls(size, layout, make, max_staleness, hold, prefetch, timeout_s)
 
     def batch_of(self, groups: list[Group]) -> Batch:
-        """The groups as a batch. Raises TypeError if `make` makes none."""
+        """Returns the groups as a batch. Raises TypeError if `make` returns no batch."""
         return as_batch((self.make or Batch)(groups, self.layout))

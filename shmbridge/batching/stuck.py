@@ -1,6 +1,6 @@
-"""The error of a batch that can never be filled: the numbers, and what to raise.
+"""The error for a batch that can never be filled, with the numbers and a hint which setting to raise.
 
-Decides nothing. Called by former.py.
+Used by former.py.
 """
 
 from shmbridge import sizing
@@ -14,7 +14,9 @@ from shmbridge.record.groups import Group
 def too_big(
     size: Want, here: list[Group], *, complete: int, partial: int, elsewhere: int, stuck: Stuck
 ) -> BatchTooBig:
-    """`here`: groups that wait for the batch; `elsewhere`: records of earlier batches its taker holds."""
+    """Returns the error. `here`: groups queued for the batch; `elsewhere`: records its taker holds of earlier
+    batches.
+    """
     sizes = [record.extent_bytes for group in here for record in group.records]
     fragments = max((-(-len(group.records) * group.size // group.rows) for group in here), default=1)
     largest = max([*sizes, stuck.wanted_bytes])

@@ -1,7 +1,4 @@
-"""The `shmbridge` command: one file per subcommand, each with `prepare_parser` and `run`.
-
-Nothing of the package imports this.
-"""
+"""The `shmbridge` command: one file per subcommand, each with `prepare_parser` and `run`."""
 
 import argparse
 import sys
@@ -13,7 +10,7 @@ from shmbridge.errors import ShmBridgeError
 
 
 class Command(Protocol):
-    """What a subcommand's module offers."""
+    """The interface of a subcommand's module."""
 
     HELP: str
     EXAMPLES: str
@@ -22,7 +19,7 @@ class Command(Protocol):
         """Adds the subcommand's own arguments."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Does it; the exit code."""
+        """Runs the subcommand; returns the exit code."""
 
 
 _COMMANDS: dict[str, Command] = {

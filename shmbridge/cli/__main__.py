@@ -1,4 +1,4 @@
-"""`python -m shmbridge.cli`, for where the script is not on PATH."""
+"""`python -m shmbridge.cli`, for when the script is not on PATH."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""`shmbridge bench`: how fast this host is, from the installed package: the limit, the ring, and whatever
-peers are installed.
+"""`shmbridge bench`: measures this host with the installed package: the limit, the ring, and the installed
+peers.
 """
 
 import argparse
@@ -32,9 +32,9 @@ reader reads every byte. `of limit` is the ratio to a C twin of memcpy and a fla
 Other load on the host shows as a wide range: run it again.
 
 exit codes: 0 measured; 2 wrong arguments; 3 nothing could be measured"""
-SLOW_TO_START = ("ray_actor", "transfer_queue_store")  # left out of --quick
+SLOW_TO_START = ("ray_actor", "transfer_queue_store")  # not measured with --quick
 QUICK_AT_ONE_SIZE = ("mp_queue", "torch_queue")  # --quick measures them with the middle size only
-LONG_S, QUICK_S = 0.4, 0.08  # of a round
+LONG_S, QUICK_S = 0.4, 0.08  # length of a round
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measures, and prints a table per size, or JSON.
 
-    Ended by SIGTERM, it leaves as little behind as when it is interrupted.
+    Ended by SIGTERM, it cleans up as on an interrupt.
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -113,7 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(only: str | None, contenders: Collection[str]) -> list[str]:
-    """The contenders asked for. Exits with 2, naming them all, if there is no such one."""
+    """Returns the requested contenders. Exits with 2, naming all of them, if one is unknown."""
     names = list(contenders) if only is None else [name for name in only.split(",") if name]
     unknown = [name for name in names if name not in contenders]
     if unknown or not names:
@@ -123,7 +123,7 @@ def _chosen(only: str | None, contenders: Collection[str]) -> list[str]:
 
 
 def _can_draw(path: Path) -> bool:
-    """Whether a picture can be made there; says why not."""
+    """Returns whether a picture can be written there; prints the reason if not."""
     if path.suffix not in (".png", ".svg", ".pdf") or not path.absolute().parent.is_dir():
         print(
             f"shmbridge bench: --plot {path}: a .png, .svg or .pdf in a folder that is there", file=sys.stderr
@@ -136,7 +136,7 @@ def _can_draw(path: Path) -> bool:
 
 
 def _plans(names: list[str], arguments: argparse.Namespace) -> "list[Plan]":
-    """Size by size; the ring from lists, too."""
+    """Returns the plans, size by size; the ring from lists, too."""
     from shmbridge.bench.contract import Plan
     from shmbridge.bench.groups import LARGE, MIDDLE, SMALL, Shape
 

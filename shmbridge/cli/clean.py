@@ -1,4 +1,4 @@
-"""`shmbridge clean`: what no living process uses any more, and its removal."""
+"""`shmbridge clean`: lists and removes segments that no living process uses."""
 
 import argparse
 from dataclasses import asdict
@@ -22,7 +22,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what was removed, or would be, and what was kept and why."""
+    """Prints which names were, or would be, removed, and which were kept and why."""
     report = clean(arguments.bridge, dry_run=not arguments.yes)
     if arguments.json:
         print(msgspec.json.encode(asdict(report)).decode())

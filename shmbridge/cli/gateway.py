@@ -68,7 +68,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until a signal ends it; the address is said on standard output."""
+    """Serves until a signal ends it; prints the address on standard output."""
     from shmbridge.consumers.gateway import listen, serve
     from shmbridge.consumers.gateway.options import GatewayOptions
 

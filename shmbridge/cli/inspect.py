@@ -1,6 +1,4 @@
-"""`shmbridge inspect`: which bridges there are, who is alive on them, what their lanes hold, and which
-weights they have.
-"""
+"""`shmbridge inspect`: the bridges, their living processes, the content of their lanes, and their weights."""
 
 import argparse
 from dataclasses import asdict
@@ -81,9 +79,7 @@ def _block(info: BridgeInfo) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would act on, or not show, written out: any process may have chosen
-    it.
-    """
+    """Returns the text with control and invisible characters escaped: any process may have chosen it."""
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
         for each in text

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _gateway_parser() -> argparse.ArgumentParser:
-    """What reads the flags of `shmbridge gateway`."""
+    """Returns the parser of the flags of `shmbridge gateway`."""
     from shmbridge.cli import gateway
 
     parser = argparse.ArgumentParser(prog="shmbridge gateway")

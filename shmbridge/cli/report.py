@@ -1,4 +1,4 @@
-"""`shmbridge report`: what one or several runs of the learner did, in words, numbers and a picture."""
+"""`shmbridge report`: one or several runs of the learner in words, numbers and a picture."""
 
 import argparse
 import sys

@@ -1,7 +1,6 @@
-"""How a participant asks the hub of a bridge: one request, one answer, over the control socket.
+"""The participants' side of the control plane: one request, one answer, over the control socket of a bridge.
 
-The hub may die and another come between the two: the question is asked again. Knows messages and deadlines;
-knows nothing of the hub's side, of lanes or of records.
+If the hub dies before it answers and another one starts, the request is sent again.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from shmbridge.segments import os_limits
 from shmbridge.segments.one_process import OneProcess
 from shmbridge.segments.segment import socket_directory
 
-# A peer that sends more than this is cut off by the socket itself; below it, it gets an answer.
+# Beyond this the socket itself cuts a peer off; below it, an oversized message gets an answer.
 CUT_OFF_BYTES = 16 * messages.MAX_MESSAGE_BYTES
 
-_DESCRIPTORS = 12  # libzmq aborts the process where it finds none left
+_DESCRIPTORS = 12  # libzmq aborts the process when none is left
 
 # A request without an answer is sent again: it may have died with the hub that read it.
 REPEAT_AFTER_S = 0.5
@@ -39,9 +38,7 @@ def control_address(bridge: str) -> str:
 
 
 class RequestRefused(ShmBridgeError):
-    """The hub understood a request and will not do it; `reason` is a constant of
-    `shmbridge.control.messages`.
-    """
+    """The hub understood a request and refused it; `reason` is a constant of `shmbridge.control.messages`."""
 
     code = "SB407"
 
@@ -51,14 +48,14 @@ class RequestRefused(ShmBridgeError):
 
 
 class _Send(msgspec.Struct, frozen=True):
-    """Put these frames on the wire once a hub is connected; performed: whether that was done."""
+    """Step: send these frames once a hub is connected; its result is whether that was done."""
 
     frames: list[bytes]
     timeout_s: float
 
 
 class _Receive(msgspec.Struct, frozen=True):
-    """Take the next frames off the wire; after the timeout: None."""
+    """Step: receive the next frames; None after the timeout."""
 
     timeout_s: float
 
@@ -69,7 +66,7 @@ _Talk: TypeAlias = Generator[_Step, _Performed, Answer]
 
 
 class _Client(OneProcess):
-    """The conversation, without doing any of it: each client performs the steps that `_talk` asks for."""
+    """The conversation without I/O: each client performs the steps that `_talk` asks for."""
 
     def __init__(self, bridge: str, role: str, name: str) -> None:
         os_limits.check_descriptors(_DESCRIPTORS, f"a control client of bridge {bridge!r}")
@@ -85,9 +82,9 @@ class _Client(OneProcess):
 
     def _connect(self, context: Any) -> Any:
         socket = context.socket(zmq.DEALER)
-        # A context that is collected before its socket would wait for it for ever: this keeps both.
+        # If a context is collected before its socket, it waits for it for ever: this keeps both.
         self._close = weakref.finalize(self, _destroy, context, socket, self._pid)
-        # Only to a hub that is there: requests nobody waits for any more would pile up for the next one.
+        # Send only to a connected hub: abandoned requests would pile up for the next one.
         socket.immediate = 1
         socket.linger = 0
         socket.reconnect_ivl = 20
@@ -97,7 +94,7 @@ class _Client(OneProcess):
         return socket
 
     def _talk(self, request: Request, timeout_s: float) -> _Talk:
-        """One request and its answer; to a hub that does not know us any more we are introduced first."""
+        """One request and its answer; introduces us first to a hub that does not know us."""
         if os.getpid() != self._pid:
             raise Closed(
                 f"this control client belongs to process {self._pid}, this is its child {os.getpid()}",
@@ -143,26 +140,28 @@ class _Client(OneProcess):
 
 
 class ControlClient(_Client):
-    """Asks the hub, and waits for the answer. For one thread; in a forked child it raises `Closed`."""
+    """Sends a request to the hub and waits for the answer. For one thread; in a forked child it raises
+    `Closed`.
+    """
 
     def __init__(self, bridge: str, *, role: str, name: str) -> None:
         super().__init__(bridge, role, name)
         self._socket = self._connect(zmq.Context())
 
     def hello(self, timeout_s: float = 5.0) -> Answer:
-        """Introduce this participant, as `request` does."""
+        """Introduces this participant, as `request` does."""
         return self.request(self._hello, timeout_s)
 
     def request(self, message: Request, timeout_s: float = 5.0) -> Answer:
         """Returns the hub's answer.
 
-        Blocks until then or until the deadline. Survives a change of hub: the request goes to whoever is
-        there, and an environment that registered through this client is registered again first.
+        Blocks until then or until the deadline. Survives a change of hub: the request goes to the present
+        hub, and an environment that registered through this client is registered again first.
 
         Raises:
-            NoConsumer: nobody answered in time.
-            RequestRefused: the hub will not.
-            BadMessage: what answers is no hub of this version.
+            NoConsumer: no hub answered in time.
+            RequestRefused: the hub refused the request.
+            BadMessage: the answer is not from a hub of this version.
         """
         talk = self._talk(message, timeout_s)
         try:
@@ -180,14 +179,14 @@ class ControlClient(_Client):
                 return None
             try:
                 frames: list[bytes] = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:  # announced, and gone with the hub that sent it
+            except zmq.Again:  # announced, and lost with the hub that sent it
                 return None
             return frames
         if not self._socket.poll(timeout_ms, zmq.POLLOUT):
             return False
         try:
             self._socket.send_multipart(step.frames, zmq.NOBLOCK)
-        except zmq.Again:  # the hub went in between
+        except zmq.Again:  # the hub left in between
             return False
         return True
 
@@ -209,7 +208,7 @@ class AsyncControlClient(_Client):
         self._turn = asyncio.Lock()
 
     async def hello(self, timeout_s: float = 5.0) -> Answer:
-        """Introduce this participant, as `request` does."""
+        """Introduces this participant, as `request` does."""
         return await self.request(self._hello, timeout_s)
 
     async def request(self, message: Request, timeout_s: float = 5.0) -> Answer:
@@ -231,14 +230,14 @@ class AsyncControlClient(_Client):
                 return None
             try:
                 frames: list[bytes] = await self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:  # announced, and gone with the hub that sent it
+            except zmq.Again:  # announced, and lost with the hub that sent it
                 return None
             return frames
         if not await self._socket.poll(timeout_ms, zmq.POLLOUT):
             return False
         try:
             await self._socket.send_multipart(step.frames, zmq.NOBLOCK)
-        except zmq.Again:  # the hub went in between
+        except zmq.Again:  # the hub left in between
             return False
         return True
 

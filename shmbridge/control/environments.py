@@ -4,7 +4,7 @@ An environment throttles itself: ten times a second it asks how much is queued, 
 The arithmetic is that of the Atropos API server, on groups in lanes instead of a list in memory. One thing
 differs: a dead environment takes its weight and its share of the batch with it.
 
-Knows nothing of sockets, nor of the bytes of messages. Called by the control server's thread only.
+Used by the control server's thread only.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from shmbridge.control.messages import (
     WaitForRun,
 )
 
-# Each hub of a bridge numbers new environments from a block of its own: those of an earlier hub come back
-# with the number they have, and must find it free.
+# Each hub of a bridge numbers new environments from its own block: environments of an earlier hub return with
+# their numbers, which must be free.
 ENV_IDS_PER_HUB = 1000
-# One without a living lane is known by its questions alone; it asks ten times a second, and registers again
-# when it is unknown.
+# Seconds. An environment without a living lane is known by its requests alone; it asks ten times a second,
+# and registers again when the hub does not know it.
 SILENCE_S = 120.0
 MOST_WITHOUT_LANE = 1000
 
 
 class HubView(Protocol):
-    """What the control plane sees of the hub.
+    """The hub as the control plane sees it.
 
-    Everything here is called from the control server's thread while the consumer works on its own. So each
-    must be thread-safe, never block, never raise, and cost no more than reading a few shared words: every
-    environment asks ten times a second.
+    The control server's thread calls this while the consumer works in another thread. So each member must be
+    thread-safe, never block, never raise, and cost no more than reading a few shared words: every environment
+    asks ten times a second.
     """
 
     @property
     def hub_epoch(self) -> int:
-        """Which hub of this bridge this is: 1 for the first, rising."""
+        """The number of this hub among the hubs of the bridge: 1 for the first, rising."""
 
     @property
     def run(self) -> Run | None:
-        """What is being trained, or None before anybody has said so."""
+        """The announced training run; None before any."""
 
     @property
     def current_step(self) -> int:
@@ -68,17 +68,17 @@ class HubView(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Environments are asked to begin no new groups."""
+        """Whether environments are asked to begin no new groups."""
 
     @property
     def draining(self) -> bool:
         """As `paused`, for good: the run ends when the lanes are empty."""
 
     def announce_run(self, run: Run) -> None:
-        """Takes over what a learner that is not the hub trains."""
+        """Announces the run of a learner that is not the hub."""
 
     def publish_policy_version(self, version: int) -> None:
-        """Takes over the version that such a learner has published."""
+        """Publishes the version of such a learner."""
 
     def pause(self) -> None:
         """Sets `paused`."""
@@ -90,35 +90,36 @@ class HubView(Protocol):
         """Sets `draining`."""
 
     def queue_groups(self) -> int:
-        """Groups committed and not yet taken into a batch, of all producers."""
+        """Returns the groups committed and not yet taken into a batch, of all producers."""
 
     def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
-        """Of each: whether a lane of it is attached and its process holds it, and its part of queue_groups.
+        """Returns, per producer id, whether its process holds an attached lane, and its part of
+        queue_groups.
 
         Unknown: False, 0.
         """
 
     def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
-        """A learner rank's next share; None while there is none."""
+        """Returns a learner rank's next share; None while there is none."""
 
     def shares_done(self, request: SharesDone) -> Ack | Refused:
-        """A learner rank is done with shares."""
+        """Notes that a learner rank is done with shares."""
 
     def begin_group(self, request: BeginGroup) -> MayBegin | Full | Refused | None:
-        """Whether a producer may begin one group more; None: not yet."""
+        """Returns whether a producer may begin one more group; None: not yet."""
 
 
 class QueueView(Protocol):
-    """A queue that knows what lies in it; for any thread. A hub without one counts groups only."""
+    """A queue that knows its content by environment; for any thread. A hub without one counts groups only."""
 
     def by_env(self) -> Mapping[int | None, Queued]:
-        """What is queued, by the number its environment has registered under."""
+        """Returns the queued groups by the number of their registered environment."""
 
     def queued(self, producer_id: str) -> int:
-        """Groups of one producer in it."""
+        """Returns the queued groups of one producer."""
 
     def __len__(self) -> int:
-        """Groups in it."""
+        """Returns the number of queued groups."""
 
 
 @dataclass
@@ -138,7 +139,7 @@ class Environment:
 
     @property
     def asks(self) -> EnvWeight:
-        """What of it the forming of batches and the steering of others go by."""
+        """Its request, as used for forming batches and for steering the others."""
         return EnvWeight(
             self.env_id,
             self.wandb_name,
@@ -150,7 +151,7 @@ class Environment:
 
 
 class Environments:
-    """The table.
+    """The table of admitted environments.
 
     For one thread; `shares`, by producer id, is replaced and never changed, so that any thread may read it.
 
@@ -170,7 +171,7 @@ class Environments:
         return env_id in self._table
 
     def admit(self, wish: Register) -> Registered | WaitForRun:
-        """Gives an environment its number and its name; the same ones if it had some. Never blocks."""
+        """Gives an environment its number and its name; the earlier ones if it had some. Never blocks."""
         run = self._hub.run
         if run is None:
             return WaitForRun(hub_epoch=self._hub.hub_epoch)
@@ -199,12 +200,14 @@ class Environments:
         )
 
     def forget(self, env_id: int) -> None:
-        """Frees what an environment took; unknown numbers are ignored. Never blocks."""
+        """Frees an environment's number, name, weight and share; ignores unknown numbers. Never blocks."""
         if self._table.pop(env_id, None) is not None:
             self._publish()
 
     def status(self, env_id: int) -> Status:
-        """Returns what one environment steers by. Never blocks. Raises KeyError for an unknown number."""
+        """Returns the numbers one environment steers by. Never blocks. Raises KeyError for an unknown
+        number.
+        """
         me = self._table[env_id]
         me.heard_s = time.monotonic()
         seen = self._look()
@@ -253,7 +256,7 @@ class Environments:
         return known.wandb_name if known else ""
 
     def _free_name(self, desired: str) -> str:
-        """With the lowest free index: an environment started again finds its checkpoints under its name."""
+        """Uses the lowest free index: a restarted environment finds its checkpoints under its name."""
         taken = {env.wandb_name for env in self._table.values()}
         index = 0
         while f"{desired}_{index}" in taken:
@@ -261,8 +264,8 @@ class Environments:
         return f"{desired}_{index}"
 
     def _look(self) -> dict[str, tuple[bool, int]]:
-        """Of every producer here: whether it lives, and its groups; once a question, since the hub walks all
-        its lanes for it.
+        """Returns, for every producer here, whether it lives and its groups; once per request, since the hub
+        walks all its lanes for it.
         """
         return self._hub.look_at_producers({env.producer_id for env in self._table.values()})
 
@@ -280,12 +283,12 @@ class Environments:
         if len(self._table) != known:
             self._publish()
 
-    # --- what is queued -----------------------------------------------------------------------------------
+    # --- the queue ----------------------------------------------------------------------------------------
 
     def _queued(self, me: Environment, waiting: Mapping[str, int]) -> dict[int | None, Queued]:
-        """By environment.
+        """Returns the queue by environment.
 
-        Groups nobody has looked at yet are taken to be of the size their environment has registered.
+        Groups not read yet are assumed to have their environment's registered size.
         """
         seen = self._queue.by_env() if self._queue is not None else {}
         unseen = {
@@ -296,7 +299,8 @@ class Environments:
             env_id: _with(seen.get(env_id, Queued()), groups, self._table[env_id].group_size)
             for env_id, groups in unseen.items()
         }
-        # Of producers that never registered; their group size is not known here, taken to be the asker's.
+        # Groups of unregistered producers; their group size is unknown here, so the asking environment's is
+        # used.
         strangers = max(0, self._unseen(None, self._hub.queue_groups()) - sum(unseen.values()))
         others = {env_id: each for env_id, each in seen.items() if env_id not in self._table}
         queued |= others
@@ -304,20 +308,20 @@ class Environments:
         return queued
 
     def _unseen(self, producer_id: str | None, groups: int) -> int:
-        """Of so many groups of one producer, or of all, those that the queue does not know."""
+        """Returns how many of `groups`, of one producer or of all, are not in the queue yet."""
         if self._queue is not None:
             groups -= len(self._queue) if producer_id is None else self._queue.queued(producer_id)
         return max(0, groups)
 
     def _publish(self) -> None:
-        """Replaced, never changed: another thread reads it."""
+        """Replaces `shares`, never changes it: another thread reads it."""
         self.shares = MappingProxyType(
             {env.producer_id: env.asks for env in self._table.values() if env.producer_id}
         )
 
 
 def _with(seen: Queued, groups: int, group_size: int) -> Queued:
-    """What is queued, with so many groups more."""
+    """Returns the queue with that many groups more."""
     if not groups:
         return seen
     return Queued(seen.groups + groups, seen.sequences + groups * group_size, max(seen.largest, group_size))

@@ -1,11 +1,10 @@
-"""What participants of a bridge say to its hub over the control socket, and the bytes of it.
+"""The messages between participants of a bridge and its hub over the control socket, and their encoding.
 
 A request and its answer are two frames each: a header (protocol number, request id) and a msgpack body, told
-apart by its `kind`. The header is readable across protocol numbers: a peer of another version hears of it
-instead of guessing at a body. Every request may be repeated: a second copy of it changes nothing.
+apart by its `kind`. The header is readable across protocol numbers, so that a peer of another version gets an
+error. Every request is idempotent.
 
-Knows nothing of sockets, threads or shared memory. Called by `shmbridge.control.server`; the structs are
-public.
+Used by `shmbridge.control.server` and `client`; the structs are public.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from shmbridge.errors import ShmBridgeError
 
 PROTOCOL = 1
 
-# The largest message either side believes. The longest real one is a manifest: some 20 bytes a record and 50
-# a lane.
+# The largest message either side accepts. The longest real one is a manifest: some 20 bytes a record and 50 a
+# lane.
 MAX_MESSAGE_BYTES = 1024 * 1024
 
 # Codes of `Refused`, for programs; the text beside them is for people.
@@ -44,7 +43,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
 
 
 class Hello(Message, frozen=True):
-    """Who is there; answered with `Welcome`."""
+    """A participant introduces itself; answered with `Welcome`."""
 
     role: str
     name: str
@@ -54,10 +53,11 @@ class Hello(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """An environment asks to be admitted; answered with `Registered`, or `WaitForRun` while nobody trains.
+    """An environment asks to be admitted; answered with `Registered`, or `WaitForRun` before a run is
+    announced.
 
-    A hub answers the same `producer_id` with the same `env_id`. A later hub knows nobody: `env_id` and
-    `wandb_name` of an earlier admission let an environment go on under them.
+    A hub answers the same `producer_id` with the same `env_id`. A later hub has no table yet: with `env_id`
+    and `wandb_name` of an earlier admission an environment keeps them.
     """
 
     desired_name: str
@@ -71,17 +71,17 @@ class Register(Message, frozen=True):
 
 
 class StatusRequest(Message, frozen=True):
-    """The numbers an environment steers by; answered with `Status`."""
+    """Asks for the numbers an environment steers by; answered with `Status`."""
 
     env_id: int
 
 
 class RunInfoRequest(Message, frozen=True):
-    """What is being trained; answered with `RunInfo`."""
+    """Asks for the announced run; answered with `RunInfo`."""
 
 
 class AnnounceRun(Message, frozen=True):
-    """A learner that is not the hub says what it trains; the last announcement holds."""
+    """A learner that is not the hub announces its run; the last announcement holds."""
 
     run: Run
 
@@ -93,15 +93,15 @@ class SetPolicyVersion(Message, frozen=True):
 
 
 class Pause(Message, frozen=True):
-    """Ask environments to begin no new groups."""
+    """Asks environments to begin no new groups."""
 
 
 class Resume(Message, frozen=True):
-    """Undo `Pause`."""
+    """Ends a `Pause`."""
 
 
 class Drain(Message, frozen=True):
-    """Ask environments to begin no new groups, because the run ends once the lanes are empty."""
+    """Asks environments to begin no new groups, because the run ends once the lanes are empty."""
 
 
 class Goodbye(Message, frozen=True):
@@ -114,7 +114,7 @@ class NextShare(Message, frozen=True):
     """A learner rank asks for its next share; answered with `Manifest`, once there is one, or `NoMoreShares`.
 
     `member` is one incarnation of the rank, rising from one to the next. `after` is the number of the last
-    share it has got (-1: none yet), so that an answer which was lost comes again.
+    share received (-1: none yet), so that a lost answer is repeated.
     """
 
     rank: int
@@ -125,7 +125,7 @@ class NextShare(Message, frozen=True):
 
 
 class SharesDone(Message, frozen=True):
-    """A learner rank looks at nothing of these shares any more; answered with `Ack`."""
+    """A learner rank no longer reads these shares; answered with `Ack`."""
 
     rank: int
     member: int
@@ -137,7 +137,7 @@ class BeginGroup(Message, frozen=True):
     """A producer asks for one ticket more than the `running` it holds; answered with `MayBegin`, once there
     is room.
 
-    With `wait` False it is answered at once, maybe with `Full`.
+    With `wait` False it is answered at once, possibly with `Full`.
     """
 
     lane: str
@@ -170,7 +170,7 @@ class Registered(Message, frozen=True):
 
 
 class WaitForRun(Message, frozen=True):
-    """There is a hub, but nobody has announced a `Run` yet."""
+    """There is a hub, but no run is announced yet."""
 
     hub_epoch: int
 
@@ -191,7 +191,7 @@ class Status(Message, frozen=True):
 
 
 class RunInfo(Message, frozen=True):
-    """What is being trained, if anybody has said so."""
+    """The announced run, if there is one."""
 
     run: Run | None
     current_step: int
@@ -199,7 +199,7 @@ class RunInfo(Message, frozen=True):
 
 
 class RecordPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where a record is: `lane` counts in `Manifest.lanes`; the rest must agree with what is found there."""
+    """The place of a record: `lane` is an index into `Manifest.lanes`; the rest must agree with the lane."""
 
     lane: int
     slot: int
@@ -216,7 +216,7 @@ class GroupPlaces(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(Message, frozen=True):
-    """One rank's share of a batch; docs/reference/manifest.md says what each field is."""
+    """One rank's share of a batch; docs/reference/manifest.md describes each field."""
 
     epoch: int
     number: int
@@ -234,8 +234,8 @@ class Manifest(Message, frozen=True):
 
 
 class MayBegin(Message, frozen=True):
-    """One ticket, if the producer's lane shows it before `until_ns` (CLOCK_MONOTONIC) and the hub is still
-    this one.
+    """Grants one ticket, if the producer's lane shows it before `until_ns` (CLOCK_MONOTONIC) and the hub is
+    still the same.
     """
 
     hub_epoch: int
@@ -244,7 +244,7 @@ class MayBegin(Message, frozen=True):
 
 
 class Full(Message, frozen=True):
-    """No ticket now: so many groups are under way, and no more than `limit` may be."""
+    """No ticket now: `running` and `committed` groups are under way, and `limit` is the most allowed."""
 
     limit: int
     running: int
@@ -256,11 +256,11 @@ class NoMoreShares(Message, frozen=True):
 
 
 class Ack(Message, frozen=True):
-    """Done."""
+    """The request was done."""
 
 
 class Refused(Message, frozen=True):
-    """Not done; `code` is one of the constants of this module."""
+    """The request was refused; `code` is one of the constants of this module."""
 
     code: str
     message: str
@@ -301,7 +301,7 @@ Answer: TypeAlias = (
 
 
 class BadMessage(ShmBridgeError, ValueError):
-    """Frames that are no message of this protocol."""
+    """Frames that are not a message of this protocol."""
 
     code = "SB406"
 
@@ -312,13 +312,13 @@ class BadMessage(ShmBridgeError, ValueError):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame. Never changes shape; everything else may with the protocol number."""
+    """The first frame. Its shape never changes; everything else may change with the protocol number."""
 
     protocol: int
     request_id: int
 
 
-# What decoding raises on bytes that are not ours: bad structure, bad UTF-8, nesting without end.
+# Errors of decoding foreign bytes: bad structure, bad UTF-8, endless nesting.
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 _encoder = msgspec.msgpack.Encoder()
@@ -333,7 +333,7 @@ def encode(request_id: int, message: Request | Answer) -> list[bytes]:
 
 
 def decode_request(frames: Sequence[bytes]) -> tuple[int, Request]:
-    """Returns the request id and the request of two frames, or raise `BadMessage`. Never blocks."""
+    """Returns the request id and the request of two frames, or raises `BadMessage`. Never blocks."""
     request_id, body = _open(frames)
     try:
         return request_id, _request.decode(body)
@@ -342,7 +342,7 @@ def decode_request(frames: Sequence[bytes]) -> tuple[int, Request]:
 
 
 def decode_answer(frames: Sequence[bytes]) -> tuple[int, Answer]:
-    """Returns the request id and the answer of two frames, or raise `BadMessage`. Never blocks."""
+    """Returns the request id and the answer of two frames, or raises `BadMessage`. Never blocks."""
     request_id, body = _open(frames)
     try:
         return request_id, _answer.decode(body)
@@ -361,7 +361,7 @@ _ANSWERS: dict[type[Request], tuple[type[Answer], ...]] = {
 
 
 def checked(request: Request, answer: Answer) -> Answer:
-    """Returns the answer, or raise `BadMessage` if it is of a kind that this request is not answered by."""
+    """Returns the answer, or raises `BadMessage` if its kind does not answer this request."""
     if not isinstance(answer, (Refused, *_ANSWERS.get(type(request), (Ack,)))):
         raise BadMessage(MALFORMED, f"{type(request).__name__} was answered by {type(answer).__name__}")
     return answer

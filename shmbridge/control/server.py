@@ -1,11 +1,10 @@
-"""The control plane, the hub's side: conversations with the participants of a bridge, over one Unix socket.
+"""The hub's side of the control plane: conversations with the participants of a bridge, over one Unix socket.
 
-Only conversations: what everybody must agree on (policy version, pause, hub epoch) is in shared memory, and
-the data path runs without any of this. The socket lies in an owner-only directory on the shared-memory mount,
-so that containers which share that mount can talk.
+Only conversations: shared state (policy version, pause, hub epoch) is in shared memory, and the data path
+runs without any of this. The socket lies in an owner-only directory on the shared-memory mount, so that
+containers which share that mount can talk.
 
-Knows nothing of lanes and records. The hub owns a `ControlServer`; everybody else uses a client
-(client.py).
+The hub owns a `ControlServer`; participants use a client (client.py).
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_NUMBERS = 1 << 31  # what environments count in
+_NUMBERS = 1 << 31  # bound of the integers in environments' messages
 _VERSIONS = 1 << 62
-_HANDSHAKE_MS = 2000  # then a connection that says nothing is cut off
+_HANDSHAKE_MS = 2000  # then a silent connection is cut off
 _AFTER_STUMBLE_S = 0.1
-# while somebody waits to begin a group: a death or a discard makes room, and nobody says so
+# While a producer waits to begin a group: a death or a discard makes room without a notice.
 _LOOK_AGAIN_S = 0.05
-_GONE_AFTER_S = 5.0  # who waits asks again ten times meanwhile
+_GONE_AFTER_S = 5.0  # a waiting peer resends ten times in that time
 _MOST_WAITING = 1024
 
 _COUNTERS = ("requests_total", "malformed_total", "oversized_total", "refused_total")
@@ -85,7 +84,7 @@ class ControlServer:
         self._pid = os.getpid()
         self._closed = False
         self._closing = threading.Lock()
-        # who rings does so before close() closes the descriptor, or not at all
+        # Held to ring, so that close() never closes the descriptor during a ring.
         self._bell = bell or threading.RLock()
         _make_private(socket_directory(bridge))
         self._context = zmq.Context()
@@ -104,28 +103,28 @@ class ControlServer:
             raise
 
     def stats(self) -> dict[str, int]:
-        """Returns counters of requests, and how many environments are known. Never blocks; any thread."""
+        """Returns counters of requests, and the number of known environments. Never blocks; any thread."""
         return {**self._counters, "environments": len(self._environments)}
 
     @property
     def shares(self) -> Mapping[str, EnvWeight]:
-        """Returns what the registered environments ask for, by producer id: an immutable snapshot.
+        """Returns the requests of the registered environments, by producer id: an immutable snapshot.
 
         Never blocks; any thread.
         """
         return self._environments.shares
 
     def look_again(self) -> None:
-        """Tries again to answer those who wait, because something has changed. Never blocks; any thread."""
+        """Retries the waiting requests, because something has changed. Never blocks; any thread."""
         with self._bell:
             if not self._closed:
                 os.eventfd_write(self._again.fd, 1)
 
     def close(self) -> None:
-        """Stop answering and remove the socket and its directory.
+        """Stops answering and removes the socket and its directory.
 
-        Blocks until the answer being written is out. Any thread; more than once is fine, and finishes what an
-        interrupt ended; does nothing in a forked child.
+        Blocks until the answer being written is sent. Any thread; idempotent, and a repeated call finishes an
+        interrupted one; does nothing in a forked child.
         """
         if os.getpid() != self._pid:
             return
@@ -137,7 +136,8 @@ class ControlServer:
             if self._stop.fd >= 0:
                 os.eventfd_write(self._stop.fd, 1)
                 self._thread.join()
-                # Context.destroy forgets it when it is interrupted, and the next waits for it for ever
+                # An interrupted Context.destroy forgets the socket, and the next destroy waits for it for
+                # ever.
                 self._socket.close(linger=100)
                 self._context.term()
                 remove_folder(socket_directory(self._bridge))
@@ -190,9 +190,9 @@ class ControlServer:
     def _reply(self, peer: bytes, frames: list[bytes], came_s: float) -> None:
         request_id, answer = self._answer(frames)
         if answer is None:
-            # a peer has one request under way; said again, it is the same one
+            # One outstanding request per peer; a resend replaces it.
             self._waiting[peer] = frames, came_s
-            if len(self._waiting) > _MOST_WAITING:  # peers that are gone, mostly; one that is not asks again
+            if len(self._waiting) > _MOST_WAITING:  # mostly peers that are gone; a live one asks again
                 del self._waiting[next(iter(self._waiting))]
             return
         self._waiting.pop(peer, None)
@@ -202,14 +202,14 @@ class ControlServer:
     def _encode(self, request_id: int, answer: Answer) -> list[bytes]:
         try:
             return messages.encode(request_id, answer)
-        except Exception as error:  # such as a number beyond 64 bits
+        except Exception as error:  # for example a number beyond 64 bits
             log.exception("the answer %s cannot be said", answer)
             self._counters["refused_total"] += 1
             said = f"the answer cannot be said: {type(error).__name__}"
             return messages.encode(request_id, Refused(messages.INTERNAL, said, "see the consumer's log"))
 
     def _answer(self, frames: list[bytes]) -> tuple[int, Answer | None]:
-        """None: not yet. Never raises: the thread must outlive any peer."""
+        """Returns (request id, answer); None: not yet. Never raises: the thread must outlive any peer."""
         try:
             request_id, request = messages.decode_request(frames)
         except BadMessage as bad:
@@ -240,7 +240,7 @@ class ControlServer:
             case messages.AnnounceRun(run):
                 if (odd := _fault_of_run(run)) is not None:
                     return odd
-                if run != hub.run:  # said again, it must not begin the run again
+                if run != hub.run:  # a repeated announcement must not restart the run
                     hub.announce_run(run)
             case messages.SetPolicyVersion(version):
                 if version >= _VERSIONS:
@@ -266,7 +266,9 @@ class ControlServer:
 
 
 def _make_private(directory: Path) -> None:
-    """Makes it ours and ours alone, or refuse: whoever may write there could answer in the hub's place."""
+    """Makes the directory ours alone, or raises: a process that may write there could answer in the hub's
+    place.
+    """
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     found = directory.lstat()
@@ -291,7 +293,7 @@ def _fault_of(wish: Register) -> Refused | None:
         fault = f"env_id {wish.env_id}"
     elif share is not None and not 0.0 <= share <= 1.0:
         fault = f"min_batch_allocation {share} is not within 0 and 1"
-    elif not -1e12 < wish.weight < 1e12:  # so for NaN too
+    elif not -1e12 < wish.weight < 1e12:  # also true for NaN
         fault = f"weight {wish.weight}"
     else:
         return None
@@ -301,7 +303,7 @@ def _fault_of(wish: Register) -> Refused | None:
 
 
 def _fault_of_run(run: Run) -> Refused | None:
-    """Returns the refusal of a run whose numbers are no counts of anything."""
+    """Returns the refusal of a run whose numbers are out of range."""
     for name in ("batch_size", "max_token_len", "num_steps", "starting_step", "save_checkpoint_interval"):
         if not -_NUMBERS < getattr(run, name) < _NUMBERS:
             return Refused(

@@ -1,3 +1,3 @@
-"""The hub's own: its lanes, what it says to the whole bridge, waiting."""
+"""The hub: its lanes, the bridge's state, waiting, admission."""
 
 __all__ = ["control_plane", "control_view", "counters", "lanes", "promises", "state", "waiting"]

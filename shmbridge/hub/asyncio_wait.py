@@ -1,8 +1,6 @@
-"""The doorbell as an event loop hears it: a thread relays its rings to an eventfd that the loop reads, so
-that the loop never blocks.
+"""The doorbell for event loops: a thread relays its rings to an eventfd, so that the loop never blocks.
 
-Knows event loops and who waits in them; knows nothing of records. Owned by the consumer, from its first wait
-in a loop on.
+Owned by the consumer's Waiting, from the first wait in a loop on.
 """
 
 import asyncio
@@ -25,7 +23,7 @@ class LoopBell:
     def __init__(self, wait: HubWait, bridge: str) -> None:
         self._wait = wait
         self._ends = False
-        # a signal handler may call close() while a method of this thread holds it
+        # Re-entrant: a signal handler may call close() while a method of this thread holds it.
         self._closing = threading.RLock()
         self._listens = False  # `wait` is in _listen(); if a handler calls close() then, `wait` does the rest
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -40,7 +38,7 @@ class LoopBell:
             raise
 
     async def wait(self, readers: list[LaneReader], arrivals: int, left_s: float) -> None:
-        """Returns when there may be work, `left_s` are over or a tick is; a cancelled wait leaves nothing
+        """Returns when there may be work, or after `left_s` or one tick; a cancelled wait leaves nothing
         behind.
         """
         with self._closing:
@@ -70,7 +68,7 @@ class LoopBell:
                 tick.cancel()
 
     def _listen(self) -> asyncio.AbstractEventLoop:
-        """The running loop, which hears the bell from now on."""
+        """Registers the bell with the running loop, and returns that loop."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._leave_loop()
@@ -90,18 +88,18 @@ class LoopBell:
         self._loop = None
 
     def close(self) -> None:
-        """Ends the relay, and every wait that is under way. Blocks until the thread has ended.
+        """Ends the relay and every wait under way. Blocks until the thread has ended.
 
-        May be called again, and finishes then.
+        An interrupted call may be repeated, and then finishes.
         """
-        with self._closing:  # the loop that begins to listen now is one to be told
+        with self._closing:  # a loop that begins to listen now sees _ends
             self._ends, loop, listens = True, self._loop, self._listens
         self._wait.stop_relay()
         self._relay.join()
         if listens:  # called by a handler that interrupted _listen(): `wait` does the rest
             return
         if loop is not None and loop.is_running() and not _is_running_here(loop):
-            with contextlib.suppress(RuntimeError):  # it has closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop has closed since
                 loop.call_soon_threadsafe(self._close)
                 return
         self._close()
@@ -114,14 +112,14 @@ class LoopBell:
 
 
 def _relay(wait: HubWait, event: Descriptor) -> None:
-    """For the thread, which keeps the descriptor: nobody else's file gets its number while it may be written
+    """Runs the relay thread. It keeps the descriptor, so that its number is not reused while it is written
     to.
     """
     wait.relay(event.fd)
 
 
 def _end(future: "asyncio.Future[None]") -> None:
-    # nobody waits in a loop that an interrupt has ended
+    # A loop that an interrupt has ended has no waiting tasks.
     if not future.done() and not future.get_loop().is_closed():
         future.set_result(None)
 

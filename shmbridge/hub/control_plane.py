@@ -1,6 +1,6 @@
-"""The control server as the other parts of a hub reach it: they are made before it, and outlive it.
+"""A holder of the hub's control server. The other parts are made before the server and outlive it.
 
-Knows when there is one. Used by what forms batches, serves ranks, or makes room for groups.
+Used by the batch former, the rank server and the consumer.
 """
 
 from collections.abc import Mapping
@@ -15,28 +15,30 @@ if TYPE_CHECKING:
 
 
 class ControlPlane:
-    """At most one control server. Any thread."""
+    """Holds at most one control server. Any thread."""
 
     def __init__(self, closing: Closing) -> None:
         self._bell = closing.lock()
-        self._server: ControlServer | None = None  # its thread answers requests before this is set
+        self._server: ControlServer | None = None  # set last: its thread answers requests before
 
     def serve(self, bridge: str, hub: HubView, queue: QueueView | None, first_env_id: int) -> None:
-        """Answers participants from now on."""
+        """Starts answering participants."""
         from shmbridge.control.server import ControlServer
 
         self._server = ControlServer(bridge, hub, queue, first_env_id=first_env_id, bell=self._bell)
 
     def look_again(self) -> None:
-        """There may be an answer for a request that waits for one. Never blocks."""
+        """Has the server retry its waiting requests. Never blocks."""
         if self._server is not None:
             self._server.look_again()
 
     def env_shares(self) -> Mapping[str, EnvWeight]:
-        """What the registered environments ask for, by producer id; an immutable snapshot."""
+        """Returns the shares requested by the registered environments, by producer id; an immutable
+        snapshot.
+        """
         return self._server.shares if self._server is not None else {}
 
     def close(self) -> None:
-        """Stops answering; blocks until the answer being written is out."""
+        """Stops answering; blocks until the answer being written is sent."""
         if self._server is not None:
             self._server.close()

@@ -1,6 +1,6 @@
-"""A consumer as its control server sees it, and what it says to the whole bridge.
+"""A consumer as its control server sees it, and the calls that change the whole bridge's state.
 
-Knows the parts of a consumer that answer; takes no records, and never blocks. Any thread.
+Takes no records and never blocks. Any thread.
 """
 
 from collections.abc import Collection
@@ -15,36 +15,36 @@ from shmbridge.segments.closing import Closing, then_close
 
 
 class Batches(Protocol):
-    """What forms batches, as this sees it."""
+    """The batch former, as far as the hub view uses it."""
 
     @property
     def steps(self) -> int:
         """Steps of all runs."""
 
     def end_step(self) -> None:
-        """What was handed out last is in the policy now."""
+        """Ends the step: the policy now includes the last batch handed out."""
 
 
 class Queue(Protocol):
-    """What is committed and in no batch yet, as this sees it."""
+    """The groups that are committed and in no batch yet, as far as the hub view uses them."""
 
     def groups(self) -> int:
-        """Of all producers."""
+        """Returns the groups of all producers."""
 
     def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
-        """Of each: whether it lives, and its groups."""
+        """Returns, per producer id, whether it lives and its number of groups."""
 
 
 class Ranks(Protocol):
-    """What answers learner ranks, as this sees it."""
+    """The rank server, as far as the hub view uses it."""
 
     def next_share(
         self, request: messages.NextShare
     ) -> messages.Manifest | messages.NoMoreShares | messages.Refused | None:
-        """The rank's next share; None while there is none."""
+        """Returns the rank's next share; None while there is none."""
 
     def shares_done(self, request: messages.SharesDone) -> messages.Ack | messages.Refused:
-        """A learner rank is done with shares."""
+        """Notes that a learner rank is done with shares."""
 
 
 class Hub:
@@ -102,7 +102,7 @@ class Hub:
     def publish_policy_version(self, version: int) -> None:
         """See Consumer.publish_policy_version."""
         self._state.publish(version)
-        self._batches.end_step()  # after the store: what begins now begins under this version
+        self._batches.end_step()  # after the store: a group that begins now begins under this version
 
     def pause(self) -> None:
         """See HubView."""

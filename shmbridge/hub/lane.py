@@ -1,6 +1,7 @@
-"""One lane as its consumer knows it: what can be taken, what it counts, whether it can still be believed.
+"""One lane on the consumer's side: its records to take, its counters, and whether its words are still
+trusted.
 
-Knows one lane's reader; which lanes there are is lanes.py's.
+Used by lanes.py, which finds the lanes.
 """
 
 import logging
@@ -17,8 +18,8 @@ _LOOKS = 8
 
 
 class HubLane:
-    """One lane: its reader, what it says of all its records, and whether its producer is dead or its words
-    cannot be true.
+    """One adopted lane: its reader, the facts common to its records, whether its producer is dead, and
+    whether the lane is quarantined.
     """
 
     __slots__ = ("_last_counters", "dead", "lane", "name", "reader", "size")
@@ -27,18 +28,20 @@ class HubLane:
         self.name, self.reader, self.lane, self.size = lane.name, reader, lane, size
         self.dead = False
         self._last_counters: Counter[str] | None = None
-        # an earlier hub did that: what was held then, or was committed since, is lost as well
+        # Quarantined by an earlier hub: records held then, or committed since, are lost as well.
         if reader.quarantined:
             self._give_up(reader.undelivered)
 
     @property
     def corrupt(self) -> bool:
-        """Whether nothing is taken from it any more, because its words cannot be true."""
+        """Whether the lane is quarantined: its words cannot be true, and nothing is taken from it any
+        more.
+        """
         return self.reader.untrusted
 
     @property
     def producer_id(self) -> str:
-        """Whose lane it is."""
+        """Id of the lane's producer."""
         return self.lane.producer_id
 
     @property
@@ -48,33 +51,33 @@ class HubLane:
 
     @property
     def held(self) -> int:
-        """Records taken whose memory is not free yet: leased, or their release is put off for a rank of an
+        """Records taken whose memory is not free yet: leased, or with a release deferred for a rank of an
         earlier hub.
         """
         return self.reader.held + self.reader.put_off
 
     @property
     def dropped(self) -> int:
-        """Records that were looked at and are un-released, though nobody holds a lease."""
+        """Un-released records that were read and are no longer leased."""
         return self.reader.dropped
 
     @property
     def starves(self) -> bool:
-        """Whether its producer asked for room in vain, and there is none yet."""
+        """Whether its producer waits for room, and there is none yet."""
         wanted = self.reader.wanted_bytes
         if wanted == 0 or self.held + self.dropped == 0 or self.reader.has_room_for(wanted):
             return False
-        # else the producer has moved on while its slots were looked at
+        # If it changed, the producer has moved on while its slots were read.
         return self.reader.wanted_bytes == wanted
 
     def take(self) -> Record | None:
-        """The next record; None if there is none, or if the lane has just been quarantined."""
+        """Returns the next record; None if there is none, or if the lane has just been quarantined."""
         if self.corrupt:
             return None
         try:
             return self.reader.take(Record)
         except header.LaneCorrupt as wrong:
-            self.distrust(str(wrong))  # a log that keeps it must not keep frames
+            self.distrust(str(wrong))  # as text: a logger that keeps the exception would keep frames
             return None
 
     def distrust(self, why: str) -> None:
@@ -84,19 +87,19 @@ class HubLane:
             log.error("lane of producer %s is quarantined: %s", self.producer_id, why)
 
     def quarantine(self) -> None:
-        """Takes nothing from the lane any more; what it held is counted, and its counters stand still."""
-        waiting = self.reader.waiting  # this, or what follows, may be nonsense
+        """Takes nothing from the lane any more; counts its lost records and freezes its counters."""
+        waiting = self.reader.waiting  # this value and the next may be garbage
         unreleased = self.reader.undelivered - self.held - self.dropped
         self._give_up(max(waiting if waiting <= self.reader.slot_count else 0, unreleased, 1))
 
     def _give_up(self, lost: int) -> None:
-        """So many records are lost with the lane. Its words change no counter from here on."""
+        """Counts `lost` records as lost with the lane. From here on its words change no counter."""
         self.reader.quarantine(lost)
         self._last_counters = self.counters()
 
     def _look(self) -> tuple[dict[str, Any], int]:
-        """The lane's words, and how many records can be taken; of one moment, unless its producer commits
-        between each two looks.
+        """Returns the lane's words and the number of records that can be taken; consistent unless the
+        producer commits between every two reads.
         """
         for _ in range(_LOOKS):
             words, waiting = header.lane_counters(self.reader.lane), self.waiting
@@ -105,7 +108,7 @@ class HubLane:
         return words, waiting
 
     def counters(self) -> Counter[str]:
-        """From the lane's own words."""
+        """Returns the counters, from the lane's own words."""
         if self._last_counters is not None:
             last, held = self._last_counters, self.reader.held + self.dropped
             released = last["released_total"] + last["held"] - held
@@ -115,7 +118,7 @@ class HubLane:
             done + later for done, later in zip(words["discarded"], self.reader.discards_put_off, strict=True)
         ]
         released = words["released"] + self.reader.put_off - sum(discarded)
-        discarded[Discard.CORRUPT] += words["quarantined"]  # those are never released
+        discarded[Discard.CORRUPT] += words["quarantined"]  # never released
         return Counter(
             {
                 "records_total": words["tail"],

@@ -1,8 +1,7 @@
-"""The lanes a consumer has adopted: found, checked, taken from in turn, buried when their producer is dead.
+"""The lanes that a consumer has adopted: finds and checks them, takes records in turn, removes dead lanes.
 
-Knows lane segments, column agreement and deaths; knows nothing of batches, the control plane or who asks.
-Owned by the consumer; `take` is for the consumer's thread, burying for the death watch's, everything else for
-any.
+Owned by the consumer. `take` is for the consumer's thread, removal for the death watch's, everything else for
+any thread.
 """
 
 import functools
@@ -28,15 +27,15 @@ from shmbridge.segments.locks import LockByte
 
 log = logging.getLogger(__name__)
 
-_KILLED_S = 0.2  # the kernel gives a dead hub's locks back one after the other, that of the bridge first
-_DESCRIPTORS = 32  # control plane, death watch, and what is open only for a moment
-_THREADS = 5  # death watch, control plane and the two of its socket library, prefetch
+_KILLED_S = 0.2  # the kernel frees a dead hub's locks one by one, that of the bridge first
+_DESCRIPTORS = 32  # control plane, death watch, and short-lived ones
+_THREADS = 5  # death watch, control plane and its socket library's two, prefetch
 
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """Lanes full of what one reader holds, or has dropped, so that nothing more can come; `live` of them have
-    a living producer.
+    """Lanes filled by the leased or dropped records of one reader, so that nothing more can come; `live` of
+    them have a living producer.
     """
 
     lanes: int
@@ -62,22 +61,22 @@ class LaneSet:
         self.bridge, self.columns, self.limit = bridge, columns, limit
         self._control = control
         self._lanes: dict[str, HubLane] = {}
-        # just opened: with pid and its namespace
+        # Just opened: with the producer's pid and pid namespace.
         self._unsettled: dict[str, tuple[HubLane, int, int]] = {}
         on_lost = functools.partial(say_lost, f"bridge {bridge!r}")
         self.turns = LanePoller(Record, control.mapping, self._on_corrupt, control.arrivals, on_lost)
         self.refused: set[str] = set()
-        self._taken: set[str] = set()  # of these: another consumer reads them; tried again
-        self._gone: Counter[str] = Counter()  # counters of lanes that are no more
-        self._counting = closing.lock()  # a lane is among the lanes, or in there
+        self._taken: set[str] = set()  # the refused lanes that another consumer reads; tried again
+        self._gone: Counter[str] = Counter()  # counters of removed lanes
+        self._counting = closing.lock()  # moves a lane's counters from _lanes to _gone
         self._crowded = False  # there are more lanes than `limit`
-        self._hindered = False  # a lane could not be opened: a limit of this process
+        self._hindered = False  # a limit of this process kept a lane from being opened
         self._ranks_before = False
         self._adopting = closing.lock()
         self._watch = DeathWatch(self._on_death, self._look_round)
 
     def __iter__(self) -> Iterator[HubLane]:
-        """A snapshot: the death watch removes lanes meanwhile."""
+        """Iterates over a snapshot: the death watch may remove lanes."""
         return iter(list(self._lanes.values()))
 
     def __len__(self) -> int:
@@ -87,20 +86,19 @@ class LaneSet:
     # --------------------------------------------------------------------------------------------------------
 
     def adopt(self, *, strict: bool = False) -> None:
-        """Takes over every new lane there is room for, oldest first.
+        """Adopts every new lane there is room for, oldest first.
 
         Dead lanes whose records are all taken need no room.
 
         A lane that disagrees on a column's type is refused and logged; with `strict` it is a SchemaMismatch.
-        A lane that this process has no descriptor or address space left for is tried again by the death
-        watch.
+        If this process has no descriptor or address space left for a lane, the death watch tries again.
         """
         with self._adopting:
             if self.turns.closed:
                 raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
-            # before the names are listed: what comes later is looked for again
+            # Read before the names are listed: a later arrival is looked for again.
             arrivals = self._control.arrivals
-            # until all are adopted, who takes looks here, and waits for this thread
+            # Deliberately stale until all are adopted, so that take() calls adopt() and blocks on _adopting.
             self.turns.arrivals = (arrivals - 1) & 0xFFFFFFFF
             self._settle()
             self._adopt(strict)
@@ -121,7 +119,7 @@ class LaneSet:
                     found.append((opened[1]["created_ns"], name, *opened))
                     found.sort(key=lambda each: each[:2])
                     crowded += len(found) > room
-                    del found[room:]  # the youngest wait; only so many are open at a time
+                    del found[room:]  # keep the oldest; limits how many are open at a time
         except OSError as wrong:
             limit = (
                 wrong
@@ -137,11 +135,11 @@ class LaneSet:
         self._say_what_waits(crowded, hindered)
 
     def _room(self) -> int:
-        """Lanes that may still be adopted."""
+        """Returns how many more lanes may be adopted."""
         return max(self.limit - sum(not lane.dead or lane.waiting > 0 for lane in self), 0)
 
     def _open(self, name: str) -> tuple[Mapping, dict[str, Any]] | None:
-        """A ready lane's mapping and header; None if it is gone, not ready, or refused.
+        """Returns a ready lane's mapping and header; None if it is gone, not ready, or refused.
 
         Raises ProcessLimit.
         """
@@ -161,9 +159,9 @@ class LaneSet:
             return None
 
     def _lock(self, name: str, mapping: Mapping) -> bool:
-        """Becomes the lane's one reader.
+        """Takes the lane's reader lock; returns False if another consumer holds it.
 
-        Another hub is one of a control segment that was removed, if it is not just dying.
+        The other consumer belongs to a removed control segment, unless it is just dying.
         """
         until = time.monotonic() + (0 if name in self._taken else _KILLED_S)
         while not locks.lock_exclusive(mapping.fd, LockByte.READER):
@@ -187,7 +185,7 @@ class LaneSet:
         try:
             columns = Columns.decode(info["columns"])
             columns.check_standard()
-        except SchemaMismatch as garbage:  # what no producer writes is that lane's matter alone
+        except SchemaMismatch as garbage:  # no producer writes this: refuse this lane alone
             self._refuse(name, str(garbage))
             return
         try:
@@ -209,7 +207,7 @@ class LaneSet:
         self._settle()
 
     def _settle(self) -> None:
-        """Takes from lanes just opened and watches their producers.
+        """Starts taking from just opened lanes and watches their producers.
 
         Idempotent: the next adoption repeats it.
         """
@@ -248,7 +246,7 @@ class LaneSet:
 
     @property
     def _unlisted(self) -> bool:
-        """Whether lanes have arrived that are not adopted, or are just being."""
+        """Whether lanes have arrived that are not adopted yet."""
         return self.turns.overtaken
 
     @property
@@ -260,7 +258,7 @@ class LaneSet:
     # --------------------------------------------------------------------------------------------------------
 
     def take(self, call: Call) -> Record | None:
-        """The next record, one lane after the other; None if no lane has one."""
+        """Returns the next record, taking lanes in turn; None if no lane has one."""
         if self._unlisted:
             self.adopt()
         record = self.turns.take(True, call)
@@ -270,7 +268,7 @@ class LaneSet:
         return record
 
     def poll(self, most: int, call: Call = Call.POLL) -> list[Record]:
-        """Up to `most` records that are there now, one lane after the other."""
+        """Returns up to `most` records that are there now, taking lanes in turn."""
         if self._unlisted:
             self.adopt()
         records = self.turns.poll(most, True, call)
@@ -280,9 +278,7 @@ class LaneSet:
         return records
 
     def take_back_dropped(self) -> int:
-        """Has what was dropped after a look handed out again, before all others; how many records that
-        are.
-        """
+        """Queues records that were read and dropped for redelivery, before all others; returns how many."""
         return sum(lane.reader.take_back_dropped() for lane in self if not lane.corrupt)
 
     def _on_corrupt(self, reader: lane_reader.LaneReader, why: str) -> None:
@@ -291,15 +287,15 @@ class LaneSet:
                 lane.distrust(why)
 
     def take_backlog(self) -> Iterator[Record]:
-        """What was committed and un-released when these lanes were adopted."""
+        """Yields the records that were committed and un-released when these lanes were adopted."""
         for lane in self:
             for _ in range(lane.waiting):
                 if (record := lane.take()) is None:
-                    break  # the lane's words said more than there is
+                    break  # the lane's words claimed more records than there are
                 yield record
 
     def readers(self) -> list[lane_reader.LaneReader]:
-        """Of the lanes to wait for."""
+        """Returns the readers of the lanes to wait for."""
         return self.turns.readers()
 
     def ring_all(self) -> None:
@@ -311,21 +307,23 @@ class LaneSet:
     # --------------------------------------------------------------------------------------------------------
 
     def _on_death(self, name: str) -> None:
-        """The lock is free: nothing more will be committed."""
+        """The producer's lock is free: nothing more will be committed."""
         lane = self._lanes.get(name)
         if lane is not None:
             lane.dead = True
             self._control.ring()
 
     def _look_round(self) -> bool:
-        """Adopts what came while the consumer was busy, removes dead lanes that hold nothing any more;
-        whether any is left for later.
+        """Adopts lanes that arrived while the consumer was busy, removes dead lanes that hold nothing any
+        more.
+
+        Returns whether any dead lane, or a rank of an earlier hub, is left for later.
         """
         if self._unlisted or self._hindered or self._taken or (self._crowded and self._room()):
             known = len(self._lanes)
             self.adopt()
             if len(self._lanes) != known:
-                # the consumer may sleep, and nobody else says that they can be taken from
+                # The consumer may sleep, and nothing else wakes it for the new lanes.
                 self._control.ring()
         if self._ranks_before:
             self._heed_ranks_before()
@@ -336,15 +334,15 @@ class LaneSet:
         return left
 
     def look_for_ranks(self) -> None:
-        """This hub's epoch has begun: from now on ranks of earlier ones are heeded, as long as there are
-        any.
+        """Called once this hub's epoch has begun: defers releases from now on while a rank of an earlier hub
+        lives.
         """
         self._heed_ranks_before()
         self._watch.nudge()
 
     def _heed_ranks_before(self) -> None:
-        """While a rank of an earlier hub lives, releases of what is redelivered are put off; once none does,
-        they are done.
+        """Defers releases of redelivered records while a rank of an earlier hub lives; does them once none
+        does.
         """
         with self._adopting:
             self._ranks_before = membership.ranks_before(self._control)
@@ -358,7 +356,7 @@ class LaneSet:
         counters = lane.counters()
         try:
             removed, reason, _ = membership.remove_lane(lane.name, with_records=lane.corrupt)
-        except ProcessLimit:  # it can wait until a descriptor is free
+        except ProcessLimit:  # retry when a descriptor is free
             return False
         if not (removed or reason == "gone already"):
             return False
@@ -373,30 +371,31 @@ class LaneSet:
                 }
             )
         if self._crowded:
-            self._control.ring()  # there may be room for one that waits
+            self._control.ring()  # a waiting lane may have room now
         return True
 
     def finished_producers(self) -> set[str]:
-        """Ids of the producers that will put nothing more and whose records are all taken."""
+        """Returns the ids of producers that will put nothing more and whose records are all taken."""
         return {lane.producer_id for lane in self if lane.dead and not lane.waiting} - {
             lane.producer_id for lane in self if not lane.dead
         }
 
     def has_live_producer(self, producer_id: str) -> bool:
-        """Whether a living producer's lane is attached under this id."""
+        """Returns whether a living producer's lane is attached under this id."""
         return any(lane.producer_id == producer_id and not lane.dead for lane in self)
 
     def busy_producers(self) -> set[str]:
-        """Ids of the producers that have records nobody has taken yet."""
+        """Returns the ids of producers with records that are not taken yet."""
         return {lane.producer_id for lane in self if lane.waiting}
 
     @property
     def nothing_left(self) -> bool:
-        """Whether nothing can be taken, nor could be if there were room for more lanes."""
+        """Whether nothing can be taken, and no lane waits to be adopted."""
         return not self._unlisted and not self.some_wait and not any(lane.waiting for lane in self)
 
     def tickets(self) -> dict[str, int]:
-        """How many groups each lane's producer has begun and not put, by living lane; one system call each.
+        """Returns how many groups each living lane's producer has begun and not put; one system call per
+        lane.
 
         Any thread.
         """
@@ -416,11 +415,11 @@ class LaneSet:
 
     @property
     def held(self) -> int:
-        """Records taken and not yet released, over all lanes; without those that nobody holds any more."""
+        """Records taken and not yet released, over all lanes; without dropped ones."""
         return sum(lane.held for lane in self)
 
     def dropped_words(self) -> str:
-        """What an error says of records that keep their room though nobody holds them; "" if there are
+        """Returns an error message's words about dropped records that still occupy room; "" if there are
         none.
         """
         count = sum(lane.dropped for lane in self)
@@ -431,16 +430,16 @@ class LaneSet:
         )
 
     def stuck(self, held_here: int) -> Stuck | None:
-        """What is full, if no lane can bring anything more until one of the caller's `held_here` records is
-        released.
+        """Returns the full lanes, if none can bring anything more until one of the caller's `held_here`
+        records is released; else None.
         """
-        held = self.held  # first: what is let go from here on is room that the lanes show
+        held = self.held  # read first: a later release shows as room in the lanes
         lanes = [lane for lane in self if not lane.corrupt]
         if all(lane.dead for lane in lanes):
             return None
         if any(lane.waiting or not (lane.dead or lane.starves) for lane in lanes):
             return None
-        if held > held_here:  # somebody else holds leases, whose end makes room
+        if held > held_here:  # leases held elsewhere will end and make room
             return None
         return Stuck(
             lanes=len(lanes),
@@ -453,7 +452,7 @@ class LaneSet:
         )
 
     def counters(self) -> Counter[str]:
-        """Summed over all lanes that there are and were."""
+        """Returns the counters summed over all lanes, present and removed."""
         with self._counting:
             total, lanes = Counter(self._gone), list(self)
         for lane in lanes:
@@ -465,36 +464,36 @@ class LaneSet:
         return total
 
     def abandon(self) -> None:
-        """Leases that are still held end without release, whenever that is: the next consumer gets those
+        """Makes leases still held end without release, whenever they end: the next consumer gets those
         records again.
         """
         for lane in self:
             lane.reader.abandoned = True
 
     def unlock(self) -> None:
-        """Gives every lane to the next consumer, though views of this one may live: nothing is released
-        through them any more.
+        """Gives every lane to the next consumer, even while views of this one live: they can release nothing
+        any more.
         """
         for lane in self:
             if not lane.reader.lane.forked:
                 locks.unlock(lane.reader.lane.fd, LockByte.READER)
 
     def close(self) -> int:
-        """Ends the death watch and lets go of all lanes; how many records are still leased.
+        """Ends the death watch and drops all lanes; returns how many records are still leased.
 
         Views keep their lane.
 
-        A release that is still put off is not done any more: the next consumer gets the record again.
+        A deferred release is no longer done: the next consumer gets the record again.
         """
         self._watch.stop()
         with self._adopting:
-            self.turns.close()  # from here on nothing is taken, whoever iterates
+            self.turns.close()  # from here on nothing is taken, by any iteration
             held = sum(lane.reader.held for lane in self)
             for lane in self:
                 if not lane.reader.held and not lane.reader.lane.forked:
-                    # whoever still knows the lane reads nothing in it
+                    # No remaining holder of the lane reads in it.
                     locks.unlock(lane.reader.lane.fd, LockByte.READER)
             self._lanes.clear()
             self._unsettled.clear()
-            vars(self).pop("_control", None)  # views, through their reader, are to be the last that keep it
+            vars(self).pop("_control", None)  # only views, through their reader, keep it from here on
         return held

@@ -1,6 +1,6 @@
-"""What a hub says to its whole bridge: run, policy version, pause, drain. A few shared words; any thread.
+"""The state a hub publishes to its whole bridge: run, policy version, pause, drain. A few shared words.
 
-Knows the control segment's words and whether the consumer is closed. Used by all its parts; never blocks.
+Used by all parts of the consumer. Any thread; never blocks.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from shmbridge.segments.locks import LockByte
 
 
 def become_hub(bridge: str) -> header.Control:
-    """Takes the hub lock; the control segment's words. Raises ConsumerTaken."""
+    """Takes the hub lock and returns the control segment's words. Raises ConsumerTaken."""
     control = membership.open_control(bridge)
     namespace = locks.pid_namespace()
     if not locks.lock_after(
@@ -32,13 +32,13 @@ def become_hub(bridge: str) -> header.Control:
             f"bridge {bridge!r} has a living consumer: pid {pid}{me}",
             hint=f"close it and drop its records first, or use another bridge; ps -p {pid}",
         )
-    control.enter(os.getpid(), namespace)  # a second consumer that comes meanwhile names the right pid
+    control.enter(os.getpid(), namespace)  # so that a second consumer names the right pid in its error
     header.fault(b"hub.locked")
     return control
 
 
 class HubState:
-    """The control segment's words, until close(), and what is announced in them."""
+    """The control segment's words, until close(), and the announced run."""
 
     hub_epoch: int
 
@@ -53,7 +53,7 @@ class HubState:
         self.bridge, self.limit = bridge, limit
         self._words: header.Control | None = words
         self._closing, self._publishing = closing, closing.lock()
-        self._announced: tuple[Run | None, int] = run, 0  # and the steps of runs before it
+        self._announced: tuple[Run | None, int] = run, 0  # and the steps of the runs before it
         self._training_version = -1
         self.steps_ended = 0
 
@@ -62,7 +62,7 @@ class HubState:
     @property
     def words(self) -> header.Control:
         """The control segment's words. Raises Closed."""
-        words = self._words  # read once: a handler may close at any line
+        words = self._words  # read once: a signal handler may close at any line
         if words is None or words.mapping.forked:
             self.check_process()
             raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
@@ -78,9 +78,9 @@ class HubState:
         self._words = None
 
     def check_process(self) -> header.Control | None:
-        """The words, None once they are gone.
+        """Returns the words, None once they are gone.
 
-        Raises Closed in a child of fork, where a thread that is not there may hold a lock.
+        Raises Closed in a child of fork, where a lock may be held by a thread that does not exist.
         """
         words = self._words
         if words is not None and words.mapping.forked:
@@ -88,13 +88,13 @@ class HubState:
         return words
 
     def check_open(self) -> None:
-        """Raises Closed."""
+        """Raises Closed if the consumer is closed, or belongs to the process before fork."""
         if self.check_process() is None or self._closing.closed:
             raise Closed(f"the consumer of bridge {self.bridge!r} is closed")
 
     @contextlib.contextmanager
     def until_closed(self) -> Iterator[None]:
-        """An iteration ends where it finds the consumer closed, by whatever thread."""
+        """Ends the enclosed iteration without an error when the consumer is closed, by any thread."""
         try:
             yield
         except Closed:
@@ -107,7 +107,7 @@ class HubState:
         return int(self.words.mapping.fd)
 
     def begin_epoch(self, columns: bytes) -> None:
-        """From here on this process is the hub that everybody sees."""
+        """Makes this process the hub that every participant sees."""
         self.hub_epoch = self.words.begin_epoch(os.getpid(), locks.pid_namespace(), columns)
 
     # -- the run ---------------------------------------------------------------------------------------------
@@ -118,12 +118,12 @@ class HubState:
         return self._announced[0]
 
     def announce(self, run: Run | None, steps: int) -> None:
-        """Announces a run that begins after so many steps."""
+        """Announces a run that begins after `steps` steps in all."""
         self._announced = run, steps
         self.words.next_run()
 
     def current_step(self, steps: int) -> int:
-        """The run's step after so many steps in all."""
+        """Returns the run's step after `steps` steps in all."""
         run, steps_before = self._announced
         return (run.starting_step if run else 0) + steps - steps_before
 
@@ -148,7 +148,7 @@ class HubState:
         """Publishes a policy version. Raises ValueError if it goes backwards."""
         if not 0 <= version < 1 << 62:
             raise ValueError(f"policy version {version} is not within 0 and 2**62")
-        with self._publishing:  # the control plane's thread does, too
+        with self._publishing:  # the control plane's thread publishes, too
             if version < self.policy_version:
                 raise ValueError(
                     f"policy version {version} is before {self.policy_version}: "
@@ -189,13 +189,15 @@ class HubState:
         return bool(self.words.draining)
 
     def drain(self) -> None:
-        """Takes no new records from here on."""
+        """Stops taking new records."""
         self.words.draining = True
 
     def ring(self) -> None:
-        """Wakes whoever waits for a record."""
+        """Wakes the threads that wait for a record."""
         self.words.ring()
 
     def say_finished(self) -> None:
-        """The bridge is drained and every learner rank is done: they read it also after this hub's end."""
+        """Marks the bridge as drained with every learner rank done; ranks can read it after this hub's
+        end.
+        """
         self.words.finish()

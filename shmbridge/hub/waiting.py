@@ -1,6 +1,6 @@
 """How a hub waits: for a record, sleeping or in an event loop, and for the end of a drain.
 
-Knows the doorbell and the lanes. Used by the consumer and by what forms batches.
+Used by the consumer and by the batch former.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from shmbridge.hub.state import HubState
 from shmbridge.segments.closing import Closing, then_close
 
 _LONGEST_WAIT_S = 1.0
-_DRAIN_GRACE_S = 0.05  # a put that is under way commits meanwhile
+_DRAIN_GRACE_S = 0.05  # time for a put that is under way to commit
 
 
 class Waiting:
-    """For the consumer's thread, and the one that forms batches; counters for any."""
+    """For the consumer's thread and the thread that forms batches; the counters for any thread."""
 
     def __init__(self, state: HubState, lanes: LaneSet, closing: Closing) -> None:
         self._state, self._lanes, self._closing = state, lanes, closing
@@ -26,7 +26,7 @@ class Waiting:
 
     def wait(self, left_s: float = _LONGEST_WAIT_S) -> None:
         """Sleeps until there may be something to take, at most a second."""
-        # Before the lanes: one that is adopted in between ends the wait.
+        # Read before the lanes: a lane adopted in between ends the wait.
         arrivals = self._lanes.turns.arrivals
         if (sleep := self._sleep) is not None:
             sleep.wait(self._lanes.readers(), int(min(left_s, _LONGEST_WAIT_S) * 1e9), arrivals)
@@ -39,14 +39,16 @@ class Waiting:
 
     @then_close
     def _hang_loop_bell(self) -> LoopBell | None:
-        """The bell that an event loop listens to; None once this is closed."""
+        """Returns the bell that an event loop listens to; None once this is closed."""
         with self._closing.whole:
             if self._loop_bell is None and self._sleep is not None:
                 self._loop_bell = LoopBell(self._sleep, self._state.bridge)
             return self._loop_bell
 
     def drained(self) -> bool:
-        """Whether the bridge is draining and nothing is left. A put that is under way gets time to commit."""
+        """Returns whether the bridge is draining and nothing is left. First gives a put under way time to
+        commit.
+        """
         if not self._state.draining:
             return False
         time.sleep(_DRAIN_GRACE_S)
@@ -60,7 +62,7 @@ class Waiting:
         return self._lanes.nothing_left
 
     def hint_when_empty(self) -> str:
-        """What to do where nothing comes; for ConsumerEmpty."""
+        """Returns advice for ConsumerEmpty when no record comes."""
         if self._state.run is None and self._lanes.live:
             return (
                 "this consumer has announced no run, and Atropos environments wait for one: "
@@ -80,13 +82,13 @@ class Waiting:
         return 0 if self._sleep is None else self._sleep.late_wakes
 
     def end(self) -> None:
-        """Nobody sleeps from now on.
+        """Ends sleeping for good.
 
-        Views keep the bell's mapping, and with it the hub's lock; this keeps it no longer.
+        Views keep the bell's mapping, and with it the hub's lock; this object drops it.
         """
         self._sleep = None
 
     def close(self) -> None:
-        """Ends what waits in event loops. May be called again, and finishes then."""
+        """Ends the waits in event loops. An interrupted call may be repeated, and then finishes."""
         if self._loop_bell is not None:
             self._loop_bell.close()

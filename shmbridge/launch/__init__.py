@@ -1,6 +1,3 @@
-"""`shmbridge launch`: a training run as one command.
-
-Stands on top: imports public things, is imported by the command alone.
-"""
+"""`shmbridge launch`: a training run as one command. Used by the command alone."""
 
 __all__ = ["config", "services", "start"]

@@ -6,10 +6,10 @@ from shmbridge.launch.config import Restart
 
 
 class Backoff:
-    """The restarts of one process: delays that double, and an end to patience.
+    """The restart delays of one process: they double, and the number of restarts is limited.
 
     Args:
-        rule: what the config says.
+        rule: the config's restart rule.
     """
 
     def __init__(self, rule: Restart) -> None:
@@ -18,8 +18,8 @@ class Backoff:
         self._restarts: deque[float] = deque()
 
     def after(self, *, started: float, ended: float) -> float | None:
-        """Seconds until it may start again; None: it has been restarted `max_restarts` times within the
-        window.
+        """Returns the seconds until it may start again; None: it has been restarted `max_restarts` times
+        within the window.
         """
         rule = self._rule
         while self._restarts and self._restarts[0] <= ended - rule.window:

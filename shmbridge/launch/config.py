@@ -1,7 +1,4 @@
-"""What `shmbridge launch` is told: the YAML file as typed structs, and what is wrong with it, by path.
-
-Starts nothing.
-"""
+"""The config of `shmbridge launch`: the YAML file as typed structs, and its errors, by path."""
 
 import difflib
 import re
@@ -37,8 +34,8 @@ class PolicyServer(Struct, kw_only=True):
 class Vllm(Struct, kw_only=True):
     """vLLM's own OpenAI server. `args` go to it as they are.
 
-    `python`: the interpreter that has vLLM and shmbridge; the launcher's own if empty. `follow`: it keeps to
-    the newest weights of the bridge; `pause` says what becomes of requests in flight meanwhile.
+    `python`: the interpreter that has vLLM and shmbridge; the launcher's own if empty. `follow`: it loads
+    each new version of the bridge's weights; `pause` says what happens to requests in flight during that.
     """
 
     model: str
@@ -87,8 +84,8 @@ class Restart(Struct, kw_only=True):
     """When a dead environment starts again: after `first_delay` seconds, twice as long each time, `max_delay`
     at most.
 
-    `reset_after` seconds of running start the delays afresh. More than `max_restarts` within `window` seconds
-    end the launch.
+    After `reset_after` seconds of running the delays start over. More than `max_restarts` within `window`
+    seconds end the launch.
     """
 
     when: Literal["failure", "always", "never"] = "failure"
@@ -104,7 +101,7 @@ class Environment(Struct, kw_only=True):
 
     `args`: its flags, as a mapping without dashes or as a list of words.
 
-    `settle`: seconds it has to stay alive to count as started.
+    `settle`: seconds it must stay alive to count as started.
     """
 
     script: str
@@ -121,10 +118,10 @@ class Environment(Struct, kw_only=True):
 
 
 class Atropos(Struct, kw_only=True):
-    """The recipe's keys: times in seconds; `retry_delay` is the first one, `max_wait_time` the sum for a
+    """The recipe's keys: times in seconds; `retry_delay` is the first delay, `max_wait_time` the sum for a
     batch.
 
-    Without any of the four that limit the waiting, the learner waits as long as it takes: a group's rollouts
+    If none of the four wait limits is given, the learner waits without limit: a group's rollouts
     may take longer than the 30 s that the recipe waits by default.
     """
 
@@ -138,7 +135,7 @@ class Atropos(Struct, kw_only=True):
 
 
 class Trainer(Struct, kw_only=True):
-    """`trainer:` of the recipe, of which only `atropos:` is known here."""
+    """`trainer:` of the recipe; only its `atropos:` is used."""
 
     atropos: Atropos | None = None
 
@@ -157,11 +154,11 @@ class Config(Struct, kw_only=True):
 
 
 def load(path: Path) -> Config:
-    """The config of a YAML file.
+    """Returns the config of a YAML file.
 
     Raises:
-        BadConfig: it cannot be read, or something in it is not what it should be; the message names the path
-            of each key at fault.
+        BadConfig: the file cannot be read, or a value in it is wrong; the message names the path of each
+            wrong key.
         ImportError: PyYAML is not installed.
     """
     try:
@@ -188,7 +185,7 @@ def load(path: Path) -> Config:
 
 
 def parse(document: object) -> Config:
-    """The config of what YAML has made of a file; raises BadConfig."""
+    """Returns the config of a parsed YAML file; raises BadConfig."""
     if not isinstance(document, Mapping):
         raise BadConfig(
             f"the file holds {_kind(document)} and no keys",
@@ -207,7 +204,7 @@ def parse(document: object) -> Config:
 
 
 def nearest(path: str, name: str, known: list[str]) -> str:
-    """What to say of a name that is not known: `path.name: did you mean this?`, or all that are known."""
+    """Returns a hint for an unknown name: `path.name: did you mean this?`, or all known names."""
     close = difflib.get_close_matches(name, known, n=1)
     where = f"{path}.{name}" if path else name
     return (
@@ -218,7 +215,7 @@ def nearest(path: str, name: str, known: list[str]) -> str:
 
 
 def _unknown_keys(value: object, annotation: Any, path: str) -> Iterator[str]:
-    """One line per key, at any depth, that its struct does not have."""
+    """Yields one line per key, at any depth, that its struct does not have."""
     if isinstance(value, list):
         of_list = [args[0] for args in map(get_args, _structs_within(annotation, lists=True)) if args]
         for index, each in enumerate(value):
@@ -237,10 +234,10 @@ def _unknown_keys(value: object, annotation: Any, path: str) -> Iterator[str]:
 
 
 def _lost_in_reading(node: Any, path: str, seen: set[int]) -> Iterator[str]:
-    """One line per thing in PyYAML's tree of the file that nobody could tell from its values: a key given
+    """Yields one line per fault that PyYAML's tree of the file shows and its values do not: a key given
     twice, of which the last would hold, and NUL, which ends a word for the kernel.
     """
-    if node is None or id(node) in seen:  # an anchor's node is there once
+    if node is None or id(node) in seen:  # an anchor's node is visited once
         return
     seen.add(id(node))
     if node.id == "scalar":
@@ -262,7 +259,7 @@ def _lost_in_reading(node: Any, path: str, seen: set[int]) -> Iterator[str]:
 
 
 def _structs_within(annotation: Any, *, lists: bool) -> list[Any]:
-    """The structs, or the lists, among what an annotation allows."""
+    """Returns the structs, or the lists, that an annotation allows."""
     parts = get_args(annotation) if type(annotation).__name__ == "UnionType" else [annotation]
     if lists:
         return [part for part in parts if getattr(part, "__origin__", None) is list]
@@ -270,7 +267,7 @@ def _structs_within(annotation: Any, *, lists: bool) -> list[Any]:
 
 
 def _by_path(message: str) -> str:
-    """msgspec's message with the path first, as in `learner.steps: expected int, got str`."""
+    """Returns msgspec's message with the path first, as in `learner.steps: expected int, got str`."""
     text, _, path = message.partition(" - at ")
     where = path.strip("`").removeprefix("$").removeprefix(".")
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
@@ -283,7 +280,7 @@ def _kind(value: object) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-# --- what types cannot say --------------------------------------------------------------------------------
+# --- checks beyond types ----------------------------------------------------------------------------------
 
 _ENV_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 RESERVED = ("policy_server", "vllm", "learner", "gateway", "launch")
@@ -371,7 +368,7 @@ def _check_environment(environment: Environment, path: str, names: set[str]) -> 
 
 
 def instances(environment: Environment) -> list[str]:
-    """Names of its processes: its own, or with `-0`, `-1`, ... where there are several."""
+    """Returns the names of its processes: its own, or with `-0`, `-1`, ... if there are several."""
     if environment.count == 1:
         return [environment.name]
     return [f"{environment.name}-{index}" for index in range(environment.count)]

@@ -1,4 +1,4 @@
-"""What a launch says: one line per change on stderr, or one JSON object on stdout, and always one in the
+"""The output of a launch: one line per change on stderr, or one JSON object on stdout, and always one in the
 run's events.jsonl.
 """
 
@@ -13,7 +13,7 @@ import msgspec
 
 
 class Events:
-    """Says what happens; a terminal or a reader that has gone away never ends a run.
+    """Reports events; a closed terminal or pipe never ends a run.
 
     Args:
         path: file that gets a JSON line per event.
@@ -26,7 +26,7 @@ class Events:
         self._began = time.monotonic()
 
     def say(self, event: str, text: str, **facts: Any) -> None:
-        """One event: its kind, what a reader is told, and what a program may want to know."""
+        """Reports one event: its kind, the text for a reader, and facts for a program."""
         line = msgspec.json.encode({"event": event, "time": time.time(), **facts, "text": text}) + b"\n"
         with contextlib.suppress(OSError):
             self._file.write(line)
@@ -37,8 +37,8 @@ class Events:
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """Writes what the reader takes; a stopped terminal or a full pipe costs a moment and the rest of the
-    line, not the run.
+    """Writes as much as the reader takes; a stopped terminal or a full pipe costs a moment and the rest of
+    the line, but does not stop the run.
     """
     with contextlib.suppress(OSError):
         for begin in range(0, len(data), select.PIPE_BUF):

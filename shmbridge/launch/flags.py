@@ -1,7 +1,4 @@
-"""A mapping of the config as command-line flags, checked against the parser that will read them.
-
-Knows no program.
-"""
+"""Turns a mapping of the config into command-line flags, checked against the parser that will read them."""
 
 import argparse
 import contextlib
@@ -14,7 +11,7 @@ from shmbridge.launch.config import Scalar, nearest
 
 
 def flags(options: Mapping[str, Scalar]) -> list[str]:
-    """`{max_staleness: 4, resume: true}` as `--max-staleness 4 --resume`; a false switch is left out."""
+    """Returns `{max_staleness: 4, resume: true}` as `--max-staleness 4 --resume`; omits a false switch."""
     words: list[str] = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
@@ -22,28 +19,28 @@ def flags(options: Mapping[str, Scalar]) -> list[str]:
             words += [flag] if value else []
         else:
             text = str(value)
-            # a parser takes -1e-3 for a flag
+            # A parser reads -1e-3 as a flag.
             words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return words
 
 
 def dotted_flags(options: Mapping[str, Scalar]) -> list[str]:
-    """`{env.group_size: 8, env.use_wandb: false}` as an Atropos environment takes them:
+    """Returns `{env.group_size: 8, env.use_wandb: false}` in the form of an Atropos environment:
     `--env.group_size=8 --env.use_wandb=false`.
     """
     return [f"--{name}={word(value)}" for name, value in options.items()]
 
 
 def word(value: Scalar) -> str:
-    """A value as a command line has it."""
+    """Returns a value in the form of a command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check_options(
     path: str, options: Mapping[str, Scalar], parser: argparse.ArgumentParser, taken: Collection[str]
 ) -> None:
-    """Raises BadConfig if the parser does not know a name, or if it is one of `taken`, which have a key of
-    their own.
+    """Raises BadConfig for a name that the parser does not know, or one of `taken`, which have a key of their
+    own.
     """
     actions = {
         flag.removeprefix("--"): action
@@ -70,7 +67,7 @@ def check_options(
 def check_values(path: str, argv: list[str], parser: argparse.ArgumentParser) -> None:
     """Raises BadConfig with the parser's own words if it refuses a value.
 
-    Flags it does not know are for others to judge.
+    Ignores flags that the parser does not know.
     """
     said = io.StringIO()
     try:

@@ -1,22 +1,22 @@
-"""Runs one program and lets nothing it started outlive it.
+"""Runs one program, and kills every process it started when it ends.
 
-A script of the standard library alone; knows nothing of shmbridge.
+A script that uses the standard library alone.
 
     python -I -S guardian.py PARENT DEATH_SIGNAL FOLDER LABEL PROGRAM [ARGUMENT ...]
 
-Three facts of the kernel: a process that asks for it becomes the parent of its descendants' orphans, whatever
-sessions they opened (PR_SET_CHILD_SUBREAPER); a process can have itself signalled when its parent dies
-(PR_SET_PDEATHSIG); a child that has ended keeps its pid until its parent has waited for it, so that killing
-children hits nobody else. From these:
+Three facts of the kernel: a process that asks for it becomes the parent of its descendants' orphans, in any
+session (PR_SET_CHILD_SUBREAPER); a process can be signalled when its parent dies (PR_SET_PDEATHSIG); a child
+that has ended keeps its pid until its parent has waited for it, so that killing children hits no other
+process. From these:
 
-- the program ends: whatever it left becomes a child of the guardian and is killed, until there is none; but
-  if it ends since it was told to, those of its process group, who were told the same, end by themselves first
-  (a shell is gone before the program it has started);
-- the guardian is killed: the program gets DEATH_SIGNAL, and what else there is goes to the guardian's own
+- the program ends: its remaining processes become children of the guardian and are killed, all of them;
+  but if the program was told to end, the processes of its group, which were told the same, end by themselves
+  first (a shell ends before the program it has started);
+- the guardian is killed: the program gets DEATH_SIGNAL, and the other processes go to the guardian's own
   guardian;
-- PARENT dies (0: it may): the guardian kills the program at once, then sweeps as above.
+- PARENT dies (0: the guardian outlives it): the guardian kills the program at once, then sweeps as above.
 
-SIGINT, SIGTERM and SIGHUP go on to the program's process group. LABEL is there for those who read a list of
+SIGINT, SIGTERM and SIGHUP are passed on to the program's process group. LABEL is shown in a list of
 processes. Exit status: that of the program, 128 + signal if one killed it; 127 if it could not be started.
 """
 
@@ -34,17 +34,17 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def adopt_orphans() -> None:
-    """From now on this process, not init, becomes the parent of its descendants' orphans."""
+    """Makes this process, instead of init, the parent of its descendants' orphans."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> dict[int, int]:
-    """The children of this process, ended ones that nobody waited for included: pid -> process group."""
+    """Returns the children of this process, zombies included: pid -> process group."""
     me, found = str(os.getpid()).encode(), {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
-                # a name is any bytes, cut off within a character too
+                # A name is any bytes, and may be cut off within a character.
                 with open(f"/proc/{name}/stat", "rb") as file:
                     after_name = file.read().rpartition(b")")[2].split()
             except OSError:  # it has ended, or is another user's and hidden
@@ -64,17 +64,17 @@ def sweep(spared: Collection[int] = ()) -> None:
         for pid in remaining:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except PermissionError:  # it became another user's: nothing of ours may touch it
+            except PermissionError:  # it became another user's: we may not signal it
                 beyond.add(pid)
         for pid in remaining - beyond:
             os.waitpid(pid, 0)
 
 
 def block_signals() -> set[signal.Signals]:
-    """Has the ending signals and SIGCHLD wait for `sigwait`; SIGINT and SIGHUP stay ignored if they came so
-    (nohup, a shell's `&`).
+    """Blocks the ending signals and SIGCHLD for `sigwait`; SIGINT and SIGHUP stay ignored if they were at the
+    start (nohup, a shell's `&`).
     """
-    # how we learn of ends, and of a parent's death: whoever called may ignore them
+    # The caller may ignore them, but they report ends and the parent's death.
     for signum in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)
     wanted = {signum for signum in ENDING if signal.getsignal(signum) != signal.SIG_IGN} | {signal.SIGCHLD}
@@ -83,15 +83,15 @@ def block_signals() -> set[signal.Signals]:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the program; its exit status. Blocks until it and all it started are gone."""
+    """Runs the program; returns its exit status. Blocks until it and all processes it started are gone."""
     parent, death_signal, folder, label, *command = argv
     adopt_orphans()
     awaited = block_signals()
     if parent != "0":
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != int(parent):  # it died before the line above
+        if os.getppid() != int(parent):  # the parent died before the line above
             return 1
-    spared = children()  # whoever became this program may have had some
+    spared = children()  # children that this process had before exec
     program = _start(command, folder, int(death_signal))
     status = 127
     if program:
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
             _wait_for_group(program, int(parent), awaited)
     sweep(spared)
     if parent == "0" and status == 128 + signal.SIGKILL:
-        with contextlib.suppress(OSError):  # of a reader that has gone away
+        with contextlib.suppress(OSError):  # the reader is gone
             print(
                 f"{label}: its supervisor was killed; all that it ran has been ended",
                 file=sys.stderr,
@@ -111,14 +111,16 @@ def main(argv: list[str]) -> int:
 
 
 def _start(command: list[str], folder: str, death_signal: int) -> int:
-    """Pid of the program once it runs, in a session of its own; 0, and why on stderr, if it cannot be run."""
+    """Starts the program in a session of its own; returns its pid, or 0, with the reason on stderr, if it
+    cannot run.
+    """
     me = os.getpid()
     running, failed = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.setsid()
-            # Python ignores them; programs should not have to
+            # Python ignores these signals; a program should start with the defaults.
             for signum in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(signum, signal.SIG_DFL)
             _prctl(_PR_SET_PDEATHSIG, death_signal)
@@ -132,7 +134,7 @@ def _start(command: list[str], folder: str, death_signal: int) -> int:
             os._exit(127)
     os.close(failed)
     with os.fdopen(running) as pipe:
-        if why := pipe.read():  # its end closes with a successful exec
+        if why := pipe.read():  # a successful exec closes the pipe
             os.waitpid(pid, 0)
             print(why, end="", file=sys.stderr)
             return 0
@@ -140,9 +142,9 @@ def _start(command: list[str], folder: str, death_signal: int) -> int:
 
 
 def _wait(program: int, parent: int, awaited: set[signal.Signals]) -> tuple[int, bool]:
-    """The wait status of the program, and whether it was told to end.
+    """Returns the wait status of the program, and whether it was told to end.
 
-    Signals are passed on; a dead parent is the program's death.
+    Passes signals on; kills the program if the parent dies.
     """
     told = False
     while True:
@@ -157,9 +159,9 @@ def _wait(program: int, parent: int, awaited: set[signal.Signals]) -> tuple[int,
 
 
 def _wait_for_group(program: int, parent: int, awaited: set[signal.Signals]) -> None:
-    """Until nobody of the group is left.
+    """Waits until no process of the group is left.
 
-    Whoever has no more patience kills this guardian; a dead parent has none.
+    To stop waiting, the caller kills this guardian; the parent's death also ends the wait.
     """
     while True:
         while _ended()[0]:
@@ -183,7 +185,7 @@ def _ended() -> tuple[int, int]:
 
 
 def _signal_group(program: int, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # ended, and SIGCHLD is on its way
+    with contextlib.suppress(ProcessLookupError):  # it has ended, and SIGCHLD is pending
         os.killpg(program, signum)
 
 

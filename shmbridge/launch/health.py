@@ -1,5 +1,5 @@
-"""Whether a service is up, and whether the run would get in somebody's way: seen from outside, half a second
-at most per look.
+"""Health checks of services, and a check that the run's bridge and ports are free; half a second at most
+each.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ _LOOK_S = 0.5
 
 
 def is_up(check: Check, bridge: str, alive_s: float) -> bool:
-    """Whether a process that has been alive for so long is what others can build on."""
+    """Returns whether a process that has been alive for `alive_s` seconds is up."""
     if check.kind == "alive":
         return alive_s >= check.within_s
     return _has_hub(bridge) if check.kind == "hub" else _answers(check.url, check.token)
 
 
 def look_around(plan: Plan) -> None:
-    """Raises LaunchFailed if the run's bridge or one of its ports is in other hands: their owner would pass
-    our health checks.
+    """Raises LaunchFailed if the run's bridge or one of its ports is in use: its owner would pass our health
+    checks.
     """
     for info in shmbridge.list_bridges():
         if info.name == plan.bridge and info.consumer_pid is not None:
@@ -37,7 +37,7 @@ def look_around(plan: Plan) -> None:
             try:
                 socket.create_connection((parts.hostname or "", parts.port or 80), _LOOK_S).close()
             except (OSError, UnicodeError):
-                # nobody there; a name that is none is the service's to complain about
+                # The port is free; an invalid name is left to the service to report.
                 continue
             taken = f"port {parts.port}, which is for {service.name}, is in use"
             raise LaunchFailed(taken, hint=f"set another {service.key}.port, or 0 for a free one")

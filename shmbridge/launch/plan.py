@@ -1,4 +1,4 @@
-"""What the supervisor is told: services in the order of their starts, each with its command, health check and
+"""The supervisor's plan: services in the order of their starts, each with its command, health check and
 restarts.
 
 Plain data.
@@ -18,8 +18,8 @@ class Check(Struct, kw_only=True):
     """When a service counts as up: `http` answers 200 at `url`, `hub` is a living consumer of the bridge,
     `alive` is `within_s` of life.
 
-    For the first two, `within_s` is the deadline. `token` is the bearer token that the question needs, if
-    any.
+    For the first two, `within_s` is the deadline. `token` is the bearer token of the request, if one is
+    needed.
     """
 
     kind: Literal["http", "hub", "alive"]
@@ -31,8 +31,8 @@ class Check(Struct, kw_only=True):
 class Service(Struct, kw_only=True):
     """One program.
 
-    `env` is added to the launcher's own; `restart` None: its end is the end of the run, an orderly one if its
-    status is 0 and it is the `hub`. `key` is where the config speaks of it.
+    `env` is added to the launcher's own; if `restart` is None, its end is the end of the run, an orderly one
+    if its status is 0 and it is the `hub`. `key` is its key in the config.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Service(Struct, kw_only=True):
 
 
 class Plan(Struct, kw_only=True):
-    """A run: `stages` start one after the other, each when the one before is up, and stop the other way
-    round.
+    """A run: `stages` start one after the other, each when the one before is up, and stop in reverse
+    order.
     """
 
     bridge: str
@@ -58,20 +58,20 @@ class Plan(Struct, kw_only=True):
 
     @property
     def services(self) -> list[Service]:
-        """All of them, in the order of their starts."""
+        """All services, in the order of their starts."""
         return [service for stage in self.stages for service in stage]
 
     def log(self, service: Service) -> Path:
-        """The file that has all a service says."""
+        """Returns the file with a service's output."""
         return Path(self.run_dir) / "logs" / f"{service.name}.log"
 
     def save(self, path: Path) -> None:
-        """Writes it, for its owner's eyes: commands may carry tokens."""
+        """Writes the plan, readable by its owner only: commands may contain tokens."""
         write_private(path, msgspec.json.format(msgspec.json.encode(self)))
 
     @classmethod
     def load(cls, path: Path) -> "Plan":
-        """What `save` has written."""
+        """Returns a plan written by `save`."""
         return msgspec.json.decode(path.read_bytes(), type=cls)
 
 

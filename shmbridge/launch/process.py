@@ -1,4 +1,4 @@
-"""One service as a process: started under a guardian, its log, how it ended. Decides nothing."""
+"""One service as a process: its start under a guardian, its log, how it ended."""
 
 import os
 import signal
@@ -29,16 +29,16 @@ class Process:
         self.status: int | None = None  # of its last end
         self.started = 0.0
         self.starts = 0
-        self.lived_s = 0.0  # last time
+        self.lived_s = 0.0  # of its last run
         self.up = False
-        self.over = False  # ended for good, and said so
-        self.due: float | None = None  # when it is to be started again
+        self.over = False  # ended for good, and reported
+        self.due: float | None = None  # time of the next start
         self.backoff = Backoff(service.restart or Restart())
         self._log_begins = log.stat().st_size if log.exists() else 0
 
     @property
     def name(self) -> str:
-        """The service's."""
+        """The service's name."""
         return self.service.name
 
     @property
@@ -47,7 +47,9 @@ class Process:
         return self.pid != 0 and not self.up
 
     def start(self) -> None:
-        """Starts it; never blocks. What cannot be run says so in the log and ends with 127."""
+        """Starts the service; never blocks. If the program cannot be run, its log says so and it ends with
+        127.
+        """
         self.starts += 1
         self.started, self.due, self.status, self.up = time.monotonic(), None, None, False
         self._log_begins = self.log.stat().st_size if self.log.exists() else 0
@@ -56,8 +58,8 @@ class Process:
             log.flush()
             self.pid = os.posix_spawn(
                 sys.executable,
-                # Isolated and without site: the guardian takes no part in the run's Python environment, and
-                # is up in a blink.
+                # Isolated and without site: the guardian does not depend on the run's Python environment, and
+                # starts fast.
                 [
                     sys.executable,
                     "-I",
@@ -79,27 +81,27 @@ class Process:
             )
 
     def ended(self, status: int) -> None:
-        """Notes an end. `status`: the exit status, or 128 + signal."""
+        """Records an end. `status`: the exit status, or 128 + signal."""
         self.pid, self.status, self.up = 0, status, False
         self.lived_s = time.monotonic() - self.started
 
     def send(self, signum: signal.Signals) -> None:
-        """Signals the guardian, which passes it on; if it is SIGKILL, the kernel does.
+        """Signals the guardian, which passes the signal on; for SIGKILL, the kernel does.
 
-        Harmless once it has ended.
+        Harmless once the process has ended.
         """
         if self.pid:
-            os.kill(self.pid, signum)  # not waited for yet: the pid is still its own
+            os.kill(self.pid, signum)  # not waited for yet: the pid is not reused
 
     def how(self) -> str:
-        """Its last end, in words."""
+        """Returns how it last ended, in words."""
         status = self.status or 0
         if status > 128 and status - 128 in set(signal.Signals):
             return f"status {status} ({signal.Signals(status - 128).name})"
         return f"status {status}"
 
     def last_words(self) -> str:
-        """The end of its log, of this start alone."""
+        """Returns the end of its log, of this start alone."""
         with self.log.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_begins, size - _LAST_BYTES))

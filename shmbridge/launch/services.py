@@ -1,6 +1,5 @@
-"""From a config to a plan: which programs, with which words, in which order.
-
-Starts nothing; chooses a free port if asked to.
+"""Turns a config into a plan: the programs, their arguments and their order. Chooses a free port if asked
+to.
 """
 
 import argparse
@@ -32,9 +31,9 @@ from shmbridge.launch.plan import Check, Plan, Service
 
 
 def plan(config: Config, gateway_parser: argparse.ArgumentParser) -> Plan:
-    """The services of a run; raises BadConfig for what only their own parsers can tell.
+    """Returns the services of a run; raises BadConfig for values that the programs' own parsers refuse.
 
-    `gateway_parser`: that of `shmbridge gateway`.
+    `gateway_parser`: the parser of `shmbridge gateway`.
     """
     run_dir = config.run_dir or f"runs/{config.bridge}"
     notes: list[str] = []
@@ -89,7 +88,7 @@ def _policy_server(config: Config, server: PolicyServer, port: int) -> Service:
 
 
 def _vllm(config: Config, server: Vllm, port: int) -> Service:
-    # Not resolved: a venv's interpreter is a link, and the link is what makes it the venv's.
+    # Not resolved: a venv's interpreter is a link, and only through that link does it use the venv.
     python = str(Path(server.python).absolute()) if server.python else sys.executable
     argv = ["--model", server.model, "--host", server.host, "--port", str(port)]
     if server.follow:
@@ -156,7 +155,7 @@ def _learner(config: Config, learner: Learner, run_dir: str, notes: list[str]) -
 
 
 def recipe_flags(atropos: Atropos) -> list[str]:
-    """The recipe's keys, as far as they are given, as flags of the learner."""
+    """Returns the recipe's given keys as flags of the learner."""
     words = [] if atropos.use_advantages else ["--no-use-advantages"]
     words += [] if atropos.fallback_to_grpo else ["--no-fallback-to-grpo"]
     limits = {
@@ -189,7 +188,7 @@ def _gateway(config: Config, gateway: Gateway, parser: argparse.ArgumentParser, 
         role="hub",
         key="gateway",
         command=[sys.executable, "-m", "shmbridge.cli", "gateway", *argv],
-        # command lines are public
+        # In the environment: command lines are public.
         env=_variables(gateway.env) | ({"SHMBRIDGE_GATEWAY_TOKEN": gateway.token} if gateway.token else {}),
         check=Check(
             kind="http",
@@ -202,7 +201,7 @@ def _gateway(config: Config, gateway: Gateway, parser: argparse.ArgumentParser, 
 
 
 def _address(api_url: str, gateway: Gateway) -> tuple[str, int]:
-    """Host and port that the recipe's trainer will ask, which are the gateway's."""
+    """Returns the host and port that the recipe's trainer will ask, which are the gateway's."""
     try:
         parts = urlsplit(api_url)
         host, port = parts.hostname or "", parts.port or 80
@@ -253,8 +252,8 @@ def _environment(
 
 
 def _filled(text: str, path: str, words: dict[str, str]) -> str:
-    """The text with what `{policy_url}`, `{model}` ... stand for; other words in braces, of a prompt perhaps,
-    stay as they are.
+    """Returns the text with `{policy_url}`, `{model}` ... replaced; other words in braces, perhaps of a
+    prompt, stay.
     """
 
     def value(found: re.Match[str]) -> str:

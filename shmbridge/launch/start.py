@@ -1,7 +1,4 @@
-"""From a plan to a running supervisor: the run directory, and the process that becomes its guardian.
-
-Or the plan on paper.
-"""
+"""Starts a plan: the run directory, and the process that becomes its guardian. Also prints a plan."""
 
 import fcntl
 import os
@@ -21,8 +18,8 @@ _GUARDIAN = str(Path(__file__).with_name("guardian.py"))
 
 
 def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) -> NoReturn:
-    """Writes the run directory, becomes the guardian of a supervisor; raises LaunchFailed if the directory is
-    in use or cannot be written.
+    """Writes the run directory and becomes the guardian of a supervisor; raises LaunchFailed if the directory
+    is in use or cannot be written.
     """
     _open_standard_descriptors()
     run_dir = Path(plan.run_dir)
@@ -54,26 +51,26 @@ def become_guardian(config: Config, plan: Plan, *, label: str, as_json: bool) ->
         *supervisor,
     ]
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # as it is where it came closed
+        if stream is not None:  # None if the descriptor was closed at the start
             stream.flush()
-    # A small process with one thread is what the user's shell, terminal and `kill` see from here on; it has
-    # little to fail at.
+    # From here on the user's shell, terminal and `kill` see a small process with one thread, which can hardly
+    # fail.
     os.execv(sys.executable, [sys.executable, *words])
 
 
 def _open_standard_descriptors() -> None:
-    """Those that came closed (`2>&-`) lead nowhere from here on; else the lock or a log would get their
-    numbers, and their words.
+    """Opens closed standard descriptors (`2>&-`) on /dev/null; else the lock or a log would get their
+    numbers, and the output written to them.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number: this one
 
 
 def _lock(path: Path) -> int:
-    """A lock that lasts for as long as the guardian or the supervisor lives; its descriptor."""
+    """Takes a lock that lasts as long as the guardian or the supervisor lives; returns its descriptor."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,14 +87,12 @@ def _lock(path: Path) -> int:
 
 
 def as_json(plan: Plan) -> str:
-    """The plan for programs."""
+    """Returns the plan for programs."""
     return msgspec.json.format(msgspec.json.encode(plan)).decode()
 
 
 def as_text(plan: Plan) -> str:
-    """The plan for people: services in the order of their starts, each with a command that a shell would
-    take.
-    """
+    """Returns the plan for people: services in the order of their starts, each with a command for a shell."""
     lines = [f"bridge {plan.bridge}, run directory {plan.run_dir}", *(f"note: {note}" for note in plan.notes)]
     for place, stage in enumerate(plan.stages, 1):
         for service in stage:

@@ -1,7 +1,5 @@
 """Starts the services of a plan in order, watches them, restarts environments, stops all in reverse order.
 
-Knows nothing of YAML.
-
     python -m shmbridge.launch.supervisor PLAN LOCK_FD text|json
 
 Runs under a guardian, which is what the user started: the guardian passes signals on, and its death is a
@@ -24,13 +22,13 @@ from shmbridge.launch.health import is_up, look_around
 from shmbridge.launch.plan import Plan
 from shmbridge.launch.process import Process
 
-_TICK_S = 0.1  # between looks at what is coming up
-_SAME_SIGNAL_S = 0.3  # a service manager signals the command and this process, which then gets it twice
-_REFUSED = 2  # status of a program that was called wrongly: another try will not help
+_TICK_S = 0.1  # between two checks of services that are coming up
+_SAME_SIGNAL_S = 0.3  # a service manager signals the command and this process, which so gets the signal twice
+_REFUSED = 2  # exit status of a program for wrong arguments: a restart will not help
 
 
 class Stopped(Exception):
-    """The user, or the death of the launcher, asked for the end."""
+    """The user, or the death of the launcher, asked to stop."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -42,20 +40,21 @@ class Supervisor:
 
     Args:
         plan: what to run.
-        events: who is told.
+        events: receives the reports.
     """
 
     def __init__(self, plan: Plan, events: Events) -> None:
         self._plan = plan
         self._events = events
         self._stages = [[Process(service, plan.log(service)) for service in stage] for stage in plan.stages]
-        self._done = False  # the hub has ended orderly
+        self._done = False  # the hub has ended in order
         self._stopping_since: float | None = None
         self._hurry = False
         self._awaited: set[signal.Signals] = set()
 
     def run(self) -> int:
-        """The exit status: 0 the hub has done its work, 1 something failed, 128 + signal stopped.
+        """Runs the plan; returns the exit status: 0 the hub has done its work, 1 something failed, 128 +
+        signal stopped.
 
         Blocks until nothing runs any more.
         """
@@ -94,7 +93,7 @@ class Supervisor:
         except ShmBridgeError as error:
             self._events.say("failed", str(error), code=error.code)
             return 1
-        except OSError as error:  # a full disk, a log folder that is gone, no process to be had
+        except OSError as error:  # for example a full disk, a missing log folder, no process left
             self._events.say("failed", f"the launch cannot go on: {error}")
             return 1
         return 0
@@ -104,7 +103,7 @@ class Supervisor:
     def _start(self, stage: list[Process]) -> None:
         """Starts a stage and returns once it is up.
 
-        Raises LaunchFailed for an end or a deadline before that.
+        Raises LaunchFailed if a service ends, or a deadline passes, before that.
         """
         for process in stage:
             self._begin(process)
@@ -149,7 +148,7 @@ class Supervisor:
     # --- watch ----------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Waits for the next thing to happen, and does what follows from it."""
+        """Waits for the next event and handles it."""
         due = [process.due for process in self._processes() if process.due is not None]
         self._wait(min(due) - time.monotonic() if due else None)
         self._look_at_ends()
@@ -201,7 +200,7 @@ class Supervisor:
     # --- the one place to wait ------------------------------------------------------------------------------
 
     def _wait(self, seconds: float | None) -> None:
-        """Waits for a signal, and notes who has ended. Raises Stopped, or hurries if stopping already."""
+        """Waits for a signal, and records ended processes. Raises Stopped, or hurries if stopping already."""
         if seconds is None:
             signum = signal.sigwait(self._awaited)
         else:
@@ -225,14 +224,14 @@ class Supervisor:
             if process := running.pop(pid, None):
                 code = os.waitstatus_to_exitcode(status)
                 process.ended(code if code >= 0 else 128 - code)
-                if code < 0:  # its guardian was killed: what that held is ours now
+                if code < 0:  # its guardian was killed: its processes are ours now
                     guardian.sweep(running)
 
     # --- stop -----------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """Ends everything, the last stage first; whoever outstays its grace, or all if there is a hurry, is
-        killed.
+        """Stops everything, the last stage first; kills processes that exceed their grace, or all if there is
+        a hurry.
         """
         self._stopping_since = time.monotonic()
         for stage in reversed(self._stages):
@@ -272,7 +271,7 @@ def _failed(process: Process, what: str) -> LaunchFailed:
 
 
 def main(argv: list[str]) -> int:
-    """Runs a saved plan; the exit status."""
+    """Runs a saved plan; returns the exit status."""
     path, lock, form = argv
     os.set_inheritable(int(lock), False)  # held by the guardian and by this process, not by services
     plan = Plan.load(Path(path))

@@ -1,6 +1,5 @@
-"""An open claim: the lane's own memory, to be written in place inside a `with` block.
-
-Made by Producer.claim.
+"""An open claim: the lane's own memory, to be written in place inside a `with` block. Made by
+Producer.claim.
 """
 
 from collections.abc import Callable
@@ -15,11 +14,11 @@ from shmbridge.errors import ClaimOpen
 
 class Slot(Claim):
     """`slot[column]` is a writable flat view in the lane, valid until the `with` block ends; `sequence` is
-    set when that has committed.
+    set at the commit.
 
-    Leaving the block by an exception gives the claim back; leaving it a second time does nothing. For the
-    producer's thread. An array that was taken from it and is kept beyond the block still leads to that
-    memory, which is the consumer's by then: do not write to it.
+    An exception in the block aborts the claim; leaving the block a second time does nothing. For the
+    producer's thread. Do not write to an array kept beyond the block: its memory then belongs to the
+    consumer.
     """
 
     def __init__(self, writer: LaneWriter, plan: Plan, publish: Callable[["Slot"], None]) -> None:
@@ -29,11 +28,11 @@ class Slot(Claim):
 
     @property
     def sequence(self) -> int | None:
-        """Of the committed record; None before."""
+        """Sequence of the committed record; None before."""
         return self.plan.sequence
 
     def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        """The column's values: every row's, one after another.
+        """Returns the column's values: those of every row, one after another.
 
         KeyError for a column that was not claimed, ClaimOpen after the block.
         """
@@ -52,7 +51,7 @@ class Slot(Claim):
         return next(iter(self._unused), None)
 
     def publish_whole(self) -> None:
-        """What the block wrote is checked and published; for `__exit__`."""
+        """Checks and publishes the values the block wrote; for `__exit__`."""
         self._publish(self)
 
     def __repr__(self) -> str:

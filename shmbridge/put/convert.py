@@ -1,7 +1,7 @@
-"""What `put` takes beside the forms that C reads, converted to one of these column by column.
+"""Converts the uncommon values that `put` takes to the forms that C reads, column by column.
 
-Knows values: tensors, arrays of any layout, maps, text, JSON, Arrow. ColumnForms (_ext/fast_put.pyx) has the
-grammar of a group and calls a Converter; group_errors.py has the words for a wrong one.
+Handles tensors, arrays of any layout, maps, text, JSON, Arrow. ColumnForms (_ext/fast_put.pyx) has the
+grammar of a group and calls a Converter; group_errors.py makes the errors.
 """
 
 import json
@@ -26,14 +26,15 @@ _CANNOT = (TypeError, ValueError, OverflowError, AttributeError, RuntimeError)  
 
 
 class Converter:
-    """Turns uncommon values of a group into common ones. Keeps nothing of a group; for the producer's thread.
+    """Converts uncommon values of a group to common ones. Keeps nothing of a group; for the producer's
+    thread.
 
     A method raises InvalidRecord for a shape, BadValue for a value, with column, row and numbers.
 
     Args:
         table: the lane's columns.
-        foreign: the groups are Atropos'; they may have what Atropos accepts.
-        notices: told of rows that do not fit, if anybody is.
+        foreign: whether the groups come from Atropos, and may have what Atropos accepts.
+        notices: logs rows that do not fit; None: nothing is logged.
     """
 
     errors = group_errors
@@ -42,7 +43,7 @@ class Converter:
         self.table, self._foreign, self._notices = table, foreign, notices
 
     def mapping(self, group: Any) -> dict[str, Any]:
-        """The columns of a group that is no dict."""
+        """Returns the columns of a group that is not a dict."""
         if type(group).__name__ == "RecordBatch" and type(group).__module__.startswith("pyarrow"):
             return _from_arrow(group, self.table)
         if isinstance(group, Mapping):
@@ -53,7 +54,9 @@ class Converter:
         )
 
     def convert(self, form: Form, value: Any, group: Any, rows: int) -> Any:
-        """A value in a form that C reads, or its column; None for side data that is not one value a row."""
+        """Returns a value in a form that C reads, or its column; None for side data that is not one value a
+        row.
+        """
         column = self.table[form.name]
         if _is_empty(value):
             return PackedColumn(form, tag=Tag.EMPTY_MAP if isinstance(value, Mapping) else Tag.EMPTY_LIST)
@@ -78,7 +81,7 @@ class Converter:
             raise group_errors.not_of_type(column, wrong) from wrong
 
     def loss_mask(self, masks: Any) -> Any:
-        """The loss_mask that Atropos' masks stand for."""
+        """Returns the loss_mask that Atropos' masks stand for."""
         rows = [masks[0]] if is_flat(masks) else masks
         try:
             trained = [None if row is None else np.not_equal(row, -100) for row in rows]
@@ -87,13 +90,13 @@ class Converter:
         return (trained[0], masks[1]) if is_flat(masks) else trained
 
     def extra(self, extra: Any, unknown: Mapping[str, Any]) -> dict[str, Any]:
-        """`extra` with the unknown keys of a foreign group in it."""
+        """Returns `extra` with the unknown keys of a foreign group added."""
         if not isinstance(extra, Mapping):
             extra = {} if extra is None else {"extra": extra}
         return {**extra, **unknown}
 
     def env_id(self, value: Any) -> int:
-        """The environment's number."""
+        """Returns the environment's number."""
         try:
             number = operator.index(value)
         except TypeError:
@@ -103,7 +106,7 @@ class Converter:
         return number
 
     def note_uneven(self, wrong: InvalidRecord) -> None:
-        """A column of a foreign group does not fit its tokens."""
+        """Notes a column of a foreign group that does not fit its tokens."""
         if self._notices is not None:
             self._notices.uneven({wrong.column: wrong.message})
 
@@ -121,7 +124,9 @@ class Converter:
         return _texts(form, column, texts)
 
     def _as_text(self, name: str, row: int, value: Any, of_atropos: bool) -> bytes | str:
-        """A value as JSON. A string of Atropos is a value, as in its client; any other is JSON already."""
+        """Returns a value as JSON. A string in an Atropos column is a value, as in its client; elsewhere it
+        is JSON already.
+        """
         if isinstance(value, (str, bytes)) and not of_atropos:
             return _checked_json(name, row, value)
         try:
@@ -136,14 +141,14 @@ class Converter:
 
 
 def first_masked(value: Any) -> int | None:
-    """The place of the first value that a NumPy masked array leaves out; None where there is none."""
+    """Returns the position of the first masked value of a NumPy masked array; None if there is none."""
     if not (isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value)):
         return None
     return int(np.ma.getmaskarray(value).reshape(-1).argmax())
 
 
 def checked_lengths(name: str, lengths: Any) -> Array:
-    """Row lengths a caller gives, as uint32; InvalidRecord if they are no lengths."""
+    """Returns a caller's row lengths as uint32. Raises InvalidRecord if they are not lengths."""
     found = np.asarray(lengths)
     no_lengths = first_masked(lengths) is not None or found.ndim != 1 or found.dtype.kind not in "iu"
     if no_lengths or (found.size and (found.min() < 0 or found.max() > np.iinfo(np.uint32).max)):
@@ -153,12 +158,14 @@ def checked_lengths(name: str, lengths: Any) -> Array:
 
 
 def is_nested(value: Any) -> bool:
-    """Whether it is a nested tensor of torch, which has no shape to look at."""
+    """Returns whether it is a nested torch tensor, which has no shape."""
     return getattr(value, "is_nested", False) is True
 
 
 def is_flat(value: Any) -> bool:
-    """Whether it is (flat array, lengths): a 1-D array and whole numbers. Two float arrays are two rows."""
+    """Returns whether it is (flat array, lengths): a 1-D array and whole numbers. Two float arrays are two
+    rows.
+    """
     if not (
         isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "dtype") and np.ndim(value[0]) == 1
     ):
@@ -171,7 +178,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _array(value: Any) -> Array:
-    """A tensor or anything array-like as an array that C reads; bfloat16 widens to float32."""
+    """Returns a tensor or array-like as an array that C reads; bfloat16 widens to float32."""
     if type(value).__module__.split(".")[0] == "torch":
         value = value.detach()
         value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
@@ -187,7 +194,7 @@ def _check_mask(column: Column, row: int, position: int | None) -> None:
 
 
 def _row(column: Column, number: int, row: Any) -> Any:
-    """One row of a list column: a list, or a 1-D array."""
+    """Returns one row of a list column: a list, or a 1-D array."""
     if isinstance(row, (list, tuple)):
         return row
     if isinstance(row, (str, bytes, Mapping)) or not (hasattr(row, "__array__") or hasattr(row, "__len__")):
@@ -256,7 +263,7 @@ def _maps(form: Form, column: Column, value: Any) -> PackedColumn:
 
 
 def _texts(form: Form, column: Column, value: Iterable[Any]) -> PackedColumn:
-    """A column of text or bytes, one a row; None is null."""
+    """Returns a column of text or bytes, one a row; None is null."""
     rows = list(value)
     raw = [b"" if row is None else _utf8(column, number, row) for number, row in enumerate(rows)]
     whole = b"".join(raw)
@@ -288,7 +295,7 @@ def _utf8(column: Column, row: int, value: Any) -> bytes:
 
 
 def _checked_json(name: str, row: int, text: bytes | str) -> bytes | str:
-    """JSON as its reader will read it."""
+    """Returns JSON text after checking that a reader can decode it."""
     try:
         msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as wrong:
@@ -297,7 +304,7 @@ def _checked_json(name: str, row: int, text: bytes | str) -> bytes | str:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether no number in it, at any depth, is NaN or infinite."""
+    """Returns whether no number in it, at any depth, is NaN or infinite."""
     if isinstance(value, Mapping):
         return all(map(_is_finite, value.values()))
     if isinstance(value, (list, tuple)):
@@ -306,7 +313,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _from_arrow(batch: Any, table: Columns) -> dict[str, Any]:
-    """The mapping a RecordBatch stands for: numbers by their buffers, all else by its Python values."""
+    """Returns a RecordBatch as a mapping: numbers from its buffers, everything else as Python values."""
     import pyarrow as pa
 
     group: dict[str, Any] = {}
@@ -330,7 +337,7 @@ def _from_arrow(batch: Any, table: Columns) -> dict[str, Any]:
 
 
 def _is_plain(lists: Any) -> bool:
-    """Whether its rows are numbers and no value is null, which to_numpy would make NaN."""
+    """Returns whether its rows are numbers without nulls; to_numpy would turn nulls into NaN."""
     import pyarrow as pa
 
     return not (pa.types.is_nested(lists.type.value_type) or lists.null_count or lists.flatten().null_count)

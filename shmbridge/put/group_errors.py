@@ -1,4 +1,4 @@
-"""The words for a group that `put` cannot take: column, row, numbers, what to do. Makes errors only."""
+"""The errors for a group that `put` refuses: column, row, numbers, hint."""
 
 import difflib
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from shmbridge.schema import ALIASES, Column, Columns
 
 
 def as_invalid(bad: BadValue, table: Columns, group: Any) -> InvalidRecord:
-    """The public error of a refused value, in the caller's own names; `group` is None if it is unknown."""
+    """Returns the public error for a refused value, with the caller's names; `group` is None if unknown."""
     column, written = table.get(bad.column), _written(bad.column, group)
     return InvalidRecord(
         f"column {written!r} row {bad.row} position {bad.position}: {bad.value!r:.80} {bad.reason}",
@@ -26,7 +26,7 @@ def as_invalid(bad: BadValue, table: Columns, group: Any) -> InvalidRecord:
 
 
 def as_written(wrong: InvalidRecord, group: Any) -> InvalidRecord:
-    """The error, in the name that the caller used for the column."""
+    """Returns the error with the caller's name for the column."""
     written = _written(wrong.column, group)
     if written == wrong.column:
         return wrong
@@ -35,7 +35,7 @@ def as_written(wrong: InvalidRecord, group: Any) -> InvalidRecord:
 
 
 def _written(column: str, group: Any) -> str:
-    """The key under which a group has a column: its name, or an alias of it."""
+    """Returns the key of a column in a group: its name, or an alias."""
     names = group if isinstance(group, Mapping) else getattr(getattr(group, "schema", None), "names", ())
     if column in names:
         return column
@@ -46,7 +46,7 @@ def _written(column: str, group: Any) -> str:
 
 
 def no_tokens(group: Mapping[str, Any]) -> InvalidRecord:
-    """It has no column of tokens, or no rows."""
+    """The group has no column of tokens, or no rows."""
     if not group or "tokens" in group:
         return InvalidRecord(
             "the group is empty: `tokens` has no rows", hint="skip the group before put", column="tokens"
@@ -59,7 +59,7 @@ def no_tokens(group: Mapping[str, Any]) -> InvalidRecord:
 
 
 def unknown(key: object, value: Any, table: Columns, rows: int) -> InvalidRecord:
-    """A column that nobody knows, or side data that is not one value per row."""
+    """An unknown column, or side data that is not one value per row."""
     if key in table:
         count = len(value) if hasattr(value, "__len__") else "no"
         return InvalidRecord(f"column {key!r} has {count} rows, tokens have {rows}", column=str(key))
@@ -76,7 +76,7 @@ def unknown(key: object, value: Any, table: Columns, rows: int) -> InvalidRecord
 
 
 def second(name: str, key: str) -> InvalidRecord:
-    """A column under its name and an alias."""
+    """A column given under both its name and an alias."""
     return InvalidRecord(f"column {name!r} is given twice: as {name!r} and as {key!r}", column=name)
 
 
@@ -84,7 +84,7 @@ def second(name: str, key: str) -> InvalidRecord:
 
 
 def not_rows(column: Column, value: Any) -> InvalidRecord:
-    """One value where rows should be."""
+    """A single value in place of rows."""
     return InvalidRecord(
         f"column {column.name!r} takes rows of {column.type_name}, not a {type(value).__name__}",
         hint=hints.for_whole(column.name, column.type_name, value),
@@ -93,14 +93,14 @@ def not_rows(column: Column, value: Any) -> InvalidRecord:
 
 
 def not_of_type(column: Column, wrong: Exception, hint: str = "") -> InvalidRecord:
-    """A value that could not be converted, in the words of whoever tried."""
+    """A value that could not be converted, with the converter's message."""
     return InvalidRecord(
         f"column {column.name!r} is {column.type_name}: {wrong}", hint=hint, column=column.name
     )
 
 
 def not_to_convert(column: Column, what: str, call: str) -> InvalidRecord:
-    """Rows that the caller has to convert, by a `call` of theirs."""
+    """Rows that the caller must convert first, by the given `call`."""
     return InvalidRecord(
         f"column {column.name!r} takes rows of {column.type_name}, not a {what}",
         hint=f"pass {column.name}.{call}",
@@ -109,7 +109,7 @@ def not_to_convert(column: Column, what: str, call: str) -> InvalidRecord:
 
 
 def other_sum(name: str, values: int, lengths: int) -> InvalidRecord:
-    """(flat array, lengths) that do not agree."""
+    """A (flat array, lengths) pair that does not agree."""
     return InvalidRecord(
         f"column {name!r}: {values} values, lengths add up to {lengths}",
         hint="a tuple of an array and whole numbers is (flat array, lengths): give two rows as a list, "
@@ -119,7 +119,7 @@ def other_sum(name: str, values: int, lengths: int) -> InvalidRecord:
 
 
 def no_json(name: str, row: int, wrong: Exception) -> InvalidRecord:
-    """A value of a column that is carried as JSON."""
+    """A value that cannot become JSON, in a column carried as JSON."""
     return InvalidRecord(
         f"column {name!r} row {row} cannot become JSON: {wrong}",
         hint="pass str, finite numbers, lists and dicts",
@@ -129,13 +129,16 @@ def no_json(name: str, row: int, wrong: Exception) -> InvalidRecord:
 
 
 def null_row(column: PackedColumn) -> InvalidRecord:
-    """None where every row is needed."""
+    """A None row in a column that needs every row."""
     row = -1 if column.valid is None else int(column.valid.argmin())
     return InvalidRecord(f"column {column.name!r} row {row} is None", column=column.name, row=row)
 
 
 def scored_nothing(row: int) -> InvalidRecord:
-    """A score of nothing would count in its group's mean. Atropos takes it, so foreign groups may have it."""
+    """A score for a row without tokens: it would count in its group's mean.
+
+    Atropos accepts it, so foreign groups may have it.
+    """
     return InvalidRecord(
         f"column 'tokens' row {row} has no tokens, and there is a score for it",
         hint="leave the row out of every column, or the group out if nothing was generated",
@@ -145,7 +148,7 @@ def scored_nothing(row: int) -> InvalidRecord:
 
 
 def unequal(column: PackedColumn, tokens: PackedColumn, row: int) -> InvalidRecord:
-    """A column that does not fit the tokens: in `row`, or in the number of rows if that is negative."""
+    """A column that does not fit the tokens: in `row`, or, if negative, in the number of rows."""
     if column.form.per_record:
         return InvalidRecord(
             f"column {column.name!r} has {column.entries} values, and has one per record",

@@ -1,7 +1,4 @@
-"""What to do about a value that a column does not take: one next action in words, by what the value is.
-
-Knows columns' names only.
-"""
+"""The hint of an error about a refused value: one next action in words."""
 
 _MEANT = {
     "tokens": ("input_ids", "token_ids", "ids", "input_tokens", "sequences"),
@@ -36,13 +33,13 @@ _FINISH_REASONS = "0 stop, 1 length, 2 abort, 3 error"
 
 
 def column_meant(given: str) -> str:
-    """The column that goes by this name elsewhere; "" if none does."""
+    """Returns the column that has this name in other projects; "" if none does."""
     return _COLUMN_MEANT.get(given.lower(), "")
 
 
 def for_value(column: str, written: str, type_name: str, value: object, reason: str) -> str:
-    """The hint for one value: `column` is its standard name, `written` the key that the caller used, `reason`
-    the packer's.
+    """Returns the hint for one value: `column` is its standard name, `written` the caller's key, `reason` the
+    packer's.
     """
     is_rows = type_name.startswith("list<")
     if "masked" in reason:
@@ -118,7 +115,7 @@ def _fitting(column: str, written: str, value: object, dtype: str) -> str:
 
 
 def for_whole(written: str, type_name: str, value: object) -> str:
-    """The hint for what stands where a column's rows should: a single number, a text, a dict."""
+    """Returns the hint for a single number, text or dict given in place of a column's rows."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return (
             f"{written}=[[{value}, ...]], one list a row"

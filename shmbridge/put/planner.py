@@ -1,7 +1,6 @@
-"""A group on its way into a lane: what is handed to `put` becomes a plan, made before any memory is claimed.
+"""Turns the group given to `put` into a plan, before any memory is claimed.
 
-Knows plans and stamps; knows nothing of lanes, waiting or who reads. The forms of columns are ColumnForms'
-(_ext/fast_put.pyx), which asks convert.Converter for what is not common.
+ColumnForms (_ext/fast_put.pyx) makes the forms of columns, and asks convert.Converter for uncommon values.
 """
 
 import operator
@@ -34,8 +33,7 @@ _MOST_PARTIAL = 1024
 def checked_stamp(
     group_id: str | int, group_size: int | None, version: Version, current: int, split: str
 ) -> Stamp:
-    """What a caller says of a group beside its columns; `current` is stamped where no policy version is
-    given.
+    """Returns the stamp of a group: its metadata beside the columns; `current` is the default policy version.
 
     Raises InvalidRecord.
     """
@@ -88,10 +86,10 @@ class RecordPlanner:
 
     def __init__(self, table: Columns, lane_bytes: int, env_name: str | None = None) -> None:
         self.table, self.lane_bytes, self.sampler = table, lane_bytes, new_sampler()
-        # None: a caller that only measures says nothing
+        # None: a caller that only measures logs no notices.
         self.notices = None if env_name is None else PutNotices(env_name)
         self.forms = self._forms_of(table, foreign=False)
-        # Atropos cannot carry NaN or infinity in any column: of a batch with one of them, nothing would
+        # Atropos cannot carry NaN or infinity in any column: nothing of a batch with such a value would
         # arrive.
         self._foreign_forms = self._forms_of(
             Columns(replace(column, finite=True) for column in table.order), foreign=True
@@ -105,11 +103,11 @@ class RecordPlanner:
 
     @property
     def most_bytes(self) -> int:
-        """The largest record: a larger one could never be written while another is read."""
+        """Size of the largest record: a larger one could never be written while another is read."""
         return self.lane_bytes // 2
 
     def plan(self, group: Any, stamp: Stamp, foreign: bool) -> Plan:
-        """A group's plan. Raises InvalidRecord, RecordTooBig."""
+        """Returns a group's plan. Raises InvalidRecord, RecordTooBig."""
         if (
             not self._knows_tensors
             and (tensor := getattr(sys.modules.get("torch"), "Tensor", None)) is not None
@@ -121,17 +119,17 @@ class RecordPlanner:
         return plan
 
     def look(self, group: Any, *, nulls: bool = True) -> None:
-        """Says in the log what learners will not train of a group; without `nulls`, no row of it is None."""
+        """Logs what learners will not train of a group; `nulls=False`: no row of it is None."""
         if self.notices is not None:
             self.notices.look(group, nulls=nulls)
 
     def with_masks_as_they_are(self, plan: Plan) -> Plan:
-        """The same group planned again, its Atropos masks not folded."""
+        """Returns a plan of the same group with its Atropos masks not folded."""
         group, foreign = plan.source
         return self._planned(group, plan.stamp, foreign, fold_masks=False)
 
     def claimed(self, rows: int, lengths: Mapping[str, Any], stamp: Stamp) -> Plan:
-        """The plan of a record whose values the caller will write in place.
+        """Returns the plan of a record whose values the caller will write in place.
 
         Raises InvalidRecord, RecordTooBig.
         """
@@ -150,8 +148,8 @@ class RecordPlanner:
         return self._fitting(plan)
 
     def refusal(self, bad: BadValue, group: Any) -> InvalidRecord:
-        """The public error of a value the packer refused, in the caller's own names; `group` is what was
-        handed to put, None if unknown.
+        """Returns the public error for a value that the packer refused, with the caller's column names;
+        `group` is the argument of put, None if unknown.
         """
         return as_invalid(bad, self.table, group)
 
@@ -168,7 +166,7 @@ class RecordPlanner:
         return self._fitting(plan)
 
     def _fitting(self, plan: Plan) -> Plan:
-        """The plan, or RecordTooBig, or InvalidRecord for a fragment of another group than it says."""
+        """Returns the plan. Raises RecordTooBig; InvalidRecord for a fragment that contradicts its group."""
         size, of_group = plan.extent_bytes, plan.stamp.group_size
         if of_group and of_group < plan.rows:
             raise InvalidRecord(f"group_size={of_group} is less than the {plan.rows} rows given")
@@ -185,7 +183,7 @@ class RecordPlanner:
 
 
 class Fragments:
-    """Groups that this producer has put a part of, so that fragments which contradict each other are refused.
+    """Partly put groups of this producer, to refuse fragments that contradict each other.
 
     For one thread.
     """
@@ -194,7 +192,7 @@ class Fragments:
         self._partial: dict[bytes, tuple[int, int]] = {}  # id -> group_size, rows committed
 
     def check(self, plan: Plan) -> None:
-        """Raises InvalidRecord for a fragment that does not fit those of its group that were committed."""
+        """Raises InvalidRecord for a fragment that contradicts the committed fragments of its group."""
         stamp = plan.stamp
         known = self._partial.get(stamp.group_id) if stamp.group_size else None
         if known is None:
@@ -213,14 +211,14 @@ class Fragments:
             )
 
     def note(self, plan: Plan) -> None:
-        """The fragment was committed."""
+        """Notes a committed fragment."""
         stamp = plan.stamp
         if stamp.group_size <= plan.rows:
             return
         rows = self._partial.pop(stamp.group_id, (0, 0))[1] + plan.rows
         if rows < stamp.group_size:
             self._partial[stamp.group_id] = stamp.group_size, rows
-            if len(self._partial) > _MOST_PARTIAL:  # the oldest is forgotten: the consumer looks, too
+            if len(self._partial) > _MOST_PARTIAL:  # forget the oldest: the consumer checks too
                 del self._partial[next(iter(self._partial))]
 
 

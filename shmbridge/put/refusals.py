@@ -1,7 +1,4 @@
-"""What a producer says when it cannot put: who is in the way, in numbers, and what to do.
-
-Makes errors, decides nothing.
-"""
+"""The errors of a producer that cannot put: the process in the way, numbers, and what to do."""
 
 from shmbridge._ext import header, lane_writer
 from shmbridge.config import format_size
@@ -26,7 +23,7 @@ def lane_full(
     wanted_bytes: int,
     waited_s: float,
 ) -> LaneFull:
-    """No room came within the time given."""
+    """No room came in time."""
     if not locks.is_locked(control.mapping.fd, LockByte.HUB):
         culprit, hint = "no consumer is alive: waiting for the next one", "start the learner"
     elif control.paused:
@@ -49,7 +46,7 @@ def lane_full(
 
 
 def quarantined(producer_id: str, hub_pid: int) -> LaneQuarantined:
-    """The hub reads this lane no more."""
+    """The hub has quarantined the lane and reads it no more."""
     return LaneQuarantined(
         f"the consumer (pid {hub_pid}) has quarantined the lane of {producer_id}: its words cannot be true",
         hint="something overwrote shared memory: see the consumer's log, then open a new producer",
@@ -57,7 +54,7 @@ def quarantined(producer_id: str, hub_pid: int) -> LaneQuarantined:
 
 
 def lane_removed(producer_id: str, lane_name: str, records: int) -> LaneRemoved:
-    """By force; `records` of it can be reached by no consumer."""
+    """The lane was removed by force; no consumer can reach `records` of its records."""
     left = f"; {records} records in it can be reached by no consumer" if records else ""
     return LaneRemoved(
         f"lane {lane_name} of {producer_id}, or its bridge's control segment, was removed from "
@@ -68,7 +65,7 @@ def lane_removed(producer_id: str, lane_name: str, records: int) -> LaneRemoved:
 
 
 def ahead(producer_id: str, bridge: str, stamped: int, published: int) -> str:
-    """What is said once of groups stamped with a version that nobody has published."""
+    """Returns the warning, logged once, about groups stamped with an unpublished version."""
     newest = f"{published} is the newest published" if published >= 0 else "none is published"
     return (
         f"{producer_id} puts groups of policy version {stamped}, and {newest} on bridge {bridge!r}: they "
@@ -90,7 +87,7 @@ def forked(producer_id: str) -> Closed:
 
 
 def draining(bridge: str) -> BridgeDraining:
-    """The run is over."""
+    """The bridge is drained: the run is over."""
     return BridgeDraining(
         f"the consumer of bridge {bridge!r} is draining it", hint="the run is over: close the producer"
     )
@@ -99,7 +96,7 @@ def draining(bridge: str) -> BridgeDraining:
 def not_admitted(
     producer_id: str, control: header.Control, answer: object, tickets: int, timeout_s: float | None
 ) -> NotAdmitted | NoConsumer:
-    """No ticket came within the time given; `answer` says why, if it is messages.Full."""
+    """No ticket came in time; `answer`, if it is messages.Full, holds the counts."""
     waited = f"{producer_id} was given no ticket within {timeout_s} s and holds {tickets}"
     if not locks.is_locked(control.mapping.fd, LockByte.HUB):
         return NoConsumer(f"{waited}; no consumer is alive", hint="start the learner")
@@ -120,7 +117,7 @@ def not_admitted(
 
 
 def other_clock(producer_id: str, hub_pid: int, ahead_s: float) -> NotAdmitted:
-    """The consumer's promises are over before they are asked for."""
+    """The consumer's promises expire before they are asked for: the two read different clocks."""
     return NotAdmitted(
         f"{producer_id} reads a clock that is {ahead_s:.0f} s ahead of its consumer's (pid {hub_pid}): "
         "another time namespace",
@@ -129,7 +126,7 @@ def other_clock(producer_id: str, hub_pid: int, ahead_s: float) -> NotAdmitted:
 
 
 def too_many_tickets(producer_id: str, most: int) -> NotAdmitted:
-    """No lane shows more."""
+    """The producer holds the most tickets that a lane can show."""
     return NotAdmitted(
         f"{producer_id} holds {most} tickets, the most that a lane shows",
         hint="end those of groups that were put",
@@ -137,7 +134,7 @@ def too_many_tickets(producer_id: str, most: int) -> NotAdmitted:
 
 
 def removed(producer_id: str) -> NoConsumer:
-    """By force: whoever takes the bridge has other segments."""
+    """The lane or the control segment was removed by force: a later consumer has other segments."""
     return NoConsumer(
         f"no consumer will answer {producer_id}: its lane or the control segment was removed",
         hint="close it and open a new producer",

@@ -1,7 +1,6 @@
-"""Whether the names of a producer's lane and of its bridge still lead to what it has open, or were removed by
-force.
+"""Checks whether a producer's lane and its control segment were removed by force.
 
-Knows names and who reads a lane; decides nothing but when to look. Owned by the producer.
+Used by the producer.
 """
 
 import logging
@@ -14,11 +13,11 @@ from shmbridge.segments.locks import LockByte
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.4  # how often a producer that puts, or waits, looks
+LOOK_S = 0.4  # seconds between two checks while putting or waiting
 
 
 class OwnNames:
-    """One producer's two names. Any thread."""
+    """The names of one producer's lane and control segment. Any thread."""
 
     def __init__(
         self,
@@ -34,24 +33,24 @@ class OwnNames:
 
     @property
     def removed(self) -> bool:
-        """Whether either is gone. Two stats."""
+        """Whether either was removed. Two stat calls."""
         both = ((self._lane.fd, self._lane_name), (self._control.mapping.fd, self._control_name))
         return not all(segment.still_named(*each) for each in both)
 
     def check(self) -> None:
-        """Raises LaneRemoved if either is gone; looks only as often as LOOK_S says."""
+        """Raises LaneRemoved if either was removed; checks at most every LOOK_S."""
         if self._writer.look_due:
             if self.removed:
                 raise refusals.lane_removed(self._producer_id, self._lane_name, self._unreachable())
             self._writer.looked(LOOK_S)
 
     def check_reachable(self) -> None:
-        """Raises LaneRemoved if the lane holds records that no consumer reads, nor will find."""
+        """Raises LaneRemoved if the lane holds records that no consumer reads or can find."""
         if lost := self._unreachable():
             raise refusals.lane_removed(self._producer_id, self._lane_name, lost)
 
     def say_what_is_left(self) -> None:
-        """Logs how many those are, if any."""
+        """Logs the number of such records, if any."""
         if lost := self._unreachable():
             log.error("%s", refusals.lane_removed(self._producer_id, self._lane_name, lost))
 

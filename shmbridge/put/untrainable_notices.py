@@ -1,7 +1,6 @@
-"""What a producer's log says, once each, of groups that a learner cannot train with as they are.
+"""Warnings in a producer's log, once each, about groups that a learner cannot train with as they are.
 
-Knows the columns of a group that `put` took; changes and refuses nothing. Called by producer.py and
-planner.py.
+Changes and refuses nothing. Used by planner.py and convert.py.
 """
 
 import logging
@@ -10,7 +9,7 @@ from typing import Any
 
 log = logging.getLogger("shmbridge.producer")
 
-_GREEDY = 1e-5  # below it samplers take the likeliest token
+_GREEDY = 1e-5  # below this, samplers take the likeliest token
 _NO_MASK = (
     "has neither a mask nor prompt_length: learners train nothing of it -> write loss_mask, Atropos masks, "
     "or prompt_length"
@@ -27,16 +26,16 @@ _IMAGES = "has images, which the learner of shmbridge refuses -> see its option 
 
 
 class PutNotices:
-    """Looks at each group that a producer puts. Never blocks, never raises; for the producer's thread."""
+    """Checks each group that a producer puts. Never blocks, never raises; for the producer's thread."""
 
     def __init__(self, env_name: str) -> None:
         self._env_name = env_name
         self._said: set[str] = set()
 
     def look(self, group: Any, *, nulls: bool = True) -> None:
-        """Says what is worth it of a group that `put` takes; without `nulls`, no row of it is None."""
+        """Logs notices about a group that `put` takes; `nulls=False`: no row of it is None."""
         if type(group) is not dict and not isinstance(group, Mapping):
-            # Arrow: which columns there are, not what they say
+            # Arrow: check only which columns there are, not their values.
             group = dict.fromkeys(group.schema.names, True)
         if (
             _lacks(group.get("loss_mask"), nulls)
@@ -59,7 +58,7 @@ class PutNotices:
             self._say(_IMAGES)
 
     def uneven(self, why: Mapping[str, str]) -> None:
-        """Says of each column (with the rows and numbers) that it does not fit the tokens."""
+        """Logs each column (with its rows and numbers) that does not fit the tokens."""
         for name, numbers in why.items():
             self._say(
                 f"has a column {name!r} that learners leave out where it does not fit its tokens",
@@ -84,7 +83,7 @@ class PutNotices:
 
 
 def _lacks(value: Any, nulls: bool) -> bool:
-    """Whether some row has nothing of a column."""
+    """Returns whether some row has no value in a column."""
     if type(value) is list:
         return not value or (nulls and any(row is None for row in value))
     return value is None
@@ -99,8 +98,8 @@ def _is_filled(value: Any) -> bool:
 
 
 def _settings(group: Mapping[str, Any], key: str) -> Iterator[Any]:
-    """What a group says of how it was sampled, in its column and in Atropos' settings of rows, of the record
-    and of the group.
+    """Yields a group's values of a sampling setting, from its column and from Atropos' settings of rows, of
+    the record and of the group.
     """
     if key == "temperature" and (column := group.get(key)) is not None:
         yield from column.tolist() if hasattr(column, "tolist") else _rows(column)

@@ -1,3 +1,3 @@
-"""Learner ranks: the hub's server for them, who gets which share, what a rank reads of it."""
+"""Learner ranks: the hub's server for them, the shares of each rank, a rank's view of its share."""
 
 __all__ = ["held_share", "server", "share_book"]

@@ -1,7 +1,4 @@
-"""What a learner rank reads of one batch, and which leases of it are gone.
-
-Knows groups and looks; knows nothing of the hub. Made by rank.py.
-"""
+"""A rank's share of one batch as the rank reads it, and which of its leases are gone. Used by rank.py."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -19,11 +16,11 @@ Looks = list[tuple[RankReader, int]]  # reader, number of the look
 
 
 class RankShare:
-    """What one rank reads of one batch: `groups` of records held in place, and the `manifest` they came by.
+    """One rank's share of one batch: `groups` of records held in place, and the `manifest` that named them.
 
-    A context manager, which releases it unless it is left by an exception. The hub is told once all its
-    records are released and no view of them is left. One that is let go without release comes again from
-    next_share if nobody has read it; else see Rank.take_back_dropped.
+    A context manager, which releases the share unless it is left by an exception. The hub is told once all
+    its records are released and no view of them is left. A share dropped without release comes again from
+    next_share if it was not read; else see Rank.take_back_dropped.
     """
 
     def __init__(self, manifest: "Manifest", groups: list[Group]) -> None:
@@ -31,11 +28,11 @@ class RankShare:
 
     @property
     def records(self) -> list[Record]:
-        """Of all groups, in order."""
+        """The records of all groups, in order."""
         return [record for group in self.groups for record in group.records]
 
     def hand_out(self) -> None:
-        """From now on every record counts as looked at."""
+        """Marks every record as looked at."""
         for record in self.records:
             record.looked_at = True
 
@@ -53,22 +50,24 @@ class RankShare:
 
 
 def lost_of(held: Looks) -> list[bool | None]:
-    """Of each lease that was not released: None while it lives, else whether its record was looked at."""
+    """Returns, for each lease that was not released, None while it lives, else whether its record was looked
+    at.
+    """
     return [reader.lost(look) for reader, look in held if reader.holds(look)]
 
 
 def is_open(held: Looks, *, of_this_hub: bool) -> bool:
-    """Whether a lease was not released yet, or a view of its record lives.
+    """Returns whether a lease was not released yet, or a view of its record lives.
 
-    What was dropped of an earlier hub's is over: the present one hands it out again.
+    Records dropped from an earlier hub do not count: the present hub hands them out again.
     """
     return any(reader.holds(look) and (of_this_hub or reader.lost(look) is None) for reader, look in held)
 
 
 def own_look(gather: Callable[[list[Group], Layout], Made], groups: list[Group], layout: Layout) -> Made:
-    """What `gather` makes of the groups.
+    """Returns what `gather` makes of the groups.
 
-    Its look at their records is not the user's, also when it is interrupted.
+    Its reads do not count as the user looking at the records, also when it is interrupted.
     """
     records = [record for group in groups for record in group.records]
     before = [record.looked_at for record in records]

@@ -1,9 +1,8 @@
 """The hub's side of learner ranks: forms batches ahead, hands out shares, and keeps their leases until all
 readers are done.
 
-Knows who asked for what and, by a lock, which ranks live; who gets which group is share_book.py's. The other
-side is rank.py; why nothing changes under a rank's eyes, also when a hub or a rank dies, is in
-docs/adr/0002-ranks.md.
+Locks show which ranks live; share_book.py assigns groups to ranks. The other side is rank.py. Why a rank's
+memory does not change while it reads, even when a hub or a rank dies: docs/adr/0002-ranks.md.
 """
 
 import logging
@@ -48,7 +47,7 @@ DeadRank = Literal["wait", "spread"]
 
 
 class RankServer:
-    """Deals a consumer's batches out to learner ranks, in a thread of its own.
+    """Deals a consumer's batches out to learner ranks, in a separate thread.
 
     Made by Consumer.serve_ranks.
     """
@@ -86,8 +85,8 @@ class RankServer:
         )
         self._steps_ahead = 1 + prefetch
         self._book = ShareBook(world_size, mode)
-        self._known: set[int] = set()  # ranks that were alive when last looked at, or have asked since
-        self._dead: set[int] = set()  # ranks that were alive once and are not now
+        self._known: set[int] = set()  # ranks that were alive at the last check, or have asked since
+        self._dead: set[int] = set()  # ranks that have died
         self._done = 0
         self._looked_s = 0.0
         self._drained, self._withdrawn, self._failed = False, False, ""
@@ -117,7 +116,7 @@ class RankServer:
                 with self._change:
                     self._book.open(groups, self._state.policy_version, self._takers())
                 self._control_plane.look_again()
-        except Exception as error:  # whatever it is, the ranks are to hear of it
+        except Exception as error:  # any error must reach the ranks
             log.exception("bridge %r forms no more batches for its ranks", self._state.bridge)
             with self._change:
                 self._failed = f"{type(error).__name__}: {error}"
@@ -126,7 +125,7 @@ class RankServer:
 
     def _check_sayable(self, groups: list[Group]) -> None:
         """Raises if a share could have more records than a message can name."""
-        # as many as wanted, but for a policy that counts otherwise
+        # The number wanted, except under a policy that counts rows.
         if self._book.mode == "sharded" and len(groups) < self.world_size:
             self._former.put_back(groups)
             raise ValueError(
@@ -149,13 +148,13 @@ class RankServer:
         return not self._stop.is_set()
 
     def _wait_drained(self) -> None:
-        """Nothing more can be formed: the ranks hear of it, unless it is because this consumer closes.
+        """Tells the ranks that nothing more can be formed, unless the reason is that this consumer closes.
 
-        Until some batch is withdrawn.
+        Then waits until a batch is withdrawn or the server stops.
         """
         with self._change:
             self._drained = not (self._withdrawn or self._closing.ending or self._stop.is_set())
-            self._say_if_finished()  # before anybody is told, and closes
+            self._say_if_finished()  # before a waiting thread is told, and closes
             self._change.notify_all()
         if self._drained:
             self._control_plane.look_again()
@@ -165,8 +164,8 @@ class RankServer:
                 self._withdrawn = self._drained = False
 
     def _takers(self) -> list[int]:
-        """The ranks that a new batch is for: all, those that have not come yet, too; without the dead, where
-        their work is spread.
+        """Returns the ranks that a new batch is for: all, including those not here yet; without the dead ones
+        if their work is spread.
         """
         everybody = set(range(self.world_size))
         return sorted((everybody - self._dead if self._dead_rank == "spread" else everybody) or everybody)
@@ -179,7 +178,7 @@ class RankServer:
     # -------------------------------------------------------------------------------------
 
     def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
-        """The rank's next share; None while there is none. Never blocks."""
+        """Returns the rank's next share; None while there is none. Never blocks."""
         if request.epoch != self._state.hub_epoch:
             return self._other_epoch(request.epoch)
         if request.world_size != self.world_size or not 0 <= request.rank < self.world_size:
@@ -198,8 +197,8 @@ class RankServer:
                 NO_MORE_BATCHES, f"no more batches are formed: {self._failed}", "see the consumer's log"
             )
         with self._change:
-            if request.rank not in self._dead:  # a dead one's question may still wait here
-                self._known.add(request.rank)  # it may die before anybody looks
+            if request.rank not in self._dead:  # a request of a dead rank may still wait here
+                self._known.add(request.rank)  # it may die before the next check
             self._look_for_deaths()
             self._withdraw_stale()
             known = self._book.issued_steps
@@ -208,7 +207,8 @@ class RankServer:
                 if self._stop.is_set()
                 else self._book.next_for(request.rank, request.member, request.after)
             )
-            if self._book.issued_steps > known:  # not when it is formed: it may be withdrawn
+            # count on issue, not when formed: a formed batch may be withdrawn
+            if self._book.issued_steps > known:
                 self._former.count_batch()
                 self._former.count_lags(share.step.groups if share is not None else [])
             if share is not None:
@@ -217,17 +217,17 @@ class RankServer:
             return NoMoreShares() if self._drained and not self._may_be_inherited() else None
 
     def _may_be_inherited(self) -> bool:
-        """Whether a share that another rank reads now may yet come to this one."""
+        """Returns whether a share that another rank reads now may still come to this one."""
         return self._dead_rank == "spread" and self._book.open_steps > 0
 
     def shares_done(self, request: SharesDone) -> Ack | Refused:
-        """Ends the leases that nobody needs any more. Never blocks."""
+        """Ends the leases that no rank needs any more. Never blocks."""
         if request.epoch != self._state.hub_epoch:
             return self._other_epoch(request.epoch)
         header.fault(b"hub.share_done")
         with self._change:
             self._finish(self._book.done(request.rank, request.member, request.numbers))
-        self._control_plane.look_again()  # for some the end may have come
+        self._control_plane.look_again()  # for some ranks this may be the end
         return Ack()
 
     def _other_epoch(self, epoch: int) -> Refused:
@@ -264,7 +264,7 @@ class RankServer:
                 self._finish(self._book.hand_over(rank, sorted(living)))
 
     def _withdraw_stale(self) -> None:
-        """What grew stale while it waited to be asked for is not handed out."""
+        """Withdraws batches that grew stale before any share was requested."""
         current = self._state.training_version
         groups = self._book.withdraw(
             lambda group: is_stale(group.oldest_version, current, self._max_staleness)
@@ -330,9 +330,9 @@ class RankServer:
 
     @then_close
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks until the bridge is drained and every share is done: True.
+        """Blocks until the bridge is drained and every share is done; then returns True.
 
-        False if the time is over first, or no more can come: the consumer was closed, or a batch could not be
+        Returns False on timeout, or if no more can come: the consumer was closed, or a batch could not be
         formed (its log says why). Any thread.
         """
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
@@ -341,19 +341,19 @@ class RankServer:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
-                # a handler of this thread cannot tell it that it has closed
+                # Wake up regularly: a signal handler in this thread cannot notify the wait of a close.
                 self._change.wait(min(left, _LOOK_EVERY_S))
             return self._is_idle()
 
     def stop(self) -> None:
-        """Ends the thread; what is dealt out is still held. For Consumer.close."""
+        """Ends the thread; shares dealt out stay held. For Consumer.close."""
         self._stop.set()
         with self._change:
             self._change.notify_all()
         self._thread.join()
 
     def forget(self) -> None:
-        """Lets go of every lease un-released: the next consumer gets those records. For Consumer.close."""
+        """Ends every lease without release: the next consumer gets those records. For Consumer.close."""
         with self._change:
             for share in self._book:
                 for group in share.groups:

@@ -1,7 +1,6 @@
-"""Shares: which learner rank reads which groups of a batch, and who is not done yet.
+"""Shares: which learner rank reads which groups of a batch, and which ranks are not done yet.
 
-Knows groups and rank numbers; knows nothing of sockets, threads, locks or who is alive. Used by server.py,
-under its lock.
+Used by server.py, under its lock.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,11 +13,11 @@ Mode = Literal["sharded", "broadcast"]
 
 
 def share_out(groups: list[Group], ranks: list[int]) -> dict[int, list[Group]]:
-    """Deals whole groups out: counts differ by one at most, tokens as little as that allows; oldest first
-    within a share.
+    """Deals whole groups out: counts differ by one at most, token sums by as little as that allows; oldest
+    first within a share.
 
-    The longest first, each to whoever has the fewest tokens and still wants a group (the LPT rule of R. L.
-    Graham, "Bounds on Multiprocessing Timing Anomalies", 1969, with a limit on the count).
+    Longest group first, each to the rank with the fewest tokens that still needs a group (the LPT rule of R.
+    L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969, with a limit on the count).
     """
     most, rest = divmod(len(groups), len(ranks))
     dealt: dict[int, list[int]] = {rank: [] for rank in ranks}
@@ -45,12 +44,12 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """Of all its shares."""
+        """Rows of all its shares."""
         return sum(group.rows for group in self.groups)
 
     @property
     def tokens(self) -> int:
-        """Of all its shares."""
+        """Tokens of all its shares."""
         return sum(group.tokens for group in self.groups)
 
 
@@ -58,9 +57,9 @@ class Step:
 class Share:
     """Groups that the same ranks read.
 
-    `readers` are not done; `issued` says which incarnation of a rank got it last.
+    `readers` are the ranks not done yet; `issued` maps a rank to the incarnation that got the share last.
 
-    `read`: some rank has said that it is done with it. Without that it is never over.
+    `read`: some rank is done with it. Until then the share is never over.
     """
 
     number: int
@@ -73,12 +72,12 @@ class Share:
 
     @property
     def tokens(self) -> int:
-        """Of all its groups."""
+        """Tokens of all its groups."""
         return sum(group.tokens for group in self.groups)
 
 
 class ShareBook:
-    """The shares that somebody still reads or will read. Not thread-safe."""
+    """The shares that a rank still reads or will read. Not thread-safe."""
 
     def __init__(self, world_size: int, mode: Mode) -> None:
         self.world_size, self.mode = world_size, mode
@@ -92,11 +91,11 @@ class ShareBook:
 
     @property
     def open_steps(self) -> int:
-        """Batches of which some share is not done."""
+        """Batches with a share that is not done."""
         return len({share.step.number for share in self})
 
     def open(self, groups: list[Group], policy_version: int, ranks: list[int]) -> None:
-        """A batch is formed: shares of it for these ranks."""
+        """Adds a formed batch: shares of it for these ranks."""
         step = Step(self._next_step, groups, policy_version)
         self._next_step += 1
         if self.mode == "broadcast":
@@ -110,10 +109,10 @@ class ShareBook:
         self._next_share += 1
 
     def next_for(self, rank: int, member: int, after: int) -> Share | None:
-        """The first share after number `after` that the rank is to read, now issued to `member`; a lost
-        answer comes again.
+        """Returns the first share after number `after` that the rank is to read, now issued to `member`; a
+        lost answer is repeated.
 
-        Nothing is issued to an incarnation that has a successor: its question was under way when it died.
+        Issues nothing to an incarnation that has a successor: its question was under way when it died.
         """
         if member < self._members.get(rank, member):
             return None
@@ -130,12 +129,12 @@ class ShareBook:
         return None
 
     def done(self, rank: int, member: int, numbers: Iterable[int]) -> list[Group]:
-        """The rank is done with these shares: the groups that nobody reads any more.
+        """Marks these shares as done by the rank; returns the groups that no rank reads any more.
 
-        A second time changes nothing.
+        Idempotent.
 
-        Only a reader may say so, and of its incarnations the one that the share was last issued to: another
-        one may be looking at it.
+        Only a reader may do so, and only the incarnation that the share was last issued to: another one may
+        still be reading it.
         """
         finished: list[Group] = []
         for share in [self._shares[number] for number in numbers if number in self._shares]:
@@ -146,13 +145,11 @@ class ShareBook:
         return finished
 
     def hand_over(self, dead: int, living: list[int]) -> list[Group]:
-        """The dead rank reads nothing more.
+        """Removes a dead rank as a reader; returns the groups that are over by that.
 
-        A share that no other rank reads or has read goes to the living: in broadcast to all of them, else to
-        the one with the fewest tokens before it.
-
-        The groups that are over by that. A share that moves gets a new number, so that whoever gets it has
-        not seen it.
+        A share that no other rank reads or has read goes to the living ranks: in broadcast to all of them,
+        else to the one with the fewest tokens before it. A share that moves gets a new number, so that its
+        new reader has not seen that number.
         """
         finished: list[Group] = []
         for share in [share for share in self if dead in share.readers]:
@@ -176,8 +173,8 @@ class ShareBook:
         self._next_share += 1
 
     def withdraw(self, unfit: Callable[[Group], bool]) -> list[Group]:
-        """Takes back the batches of which nothing was issued and some group is unfit: their groups, oldest
-        first.
+        """Withdraws the batches of which nothing was issued and some group is unfit; returns their groups,
+        oldest first.
         """
         steps = {share.step.number: share.step for share in self if not share.step.issued}
         unfit_steps = {number: step for number, step in steps.items() if any(map(unfit, step.groups))}
@@ -187,7 +184,9 @@ class ShareBook:
         return [group for step in unfit_steps.values() for group in step.groups]
 
     def _end_if_read(self, share: Share) -> list[Group]:
-        """The only way out for groups that were dealt out: nobody is left to read them, and somebody has."""
+        """Ends a share that is read and has no readers left; the only way out for groups that were dealt
+        out.
+        """
         if share.readers or not share.read:
             return []
         del self._shares[share.number]

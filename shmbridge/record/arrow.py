@@ -1,7 +1,4 @@
-"""A record as a pyarrow.RecordBatch over the lane's own buffers.
-
-The only file besides schema.py that needs pyarrow.
-"""
+"""A record as a pyarrow.RecordBatch over the lane's own buffers."""
 
 from dataclasses import fields
 from typing import Any
@@ -16,7 +13,7 @@ from shmbridge.schema import Column, Kind, arrow_field, arrow_type
 
 
 def record_batch(record: ReadableRecord) -> pa.RecordBatch:
-    """Zero-copy for numbers; text, bytes and maps are copied.
+    """Returns the record's RecordBatch: zero-copy for numbers; text, bytes and maps are copied.
 
     Record metadata goes into the schema's metadata.
     """
@@ -35,7 +32,7 @@ def record_batch(record: ReadableRecord) -> pa.RecordBatch:
 
 
 def _rows_of(record: ReadableRecord, column: Column) -> pa.Array:
-    """One value a row, which a lane may have said and not kept."""
+    """Returns one value a row; checks the count, since a lane may claim rows it does not hold."""
     array = _array(record, column)
     if column.per_record and len(array) == 1:
         array = array.take(pa.array(np.zeros(len(record), np.int32)))

@@ -1,6 +1,5 @@
-"""What a record's columns are made of, and how whoever exports a record reads them.
-
-Knows columns; knows nothing of leases. Used by record.py and by what makes other forms of records.
+"""Columns of a record, and the protocol by which an export reads a record. Used by record.py and the
+exports.
 """
 
 from typing import Any, Protocol
@@ -38,11 +37,11 @@ class RaggedLists:
 
 
 class ReadableRecord(Protocol):
-    """A Record, as an export sees it; see there."""
+    """A Record, as an export reads it; see Record."""
 
     @property
     def meta(self) -> RecordMeta:
-        """Where it came from."""
+        """Origin of the record."""
 
     @property
     def columns(self) -> list[str]:
@@ -53,19 +52,19 @@ class ReadableRecord(Protocol):
         """All columns its lane may carry, by name."""
 
     def __len__(self) -> int:
-        """Rows."""
+        """Returns the number of rows."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether a column is present."""
+        """Returns whether a column is present."""
 
     def __getitem__(self, name: str) -> Any:
-        """A column."""
+        """Returns a column."""
 
     def valid(self, name: str) -> np.ndarray[Any, Any] | None:
-        """Which rows are not null; None if all are."""
+        """Returns which rows are not null; None if all are."""
 
     def tag(self, name: str) -> Tag | None:
-        """Whether a column stands there as values, null, [] or {}."""
+        """Returns whether a column holds values, null, [] or {}."""
 
     def json(self, name: str) -> Any:
-        """A column of JSON text, decoded."""
+        """Returns a column of JSON text, decoded."""

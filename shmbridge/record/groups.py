@@ -1,6 +1,7 @@
-"""Trajectory groups from records: fragments of one group, put by one producer, become whole again.
+"""Assembles trajectory groups from records: the fragments of one group, put by one producer, become whole
+again.
 
-Knows records' metadata only. Called by the consumer; decides nothing about order or staleness.
+Reads records' metadata only. Used by the batch former.
 """
 
 import logging
@@ -25,17 +26,17 @@ class Group:
         self.rows = 0
         self.size = size
         self.began_s = began_s
-        self.number = 0  # in the order in which groups became complete; set by who queues it
-        self.wrong = ""  # how its fragments contradict each other: it is never complete then
-        self.chosen = False  # for a batch whose step is not over; set by admission/limit.py
+        self.number = 0  # order in which groups became complete; set by the scheduler
+        self.wrong = ""  # how its fragments contradict each other; such a group is never complete
+        self.chosen = False  # for a batch whose step is not over; set by batching/in_flight.py
 
     def append(self, record: Record) -> None:
-        """Takes a record, and its lease, over."""
+        """Takes over a record and its lease."""
         self.rows += record.rows
-        self.records.append(record)  # the first call here: no signal's handler gets in between
+        self.records.append(record)  # the first call in here: no signal handler gets in between
 
     def discard(self, reason: Discard) -> None:
-        """Releases its records unread and counts them."""
+        """Releases its records unread and counts them as discarded."""
         for record in self.records:
             record.discard(reason)
 
@@ -46,12 +47,12 @@ class Group:
 
     @property
     def producer_id(self) -> str:
-        """Who put it; one group comes from one producer."""
-        return self.records[0]._lane.producer_id  # not of its meta, which is made for whoever reads it
+        """Id of the producer that put it; one group comes from one producer."""
+        return self.records[0]._lane.producer_id  # not from its meta, which is built on demand
 
     @property
     def env_id(self) -> int | None:
-        """The number its environment has registered under; None if it has not said one."""
+        """The number under which its environment has registered; None if it has none."""
         env_id = self.records[0].env_id
         return None if env_id < 0 else env_id
 
@@ -63,7 +64,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version any of its records began under; -1 if none was stamped."""
+        """The oldest policy version under which any of its records began; -1 if none was stamped."""
         return min(record.min_policy_version for record in self.records)
 
 
@@ -81,7 +82,7 @@ class GroupAssembler:
         return iter(self._partial.values())
 
     def add(self, record: Record, now_s: float) -> Group | None:
-        """Takes a record over; returns its group once that is complete. `now_s` is time.monotonic()."""
+        """Takes over a record; returns its group once that is complete. `now_s` is time.monotonic()."""
         if record.rows >= record.group_size:
             group = Group(record.group_size, now_s)
             group.append(record)
@@ -100,13 +101,13 @@ class GroupAssembler:
         return self._partial.pop(key) if group.complete else None
 
     def completed(self) -> Iterator[Group]:
-        """Takes out and yields groups that are complete: an exception has kept `add` from returning them."""
+        """Removes and yields complete groups that an exception kept `add` from returning."""
         for key in [key for key, group in self._partial.items() if group.complete]:
             yield self._partial.pop(key)
 
     def late(self, now_s: float, busy: set[str]) -> Iterator[Group]:
-        """Takes out and yields contradictory groups, and partial ones older than the timeout unless more of
-        their producer is there.
+        """Removes and yields contradictory groups, and partial ones older than the timeout unless their
+        producer has more records waiting.
         """
         late = [
             key
@@ -117,25 +118,25 @@ class GroupAssembler:
             yield self._partial.pop(key)
 
     def orphans(self, producer_ids: set[str]) -> Iterator[Group]:
-        """Takes out and yields the partial groups of producers that will put nothing more."""
+        """Removes and yields the partial groups of producers that will put nothing more."""
         for key in [key for key in self._partial if key[0] in producer_ids]:
             yield self._partial.pop(key)
 
 
 def hand_out(groups: Iterable[Group], call: Call, *, looked_at: bool) -> None:
-    """Notes which call handed the groups' records out, and whether the records count as looked at."""
+    """Notes which call handed out the groups' records, and whether the records count as looked at."""
     for group in groups:
         for record in group.records:
             record.handed_out_by, record.looked_at = call, looked_at
 
 
 def oldest_version(groups: Iterable[Group], known: int = NO_VERSION) -> int:
-    """The oldest version any is stamped with, or `known` if that is older."""
+    """Returns the oldest version stamped on any group, or `known` if that is older."""
     return min([known, *(version for group in groups if (version := group.oldest_version) >= 0)])
 
 
 def _contradiction(group: Group, record: Record) -> str:
-    """Why the record cannot be a fragment of the group it names; "" if it can."""
+    """Returns why the record cannot be a fragment of the group it names; "" if it can."""
     if record.group_size != group.size:
         return f"one fragment says group_size={group.size}, another {record.group_size}"
     rows = group.rows + record.rows

@@ -1,8 +1,7 @@
 """A committed trajectory group (or a fragment of one) as its reader sees it: zero-copy columns, Arrow,
 Atropos.
 
-Knows the record layout and the lease; knows nothing of lanes, groups or batches. Made by the consumer, used
-by everybody downstream.
+Made by the lanes' readers.
 """
 
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What every record of one lane shares."""
+    """The facts that every record of one lane shares."""
 
     producer_id: str
     env_name: str
@@ -35,9 +34,9 @@ class Lane:
     name: str  # of the segment
 
     def describe_to(self, reader: LaneReader, table: bytes) -> None:
-        """Tells the lane's reader, whose records are to know it.
+        """Registers this lane with its reader, so that its records refer to it.
 
-        Raises LaneCorrupt if `table`, that the columns are from, has changed.
+        Raises LaneCorrupt if `table`, from which the columns were decoded, has changed.
         """
         reader.describe(
             self, table, tuple(self.columns), tuple(column.dtype for column in self.columns.order)
@@ -50,8 +49,8 @@ class Record(OneProcess, LeasedRecord):
 
     `len(record)` counts rows; `record[name]` is a column; `name in record` and `record.columns` say which are
     present. Use it as a context manager, which releases it unless it is left by an exception, or call
-    release(). One that is let go without is not released: it is handed out again if nobody has read its meta
-    or a column, else the next consumer gets it. One thread at a time; views may go anywhere.
+    release(). A record dropped without release stays un-released: it is handed out again if its meta and
+    columns were never read, else the next consumer gets it. One thread at a time; views may go anywhere.
     """
 
     __slots__ = ()
@@ -69,20 +68,20 @@ class Record(OneProcess, LeasedRecord):
 
     @property
     def lane_name(self) -> str:
-        """Name of the segment it lies in."""
+        """Name of the segment that holds it."""
         return self._lane.name
 
     @property
     def lane_memory(self) -> memoryview:
-        """All of its lane's segment, read-only, for who registers memory with a device: the mapping stays as
-        long as this does.
+        """The whole segment of its lane, read-only, to register memory with a device; it keeps the mapping
+        alive.
 
         It holds no lease. BufferError in a child of fork.
         """
         return memoryview(self.reader.lane).toreadonly()
 
     def map_lane_writable(self) -> None:
-        """Maps its lane's data writable in this process, for a device that registers no read-only memory;
+        """Maps its lane's data writable in this process, for a device that cannot register read-only memory;
         logged, and shown by `inspect`.
 
         Never blocks. Raises OSError if the kernel refuses.
@@ -105,33 +104,33 @@ class Record(OneProcess, LeasedRecord):
         )
 
     def tag(self, name: str) -> Tag | None:
-        """Whether a column stands there as values, null, [] or {}; None if it is absent."""
+        """Returns whether a column holds values, null, [] or {}; None if it is absent."""
         tag = self._tag(name)
         return None if tag < 0 else Tag(tag)
 
     def to_arrow(self) -> "pa.RecordBatch":
-        """The record as a pyarrow.RecordBatch over the lane's own buffers; it holds the lease until it is
-        dropped.
+        """Returns the record as a pyarrow.RecordBatch over the lane's own buffers; it holds the lease until
+        it is dropped.
 
         Columns with one value per record repeat it. Raises ValueError for uneven records, which have no
-        rectangular form, and RecordUnreadable for text that is none.
+        rectangular form, and RecordUnreadable for text that is not UTF-8.
         """
         from shmbridge.record.arrow import record_batch
 
         return record_batch(self)
 
     def to_scored_data(self) -> dict[str, Any]:
-        """The Atropos ScoredDataGroup this record came from, as a new dict; per-token floats are rounded to
-        float32.
+        """Returns the Atropos ScoredDataGroup this record came from, as a new dict; per-token floats are
+        rounded to float32.
         """
         from shmbridge.record.scored_data import scored_data
 
         return scored_data(self)
 
     def json(self, name: str) -> Any:
-        """A column of JSON text, decoded: one value, or a list with one per row.
+        """Returns a column of JSON text, decoded: one value, or a list with one per row.
 
-        KeyError if absent, RecordUnreadable if it is none.
+        KeyError if absent, RecordUnreadable if the text is not JSON.
         """
         if name not in JSON_COLUMNS:
             raise KeyError(f"{name} is not JSON")
@@ -156,7 +155,7 @@ class Record(OneProcess, LeasedRecord):
         )
 
     def _compound(self, name: str) -> Any:
-        """A column that is neither numbers nor lists of them."""
+        """Returns a column that is neither numbers nor lists of numbers."""
         column = self._lane.columns[name]
         if column.kind is Kind.LIST_LIST:
             return RaggedLists(

@@ -1,7 +1,6 @@
-"""Checks of rows: stored beside a row's values, so that whoever trains with them can tell that they are
-those.
+"""Checks stored beside a row's values, by which a trainer can tell that it has the very values that were put.
 
-Knows names and bytes; knows nothing of lanes and batches. `Record.row_checks(name)` gives the stored ones.
+`Record.row_checks(name)` gives the stored ones.
 """
 
 import os
@@ -16,9 +15,9 @@ DEFAULT_EVERY = 32
 
 
 def checked_every() -> int:
-    """One row in how many carries checks: 1 for every row, 0 for none.
+    """Returns the interval of rows that carry checks: 1 for every row, 0 for none.
 
-    SHMBRIDGE_CHECK_ROWS says it. Never blocks; ValueError if that is no such number.
+    Set by SHMBRIDGE_CHECK_ROWS. Never blocks; ValueError if that is not such a number.
     """
     said = os.environ.get(VARIABLE, "").strip()
     if not said:
@@ -32,5 +31,5 @@ def checked_every() -> int:
 
 
 def new_sampler() -> RowSampler:
-    """Which rows of a new producer carry checks."""
+    """Returns a sampler of the rows of a new producer that carry checks."""
     return RowSampler(checked_every(), time.monotonic_ns())

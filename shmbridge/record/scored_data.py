@@ -1,4 +1,4 @@
-"""A record back to Atropos' ScoredDataGroup. Knows Atropos' words; imports nothing of it."""
+"""Converts a record back to Atropos' ScoredDataGroup. Imports nothing of Atropos."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ _JSON = ("messages", "overrides", "images", "group_overrides", "generation_param
 
 
 def scored_data(record: ReadableRecord) -> dict[str, Any]:
-    """The group as upstream's HTTP path would deliver it: the same keys, null, [] and {} told apart; then
-    what that path loses: rewards of steps, and the unknown keys in `extra`.
+    """Returns the group as upstream's HTTP path would deliver it: the same keys, null, [] and {} told apart;
+    plus what that path loses: rewards of steps, and the unknown keys in `extra`.
     """
     group: dict[str, Any] = {"tokens": _rows(record["tokens"]), "masks": _masks(record)}
     for name, source in (("scores", "score"), *((name, name) for name in (*_LISTS, *_STEPS))):
@@ -31,7 +31,7 @@ def scored_data(record: ReadableRecord) -> dict[str, Any]:
 
 
 def _empty(record: ReadableRecord, name: str) -> Any:
-    """What stood in a column without values: null, [] or {}."""
+    """Returns the content of a column without values: null, [] or {}."""
     tag = record.tag(name)
     return [] if tag is Tag.EMPTY_LIST else {} if tag is Tag.EMPTY_MAP else None
 
@@ -56,7 +56,7 @@ def _rows(column: Ragged | RaggedLists) -> list[Any]:
 
 
 def _masks(record: ReadableRecord) -> Any:
-    """masks as they came, or rebuilt: the token where trained, -100 elsewhere."""
+    """Returns masks as they came, or rebuilt: the token where trained, -100 elsewhere."""
     if record.tag("masks") is not None:
         return _value(record, "masks")
     if "loss_mask" not in record:

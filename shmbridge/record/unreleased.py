@@ -1,6 +1,6 @@
-"""Calls that hand records out, and what is said of a record that one of them handed out and nobody released.
+"""The calls that hand records out, and the warning about a record that was handed out and never released.
 
-Knows words; knows nothing of lanes or leases, which count (`_ext.lane_reader.Drops`).
+`_ext.lane_reader.Drops` counts such leases.
 """
 
 import logging
@@ -17,7 +17,7 @@ _LOG_S = 1.0
 
 
 class Call(IntEnum):
-    """What handed a record out. The first two are what `_ext.lane_poller.LanePoller` says by itself."""
+    """The call that handed a record out. `_ext.lane_poller.LanePoller` sets the first two itself."""
 
     GET = 0
     POLL = 1
@@ -63,8 +63,8 @@ _INSTEAD = {
 
 
 def say_lost(where: str, number: int, looked_at: bool) -> None:
-    """Says of a first lease that ended without a word what handed it out and what to write instead: a
-    ResourceWarning, and the log.
+    """Warns about the first lease that was dropped without release: which call handed it out, and what to
+    write instead; as a ResourceWarning, and in the log.
 
     Raises ResourceWarning where warnings are errors.
     """
@@ -85,8 +85,8 @@ def _log_apart(said: str) -> None:
     """Logs a warning in another thread, and waits a moment for it.
 
     Interrupts are what leaves records un-released, and before Python 3.13 an interrupt of logging may keep
-    its locks for good. Made in this thread, the call could do that to every other thread; and if the
-    program's own logging has done it, this thread is not to hang.
+    its locks for good. A call in this thread could do that to every other thread; and if the program's own
+    logging has already done it, this thread must not hang.
     """
     done: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
@@ -101,7 +101,7 @@ def _log_apart(said: str) -> None:
         logged = done.get(timeout=_LOG_S)
     except queue.Empty:
         return
-    except RuntimeError:  # not even the thread that starts it
+    except RuntimeError:  # not even the starting thread can be had
         logged = False
     if not logged:
         log.warning("%s", said)

@@ -1,7 +1,4 @@
-"""What still happens when a process ends, or drops an object, without close().
-
-Knows weak references; knows nothing of what is called.
-"""
+"""Calls at process exit for objects that were not closed, held by weak references only."""
 
 import atexit
 import os
@@ -12,8 +9,8 @@ _Weak = weakref.WeakMethod[Callable[[], None]]
 
 
 def at_exit(method: Callable[[], None]) -> Callable[[], None]:
-    """Calls a bound method at the end of this process if its object still lives, not in children; returns
-    what undoes that.
+    """Calls a bound method at the end of this process if its object still lives, not in children; returns a
+    function that cancels that.
     """
     weak: _Weak = weakref.WeakMethod(method)
     pid = os.getpid()

@@ -1,8 +1,6 @@
-"""A thread that learns of producers' deaths: at once where a pidfd can tell, by probing their locks
-otherwise.
+"""A thread that notices producers' deaths: at once through a pidfd, otherwise by probing their locks.
 
-The pidfd only says when to look; the free lock is the proof. Knows descriptors; knows nothing of lanes'
-contents. Owned by the consumer.
+The pidfd only says when to check; the free lock is the proof. Owned by the consumer's lanes.
 """
 
 import logging
@@ -18,12 +16,12 @@ from shmbridge.segments.locks import LockByte
 log = logging.getLogger(__name__)
 
 _PROBE_MS = 500
-_BUSY_MS = 50  # while something dead still waits to be removed
+_BUSY_MS = 50  # while a dead lane still waits to be removed
 
 
 class DeathWatch:
-    """Calls `on_death(name)` once per watched lane whose producer is gone, and `on_tick() -> bool` (is
-    anything left to remove?) regularly.
+    """Calls `on_death(name)` once per watched lane whose producer is gone, and `on_tick() -> bool` (returns
+    whether anything is left to remove) regularly.
 
     Both run in the watch's own daemon thread. Methods may be called from any thread.
     """
@@ -42,16 +40,16 @@ class DeathWatch:
             raise
 
     def watch(self, name: str, lane: Mapping, pid: int, namespace: int) -> None:
-        """Begins to watch a lane. Idempotent.
+        """Starts to watch a lane. Idempotent.
 
-        The mapping is kept until the producer's death has been told.
+        Keeps the mapping until the producer's death was reported.
         """
         if name not in self._lanes:
             self._lanes[name] = (lane, locks.open_pidfd(pid, namespace))
         os.eventfd_write(self._wake, 1)
 
     def nudge(self) -> None:
-        """Makes the next tick come now."""
+        """Triggers the next tick now."""
         os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
@@ -61,7 +59,7 @@ class DeathWatch:
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
-        # called again after an interrupt, it closes none twice: the number is another's by then
+        # A repeat after an interrupt closes no descriptor twice: its number may be another file's by then.
         while self._lanes:
             _, (_, pidfd) = self._lanes.popitem()
             if pidfd >= 0:
@@ -78,13 +76,13 @@ class DeathWatch:
             try:
                 busy = self._look(fired)
             except Exception:
-                # such as no descriptor left: it may be better next time, and nobody else watches
+                # For example no descriptor left: it may work next time, and this is the only watch.
                 log.exception("the death watch could not look round")
                 busy = True
             timeout_ms = _BUSY_MS if busy else _PROBE_MS
 
     def _look(self, fired: set[int]) -> bool:
-        """One round over all lanes; whether to look again soon: something dead is left to be removed, or a
+        """Checks all lanes once; returns whether to check again soon: a dead lane is left to be removed, or a
         pidfd was wrong.
         """
         wrong = False
@@ -92,7 +90,7 @@ class DeathWatch:
             dead = not locks.is_locked(lane.fd, LockByte.PRODUCER)
             if dead:
                 del self._lanes[name]
-            elif pidfd in fired:  # of another process than the lock's holder: it would fire for ever
+            elif pidfd in fired:  # a pidfd of another process than the lock's holder would fire for ever
                 self._lanes[name] = (lane, -1)
                 wrong = True
             if pidfd >= 0 and (dead or pidfd in fired):
@@ -103,7 +101,7 @@ class DeathWatch:
         return self._on_tick() or wrong
 
     def _sleep(self, timeout_ms: int) -> set[int]:
-        """Waits for a death or a nudge; the pidfds that fired."""
+        """Waits for a death or a nudge; returns the pidfds that fired."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for _, pidfd in list(self._lanes.values()):

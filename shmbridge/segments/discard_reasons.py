@@ -1,14 +1,14 @@
 """Why records were dropped (never committed) or discarded (committed, then released unread): names and codes
 of the counters.
 
-The codes are those of `_ext/c/layout.h`; the names are the `{reason}` of stats(). Nothing else knows both.
+The codes are those of `_ext/c/layout.h`; the names are the `{reason}` of stats().
 """
 
 from enum import IntEnum
 
 
 class Drop(IntEnum):
-    """Counted by the producer in `dropped_total`."""
+    """Reasons counted by the producer in `dropped_total`."""
 
     FULL = 0
     CANCELLED = 1
@@ -17,7 +17,7 @@ class Drop(IntEnum):
 
 
 class Discard(IntEnum):
-    """Counted by the consumer in `discarded_total`."""
+    """Reasons counted by the consumer in `discarded_total`."""
 
     STALE = 0
     PARTIAL = 1
@@ -26,5 +26,5 @@ class Discard(IntEnum):
 
 
 def labelled(counter: str, reasons: type[IntEnum], values: list[int]) -> dict[str, int]:
-    """`{"dropped_total{full}": 0, ...}` from the counters of a lane."""
+    """Returns `{"dropped_total{full}": 0, ...}` from the counters of a lane."""
     return {f"{counter}{{{reason.name.lower()}}}": values[reason] for reason in reasons}

@@ -1,6 +1,6 @@
 """Folders on the mount with weights for engines that load from a path.
 
-One has a lock of its writer; without it, any start removes it.
+The writer locks its folder; a folder without a lock is removed by any later start.
 """
 
 import contextlib
@@ -14,26 +14,27 @@ from shmbridge.segments.segment import MOUNT, engine_folder_prefix, remove_folde
 
 
 class EngineFolder:
-    """An empty folder of this process' own, named after the bridge; whoever sees its lock leaves it alone."""
+    """A new empty folder of this process, named after the bridge; its lock keeps others from removing it."""
 
     def __init__(self, bridge: str) -> None:
-        """Blocks for nothing.
+        """Does not block.
 
-        Raises OSError: no room on the mount, or no descriptor left; there is no folder then.
+        Raises OSError: no room on the mount, or no descriptor left; then there is no folder.
         """
         self._file: Descriptor | None = None
         while self._file is None:
             self.path = MOUNT / f"{engine_folder_prefix(bridge)}{os.urandom(8).hex()}"
             self.path.mkdir(mode=0o700)
             try:
-                self._file = _lock(self.path)  # None: somebody took it for a dead one's, and removes it
+                # None: another process took it for a dead one's, and removes it
+                self._file = _lock(self.path)
             except BaseException:
                 with contextlib.suppress(OSError):
                     self.path.rmdir()
                 raise
 
     def remove(self) -> None:
-        """Removes it with what is in it. Idempotent."""
+        """Removes the folder and its contents. Idempotent."""
         if self._file is not None:
             remove_folder(self.path)
             self._file.close()
@@ -41,8 +42,8 @@ class EngineFolder:
 
 
 def remove_dead(bridge: str, *, dry_run: bool = False) -> tuple[list[str], dict[str, str]]:
-    """Removes the folders whose writers are dead, or only looks; the names of those, and of what is kept,
-    with the reason.
+    """Removes the folders whose writers are dead (with `dry_run` only finds them); returns their names, and
+    the kept folders, each with the reason.
 
     Never blocks.
     """
@@ -74,9 +75,9 @@ def _folders(bridge: str) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> Descriptor | None:
-    """The folder, open, with its lock; None if somebody has that, or the folder is gone.
+    """Opens and locks the folder; None if another process holds the lock, or the folder is gone.
 
-    Raises OSError: no descriptor left, say.
+    Raises OSError, for example when no descriptor is left.
     """
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         file = Descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))

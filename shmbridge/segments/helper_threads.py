@@ -1,6 +1,4 @@
-"""A call made in another thread: so that an event loop goes on meanwhile, or no signal handler interrupts
-it.
-"""
+"""Calls in another thread: to keep an event loop running, or out of reach of signal handlers."""
 
 import _thread
 import asyncio
@@ -19,9 +17,9 @@ _LOOK_AGAIN_S = 0.05
 
 
 async def run_to_end(call: Callable[..., Result], *args: Any, **named: Any) -> Result:
-    """Returns what a call returns, or raises what it raises; a thread makes it, and the event loop goes on.
+    """Runs a call in a thread while the event loop goes on; returns its result or raises its error.
 
-    A cancellation comes once the call is over: whatever it reads or writes is the caller's again.
+    A cancellation takes effect after the call ends: until then the call may use the caller's data.
     """
     running = asyncio.get_running_loop().run_in_executor(None, functools.partial(call, *args, **named))
     cancelled: asyncio.CancelledError | None = None
@@ -36,13 +34,12 @@ async def run_to_end(call: Callable[..., Result], *args: Any, **named: Any) -> R
 
 
 def in_another_thread(call: Callable[[], Result]) -> Result:
-    """Returns what a call returns, or raises what it raises; a thread makes it, in which no signal's handler
-    can raise.
+    """Runs a call in a thread, in which no signal handler can raise; returns its result or raises its error.
 
     Blocks.
 
-    An exception that a handler raises here leaves the call running to its end. If no thread can be had, the
-    call is made here.
+    If a handler raises here, the call still runs to its end. If no thread can be had, the call runs in this
+    thread.
     """
     outcome: queue.SimpleQueue[tuple[Result, None] | tuple[None, BaseException] | None] = queue.SimpleQueue()
 
@@ -57,7 +54,7 @@ def in_another_thread(call: Callable[[], Result]) -> Result:
             threading.Thread(target=run, name="shmbridge-apart", daemon=True), lambda _: outcome.put(None)
         )
         ended = outcome.get()
-    except RuntimeError:  # not even the one that starts it
+    except RuntimeError:  # not even the starting thread can be had
         ended = None
     if ended is None:
         return call()
@@ -68,11 +65,11 @@ def in_another_thread(call: Callable[[], Result]) -> Result:
 
 
 def start_apart(thread: threading.Thread, failed: Callable[[Exception], None]) -> None:
-    """Has a thread started, in one where no handler runs: an interrupt of Thread.start may keep the lock the
-    new thread needs to begin.
+    """Starts a thread from another thread, where no handler runs: an interrupted Thread.start may keep the
+    lock that the new thread needs to begin.
 
-    Waits for nothing. `failed` is called, there, with the error of a thread that cannot be had; RuntimeError
-    if neither can be.
+    Does not wait. If the thread cannot be had, `failed` is called with the error, in the starting thread;
+    RuntimeError if even the starting thread cannot be had.
     """
 
     def start() -> None:
@@ -85,14 +82,14 @@ def start_apart(thread: threading.Thread, failed: Callable[[Exception], None]) -
 
 
 class _Life:
-    """Whether a thread runs. `with` stands around all that it does; others may wait for the end."""
+    """Whether a thread runs. The thread does everything inside `with`; other threads may wait for the end."""
 
     def __init__(self) -> None:
-        self._runs_in = 0  # process; in a child of fork the thread does not run
+        self._runs_in = 0  # process id; in a child of fork the thread does not run
         self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def __enter__(self) -> None:
-        # before the thread looks whether it is to stop: who stops it does both the other way round
+        # Set before the thread checks its stop flag; the stopping thread sets the flag, then reads this.
         self._runs_in = os.getpid()
 
     def __exit__(self, *_: object) -> None:
@@ -105,17 +102,17 @@ class _Life:
         May be called again, also by a handler that interrupts it.
         """
         while self._runs_in == os.getpid():
-            with contextlib.suppress(queue.Empty):  # the interrupted call may have taken it
+            with contextlib.suppress(queue.Empty):  # the interrupted call may have taken the item
                 self._ended.get(timeout=_LOOK_AGAIN_S)
 
 
 class Joined:
     """A thread that close() waits for.
 
-    An exception of a signal handler, wherever it comes, leaves none that cannot begin or be joined.
+    An exception from a signal handler, at any point, leaves a thread that can begin and be joined.
 
-    So neither Thread.start (see start_apart) nor Thread.join: one that is interrupted marks a running thread
-    as ended.
+    So it uses neither Thread.start (see start_apart) nor Thread.join: an interrupted join marks a running
+    thread as ended.
     """
 
     def __init__(self, run: Callable[[], object], name: str) -> None:
@@ -130,11 +127,11 @@ class Joined:
             raise error
 
     def begin(self, failed: Callable[[Exception], None]) -> None:
-        """`start` that waits for nothing; see start_apart."""
+        """Like `start`, without waiting; see start_apart."""
         start_apart(self._thread, failed)
 
     def join(self) -> None:
-        """Blocks until it has ended; one that has not begun does nothing any more.
+        """Blocks until the thread has ended; a thread that has not begun will do nothing.
 
         May be called again, also by a handler that interrupts it.
         """
@@ -152,11 +149,11 @@ class Joined:
 
 
 class Apart:
-    """A thread that makes one call after the other for event loops.
+    """A thread that makes calls for event loops, one after the other.
 
-    It begins with the first, and ends with `stop`.
+    It begins with the first call, and ends with `stop`.
 
-    No lock of Python: a signal handler may call `stop` wherever it interrupts, also in `call`.
+    No Python lock: a signal handler may call `stop` wherever it interrupts, also in `call`.
     """
 
     def __init__(self, name: str) -> None:
@@ -166,7 +163,7 @@ class Apart:
         )
 
     async def call(self, call: Callable[[], object]) -> None:
-        """Returns once a call is over, or will not be made because this is stopped; raises what it raises.
+        """Returns once a call is over, or will not be made because this is stopped; raises the call's error.
 
         A cancellation does not end the call.
         """
@@ -181,11 +178,11 @@ class Apart:
                 self._begun = False
                 raise
         self._calls.put((call, done))
-        if not self._stopping:  # else the thread may have looked for the last time
+        if not self._stopping:  # else the thread may have checked the queue for the last time
             await done
 
     def end(self) -> None:
-        """Makes no further call. Waits for nothing: for a finalizer."""
+        """Makes no further call. Does not wait: for a finalizer."""
         self._stopping = True
         self._calls.put(None)
 
@@ -195,13 +192,13 @@ class Apart:
         May be called again, also by a handler that interrupts it.
         """
         self.end()
-        self._life.wait_for_end()  # a thread that begins later finds that it is to stop
+        self._life.wait_for_end()  # a thread that begins later sees the stop flag
 
     def _run(self) -> None:
         with self._life:
             while not self._stopping and (next_call := self._calls.get()) is not None:
                 _finish(next_call[1], _error_of(next_call[0]))
-                del next_call  # it may keep its owner, who ends this thread when it is gone
+                del next_call  # it may keep its owner alive, whose finalizer ends this thread
             self._answer_all(None)
 
     def _cannot_begin(self, error: Exception) -> None:
@@ -224,7 +221,7 @@ def _error_of(call: Callable[[], object]) -> BaseException | None:
 
 
 def _finish(done: "asyncio.Future[None]", error: BaseException | None) -> None:
-    """Has the future's own loop end it, if that loop still runs and waits for it."""
+    """Ends the future in its own loop, if that loop still runs and waits for it."""
 
     def finish() -> None:
         if done.done():

@@ -1,7 +1,4 @@
-"""What stands on the shared-memory mount: list_bridges() and clean().
-
-Looks from outside; never touches what is alive.
-"""
+"""Lists and cleans the shared-memory mount: list_bridges() and clean(). Never touches live segments."""
 
 import re
 from collections.abc import Iterable
@@ -14,7 +11,7 @@ from shmbridge.errors import ShmBridgeError, ShmPermission
 from shmbridge.segments import locks, membership, segment
 from shmbridge.segments.locks import LockByte
 
-_OWN_LANE = re.compile(r"-([0-9a-f]{16})$")  # what a producer's id ends with
+_OWN_LANE = re.compile(r"-([0-9a-f]{16})$")  # the end of a producer's id
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +21,9 @@ class LaneInfo:
     `held` counts committed, un-released records, `dropped` those of them that its consumer has dropped
     without release; `size_bytes` is the whole segment.
 
-    `released` is what its consumers have counted, `unaccounted` what the lane's slots show as released beyond
-    that: 0, but for one at most between a consumer's death and the next, unless a record was lost; None if
-    the lane was too busy to tell. `data_writable`: a reader maps its data so, for a GPU.
+    `released` is counted by its consumers; `unaccounted` is the number released beyond that, as the lane's
+    slots show: 0, except at most one between a consumer's death and the next consumer, unless a record was
+    lost; None if the lane was too busy to tell. `data_writable`: a reader maps its data writable, for a GPU.
     """
 
     name: str
@@ -47,7 +44,7 @@ class LaneInfo:
 class WeightsInfo:
     """The weights of a bridge as seen from outside.
 
-    `version` is None before the first, `writer_pid` when no writer is alive.
+    `version` is None before the first, `writer_pid` is None when no writer is alive.
     """
 
     version: int | None
@@ -61,8 +58,8 @@ class BridgeInfo:
 
     `consumer_pid` is None when no consumer is alive; `policy_version` -1 before the first.
 
-    `weights` is None if no version of them was ever begun. `waiting` names the lanes that the living consumer
-    has no room for yet.
+    `weights` is None if no version was ever begun. `waiting` names the lanes for which the living consumer
+    has no room yet.
     """
 
     name: str
@@ -81,8 +78,8 @@ class BridgeInfo:
 
 @dataclass(slots=True)
 class CleanReport:
-    """What clean() removed (or would), what it kept and why, and the undelivered records that went or stay
-    with each lane.
+    """What clean() removed (or would remove), what it kept and why, and the undelivered records removed or
+    kept with each lane.
     """
 
     dry_run: bool
@@ -92,17 +89,18 @@ class CleanReport:
 
 
 def list_bridges() -> list[BridgeInfo]:
-    """All bridges of this user's mount, by name. Never blocks, changes nothing."""
+    """Returns all bridges of this user's mount, by name. Never blocks, changes nothing."""
     return [_bridge(name) for name in segment.bridges()]
 
 
 def unreleased(producers: Iterable[str]) -> dict[str, set[int]]:
-    """Sequences of each producer's committed, un-released records, by `producer_id`, on any bridge.
+    """Returns the sequences of each producer's committed, un-released records, by `producer_id`, on any
+    bridge.
 
     Never blocks, changes nothing.
 
-    Empty for a producer whose lane is gone. A producer is left out if nobody can tell: its lane cannot be
-    read, or its id names none.
+    Empty for a producer whose lane is gone. A producer is left out if its state is unknown: its lane cannot
+    be read, or its id does not name one.
     """
     own = {producer: match[1] for producer in producers if (match := _OWN_LANE.search(producer))}
     try:
@@ -111,7 +109,7 @@ def unreleased(producers: Iterable[str]) -> dict[str, set[int]]:
             if own
             else {}
         )
-    except OSError:  # no descriptor left, say
+    except OSError:  # for example no descriptor left
         return {}
     found = {
         producer: set[int]() if lane not in lanes else _unreleased(lanes[lane])
@@ -141,7 +139,9 @@ def _bridge(name: str) -> BridgeInfo:
 
 
 def _waiting(lanes: list[LaneInfo]) -> list[str]:
-    """Lanes with a living producer or with records, which a consumer that reads others does not read."""
+    """Returns lanes with a living producer or with records that a consumer reading other lanes does not
+    read.
+    """
     unread = [lane for lane in lanes if not _is_read(lane.name)]
     return [lane.name for lane in unread if lane.alive or lane.held] if len(unread) < len(lanes) else []
 
@@ -188,14 +188,14 @@ def _lane(name: str) -> LaneInfo | None:
 
 
 def clean(bridge: str | None = None, dry_run: bool = True) -> CleanReport:
-    """Removes what no living process uses, undelivered records included; with `dry_run` only says what it
-    would remove.
+    """Removes every segment that no living process uses, undelivered records included; with `dry_run` only
+    reports them.
 
-    Never blocks, never touches a live lane, or the control segment of a bridge that somebody takes part in.
+    Never blocks, never touches a live lane, or the control segment of a bridge that has participants.
 
     Args:
         bridge: one bridge, or None for all.
-        dry_run: look only.
+        dry_run: only report.
     """
     report = CleanReport(dry_run)
     for name in segment.bridges() if bridge is None else [check_bridge_name(bridge)]:
@@ -208,8 +208,8 @@ def clean(bridge: str | None = None, dry_run: bool = True) -> CleanReport:
 
 
 def _forget_gateway(bridge: str, report: CleanReport) -> None:
-    """What a gateway keeps for its next start goes with the rest of a dead bridge, and only here: a restarted
-    gateway wants it.
+    """Removes a gateway's saved state with the rest of a dead bridge; only here, because a restarted gateway
+    needs it.
     """
     folder = segment.gateway_directory(bridge)
     if segment.stands_there(f"/{folder.name}") != "other":

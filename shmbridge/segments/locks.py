@@ -1,8 +1,7 @@
-"""Who is alive: locks on the open file description of a segment, which the kernel drops when their holder
+"""Liveness locks: byte locks on a segment's open file description, which the kernel drops when the holder
 dies.
 
-Knows descriptors, byte offsets and pids; knows nothing of what a segment holds. A lock proves life; a pidfd
-only brings the news sooner.
+A lock proves life; a pidfd only reports a death sooner.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ MOST_TICKETS = 1 << 16
 
 
 class LockByte(IntEnum):
-    """Which byte of a segment stands for what; the table of docs/adr/0001-lanes.md."""
+    """The meaning of each byte of a segment; the table of docs/adr/0001-lanes.md."""
 
     HUB = 0
     PARTICIPANTS = 1
@@ -52,7 +51,7 @@ def _lock(fd: int, kind: int, byte: int, count: int = 1) -> bool:
 
 
 def lock_exclusive(fd: int, byte: int) -> bool:
-    """Takes the byte alone; False if anybody else holds it, also this process through another descriptor.
+    """Takes the byte alone; False if another holder has it, also this process through another descriptor.
 
     Never blocks.
     """
@@ -60,13 +59,13 @@ def lock_exclusive(fd: int, byte: int) -> bool:
 
 
 def lock_after(holder: Callable[[], int], fd: int, byte: int) -> bool:
-    """As lock_exclusive, but tries for up to a second if the named holder has ended, for 50 ms if nobody is
+    """As lock_exclusive, but retries for up to a second if the named holder has ended, for 50 ms if none is
     named (0).
 
-    Blocks meanwhile.
+    Blocks during the retries.
 
     A monitor (ps, top) that reads the memory maps of a process keeps its mappings until it is done, and so
-    the locks of a dead one.
+    the locks of a dead process.
     """
     began = time.monotonic()
     while not lock_exclusive(fd, byte):
@@ -78,12 +77,12 @@ def lock_after(holder: Callable[[], int], fd: int, byte: int) -> bool:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether no such process runs; 0 is nobody."""
+    """Returns whether no such process runs; 0 names no process."""
     if pid == 0:
         return True
     try:
         process = Descriptor(os.pidfd_open(pid), kept_from_children=False)
-    except OverflowError:  # a segment may say any number
+    except OverflowError:  # a segment may hold any number
         return True
     except OSError as wrong:
         return wrong.errno == errno.ESRCH
@@ -93,31 +92,31 @@ def _has_ended(pid: int) -> bool:
 
 
 def lock_shared(fd: int, byte: int) -> bool:
-    """Takes the byte together with other sharers; False if somebody holds it alone. Never blocks."""
+    """Takes the byte together with other sharers; False if another holder has it alone. Never blocks."""
     return _lock(fd, fcntl.F_RDLCK, byte)
 
 
 def unlock(fd: int, byte: int) -> None:
-    """Gives the byte back; nothing if it was not held."""
+    """Frees the byte; does nothing if it was not held."""
     _lock(fd, fcntl.F_UNLCK, byte)
 
 
 def unlock_all(fd: int) -> None:
-    """Gives every byte back."""
+    """Frees every byte."""
     _lock(fd, fcntl.F_UNLCK, 0, 0)
 
 
 def is_locked(fd: int, byte: int, count: int = 1) -> bool:
-    """Whether another open file description holds any of `count` bytes in any way.
+    """Returns whether another open file description holds any of `count` bytes in any way.
 
-    Never blocks, takes nothing.
+    Never blocks, takes no lock.
     """
     raw = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, count, 0))
     return bool(_FLOCK.unpack(raw)[0] != fcntl.F_UNLCK)
 
 
 def show_tickets(lane_fd: int, count: int) -> None:
-    """Locks so many bytes in a row, and no more, whatever was locked before. Never blocks."""
+    """Locks exactly the first `count` ticket bytes, whatever was locked before. Never blocks."""
     if count:
         _lock(lane_fd, fcntl.F_WRLCK, LockByte.FIRST_TICKET, count)
     if count < MOST_TICKETS:
@@ -125,12 +124,12 @@ def show_tickets(lane_fd: int, count: int) -> None:
 
 
 def tickets_held(lane_fd: int) -> int:
-    """How many tickets the producer of a lane holds, by locks on as many bytes in a row, which the kernel
-    reports as one.
+    """Returns how many tickets the producer of a lane holds: locks on as many bytes in a row, which the
+    kernel reports as one.
 
     Never blocks.
 
-    At most MOST_TICKETS, also where something locks what it likes.
+    At most MOST_TICKETS, whatever bytes are locked.
     """
     raw = fcntl.fcntl(
         lane_fd,
@@ -140,19 +139,19 @@ def tickets_held(lane_fd: int) -> int:
     kind, _, start, count, _ = _FLOCK.unpack(raw)
     if kind == fcntl.F_UNLCK:
         return 0
-    # no length: to the end of all files
+    # Length 0: the lock reaches to the end of the file.
     return min(start + count - LockByte.FIRST_TICKET, MOST_TICKETS) if count else MOST_TICKETS
 
 
 def pid_namespace() -> int:
-    """The inode of this process' pid namespace: pids of another one mean nothing here."""
+    """Returns the inode of this process' pid namespace: pids of another one mean nothing here."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 def open_pidfd(pid: int, namespace: int) -> int:
-    """A descriptor that becomes readable when the process ends; -1 where there is none to be had."""
+    """Returns a descriptor that becomes readable when the process ends; -1 if none can be had."""
     if namespace != pid_namespace():
         return -1
-    with contextlib.suppress(OSError, OverflowError):  # a lane may say any number
+    with contextlib.suppress(OSError, OverflowError):  # a lane may hold any number
         return os.pidfd_open(pid)
     return -1

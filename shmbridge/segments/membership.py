@@ -1,8 +1,6 @@
-"""Taking part in a bridge: entering through its control segment, leaving, and sweeping what the dead have
-left.
+"""Membership in a bridge: joining through its control segment, leaving, and sweeping dead members' segments.
 
-Knows which lock proves what and in which order locks are taken; names and memory are segment.py's.
-docs/adr/0001-lanes.md, "Life of a name", is what both do.
+Defines which lock proves what and the lock order. docs/adr/0001-lanes.md, "Life of a name", describes both.
 """
 
 import contextlib
@@ -39,11 +37,12 @@ from shmbridge.segments.segment import (
 _READY_TIMEOUT_S = 10.0
 _EPOCHS = 1 << 31
 _OVERWRITTEN = "something overwrote it: end what uses the bridge and run: shmbridge clean <bridge> --yes"
-_DESCRIPTORS = 8  # control, a lane or weights, and what is open only for a moment
+_DESCRIPTORS = 8  # control, a lane or weights, and short-lived ones
 
 
 def open_control(bridge: str) -> header.Control:
-    """The bridge's control segment, created and initialised if need be, with this process as a participant.
+    """Returns the bridge's control segment, created and initialised if need be, with this process as a
+    participant.
 
     Blocks while a living process initialises it, at most 10 s, then NotReady. The participants' lock lasts as
     long as the Control.
@@ -68,17 +67,17 @@ def open_control(bridge: str) -> header.Control:
 
 
 def _joins(file: Descriptor, name: str) -> bool:
-    """Takes part in what the name leads to, if that is still this segment."""
+    """Becomes a participant of the segment, if the name still leads to it; returns whether it did."""
     try:
         return still_named(file.fd, name) and locks.lock_shared(file.fd, LockByte.PARTICIPANTS)
     except BaseException:
-        file.close()  # the error's frames keep it
+        file.close()  # the error's frames keep `file`
         raise
 
 
 def _enter_control(file: Descriptor, name: str, bridge: str) -> header.Control:
-    """Makes the segment whole if nobody did, and gives the initialisation lock back; whoever dies here leaves
-    no magic.
+    """Initialises the segment if it is not yet, and frees the initialisation lock; a death in here leaves no
+    magic number.
     """
     try:
         if os.fstat(file.fd).st_size < header.control_bytes:
@@ -86,7 +85,7 @@ def _enter_control(file: Descriptor, name: str, bridge: str) -> header.Control:
         mapping = map_segment(file, header.control_bytes, f"the control segment of bridge {bridge!r}")
     except BaseException:
         file.close()
-        with contextlib.suppress(OSError):  # made just now, in vain
+        with contextlib.suppress(OSError):  # created just now, in vain
             _sweep_control(bridge, SweepReport(), dry_run=False)
         raise
     try:
@@ -98,7 +97,7 @@ def _enter_control(file: Descriptor, name: str, bridge: str) -> header.Control:
         weakref.finalize(mapping, _leave_late, mapping.fd, bridge, os.getpid()).atexit = False
         _check_layout(control, name)
     except BaseException as wrong:
-        locks.unlock_all(file.fd)  # the error's frames keep the mapping, and that the locks
+        locks.unlock_all(file.fd)  # the error's frames keep the mapping, and so the locks
         if isinstance(wrong, header.LaneCorrupt):
             raise LayoutMismatch(f"{name}: {wrong}", hint=_OVERWRITTEN) from None
         raise
@@ -116,11 +115,10 @@ def _check_layout(control: header.Control, name: str) -> None:
 
 
 def join_epoch(control: header.Control) -> int:
-    """Says, by a lock, that this rank may hold memory which the present hub hands out; that hub's epoch, 0 if
-    there was none yet.
+    """Locks the present hub's epoch: this rank may hold memory that this hub hands out. Returns the epoch, 0
+    if there is none yet.
 
-    A hub that comes between the load and the lock is seen by the second load; one that comes later sees the
-    lock.
+    If a new hub comes between the load and the lock, the second load sees it; a later hub sees the lock.
     """
     while True:
         epoch = _epoch(control)
@@ -135,12 +133,12 @@ def join_epoch(control: header.Control) -> int:
 
 
 def leave_epoch(control: header.Control, epoch: int) -> None:
-    """Nothing that the hub of `epoch` handed out is held here any more."""
+    """Unlocks `epoch`: this rank holds nothing more that its hub handed out."""
     locks.unlock(control.mapping.fd, LockByte.FIRST_EPOCH + epoch)
 
 
 def ranks_before(control: header.Control) -> bool:
-    """Whether a rank lives that may hold what a hub before the present one handed out."""
+    """Returns whether a living rank may hold memory that a hub before the present one handed out."""
     return locks.is_locked(control.mapping.fd, LockByte.FIRST_EPOCH, min(int(control.hub_epoch), _EPOCHS))
 
 
@@ -152,23 +150,23 @@ def _epoch(control: header.Control) -> int:
 
 
 def leave(fd: int, bridge: str) -> None:
-    """Gives up every part in a bridge that the control segment's `fd` stands for, and removes what is dead of
-    it.
+    """Frees every lock held through the control segment's `fd`, and removes the dead segments of the
+    bridge.
     """
     locks.unlock_all(fd)
     sweep(bridge)
 
 
 def _leave_late(fd: int, bridge: str, pid: int) -> None:
-    """The last reference goes and `fd` is still open; in a child of fork it is not."""
+    """Runs when the last reference goes while `fd` is still open; does nothing in a child of fork."""
     if os.getpid() == pid:
         leave(fd, bridge)
 
 
 @dataclass(slots=True)
 class LaneFate:
-    """What is known of one lane from outside: its header, whether its producer lives, what it holds, what of
-    that a hub dropped.
+    """A lane seen from outside: its header, whether its producer lives, the records it holds, and how many of
+    those a hub dropped.
     """
 
     name: str
@@ -179,13 +177,13 @@ class LaneFate:
     info: dict[str, Any] | None
     size: int
     released: int  # as its hub counted them
-    unaccounted: int | None  # what its slots show as released beyond that; None: it was too busy to tell
+    unaccounted: int | None  # released beyond that, as its slots show; None: too busy to tell
     data_writable: bool  # by a reader, for its GPU
 
 
 @dataclass(slots=True)
 class SweepReport:
-    """What a sweep removed and what it left, each with its reason."""
+    """The removed and the kept segments, each kept one with its reason."""
 
     removed: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
@@ -193,9 +191,9 @@ class SweepReport:
 
 
 def lane_header(name: str) -> dict[str, Any] | None:
-    """What a lane's header says; None if it is gone, another user's, or says nothing that could be true.
+    """Returns a lane's header; None if the lane is gone, another user's, or its header cannot be true.
 
-    Quick, also of a busy lane.
+    Quick, even for a busy lane.
     """
     with contextlib.suppress(ShmPermission, header.LaneCorrupt):
         mapping = open_mapping(name, readonly=True)
@@ -204,7 +202,7 @@ def lane_header(name: str) -> dict[str, Any] | None:
 
 
 def lane_fate(name: str) -> LaneFate | None:
-    """Looks at a lane without touching it; None if it is gone, or another user's."""
+    """Inspects a lane read-only; None if it is gone, or another user's."""
     try:
         mapping = open_mapping(name, readonly=True)
     except ShmPermission:
@@ -227,9 +225,9 @@ def lane_fate(name: str) -> LaneFate | None:
 
 
 def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False) -> tuple[bool, str, int]:
-    """Removes a lane if it is dead: (removed, reason it was kept or "", records it held).
+    """Removes a lane if it is dead; returns (removed, reason it was kept or "", records it held).
 
-    Never touches a live one.
+    Never touches a live lane.
     """
     try:
         file = open_segment(name)
@@ -250,12 +248,14 @@ def remove_lane(name: str, *, with_records: bool = False, dry_run: bool = False)
         header.fault(b"segment.unlinking")
         return dry_run or unlink(file.fd, name), "", held or 0
     finally:
-        locks.unlock(file.fd, LockByte.PRODUCER)  # an error's frames keep the mapping, and that the lock
+        locks.unlock(file.fd, LockByte.PRODUCER)  # an error's frames keep the mapping, and so the lock
         file.close()
 
 
 def _undelivered(lane: Mapping) -> int | None:
-    """Undelivered records of a dead lane, 0 if it never became ready, None if its header makes no sense."""
+    """Returns a dead lane's undelivered records: 0 if it never became ready, None if its header is
+    corrupt.
+    """
     try:
         return header.undelivered(lane)
     except header.LaneCorrupt:
@@ -263,10 +263,10 @@ def _undelivered(lane: Mapping) -> int | None:
 
 
 def sweep(bridge: str, *, with_records: bool = False, dry_run: bool = False) -> SweepReport:
-    """Removes what is dead of a bridge: lanes without undelivered records (with them, if asked), then the
-    rest if nobody takes part.
+    """Removes the dead segments of a bridge: lanes without undelivered records (with them, if asked), then
+    the rest if there is no participant.
 
-    While a consumer lives, undelivered records are never removed: they are on their way to it.
+    While a consumer lives, undelivered records are never removed: the consumer will take them.
     """
     report = SweepReport()
     with_records = with_records and not _has_consumer(bridge)
@@ -291,8 +291,8 @@ def _has_consumer(bridge: str) -> bool:
 
 
 def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
-    """Control, weights and socket directory go together, when nobody takes part and no lane is left; not what
-    is another user's.
+    """Removes control segment, weights and socket directory together, once there is no participant and no
+    lane; keeps another user's.
     """
     name, weights, directory = control_name(bridge), weights_name(bridge), f"/{socket_directory(bridge).name}"
     odd = {each: foreign for each in (weights, directory) if (foreign := foreign_owner(each))}
@@ -304,7 +304,7 @@ def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
     if report.kept if dry_run else lane_names(bridge):
         reason = "lanes of the bridge are left"
     else:
-        # A lost control segment is made again for its lock: nobody may join while the rest goes.
+        # Recreate a lost control segment for its lock: so no process can join while the rest is removed.
         file = open_segment(name, posix_ipc.O_CREAT)
         try:
             reason = _unused_control(file.fd, name) or (
@@ -317,14 +317,14 @@ def _sweep_control(bridge: str, report: SweepReport, dry_run: bool) -> None:
     if reason:
         report.kept.update(dict.fromkeys(present, reason))
     else:
-        report.kept.clear()  # lanes that others removed meanwhile
+        report.kept.clear()  # lanes that other processes have removed since
         report.removed.extend(present)
     report.kept.update(odd)
 
 
 def _unused_control(fd: int, name: str) -> str:
-    """Takes the control segment's locks, in the order that lets nobody join in between; why that failed, or
-    "".
+    """Takes the control segment's locks, in the order that lets no process join in between; returns why that
+    failed, or "".
     """
     if not locks.lock_exclusive(fd, LockByte.INITIALISING):
         return "is being initialised"

@@ -1,6 +1,5 @@
-"""Objects that belong to the process that made them: they hold locks and mappings, which no copy could have.
-
-Knows not what they do.
+"""A base for objects bound to the process that made them: they hold locks and mappings, which cannot be
+copied.
 """
 
 from typing import NoReturn

@@ -1,7 +1,5 @@
-"""Under SHMBRIDGE_DEBUG=1: an object that is for one thread at a time says so when two threads are in it at
-once.
-
-Off, it costs nothing.
+"""Under SHMBRIDGE_DEBUG=1, raises when two threads use a single-threaded object at once. Off, it costs
+nothing.
 """
 
 import functools
@@ -14,16 +12,16 @@ from shmbridge.errors import UsedByTwoThreads
 
 
 def wanted() -> bool:
-    """Whether the environment asks for the check."""
+    """Returns whether SHMBRIDGE_DEBUG=1 asks for the check."""
     return os.environ.get("SHMBRIDGE_DEBUG", "") == "1"
 
 
 def watch(owner: object, what: str, methods: tuple[str, ...]) -> None:
-    """From now on two threads in any of these methods of `owner` are UsedByTwoThreads for the second, if the
-    environment asks for that.
+    """With SHMBRIDGE_DEBUG=1, a second thread in any of these methods of `owner` at once gets
+    UsedByTwoThreads.
 
     The methods become attributes of the object. A signal handler that calls one during another, in the same
-    thread, is no second thread.
+    thread, does not count as a second thread.
     """
     if not wanted():
         return
@@ -33,10 +31,11 @@ def watch(owner: object, what: str, methods: tuple[str, ...]) -> None:
 
 
 class _Inside:
-    """Which thread is in the object, and in which of its methods."""
+    """The thread that is in the object, and in which of its methods."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._lock = what, threading.RLock()  # a handler may come while it is held
+        # re-entrant: a signal handler may come while it is held
+        self._what, self._lock = what, threading.RLock()
         self._thread, self._method, self._depth = 0, "", 0
 
     def of(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,7 @@
-"""What this process may still take: memory of its cgroups and of the machine, descriptors, address space,
-size of a file.
+"""The resources this process may still take: memory of its cgroups and of the machine, descriptors, address
+space, file size.
 
-Knows the kernel's limits and how to say which of them was hit; knows nothing of segments. Imported by whoever
-is about to take something.
+Reads the kernel's limits and names the one that was hit.
 """
 
 import contextlib
@@ -19,14 +18,15 @@ from shmbridge.errors import ProcessLimit
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "none" as the largest page-aligned number
 _ENOUGH_DESCRIPTORS = 1 << 16
 _MOST_LANES = 1024
-_LEFT_FOR_OTHERS = 128  # descriptors: control plane, a model's files, a log
+_LEFT_FOR_OTHERS = 128  # descriptors for the control plane, a model's files, a log
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def memory_headroom() -> tuple[int, str]:
-    """Bytes that can still be taken before somebody is killed for it, and whose limit that is.
+    """Returns the bytes that can still be taken before the kernel kills a process for it, and whose limit
+    that is.
 
-    Page cache that can go counts as free.
+    Reclaimable page cache counts as free.
     """
     return min([*_cgroups(), *_machine()], default=(_NO_LIMIT, "nobody"))
 
@@ -54,8 +54,8 @@ def _cgroups() -> Iterator[tuple[int, str]]:
 
 
 def _cgroup_folders() -> Iterator[tuple[Path, str, str, str]]:
-    """This process' memory cgroup and all above it, of version 2 and 1; in a container the path may be the
-    host's, and lead nowhere.
+    """Yields this process' memory cgroup and all above it, of version 2 and 1; in a container the path may be
+    the host's, and not exist.
     """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -79,7 +79,7 @@ def _cgroup_folders() -> Iterator[tuple[Path, str, str, str]]:
 
 def check_descriptors(count: int, what: str) -> None:
     """Raises ProcessLimit unless `count` more descriptors can be had now: some libraries abort the process
-    for want of one.
+    when none is left.
     """
     taken: list[int] = []
     try:
@@ -95,8 +95,8 @@ def check_descriptors(count: int, what: str) -> None:
 
 
 def raise_descriptors() -> None:
-    """Raises the soft limit of descriptors to the hard one, 65,536 at most: a process that many connect to
-    needs more than they have.
+    """Raises the soft limit of descriptors to the hard one, 65,536 at most: a process with many peers needs
+    more than the usual soft limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_DESCRIPTORS)
@@ -106,7 +106,7 @@ def raise_descriptors() -> None:
 
 
 def lanes_at_most() -> int:
-    """How many lanes a process can map beside what it has open, at two descriptors each; at most 1,024.
+    """Returns how many lanes a process can map beside its open files, at two descriptors each; at most 1,024.
 
     Raises the soft limit first.
     """
@@ -123,7 +123,7 @@ def lanes_at_most() -> int:
 
 def check_threads(count: int, what: str) -> None:
     """Raises ProcessLimit unless `count` more threads can be started now: some libraries abort the process
-    for want of one.
+    when none can.
     """
     end, started = threading.Event(), []
     try:
@@ -144,10 +144,10 @@ def check_threads(count: int, what: str) -> None:
 
 
 def as_process_limit(wrong: OSError, what: str) -> ProcessLimit | None:
-    """The limit of this process that an OSError speaks of, with its number; None if it speaks of something
-    else.
+    """Returns the limit of this process behind an OSError, with its number; None for an OSError about
+    something else.
     """
-    # posix_ipc gives a text and no number
+    # posix_ipc gives a text without errno.
     if wrong.errno in _TOO_MANY_FILES or "maximum number of files" in str(wrong):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return ProcessLimit(

@@ -1,7 +1,4 @@
-"""How the memory of segments lies: in huge pages where the kernel gives them, locked if asked.
-
-Best effort.
-"""
+"""Placement of segment memory: in huge pages if the kernel gives them, locked if asked. Best effort."""
 
 import contextlib
 import os
@@ -11,20 +8,20 @@ from collections.abc import Iterable
 from shmbridge._ext.mapping import Mapping, fill_with_huge_pages
 
 HUGE_PAGE = 2 << 20
-# of work for one huge page: what takes more has been made by moving the memory of others
+# Most time for one huge page: a page that takes longer was made by moving other memory.
 _MOST_NS = 20_000_000
 _KEPT_S = 10.0
 _FIELDS = {"Size": "mapped", "Rss": "resident", "ShmemPmdMapped": "huge", "Locked": "locked"}
 
 
 def huge_pages_wanted() -> bool:
-    """Whether segments may lie in huge pages: SHMBRIDGE_HUGE_PAGES=never says no."""
+    """Returns whether segments may lie in huge pages: not with SHMBRIDGE_HUGE_PAGES=never."""
     return os.environ.get("SHMBRIDGE_HUGE_PAGES", "") != "never"
 
 
 def fill(fd: int, at: int, size: int) -> bool:
-    """Has these bytes of a segment lie in huge pages; whether all whole ones do, so that it is worth asking
-    for the next.
+    """Puts these bytes of a segment in huge pages; returns whether every whole one succeeded, so that the
+    caller may try the next bytes.
 
     Blocks.
     """
@@ -35,8 +32,8 @@ def fill(fd: int, at: int, size: int) -> bool:
 def settle(mapping: Mapping, huge: bool) -> None:
     """Prepares a new mapping for its first use.
 
-    Every page is mapped now where that is cheap, in huge pages: small ones are mapped as they are touched,
-    which costs the same and only for what is used. SHMBRIDGE_LOCK_MEMORY=1 locks them.
+    With huge pages, every page is mapped now, which is cheap; small pages are mapped as they are touched,
+    which costs the same and only for used pages. SHMBRIDGE_LOCK_MEMORY=1 locks them.
     """
     if huge:
         mapping.populate()
@@ -45,8 +42,8 @@ def settle(mapping: Mapping, huge: bool) -> None:
 
 
 class MemoryUse:
-    """How some mappings of this process lie in memory, looked up at most every ten seconds: the kernel's
-    answer takes milliseconds.
+    """How some mappings of this process lie in memory, read at most every ten seconds: the kernel takes
+    milliseconds to answer.
     """
 
     def __init__(self) -> None:
@@ -54,8 +51,8 @@ class MemoryUse:
         self._found: dict[str, int] = {}
 
     def of(self, mappings: Iterable[Mapping]) -> dict[str, int]:
-        """`lane_mapped_bytes`, and of them `lane_resident_bytes`: touched by this process, `lane_huge_bytes`:
-        seen by it in huge pages, and `lane_locked_bytes`.
+        """Returns `lane_mapped_bytes`, and of them `lane_resident_bytes`: touched by this process,
+        `lane_huge_bytes`: seen by it in huge pages, and `lane_locked_bytes`.
 
         Any thread.
         """
@@ -66,7 +63,9 @@ class MemoryUse:
 
 
 def memory(mappings: Iterable[Mapping]) -> dict[str, int]:
-    """Bytes of these mappings: `mapped`, `resident`, `huge`, `locked`. Reads all of /proc/self/smaps."""
+    """Returns bytes of these mappings: `mapped`, `resident`, `huge`, `locked`. Reads all of
+    /proc/self/smaps.
+    """
     found = dict.fromkeys(_FIELDS.values(), 0)
     places = [range(mapping.address, mapping.address + mapping.size) for mapping in mappings]
     ours = False
@@ -75,7 +74,7 @@ def memory(mappings: Iterable[Mapping]) -> dict[str, int]:
             name, _, rest = line.partition(":")
             if " " in name:  # the head of a mapping: addresses, rights, offset, device, inode, path
                 start = int(name.partition("-")[0], 16)
-                ours = any(start in place for place in places)  # one mapping may lie in parts
+                ours = any(start in place for place in places)  # one mapping may appear in parts
             elif ours and name in _FIELDS:
                 found[_FIELDS[name]] += 1024 * int(rest.split()[0])
     return found

@@ -1,6 +1,6 @@
-"""Names and memory of segments: how they are called, created, reserved, opened and unlinked.
+"""Names and memory of segments: naming, creating, reserving, opening and unlinking them.
 
-Knows inodes and memory limits; who takes part in a bridge and what is dead of it is membership.py's.
+membership.py decides who takes part in a bridge and which segments are dead.
 """
 
 import contextlib
@@ -54,19 +54,19 @@ def socket_directory(bridge: str) -> Path:
 
 
 def gateway_directory(bridge: str) -> Path:
-    """Owner-only directory of what an HTTP gateway of the bridge wants to know after a restart, on the same
+    """Owner-only directory of the state that an HTTP gateway of the bridge keeps over restarts, on the same
     mount.
     """
     return MOUNT / f"{_PREFIX}{check_bridge_name(bridge)}.g"
 
 
 def engine_folder_prefix(bridge: str) -> str:
-    """What names of folders with weights for engines begin with, on the same mount."""
+    """Prefix of the names of folders with weights for engines, on the same mount."""
     return f"{_PREFIX}{check_bridge_name(bridge)}.e."
 
 
 def lane_names(bridge: str) -> list[str]:
-    """Names of all lanes of the bridge that exist now, sorted."""
+    """Returns the names of all lanes of the bridge that exist now, sorted."""
     prefix = f"{_PREFIX}{check_bridge_name(bridge)}.l."
     return sorted(
         f"/{entry.name}"
@@ -76,8 +76,8 @@ def lane_names(bridge: str) -> list[str]:
 
 
 def mount_id() -> str:
-    """Tells this mount, as long as it stands, from those of other machines and containers; "" where nothing
-    can tell.
+    """Returns an id of this mount that differs from those of other machines and containers while it is
+    mounted; "" if it cannot be told.
     """
     with contextlib.suppress(OSError):
         return f"{_BOOT_ID.read_text().strip()}:{MOUNT.stat().st_dev}"
@@ -85,7 +85,7 @@ def mount_id() -> str:
 
 
 def bridges() -> list[str]:
-    """Names of all bridges of which this user has anything on the mount, sorted."""
+    """Returns the names of all bridges of which this user has anything on the mount, sorted."""
     found = ((_SEGMENT_NAME.fullmatch(entry.name), entry) for entry in _mount())
     fit = (
         (match, entry)
@@ -103,14 +103,14 @@ def _is_ours(entry: "os.DirEntry[str]") -> bool:
 
 
 def _mount() -> list["os.DirEntry[str]"]:
-    """What stands on the mount; anybody may put anything there."""
+    """Returns the entries of the mount; any user may put anything there."""
     with contextlib.suppress(FileNotFoundError), os.scandir(MOUNT) as entries:
         return list(entries)
     return []
 
 
 def open_segment(name: str, flags: int = 0) -> Descriptor:
-    """A named segment, open; not inherited by exec nor by fork.
+    """Opens a named segment; the descriptor is not inherited by exec nor by fork.
 
     FileNotFoundError, FileExistsError, ShmPermission.
     """
@@ -119,8 +119,8 @@ def open_segment(name: str, flags: int = 0) -> Descriptor:
         file = _open_once(name, flags)
         if mapping_module.forks() == forks:
             return file
-        # A child forked in between may hold this open file, and with it any lock we take on it: not this one,
-        # then.
+        # A child forked in between may hold this open file, and with it any lock we take on it: do not use
+        # this one.
         if flags & posix_ipc.O_EXCL:
             unlink(file.fd, name)
         file.close()
@@ -144,7 +144,7 @@ def _open_once(name: str, flags: int) -> Descriptor:
     owner = os.fstat(file.fd).st_uid
     if owner == os.geteuid():
         return file
-    file.close()  # root may open everything, and would lock the owner out with what it creates
+    file.close()  # root may open everything, and its new segments would lock the owner out
     raise _foreign(name, owner)
 
 
@@ -167,7 +167,7 @@ def _cannot_open(name: str, wrong: ValueError | OSError) -> Exception:
 def _denied(name: str) -> ShmPermission | ShmUnavailable:
     try:
         return _foreign(name, os.stat(MOUNT / name[1:]).st_uid)
-    except OSError:  # nobody's: it is the mount that this user may not write to
+    except OSError:  # no foreign owner: this user may not write to the mount
         mode = os.stat(MOUNT).st_mode & 0o7777
         return ShmUnavailable(
             f"{MOUNT} has mode {mode:04o}: uid {os.geteuid()} may not create there",
@@ -183,7 +183,7 @@ def _foreign(name: str, owner: int) -> ShmPermission:
 
 
 def stands_there(name: str) -> str:
-    """What the name leads to: "segment", "other" (a directory, a link), or "" for nothing."""
+    """Returns what the name leads to: "segment", "other" (a directory, a link), or "" for nothing."""
     try:
         mode = os.lstat(MOUNT / name[1:]).st_mode
     except FileNotFoundError:
@@ -192,9 +192,9 @@ def stands_there(name: str) -> str:
 
 
 def foreign_owner(name: str) -> str:
-    """Whose the name is, in words, if another user's; "" if it is ours, or nothing stands there.
+    """Returns the owner of the name, in words, if it is another user's; "" if it is ours, or does not exist.
 
-    Root could remove it all the same.
+    Root could remove it anyway.
     """
     try:
         owner = os.lstat(MOUNT / name[1:]).st_uid
@@ -204,7 +204,7 @@ def foreign_owner(name: str) -> str:
 
 
 def still_named(fd: int, name: str) -> bool:
-    """Whether the name still leads to this open segment."""
+    """Returns whether the name still leads to this open segment."""
     try:
         named = os.stat(MOUNT / name[1:])
     except FileNotFoundError:
@@ -216,7 +216,7 @@ def still_named(fd: int, name: str) -> bool:
 def unlink(fd: int, name: str) -> bool:
     """Removes the name if it still leads to `fd`; the caller holds the segment's lock.
 
-    False if it was gone already.
+    Returns False if it was gone already.
     """
     if not still_named(fd, name):
         return False
@@ -227,9 +227,9 @@ def unlink(fd: int, name: str) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder and what is in it, as far as that can be; follows no link.
+    """Removes a folder and its contents, as far as possible; follows no link.
 
-    Not by shutil.rmtree: interrupted by a signal handler that raises, that closes a descriptor twice.
+    Does not use shutil.rmtree: when a signal handler's exception interrupts it, it closes a descriptor twice.
     """
     with contextlib.suppress(OSError):
         if path.is_symlink():
@@ -245,10 +245,10 @@ def remove_folder(path: Path) -> None:
 
 def reserve(fd: int, size: int, what: str, *, less: str = "lower lane_bytes") -> bool:
     """Reserves every page of a segment now, so that too little memory is an error here and never a SIGBUS
-    later; whether in huge pages.
+    later; returns whether in huge pages.
 
-    One process of the mount at a time, and it looks before each step at the memory that is left: the kernel
-    ends somebody when two find the last of it free. Raises ShmTooSmall, ProcessLimit.
+    One process of the mount at a time, and it checks the memory that is left before each step: the kernel
+    kills a process when two find the last of it free. Raises ShmTooSmall, ProcessLimit.
     """
     with _one_at_a_time():
         return _reserve(fd, size, what, less)
@@ -256,19 +256,19 @@ def reserve(fd: int, size: int, what: str, *, less: str = "lower lane_bytes") ->
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Holds a lock on this user's own file, which ends with its holder.
+    """Holds a lock on this user's own file; the lock ends with its holder.
 
-    Somebody stopped in here is waited for 10 s, not for ever.
+    A process that stopped inside is waited for 10 s, not for ever.
     """
     how = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         turn = Descriptor(os.open(MOUNT / f"{_TURN_PREFIX}{os.geteuid()}", how, 0o600))
-    except OSError:  # no file more fits, or somebody else has put something there
+    except OSError:  # no room for another file, or another user has put something there
         yield
         return
     deadline = time.monotonic() + _TURN_TIMEOUT_S
     try:
-        # another user's could be held by him for ever
+        # Another user could hold a lock on his own file for ever.
         while os.fstat(turn.fd).st_uid == os.geteuid() and time.monotonic() < deadline:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(turn.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -334,8 +334,8 @@ def map_segment(file: Descriptor, size: int, what: str, *, readonly: bool = Fals
 
 
 def map_data_writable(lane: Mapping, name: str) -> None:
-    """Has a reader's mapping of a lane be writable, for a GPU that registers no other memory; logged, and
-    shown by inspect.
+    """Makes a reader's mapping of a lane writable, for a GPU that cannot register read-only memory; logged,
+    and shown by inspect.
 
     Idempotent.
     """
@@ -346,9 +346,9 @@ def map_data_writable(lane: Mapping, name: str) -> None:
 
 
 def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
-    """A new, locked, reserved, empty lane segment.
+    """Returns a new, locked, reserved, empty lane segment.
 
-    The caller formats it; until then it counts as dead to nobody but its locker.
+    The caller formats it; until then its lock shows it as alive to all but its locker.
     """
     while True:
         name = f"/{_PREFIX}{check_bridge_name(bridge)}.l.{secrets.token_hex(8)}"
@@ -358,8 +358,8 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
             continue
         header.fault(b"segment.created")
         try:
-            # A sweeper may take an unlocked, empty segment for the remains of a dead creator; then it is not
-            # ours any more.
+            # A sweeper may take an unlocked, empty segment for that of a dead creator; then it is no longer
+            # ours.
             if not (locks.lock_exclusive(file.fd, LockByte.PRODUCER) and still_named(file.fd, name)):
                 file.close()
                 continue
@@ -376,8 +376,8 @@ def create_lane(bridge: str, size: int) -> tuple[str, Mapping]:
 
 
 def require_room_for_weights(bridge: str, size: int, *, freed: int) -> None:
-    """ShmTooSmall if the mount has no room for a weights segment even once another one, of `freed` bytes, is
-    gone.
+    """Raises ShmTooSmall if the mount has no room for a weights segment even after another one, of `freed`
+    bytes, is removed.
 
     Reserves nothing.
     """
@@ -385,7 +385,7 @@ def require_room_for_weights(bridge: str, size: int, *, freed: int) -> None:
 
 
 def create_weights(bridge: str, size: int) -> Mapping | None:
-    """A new, writer-locked, reserved, empty weights segment; None if the name is taken."""
+    """Returns a new, writer-locked, reserved, empty weights segment; None if the name is taken."""
     name = weights_name(bridge)
     try:
         file = open_segment(name, posix_ipc.O_CREX)
@@ -407,7 +407,7 @@ def create_weights(bridge: str, size: int) -> Mapping | None:
 
 
 def open_mapping(name: str, *, readonly: bool = False, minimum: int = 1) -> Mapping | None:
-    """Maps an existing segment whole; None if it is gone, no segment, or not yet as large as `minimum`."""
+    """Maps an existing segment whole; None if it is gone, is not a segment, or is smaller than `minimum`."""
     try:
         file = open_segment(name)
     except (FileNotFoundError, LayoutMismatch):
@@ -417,6 +417,6 @@ def open_mapping(name: str, *, readonly: bool = False, minimum: int = 1) -> Mapp
         if size >= minimum:
             return map_segment(file, size, f"segment {name}", readonly=readonly)
     except BaseException:
-        file.close()  # the error's frames keep it
+        file.close()  # the error's frames keep `file`
         raise
     return None

@@ -1,11 +1,11 @@
-"""For tests of code that uses shmbridge: what the ring promises, where it may be made to break, and fixtures.
+"""For tests of code that uses shmbridge: the ring's specification, fail-points, and fixtures.
 
     from shmbridge.testing import RingModel, wait_until      the lane's specification; waiting with a deadline
     from shmbridge.testing.faults import Fault, FaultyChild  children that die at a labelled step
     from shmbridge.testing.fault_build import fault_build    the build they need
     pytest_plugins = ["shmbridge.testing.fixtures"]          in a conftest.py; needs pytest
 
-Knows only public words; does not import pytest itself. Imported by tests, never by the package.
+Does not import pytest. Imported by tests, never by the package.
 """
 
 import time

@@ -1,6 +1,6 @@
-"""A hub that is only its words: what the control plane needs of a consumer, without lanes.
+"""A hub without lanes, for the control plane: implements `HubView` with plain fields.
 
-Knows the `HubView` protocol, and nothing else. Called by tests of the control plane and of its clients.
+Used by tests of the control plane and of its clients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shmbridge.control.messages import (
 
 @dataclass
 class FakeHub:
-    """Every word can be set; `queued` is groups per producer id, `live` the ids of living producers."""
+    """Every field can be set; `queued` is groups per producer id, `live` the ids of living producers."""
 
     hub_epoch: int = 1
     run: Run | None = field(default_factory=lambda: Run(batch_size=16, num_steps=50))
@@ -38,12 +38,12 @@ class FakeHub:
     announced: int = 0
 
     def announce_run(self, run: Run) -> None:
-        """Takes it over, and count it."""
+        """Stores the run, and counts the call."""
         self.run = run
         self.announced += 1
 
     def publish_policy_version(self, version: int) -> None:
-        """Takes it over; ValueError if it goes backwards, as in a consumer."""
+        """Stores the version; ValueError if it goes backwards, as in a consumer."""
         if version < self.policy_version:
             raise ValueError(f"policy version {version} is before {self.policy_version}")
         self.policy_version = version
@@ -61,21 +61,21 @@ class FakeHub:
         self.draining = True
 
     def queue_groups(self, producer_id: str | None = None) -> int:
-        """Groups waiting, of one producer or of all."""
+        """Returns the groups waiting, of one producer or of all."""
         return sum(self.queued.values()) if producer_id is None else self.queued.get(producer_id, 0)
 
     def look_at_producers(self, producer_ids: Collection[str]) -> dict[str, tuple[bool, int]]:
-        """Whether each is in `live`, and its groups."""
+        """Returns, per producer id, whether it is in `live`, and its groups."""
         return {each: (each in self.live, self.queue_groups(each)) for each in producer_ids}
 
     def next_share(self, request: NextShare) -> Manifest | NoMoreShares | Refused | None:
-        """There are no ranks here."""
+        """Returns Refused: there are no ranks here."""
         return Refused(NO_RANKS, "no real hub", "use a Consumer")
 
     def shares_done(self, request: SharesDone) -> Ack | Refused:
-        """There are no ranks here."""
+        """Returns Refused: there are no ranks here."""
         return Refused(NO_RANKS, "no real hub", "use a Consumer")
 
     def begin_group(self, request: BeginGroup) -> MayBegin | Full | Refused | None:
-        """Always: there is no limit here."""
+        """Returns MayBegin always: there is no limit here."""
         return MayBegin(self.hub_epoch, self.policy_version, 1 << 62)

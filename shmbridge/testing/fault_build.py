@@ -1,7 +1,6 @@
-"""A build with fail-points, made from a source tree beside whatever is installed.
+"""Builds shmbridge with fail-points from a source tree, next to the installed package.
 
-Knows setup.py and time stamps; which labels there are, and how a child dies on one, is faults.py's. Imported
-by tests only.
+faults.py has the labels and the children that die on one. Imported by tests only.
 """
 
 import fcntl
@@ -14,19 +13,19 @@ _SOURCES = {".py", ".pyx", ".pxd", ".h", ".c"}
 
 
 def fault_build(source_tree: str | os.PathLike[str], into: str | os.PathLike[str]) -> Path:
-    """Builds shmbridge with fail-points, if a source is newer than the last such build; the folder for a
-    child's PYTHONPATH.
+    """Builds shmbridge with fail-points, if a source is newer than the last such build; returns the folder
+    for a child's PYTHONPATH.
 
     Blocks for the build (about a minute), and while another process builds into the same folder. Needs Cython
     and a C compiler.
 
     Args:
         source_tree: a clone or an unpacked source archive: the folder of setup.py.
-        into: where the package goes; made if it is not there. Objects go beside it, in `<into>-base`.
+        into: folder of the package; created if missing. Objects go beside it, in `<into>-base`.
 
     Raises:
         FileNotFoundError: there is no setup.py.
-        RuntimeError: the build failed; the message ends with what the compiler said.
+        RuntimeError: the build failed; the message ends with the compiler's output.
     """
     tree, folder = Path(source_tree).resolve(), Path(into).resolve()
     if not (tree / "setup.py").is_file():

@@ -1,8 +1,8 @@
 """Fail-points: where a process can be made to die or to stop, and children that do so there.
 
-A build with SHMBRIDGE_FAULTS=1 (fault_build.py makes one) passes a labelled point at every step that matters
-if the process ends on it; SHMBRIDGE_FAULT in the environment arms one. Knows labels and processes; knows
-nothing of what a child does. Imported by tests, never by the package itself.
+A build with SHMBRIDGE_FAULTS=1 (fault_build.py makes one) passes a labelled point at every step where the
+death of the process matters; SHMBRIDGE_FAULT in the environment arms one. Imported by tests, never by the
+package itself.
 """
 
 import difflib
@@ -61,7 +61,7 @@ WEIGHTS_FILLING = ("weights.parts_refused",)
 WEIGHTS_PARTS = ("weights.part_locked", "weights.part_written", "weights.part_counted")
 WEIGHTS_READING = ("weights.leased",)
 
-# Every label there is, per role that passes it.
+# Every label, per role that passes it.
 LABELS: Mapping[str, tuple[str, ...]] = {
     "anyone": CREATING_CONTROL + SWEEPING,
     "producer": CREATING_LANE + BEFORE_COMMIT + AFTER_COMMIT + WAITING_FOR_SPACE + ASKING_FOR_TICKETS,
@@ -77,7 +77,7 @@ LABELS: Mapping[str, tuple[str, ...]] = {
 class Fault:
     """One armed label: the process passes it `skip` times, then raises `signal_number` against itself.
 
-    A label that is not in LABELS would never be reached: ValueError.
+    ValueError for a label that is not in LABELS, since it would never be reached.
     """
 
     label: str
@@ -107,9 +107,9 @@ class FaultyChild:
 
     Args:
         argv: arguments after the interpreter; the child runs in `/`, so paths are absolute.
-        build: folder the build with fail-points was installed into; nothing else is on the child's
+        build: folder into which the build with fail-points was installed; nothing else is on the child's
             PYTHONPATH.
-        fault: what is armed, or None.
+        fault: the armed fault, or None.
         environment: more variables for the child.
     """
 
@@ -139,11 +139,11 @@ class FaultyChild:
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """Pid of the child."""
         return self.process.pid
 
     def line(self, timeout_s: float = 20.0) -> str | None:
-        """The next line it says; None at the end of its output.
+        """Returns the next line of its output; None at the end of the output.
 
         AssertionError after `timeout_s` seconds of silence.
         """
@@ -166,7 +166,7 @@ class FaultyChild:
         return self.said[-1]
 
     def until(self, wanted: str, timeout_s: float = 20.0) -> None:
-        """Reads until it has said `wanted`; AssertionError if it ends first."""
+        """Reads until it has printed `wanted`; AssertionError if it ends first."""
         while (line := self.line(timeout_s)) != wanted:
             assert line is not None, (
                 f"child {self.pid} ({self.fault}) ended before {wanted!r}: {self.said[-3:]}"
@@ -187,7 +187,7 @@ class FaultyChild:
         return self.process.wait(timeout_s)
 
     def end_on_fault(self, timeout_s: float = 20.0) -> None:
-        """As `end`, and the armed fault must have been what ended it."""
+        """As `end`, but asserts that the armed fault ended it."""
         code = self.end(timeout_s)
         assert self.fault is not None
         assert code == -self.fault.signal_number, (
@@ -195,7 +195,7 @@ class FaultyChild:
         )
 
     def wait_stopped(self, timeout_s: float = 20.0) -> None:
-        """Waits until a signal has stopped it; AssertionError if it ends or goes on."""
+        """Waits until a signal has stopped it; AssertionError if it ends or continues."""
         deadline = time.monotonic() + timeout_s
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
@@ -210,11 +210,11 @@ class FaultyChild:
             time.sleep(0.002)
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Sends SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and waits for the end. Nothing if it has ended."""
+        """Sends SIGKILL and waits for the end. Does nothing if it has ended."""
         self.process.kill()
         self.process.wait()
 

@@ -1,8 +1,8 @@
 """pytest fixtures for tests of code that uses a bridge: `pytest_plugins = ["shmbridge.testing.fixtures"]` in
 the top conftest.py.
 
-A name nobody else uses, ends that are closed, children that do not outlive the test. Not loaded by itself:
-names as short as `child` are a project's own to give away. The only module of shmbridge that imports pytest.
+An unused bridge name, ends that are closed, children that do not outlive the test. Not loaded automatically:
+a project decides itself about names as short as `child`. The only module of shmbridge that imports pytest.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _passed = pytest.StashKey[bool]()
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Remembers whether the test itself passed: one that failed is asked for nothing more."""
+    """Remembers whether the test itself passed: after a failure nothing more is checked."""
     report = yield
     if report.when == "call":
         item.stash[_passed] = report.passed
@@ -34,9 +34,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture
 def bridge(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A bridge name nobody else uses.
+    """Yields an unused bridge name.
 
-    After a test that passed, nothing of it may be left, and whoever still holds it is named.
+    After a passed test none of its segments may be left; a failure names the processes that still hold one.
     """
     stem = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[:28].strip("-")
     name = f"t-{stem}-{os.getpid()}-{os.urandom(2).hex()}"
@@ -52,13 +52,14 @@ def bridge(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def segments(bridge: str) -> Callable[[], list[str]]:
-    """Calls it for the names of what of the bridge stands on the mount now."""
+    """Returns a function for the names of the bridge's segments that exist now."""
     return lambda: segments_of(bridge)
 
 
 @pytest.fixture
 def make_producer(bridge: str) -> Iterator[Callable[..., shmbridge.Producer]]:
-    """Calls it for a Producer of the bridge, with Producer's options; lanes of 64 KiB unless said otherwise.
+    """Yields a function that makes a Producer of the bridge, with Producer's options; lanes of 64 KiB by
+    default.
 
     Closed at the end.
     """
@@ -74,7 +75,7 @@ def make_producer(bridge: str) -> Iterator[Callable[..., shmbridge.Producer]]:
 
 @pytest.fixture
 def make_consumer(bridge: str) -> Iterator[Callable[..., shmbridge.Consumer]]:
-    """Calls it for a Consumer of the bridge, with Consumer's options. Closed at the end."""
+    """Yields a function that makes a Consumer of the bridge, with Consumer's options. Closed at the end."""
     with contextlib.ExitStack() as made:
 
         def make(**options: Any) -> shmbridge.Consumer:
@@ -87,8 +88,8 @@ def make_consumer(bridge: str) -> Iterator[Callable[..., shmbridge.Consumer]]:
 
 @pytest.fixture
 def child(bridge: str) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """Calls it with Python code to run in a child, where `bridge` is defined; it returns once the child has
-    printed `until`.
+    """Yields a function that runs Python code in a child, where `bridge` is defined; it returns once the
+    child has printed `until`.
 
     Standard input and output are pipes, in text. Killed at the end of the test, if it still runs.
     """
@@ -113,7 +114,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
-        with contextlib.suppress(BrokenPipeError):  # what it was told and never read
+        with contextlib.suppress(BrokenPipeError):  # input that the child never read
             _pipe(stream).close()
 
 

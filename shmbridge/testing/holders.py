@@ -1,7 +1,7 @@
-"""What of a bridge stands on the mount, and which processes still have it open or mapped: what a test says
-when it leaves something.
+"""The segments of a bridge on the mount, and the processes that still have them open or mapped: for the error
+of a test that leaves some.
 
-Looks at names and at /proc only; touches no segment. Called by the fixtures.
+Reads names and /proc only. Used by the fixtures.
 """
 
 import contextlib
@@ -12,12 +12,13 @@ from shmbridge.segments.segment import MOUNT
 
 
 def segments_of(bridge: str) -> list[str]:
-    """Names of the bridge's segments, and of its socket directory, that exist now, sorted."""
+    """Returns the names of the bridge's segments, and of its socket directory, that exist now, sorted."""
     return sorted(name for name in os.listdir(MOUNT) if name.startswith(f"shmbridge.{bridge}."))
 
 
 def holders(bridge: str) -> list[str]:
-    """One line for each process that maps a segment of the bridge: its pid, its command and what it maps.
+    """Returns one line for each process that maps a segment of the bridge: its pid, its command and the
+    segments.
 
     Sees processes of this user in this pid namespace only.
     """
@@ -30,7 +31,7 @@ def holders(bridge: str) -> list[str]:
 
 
 def _mapped(process: Path, prefix: str) -> list[str]:
-    with contextlib.suppress(OSError):  # it has ended meanwhile, or is somebody else's
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
         paths = [
             line.split(maxsplit=5)[-1]
             for line in (process / "maps").read_text().splitlines()

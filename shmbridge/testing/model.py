@@ -1,23 +1,23 @@
-"""The specification of a bridge's lanes and their hub, in plain Python: what each step may do, and what must
-be seen after it.
+"""The specification of a bridge's lanes and their hub, in plain Python: what each step may do, and its
+visible result.
 
 No memory, no locks, no waiting: only the rules of docs/adr/0001-lanes.md. Where a ring has a choice (the
-place of an extent, the lane it serves next) the model is told the choice and checks that it was allowed.
+place of an extent, the lane it serves next) the model is given the choice and checks that it was allowed.
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
 
-LINE = 64  # an extent is whole lines, and so is its place
+LINE = 64  # the size and place of an extent are multiples of a line
 
 
 def lines(size: int) -> int:
-    """`size` in whole lines, in bytes."""
+    """Returns `size` rounded up to whole lines, in bytes."""
     return -(-size // LINE) * LINE
 
 
 class State(Enum):
-    """What has become of a committed, un-released record, as the present hub knows it."""
+    """State of a committed, un-released record, as the present hub knows it."""
 
     WAITING = auto()  # can be taken
     HELD = auto()  # leased out
@@ -26,7 +26,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a consumer sees of a record."""
+    """A record as the consumer sees it."""
 
     sequence: int
     payload: bytes
@@ -45,7 +45,7 @@ class _Record:
 class RingModel:
     """One lane of `slots` records and `data_bytes` bytes, its producer, and at most one hub at a time.
 
-    Methods raise AssertionError for what the protocol forbids its callers, such as a second open claim.
+    Methods raise AssertionError if their caller breaks the protocol, for example with a second open claim.
     """
 
     def __init__(self, slots: int, data_bytes: int) -> None:
@@ -65,8 +65,8 @@ class RingModel:
     # --------------------------------------------------------------------------------------------------------
 
     def place_for(self, size: int) -> int | None:
-        """The first place for a claim of `size` bytes, which must succeed if there is one: a free slot, and a
-        gap that is wide enough.
+        """Returns the first place for a claim of `size` bytes: a free slot, and a gap that is wide enough. If
+        there is one, the claim must succeed.
         """
         taken = sorted(
             [(record.at, record.size) for record in self._records.values()]
@@ -82,9 +82,9 @@ class RingModel:
         return None
 
     def claim(self, at: int, size: int) -> None:
-        """The ring reserved `size` bytes at `at`.
+        """Records that the ring reserved `size` bytes at `at`.
 
-        Nothing un-released may lie there: a reader still looks at it.
+        No un-released record may lie there: a reader may still read it.
         """
         assert self._alive, "the producer is dead"
         assert self._claim is None, "one open claim per producer"
@@ -100,7 +100,7 @@ class RingModel:
         self._claim = (at, size)
 
     def abort(self) -> None:
-        """Gives the open claim back; nobody ever sees it."""
+        """Gives the open claim back; no reader ever sees it."""
         assert self._claim is not None, "nothing is claimed"
         self._claim = None
 
@@ -113,14 +113,14 @@ class RingModel:
         return self.tail - 1
 
     def producer_dies(self) -> None:
-        """The open claim never existed; what is committed stays."""
+        """Drops the open claim; committed records stay."""
         self._claim, self._alive = None, False
 
     # -- the hub
     # --------------------------------------------------------------------------------------------------------
 
     def hub_starts(self) -> None:
-        """A hub comes: every committed, un-released record can be taken again, in order."""
+        """Starts a hub: every committed, un-released record can be taken again, in order."""
         assert not self._has_hub, "one hub at a time"
         self._has_hub = True
         self._head_found = self.head
@@ -128,16 +128,16 @@ class RingModel:
             record.state = State.WAITING
 
     def hub_dies(self) -> None:
-        """Its leases end without release; nothing is lost."""
+        """Ends the hub: its leases end without release; nothing is lost."""
         self._has_hub = False
 
     def take(self) -> Taken | None:
-        """The oldest record that can be taken, or None.
+        """Returns the oldest record that can be taken, or None.
 
-        `redelivered` exactly where an earlier hub may have handed it out.
+        `redelivered` exactly if an earlier hub may have handed it out.
 
-        If its slot makes no sense the lane is quarantined: nothing more is taken from it, and all that waited
-        is counted as discarded.
+        If its slot is corrupt the lane is quarantined: nothing more is taken from it, and all waiting records
+        are counted as discarded.
         """
         assert self._has_hub
         if not self.waiting:
@@ -155,23 +155,23 @@ class RingModel:
         return Taken(sequence, record.payload, sequence < self._head_found)
 
     def release(self, sequence: int) -> None:
-        """A lease ends: slot and extent may be used again. In any order."""
+        """Ends a lease: slot and extent may be used again. In any order."""
         assert self._records[sequence].state is State.HELD
         del self._records[sequence]
         self.released += 1
 
     def discard(self, sequence: int) -> None:
-        """A lease ends, and the record is counted as one that nobody wanted."""
+        """Ends a lease, and counts the record as discarded."""
         self.release(sequence)
         self.discarded += 1
 
     def abandon(self, sequence: int) -> None:
-        """A lease is forgotten without release: the next hub gets the record again."""
+        """Drops a lease without release: the next hub gets the record again."""
         assert self._records[sequence].state is State.HELD
         self._records[sequence].state = State.ADRIFT
 
     def damage(self) -> None:
-        """Nonsense is written over the slot of the record that would be taken next."""
+        """Overwrites the slot of the record that would be taken next with garbage."""
         waiting = [sequence for sequence, record in self._records.items() if record.state is State.WAITING]
         self._records[min(waiting)].damaged = True
 
@@ -180,7 +180,7 @@ class RingModel:
 
     @property
     def unreleased(self) -> int:
-        """Committed and un-released: what the lane holds. Always `tail - released`."""
+        """Committed, un-released records, which the lane holds. Always `tail - released`."""
         assert len(self._records) == self.tail - self.released
         return len(self._records)
 

@@ -1,7 +1,5 @@
-"""What the ends of a bridge's weights share, writer, part and reader: each takes part in the bridge until it
-is closed.
-
-Knows nothing of slots and tensors.
+"""The base of writer, shard writer and reader of a bridge's weights: each is a participant until it is
+closed.
 """
 
 from typing import ClassVar, Self
@@ -18,7 +16,7 @@ from shmbridge.segments.one_process import OneProcess
 class WeightsEnd(OneProcess):
     """One end; a context manager.
 
-    Its process' death, at any line, is its leaving: the kernel lets its locks go.
+    If its process dies, at any line, the end has left: the kernel drops its locks.
     """
 
     _called: ClassVar[str]  # in messages
@@ -35,25 +33,25 @@ class WeightsEnd(OneProcess):
 
     @property
     def memory(self) -> memoryview | None:
-        """All of the weights segment that is mapped, read-only, to register it with a device; None before
+        """Returns the mapped weights segment, whole and read-only, to register it with a device; None before
         there is one.
 
         Never blocks.
 
-        Another segment may take its place: at a first version, and when another model is published.
+        Another segment may replace it: at a first version, and when another model is published.
         BufferError in a child of fork.
         """
         self._require_open()
         return None if self._versions is None else memoryview(self._versions.mapping).toreadonly()
 
     def _before_leaving(self) -> None:
-        """What an end does before it leaves."""
+        """Does an end's own work before it leaves."""
         self._versions = None
 
     def close(self) -> None:
-        """Leaves; the last version stays readable as long as anybody takes part in the bridge.
+        """Leaves; the last version stays readable while the bridge has a participant.
 
-        Idempotent; nothing in a child of fork.
+        Idempotent; does nothing in a child of fork.
         """
         if self._control is None or self._control.mapping.forked:
             return

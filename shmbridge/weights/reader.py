@@ -1,7 +1,6 @@
-"""Readers of a bridge's weights: the newest complete version, held still under a lease.
+"""Readers of a bridge's weights: the newest complete version, unchanged under a lease.
 
-Knows the readers' side of locks and words. A reader's death frees its slot; that of a writer leaves what is
-there.
+A reader's death frees its slot; a writer's death leaves the present versions.
 """
 
 import time
@@ -19,16 +18,17 @@ from shmbridge.weights.endpoint import WeightsEnd
 from shmbridge.weights.table import Array, TensorSpec, carrier, open_segment, read_table, view
 
 _RETRY_S = 0.0005
-_LOOK_S = 0.01  # for a segment that is not there yet
-_TICK_S = 0.25  # for another segment of the name, and for versions of a writer that died before it rang
+_LOOK_S = 0.01  # interval of looking for a segment that does not exist yet
+# interval of checking for a replaced segment, and for versions of a writer that died before its ring
+_TICK_S = 0.25
 
 
 class WeightsLease:
-    """One version, held still.
+    """One version, unchanged while leased.
 
     `tensors` are read-only views, valid inside the `with` block only: copy them into the model there.
 
-    Never blocks. `dtypes` has the learner's words for types; bfloat16 and float8 come as uint16 and uint8.
+    Never blocks. `dtypes` has the learner's type names; bfloat16 and float8 come as uint16 and uint8.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class WeightsLease:
         self._comparable_from = comparable_from
 
     def changed_since(self, version: int) -> frozenset[str]:
-        """Names of the tensors that were given after that version; of all, if this cannot be said, as of a
-        version of another segment.
+        """Returns the names of the tensors that were written after that version; all names if unknown, for
+        example for a version of another segment.
         """
         stamps = self._stamps.tolist()
         if not self._comparable_from <= version <= self.version or not all(
@@ -62,7 +62,7 @@ class WeightsReader(WeightsEnd):
 
     For one thread.
 
-    All but `close` raise WeightsMismatch for a segment whose table cannot be what a writer wrote.
+    All methods but `close` raise WeightsMismatch for a segment whose table no writer can have written.
     `late_wakes` counts versions that were found without a ring: 0 in a healthy run.
     """
 
@@ -71,9 +71,9 @@ class WeightsReader(WeightsEnd):
     def __init__(self, bridge: str) -> None:
         super().__init__(bridge)
         self._table: list[TensorSpec] = []
-        self._segments = 0  # mapped so far; versions of earlier ones are not compared with
+        self._segments = 0  # mapped so far; versions of earlier segments are not compared
         self._comparable_from = 0
-        self._told = 1  # of which of them `wait` or `lease` told last
+        self._told = 1  # the segment that `wait` or `lease` reported last
         self._holds: set[_Hold] = set()
         self.late_wakes = 0
 
@@ -85,7 +85,7 @@ class WeightsReader(WeightsEnd):
         return None if latest is None else int(latest[0])
 
     def _current(self) -> Versions | None:
-        """The mapped segment, mapped again if another took its name."""
+        """Returns the mapped segment; maps it again if another took its name."""
         self._require_open()
         name = segment.weights_name(self.bridge)
         if self._versions is not None and segment.still_named(self._versions.mapping.fd, name):
@@ -99,10 +99,10 @@ class WeightsReader(WeightsEnd):
         return self._versions
 
     def wait(self, after: int | None, timeout_s: float) -> int:
-        """Blocks until the newest version is another than `after`, which it returns; any version if `after`
-        is None.
+        """Blocks until the newest version differs from `after`, and returns it; any version if `after` is
+        None.
 
-        The same number in another segment than the one told of last, by this or by `lease`, is another
+        The same number in another segment than that of the last `wait` or `lease` counts as another
         version. Sleeps until the writer rings, with the GIL released. Raises NotReady after `timeout_s`
         seconds.
         """
@@ -115,7 +115,7 @@ class WeightsReader(WeightsEnd):
         return latest
 
     def _await(self, after: int | None, deadline: float) -> int | None:
-        """As `wait`; None once the time is over."""
+        """As `wait`; None on timeout."""
         nobody_rang, slept_in = False, None
         while True:
             found = self._current()
@@ -136,11 +136,11 @@ class WeightsReader(WeightsEnd):
 
     @contextmanager
     def lease(self, *, version: int | None = None, timeout_s: float = 5.0) -> Iterator[WeightsLease]:
-        """Holds a version still for the `with` block: the newest, or the one that is asked for.
+        """Keeps a version unchanged for the `with` block: the newest, or the given one.
 
-        Blocks until there is a version, at most `timeout_s` seconds, then NotReady; at once if there are
-        others, and not the one asked for. A long lease makes the writer wait with its second next version;
-        while it lasts, whoever asks for that version has it.
+        Blocks until there is a version, at most `timeout_s` seconds, then NotReady; raises at once if there
+        are others, and not the given one. A long lease makes the writer wait with its second next version;
+        while the lease lasts, that version can be leased by number.
         """
         hold = _Hold()
         try:
@@ -148,7 +148,7 @@ class WeightsReader(WeightsEnd):
             header.fault(b"weights.leased")
             self._told = self._segments
             comparable_from = self._comparable_from
-            # its versions may have the numbers of those before
+            # Its versions may repeat the numbers of earlier segments.
             if self._segments > 1 and not comparable_from:
                 self._comparable_from, comparable_from = held, held + 1
             yield WeightsLease(found, held, slot, self._table, comparable_from)
@@ -156,7 +156,8 @@ class WeightsReader(WeightsEnd):
             try:
                 self._let_go(hold)
             except BaseException:
-                # a signal's; in place, since it could come before a call of this had begun to try
+                # A signal handler's exception; handled in place, since it could come before a called function
+                # begins its try.
                 self._let_go(hold)
                 raise
 
@@ -192,20 +193,21 @@ class WeightsReader(WeightsEnd):
                     hint="ask for the newest version",
                 )
             version, slot = wanted, slots[0]
-        # noted before it is so: wherever a signal's exception comes, it is let go
+        # Record the hold before locking, so that an exception from a signal handler still unlocks it.
         hold.found, hold.slot = found, slot
         self._holds.add(hold)
         if locks.lock_shared(found.mapping.fd, LockByte.FIRST_SLOT + slot) and found.holds(slot, version):
             return found, version, slot
-        self._let_go(hold)  # the writer came round in between
+        self._let_go(hold)  # the writer reused the slot in between
         return None
 
     def _let_go(self, hold: "_Hold") -> None:
-        """Ends one lease; its slot's lock goes with the last, since all of this reader are one to the kernel.
+        """Ends one lease; the slot's lock ends with its last lease, since the kernel sees all leases of this
+        reader as one.
 
         Idempotent.
 
-        Nothing in a child of fork, where the lease is the parent's.
+        Does nothing in a child of fork, where the lease is the parent's.
         """
         self._holds.discard(hold)
         others = [each for each in self._holds if each.found is hold.found and each.slot == hold.slot]
@@ -236,7 +238,7 @@ class WeightsReader(WeightsEnd):
 
 
 class _Hold:
-    """What one lease holds, or is about to."""
+    """The segment and slot that one lease holds, or is about to."""
 
     found: Versions | None = None
     slot = 0

@@ -1,8 +1,6 @@
-"""Another process' part of a filling: a rank of a sharded learner writes its shards where the writer's ticket
-says.
+"""Writes one process' shards into a filling: a rank of a sharded learner, with a ticket from the writer.
 
-Knows tickets and the parts' lock; what is written is tensors.py's. Killed anywhere, it leaves bytes
-uncounted, and the writer does not commit.
+A process killed anywhere leaves its bytes uncounted, and the writer does not commit.
 """
 
 import time
@@ -24,7 +22,7 @@ _RETRY_S = 0.0005
 
 
 class _FillToken(msgspec.Struct, frozen=True):
-    """What `WeightsFilling.ticket` says."""
+    """The content of `WeightsFilling.ticket`."""
 
     segment: str
     filling: int
@@ -32,7 +30,7 @@ class _FillToken(msgspec.Struct, frozen=True):
 
 
 class WeightsPart(WeightsEnd):
-    """Writes parts of the tensors of a filling that a WeightsWriter elsewhere has opened.
+    """Writes shards of the tensors of a filling that a WeightsWriter in another process has opened.
 
     For one thread; a context manager.
     """
@@ -44,14 +42,14 @@ class WeightsPart(WeightsEnd):
         self._rows: dict[str, tuple[int, TensorSpec]] = {}
 
     def write(self, ticket: Any, name: str, tensor: Any, index: Index | None = None) -> None:
-        """Copies a tensor, or the part of it that `index` names, into the version being filled.
+        """Copies a tensor, or the shard of it that `index` names, into the version being filled.
 
         Blocks for the copy.
 
         Args:
-            ticket: what `WeightsFilling.ticket` was in the writer's process, also after a way through JSON.
+            ticket: `WeightsFilling.ticket` of the writer's process; it may have passed through JSON.
             name: of the tensor.
-            tensor: torch tensor or ndarray, of the shape of the part.
+            tensor: torch tensor or ndarray, of the shape of the shard.
             index: tuple of slices into the full tensor; None for all of it. Each element is written once, by
                 one process.
 
@@ -82,7 +80,7 @@ class WeightsPart(WeightsEnd):
         finally:
             try:
                 locks.unlock(found.mapping.fd, LockByte.PARTS)
-            except BaseException:  # a signal's, which came just before
+            except BaseException:  # a signal handler's, which came just before
                 locks.unlock(found.mapping.fd, LockByte.PARTS)
                 raise
 
@@ -98,7 +96,7 @@ class WeightsPart(WeightsEnd):
         return found
 
     def _attach(self, wanted: _FillToken) -> Versions:
-        """The ticket's segment, with its table."""
+        """Returns the ticket's segment, with its table."""
         if self._versions is None or f"{self._versions.segment_id:016x}" != wanted.segment:
             self._versions = None
             found = open_segment(self.bridge)
@@ -109,7 +107,7 @@ class WeightsPart(WeightsEnd):
         return self._versions
 
     def _hold(self, found: Versions, wanted: _FillToken) -> None:
-        """Takes the parts' lock with the others; the writer holds it alone for moments, before and after a
+        """Takes the parts' lock as a sharer; the writer holds it alone for moments, before and after a
         filling.
         """
         while not locks.lock_shared(found.mapping.fd, LockByte.PARTS):

@@ -1,7 +1,4 @@
-"""The table of a weights segment: which tensors of which type and shape lie where in every slot.
-
-Knows no values and no writer.
-"""
+"""The table of a weights segment: name, type, shape and place of each tensor in every slot."""
 
 import math
 import operator
@@ -19,7 +16,7 @@ from shmbridge._ext.versions import Versions
 from shmbridge.errors import LayoutMismatch, WeightsMismatch
 from shmbridge.segments import segment
 
-# How numpy carries what it has no name for.
+# The numpy types that carry types numpy does not have.
 _CARRIERS = {
     "bfloat16": "uint16",
     **dict.fromkeys(
@@ -48,7 +45,7 @@ Array = np.ndarray[Any, Any]
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One row of the table: where a tensor lies in every slot.
 
-    `dtype` is the learner's word, such as bfloat16.
+    `dtype` is the learner's type name, such as bfloat16.
     """
 
     name: str
@@ -62,12 +59,14 @@ _rows = msgspec.json.Decoder(list[TensorSpec])
 
 
 def carrier(dtype: str) -> np.dtype[Any]:
-    """The numpy type that carries values of this dtype word bit by bit: uint16 for bfloat16."""
+    """Returns the numpy type that carries values of this dtype word bit by bit: uint16 for bfloat16."""
     return np.dtype(_CARRIERS.get(dtype, dtype))
 
 
 def as_specs(given: Iterable[Spec]) -> list[Spec]:
-    """(name, dtype word, shape of plain ints) of each; WeightsMismatch for what is none."""
+    """Returns (name, dtype word, shape of plain ints) of each spec. Raises WeightsMismatch for anything
+    else.
+    """
     if not isinstance(given, Iterable):
         raise _no_spec(given, "")
     specs: list[Spec] = []
@@ -88,8 +87,8 @@ def _no_spec(given: Any, why: str) -> WeightsMismatch:
 
 
 def lay_out(tensors: Iterable[Spec], bridge: str) -> tuple[list[TensorSpec], int]:
-    """The table of tensors of these names, dtypes and shapes, and the bytes of a slot; WeightsMismatch for
-    what no reader could take.
+    """Returns the table of tensors with these names, dtypes and shapes, and the bytes of a slot. Raises
+    WeightsMismatch for tensors that no reader could take.
     """
     table: list[TensorSpec] = []
     names: set[str] = set()
@@ -124,8 +123,8 @@ def lay_out(tensors: Iterable[Spec], bridge: str) -> tuple[list[TensorSpec], int
 
 
 def read_table(found: Versions, bridge: str) -> list[TensorSpec]:
-    """The table of a segment; WeightsMismatch unless it is what a writer of these names, dtypes and shapes
-    would have written.
+    """Returns the table of a segment. Raises WeightsMismatch unless a writer of these names, dtypes and
+    shapes would have written it.
     """
     try:
         table = _rows.decode(found.table)
@@ -142,7 +141,7 @@ def read_table(found: Versions, bridge: str) -> list[TensorSpec]:
 
 
 def open_segment(bridge: str) -> Versions | None:
-    """The bridge's segment as it is now, mapped; None while there is none, or none that is whole.
+    """Maps the bridge's present segment; None while there is none, or none that is complete.
 
     LayoutMismatch for another build's.
     """
@@ -160,12 +159,12 @@ def open_segment(bridge: str) -> Versions | None:
 
 
 def segment_bytes(table: list[TensorSpec], slot_bytes: int) -> int:
-    """Bytes of a segment with this table."""
+    """Returns the bytes of a segment with this table."""
     return int(versions.data_place(len(msgspec.json.encode(table)), len(table)) + versions.slots * slot_bytes)
 
 
 def create(table: list[TensorSpec], slot_bytes: int, bridge: str) -> Versions | None:
-    """A new segment of the bridge for this table, locked by its writer; None if there is one.
+    """Returns a new segment of the bridge for this table, locked by its writer; None if there is one already.
 
     Blocks while memory is reserved.
 
@@ -180,8 +179,8 @@ def create(table: list[TensorSpec], slot_bytes: int, bridge: str) -> Versions | 
 
 
 def difference(here: Sequence[TensorSpec], there: Sequence[Spec]) -> str:
-    """What is first found to differ between the segment's table and the tensors given, by name; "" if nothing
-    does.
+    """Returns the first difference between the segment's table and the given tensors, by name; "" if there is
+    none.
     """
     ours, theirs = {spec.name: spec for spec in here}, Counter(name for name, *_ in there)
     counts = f"{len(there)} tensors given, the segment has {len(here)}"
@@ -205,7 +204,7 @@ def difference(here: Sequence[TensorSpec], there: Sequence[Spec]) -> str:
 
 
 def view(memory: memoryview, at: int, spec: TensorSpec) -> Array:
-    """A tensor as it lies in the segment, in the slot that begins at byte `at`."""
+    """Returns a view of a tensor in the slot that begins at byte `at`."""
     return np.frombuffer(memory, carrier(spec.dtype), math.prod(spec.shape), at + spec.offset).reshape(
         spec.shape
     )

@@ -1,7 +1,4 @@
-"""How the values of a tensor come into a slot: numpy or torch, host or device, whole or a part.
-
-Knows tensors and bytes; no versions.
-"""
+"""Copies the values of a tensor into a slot: numpy or torch, host or device, whole or a shard."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,13 +12,13 @@ from shmbridge.errors import WeightsMismatch
 from shmbridge.weights.table import Array, TensorSpec, view
 
 Index = tuple[slice, ...]
-# Signed, since older torch has no other 16-, 32- and 64-bit integers.
+# Signed, since older torch has no unsigned 16-, 32- and 64-bit integers.
 _SAME_SIZE = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 
 
 def pairs(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of each as it comes; WeightsMismatch for what is none, as a model, or a dict without
-    `.items()`.
+    """Yields (name, tensor) of each as it comes. Raises WeightsMismatch for anything else, such as a model,
+    or a dict without `.items()`.
     """
     try:
         given = iter(tensors)
@@ -42,16 +39,18 @@ def _no_pairs(given: Any) -> WeightsMismatch:
 
 
 def is_torch(tensor: Any) -> bool:
-    """Whether it is a torch tensor: one can only be where torch was imported."""
+    """Returns whether it is a torch tensor; imports nothing, since a tensor exists only if torch is
+    imported.
+    """
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(tensor, torch.Tensor)
 
 
 def as_source(name: str, tensor: Any) -> Any:
-    """A torch tensor as it is, anything else as an ndarray of this machine's byte order.
+    """Returns a torch tensor as it is, anything else as an ndarray of this machine's byte order.
 
-    WeightsMismatch for a part of a DTensor, for an array with masked values, and for what has no values in
-    one piece of memory: sparse, nested, "meta", not initialised.
+    Raises WeightsMismatch for a shard of a DTensor, for an array with masked values, and for tensors whose
+    values are not in one piece of memory: sparse, nested, "meta", not initialised.
     """
     if is_torch(tensor):
         import torch
@@ -88,13 +87,13 @@ def as_source(name: str, tensor: Any) -> Any:
 
 
 def on_host(name: str, tensor: Any) -> Any:
-    """As `as_source`; what lies on a device is copied to the host, so that its memory is not held up."""
+    """As `as_source`, but copies a device tensor to the host, so that its device memory is not kept."""
     source = as_source(name, tensor)
     return source.detach().cpu() if is_torch(source) else source
 
 
 def kind(source: Any) -> tuple[str, tuple[int, ...]]:
-    """dtype word and shape of what `as_source` gave."""
+    """Returns the dtype word and shape of a source from `as_source`."""
     word = str(source.dtype).removeprefix("torch.") if is_torch(source) else source.dtype.name
     return word, tuple(source.shape)
 
@@ -102,10 +101,10 @@ def kind(source: Any) -> tuple[str, tuple[int, ...]]:
 def write(
     mapping: Mapping, at: int, spec: TensorSpec, source: Any, index: Index | None = None, *, going_round: int
 ) -> int:
-    """Copies what `as_source` gave to where `spec` lies in the slot at byte `at`, or to the part of it that
-    `index` names; bytes written.
+    """Copies a source to the place of `spec` in the slot at byte `at`, or to the shard that `index` names;
+    returns the bytes written.
 
-    Blocks for the copy, and for a device's. WeightsMismatch if type or shape differ.
+    Blocks for the copy, and for a device's. Raises WeightsMismatch if type or shape differ.
     """
     if index is None:
         _require(spec, spec.shape, source, "")
@@ -154,7 +153,7 @@ def _part(place: Array, spec: TensorSpec, index: Sequence[Any]) -> Array:
     ):
         raise _no_part(spec, index)
     try:
-        part: Array = place[(*index, ...)]  # a view, also of what has no dimensions
+        part: Array = place[(*index, ...)]  # a view, also of a 0-dimensional tensor
     except (TypeError, ValueError) as wrong:
         raise _no_part(spec, index) from wrong
     if any(stride < 0 for stride in part.strides):
@@ -179,7 +178,7 @@ def _told(index: Index) -> str:
 
 
 def _flat(source: Any) -> Array | None:
-    """Its bytes without a copy; None if they are not in one piece on the host."""
+    """Returns the bytes of a source without a copy; None if they are not in one piece on the host."""
     if is_torch(source):
         if source.device.type != "cpu" or not source.is_contiguous() or source.is_neg() or source.is_conj():
             return None

@@ -1,8 +1,7 @@
-"""The floor under the versions of a bridge's weights: what stays of them, in the control segment, once their
-segment is replaced.
+"""The floor under the versions of a bridge's weights: the highest version of replaced segments, kept in the
+control segment.
 
-Knows that word, and the lock under which it is raised; knows no tensors. Whoever dies at any line leaves the
-segment, or the floor.
+A death at any line leaves the segment, or the floor.
 """
 
 import contextlib
@@ -17,9 +16,9 @@ from shmbridge.segments.locks import LockByte
 
 
 def floor(control: Control, bridge: str) -> int | None:
-    """The highest version of the segments that were replaced; None if none was.
+    """Returns the highest version of the segments that were replaced; None if none was.
 
-    LayoutMismatch for what no writer can have left.
+    Raises LayoutMismatch for a value that no writer can have left.
     """
     version = control.weights_floor
     if version >= versions.end:
@@ -32,19 +31,18 @@ def floor(control: Control, bridge: str) -> int | None:
 
 
 def require_above(version: int, last: int | None) -> None:
-    """ValueError unless the version is above the last one."""
+    """Raises ValueError unless the version is above the last one."""
     if last is not None and version <= last:
         raise ValueError(f"weights version {version} is not after {last}: versions of one bridge only rise")
 
 
 def keep(control: Control, found: Versions, bridge: str) -> None:
-    """Raises the floor to the newest version of a segment that has the name; the caller holds its writer's
-    lock.
+    """Raises the floor to the newest version of the named segment; the caller holds its writer's lock.
 
-    LayoutMismatch as `floor`.
+    Raises LayoutMismatch as `floor`.
 
-    The segment may be remains: its version is what two words of the header agree on, whatever became of the
-    others.
+    The segment may be incomplete: its version is the one on which two words of the header agree, whatever
+    happened to the others.
     """
     floor(control, bridge)
     if (latest := found.latest) is not None:
@@ -52,12 +50,12 @@ def keep(control: Control, found: Versions, bridge: str) -> None:
 
 
 def remove_segment(control: Control, bridge: str, version: int, size: int) -> None:
-    """Removes the weights segment, or its remains, for one of `size` bytes that begins with `version`, if no
-    writer lives; its last version stays in the control segment.
+    """Removes the weights segment, complete or not, to make room for one of `size` bytes that begins with
+    `version`, if no writer lives; keeps its last version in the control segment.
 
-    Readers that map it keep it until they look again. Raises ValueError if it has that version or a later
-    one, ShmTooSmall if the mount has no room for the other even without it, LayoutMismatch as `floor`: the
-    segment stays then.
+    Readers that map it keep it until they check again. Raises ValueError if it has that version or a later
+    one, ShmTooSmall if the mount has no room for the new one even without it, LayoutMismatch as `floor`: the
+    segment then stays.
     """
     name = segment.weights_name(bridge)
     with contextlib.suppress(FileNotFoundError):
@@ -74,5 +72,5 @@ def remove_segment(control: Control, bridge: str, version: int, size: int) -> No
             segment.unlink(file.fd, name)
             header.fault(b"weights.removed")
         finally:
-            locks.unlock(file.fd, LockByte.WRITER)  # the error's frames keep the mapping, and that the lock
+            locks.unlock(file.fd, LockByte.WRITER)  # the error's frames keep the mapping, and so the lock
             file.close()

@@ -1,8 +1,7 @@
-"""The one writer of a bridge's weights: fills the slot that is not newest, alone or with parts in other
-processes, then moves one word.
+"""The one writer of a bridge's weights: fills the older slot, alone or with shard writers in other processes,
+then moves one word.
 
-Knows locks, slots and their order; how values get there is tensors.py's. Whoever dies at any line
-leaves the last complete version.
+tensors.py copies the values. A death at any line leaves the last complete version.
 """
 
 import asyncio
@@ -58,7 +57,7 @@ class WeightsWriter(WeightsEnd):
         self._table: list[TensorSpec] = []
         self._rows: dict[str, int] = {}
         self._wrote_here = False
-        self._under_way: int | None = None  # the version that is being written
+        self._under_way: int | None = None  # the version being written
         try:
             self._attach()
         except BaseException:
@@ -74,7 +73,7 @@ class WeightsWriter(WeightsEnd):
         if not locks.lock_after(lambda: Versions(mapping).writer_pid, mapping.fd, LockByte.WRITER):
             raise self._taken(mapping)
         if not segment.still_named(mapping.fd, segment.weights_name(self.bridge)):
-            return  # another writer removed it just before; what this one publishes makes it again
+            return  # another writer has just removed it; our publish makes it again
         found = Versions(mapping)
         try:
             if found.ready:
@@ -99,8 +98,8 @@ class WeightsWriter(WeightsEnd):
 
     @property
     def last_version(self) -> int | None:
-        """The newest complete version, also an earlier writer's, and of another model whose segment is gone;
-        None if there was none.
+        """The newest complete version, also one of an earlier writer or of another model whose segment is
+        gone; None if there was none.
 
         Never blocks. LayoutMismatch if something overwrote the bridge's control segment.
         """
@@ -125,20 +124,21 @@ class WeightsWriter(WeightsEnd):
         Args:
             version: policy version, above `last_version`.
             tensors: (name, torch tensor or ndarray), in any order; names, dtypes and shapes stay the same
-                over versions. Each is copied when it comes, but for a writer's first version, before which
-                all are looked at.
-            changed_only: the tensors given are those that changed; all others keep the value of the last
-                version, whoever wrote it.
+                over versions. Each is copied when it comes, except for a writer's first version: then all are
+                checked first.
+            changed_only: only changed tensors are given; all others keep their value of the last version,
+                from any writer.
             timeout_s: seconds.
 
         Raises:
             WeightsMismatch: the tensors are not those of the table (names the first that differs); with
                 `changed_only`, that the segment has no version yet.
             WeightsBusy: a reader held the slot for too long, or a part of an earlier filling is being
-                written; the last version stays.
-            ConsumerTaken: of two writers that began before any version was there the other was first.
-                FillingOver: this writer is writing one. ShmTooSmall: no room for a first version; that of
-                another model stays if not even its place would do.
+                WeightsBusy: a reader held the slot for too long, or a shard of an earlier filling is still
+                    being written; the last version stays.
+                ConsumerTaken: two writers began before there was a version, and the other was first.
+                    FillingOver: this writer is writing a version. ShmTooSmall: no room for a first version;
+                    another model's version stays if even its room would not be enough.
             ValueError: the version does not rise. LayoutMismatch: as `last_version`.
         """
         version = self._check(version)
@@ -171,18 +171,18 @@ class WeightsWriter(WeightsEnd):
             found.commit(slot, version, stamps)
 
     async def publish_async(self, version: int, tensors: Iterable[tuple[str, Any]], **more: Any) -> None:
-        """`publish` that never blocks the event loop, in which a reader of the version before the last can so
-        let go; arguments as there.
+        """`publish` that never blocks the event loop, so that a reader of the version before the last can let
+        go in the loop; same arguments.
 
-        Awaited before the next call. The tensors are read until this is over; a cancellation comes then.
+        Await it before the next call. The tensors are read until it ends; a cancellation takes effect then.
         """
         await run_to_end(self.publish, version, tensors, **more)
 
     def _to_write(
         self, tensors: Iterable[tuple[str, Any]], slot: int, newest: int, changed_only: bool
     ) -> Iterator[tuple[int, Any]]:
-        """(row, source) of each tensor as it comes; then, of those not given, (row, None) if the slot has an
-        older value.
+        """Yields (row, source) of each given tensor as it comes; then (row, None) of each other tensor whose
+        value in the slot is older.
         """
         given: set[int] = set()
         for name, tensor in tensors:
@@ -212,20 +212,20 @@ class WeightsWriter(WeightsEnd):
     def fill(
         self, version: int, specs: Iterable[Spec], *, timeout_s: float = 30.0
     ) -> Iterator["WeightsFilling"]:
-        """A filling that several processes write, each its part: commits at the end of the `with` block,
-        nothing on an exception.
+        """Opens a filling that several processes write, each its shards: commits at the end of the `with`
+        block, nothing on an exception.
 
-        Blocks while a reader holds the slot, and at the end while a part is being written, at most
+        Blocks while a reader holds the slot, and at the end while a shard is being written, at most
         `timeout_s` seconds each.
 
         Args:
             version: policy version, above `last_version`.
-            specs: (name, dtype word, shape) of every tensor of the model, whole; in any order.
+            specs: (name, dtype word, full shape) of every tensor of the model, in any order.
             timeout_s: seconds.
 
         Raises:
-            WeightsMismatch: as `publish`; at the end, that some tensor was not written whole, each element
-                once: a rank was killed.
+            WeightsMismatch: as `publish`; at the end also if the elements of some tensor were not written
+                exactly once each: a rank was killed.
             WeightsBusy, ConsumerTaken, ShmTooSmall, FillingOver, ValueError, LayoutMismatch: as `publish`.
         """
         version = self._check(version)
@@ -246,7 +246,7 @@ class WeightsWriter(WeightsEnd):
                 found.commit(slot, version, np.full(len(self._table), version + 1, np.uint64))
 
     def _check(self, version: int) -> int:
-        """The version, if it can be written now."""
+        """Returns the version, if it can be written now."""
         self._require_open()
         if self._under_way is not None:
             raise FillingOver(
@@ -265,7 +265,7 @@ class WeightsWriter(WeightsEnd):
         return self._versions
 
     def _slots(self) -> tuple[int, int]:
-        """The slot to be filled, and the newest, whatever that holds before the first version."""
+        """Returns the slot to fill, and the newest slot, whatever that holds before the first version."""
         latest = self._segment().latest
         return (0, 1) if latest is None else ((latest[1] + 1) % versions.slots, latest[1])
 
@@ -274,8 +274,8 @@ class WeightsWriter(WeightsEnd):
 
         A dead writer's other model makes room for ours.
 
-        The floor is looked at again under the new segment's lock, which nobody raises it without: before,
-        another writer may have.
+        The floor is checked again under the new segment's lock, which every writer needs to raise it: before,
+        another writer may have raised it.
         """
         if self._versions is not None:
             differs = difference(self._table, given)
@@ -301,9 +301,9 @@ class WeightsWriter(WeightsEnd):
 
     @contextmanager
     def _open(self, version: int, slot: int, timeout_s: float, *, with_parts: bool = False) -> Iterator[int]:
-        """Holds the slot alone, no part being written into it; gives the filling's word.
+        """Holds the slot alone, while no shard is being written into it; yields the filling's word.
 
-        With parts, every tensor is torn from here on.
+        With shard writers, every tensor is torn from here on.
         """
         found = self._segment()
         self._hold(
@@ -325,7 +325,7 @@ class WeightsWriter(WeightsEnd):
             self._under_way = None
             self._let_go(LockByte.FIRST_SLOT + slot)
             if not found.mapping.forked:
-                found.ring()  # whoever wakes wants the slot, and may keep this process off its CPU
+                found.ring()  # ring last: a woken process wants the slot, and may preempt this one
 
     @contextmanager
     def _no_part_writes(self, timeout_s: float) -> Iterator[None]:
@@ -341,7 +341,7 @@ class WeightsWriter(WeightsEnd):
             self._let_go(LockByte.PARTS)
 
     def _let_go(self, byte: int) -> None:
-        """Gives a lock back; nothing in a child of fork, where it is the parent's."""
+        """Frees a lock; does nothing in a child of fork, where it is the parent's."""
         mapping = self._segment().mapping
         if not mapping.forked:
             locks.unlock(mapping.fd, byte)
@@ -384,9 +384,9 @@ def _in_event_loop() -> bool:
 
 
 class WeightsFilling:
-    """One version while it is written. Made by `WeightsWriter.fill`; for the writer's thread.
+    """One version while it is being written. Made by `WeightsWriter.fill`; for the writer's thread.
 
-    `ticket` is a dict of plain values for the other processes' `WeightsPart.write`.
+    `ticket` is a dict of plain values for `WeightsPart.write` in the other processes.
     """
 
     def __init__(self, found: Versions, table: list[TensorSpec], version: int, slot: int, word: int) -> None:
@@ -401,7 +401,7 @@ class WeightsFilling:
         self._rows = {spec.name: (row, spec) for row, spec in enumerate(table)}
 
     def write(self, name: str, tensor: Any, index: Index | None = None) -> None:
-        """Copies a tensor, or the part of it that `index` (a tuple of slices into the full tensor) names.
+        """Copies a tensor, or the shard of it that `index` (a tuple of slices into the full tensor) names.
 
         Blocks for the copy.
 

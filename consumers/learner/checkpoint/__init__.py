@@ -1,1 +1,1 @@
-"""What of a run is saved, and when."""
+"""The saved state of a run: checkpoints, consumed records, random generators."""

@@ -1,4 +1,5 @@
-"""Checkpoints of a learner: written aside, then renamed, so that a folder with its final name is whole.
+"""Checkpoints of a learner, written to a temporary folder and renamed, so that a folder with its final name
+is complete.
 
     <folder>/step-00000050/   model.safetensors, config.json, tokenizer files    what a sampler can load
                               optimizer.safetensors                              exp_avg.<parameter>, ...
@@ -6,8 +7,7 @@
                               learner.json                                       Progress
 
 An adapter is saved as peft does, `adapter_model.safetensors` and `adapter_config.json`, which names its base
-model. No pickle anywhere. Knows nothing of batches, losses or the bridge. Called by the GRPO learner
-(`grpo.py`).
+model. No pickle anywhere. Used by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _WRITING = ".writing-"
 
 
 class CheckpointMismatch(Exception):
-    """A checkpoint is not of this kind of learner, of a newer one, or damaged; the message says which and
+    """A checkpoint is of another kind of learner, of a newer release, or damaged; the message says which and
     what to do.
     """
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a learner is, and what of the bridge is in its weights; what an older checkpoint does not say
-    is 0 or empty.
+    """A learner's progress, and the records that its weights contain; fields absent from an older checkpoint
+    are 0 or empty.
     """
 
     step: int  # optimizer steps done
@@ -49,12 +49,12 @@ class Progress:
     groups: int = 0  # consumed, by all steps
     trajectories: int = 0
     tokens: int = 0
-    wall_s: float = 0.0  # of all processes that took part in the run
-    # producer id -> highest sequence that was consumed
+    wall_s: float = 0.0  # over all processes of the run
+    # producer id -> highest consumed sequence
     last_sequences: dict[str, int] = field(default_factory=dict)
-    # producer id -> consumed sequences that may come again
+    # producer id -> consumed sequences that may be redelivered
     held: dict[str, list[int]] = field(default_factory=dict)
-    mounts: dict[str, str] = field(default_factory=dict)  # producer id of those -> mount of its lane
+    mounts: dict[str, str] = field(default_factory=dict)  # producer id of held records -> mount of its lane
 
 
 def save(
@@ -68,21 +68,20 @@ def save(
     rng: Mapping[str, torch.Tensor] | None = None,
     write: bool = True,
 ) -> Path:
-    """Writes one checkpoint and return its path; older ones beyond `keep` go. Blocks for the disk.
+    """Writes one checkpoint and returns its path; deletes the oldest beyond `keep`. Blocks for the disk.
 
-    Killed at any point, this leaves the earlier checkpoints whole and at most one folder that no reader takes
-    for a checkpoint; the next save removes it. The files are on the disk before the name is.
+    A kill at any point leaves the earlier checkpoints complete, and at most one temporary folder, which
+    readers ignore and the next save removes. The files are on disk before the rename.
 
     Args:
         folder: where the checkpoints of one run lie; created when missing.
-        progress: step and policy version of these weights, and what they were made of.
+        progress: step and policy version of these weights, and the records they contain.
         model: a Hugging Face model, or a peft model, of which the adapter is saved.
         tokenizer: its tokenizer, saved beside it; None when the model came without one.
         optimizer: its state is saved under the model's parameter names.
-        keep: newest checkpoints to leave in the folder, at least 1.
-        rng: states of random generators by name; None for none.
-        write: False only takes part in what a sharded model needs of every rank, and leaves the disk to
-            another one.
+        keep: number of newest checkpoints to keep, at least 1.
+        rng: states of random generators by name; None: not saved.
+        write: False only takes part in the collectives of a sharded model; another rank writes.
     """
     final = folder / f"step-{progress.step:08d}"
     state = whole_state(model, write)
@@ -114,17 +113,16 @@ def save(
 
 
 def complete(folder: Path) -> list[Path]:
-    """Returns the whole checkpoints of a folder, oldest step first; empty when there are none."""
+    """Returns the complete checkpoints of a folder, oldest step first; empty if there are none."""
     found = {int(match[1]): path for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))}
     return [found[step] for step in sorted(found)]
 
 
 def load_progress(path: Path) -> Progress:
-    """Returns how far the learner was that wrote this checkpoint. Blocks for the disk.
+    """Returns the progress stored in this checkpoint. Blocks for the disk.
 
     Raises:
-        CheckpointMismatch: it is damaged, or says things that this release does not know, and might get
-            wrong.
+        CheckpointMismatch: it is damaged, or has fields that this release does not know.
     """
     try:
         said = json.loads((path / "learner.json").read_text())
@@ -168,7 +166,8 @@ def load_optimizer(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> 
     for key, value in saved.items():
         kind, name = key.split(".", 1)
         parameter = parameters[name]
-        # The step counter stays on the CPU, where the optimizer keeps it; moments live with their parameter.
+        # The step counter stays on the CPU, where the optimizer keeps it; moments are on their parameter's
+        # device.
         optimizer.state[parameter][kind] = value if kind == "step" else shared_like(value, parameter)
 
 

@@ -1,8 +1,6 @@
-"""What a learner has consumed: totals, the last sequence of each producer, and the records that may come
-again.
-
-A checkpoint that holds it tells a resumed learner which redelivered records are in its weights already. Knows
-metadata of records and `Progress`; nothing of torch. Called by the GRPO learner.
+"""The records a learner has consumed: totals, the last sequence of each producer, and the records that may be
+redelivered. From the checkpoint a resumed learner knows which redelivered records its weights already
+contain. Used by the GRPO learner.
 """
 
 from __future__ import annotations
@@ -15,18 +13,18 @@ from shmbridge.consumers.dataset_parts.lane_records import may_come_again
 from shmbridge.consumers.learner.checkpoint.checkpoint import Progress
 from shmbridge.segments.segment import mount_id
 
-MOST_PRODUCERS = 1024  # whose last sequence is known; those that were heard of longest ago go first
+MOST_PRODUCERS = 1024  # limit of known last sequences; the least recently seen producers are dropped first
 
 
 class Consumed:
-    """Counts what each step takes.
+    """Counts the records that each step takes.
 
-    Its size is that of the records held, of what the loaded checkpoint held, and of `MOST_PRODUCERS` names,
-    however many steps it makes. What a checkpoint of it holds is bounded by what lanes hold, however many
-    resumes there are. One thread, but for `contains`.
+    Its size is bounded by the held records, those the loaded checkpoint held, and `MOST_PRODUCERS` names, for
+    any number of steps. Its saved form is bounded by the records that lanes hold, for any number of resumes.
+    One thread, except `contains`.
 
     Args:
-        before: the progress of the checkpoint that the run goes on from.
+        before: the progress of the checkpoint that the run resumes from.
     """
 
     def __init__(self, before: Progress) -> None:
@@ -38,16 +36,16 @@ class Consumed:
         self._begun_s = time.monotonic() - before.wall_s
 
     def contains(self, meta: Any) -> bool:
-        """Whether the checkpoint's weights have been trained with this record, which its learner had not
+        """Returns whether the checkpoint's weights were trained with this record, which its learner had not
         released.
 
-        Only a redelivered record can be one; another with that number comes from a producer that has begun to
-        count again.
+        That is possible only for a redelivered record; any other with that number is from a producer that
+        restarted its count.
         """
         return bool(meta.redelivered) and meta.sequence in self._in_checkpoint.get(meta.producer_id, ())
 
     def took(self, metas: Iterable[Any], *, groups: int, trajectories: int, tokens: int) -> None:
-        """Notes a batch: the metadata of its records, any number of times each, and how much it was."""
+        """Records a batch: the metadata of its records (repetitions allowed), and its size."""
         for meta in metas:
             producer, sequence = meta.producer_id, meta.sequence
             self._held.setdefault(producer, set()).add(sequence)
@@ -59,15 +57,15 @@ class Consumed:
         self._tokens += tokens
 
     def released(self) -> None:
-        """Notes that nothing of what was taken so far is held any more: none of it can come again."""
+        """Records that all batches taken so far are released, so none can be redelivered."""
         self._held.clear()
 
     def progress(self, step: int, policy_version: int) -> Progress:
-        """Returns what a checkpoint of this moment says. Looks at lanes; never blocks.
+        """Returns the progress to save now. Reads lanes; never blocks.
 
-        It goes on holding what the loaded checkpoint held, until the record's lane shows it as released, or
-        is gone. Such a record may not have come yet. One that has come is released after `contains`, or
-        later, while a rank of an earlier learner lives.
+        It keeps each record that the loaded checkpoint held until the record's lane shows it as released, or
+        is gone. Such a record may not have been redelivered yet. After redelivery it is released after
+        `contains`, or later if a rank of an earlier learner is alive.
         """
         earlier, here = may_come_again(self._in_checkpoint, self._mounts), mount_id()
         mounts = {each: self._mounts[each] for each in earlier if each in self._mounts}

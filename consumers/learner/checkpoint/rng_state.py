@@ -1,6 +1,6 @@
-"""The states of all random generators of a process as tensors, so that they can be saved without pickle.
+"""Random generator states of a process as tensors, so that they are saved without pickle.
 
-Knows torch's, numpy's and Python's generators; nothing of files or of learners. Called by the learner's
+Used by the learner's
 checkpoints.
 """
 
@@ -18,14 +18,16 @@ _NO_GAUSS = float("nan")
 
 
 def seed_all(seed: int) -> None:
-    """Seed torch's, CUDA's, numpy's and Python's global generators."""
+    """Seeds torch's, CUDA's, numpy's and Python's global generators."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def rng_state() -> dict[str, Tensor]:
-    """Returns the states of torch's, CUDA's, numpy's and Python's global generators. Waits for no device."""
+    """Returns the states of torch's, CUDA's, numpy's and Python's global generators. Does not wait for a
+    device.
+    """
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found = {
@@ -41,10 +43,10 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(state: Mapping[str, Tensor]) -> None:
-    """Puts back what `rng_state` returned; states of CUDA devices that are not here are left out.
+    """Restores the result of `rng_state`; skips CUDA devices that do not exist here.
 
     Raises:
-        KeyError: one of the other generators is missing in it.
+        KeyError: the state of another generator is missing.
     """
     torch.set_rng_state(state["torch"])
     position, has_gauss, cached = state["numpy.rest"].tolist()

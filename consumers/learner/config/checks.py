@@ -1,8 +1,6 @@
-"""Checks of options that do not go together, before anything is loaded.
+"""Checks for incompatible options before anything is loaded. `objective.py` has those of the objective.
 
-The objective's own are in `objective.py`.
-
-Called by `grpo.py`.
+Used by `grpo.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +9,8 @@ from collections.abc import Mapping
 
 from shmbridge.consumers.learner.config.run_options import OPTIONS, LearnerConfig
 
-# option -> the flag that it needs, with its values, and the values of that option under which it does nothing
+# option -> the flag it needs, with its values, and the values of that flag under which the option has no
+# effect
 _NEEDS: Mapping[str, tuple[str, tuple[object, ...]]] = {
     "--tis-level": ("--tis-cap", (None,)),
     "--clip-dual": ("--loss grpo, dr_grpo, dapo or gspo", ("cispo", "sft")),
@@ -34,7 +33,7 @@ _NEEDS: Mapping[str, tuple[str, tuple[object, ...]]] = {
 }
 
 
-# flag -> the flag beside which it does nothing, and why
+# flag -> the flag that makes it ineffective, and why
 _BESIDE: Mapping[str, tuple[str, str]] = {
     "--clip-dual": ("--tis-cap", "one update per batch leaves the ratio at 1, which no bound holds"),
     "--no-fallback-to-grpo": (
@@ -45,20 +44,20 @@ _BESIDE: Mapping[str, tuple[str, str]] = {
 
 
 class IdleOption(Exception):
-    """An option would do nothing; the message says which one, and why."""
+    """An option has no effect; the message says which, and why."""
 
 
 class BadLimit(Exception):
-    """Limits that do not go together; the message says which."""
+    """Incompatible limits; the message says which."""
 
 
 def refuse_idle(config: LearnerConfig) -> None:
-    """Refuses options that do nothing: without one they need, or beside another.
+    """Refuses options without effect: one they need is missing, or another overrides them.
 
-    An option at its default is not seen.
+    Options at their default are not checked.
 
     Raises:
-        IdleOption: the first that is found.
+        IdleOption: for the first one found.
     """
     for flag, (needs, without) in _NEEDS.items():
         if _given(flag, config) and config.value(_name(needs.split()[0])) in without:
@@ -74,9 +73,8 @@ def refuse_unreachable_limits(config: LearnerConfig) -> None:
     """Refuses limits on staleness that no group could meet.
 
     Raises:
-        BadLimit: another order than the oldest first is given with a limit on off-policy steps, or a limit is
-            below the staleness of the newest samples just before the next version is published: nothing would
-            ever pass.
+        BadLimit: a limit on off-policy steps needs --policy oldest; or a limit is below the staleness of the
+            newest samples just before the next version is published, so no group would ever pass.
     """
     staleness, every = config.staleness, config.weights.publish_every
     steps = staleness.max_off_policy_steps

@@ -1,7 +1,7 @@
-"""The learner's configuration as a YAML file: what `--config` reads, and what every run writes into its
-directory.
+"""The learner's configuration as a YAML file: `--config` reads it, and every run writes it into its
+directory. PyYAML is imported on first use.
 
-Knows PyYAML, which is imported once a file is read or written. Called by `flags.py` and `grpo.py`.
+Used by `flags.py` and `grpo.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from shmbridge.consumers.learner.config.run_options import OPTIONS, SECTIONS, LearnerConfig, meant
 
 NAME = "config.yaml"  # in the run directory
-_FLOAT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")  # YAML 1.1 takes 1e-6 for a text
+_FLOAT = re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")  # YAML 1.1 parses 1e-6 as text
 
 
 class BadConfigFile(Exception):
-    """A configuration file cannot be read, or something in it is wrong; the message names the file, the keys
-    and the values.
+    """A configuration file cannot be read or is invalid; the message names the file, the keys and the
+    values.
     """
 
 
@@ -29,12 +29,12 @@ def read(path: Path) -> dict[str, Any]:
     """Returns the options that a file gives, by name. Blocks for the disk.
 
     Raises:
-        BadConfigFile: the message names everything that is wrong.
+        BadConfigFile: the message lists all errors.
     """
     import yaml
 
     try:
-        document = yaml.load(path.read_bytes(), _yaml()[0])  # which is safe
+        document = yaml.load(path.read_bytes(), _yaml()[0])  # a SafeLoader
     except OSError as error:
         raise BadConfigFile(f"{path}: {error.strerror}") from error
     except yaml.YAMLError as error:
@@ -46,9 +46,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(config: LearnerConfig, path: Path) -> None:
-    """Writes a whole configuration.
+    """Writes a whole configuration atomically: a reader sees the earlier or the new file, also after a kill.
 
-    Whoever reads the file sees the one before or this one, also after a kill. Raises OSError.
+    Raises OSError.
     """
     import yaml
 
@@ -62,7 +62,7 @@ def write(config: LearnerConfig, path: Path) -> None:
 
 
 def _take(document: object, values: dict[str, Any]) -> Iterator[str]:
-    """Puts the options of a document into `values`; yield a line for each thing that is wrong."""
+    """Puts the options of a document into `values`; yields a line per error."""
     if not isinstance(document, Mapping):
         yield f"it holds {document!r}, not sections such as run: and optimizer:"
         return
@@ -83,7 +83,7 @@ def _take(document: object, values: dict[str, Any]) -> Iterator[str]:
 
 
 def _unknown(section: str, name: str) -> str:
-    """What to say of a key that its section, or with "" the file, does not have."""
+    """Returns the error for an unknown key of a section, or with "" of the file."""
     here = [each.name for each in OPTIONS.values() if each.section == section] if section else list(SECTIONS)
     where = f"{section}.{name}" if section else name
     if not section and (close := difflib.get_close_matches(name, here, n=1)):
@@ -95,9 +95,7 @@ def _unknown(section: str, name: str) -> str:
 
 @cache
 def _yaml() -> tuple[Any, Any]:
-    """Returns a loader and a dumper that take 1e-6 for a number, and a key that is given twice for a
-    mistake.
-    """
+    """Returns a loader and a dumper that parse 1e-6 as a number and reject duplicate keys."""
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types

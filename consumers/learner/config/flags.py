@@ -1,7 +1,7 @@
-"""The command line of the GRPO learner: flags made from the sections, and a configuration made from flags and
-a file.
+"""The command line of the GRPO learner: derives flags from the sections, and a configuration from flags and a
+file.
 
-A flag that is not known is answered with the one that was meant. Called by `grpo.py`.
+For an unknown flag the error suggests the closest one. Used by `grpo.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ unfinished batch goes to the next learner, finished steps are saved.
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage of all flags."""
+    """Reports an error in one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -73,7 +73,7 @@ class _Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str] | None = None) -> LearnerConfig:
     """Returns the configuration of a command line, and of the file that its `--config` names.
 
-    Ends the process if something is wrong.
+    Exits the process on an error.
 
     Args:
         argv: the command line, without the program; None: this process's.
@@ -101,8 +101,8 @@ def parse(argv: Sequence[str] | None = None) -> LearnerConfig:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of `python -m shmbridge.consumers.grpo`; what it returns has only the options that
-    were given.
+    """Returns the parser of `python -m shmbridge.consumers.grpo`; its result has only the options that were
+    given.
     """
     root = _Parser(
         prog="python -m shmbridge.consumers.grpo",
@@ -159,9 +159,10 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def _typed(option: Option) -> Callable[[str], Any]:
-    """Returns what argparse calls with a word.
+    """Returns the argparse type of an option.
 
-    Of a ValueError argparse shows this function's name; of its own exception the words.
+    It raises argparse's own exception: for a ValueError argparse would show the function's name, not the
+    message.
     """
     number, *about = get_args(option.item) or (option.item,)
 
@@ -177,7 +178,7 @@ def _typed(option: Option) -> Callable[[str], Any]:
 
 
 def _named(option: Option) -> Callable[[str], tuple[str, Any]]:
-    """Returns what argparse calls with a word such as min_lr_rate=0.1."""
+    """Returns the argparse type of an argument such as min_lr_rate=0.1."""
 
     def named(text: str) -> tuple[str, Any]:
         name, equals, value = text.partition("=")
@@ -194,6 +195,6 @@ def _named(option: Option) -> Callable[[str], tuple[str, Any]]:
 
 
 def _unrecognized(word: str) -> str:
-    """A flag that is not known, and the one that was meant."""
+    """Returns the error for an unknown flag, with a suggestion."""
     option = meant(word.split("=")[0].lstrip("-"))
     return f"{word}; did you mean {option.flag}?" if option is not None else f"{word}; --help lists all flags"

@@ -1,6 +1,6 @@
-"""A condition on a metric, such as reward_mean>=0.95, and a goal for one, such as loss:min, from their texts.
+"""Parses conditions on a metric, such as reward_mean>=0.95, and goals, such as loss:min.
 
-Used by the configuration (`run_options.py`), which refuses other texts, and by `early_stop.py`.
+Used by the configuration (`run_options.py`) and by `early_stop.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Condition:
     bound: float
 
     def holds(self, value: float) -> bool:
-        """Whether a value of the metric meets it."""
+        """Returns whether a value of the metric meets the condition."""
         return _COMPARISONS[self.comparison](value, self.bound)
 
     def __str__(self) -> str:
@@ -39,14 +39,14 @@ class Condition:
 
 @dataclass(frozen=True)
 class Goal:
-    """A metric that is to become larger, or smaller."""
+    """A metric to maximise or minimise."""
 
     metric: str
     largest: bool
 
 
 def parse_condition(text: str) -> Condition:
-    """Returns the condition that a text such as reward_mean>=0.95 says. Raises ValueError."""
+    """Parses a condition such as reward_mean>=0.95. Raises ValueError."""
     if (found := _CONDITION.fullmatch(text)) is None:
         raise ValueError(f"{text!r} is not such as reward_mean>=0.95")
     try:
@@ -59,7 +59,7 @@ def parse_condition(text: str) -> Condition:
 
 
 def parse_goal(text: str) -> Goal:
-    """Returns the goal that a text such as reward_mean:max says. Raises ValueError."""
+    """Parses a goal such as reward_mean:max. Raises ValueError."""
     if (found := _GOAL.fullmatch(text)) is None:
         raise ValueError(f"{text!r} is not such as reward_mean:max or loss:min")
     return Goal(found[1], found[2] == "max")

@@ -1,4 +1,4 @@
-"""One option of the learner: the type of its value, its default, and its words for `--help`.
+"""One option of the learner: the type of its value, its default, and its help text.
 
 `run_options.py` declares options as fields of dataclasses; flags and files read them as `Option`.
 """
@@ -41,17 +41,17 @@ _PLAIN = {bool: "true or false", str: "a text", float: "a number"}
 
 
 class Option:
-    """What a section's field declares, as flags and files need it.
+    """A section's field as flags and files need it.
 
     Attributes:
         section: name of the section.
         name: of the option.
-        flag: of the command line; that of a switch which is on by default turns it off.
+        flag: of the command line; for a switch that is on by default, the flag turns it off.
         shape: "switch", "choice", "list", "pair" or "mapping"; any other value is a "value".
         item: the type of the value, or of each of several.
-        default: MISSING for an option that has to be given.
-        metavar: what stands for the value in `--help`.
-        help: what the option does, and its default.
+        default: MISSING for a required option.
+        metavar: placeholder of the value in `--help`.
+        help: description and default.
     """
 
     def __init__(self, section: str, declared: Field[Any], hint: Any, metavar: str | None, text: str) -> None:
@@ -81,11 +81,11 @@ class Option:
             self.help += f" [{default:g}]" if isinstance(default, float) else f" [{default}]"
 
     def one(self, value: object) -> Any:
-        """Returns the value, or one of several, in its type. Raises ValueError with what it should be."""
+        """Converts one value to its type. Raises ValueError that names the expected form."""
         return self._checked(value, self.item)
 
     def whole(self, value: object) -> Any:
-        """Returns the option's value in its own type. Raises ValueError with what it should be."""
+        """Converts the option's whole value to its type. Raises ValueError that names the expected form."""
         return self._checked(value, self._hint)
 
     def _checked(self, value: object, hint: Any) -> Any:
@@ -113,7 +113,7 @@ class Option:
 
 
 def described(kind: Any) -> str:
-    """Returns what a single value of a type is, in words."""
+    """Returns a description of a type's values."""
     return next(
         (str(each.description) for each in get_args(kind) if isinstance(each, Meta)),
         _PLAIN.get(kind, str(kind)),

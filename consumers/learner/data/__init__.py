@@ -1,1 +1,1 @@
-"""The learner's batches: where they come from, and what they say about training."""
+"""The learner's batches: their source, and their conversion to training arrays."""

@@ -1,7 +1,6 @@
-"""Where a learner's batches come from, and who hears that one is done: one process that is the hub of its
-bridge.
+"""The batch source of a single-process learner, which is the hub of its bridge.
 
-Knows the consumer; knows nothing of models. Called by the GRPO learner (`grpo.py`).
+Used by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class HubSource:
-    """The batches of a consumer, for the one process that trains on them.
+    """The batches of a consumer, for a learner of one process.
 
     Args:
-        consumer: the hub; closed by whoever opened it.
+        consumer: the hub; its opener closes it.
         config: groups of a batch, limits on staleness and on waiting.
-        stops: looked at between two batches.
+        stops: checked between two batches.
     """
 
     def __init__(self, consumer: shmbridge.Consumer, config: LearnerConfig, stops: StopSignals) -> None:
@@ -37,20 +36,20 @@ class HubSource:
 
     @property
     def policy_version(self) -> int:
-        """The last published."""
+        """The last published version."""
         return self._consumer.policy_version
 
     @property
     def training_version(self) -> int:
-        """Of the weights in training; above the last published between two of these."""
+        """The version of the weights being trained; above `policy_version` between two publications."""
         return self._consumer.training_version
 
     def note_training_version(self, version: int) -> None:
-        """Has staleness counted up to weights that are not published. Never blocks."""
+        """Counts staleness up to a version that is not published. Never blocks."""
         self._consumer.note_training_version(version)
 
     def publish_version(self, version: int) -> None:
-        """Tells everybody of new weights. Never blocks."""
+        """Announces new weights. Never blocks."""
         self._consumer.publish_policy_version(version)
 
     def stats(self) -> dict[str, float]:
@@ -59,11 +58,11 @@ class HubSource:
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[shmbridge.Batch]]:
-        """Yields an iterator that waits for batch after batch, until the bridge is drained.
+        """Yields an iterator that waits for each batch, until the bridge is drained.
 
-        Its `next` raises NoBatch when the limits are exhausted, Stopped, and what the bridge raises.
+        Its `next` raises NoBatch when the limits are exhausted, Stopped, and the bridge's errors.
         """
-        # which forms none after its end
+        # no batch is formed after close
         with device_copies(self._config) as copies, closing(self._iterate()) as batches:
             self._make = None if copies is None else copies.batch
             yield batches
@@ -76,7 +75,7 @@ class HubSource:
             wait = BatchWait(patience, missing, say)
             batch: shmbridge.Batch | Literal["drained"] | None = None
             while batch is None:
-                # one that timed out has ended; each waits for every one of its batches equally long
+                # an iterator that timed out has ended; each iterator applies one timeout to all its batches
                 if batches is None:
                     batches = self._batches(min(wait.left_s, wait.first_s))
                 try:
@@ -103,7 +102,7 @@ class HubSource:
 
 
 def device_copies(config: LearnerConfig) -> AbstractContextManager[DeviceCopies | None]:
-    """Returns the way straight to the device, or None: batches are gathered on the host first."""
+    """Returns direct copies to the device, or None if batches are gathered on the host first."""
     if config.batch.host_copy != "direct":
         return nullcontext()
     from shmbridge.consumers.device_batch import DeviceCopies
@@ -112,10 +111,7 @@ def device_copies(config: LearnerConfig) -> AbstractContextManager[DeviceCopies 
 
 
 def hub(config: LearnerConfig, run: shmbridge.Run, screen: Callable[[Any], bool]) -> shmbridge.Consumer:
-    """Returns the hub of the bridge that the configuration names, which asks `screen` about each group.
-
-    Raises as Consumer.
-    """
+    """Returns the hub of the configured bridge; it calls `screen` for each group. Raises as Consumer."""
     limit = config.staleness.max_off_policy_steps
     consumer = shmbridge.Consumer(
         config.run.bridge,
@@ -131,7 +127,7 @@ def hub(config: LearnerConfig, run: shmbridge.Run, screen: Callable[[Any], bool]
 
 
 def who_is_missing(consumer: shmbridge.Consumer, groups: int) -> str:
-    """Returns what a batch waits for, in a few words. Any thread; never blocks."""
+    """Returns a short text on what a batch waits for. Any thread; never blocks."""
     stats = consumer.stats()
     live, dead = int(stats["lanes_live"]), int(stats["lanes_dead"])
     lanes = (

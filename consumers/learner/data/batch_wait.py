@@ -1,7 +1,6 @@
-"""Waiting for the next batch within limits: says who is missing, tries again, gives up.
+"""The limits of waiting for the next batch: reminders, retries, giving up. It never blocks itself.
 
-Knows nothing of what a batch is, and never waits itself. Called by `batch_source.py` and `rank_source.py`,
-which ask for a batch within a time, and again.
+Used by `batch_source.py` and `rank_source.py`, which do the waiting.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import Any
 
 from shmbridge.consumers.learner.config.run_options import WaitingConfig
 
-_REMINDER_S = 30.0  # until the first word of a wait without limits; each next one comes after twice as long
+_REMINDER_S = 30.0  # until the first reminder of a wait without limits; the interval then doubles
 _LONGEST_REMINDER_S = 600.0
-_LONGEST_WAIT_S = 3600.0  # at a time: no clock takes every number
+_LONGEST_WAIT_S = 3600.0  # longest single wait: clocks do not accept every number
 _LONGEST_DELAY_S = 3.0
 _DELAY_GROWTH = 1.5
 
@@ -27,17 +26,15 @@ class NoBatch(Exception):
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for one batch: attempts with growing delays between them, and a limit over all of
-    it.
-    """
+    """How long to wait for one batch: attempts with growing delays, and a total limit."""
 
-    timeout_s: float = 30.0  # of one attempt
+    timeout_s: float = 30.0  # per attempt
     attempts: int = 10
-    retry_delay_s: float = 0.5  # after the first attempt; each next one is half as long again, 3 s at most
+    retry_delay_s: float = 0.5  # after the first attempt; grows by half each time, at most 3 s
     max_wait_s: float = math.inf
 
     def waits(self) -> Iterator[tuple[float, float]]:
-        """Yields (seconds of an attempt, seconds until the next) per attempt; the last has no delay."""
+        """Yields (seconds of the attempt, delay until the next) per attempt; the last has no delay."""
         delay, left = self.retry_delay_s, self.max_wait_s
         for attempt in range(1, self.attempts + 1):
             pause = delay if attempt < self.attempts else 0.0
@@ -50,7 +47,7 @@ class Patience:
 
 
 def patience_of(waiting: WaitingConfig) -> Patience | None:
-    """Returns the limits of the configuration; None, for ever, if it sets none."""
+    """Returns the configured limits; None if there are none: wait for ever."""
     given: dict[str, Any] = {
         "timeout_s": waiting.batch_timeout,
         "attempts": waiting.batch_attempts,
@@ -62,13 +59,12 @@ def patience_of(waiting: WaitingConfig) -> Patience | None:
 
 
 class BatchWait:
-    """The wait for one batch, from its construction on: how long to wait at a time, and what to say after
-    that.
+    """The wait for one batch, starting at construction: how long to wait at a time, and what to print then.
 
     Args:
-        patience: the limits; None waits for ever, and says so once in a while.
-        missing: says who is missing, in a few words; never blocks.
-        say: takes a line for people.
+        patience: the limits; None waits for ever, with reminders.
+        missing: returns a short text on who is missing; never blocks.
+        say: prints a line for the user.
     """
 
     def __init__(
@@ -79,17 +75,17 @@ class BatchWait:
         self._say = say
         self._begun = time.monotonic()
         self._words = self._remind() if patience is None else self._attempts(patience)
-        # of the wait for any batch within these limits
+        # shared by all batches within these limits
         self.first_s = min(next(self._words), _LONGEST_WAIT_S)
         self._until = self._begun + self.first_s
 
     @property
     def left_s(self) -> float:
-        """Seconds to wait until `look` has something to do; 0 if that is now."""
+        """Seconds until `look` has something to do; 0 if it has now."""
         return min(max(self._until - time.monotonic(), 0.0), _LONGEST_WAIT_S)
 
     def look(self) -> None:
-        """Says what is to be said by now, if anything. Never blocks.
+        """Prints a due reminder, if any. Never blocks.
 
         Raises:
             NoBatch: the limits are exhausted.
@@ -98,7 +94,7 @@ class BatchWait:
             self._until += next(self._words)
 
     def _remind(self) -> Iterator[float]:
-        """Yields the time until the next word; says it when asked for the one after that."""
+        """Yields the time until the next reminder; prints it when resumed."""
         reminder = _REMINDER_S
         while True:
             yield reminder
@@ -114,7 +110,7 @@ class BatchWait:
                     f"no batch in attempt {attempt} of {patience.attempts}, {self._waited_s:.1f} s "
                     f"in all: {self._missing()}; the next begins in {delay:.1f} s"
                 )
-                yield delay  # it may well come meanwhile
+                yield delay  # the batch may arrive in this time
         raise NoBatch(
             f"no batch in {self._waited_s:.1f} s, {attempt} of {patience.attempts} attempts of "
             f"{patience.timeout_s:g} s: {self._missing()} -> start environments on this bridge and --resume, "

@@ -1,8 +1,8 @@
-"""What environments send and training cannot use, or leaves out: counted by environment, and said once.
+"""Counts, per environment, the data that training cannot use or leaves out; each kind is reported once.
 
-Rows whose column does not fit their tokens, rows that say nothing of which tokens to train, greedy and cut
-sampling, columns that this learner reads nowhere. Pure numpy. Knows columns by name; knows nothing of models
-and losses. Called by `training_rows.py` and `grpo_update.py`; `training_step.py` says it.
+These are rows whose column does not fit their tokens, rows without a mask, greedy and truncated sampling, and
+columns that this learner does not read. Pure numpy. Used by `training_rows.py` and `grpo_update.py`;
+`training_step.py` prints the reports.
 
 Letter: B rows (trajectories).
 """
@@ -22,8 +22,7 @@ from shmbridge.metrics import rows_by_environment
 
 Bools = npt.NDArray[np.bool_]
 
-# Columns that training reads whatever the options are, and those that describe a row and are not meant for a
-# loss.
+# Columns that training always reads, and columns that describe a row and are not meant for a loss.
 _READ = frozenset(
     {
         "tokens",
@@ -94,11 +93,11 @@ _COUNTER = re.compile(r"^atropos/([^/]+)/(\w+)(?:[{/](.+?)}?)?$")  # environment
 
 
 class UnreadImages(ValueError):
-    """A batch has images, which this learner does not read; the message says whose."""
+    """A batch has images, which this learner does not read; the message names the environment."""
 
 
 def refuse_images(batch: shmbridge.Batch) -> None:
-    """Raises `UnreadImages` if a row has images: a rollout that saw them is not the text alone.
+    """Raises `UnreadImages` if a row has images, because its rollout depends on more than the text.
 
     Never blocks.
     """
@@ -122,17 +121,16 @@ def left_out(
     unknown_tokens: Bools | None = None,
     odd_versions: Bools | None = None,
 ) -> Metrics:
-    """Returns the counters of a batch, over all environments and of each that has some. Never blocks.
+    """Returns the counters of a batch, in total and per environment. Never blocks.
 
     Args:
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
-        credit: which columns advantages are made of.
+        credit: which columns advantages are computed from.
         heat: the batch's temperatures.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole.
-        with_reference: the reference's log-probabilities are read.
-        unknown_tokens: bool (B,), rows that train nothing for a token that the model does not have; None: no
-            such row.
-        odd_versions: bool (B,), rows whose policy versions cannot be; None: no such row.
+        with_reference: whether the reference's log-probabilities are read.
+        unknown_tokens: bool (B,), rows left out for a token outside the vocabulary; None: no such row.
+        odd_versions: bool (B,), rows with impossible policy versions; None: no such row.
     """
     none = np.zeros(len(batch.meta), bool)
     rows = {
@@ -162,12 +160,11 @@ def left_out(
 
 
 def without_mask(batch: shmbridge.Batch, whole_rows: bool = False) -> Bools:
-    """Returns bool (B,): rows that train nothing, since they do not say which of their tokens to train.
+    """Returns bool (B,): rows that are not trained because nothing says which of their tokens to train. Never
+    blocks.
 
-    Never blocks.
-
-    A mask that does not fit its tokens says that some are not to be trained, and not which: neither
-    `prompt_length` nor `whole_rows` stands in for it.
+    If a mask does not fit its tokens, some tokens must not be trained, but which ones is unknown. So neither
+    `prompt_length` nor `whole_rows` replaces it.
     """
     masked, uneven = batch.has("loss_mask"), getattr(batch, "uneven", {})
     without = np.full(len(masked), not whole_rows)
@@ -180,10 +177,9 @@ def without_mask(batch: shmbridge.Batch, whole_rows: bool = False) -> Bools:
 
 
 def rows_with_unknown_tokens(batch: shmbridge.Batch, vocabulary: int) -> Bools | None:
-    """Returns bool (B,): rows with a token id that is not within 0 and `vocabulary` - 1; None if no row has
-    one.
+    """Returns bool (B,): rows with a token id outside 0 to `vocabulary` - 1; None if there are none.
 
-    Blocks for the device where the tokens lie on one.
+    Blocks for the device if the tokens are on one.
     """
     tokens = batch.tokens
     if not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocabulary:
@@ -196,16 +192,13 @@ def rows_with_unknown_tokens(batch: shmbridge.Batch, vocabulary: int) -> Bools |
 
 
 class SaidOnce:
-    """Says of each counter of each environment what it means, the first time that it counts.
-
-    Asks nothing of anybody.
-    """
+    """Explains each counter of each environment once, the first time it is not 0."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
 
     def sentences(self, metrics: Metrics) -> list[str]:
-        """Returns what has not been said of a step's metrics, over all ranks. Never blocks."""
+        """Returns the new explanations for a step's metrics over all ranks. Never blocks."""
         found = []
         for name, count in metrics.items():
             match = _COUNTER.match(name)
@@ -220,7 +213,7 @@ class SaidOnce:
 
 
 def _filled(batch: shmbridge.Batch, name: str) -> Bools:
-    """Returns bool (B,): rows in which a column says something; text that says "nothing" does not."""
+    """Returns bool (B,): rows in which a column has a value; text that means "nothing" does not count."""
     has: Bools = batch.has(name)
     values = getattr(batch, name, None) if has.any() else None
     if isinstance(values, list):
@@ -233,7 +226,7 @@ def _filled(batch: shmbridge.Batch, name: str) -> Bools:
 def _binary_masks(batch: shmbridge.Batch) -> Bools:
     """Returns bool (B,): rows whose Atropos masks are 0 and 1.
 
-    They are kept beside the mask only where they are not -100 and tokens.
+    The column `masks` exists only if its values are not -100 and token ids.
     """
     rows: Bools = batch.has("masks")
     if not rows.any():

@@ -1,14 +1,14 @@
-"""One packed batch, cut into micro-batches that fit a token budget: padded rectangles, or packs of whole
+"""Splits a packed batch into micro-batches that fit a token budget: padded rectangles, or packs of whole
 rows.
 
 Padded: rows of similar length share a rectangle, so little is padding. Right padding plus a causal model
-needs no mask: no real token can attend to what stands after it, and no row can see another row at all. That
-holds for every causal language model.
+needs no mask: no real token attends to later positions, and no row sees another. That holds for every causal
+language model.
 
-Packed: rows stand one after the other in (1, N), nothing is padding, and the model has to keep them apart: by
-position ids that restart, or by the rows' borders. `attention.py` knows whether it does.
+Packed: rows stand one after the other in (1, N), without padding. The model has to keep them apart, by
+position ids that restart or by the rows' boundaries. `attention.py` tests whether it does.
 
-Knows nothing of models and losses. Called by `grpo_update.py`.
+Used by `grpo_update.py`.
 
 Letters: B rows, N tokens of the whole batch, b rows of one micro-batch, T tokens of its longest row.
 """
@@ -33,11 +33,10 @@ _PER_ROW = ("temperature",)
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A few rows on the device, (b, T) padded or (1, N) packed; right of a padded row's end everything is 0
-    and untrained.
+    """A few rows on the device, (b, T) padded or (1, N) packed; padding is 0 and not trained.
 
-    A column that `TrainingRows` has too, under the same name, is cut out of that: per row the temperature,
-    per token all others. Indexed with `trained`, a per-token column is (n,) in either layout, row after row.
+    A field that `TrainingRows` has too is a slice of it: the temperature per row, all others per token.
+    Indexed with `trained`, a per-token column is (n,) in either layout, row after row.
     """
 
     tokens: Tensor  # int64
@@ -46,12 +45,12 @@ class MicroBatch:
     sampled_logprobs: Tensor  # float32
     temperature: Tensor  # (b,) float32
     trained_lengths: Tensor  # (b,) int64, trained tokens of each row
-    row_lengths: tuple[int, ...]  # b numbers, tokens of each row
-    row_numbers: tuple[int, ...] = ()  # b numbers, which rows of the batch these are
+    row_lengths: tuple[int, ...]  # (b), tokens of each row
+    row_numbers: tuple[int, ...] = ()  # (b), their row numbers in the batch
     position_ids: Tensor | None = None  # (1, N) int64, from 0 in each row; None if padded
     cu_seqlens: Tensor | None = None  # (b + 1,) int32, where each row begins, then N; None if padded
     reference_logprobs: Tensor | None = None  # float32; None if the batch has none
-    fresh: Tensor | None = None  # bool; None if nothing says it
+    fresh: Tensor | None = None  # bool; None if unknown
 
     @property
     def token_temperature(self) -> Tensor:
@@ -60,15 +59,15 @@ class MicroBatch:
 
 
 def plan(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np.intp]]:
-    """Returns row numbers, split so that each part, padded to its longest row, fits the budget.
+    """Returns row numbers, split so that each micro-batch, padded to its longest row, fits the budget.
 
     Args:
         lengths: int (B,), tokens of each row.
-        token_budget: tokens of one forward pass, padding included; a row longer than that goes alone.
+        token_budget: tokens of one forward pass, padding included; a longer row gets its own micro-batch.
 
     Returns:
-        one array of row numbers for each micro-batch, longest rows first, so that a budget too large for the
-        device fails in the first forward pass and not in the last.
+        one array of row numbers per micro-batch, longest rows first, so that a budget too large for the
+            device fails in the first forward pass, not in the last.
     """
     row_lengths = np.asarray(lengths, dtype=np.int64)
     order = np.argsort(-row_lengths, kind="stable")
@@ -82,18 +81,17 @@ def plan(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np.intp]
 
 
 def plan_packs(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np.intp]]:
-    """Returns row numbers, split so that the tokens of each part fit the budget: longest row first, into the
-    first part with room.
+    """Returns row numbers, split so that the tokens of each pack fit the budget (first fit, longest row
+    first).
 
-    Two parts together always hold more than one budget, so at most one is less than half full.
+    Any two packs together hold more than one budget, so at most one is less than half full.
 
     Args:
         lengths: int (B,), tokens of each row.
-        token_budget: tokens of one forward pass; a row longer than that goes alone.
+        token_budget: tokens of one forward pass; a longer row gets its own pack.
 
     Returns:
-        one array of row numbers for each micro-batch, rows of one length side by side, the fullest part
-            first.
+        one array of row numbers per micro-batch, rows of equal length adjacent, the fullest pack first.
     """
     row_lengths = np.asarray(lengths, dtype=np.int64)
     room = np.empty(row_lengths.size, np.int64)
@@ -113,12 +111,12 @@ def plan_packs(lengths: npt.ArrayLike, token_budget: int) -> list[npt.NDArray[np
 def micro_batches(
     rows: TrainingRows, token_budget: int, device: torch.device, layout: Layout = "padded"
 ) -> Iterator[MicroBatch]:
-    """Yields the rows that train anything as micro-batches on the device. Blocks for the copies.
+    """Yields the rows with trained tokens as micro-batches on the device. Blocks for the copies.
 
-    Each column goes to the device once and whole, and is cut there: the host does not touch its tokens again.
+    Each column is copied to the device once, whole, and sliced there.
 
     Args:
-        rows: the batch; its per-token columns may be arrays, or tensors that lie on the device already.
+        rows: the batch; its per-token columns may be arrays, or tensors already on the device.
         token_budget: tokens of one forward pass, padding included.
         device: where the tensors go.
         layout: "padded" or "packed".
@@ -164,9 +162,7 @@ def micro_batches(
 
 
 def _shared_columns(rows: TrainingRows) -> list[str]:
-    """Per-token columns that a micro-batch takes from the rows; one that the batch does not have stays
-    None.
-    """
+    """Returns the per-token columns that a micro-batch takes from the rows; an absent one stays None."""
     names = {each.name for each in fields(rows)} & {each.name for each in fields(MicroBatch)}
     return sorted(name for name in names - {*_PER_ROW, "cu_seqlens"} if getattr(rows, name) is not None)
 

@@ -1,10 +1,8 @@
-"""Where a learner's batches come from when several ranks train on them: each reads its share, and all begin a
-step together.
+"""The batch source of a learner with several ranks: each reads its share, and all begin a step together.
 
-Nobody may wait alone: a rank that gave up, was stopped or found the bridge drained would leave the others in
-a collective. So each waits for its share a short time, then all say where they are, until they can go on, or
-leave, together. Knows the bridge and the world; knows nothing of models. Called by the GRPO learner
-(`grpo.py`).
+No rank may decide alone: one that gave up, was stopped or found the bridge drained would leave the others
+blocked in a collective. So each waits for its share for a short time, then all exchange their status, until
+all can continue or leave together. Used by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ from shmbridge.consumers.learner.stopping import Stopped, StopSignals
 from shmbridge.consumers.learner.world import PeerFailed, World, say
 from shmbridge.rank import RankShare
 
-_TICK_S = 1.0  # what one rank waits for its share before it hears of the others
+_TICK_S = 1.0  # a rank's wait for its share between two exchanges of status
 
 
 class EmptyBatch:
-    """A packed batch without rows, for a rank that has none: it takes part in the step all the same."""
+    """A packed batch without rows, for a rank that has none but still takes part in the step."""
 
     def __init__(self) -> None:
         self.tokens = self.position_ids = self.lengths = self.group_index = np.zeros(0, np.int32)
@@ -44,7 +42,7 @@ class EmptyBatch:
         return np.zeros(0, bool)
 
     def __getattr__(self, name: str) -> None:
-        """No column is there."""
+        """Raises AttributeError: there are no columns."""
         if name.startswith("_"):
             raise AttributeError(name)
 
@@ -54,10 +52,10 @@ class EmptyBatch:
 
 @dataclass
 class RankStatus:
-    """What one rank says about the next step."""
+    """One rank's status before the next step."""
 
     share: Literal["waited for", "here", "drained"] = "waited for"
-    step: int = -1  # of the share that is here
+    step: int = -1  # of the share that this rank has
     signum: int = 0
     gave_up: str = ""
     failed: str = ""
@@ -69,9 +67,9 @@ class RankSource:
     Args:
         world: the ranks; rank 0 is the hub.
         rank: this one's place at the bridge.
-        consumer: the hub, on rank 0; closed by whoever opened it.
+        consumer: the hub, on rank 0; its opener closes it.
         config: groups of a batch over all ranks, limits on staleness and on waiting.
-        stops: its signals end the run on all ranks, between two steps.
+        stops: a signal ends the run on all ranks, between two steps.
     """
 
     def __init__(
@@ -84,30 +82,27 @@ class RankSource:
     ) -> None:
         self._world, self._rank, self._consumer = world, rank, consumer
         self._config, self._stops = config, stops
-        # the last published
+        # last published version
         self.policy_version = world.broadcast(-1 if consumer is None else consumer.policy_version)
-        self.training_version = self.policy_version  # of the weights in training
+        self.training_version = self.policy_version  # version of the weights being trained
 
     def note_training_version(self, version: int) -> None:
-        """Lets rank 0 have staleness counted up to weights that are not published.
-
-        Blocks as `publish_version`.
-        """
+        """Makes rank 0 count staleness up to a version that is not published. Blocks as `publish_version`."""
         if self._consumer is not None:
             self._consumer.note_training_version(version)
         self.training_version = self._world.broadcast(version)
 
     def publish_version(self, version: int) -> None:
-        """Lets rank 0 tell everybody of new weights.
+        """Makes rank 0 announce new weights.
 
-        Blocks until it has: nobody may release what they were made of before.
+        Blocks until it has: no rank may release the batches they were made from earlier.
         """
         if self._consumer is not None:
             self._consumer.publish_policy_version(version)
         self.policy_version = self.training_version = self._world.broadcast(version)
 
     def stats(self) -> dict[str, float]:
-        """Counters of the bridge, on rank 0; of this rank elsewhere."""
+        """Returns the bridge's counters on rank 0, this rank's on the others."""
         return (self._consumer or self._rank).stats()
 
     @contextmanager
@@ -115,9 +110,9 @@ class RankSource:
         """Yields an iterator over this rank's shares, the same number on every rank, until the bridge is
         drained.
 
-        A share in which nothing can be read has no rows. `next` blocks for the other ranks, too; on all of
-        them it raises NoBatch when the limits are exhausted, Stopped, PeerFailed for another rank's error,
-        and what the bridge raises.
+        An unreadable share has no rows. `next` blocks for the other ranks, too. On all of them it raises
+        NoBatch when the limits are exhausted, Stopped, PeerFailed for another rank's error, and the bridge's
+        errors.
         """
         if self._consumer is not None:
             self._consumer.serve_ranks(
@@ -127,7 +122,7 @@ class RankSource:
                 prefetch=self._config.batch.prefetch + self._config.most_held - 1,
             )
         yield self._iterate()
-        self._rank.report_done()  # while the hub is there to hear it
+        self._rank.report_done()  # the hub must still be open to receive it
         self._world.broadcast(0)
 
     def _iterate(self) -> Iterator[shmbridge.Batch]:
@@ -136,10 +131,10 @@ class RankSource:
             if share == "drained":
                 return
             batch = None if share is None else self._rank.gather(share, "packed")
-            yield batch or cast(shmbridge.Batch, EmptyBatch())  # which has all that is read of a batch
+            yield batch or cast(shmbridge.Batch, EmptyBatch())  # EmptyBatch has every attribute that is read
 
     def _next_share(self) -> RankShare | Literal["drained"] | None:
-        """The share of the next step; None if there is none for this rank."""
+        """Returns the share of the next step; None if this rank has none."""
         wait = self._wait()
         share = None
         own = RankStatus()
@@ -148,7 +143,7 @@ class RankSource:
             try:
                 if own.share == "waited for":
                     share, own = self._ask(min(_TICK_S, wait.left_s))
-            except Exception as error:  # the others are to hear of it, whatever it is
+            except Exception as error:  # reported to the other ranks, whatever it is
                 failure, own.failed = error, f"{type(error).__name__}: {error}"
             try:
                 wait.look()
@@ -165,7 +160,7 @@ class RankSource:
                 return share
 
     def _wait(self) -> BatchWait:
-        """What the wait for this batch is measured by: rank 0 alone speaks, and gives up for all."""
+        """Returns the wait for this batch: only rank 0 prints, and gives up for all."""
         if self._consumer is None:
             return BatchWait(None, str, lambda line: None)
         return BatchWait(
@@ -183,7 +178,7 @@ class RankSource:
 
 
 def leave_together(words: list[RankStatus]) -> None:
-    """Raises what any rank has to leave for: an error first, then a signal, then that no batch came."""
+    """Raises if any rank has a reason to leave: an error first, then a signal, then the missing batch."""
     for rank, word in enumerate(words):
         if word.failed:
             raise PeerFailed(f"rank {rank}: {word.failed}")
@@ -204,10 +199,10 @@ def leave_together(words: list[RankStatus]) -> None:
 def opened(
     config: LearnerConfig, run: shmbridge.Run, screen: Callable[[Any], bool], world: World, stops: StopSignals
 ) -> Iterator[HubSource | RankSource]:
-    """Opens the bridge for this rank, and as its hub on rank 0; yield where its batches come from.
+    """Opens the bridge for this rank, and as its hub on rank 0; yields the batch source.
 
     Raises:
-        What Consumer and Rank raise; PeerFailed if they did so on another rank.
+        The errors of Consumer and Rank; PeerFailed if they were raised on another rank.
     """
     if world.size == 1:
         with hub(config, run, screen) as alone:

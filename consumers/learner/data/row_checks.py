@@ -1,13 +1,12 @@
-"""Whether a learner trains with the values that were put: a checked row is taken back out of the
-micro-batches, and compared.
+"""End-to-end checks: verifies that the learner trains with the values that were put, by reading checked rows
+back out of the micro-batches.
 
-A producer stores a check beside the tokens, mask, log-probabilities and advantages of one row in so many
-(`shmbridge.record.row_checks`). Here it is computed again behind everything that handles these values: the
-gathering, `prepare` and the cut into micro-batches. What the learner's own masks leave out of the training is
-taken from what they were applied to. A row that is trained twice, or not at all, differs, too.
+For a sample of rows a producer stores a checksum of the tokens, mask, log-probabilities and advantages
+(`shmbridge.record.row_checks`). The learner computes it again after gathering, `prepare` and the split into
+micro-batches. For tokens that the learner's own masks exclude, it uses the values before masking. A row
+trained twice, or not at all, also counts as different.
 
-Knows batches, their records and the arrays of `training_rows.py`; knows nothing of models. Called by
-`grpo_update.py`.
+Used by `grpo_update.py`.
 
 Letters: B rows, N tokens of the whole batch.
 """
@@ -34,33 +33,31 @@ from shmbridge.record.row_checks import CHECKED_COLUMNS, check_of
 
 Array = npt.NDArray[Any]
 
-DIFFERENCE = "row_difference"  # the name of the first one in a step's metrics
+DIFFERENCE = "row_difference"  # key of the first difference in a step's metrics
 _COMPARED, _DIFFER = "rows_compared", "rows_differ"
 _TAKEN = ("tokens", "trained", "sampled_logprobs", "advantages", "reference_logprobs")  # of a micro-batch
 
 
 class RowChecks:
-    """Compares the rows of batch after batch; knows whether a difference has been named already.
-
-    One thread.
-    """
+    """Compares the rows of each batch; describes only the first difference. One thread."""
 
     def __init__(self) -> None:
         self._named = False
 
     def watch(self, batch: shmbridge.Batch, rows: TrainingRows, credit: Credit) -> Watch:
-        """Returns the comparison of one batch, whose leases are held until it is over. Never blocks.
+        """Returns the comparison of one batch; the batch's leases must be held until it is over. Never
+        blocks.
 
         Args:
             batch: a packed `shmbridge.Batch`, or anything with its attributes; without `records` nothing is
                 compared.
-            rows: what `prepare` has made of it.
-            credit: how its advantages were made.
+            rows: the result of `prepare`.
+            credit: how its advantages were computed.
         """
         return Watch(batch, rows, credit)
 
     def metrics(self, watch: Watch) -> Metrics:
-        """Returns counters of a batch per environment, and in words the first difference of all.
+        """Returns counters of a batch per environment, and a description of the very first difference.
 
         Blocks for copies from the device.
         """
@@ -81,7 +78,7 @@ class Watch:
     """One batch, from its rows to its micro-batches; see `RowChecks`.
 
     Attributes:
-        checked: bool, which of the records' rows carry checks.
+        checked: bool, which of the records' rows carry checksums.
         metas: of the records' rows.
     """
 
@@ -94,21 +91,21 @@ class Watch:
         self.metas = [record.meta for record in self._records for _ in range(len(record))]
         self._seen: list[
             tuple[list[int], list[int], dict[str, Tensor]]
-        ] = []  # rows, their lengths, flat values
+        ] = []  # (rows, their lengths, flat values)
 
     def _checks(self, column: str) -> npt.NDArray[np.uint64]:
-        """Returns uint64, one per row of the records; 0 where there is none."""
+        """Returns uint64, one checksum per row of the records; 0 if absent."""
         parts = []
         for record in self._records:
             try:
                 said = record.row_checks(column)
-            except LeaseReleased:  # somebody let go of it early: there is nothing to compare with
+            except LeaseReleased:  # released early: nothing to compare with
                 said = None
             parts.append(np.zeros(len(record), np.uint64) if said is None else said)
         return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
 
     def saw(self, micro: MicroBatch) -> None:
-        """Takes what is checked out of a micro-batch, on its device. Never blocks."""
+        """Copies the checked rows' values out of a micro-batch, on its device. Never blocks."""
         chosen = [
             place
             for place, row in enumerate(micro.row_numbers)
@@ -126,7 +123,9 @@ class Watch:
         self._seen.append(([micro.row_numbers[each] for each in chosen], lengths[chosen].tolist(), flat))
 
     def differences(self) -> dict[int, str]:
-        """Returns which checked rows differ, and in words how. Blocks for copies from the device."""
+        """Returns the checked rows that differ, each with a description. Blocks for copies from the
+        device.
+        """
         if not self.checked.any():
             return {}
         times: Counter[int] = Counter()
@@ -155,7 +154,7 @@ class Watch:
         return found
 
     def _taken(self) -> Any:
-        """Yields (row, its values by name) of all that was seen, on the host."""
+        """Yields (row, its values by name) of all copied rows, on the host."""
         for rows, lengths, flat in self._seen:
             values = {name: each.cpu().numpy() for name, each in flat.items()}
             ends = np.cumsum(lengths)
@@ -163,14 +162,14 @@ class Watch:
                 yield row, {name: each[begin:end] for name, each in values.items()}
 
     def _of(self, row: int, values: Any) -> Array:
-        """A row's part of (N,) values, on the host."""
+        """Returns a row's slice of (N,) values, on the host."""
         begin, end = self._rows.cu_seqlens[row : row + 2].tolist()
         part = values[begin:end]
         return part.cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
 
     def _compare(self, row: int, micro: dict[str, Array] | None, silenced: bool) -> str:
-        """Returns what is wrong with a row's values, "" if nothing; without `micro` it trains nothing, and
-        `prepare`'s count.
+        """Returns a description of a row's difference, "" if there is none. Without `micro` the row trains
+        nothing, and `prepare`'s values are compared.
         """
         batch, rows = self._batch, self._rows
         trained = self._of(row, rows.trained)
@@ -218,7 +217,7 @@ class Watch:
         return getattr(self._batch, column, None) is not None and bool(self._batch.has(column)[row])
 
     def _as_put(self, silenced: bool) -> bool:
-        """Whether the advantage of each trained token of a row with its own is to be what was put."""
+        """Returns whether the advantages of a row that has its own must equal the ones that were put."""
         credit = self._credit
         partly = getattr(self._batch, "advantages_mask", None) is not None
         return (
@@ -230,7 +229,7 @@ class Watch:
         )
 
     def _where(self, row: int, column: str, values: Array, stored: int) -> str:
-        """Says where a column differs, by what still lies in the lane."""
+        """Returns where a column differs from the values still in the lane."""
         record, place = self._record_of(row)
         try:
             put = record[column][place]

@@ -1,7 +1,6 @@
-"""A batch in numbers, as it is about to be trained: scores, advantages, lengths.
+"""Metrics of a batch before training: scores, advantages, lengths.
 
-Pure numpy. Knows the arrays of `loss_arrays.py`; knows nothing of models and losses. Called by
-`training_rows.py`.
+Pure numpy. Used by `training_rows.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from shmbridge.metrics import rollout_metrics, rows_by_environment, usable_score
 
 
 def row_metrics(batch: shmbridge.Batch, rows: TrainingRows) -> Metrics:
-    """Returns what metrics.jsonl says of a batch. Never blocks.
+    """Returns a batch's entries for metrics.jsonl. Never blocks.
 
     Args:
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
-        rows: what was made of it.
+        rows: the batch's training arrays.
     """
     scores = (
         np.full(len(batch.meta), np.nan) if batch.scores is None else np.asarray(batch.scores, np.float64)
@@ -33,7 +32,7 @@ def row_metrics(batch: shmbridge.Batch, rows: TrainingRows) -> Metrics:
 def _describe(batch: shmbridge.Batch, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
     pushes = rows.advantages[rows.trained]
     groups = np.unique(batch.group_index).size
-    # tokens with an advantage in front of each
+    # cumulative count of tokens with an advantage
     before = np.concatenate([[0], np.cumsum(rows.advantages != 0)])
     pushing = np.unique(batch.group_index[np.diff(before[batch.cu_seqlens]) > 0]).size
     return {
@@ -53,8 +52,8 @@ def _describe(batch: shmbridge.Batch, rows: TrainingRows, scores: npt.NDArray[np
 
 
 def _rollouts(batch: shmbridge.Batch, rows: TrainingRows, scores: npt.NDArray[np.float64]) -> Metrics:
-    """What dashboards know trajectories by; the advantages are those that are trained with, the lengths those
-    of whole answers.
+    """Returns the metrics that dashboards expect of trajectories; advantages are the trained ones, lengths
+    those of whole completions.
     """
     answers = rows.trained if rows.answers is None else rows.answers
     row_of_token = np.repeat(np.arange(len(batch.meta)), batch.lengths)
@@ -62,7 +61,7 @@ def _rollouts(batch: shmbridge.Batch, rows: TrainingRows, scores: npt.NDArray[np
     counts = np.bincount(row_of_token[at], minlength=len(batch.meta))
     scored, env_names = np.isfinite(scores), [meta.env_name for meta in batch.meta]
     found: Metrics = {"groups_scored": int(np.unique(batch.group_index[scored]).size)}
-    # what the means of an environment are means of
+    # the counts behind each environment's means
     for env_name, of_it in rows_by_environment(env_names).items():
         found[f"atropos/{env_name}/trajectories_scored"] = int(np.count_nonzero(scored[of_it]))
         found[f"atropos/{env_name}/trajectories_trained"] = int(np.count_nonzero(counts[of_it]))

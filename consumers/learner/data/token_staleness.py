@@ -1,8 +1,6 @@
-"""How many policy versions ago each token of a batch was sampled, and which tokens say that the trained
-version sampled them.
+"""The staleness of each token of a batch in policy versions, and which tokens the trained version sampled.
 
-Pure numpy. Knows the column `token_versions` and the versions stamped on records; does not know what is done
-about it. Called by `training_rows.py`.
+Pure numpy. Used by `training_rows.py`.
 
 Letter: N tokens of the whole batch.
 """
@@ -20,13 +18,12 @@ UNKNOWN = -1
 
 
 def token_staleness(batch: shmbridge.Batch, policy_version: int) -> npt.NDArray[np.int32]:
-    """Returns int32 (N,): versions from the one that sampled the token to the current one; UNKNOWN if nothing
-    says it.
+    """Returns int32 (N,): current version minus the one that sampled the token; UNKNOWN if not recorded.
 
     Never blocks.
 
-    The token's own version if its record has it, else the one under which generation of its record began. A
-    version below -1 or above the current one is nobody's, and says nothing.
+    Uses the token's own version if recorded, else the version under which generation of its record began. A
+    version below -1 or above the current one is invalid and ignored.
 
     Args:
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
@@ -43,10 +40,10 @@ def token_staleness(batch: shmbridge.Batch, policy_version: int) -> npt.NDArray[
 
 
 def says_version(batch: shmbridge.Batch, policy_version: int) -> npt.NDArray[np.bool_]:
-    """Returns bool (N,): tokens that `token_versions` says this very version sampled. Never blocks.
+    """Returns bool (N,): tokens that this version sampled, according to `token_versions`. Never blocks.
 
-    The version stamped on a record does not count. It is the one that was published when generation began,
-    and an engine that is brought to it after that still samples with the one before.
+    The version stamped on a record does not count: it was the published one when generation began, and an
+    engine that loads it later still samples with the one before.
 
     Args:
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
@@ -62,7 +59,7 @@ def says_version(batch: shmbridge.Batch, policy_version: int) -> npt.NDArray[np.
 
 
 def odd_versions(batch: shmbridge.Batch, policy_version: int) -> npt.NDArray[np.bool_]:
-    """Returns bool (B,): rows that say a version above the current one, or of a token one below -1.
+    """Returns bool (B,): rows with a version above the current one, or a token version below -1.
 
     Never blocks.
     """

@@ -1,8 +1,7 @@
-"""What a batch says about training: which tokens, with what advantage, sampled with what probability.
+"""Converts a batch to training arrays: trained tokens, advantages, log-probabilities.
 
-Turns a packed batch, in which any column but the tokens may be missing from any record, into arrays that the
-loss can use as they are. What an advantage is made of is in `credit.py`, the description in numbers in
-`row_metrics.py`. Knows nothing of torch and of models. Called by `grpo_update.py`.
+In a packed batch any column but the tokens may be absent from any record; the arrays are ready for the loss.
+Advantages come from `credit.py`, metrics from `row_metrics.py`. Used by `grpo_update.py`.
 
 Letters: B rows (trajectories), N tokens of the whole batch.
 """
@@ -45,25 +44,24 @@ def prepare(
     unknown_tokens: npt.NDArray[np.bool_] | None = None,
     answers: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[TrainingRows, Metrics]:
-    """Returns what the loss needs of a packed batch, and metrics that describe it.
+    """Returns the training arrays of a packed batch, and metrics that describe it.
 
     Blocks as long as `reduce` does.
 
     Args:
         batch: a packed `shmbridge.Batch`, or anything with its attributes.
-        temperature: sampling temperature of rows whose record does not say.
-        credit: what advantages are made of.
-        reduce: takes a float64 array and returns its sum over all ranks; by default there is one rank.
-        with_reference: whether the reference's log-probabilities are wanted, where records have them.
-        policy_version: the one about to be trained; None: the staleness of no token is known.
-        max_token_staleness: tokens sampled more versions ago are not trained; None: all are.
+        temperature: sampling temperature of rows without a recorded one.
+        credit: how advantages are computed.
+        reduce: returns the sum of a float64 array over all ranks; by default there is one rank.
+        with_reference: whether to include the reference's log-probabilities that records have.
+        policy_version: the version about to be trained; None: token staleness is unknown.
+        max_token_staleness: tokens sampled more versions ago are not trained; None: no limit.
         whole_rows: rows with neither a mask nor `prompt_length` are trained whole; otherwise they train
             nothing. A mask that does not fit its tokens trains nothing either way.
-        truncated: answers that did not end by themselves: "mask" does not train them, "drop" also takes no
-            score from them.
-        unknown_tokens: bool (B,), rows that train nothing for a token that the model does not have; None: no
-            such row.
-        answers: what `checked_answers` returned for this batch; None: it is called here.
+        truncated: treatment of truncated completions: "mask" does not train them, "drop" also ignores their
+            scores.
+        unknown_tokens: bool (B,), rows left out for a token outside the vocabulary; None: no such row.
+        answers: the result of `checked_answers` for this batch; None: it is called here.
 
     Raises:
         NoAdvantages: a group needs the fallback that is not allowed.
@@ -126,7 +124,8 @@ def prepare(
 def checked_answers(
     batch: shmbridge.Batch, credit: Credit, whole_rows: bool = False
 ) -> npt.NDArray[np.bool_]:
-    """Returns `trained_tokens` of a batch whose groups have the advantages that they must have. Never blocks.
+    """Returns `trained_tokens` of a batch after checking that its groups have the required advantages. Never
+    blocks.
 
     Raises:
         NoAdvantages: a group needs the fallback that is not allowed.
@@ -137,11 +136,10 @@ def checked_answers(
 
 
 def trained_tokens(batch: shmbridge.Batch, whole_rows: bool = False) -> npt.NDArray[np.bool_]:
-    """Returns bool (N,): the loss mask; in rows without one, everything after the prompt, and nothing unless
-    they say where that ends.
+    """Returns bool (N,): the loss mask. Never blocks.
 
-    With `whole_rows` those that do not say are trained whole. Rows whose mask does not fit their tokens train
-    nothing. Never blocks.
+    Rows without a mask train everything after the prompt. If `prompt_length` is absent too, they train
+    nothing, or with `whole_rows` everything. Rows whose mask does not fit their tokens train nothing.
     """
     prompt = np.zeros(len(batch.meta), np.int32) if batch.prompt_length is None else batch.prompt_length
     trained: npt.NDArray[np.bool_] = batch.position_ids >= np.repeat(prompt, batch.lengths)
@@ -154,7 +152,7 @@ def trained_tokens(batch: shmbridge.Batch, whole_rows: bool = False) -> npt.NDAr
 
 
 def _logprobs(batch: shmbridge.Batch, column: str) -> npt.NDArray[np.float32]:
-    """Returns float32 (N,): what the records have, NO_LOGPROB in rows of those that have none."""
+    """Returns float32 (N,): the recorded values, NO_LOGPROB in rows of records without the column."""
     found, recorded = np.full(len(batch.tokens), NO_LOGPROB, np.float32), getattr(batch, column, None)
     return (
         found if recorded is None else np.where(np.repeat(batch.has(column), batch.lengths), recorded, found)

@@ -1,6 +1,4 @@
-"""Which answers did not end by themselves: the column `finish_reason` of a batch.
-
-Pure numpy. Knows the codes; does not know what is done about it. Called by `training_rows.py`.
+"""Truncated completions, from the column `finish_reason` of a batch. Pure numpy. Used by `training_rows.py`.
 
 Letter: B rows (trajectories).
 """
@@ -17,7 +15,7 @@ STOP = FINISH_REASONS.index("stop")
 
 
 def truncated_rows(batch: shmbridge.Batch) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Returns bool (B,) twice: rows that say another end than "stop", and rows that say none that has a name.
+    """Returns bool (B,) twice: rows with a finish reason other than "stop", and rows without a known one.
 
     Never blocks.
     """

@@ -1,12 +1,11 @@
-"""Which layout a model can take: whether it keeps packed rows apart, and an attention for packs that needs no
-mask.
+"""Chooses the batch layout of a model: tests whether it keeps packed rows apart, and provides a mask-free
+attention for packs.
 
-Left to itself, a model of transformers builds an (N, N) mask from position ids that restart (releases from
-4.53 on), and computes all of it. `ROWS` computes each row's own square alone, with torch's fast causal
-kernel, and is taken instead unless the model runs flash or flex attention already, which know of packs.
+By default a transformers model builds an (N, N) mask from position ids that restart (releases from 4.53 on),
+and computes all of it. `ROWS` computes only each row's own square, with torch's fast causal kernel. It is
+used unless the model already runs flash or flex attention, which support packs.
 
-No release and no model is trusted: `keeps_rows_apart` looks. Knows nothing of batches and losses. Called by
-`grpo.py`.
+`keeps_rows_apart` tests the actual model, because releases and models differ. Used by `train/setup.py`.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from shmbridge.consumers.learner.model.forward import borders
 
 ROWS = "shmbridge_rows"
 VARLEN = "shmbridge_varlen"
-# what begins like this knows of packs, or skips what is masked
+# attentions with these prefixes support packs, or skip masked blocks
 _VARLEN = ("flash_attention", "flex_attention")
-# what some layers have in their attention, and `rows_attention` would leave out
+# attention features of some layers that `rows_attention` does not compute
 _BEYOND = ("softcap", "s_aux")
 _FRONT, _OTHER, _BACK = (5, 3, 2, 6, 4), (1, 7, 0, 2, 9), (3, 1, 4, 1, 5, 2, 6)
 
@@ -45,20 +44,20 @@ def settle(
     precision: torch.dtype,
     say: Callable[[str], None],
 ) -> Layout:
-    """Returns the layout for this model, having set the attention that goes with it.
+    """Sets the attention of this model and returns the layout that goes with it.
 
     Blocks for a few short forward passes.
 
-    "auto" is "packed" wherever the model keeps rows apart without a mask: with one, padding is faster.
+    "auto" is "packed" if the model keeps rows apart without a mask; if it needs a mask, padding is faster.
 
     Args:
         model: a causal language model of transformers, on its device, not yet wrapped for several ranks.
         wanted: "padded", "packed" or "auto".
         precision: of the forward passes to come.
-        say: takes a line for people.
+        say: prints a line for the user.
 
     Raises:
-        LayoutUnfit: "packed" is wanted, and the model does not keep rows apart.
+        LayoutUnfit: `wanted` is "packed", but the model does not keep rows apart.
     """
     if wanted == "padded":
         return "padded"
@@ -94,10 +93,10 @@ def settle_for(
     precision: torch.dtype,
     say: Callable[[str], None],
 ) -> Layout:
-    """As `settle`, for a model that comes to its device in parts: what is looked at there are a few layers of
-    its kind.
+    """Does the same as `settle` for a model that is moved to its device shard by shard: it tests a small
+    model of the same kind.
 
-    Raises as that.
+    Raises as `settle`.
     """
     few = _few_layers(model, device)
     if few is None:
@@ -110,8 +109,8 @@ def settle_for(
 
 
 def _few_layers(model: Any, device: torch.device) -> Any:
-    """A model of the same kind with random weights: as many layers as it takes to have one of each sort, or
-    None if that cannot be made.
+    """Returns a model of the same kind with random weights and one layer of each type, or None if it cannot
+    be made.
     """
     try:
         config = copy.deepcopy(model.config)
@@ -125,14 +124,14 @@ def _few_layers(model: Any, device: torch.device) -> Any:
         few = type(model)(config).to(device, next(model.parameters()).dtype).eval()
         if str(few.config._attn_implementation) != str(model.config._attn_implementation):
             use(few, str(model.config._attn_implementation))
-    except Exception:  # a library's: of a kind that is made in another way
+    except Exception:  # models of other libraries are constructed differently
         return None
     return few
 
 
 def attentions_for_packs(device: torch.device, precision: torch.dtype) -> list[str]:
-    """Returns what to try, the fastest first: flash attention where it is installed, torch's own for packs,
-    `ROWS`, which is everywhere.
+    """Returns the attentions to try, fastest first: flash attention if installed, torch's varlen kernel, then
+    `ROWS`, which always works.
     """
     half = precision in (torch.float16, torch.bfloat16)
     flash = ["flash_attention_2"] if importlib.util.find_spec("flash_attn") is not None else []
@@ -141,7 +140,7 @@ def attentions_for_packs(device: torch.device, precision: torch.dtype) -> list[s
 
 
 def use(model: Any, implementation: str) -> None:
-    """Has a model compute its attention like this from now on. Does nothing for a model that has it fixed."""
+    """Sets a model's attention implementation; does nothing if the model does not support that."""
     if implementation in (ROWS, VARLEN):
         _register()
     model.set_attn_implementation(implementation)
@@ -151,13 +150,13 @@ def _takes(model: Any, implementation: str) -> bool:
     try:
         use(model, implementation)
     except (AttributeError, ImportError, ValueError):
-        # no such thing in this release, on this machine, for this model
+        # not available in this release, on this machine or for this model
         return False
     return str(model.config._attn_implementation) == implementation  # some releases only warn
 
 
 def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool:
-    """Returns whether a row of a pack gives what it gives alone, whatever stands before it.
+    """Returns whether a row in a pack gets the same logits as alone, whatever precedes it.
 
     Blocks for three forward passes.
     """
@@ -167,14 +166,14 @@ def keeps_rows_apart(model: Any, precision: torch.dtype = torch.float32) -> bool
                 _logits(model, rows, precision) for rows in ((_BACK,), (_FRONT, _BACK), (_OTHER, _BACK))
             )
     except (TypeError, ValueError, RuntimeError):
-        # a model that takes no borders, an attention that does not run here
+        # the model does not accept row boundaries, or the attention does not run here
         return False
     scale = max(float(alone.abs().max()), 1e-3)
     return _same(first, alone, precision) and float((first - second).abs().max()) <= 1e-5 * scale
 
 
 def _gives(model: Any, logits: Tensor, precision: torch.dtype) -> bool:
-    """Whether a model gives these logits of a row alone."""
+    """Returns whether a model gives these logits for a row alone."""
     try:
         return _same(_row_logits(model, precision), logits, precision)
     except (TypeError, ValueError, RuntimeError):
@@ -182,14 +181,14 @@ def _gives(model: Any, logits: Tensor, precision: torch.dtype) -> bool:
 
 
 def _same(logits: Tensor, others: Tensor, precision: torch.dtype) -> bool:
-    """Whether these are the same numbers, added up in another order."""
+    """Returns whether the values are equal up to summation order."""
     rounding = 1e-4 if precision == torch.float32 else 5e-2
     return float((logits - others).abs().max()) <= rounding * max(float(others.abs().max()), 1e-3)
 
 
 def _in_pieces(model: Any) -> bool:
-    """Whether a mask alone tells a layer that it sees pieces of a row: without one it would see all of it, in
-    long rows only.
+    """Returns whether layers with chunked attention need the mask: without it they would attend to the whole
+    row, which shows only in long rows.
     """
     return "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
 
@@ -207,7 +206,8 @@ def rows_attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row of a pack: torch's kernel for each run of rows of one length.
+    """Computes causal attention within each row of a pack, with one call of torch's kernel per run of rows of
+    equal length.
 
     Without `row_lengths` it is the attention that transformers calls "sdpa".
 
@@ -215,7 +215,7 @@ def rows_attention(
         module: the attention layer.
         query: (1, heads, N, width); key and value: (1, key heads, N, width).
         row_lengths: tokens of each row, N in all.
-        sliding_window: how far back a token sees, itself included; None: to the row's begin.
+        sliding_window: tokens visible to a token, itself included; None: back to the start of the row.
 
     Raises:
         ValueError: the layer's attention is not a plain softmax of products: capped, or with a sink.
@@ -269,8 +269,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """As `rows_attention`, all rows in one call of torch's kernel for sequences of any length: on CUDA, in
-    half precision.
+    """Computes the same as `rows_attention` in one call of torch's varlen kernel: on CUDA, in half precision.
 
     Args:
         cu_seq_lens_q: (rows + 1,) int32, where each row begins, then N.
@@ -305,7 +304,7 @@ def varlen_attention(
 
 @functools.cache
 def _kernel_takes(option: str) -> bool:
-    """Whether this release of torch has an option of its attention for packs."""
+    """Returns whether this torch release's varlen attention has an option."""
     from torch.nn.attention.varlen import varlen_attn
 
     return option in inspect.signature(varlen_attn).parameters
@@ -327,7 +326,7 @@ def _register() -> None:
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     def mask(**about: Any) -> Any:
-        """None for a pack, whose rows the attention keeps apart; for everything else what sdpa takes."""
+        """Returns None for a pack, whose rows the attention keeps apart; otherwise sdpa's mask."""
         return None if about.get("attention_mask") is None else sdpa_mask(**about)
 
     for name, attention in ((ROWS, rows_attention), (VARLEN, varlen_attention)):
@@ -349,7 +348,7 @@ def _logits(model: Any, rows: Sequence[Sequence[int]], precision: torch.dtype) -
 
 
 def _row_logits(model: Any, precision: torch.dtype) -> Tensor:
-    """(1, tokens of the row, V) float32: of a row as padded batches have it."""
+    """Returns (1, tokens of the row, V) float32, for the row in a padded batch."""
     device = next(model.parameters()).device
     size = model.get_input_embeddings().num_embeddings
     tokens = torch.tensor([[token % size for token in _BACK]], device=device)

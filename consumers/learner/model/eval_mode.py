@@ -1,6 +1,6 @@
-"""A model as it computes when it is not trained: without dropout, for the time of a question.
+"""Temporarily switches a model to evaluation mode, without dropout.
 
-Knows modules; knows nothing of what is asked. Called by `attention.py`, `forward.py` and `training_step.py`.
+Used by `attention.py`, `forward.py` and `training_step.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from typing import Any
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Has every module of a model in evaluation mode, then each in the mode that it was in, whatever was done
-    to it.
-
-    One thread.
+    """Puts every module of a model in evaluation mode, and restores each module's mode on exit. One
+    thread.
     """
     before = [(module, module.training) for module in model.modules()]
     for module, _ in before:

@@ -1,13 +1,11 @@
-"""The log-probabilities of a micro-batch's trained tokens under a model, through as few logits as there can
-be.
+"""Log-probabilities of a micro-batch's trained tokens, computed with as few logits as possible.
 
-The output layer sees the hidden states in front of trained tokens and no others: its `forward` is replaced
-for the time of the model's own, so that all of it runs inside the model, wherever its weights are whole at
-that time (DDP, FSDP2), and with whatever a model does beside it (LoRA, a bias, scaled or capped logits). In
-chunks, the replaced layer gives log-probabilities instead of logits, and no more than a chunk of logits is
-ever there.
+The output layer sees only the hidden states that predict trained tokens: its `forward` is replaced during the
+model's own. So everything runs inside the model, where sharded weights are gathered (DDP, FSDP2), and with
+the model's own changes to logits (LoRA, a bias, scaling, capping). In chunks, the replaced layer returns
+log-probabilities instead of logits, and at most one chunk of logits exists at a time.
 
-Knows nothing of losses' meaning, of the bridge and of optimizers. Called by `grpo_update.py` and
+Used by `grpo_update.py` and
 `reference.py`.
 
 Letters: n trained tokens of a micro-batch, D hidden width, V vocabulary.
@@ -33,18 +31,17 @@ from shmbridge.consumers.learner.model.eval_mode import evaluating
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 256 << 20  # of float32 logits
-_SMALL = 1 << 30  # bytes of all float32 logits of a micro-batch that need no chunks
+_SMALL = 1 << 30  # bytes of a micro-batch's float32 logits below which no chunks are used
 _Head = Callable[[Tensor], Tensor]
 
 _as_they_are: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-# one thread at a time has a layer replaced
+# held while a layer is replaced
 _locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
 _changing_locks = threading.Lock()
 
 
 def chunk_tokens_for(vocabulary: int, micro_tokens: int) -> int | None:
-    """Returns tokens per chunk, so that a chunk of logits takes 256 MiB; None, no chunks, where all take less
-    than 1 GiB.
+    """Returns tokens per chunk, for 256 MiB of logits; None (no chunks) if all logits take less than 1 GiB.
 
     Args:
         vocabulary: V.
@@ -58,17 +55,17 @@ def chunk_tokens_for(vocabulary: int, micro_tokens: int) -> int | None:
 def trained_logprobs(
     model: Any, micro: MicroBatch, *, precision: torch.dtype, chunk_tokens: int | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the log-probabilities of the tempered policy at each trained token, with gradient.
+    """Returns the log-probability of each trained token at the row's temperature, with gradient.
 
     Blocks for the compute.
 
     Args:
-        model: a causal language model; also wrapped for DDP, FSDP2 or LoRA. For a packed micro-batch it has
-            to keep rows apart: see `attention.keeps_rows_apart`.
+        model: a causal language model, also in DDP, FSDP2 or LoRA. For packed micro-batches it must keep rows
+            apart: see `attention.keeps_rows_apart`.
         micro: rows of either layout.
         precision: float32, or bfloat16 for an autocast forward pass.
-        chunk_tokens: trained tokens whose logits are there at a time; None: all of them.
-        with_entropy: return the entropy of each distribution too, with gradient.
+        chunk_tokens: trained tokens whose logits exist at a time; None: all of them.
+        with_entropy: also return the entropy of each distribution, with gradient.
 
     Returns:
         (n,) float32, nats, and the same of the entropy or None; n counts the trained tokens row after row.
@@ -82,8 +79,8 @@ def trained_logprobs(
 
 
 class _Entropy(torch.autograd.Function):
-    """`losses.entropy` that keeps nothing for its gradient but what it is given: most learners only want the
-    number.
+    """`losses.entropy` that saves only its input for the backward pass, since most learners use only the
+    value.
     """
 
     @staticmethod
@@ -98,16 +95,15 @@ class _Entropy(torch.autograd.Function):
 
 
 def leaves_logits_alone(model: Any) -> bool:
-    """Returns whether a model's logits are just what its output layer gives: not scaled, not capped, the
-    layer not bypassed.
+    """Returns whether a model's logits are the unchanged output of its output layer: not scaled, not capped,
+    not bypassed.
 
-    Found out once for each model, by a forward pass of two tokens, and logged if not. Where not, there are no
-    chunks.
+    Tested once per model, by a forward pass of two tokens. If False, it is logged and chunks are not used.
     """
     if model not in _as_they_are:
         device = next(model.parameters()).device
         given = torch.tensor([-60.0, -2.5, 0.0, 0.3, 47.0], device=device).expand(1, 2, 5)
-        # Dropout would draw random numbers, that a learner which goes on from a checkpoint draws again.
+        # Dropout would advance the random generators and so change a resumed run.
         with (
             torch.no_grad(),
             evaluating(model),
@@ -126,7 +122,7 @@ def leaves_logits_alone(model: Any) -> bool:
 
 
 def _at_trained(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor:
-    """Returns (n, V): the model's own logits at the positions before the trained tokens."""
+    """Returns (n, V): the model's logits at the positions that predict the trained tokens."""
     where = micro.trained[:, 1:]
     with _head_replaced(model, lambda head, hidden: head(hidden[:, :-1][where])[None]) as used:
         logits: Tensor = _forward(model, micro, precision)
@@ -136,7 +132,7 @@ def _at_trained(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor
 def _in_chunks(
     model: Any, micro: MicroBatch, precision: torch.dtype, chunk: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `trained_logprobs`, the output layer giving log-probabilities, and entropies beside them, in place
+    """Does the same as `trained_logprobs`; the output layer returns log-probabilities and entropies in place
     of logits.
     """
     where, targets, heat = micro.trained[:, 1:], micro.tokens[micro.trained], micro.token_temperature
@@ -158,8 +154,8 @@ def _in_chunks(
 
 
 def _through(head: _Head, hidden: Tensor, targets: Tensor, heat: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Chunk by chunk through an output layer that is not just a matrix; each is computed again in the
-    backward pass.
+    """Computes chunk by chunk through an output layer that is not a plain matrix; the backward pass
+    recomputes each chunk.
     """
 
     def part(own: Tensor, wanted: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,16 +177,14 @@ def _forward(model: Any, micro: MicroBatch, precision: torch.dtype) -> Tensor:
 
 def _arguments(micro: MicroBatch) -> dict[str, Any]:
     if micro.position_ids is None or micro.cu_seqlens is None:
-        # A mask of ones says "nothing is padding", which causality makes true for every real token, and lets
-        # the model take its fast causal kernel; without a mask it would look for packed rows and build one.
+        # A mask of ones means "no padding". Causality makes that correct for every real token, and the model
+        # takes its fast causal kernel. Without a mask it would look for packed rows and build one.
         return {"attention_mask": torch.ones_like(micro.tokens)}
     return borders(micro.position_ids, micro.cu_seqlens, micro.row_lengths)
 
 
 def borders(position_ids: Tensor, cu_seqlens: Tensor, row_lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Returns what tells a model's forward pass where the rows of a pack end, in the words of each attention
-    there is.
-    """
+    """Returns the forward arguments that give the row boundaries of a pack, under every attention's names."""
     return {
         "position_ids": position_ids,
         "cu_seq_lens_q": cu_seqlens,
@@ -203,8 +197,8 @@ def borders(position_ids: Tensor, cu_seqlens: Tensor, row_lengths: tuple[int, ..
 
 @contextmanager
 def _head_replaced(model: Any, instead: Callable[[_Head, Tensor], Tensor]) -> Iterator[list[bool]]:
-    """Has the model's output layer give what `instead` makes of its own forward and its input; the list tells
-    whether it was used.
+    """Replaces the output layer's forward by `instead(own forward, input)`; the yielded list tells whether it
+    was called.
     """
     used: list[bool] = []
     head = _unwrapped(model).get_output_embeddings()

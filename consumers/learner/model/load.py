@@ -1,7 +1,6 @@
-"""The model that a learner begins with: from a folder or a Hugging Face id, on its device, with its adapters
-and its reference.
+"""Loads the learner's model from a folder or a Hugging Face id to its device, with adapters and reference.
 
-Called by `train/setup.py`.
+Used by `train/setup.py`.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from shmbridge.consumers.learner.world import World, device_kind, say
 
 
 class StartupError(Exception):
-    """The learner cannot start like this; the message says why and what to do."""
+    """The learner cannot start; the message says why and what to do."""
 
 
 def device_of(compute: ComputeConfig, world: World) -> torch.device:
-    """Returns the device of this rank, which is the current one of its kind from now on.
+    """Returns the device of this rank and makes it the current one.
 
     Raises:
         StartupError: there is no GPU, or there are more ranks than GPUs.
@@ -62,17 +61,17 @@ def device_of(compute: ComputeConfig, world: World) -> torch.device:
 def load_model(
     source: Path | str, compute: ComputeConfig, adapters: AdapterConfig, device: torch.device
 ) -> Any:
-    """Returns the model on a device, in the dtype and with the adapters that the configuration says.
+    """Returns the model on a device, with the configured dtype and adapters.
 
     Blocks for the disk.
 
     Raises:
-        StartupError: there is no such model, or it does not go with the adapters.
+        StartupError: the model does not exist, or is incompatible with the adapters.
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(source).float()
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        # the reason without a library's traceback
+        # only the reason, without the library's traceback
         here = "" if Path(source).exists() else "there is no such folder, and as a Hugging Face id: "
         raise StartupError(
             f"cannot load a model from {source}: {here}{str(error).splitlines()[0]}"
@@ -82,8 +81,8 @@ def load_model(
     _adapt(model, source, adapters)
     model.to(device)
     if compute.gradient_checkpointing:
-        # transformers 5.23 has another name, and warns of the old one. The reentrant form hides gradients
-        # from DDP.
+        # transformers 5.23 renamed this and warns of the old name. The re-entrant form hides gradients from
+        # DDP.
         enable = (
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         )
@@ -93,10 +92,9 @@ def load_model(
 
 
 def _compute_again(model: Any) -> None:
-    """Has layers work again in the backward pass, which they do in training alone, and without the dropout of
-    training.
+    """Enables gradient checkpointing, which works only in training mode, and disables dropout.
 
-    With it, the policy that is trained would not be the one that sampled: every ratio would be noise.
+    With dropout, the trained policy would differ from the sampling one: every ratio would be noise.
     """
     for module in model.modules():
         if getattr(module, "gradient_checkpointing", False):
@@ -108,7 +106,7 @@ def _compute_again(model: Any) -> None:
 
 
 def _adapt(model: Any, source: Path | str, adapters: AdapterConfig) -> None:
-    """Puts adapters in, or make those of a checkpoint ready."""
+    """Adds adapters, or prepares those of a checkpoint."""
     loaded, rank = has_adapters(model), adapters.lora_rank or 0
     if isinstance(source, Path) and loaded != bool(rank):
         there, wanted = ("", "without") if loaded else ("no ", "with")
@@ -129,10 +127,10 @@ def _adapt(model: Any, source: Path | str, adapters: AdapterConfig) -> None:
 
 
 def load_tokenizer(source: Path | str) -> Any:
-    """Returns the tokenizer that stands beside a model, or None. Blocks for the disk."""
+    """Returns the tokenizer stored beside a model, or None. Blocks for the disk."""
     try:
         return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # the library raises what it likes here, and training needs none
+    except Exception as error:  # the library may raise anything, and training needs no tokenizer
         say(f"no tokenizer beside {source}, so none in the checkpoints: {type(error).__name__}")
         return None
 
@@ -140,10 +138,10 @@ def load_tokenizer(source: Path | str) -> Any:
 def load_reference(
     model: Any, source: Path | None, config: LearnerConfig, device: torch.device, layout: Layout
 ) -> Reference | None:
-    """Returns what the KL term is against, None without one: the model of the configuration, also after a
-    checkpoint.
+    """Returns the reference of the KL term, None without a KL term: the configured model, also after
+    resuming.
 
-    It is whole on every rank's device, also where the model is sharded.
+    Every rank's device holds it whole, even if the trained model is sharded.
     """
     if not config.objective.kl_coef:
         return None

@@ -1,9 +1,9 @@
-"""Low-rank adapters in a model, by peft: put in, recognised, cast, and read out merged, with the adapter left
-as it is.
+"""Low-rank adapters with peft: adds, detects and casts them, and reads merged parameters without changing the
+adapter.
 
-The adapters sit in the Hugging Face model itself, which stays what it was for everybody else; its
-`save_pretrained` writes the adapter and the name of its base. peft is imported when adapters are asked for.
-Called by the GRPO learner.
+The adapters are inside the Hugging Face model itself, so other code uses it as before; its `save_pretrained`
+writes the adapter and the name of its base. peft is imported only if adapters are used. Used by the GRPO
+learner and `weight_sync.py`.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ class PeftMissing(Exception):
 
 
 class BadAdapter(Exception):
-    """These adapters cannot be in this model; the message says why."""
+    """The model cannot have these adapters; the message says why."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """What kind of adapters."""
+    """The configuration of low-rank adapters."""
 
     rank: int
     alpha: float
     dropout: float = 0.0
-    # ends of module names, or ALL_LINEAR: every linear layer but the head
+    # suffixes of module names, or ALL_LINEAR: every linear layer but the head
     targets: tuple[str, ...] = (ALL_LINEAR,)
 
 
 def add_adapters(model: Any, lora: Lora, base: str) -> None:
-    """Puts fresh adapters into a Hugging Face model, in place, and freeze everything else; they change
-    nothing until trained.
+    """Adds fresh adapters to a Hugging Face model in place, and freezes everything else; until trained they
+    have no effect.
 
     Args:
         model: a causal language model without adapters; its dtype is kept, adapters are float32.
-        lora: which.
-        base: what the adapter's file names as its base model: a Hugging Face id, or a folder, written as an
-            absolute path.
+        lora: the adapters' configuration.
+        base: the base model to write into the adapter's file: a Hugging Face id, or a folder (stored as an
+            absolute path).
 
     Raises:
-        PeftMissing: the package is not there.
-        BadAdapter: no module has such a name, or it is one whose weights are tied to another's.
+        PeftMissing: the package is not installed.
+        BadAdapter: no module has such a name, or the module's weights are tied to another's.
     """
     try:
         from peft import LoraConfig
@@ -80,19 +80,17 @@ def add_adapters(model: Any, lora: Lora, base: str) -> None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is of an adapter."""
+    """Returns whether a parameter name belongs to an adapter."""
     return "lora_" in name
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """Whether there are low-rank adapters in a model."""
+    """Returns whether a model has low-rank adapters."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
 def differences(model: Any, lora: Lora) -> list[str]:
-    """Returns the options that the adapters of a loaded model were made with, of those that are not as wanted
-    now.
-    """
+    """Returns the options of a loaded model's adapters that differ from the wanted ones."""
     (made,) = model.peft_config.values()
     wanted = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout}
     there = {"rank": made.r, "alpha": made.lora_alpha, "dropout": made.lora_dropout}
@@ -113,8 +111,8 @@ def differences(model: Any, lora: Lora) -> list[str]:
 
 
 def prepare_adapters(model: torch.nn.Module) -> None:
-    """Makes the adapters of a model, fresh or loaded, what is trained: float32, with dropout at work; all
-    else is frozen.
+    """Prepares a model's adapters, fresh or loaded, for training: float32, with dropout; freezes everything
+    else.
     """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
@@ -127,21 +125,19 @@ def prepare_adapters(model: torch.nn.Module) -> None:
 def published_parameters(
     model: torch.nn.Module, *, merged: bool = True, only: Collection[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields each parameter of the model as everybody else knows it: under its own name, adapters merged into
-    a copy.
+    """Yields each parameter of the model under its public name, with adapters merged into a copy.
 
-    What is yielded computes what the model computes: adapters that are switched off, or merged already, are
-    not added. Without adapters these are the parameters themselves. A merged copy has its parameter's type;
-    one lives at a time.
+    The yielded parameters compute what the model computes: adapters that are disabled or already merged are
+    not added. Without adapters they are the parameters themselves. A merged copy has its parameter's dtype;
+    at most one exists at a time.
 
     Args:
         model: any module.
-        merged: False leaves the adapters out: for names and shapes.
-        only: names, as they are yielded; None: all.
+        merged: False ignores the adapters, if only names and shapes are needed.
+        only: public names to yield; None: all.
 
     Raises:
-        WeightsMismatch: adapters of another kind, which adding a product of two matrices does not merge;
-            names the module.
+        WeightsMismatch: the adapters cannot be merged by adding a product of two matrices; names the module.
     """
     _require_mergeable(model)
     deltas = (
@@ -158,11 +154,11 @@ def published_parameters(
             if (layer := deltas.get(id(parameter))) is not None:
                 for adapter in _to_add(layer):
                     value = value + layer.get_delta_weight(adapter)
-            yield public, value.to(parameter.dtype)  # adapters have a type of their own
+            yield public, value.to(parameter.dtype)  # adapters have another dtype
 
 
 def adapted_names(model: torch.nn.Module) -> frozenset[str]:
-    """Returns the names, as published, of the parameters that adapters change; none without adapters."""
+    """Returns the public names of the parameters that adapters change; empty without adapters."""
     if not has_adapters(model):
         return frozenset()
     adapted = {id(layer.get_base_layer().weight) for layer in _layers(model)}
@@ -175,7 +171,9 @@ def adapted_names(model: torch.nn.Module) -> frozenset[str]:
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Lets the model compute as its base does; one thread, and no gradient is to be taken meanwhile."""
+    """Disables the adapters in the block, so that the model computes as its base; one thread, no
+    gradients.
+    """
     for layer in _layers(model):
         layer.enable_adapters(False)
     try:
@@ -192,7 +190,7 @@ def _layers(model: torch.nn.Module) -> list[Any]:
 
 
 def _to_add(layer: Any) -> list[str]:
-    """The adapters whose product the layer adds to its base's weight when it computes."""
+    """Returns the adapters whose product the layer adds to its base weight."""
     if layer.disable_adapters or layer.merged:
         return []
     there = {*layer.lora_A, *layer.lora_embedding_A}
@@ -221,9 +219,7 @@ def _require_mergeable(model: torch.nn.Module) -> None:
 
 
 def _not_a_sum(layer: Any) -> str:
-    """Why a layer computes with something else than its base's weight and what `_to_add` names; "" if it does
-    not.
-    """
+    """Returns why a layer's weight is not its base weight plus the adapters of `_to_add`; "" if it is."""
     if layer.disable_adapters and layer.merged:
         return "has adapters that are merged, and switched off"
     variants, dora, biased = (getattr(layer, name, {}) for name in ("lora_variant", "use_dora", "lora_bias"))

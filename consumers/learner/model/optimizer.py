@@ -1,7 +1,6 @@
-"""The optimizer of a learner: AdamW, over float32 parameters or over float32 masters of parameters that are
-not.
+"""The learner's optimizer: AdamW on float32 parameters, or on float32 master copies of other dtypes.
 
-Knows parameters and their gradients; nothing of models, losses or schedules. Called by the GRPO learner.
+Used by the GRPO learner.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ BETAS = (0.9, 0.95)
 
 
 def new_optimizer(parameters: Iterable[Tensor], weight_decay: float) -> torch.optim.Optimizer:
-    """Returns AdamW with learning rate 0, which the learner sets at each step, over all that is to be
-    trained.
+    """Returns AdamW over the trainable parameters, with learning rate 0; the learner sets the rate at each
+    step.
 
     Args:
-        parameters: those that need no gradient are left out.
+        parameters: those without requires_grad are left out.
         weight_decay: decoupled.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -31,9 +30,9 @@ def new_optimizer(parameters: Iterable[Tensor], weight_decay: float) -> torch.op
 
 
 def cast_parameters(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Gives every floating parameter another dtype, in place.
+    """Casts every floating-point parameter in place.
 
-    Buffers of a model, such as rotary frequencies, are none.
+    Buffers, such as rotary frequencies, are not parameters and keep their dtype.
     """
     for parameter in parameters:
         if parameter.is_floating_point():
@@ -41,13 +40,13 @@ def cast_parameters(parameters: Iterable[Tensor], dtype: torch.dtype) -> None:
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW that steps a float32 master of each parameter, and rounds the master into it.
+    """AdamW that steps a float32 master copy of each parameter, and rounds it into the parameter.
 
-    Without one, updates of less than half a unit in the last place of a bfloat16 parameter, 1/512 of it, are
-    lost. Master and moments are float32 and part of `state`, so that a checkpoint of it goes on exactly.
+    Without the copy, updates below half a unit in the last place of a bfloat16 parameter (1/512 of it) are
+    lost. Master and moments are float32 and part of `state`, so that training resumes exactly.
 
     Args:
-        parameters: what to train, of any floating dtype.
+        parameters: to train, of any floating dtype.
         lr, betas, eps, weight_decay: as AdamW's.
     """
 

@@ -1,7 +1,6 @@
-"""The policy that the trained one shall stay near: a frozen copy of the model, or the model with its adapter
-switched off.
+"""The reference policy of the KL term: a frozen copy of the model, or the model with its adapter disabled.
 
-Knows a model's forward pass; knows nothing of losses. Made by the learner only if there is a KL term.
+The learner makes it only if there is a KL term.
 
 Letter: n trained tokens of a micro-batch.
 """
@@ -21,12 +20,12 @@ from shmbridge.consumers.learner.model.lora import has_adapters, without_adapter
 
 
 class Reference:
-    """Log-probabilities under the policy as it was before training.
+    """Log-probabilities under the policy before training.
 
     Args:
-        model: the policy before training. One with a LoRA adapter of peft stays the same object, and its
-            adapter is switched off for the reference's forward passes: no second copy. Any other is copied.
-        device: where the copy goes; None: where the model is.
+        model: the policy before training. With a peft LoRA adapter it is not copied: its adapter is disabled
+            during the reference's forward passes. Any other model is copied.
+        device: of the copy; None: the model's device.
     """
 
     def __init__(self, model: Any, device: torch.device | None = None) -> None:
@@ -34,7 +33,7 @@ class Reference:
         self._model = model if self._adapted else copy.deepcopy(model).eval().requires_grad_(False).to(device)
 
     def logprobs(self, micro: MicroBatch, *, precision: torch.dtype, chunk_tokens: int | None) -> Tensor:
-        """Returns (n,) float32, nats, without gradient; arguments as of `trained_logprobs`.
+        """Returns (n,) float32, nats, without gradient; arguments as `trained_logprobs`.
 
         Blocks for the compute.
         """

@@ -1,7 +1,7 @@
-"""The learning rate of each optimizer step: a warm-up and one of transformers' schedules, as a function of
-the step.
+"""The learning rate as a function of the optimizer step: a warm-up and one of transformers' schedules.
+Resuming it needs only the step.
 
-Knows no optimizer: a schedule that is a function of the step is resumed by knowing the step. Called by the
+Used by the
 GRPO learner.
 """
 
@@ -20,11 +20,13 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
 class BadSchedule(ValueError):
-    """The schedule cannot be made of these options; the message says why."""
+    """The schedule's options are invalid; the message says why."""
 
 
 def learning_rate_at(step: int, *, peak: float, warmup: int, steps: int) -> float:
-    """Returns the rate of a 0-based step: up to the peak over the warm-up, then in a line to 0 at `steps`."""
+    """Returns the rate of a 0-based step: rises to the peak over the warm-up, then falls linearly to 0 at
+    `steps`.
+    """
     rising = (step + 1) / max(warmup, 1)
     falling = (steps - step) / max(steps - warmup, 1)
     return peak * max(0.0, min(1.0, rising, falling))
@@ -35,19 +37,19 @@ def rate_schedule(
 ) -> Rate:
     """Returns the learning rate as a function of the 0-based step. Does not block.
 
-    "linear" is `learning_rate_at`, whose first step trains already. The others are what
-    `transformers.get_scheduler` computes, whose warm-up begins with a step at rate 0.
+    "linear" is `learning_rate_at`; its first step has a rate above 0. The others are those of
+    `transformers.get_scheduler`, whose warm-up begins with a step at rate 0.
 
     Args:
         name: one of `SCHEDULES`.
         peak: the rate that the schedule multiplies.
         warmup: optimizer steps.
         steps: optimizer steps of the whole run.
-        options: keywords of that schedule in transformers, such as min_lr, min_lr_rate, num_cycles, power,
-            lr_end, num_decay_steps; whole numbers become int.
+        options: keyword arguments of that schedule in transformers, such as min_lr, min_lr_rate, num_cycles,
+            power, lr_end, num_decay_steps; whole numbers become int.
 
     Raises:
-        BadSchedule: there is no such schedule, or it does not take these options.
+        BadSchedule: the schedule does not exist, or does not take these options.
     """
     options = options or {}
     if name == LINEAR:

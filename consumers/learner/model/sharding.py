@@ -1,7 +1,7 @@
-"""How the ranks share one model: every rank has all of it (DDP), or a part of each tensor (FSDP2), or there
-is one.
+"""How ranks share one model: each has all of it (DDP) or a shard of each tensor (FSDP2), or there is a single
+rank.
 
-Knows torch's wrappers, and nothing of losses, batches or files. Called by `grpo_update.py`, `publishing.py`
+Used by `grpo_update.py`, `publishing.py`
 and `checkpoint.py`.
 """
 
@@ -19,11 +19,11 @@ from shmbridge.consumers.learner.world import ALONE, World
 
 Micro = TypeVar("Micro")
 Result = TypeVar("Result")
-Index = tuple[slice, ...]  # where a part lies in a whole tensor
+Index = tuple[slice, ...]  # position of a shard in the whole tensor
 
 
 class Parallel:
-    """A model that one process has for itself.
+    """The model of a single process.
 
     Args:
         model: any module.
@@ -35,34 +35,33 @@ class Parallel:
         self.model = model
 
     def __call__(self, compute: Callable[..., Result], *args: Any, **named: Any) -> Result:
-        """Returns `compute(model, *args, **named)`; whatever needs the model's gradient goes through here."""
+        """Returns `compute(model, *args, **named)`; every computation that needs the model's gradient goes
+        through here.
+        """
         return compute(self.model, *args, **named)
 
     def read(self, compute: Callable[..., Result], *args: Any) -> Result:
-        """Returns `compute(model, *args)`, which may call the model as often as it likes, and takes no
-        gradient.
+        """Returns `compute(model, *args)`, which may call the model any number of times, without gradients.
 
         Every rank calls it.
         """
         return compute(self.model, *args)
 
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
-        """Yields this rank's micro-batches, then None as often as other ranks have more: take part in those,
-        too.
+        """Yields this rank's micro-batches, then None for each further micro-batch of other ranks; take part
+        in those, too.
 
         Run the forward and the backward of each before the next. One may be taken ahead.
         """
         return iter(micros)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of this rank's share of a loss that is a sum over all ranks."""
+        """Adds the gradient of this rank's share of a loss that is summed over all ranks."""
         loss.backward()
 
 
 class _Through(nn.Module):
-    """A module whose forward is any function of the model: wrappers see one forward, whatever it calls of the
-    model.
-    """
+    """A module whose forward is any function of the model, so that wrappers see a single forward."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -73,17 +72,17 @@ class _Through(nn.Module):
 
 
 def _owned(result: Any) -> Any:
-    """The result with tensors of its own: FSDP2 hooks into them, and cannot into views of others."""
+    """Returns the result with views copied: FSDP2 hooks into tensors, and cannot hook into views."""
     if isinstance(result, tuple):
         return tuple(_owned(each) for each in result)
     return result.clone() if isinstance(result, Tensor) else result
 
 
 def _with_all_experts(module: nn.Module, args: Any, output: Any) -> Any:
-    """The output as it is, with a gradient of 0 for the experts that no token of this rank went to.
+    """Returns the output unchanged, with a gradient of 0 for experts that received no token on this rank.
 
-    A parameter without a gradient on one rank is one that DDP waits for, and in whose place FSDP2 adds up
-    another's.
+    If a parameter has no gradient on one rank, DDP waits for it, and FSDP2 adds another parameter's gradient
+    in its place.
     """
     first, *rest = output if isinstance(output, tuple) else (output,)
     trained = [each for each in module.parameters() if each.requires_grad]
@@ -95,7 +94,7 @@ def _with_all_experts(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 class _Wrapped(Parallel):
-    """What the two ways have in common: both average gradients over the ranks, where a sum is wanted."""
+    """The common part of DDP and FSDP2: both average gradients over the ranks, but a sum is needed."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         super().__init__(model)
@@ -106,35 +105,37 @@ class _Wrapped(Parallel):
         self._whole: nn.Module = _Through(model)
 
     def __call__(self, compute: Callable[..., Result], *args: Any, **named: Any) -> Result:
-        """Returns `compute(model, *args, **named)`; whatever needs the model's gradient goes through here."""
+        """Returns `compute(model, *args, **named)`; every computation that needs the model's gradient goes
+        through here.
+        """
         result: Result = self._whole(compute, args, named)
         return result
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of this rank's share of a loss that is a sum over all ranks."""
+        """Adds the gradient of this rank's share of a loss that is summed over all ranks."""
         (loss * self.world.size).backward()
 
     def _any(self, own: object | None) -> bool:
-        """Whether any rank has something."""
+        """Returns whether any rank has a true value."""
         return bool(self.world.all_reduce_max(np.array([own is not None], np.float64))[0])
 
 
 class Replicated(_Wrapped):
-    """Every rank has the model whole; gradients are exchanged in the last backward of a batch (DDP)."""
+    """Every rank has the whole model; gradients are reduced in the last backward of a batch (DDP)."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         super().__init__(model, world)
         wrapper: Any = nn.parallel.DistributedDataParallel
-        # Buffers are the same everywhere; an exchange in each forward would want as many forwards of every
-        # rank.
-        known = inspect.signature(wrapper.__init__).parameters  # older releases of torch have the older name
+        # Buffers are equal on all ranks; broadcasting them in each forward would need equally many forwards
+        # on every rank.
+        known = inspect.signature(wrapper.__init__).parameters  # older torch releases use the old name
         exchange_buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         self._ddp = wrapper(self._whole, **{exchange_buffers: False})
         self._whole = self._ddp
 
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
-        """Yields all micro-batches but the last without an exchange; each rank has one with it, of its own or
-        None.
+        """Yields all micro-batches but the last without gradient reduction; each rank reduces in one, its own
+        or None.
         """
         coming = iter(micros)
         micro = next(coming, None)
@@ -148,9 +149,7 @@ class Replicated(_Wrapped):
 
 
 class Sharded(_Wrapped):
-    """Every rank has a part of each tensor, and they come together block by block for each forward
-    (FSDP2).
-    """
+    """Every rank has a shard of each tensor; blocks are gathered one by one in each forward (FSDP2)."""
 
     def __init__(self, model: nn.Module, world: World, device: torch.device) -> None:
         super().__init__(model, world)
@@ -163,17 +162,18 @@ class Sharded(_Wrapped):
         fully_shard(self._whole, mesh=mesh)
 
     def read(self, compute: Callable[..., Result], *args: Any) -> Result:
-        """Returns `compute(model, *args)`; what lies outside of the blocks is whole meanwhile, on every rank.
+        """Returns `compute(model, *args)`; parameters outside the blocks are gathered on every rank during
+        the call.
 
-        It must not raise.
+        `compute` must not raise.
         """
         result: Result = self._whole(compute, args, {})
-        self._whole.reshard()  # type: ignore[operator]  # which FSDP2 leaves to a backward pass
+        self._whole.reshard()  # type: ignore[operator] # FSDP2 reshards only in a backward pass
         return result
 
     def rounds(self, micros: Iterable[Micro]) -> Iterator[Micro | None]:
-        """Yields as often on every rank, None where this one has no micro-batch left: each forward takes all
-        ranks.
+        """Yields equally often on every rank, None if this one has no micro-batch left: each forward is
+        collective.
         """
         coming = iter(micros)
         while self._any(micro := next(coming, None)):
@@ -181,9 +181,9 @@ class Sharded(_Wrapped):
 
 
 def parallel_of(model: nn.Module, how: str, world: World, device: torch.device) -> Parallel:
-    """Returns the form in which the ranks share a model, "ddp" or "fsdp2".
+    """Wraps a model for several ranks, by "ddp" or "fsdp2".
 
-    Make the optimizer after it; blocks for all ranks.
+    Make the optimizer afterwards; blocks for all ranks.
     """
     if world.size == 1:
         return Parallel(model)
@@ -191,32 +191,28 @@ def parallel_of(model: nn.Module, how: str, world: World, device: torch.device) 
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yields the layers that a Hugging Face model names as those to be kept in one piece; none for other
-    modules.
-    """
+    """Yields the layers that a Hugging Face model marks as not to be split; none for other modules."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return (module for module in model.modules() if type(module).__name__ in names)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Returns whether ranks have parts of the model's tensors, so that all of them are needed for the
-    whole.
-    """
+    """Returns whether the model's tensors are sharded over the ranks."""
     return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns all of a tensor, on every rank; blocks for the others if it is a sharded one."""
+    """Returns the whole tensor on every rank; blocks for the others if it is sharded."""
     full: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, Index | None]:
-    """Returns the part of a tensor that this rank has, and where in the whole it lies; None: this is all of
-    it, as on every rank.
+    """Returns this rank's shard of a tensor and its position in the whole; None: every rank has the whole
+    tensor.
 
-    Never blocks, but for the other ranks where a tensor is split in a way that FSDP2 does not: it is whole
-    then.
+    Never blocks, except if a tensor is sharded in a way that FSDP2 does not use: then it is gathered, which
+    blocks for the other ranks.
     """
     if not hasattr(tensor, "full_tensor"):
         return tensor, None
@@ -227,7 +223,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, Index | None]:
     if len(ways) != 1 or type(ways[0]) is not Shard:
         return whole(tensor), None
     dimension = ways[0].dim
-    size = -(-tensor.shape[dimension] // mesh.size())  # as torch.chunk: the last ones are shorter, or empty
+    size = -(-tensor.shape[dimension] // mesh.size())  # as torch.chunk: the last shards are shorter, or empty
     at = min(size * mesh.get_local_rank(), tensor.shape[dimension])
     assert local.shape[dimension] == min(size, tensor.shape[dimension] - at), (
         f"{tuple(local.shape)} of {tuple(tensor.shape)}"
@@ -236,7 +232,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, Index | None]:
 
 
 def shared_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns the part of a whole tensor, the same on all ranks, that a rank holds of a parameter."""
+    """Returns the shard of a whole tensor that corresponds to this rank's shard of a parameter."""
     value = value.to(parameter.device)
     if not hasattr(parameter, "full_tensor"):
         return value
@@ -247,11 +243,10 @@ def shared_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gathered(tensor: Tensor, write: bool) -> Tensor | None:
-    """Returns all of a tensor where it is written, which is rank 0, and None on the others; blocks for them
-    if it is a sharded one.
+    """Returns the whole tensor on rank 0, and None on the others; blocks for them if it is sharded.
 
-    A sharded one comes to the CPU; the device of rank 0 has this one whole meanwhile, those of the others no
-    more than their part.
+    A sharded tensor is returned on the CPU. In between, rank 0's device holds it whole; the other devices
+    hold only their shard.
     """
     if not hasattr(tensor, "full_tensor"):
         return tensor.cpu() if write else None
@@ -260,12 +255,12 @@ def gathered(tensor: Tensor, write: bool) -> Tensor | None:
 
     assert isinstance(tensor, DTensor)
     ways, mesh = tensor.placements, tensor.device_mesh
-    if len(ways) != 1 or type(ways[0]) is not Shard:  # split in a way that FSDP2 does not
+    if len(ways) != 1 or type(ways[0]) is not Shard:  # sharded in a way that FSDP2 does not use
         full = whole(tensor)
         return full.cpu() if write else None
     dimension, count = ways[0].dim, tensor.shape[ways[0].dim]
     local = tensor.to_local().movedim(dimension, 0)
-    # as torch.chunk: the last ones are shorter, or empty
+    # as torch.chunk: the last shards are shorter, or empty
     part = local.new_zeros((-(-count // mesh.size()), *local.shape[1:]))
     part[: len(local)] = local
     parts = [torch.empty_like(part) for _ in range(mesh.size())] if write else None
@@ -276,12 +271,10 @@ def gathered(tensor: Tensor, write: bool) -> Tensor | None:
 
 
 def whole_state(model: Any, write: bool = True) -> dict[str, Tensor]:
-    """Returns the whole tensors of a sharded model's state by name, on the CPU; tied ones are one tensor.
+    """Returns a sharded model's whole state by name, on the CPU; tied parameters share a tensor. Empty if
+    nothing is sharded.
 
-    Empty if nothing is sharded.
-
-    Blocks for the other ranks: every rank calls it, and gets an empty one unless it is the one that writes,
-    rank 0.
+    Collective: every rank calls it and blocks for the others. All but rank 0 get an empty result.
     """
     if not is_sharded(model):
         return {}

@@ -1,8 +1,4 @@
-"""The model that a trainer's wrappers are around, under the names that everybody else knows its parameters
-by.
-
-Knows torch's wrappers and peft's; nothing of weights segments and engines.
-"""
+"""Finds the model inside a trainer's wrappers, and the public names of its parameters."""
 
 from __future__ import annotations
 
@@ -13,17 +9,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shmbridge.errors import WeightsMismatch
 
-# of layers that were compiled, or are computed again
+# prefixes from compiled or checkpointed layers
 _IN_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def unwrapped(model: Module) -> Module:
-    """Returns the module without torch.compile, DDP, DataParallel and peft's PeftModel around it, its
-    adapters in it.
+    """Returns the module inside torch.compile, DDP, DataParallel and peft's PeftModel, including its
+    adapters.
 
     Raises:
-        WeightsMismatch: this process has a part of it: FSDP, tensor parallel, DeepSpeed's ZeRO-3; or a prompt
-            is learned beside it.
+        WeightsMismatch: this process has only a shard (FSDP, tensor parallel, DeepSpeed's ZeRO-3), or a
+            prompt is learned beside the model.
     """
     while (inner := _inside(model)) is not None:
         model = inner
@@ -38,7 +34,7 @@ def unwrapped(model: Module) -> Module:
 
 
 def _inside(model: Module) -> Module | None:
-    """What one wrapper is around; None if that is no wrapper."""
+    """Returns the module inside one wrapper; None if it is not a wrapper."""
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         inner: object = model.module
     elif (peft := sys.modules.get("peft")) is not None and isinstance(model, peft.PeftModel):
@@ -55,7 +51,7 @@ def _inside(model: Module) -> Module | None:
 
 
 def public_name(name: str) -> str:
-    """Returns a parameter's name without the wrappers of single layers."""
+    """Returns a parameter's name without the prefixes of layer wrappers."""
     for each in _IN_NAMES:
         name = name.replace(each, "")
     return name

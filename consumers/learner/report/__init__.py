@@ -1,1 +1,1 @@
-"""What is said of a run: metrics, logs, pictures."""
+"""Reports of a run: metrics, logs, plots."""

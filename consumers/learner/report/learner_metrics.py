@@ -1,7 +1,6 @@
-"""What a batch and its bridge are worth saying at each step, under the names of `shmbridge.metrics`.
+"""Metrics of a batch and its bridge at each step, under the names of `shmbridge.metrics`.
 
-Knows the metadata of a batch and the counters of a consumer; knows nothing of torch and of losses. Called by
-the GRPO learner (`grpo.py`).
+Used by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _BATCHES = 4
 
 
 class LearnerMetrics:
-    """Looks at each batch as it is taken, and describes it, its bridge and the totals of this learner.
+    """Computes metrics of each batch as it is taken, of its bridge, and totals of this learner.
 
     Args:
         groups: trajectory groups of a batch.
@@ -31,12 +30,12 @@ class LearnerMetrics:
         self._fallback_groups = 0
 
     def taken(self, batch: shmbridge.Batch, now_ns: int, policy_version: int) -> Metrics:
-        """Returns how old the batch is, and how fast records come.
+        """Returns the batch's age and staleness, and the rate of records.
 
         Args:
             batch: a `shmbridge.Batch`, or anything with its metadata.
-            now_ns: when it was taken, CLOCK_MONOTONIC as the records' own times.
-            policy_version: the one about to be trained.
+            now_ns: when it was taken (CLOCK_MONOTONIC, as the records' times).
+            policy_version: the version about to be trained.
         """
         behind = staleness(batch, policy_version)
         rows = Counter(id(meta) for meta in batch.meta)  # rows of one record share its metadata
@@ -71,15 +70,15 @@ class LearnerMetrics:
 
 
 def rows_of_environments(batch: shmbridge.Batch) -> dict[str, int]:
-    """Trajectories of a batch, by the name that their environment has in metrics."""
+    """Returns the number of trajectories per environment, by the environment's name in metrics."""
     return {
         name: rows.size for name, rows in rows_by_environment([meta.env_name for meta in batch.meta]).items()
     }
 
 
 def _histogram(batch: shmbridge.Batch, policy_version: int) -> dict[str, int]:
-    """Trajectories by lag: a bar per version up to a few, one for all beyond, one for those of unknown
-    age.
+    """Returns trajectories by staleness: one bucket per version up to a few, one for all beyond, one for
+    unknown.
     """
     known = (-1 if version is None or version > policy_version else version for version in _stamped(batch))
     lags = Counter(staleness_of(version, policy_version) for version in known)
@@ -87,8 +86,8 @@ def _histogram(batch: shmbridge.Batch, policy_version: int) -> dict[str, int]:
 
 
 def staleness(batch: shmbridge.Batch, policy_version: int) -> list[int]:
-    """Versions between the policy that began each trajectory and the current one, where that is known: a
-    later one is nobody's.
+    """Returns current version minus the version that began each trajectory, where known; a later version is
+    invalid.
     """
     return [
         policy_version - version

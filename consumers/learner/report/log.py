@@ -1,6 +1,6 @@
-"""metrics.jsonl and the progress line: what a learner says after each step.
+"""metrics.jsonl and the progress line after each step.
 
-Knows nothing of torch, of the bridge, of wandb. Called by the GRPO learner (`grpo.py`).
+Used by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shmbridge.consumers.learner.world import say
 
 
 class AlsoLog(Protocol):
-    """Somewhere else that wants the metrics, and that counts its failures instead of raising."""
+    """Another receiver of the metrics, which counts its failures instead of raising."""
 
     name: str
     failures_total: int
@@ -26,11 +26,11 @@ class AlsoLog(Protocol):
 
 
 class MetricsLog:
-    """Context manager over an append-only file of JSON lines; a kill leaves at most a torn last one.
+    """Context manager over an append-only file of JSON lines; a kill leaves at most one torn line, the last.
 
     Args:
         path: the file; its folder is created, its earlier lines stay.
-        others: get the same metrics; None is nobody.
+        others: receive the same metrics; None entries are ignored.
     """
 
     def __init__(self, path: Path, *others: AlsoLog | None) -> None:
@@ -41,13 +41,13 @@ class MetricsLog:
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")  # a killed writer's half line must not swallow our first one
+            os.write(self._file, b"\n")  # a killed writer's half line must not merge with our first line
 
     def append(self, metrics: Metrics) -> None:
         """Appends one line in a single write; values that are not finite become null. Blocks for the disk.
 
-        A line that the disk does not take is said once, counted in the later ones, and lost: the training is
-        worth more.
+        A line that cannot be written is lost: reported once and counted in later lines, so that training
+        continues.
         """
         for other in self._others:
             other.log(metrics)
@@ -78,7 +78,7 @@ class MetricsLog:
 
 
 def progress_line(metrics: Metrics, steps: int) -> str:
-    """Returns one line for people: where the run is, how it learns, where its time goes."""
+    """Returns a progress line for the user: step, learning metrics, time shares."""
     return (
         f"step {metrics['step']:>{len(str(steps))}}/{steps}  version {metrics['policy_version']}"
         f"  reward {metrics['reward_mean']:.3f}  loss {metrics['loss']:+.4f}"
@@ -92,5 +92,5 @@ def progress_line(metrics: Metrics, steps: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN: a reader of the file must not need to know that Python's does."""
+    """Replaces values that are not finite: standard JSON has no NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,5 @@
-"""One picture of one or several runs: reward, loss, staleness, tokens per second, and where the time went.
-
-Knows `RunMetrics` and matplotlib, which is imported here only. Called by `shmbridge report`.
+"""One plot of one or several runs: reward, loss, staleness, tokens per second, and time shares. The only file
+that imports matplotlib. Used by `shmbridge report`.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import numpy.typing as npt
 
 from shmbridge.consumers.learner.report.run_report import PHASES, RunMetrics
 
-MOST_POINTS = 600  # of a line: more cannot be seen, and make large files
+MOST_POINTS = 600  # per line; more cannot be seen and make files large
 _LINES = ("-", "--", ":", "-.")
-# apart in grey, too, with the lines' patterns
+# with the line patterns, distinguishable in grey, too
 _INKS = ("#000000", "#0072b2", "#d55e00", "#7f7f7f", "#009e73", "#cc79a7")
 _FILLS = dict(
     zip(
@@ -33,12 +32,12 @@ class MatplotlibMissing(Exception):
 
 
 def plot(runs: Sequence[RunMetrics], file: Path) -> None:
-    """Draws the runs into a file whose suffix says the format, .svg or .png.
+    """Draws the runs into a file; its suffix, .svg or .png, sets the format.
 
     Blocks for the compute and the disk.
 
     Raises:
-        MatplotlibMissing: the package is not there.
+        MatplotlibMissing: the package is not installed.
     """
     try:
         import matplotlib as mpl
@@ -65,7 +64,7 @@ def plot(runs: Sequence[RunMetrics], file: Path) -> None:
                 axis.plot(*_thin(run.steps, values(run)), line, color=ink, linewidth=1.0, label=run.name)
             axis.set_ylabel(label)
             axis.grid(linewidth=0.3, color="#cccccc")
-        # the user's own evaluation, where there is any, as marks on the reward
+        # the user's evaluation, if any, as markers on the reward
         for number, run in enumerate(runs):
             known = np.isfinite(run.column("eval/mean_score"))
             if known.any():
@@ -82,12 +81,12 @@ def plot(runs: Sequence[RunMetrics], file: Path) -> None:
         else:
             _time_by_run(axes[4], runs)
         file.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None} if file.suffix == ".svg" else None  # the same run makes the same file
+        metadata = {"Date": None} if file.suffix == ".svg" else None  # makes the file reproducible
         figure.savefig(file, dpi=100, metadata=metadata)
 
 
 def _time_by_step(axis: Any, run: RunMetrics) -> None:
-    """Shares of a step, smoothed over the points that are drawn."""
+    """Returns the time shares of a step, averaged per drawn point."""
     phases = run.phases
     if not phases:
         return
@@ -135,7 +134,7 @@ def _time_by_run(axis: Any, runs: Sequence[RunMetrics]) -> None:
 def _thin(
     steps: npt.NDArray[np.int64], values: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Means over equal parts of at most MOST_POINTS."""
+    """Returns means over at most MOST_POINTS equal parts."""
     size = -(-steps.size // MOST_POINTS)
     starts = np.arange(0, steps.size, size)
     known = np.isfinite(values)

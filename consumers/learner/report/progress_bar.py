@@ -1,6 +1,6 @@
-"""What a learner shows of each step: a line, or on a terminal a bar that stays in its place.
+"""The learner's progress display: a line per step, or a bar on a terminal.
 
-Knows metrics and the terminal; nothing of training. Called by the GRPO learner (`grpo.py`).
+Used by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class ProgressLines:
 
 
 class ProgressBar:
-    """Context manager over a bar of tqdm on standard error, which transformers brings along.
+    """Context manager over a tqdm bar on standard error; tqdm comes with transformers.
 
     Args:
         steps: of the whole run.
-        done: those an earlier learner has done.
+        done: steps done before a resume.
     """
 
     def __init__(self, steps: int, done: int) -> None:
@@ -65,5 +65,5 @@ class ProgressBar:
 
 
 def progress(steps: int, done: int, every: int, *, bar: bool) -> ProgressLines | ProgressBar:
-    """Returns the bar if it is wanted and standard error is a terminal, else lines on standard output."""
+    """Returns the bar if requested and standard error is a terminal, else lines on standard output."""
     return ProgressBar(steps, done) if bar and sys.stderr.isatty() else ProgressLines(steps, every)

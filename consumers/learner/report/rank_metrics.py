@@ -1,8 +1,7 @@
-"""One batch's metrics from those of the shares that ranks had of it.
+"""Merges the metrics of all ranks' shares into those of the whole batch.
 
-Counts add up, of texts the first stands, means are weighted by what they are means of, standard deviations
-are those of all together; percentiles are the highest of any rank, since they cannot be put together. Knows
-names alone; knows nothing of torch and of the bridge. Called by the GRPO learner (`grpo.py`).
+Counts are summed, the first text is kept, means are weighted by their counts, standard deviations are pooled.
+Percentiles cannot be merged, so the highest of any rank is used. Used by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _OF_TOKENS = re.compile(r"^advantage_|^token_")
 _DEVIATION = re.compile(r"^(\w+_)std()$|^(atropos/.+/)std(_\w+)$")
 _OF_SCORES = re.compile(r"^reward_(mean|std)$|^atropos/mean_score$")
 _OF_ENVIRONMENT = re.compile(r"^(atropos/.+/)(?:mean|std)_(score|advantage)$")
-# what has a score, or an advantage
+# the metric that counts trajectories with a score, and with an advantage
 _COUNTS = {"score": "trajectories_scored", "advantage": "trajectories_trained"}
 _OF_GROUPS = {"atropos/identical_score_rate": "groups_scored", "bridge/group_wait_s": "groups"}
 
@@ -31,7 +30,7 @@ _OF_GROUPS = {"atropos/identical_score_rate": "groups_scored", "bridge/group_wai
 def of_all_ranks(world: World, share: Metrics, rows: dict[str, int]) -> Metrics:
     """Returns the metrics of the whole batch, on every rank.
 
-    Blocks for the others; arguments as of `merged`, of this rank.
+    Blocks for the others; arguments as `merged`, of this rank.
     """
     said = world.all_gather([share, rows])
     return merged([each[0] for each in said], [each[1] for each in said])
@@ -41,8 +40,8 @@ def merged(shares: Sequence[Metrics], rows: Sequence[dict[str, int]]) -> Metrics
     """Returns the metrics of the whole batch.
 
     Args:
-        shares: of each rank; a name may be missing where a rank knows nothing of it.
-        rows: of each rank, trajectories by the name its environment has in metrics.
+        shares: of each rank; a rank may lack a name.
+        rows: of each rank, the number of trajectories by the environment's name in metrics.
     """
     if len(shares) == 1:
         return dict(shares[0])
@@ -68,7 +67,7 @@ def _merged(name: str, shares: Sequence[Metrics]) -> Any:
 
 
 def _spread(name: str, shares: Sequence[Metrics], means: Metrics) -> float:
-    """The standard deviation of all together: that within the shares, and that of their means."""
+    """Returns the pooled standard deviation: within the shares and between their means."""
     mean = _mean_of(name)
     squares = [
         (_weight(name, share), share[name] ** 2 + share[mean] ** 2) for share in shares if name in share
@@ -77,13 +76,13 @@ def _spread(name: str, shares: Sequence[Metrics], means: Metrics) -> float:
 
 
 def _mean_of(name: str) -> str:
-    """The name of the mean that belongs to a standard deviation; "" if it is none."""
+    """Returns the name of the mean that belongs to a standard deviation; "" if the name is not one."""
     found = _DEVIATION.search(name)
     return "mean".join(part for part in found.groups() if part is not None) if found else ""
 
 
 def _weight(name: str, share: Metrics) -> float:
-    """How many values a share's mean is of."""
+    """Returns the number of values behind a share's mean."""
     if (of := _OF_ENVIRONMENT.search(name)) is not None:
         count = of[1] + _COUNTS[of[2]]
     elif name == "token_staleness_mean":
@@ -96,7 +95,9 @@ def _weight(name: str, share: Metrics) -> float:
 
 
 def _weighted(values: Sequence[tuple[float, float]]) -> float:
-    """The mean of (weight, value); what is not a number is nobody's, and no weight at all makes all alike."""
+    """Returns the weighted mean of (weight, value) pairs; skips NaN; weights all equally if every weight is
+    0.
+    """
     known = [(weight, value) for weight, value in values if math.isfinite(value)]
     if not known:
         return float("nan")

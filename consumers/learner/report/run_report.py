@@ -1,7 +1,6 @@
-"""What the metrics.jsonl of a run says on the whole: the steps in order, and a summary in numbers and in
-words.
+"""Reads the metrics.jsonl of a run: the steps in order, and a summary as numbers and as text.
 
-Knows the file and the names in it; nothing of plots, torch and bridges. Called by `shmbridge report`.
+Used by `shmbridge report`.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 METRICS_FILE = "metrics.jsonl"
-# Parts of a step in their order; a run of a release that knew fewer has those.
+# Phases of a step in order; runs of older releases have fewer.
 PHASES = ("wait", "copy", "forward", "backward", "forward_backward", "sync", "update", "publish")
-_TAIL = 0.1  # of the steps: what "at the start" and "at the end" are means of
+_TAIL = 0.1  # share of the steps that "at the start" and "at the end" average over
 
 
 class NoRun(Exception):
-    """There are no metrics of a run in a folder; the message says where was looked."""
+    """A folder has no metrics of a run; the message names the path."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,10 @@ class RunMetrics:
     Attributes:
         name: of the run's folder.
         steps: int (S,).
-        columns: name -> float64 (S,), NaN where a step does not say it.
-        repeated: lines of steps that came again after a resume; the later line counts.
-        torn: lines that are no JSON, as a kill leaves them.
-        row_difference: the first row that was trained with other values than were put, in words; "" if none
-            was.
+        columns: name -> float64 (S,), NaN in steps without the metric.
+        repeated: lines of steps repeated after a resume; the later line counts.
+        torn: invalid JSON lines, left by a kill.
+        row_difference: description of the first row trained with other values than were put; "" if none.
     """
 
     name: str
@@ -47,13 +45,13 @@ class RunMetrics:
     row_difference: str = ""
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
-        """Returns one metric, (S,); NaN where it is not known."""
+        """Returns one metric, (S,); NaN where unknown."""
         return self.columns.get(name, np.full(self.steps.size, math.nan))
 
     @property
     def tokens_per_s(self) -> npt.NDArray[np.float64]:
-        """Tokens of each step by the time since the step before was over; NaN for the first, and after a
-        resume.
+        """Returns tokens per second of each step, from the end of the step before; NaN for the first, and
+        after a resume.
         """
         took = np.diff(self.column("time"), prepend=math.nan)
         took[took <= 0.0] = math.nan
@@ -61,7 +59,7 @@ class RunMetrics:
 
     @property
     def phases(self) -> dict[str, npt.NDArray[np.float64]]:
-        """Seconds of each part of a step, of the parts that are known, 0 where a step does not say."""
+        """Returns the seconds of each recorded phase, 0 in steps without it."""
         known = {phase: f"{phase}_s" for phase in PHASES if f"{phase}_s" in self.columns}
         if {"forward", "backward"} & known.keys():
             known.pop("forward_backward", None)
@@ -72,7 +70,7 @@ def read_run(folder: Path) -> RunMetrics:
     """Returns the metrics in a run directory. Blocks for the disk.
 
     Raises:
-        NoRun: it has no metrics.jsonl, or one without a step.
+        NoRun: it has no metrics.jsonl, or the file has no step.
     """
     path = folder / METRICS_FILE
     try:
@@ -92,7 +90,8 @@ def read_run(folder: Path) -> RunMetrics:
             torn += bool(line.strip())
             continue
         read += 1
-        while by_step and next(reversed(by_step)) >= step:  # a resumed run takes back what was not saved
+        # a resumed run repeats the steps that were not saved
+        while by_step and next(reversed(by_step)) >= step:
             by_step.popitem()
         by_step[step] = said
     if not by_step:
@@ -117,7 +116,7 @@ def read_run(folder: Path) -> RunMetrics:
 
 
 def summary(run: RunMetrics) -> dict[str, Any]:
-    """Returns what a run says on the whole, under plain names; None for what it does not say."""
+    """Returns the summary of a run by name; None for unknown values."""
     few = max(1, math.ceil(run.steps.size * _TAIL))
     reward, loss, staleness = run.column("reward_mean"), run.column("loss"), run.column("staleness_mean")
     phases = {name: float(values.sum()) for name, values in run.phases.items()}
@@ -154,7 +153,7 @@ def summary(run: RunMetrics) -> dict[str, Any]:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """Returns a summary for people: a few lines."""
+    """Returns the summary as a few lines of text."""
     lines = [
         f"{found['run']}: {found['steps']} steps, {found['tokens']:,} tokens"
         + (
@@ -197,14 +196,14 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def _by_environment(run: RunMetrics, name: str) -> dict[str, int]:
-    """The sum over all steps of each environment's `name{env}`."""
+    """Returns the sum over all steps of each environment's `name{env}`."""
     begin = f"{name}{{"
     mine = [each for each in run.columns if each.startswith(begin) and each.endswith("}")]
     return {each[len(begin) : -1]: int(np.nansum(run.columns[each])) for each in sorted(mine)}
 
 
 def _rows_in_words(found: dict[str, Any]) -> list[str]:
-    """What was compared with what was put, and what of it differs."""
+    """Returns a sentence on how many rows were compared with the put values, and how many differ."""
     compared, differ = found["rows_compared"], found["rows_differ"]
     if not compared:
         return []
@@ -245,6 +244,6 @@ def _is_number(value: Any) -> bool:
 def _number(value: Any) -> float:
     try:
         number = float(value) if _is_number(value) else math.nan
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer with hundreds of digits
         return math.nan
     return number if math.isfinite(number) else math.nan

@@ -1,7 +1,6 @@
-"""Where the time of a step goes, and what it costs the host.
+"""Times of a step's phases, and the step's CPU cost. Uses CUDA events if the work is on a GPU.
 
-Knows names of phases, and CUDA's events where the work is done on a GPU; nothing of learners. Called by
-`grpo_update.py` and by the GRPO learner (`grpo.py`).
+Used by `grpo_update.py` and by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ PHASES = ("copy", "forward", "backward", "sync")
 class StepTimes:
     """Adds up the seconds of each phase of a step.
 
-    On a GPU they are those of the device, between two events of its stream.
-
-    One thread. Costs a microsecond a phase, and on a GPU two events.
+    On a GPU it measures device time, between two events of the stream. One thread. Costs a microsecond per
+    phase, and on a GPU two events.
 
     Args:
         device: where the work is done.
@@ -50,7 +48,7 @@ class StepTimes:
             self._seconds[phase] += time.perf_counter() - begun
 
     def each(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yields the items; the making of each counts as a phase."""
+        """Yields the items; the time to produce each counts for a phase."""
         coming = iter(items)
         while True:
             with self.of(phase):
@@ -60,9 +58,8 @@ class StepTimes:
             yield item
 
     def taken(self) -> dict[str, float]:
-        """Returns `<phase>_s` since the last call, and the most memory of the GPU so far.
-
-        Waits for the GPU, where there is one.
+        """Returns `<phase>_s` since the last call, and the peak GPU memory so far. Waits for the GPU, if
+        any.
         """
         if self._events:
             self._events[-1][2].synchronize()
@@ -76,7 +73,7 @@ class StepTimes:
 
 
 class StepCost:
-    """What each step takes as a whole, since the one before was over. One thread; never blocks."""
+    """The total cost of each step, counted from the end of the one before. One thread; never blocks."""
 
     def __init__(self) -> None:
         self._ended, self._cpu = time.monotonic(), time.process_time()
@@ -88,12 +85,12 @@ class StepCost:
         return spent
 
     def step(self, waited_s: float, cpu_s: float, tokens: int) -> dict[str, float]:
-        """Returns the numbers of a step that is over now.
+        """Returns the metrics of the step that ends now.
 
         Args:
-            waited_s: of it, waiting for batches.
+            waited_s: seconds spent waiting for batches.
             cpu_s: CPU seconds of all ranks.
-            tokens: that all ranks took in.
+            tokens: of all ranks.
         """
         ended = time.monotonic()
         took, self._ended = ended - self._ended, ended

@@ -1,7 +1,5 @@
-"""A TensorBoard log that gets the learner's metrics, without ever stopping the training.
-
-The only file of the learner that uses tensorboard, and only once it is asked to. Knows nothing of the bridge.
-Called by the GRPO learner (`grpo.py`).
+"""Writes the learner's metrics to TensorBoard; its failures never stop training. The only file of the learner
+that imports tensorboard, and only if enabled. Used by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -22,19 +20,18 @@ class TensorboardMissing(Exception):
 
 
 class TensorboardLog:
-    """Context manager over one folder of event files; a failure is said once, counted, and otherwise ignored.
-
-    A resumed learner purges what a killed one wrote of the steps that come again. One thread; blocks for the
-    disk.
+    """Context manager over one folder of event files; a failure is reported once, counted, and otherwise
+    ignored. A resumed learner hides what a killed one wrote for the steps that are repeated. One thread;
+    blocks for the disk.
 
     Args:
         run_dir: the run directory.
-        source: the checkpoint that the run goes on from; what the log has of later steps is hidden. None for
-            a fresh start.
-        say: takes a line for people.
+        source: the checkpoint that the run resumes from; the log's later steps are hidden. None for a fresh
+            start.
+        say: prints a line for the user.
 
     Raises:
-        TensorboardMissing: the package is not there.
+        TensorboardMissing: the package is not installed.
     """
 
     name = "tensorboard"
@@ -52,7 +49,9 @@ class TensorboardLog:
         self._writer: Any = SummaryWriter(str(run_dir / FOLDER), purge_step=purge_step)
 
     def log(self, metrics: Metrics) -> None:
-        """Writes one step's metrics, at their step and time; what is no finite number is left out."""
+        """Writes one step's metrics, at their step and time; values that are not finite numbers are left
+        out.
+        """
         self._guarded(lambda: self._write(metrics))
 
     def __enter__(self) -> TensorboardLog:
@@ -75,7 +74,7 @@ class TensorboardLog:
     def _guarded(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception as error:  # whatever it is, the training is worth more
+        except Exception as error:  # no failure of the log may stop training
             self.failures_total += 1
             if self.failures_total == 1:
                 self._say(

@@ -1,7 +1,5 @@
-"""A W&B run that gets the learner's metrics: started, fed and ended without ever stopping the training.
-
-The only file of the learner that imports wandb, and only once it is asked to. Knows nothing of torch and of
-the bridge. Called by the GRPO learner (`grpo.py`).
+"""Sends the learner's metrics to a W&B run; its failures never stop training. The only file of the learner
+that imports wandb, and only if enabled. Used by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import Any
 from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.types import Metrics
 
-ID_FILE = "wandb-run-id"  # in the run directory: a resumed learner goes on with its W&B run
+ID_FILE = "wandb-run-id"  # in the run directory, so that a resumed learner continues its W&B run
 
 
 class WandbMissing(Exception):
@@ -22,18 +20,18 @@ class WandbMissing(Exception):
 
 
 class WandbRun:
-    """Context manager over one W&B run; a failure of W&B is said once, counted, and otherwise ignored.
+    """Context manager over one W&B run; a failure of W&B is reported once, counted, and otherwise ignored.
 
-    What the environment says (WANDB_MODE, WANDB_DIR, WANDB_ENTITY, ...) holds. May block for the network at
-    the start and at the end, never in between. Call from one thread.
+    Environment variables (WANDB_MODE, WANDB_DIR, WANDB_ENTITY, ...) apply. May block for the network at the
+    start and at the end, never in between. Call from one thread.
 
     Args:
-        config: the learner's, which becomes the run's configuration.
-        resumed: whether the learner goes on from a checkpoint.
-        say: takes a line for people.
+        config: the learner's; stored as the run's configuration.
+        resumed: whether the learner resumes from a checkpoint.
+        say: prints a line for the user.
 
     Raises:
-        WandbMissing: the package is not there.
+        WandbMissing: the package is not installed.
     """
 
     name = "wandb"
@@ -81,14 +79,14 @@ class WandbRun:
     def _guarded(self, what: str, call: Callable[[], object]) -> None:
         try:
             call()
-        except Exception as error:  # whatever it is, the training is worth more
+        except Exception as error:  # no failure of the log may stop training
             self.failures_total += 1
             if self.failures_total == 1:
                 self._say(f"W&B cannot {what}, training goes on: {type(error).__name__}: {error}")
 
 
 def _flat(config: LearnerConfig) -> Metrics:
-    """All options by name; W&B shows texts and numbers."""
+    """Returns all options by name, as texts and numbers for W&B."""
     options = {name: value for section in config.document().values() for name, value in section.items()}
     options["run_dir"] = str(config.run_dir)
     return {name: value if _plain(value) else str(value) for name, value in options.items()}

@@ -1,7 +1,7 @@
-"""What is said when a step cannot be computed: which one, what of the run is saved, and what to lower where
-memory ran out.
+"""The error of a step that cannot be computed: which step, what was saved, and what to lower if memory ran
+out.
 
-Knows the command line and torch's words for a lack of memory; knows nothing of the bridge. Called by the GRPO
+Used by the GRPO
 learner (`grpo.py`).
 """
 
@@ -23,7 +23,7 @@ class BrokenStep(Exception):
     """A step could not be computed.
 
     Attributes:
-        details: the traceback, "" where memory ran out, which needs none.
+        details: the traceback; "" if memory ran out.
     """
 
     details = ""
@@ -32,19 +32,19 @@ class BrokenStep(Exception):
 def broken_step(
     error: Exception, compute: ComputeConfig, learner: Learner, rescue: Callable[[], str]
 ) -> BrokenStep:
-    """Saves what was trained; return the error with words for people. Blocks for the disk.
+    """Saves what was trained and returns the error to report. Blocks for the disk.
 
     Args:
-        error: what was raised; its frames in the computation are cleared.
+        error: the original exception; its frames in the computation are cleared.
         compute: of the configuration.
-        learner: that was training.
-        rescue: saves, and says what is on the disk: `Saver.rescue`.
+        learner: the learner that was training.
+        rescue: saves, and returns what is on disk: `Saver.rescue`.
     """
     what, step = (str(error).splitlines() or [""])[0], learner.step + 1
     details = "" if lacks_memory(error) else "".join(traceback.format_exception(error))
     _free_activations(error)
     for free in (learner.drop_gradient, torch.cuda.empty_cache):
-        # a device that is broken says so again at each call; what went wrong first is to be said
+        # a broken device raises at each call; report the first error
         with suppress(RuntimeError):
             free()
     saved = rescue()
@@ -64,9 +64,9 @@ def broken_step(
 
 
 def _free_activations(error: Exception) -> None:
-    """Clears the frames that computed.
+    """Clears the frames of the computation, which hold the activations.
 
-    Those that called them go on holding the batch, which is not released but comes again.
+    The calling frames still hold the batch; it is not released and is redelivered.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals is not Learner.accumulate.__globals__:
@@ -75,14 +75,14 @@ def _free_activations(error: Exception) -> None:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Returns whether an error says that there is no memory left, on a device or on the host."""
+    """Returns whether an error means that a device or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
 
 
 def _lower(compute: ComputeConfig, learner: Learner) -> str:
-    """What takes less memory, of what is not done yet."""
+    """Returns the options that would save memory and are not in use yet."""
     if not learner.consistent:
         return "--param-dtype bfloat16, --lora-rank, or --parallel fsdp2 on more GPUs"
     ways = [f"lower --micro-tokens ({compute.micro_tokens} now)"]

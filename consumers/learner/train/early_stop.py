@@ -1,6 +1,6 @@
-"""When a run may end before its last step: a metric is good enough, or has not become better for long.
+"""Early stopping: a metric is good enough, or has not improved for a number of steps.
 
-Knows metrics by name; nothing of training. Called by the GRPO learner.
+Used by the GRPO learner.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from shmbridge.consumers.learner.types import Metrics
 
 
 class EarlyStop:
-    """Looks at every step's metrics, and says when the run may end.
+    """Reads every step's metrics and decides when the run may end.
 
-    A step without the metric, or with none known, counts for nothing.
+    A step where the metric is absent or unknown is skipped.
 
     Args:
-        condition: to hold in `patience` steps one after the other; None for none.
-        patience: how many.
-        goal: what must get better within `stall` steps; None for none.
-        stall: how many.
-        say: takes a line for people: a name that the first step does not know may be a slip.
+        condition: must hold in `patience` consecutive steps; None: no condition.
+        patience: the number of steps.
+        goal: the metric that must improve within `stall` steps; None: no goal.
+        stall: the number of steps.
+        say: prints a line for the user: warns of a metric name that the first step does not have.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EarlyStop:
         self._unseen = {each.metric for each in (condition, goal) if each is not None}
 
     def reason(self, metrics: Metrics) -> str | None:
-        """Returns why to stop after a step with these metrics; None to go on."""
+        """Returns why to stop after a step with these metrics; None to continue."""
         for name in sorted(self._unseen - metrics.keys()):
             self._say(
                 f"no metric {name} in the first step: until there is one, it does not end this run early"

@@ -1,9 +1,8 @@
-"""The learner's engines, brought to each version by a thread while the learner waits for its next batch.
+"""A thread that loads each version into the learner's engines while the learner waits for its next batch.
 
-At most one push is under way, and it is over before the segment changes again: versions never go back, and an
-engine finds the one that it is told to take. An engine that fails is said and counted; the training goes on,
-and ends when that lasts. Knows the interface of `engines/` and no engine. Called by the GRPO learner, on rank
-0.
+At most one push is in flight, and it ends before the segment changes again. So versions never go back, and an
+engine finds the version it is asked to load. An engine's failure is printed and counted; training continues,
+and ends if the failures last. Used by the GRPO learner, on rank 0.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from shmbridge.consumers.learner.config.run_options import WeightsConfig
 from shmbridge.consumers.learner.types import Metrics
 from shmbridge.consumers.learner.world import World, say
 
-_AT_LEAST = 2  # failures in a row before the training ends for them
-_SHORTEST_S, _LONGEST_S = 10.0, 300.0  # for one push
-_GOODBYE_S = 1.0  # when the learner is stopped, for the push that is under way
+_AT_LEAST = 2  # consecutive failures before training ends
+_SHORTEST_S, _LONGEST_S = 10.0, 300.0  # timeout of one push
+_GOODBYE_S = 1.0  # wait for a push in flight when the learner is stopped
 
 
 @dataclass
 class _Trouble:
-    """Failures of one engine, one after the other."""
+    """Consecutive failures of one engine."""
 
     since: float
     count: int = 0
@@ -36,14 +35,14 @@ class _Trouble:
 
 
 class EnginePushes:
-    """Pushes, one after the other. One thread calls it; none of its engines is anybody else's.
+    """Pushes versions one after the other. One thread calls it, and it owns its engines.
 
     Args:
-        engines: may be none, and everything does nothing then.
+        engines: may be empty; then every method does nothing.
         bridge: whose weights segment they read.
-        pause: what becomes of requests in flight.
-        patience_s: how long an engine may fail, push after push.
-        say: takes a line for people.
+        pause: how to treat requests in flight.
+        patience_s: how long an engine may fail, over consecutive pushes.
+        say: prints a line for the user.
     """
 
     def __init__(
@@ -56,16 +55,16 @@ class EnginePushes:
     ) -> None:
         self._fleet = Fleet(engines)
         self._bridge, self._pause, self._patience_s, self._say = bridge, pause, patience_s, say
-        self._at: dict[str, int] = {}  # the last version that each took
+        self._at: dict[str, int] = {}  # the last version each engine loaded
         self._trouble: dict[str, _Trouble] = {}
         self._failures_total = 0
         self._push_s = self._waited_s = 0.0
         self._thread: threading.Thread | None = None
 
     def begin(self, version: int) -> None:
-        """Lets the engines be brought to the segment's newest version.
+        """Starts loading the segment's newest version into the engines.
 
-        Never blocks; call `settled` between two of these.
+        Never blocks; call `settled` between two calls.
         """
         if self._fleet.engines:
             assert self._thread is None, "the push before is not settled"
@@ -81,7 +80,7 @@ class EnginePushes:
             self._thread.start()
 
     def settled(self) -> None:
-        """Returns when no push is under way. Blocks for it.
+        """Waits for the push in flight, if any. Blocks.
 
         Raises:
             EngineFailed: an engine has failed for too long.
@@ -102,7 +101,7 @@ class EnginePushes:
                 )
 
     def metrics(self) -> Metrics:
-        """Returns what is known of the pushes that are over; nothing without engines. Never blocks."""
+        """Returns metrics of the finished pushes; empty without engines. Never blocks."""
         if not self._fleet.engines:
             return {}
         waited, self._waited_s = self._waited_s, 0.0
@@ -115,15 +114,15 @@ class EnginePushes:
         }
 
     def close(self, *, at_once: bool = False) -> None:
-        """Lets the engines go, after the push that is under way; `at_once`: others end that as soon as this
-        process is gone.
+        """Closes the engines after the push in flight. With `at_once`, other processes end that push once
+        this one is gone.
 
         Idempotent.
         """
         if self._thread is not None:
             self._thread.join(_GOODBYE_S if at_once else None)
             if self._thread.is_alive():
-                return  # daemon: it ends with the process
+                return  # a daemon thread: it ends with the process
         self._fleet.close()
 
     def _push(self, update: Update) -> None:
@@ -152,7 +151,7 @@ class EnginePushes:
 
 @contextmanager
 def engine_pushes(bridge: str, weights: WeightsConfig, world: World) -> Iterator[EnginePushes]:
-    """Yields the pushes to the engines of the configuration; on all ranks but one there are none."""
+    """Yields the pushes to the configured engines; only rank 0 has any."""
     engines = [AtUrl(url) for url in dict.fromkeys(weights.engine)] if world.is_main else []
     pushes = EnginePushes(engines, bridge, weights.pause, weights.engine_patience)
     try:

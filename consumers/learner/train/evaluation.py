@@ -1,7 +1,6 @@
-"""Evaluation beside training: the scores of groups that environments put for it, and a function of the user's
-own.
+"""Evaluation during training: the scores of evaluation groups, and the user's hook function.
 
-Knows groups of a bridge, and metrics; knows nothing of losses. Called by the GRPO learner.
+Used by the GRPO learner.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class BadHook(Exception):
 
 
 class TrainingScreen:
-    """What `Consumer.screen` asks: keeps evaluation groups, and those a checkpoint has been trained with, out
-    of batches.
+    """The `Consumer.screen` callback: keeps evaluation groups, and groups that the checkpoint already
+    contains, out of batches.
 
-    It is asked in the thread that forms batches; `metrics` is for the thread that trains.
+    It is called in the thread that forms batches; `metrics` is for the training thread.
 
     Args:
         consumed: what the checkpoint contains.
@@ -39,7 +38,7 @@ class TrainingScreen:
     def __init__(self, consumed: Consumed) -> None:
         self._consumed = consumed
         self._lock = threading.Lock()
-        # environment, group, score since `metrics` was last called
+        # (environment, group, score) since the last call of `metrics`
         self._scores: list[tuple[str, int, float]] = []
         self._groups = 0
         self._groups_total = 0
@@ -58,7 +57,7 @@ class TrainingScreen:
         return True
 
     def metrics(self) -> Metrics:
-        """Returns `eval/...` of the groups since the last call, if there were any, and the totals.
+        """Returns `eval/...` metrics of the groups since the last call, if any, and the totals.
 
         Never blocks for long.
         """
@@ -94,12 +93,12 @@ class TrainingScreen:
 
 
 class EvalHook:
-    """Calls the user's function every so many steps; a failure is said, counted, and otherwise ignored.
+    """Calls the user's function every `every` steps; a failure is printed, counted, and otherwise ignored.
 
     Args:
         function: what to call.
         every: steps between two calls.
-        say: takes a line for people.
+        say: prints a line for the user.
     """
 
     def __init__(self, function: Hook, every: int, say: Callable[[str], None]) -> None:
@@ -107,18 +106,18 @@ class EvalHook:
         self.failures_total = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether the function is to be called after this step."""
+        """Returns whether to call the function after this step."""
         return step % self._every == 0
 
     def called(self, step: int, model: Any, tokenizer: Any) -> Metrics:
-        """Returns what the function says, under `eval/`; nothing if it fails.
+        """Calls the function and returns its numbers under `eval/`; empty if it fails.
 
         Blocks as long as the function.
         """
         try:
             said = self._function(step, model, tokenizer)
             return {f"eval/{name}": float(value) for name, value in said.items()}
-        except Exception as error:  # whatever it is, the training is worth more
+        except Exception as error:  # no failure of the hook may stop training
             self.failures_total += 1
             self._say(
                 f"the evaluation hook failed at step {step}, training goes on: {type(error).__name__}: "
@@ -128,17 +127,17 @@ class EvalHook:
 
 
 def load_hook(name: str) -> Hook:
-    """Returns the function that `module:function` names; the module is imported.
+    """Imports the module of `module:function` and returns the function.
 
     Raises:
-        BadHook: there is none.
+        BadHook: it does not exist.
     """
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise BadHook(f"--eval-hook {name}: it is module:function")
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # a module of the user's raises what it likes
+    except Exception as error:  # the user's module may raise anything
         raise BadHook(f"--eval-hook {name}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise BadHook(f"--eval-hook {name}: a {type(found).__name__} cannot be called")
@@ -146,7 +145,7 @@ def load_hook(name: str) -> Hook:
 
 
 def _scores(record: Any) -> list[float]:
-    """One per row; NaN where there is none."""
+    """Returns one score per row; NaN where absent."""
     if "score" not in record:
         return [math.nan] * len(record)
     scores = np.array(record["score"], np.float64)

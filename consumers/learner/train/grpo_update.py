@@ -1,11 +1,11 @@
 """One update: a packed batch in, a gradient and an optimizer step out.
 
-Knows nothing of the bridge, of processes or of files. Called by the GRPO learner (`grpo.py`), and by programs
-that bring their own batches. What is optimised is in `objective.py`, where advantages come from in
-`credit.py`.
+Used by the GRPO learner (`grpo.py`), and by programs that bring their own batches. `objective.py` defines the
+loss, `credit.py` the advantages.
 
-What differs by default from the GRPO paper (arXiv 2402.03300):
-1. the loss is a mean over tokens, not over answers, and the two clip bounds are separate (DAPO, 2503.14476);
+Default differences from the GRPO paper (arXiv 2402.03300):
+1. the loss is a mean over tokens, not over completions, and the two clip bounds are separate (DAPO,
+2503.14476);
 2. no KL term; an entropy bonus instead, off by default;
 3. advantages that an environment wrote per token replace those from the scores, token by token;
 4. one update per batch: the ratio corrects for staleness, not for epochs.
@@ -49,37 +49,36 @@ _IDLE = TrainingRows(
     advantages=np.zeros(2, np.float32),
     sampled_logprobs=np.full(2, NO_LOGPROB, np.float32),
     temperature=np.ones(1, np.float32),
-)  # what a rank computes that has nothing to train
+)  # the batch of a rank that has nothing to train
 
 
 Result = TypeVar("Result")
 
 
 class NoReference(ValueError):
-    """There is a KL term, and nothing that says what the reference thinks."""
+    """There is a KL term, but no reference log-probabilities."""
 
 
 class NothingToLearn(ValueError):
-    """Every advantage of a step is 0 where there is nothing else to learn from; the message says what to
-    do.
-    """
+    """Every advantage of a step is 0 and the loss has no other term; the message says what to do."""
 
 
 class UnknownTokens(ValueError):
-    """A token id is not in the model's vocabulary; the message says which, and whose it is."""
+    """A token id is not in the model's vocabulary; the message names it and its environment."""
 
 
 class Learner:
     """A model, its optimizer and the count of steps done; turns batches into updates.
 
     Args:
-        model: a Hugging Face causal language model on its device; what needs no gradient is not trained.
+        model: a Hugging Face causal language model on its device; parameters without requires_grad are not
+            trained.
         objective: what to optimise.
         learning_rate: step (0-based) -> learning rate.
         weight_decay: of AdamW.
         max_grad_norm: the gradient's norm is clipped to this.
-        reference: what the KL term is against where records do not say; None: they have to.
-        parallel: how the ranks share the model; None: there is one.
+        reference: policy of the KL term for records without ref_logprobs; None: the records must have them.
+        parallel: how the ranks share the model; None: a single rank.
     """
 
     def __init__(
@@ -102,16 +101,16 @@ class Learner:
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
         self._reference = reference
-        self._counts = Counts(0.0, 0.0, 0.0, 0.0)  # of what is in the gradient
+        self._counts = Counts(0.0, 0.0, 0.0, 0.0)  # of the accumulated gradient
         self._shares = np.zeros(len(SHARES))
         self._mismatch = Mismatch()
-        self._push = 0.0  # above 0 if an advantage in the gradient is not 0; under sft
+        self._push = 0.0  # only sft: the largest |advantage| in the gradient
         self._updating = False
         self._row_checks = RowChecks()
 
     @property
     def consistent(self) -> bool:
-        """Whether parameters and optimizer are those of `step`: not once an update has broken off."""
+        """Whether parameters and optimizer match `step`; False after an interrupted update."""
         return not self._updating
 
     @property
@@ -120,8 +119,7 @@ class Learner:
         return self._parallel.world
 
     def read(self, compute: Callable[[Any], Result]) -> Result:
-        """Returns what a function of the model says between two steps; it takes no gradient and does not
-        raise.
+        """Returns `compute(model)` between two steps; `compute` takes no gradient and must not raise.
 
         Every rank calls it.
         """
@@ -130,28 +128,28 @@ class Learner:
     def accumulate(
         self, batch: shmbridge.Batch, policy_version: int | None = None, *, first: bool = True
     ) -> Metrics:
-        """Leaves the gradient of one batch in the parameters, whose values stay.
+        """Computes the gradient of one batch into the parameters' `grad`; their values do not change.
 
         Blocks for the compute, and for other ranks.
 
         Args:
-            batch: a packed `shmbridge.Batch`, or anything with its attributes; one rank's part of the whole
+            batch: a packed `shmbridge.Batch`, or anything with its attributes; this rank's shard of the whole
                 batch.
-            policy_version: the one about to be trained, from which the staleness of tokens is counted; None
-                if it is not known.
-            first: False leaves the gradient of this batch and of those before it, as if all of them were one.
-                The loss and what is said of the policy are of all of them, too; every other number is of this
+            policy_version: the version about to be trained; token staleness is counted from it. None if
+                unknown.
+            first: False accumulates: the gradient is that of this batch and the earlier ones as one batch.
+                The loss and the policy's metrics then cover all of them; every other number covers this
                 batch.
 
         Raises:
-            UnreadImages: a row has images, and the objective does not say to go on without.
-            UnknownTokens: a token id outside the model's vocabulary, and the objective does not say to leave
-                such rows out.
+            UnreadImages: a row has images, and the objective does not ignore images.
+            UnknownTokens: a token id outside the model's vocabulary, and the objective does not leave such
+                rows out.
             NoAdvantages: a group needs the fallback that the objective does not allow.
-            NoReference: a KL term, no reference, and no record of the batch that has its log-probabilities.
+            NoReference: a KL term, no reference, and no record of the batch has ref_logprobs.
         """
         goal, world = self.objective, self.world
-        # whatever one rank alone can refuse, before ranks wait for one another's numbers
+        # checks that may fail on one rank alone come before the first collective
         with world.together():
             unknown_tokens = self._unknown_tokens(batch)
             if not goal.ignore_images:
@@ -200,10 +198,11 @@ class Learner:
         return {**shares, **mismatch, **metrics, **self._row_checks.metrics(watch)}
 
     def apply(self) -> Metrics:
-        """Takes the optimizer step of the accumulated gradient; one that is not finite changes nothing.
+        """Takes the optimizer step of the accumulated gradient; a gradient that is not finite changes
+        nothing.
 
         Raises:
-            NothingToLearn: fine-tuning, and every advantage is 0; nothing was changed.
+            NothingToLearn: the loss is sft, and every advantage is 0; nothing was changed.
         """
         self._require_push()
         rate = self._learning_rate(self.step)
@@ -219,7 +218,7 @@ class Learner:
         return {"step": self.step, "lr": rate, "grad_norm": norm, "update_skipped": not finite}
 
     def drop_gradient(self) -> None:
-        """Frees what the gradient takes; the batches that are in it count for nothing."""
+        """Frees the accumulated gradient; its batches have no effect."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _require_push(self) -> None:
@@ -237,8 +236,8 @@ class Learner:
         )
 
     def _make_room(self, counts: Counts, first: bool) -> None:
-        """Shrink what is in the gradient to its share of all that will be in it, which is what new shares are
-        divided by.
+        """Scales the accumulated gradient down to its share of the new total, which is also the divisor of
+        new shares.
         """
         before = self._counts
         if first:
@@ -263,9 +262,9 @@ class Learner:
         """Returns bool (B,): rows to leave out for a token that the model does not have; None if no row has
         one.
 
-        May raise.
+        Raises `UnknownTokens` unless the objective leaves such rows out.
         """
-        # On a GPU an id out of range kills the process with an assertion that names nobody.
+        # On a GPU an id out of range kills the process with an assertion that does not name the producer.
         size = self.model.get_input_embeddings().num_embeddings
         rows = rows_with_unknown_tokens(batch, size)
         if rows is None or self.objective.leave_out_unknown_tokens:
@@ -284,8 +283,8 @@ class Learner:
         )
 
     def _logprobs(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Returns (n,) log-probabilities and entropy of the trained tokens; the entropy with gradient if that
-        is wanted.
+        """Returns (n,) log-probabilities and entropy of the trained tokens; the entropy has a gradient only
+        if the objective uses it.
         """
         goal = self.objective
         logprobs, entropy = self._parallel(
@@ -296,12 +295,12 @@ class Learner:
             with_entropy=True,
         )
         assert entropy is not None
-        # which frees (n, V) numbers before the backward pass
+        # detaching frees (n, V) numbers before the backward pass
         return logprobs, entropy if goal.entropy else entropy.detach()
 
     def _take_part(self, micro: MicroBatch, reference: Reference | None) -> None:
-        """A forward and a backward that leave every gradient as it is: the other ranks have one micro-batch
-        more.
+        """Runs a forward and a backward that add 0 to every gradient, because other ranks have one
+        micro-batch more.
         """
         goal = self.objective
         if reference is not None:
@@ -309,7 +308,7 @@ class Learner:
         self._parallel.backward(self._logprobs(micro)[0].sum() * 0.0)
 
     def _backward(self, micro: MicroBatch, counts: Counts, reference: Reference | None) -> Tensor:
-        """Adds one micro-batch's share of the gradient; return its shares of the metrics."""
+        """Adds one micro-batch's share of the gradient; returns its shares of the metrics."""
         goal, trained = self.objective, micro.trained
         of_reference = None if micro.reference_logprobs is None else micro.reference_logprobs[trained]
         with self.times.of("forward"):

@@ -1,10 +1,8 @@
-"""Whether the policy that samples is the one that is trained: how far apart their log-probabilities of the
-same tokens are.
+"""Sampler mismatch: how far the sampler's and the trainer's log-probabilities of the same tokens differ.
 
-Over tokens of the very version that is trained both are the same weights, so that what is left is a fault:
-raw log-probabilities, another temperature, an engine that did not load the weights. These tokens are called
-fresh. Knows log-probabilities; knows nothing of losses and batches. Called by `grpo_update.py` and
-`training_step.py`.
+Tokens sampled by the version being trained are called fresh. For them both policies have the same weights, so
+a difference is a fault: raw log-probabilities, another temperature, an engine that did not load the weights.
+Used by `grpo_update.py` and `training_step.py`.
 
 Letter: n trained tokens of a micro-batch.
 """
@@ -24,19 +22,19 @@ from shmbridge.consumers.learner.types import Metrics
 
 _OF = ("mismatch_kl", "logprob_diff_mean", "logprob_diff_max")
 MISMATCH = (*_OF, *(f"{name}_fresh" for name in _OF), "tokens_fresh")
-_UNSEEN_STEPS = 10  # without a fresh token, after which it is said that nothing is compared
+_UNSEEN_STEPS = 10  # warn after this many steps without a fresh token
 
 
 class Mismatch:
-    """Adds up, over the micro-batches of a step, what the two say of trained tokens whose sampler's
-    log-probability is known.
+    """Sums the differences over the micro-batches of a step, for trained tokens whose sampler log-probability
+    is known.
     """
 
     def __init__(self) -> None:
-        # over all ranks; all tokens, then the fresh ones: how many, divergence, distance
+        # sums over all ranks; rows: all tokens, fresh tokens; columns: count, divergence, distance
         self._sums = np.zeros((2, 3))
         self._largest = np.zeros(2)
-        # of this rank and batch, (2, 4) on the device: the sums, and the largest distance
+        # of this rank and batch, (2, 4) on the device: the same sums, and the largest distance
         self._own: list[Tensor] = []
 
     def add(self, logprobs: Tensor, sampled_logprobs: Tensor, fresh: Tensor | None) -> None:
@@ -46,7 +44,7 @@ class Mismatch:
             logprobs: (n,) nats, under the policy about to be updated, without gradient.
             sampled_logprobs: (n,) nats, recorded when the token was sampled; positive or not finite where
                 unknown.
-            fresh: (n,) bool, says itself that this very policy version sampled it; None: unknown of all.
+            fresh: (n,) bool, token_versions says that the trained version sampled the token; None: unknown.
         """
         known = losses.known(sampled_logprobs)
         apart = torch.where(known, (logprobs - sampled_logprobs).abs(), 0.0).double()
@@ -71,10 +69,10 @@ class Mismatch:
         self._own.append(torch.stack(rows))
 
     def metrics(self, reduce: Reduce = alone) -> Metrics:
-        """Returns the numbers of all batches so far, NaN where no token counts: means over all ranks, the
-        largest of this rank.
+        """Returns the metrics of all batches so far: means over all ranks, and the maximum of this rank; NaN
+        without tokens.
 
-        Blocks as long as `reduce` does, which every rank calls once: it adds an array up over all ranks.
+        Blocks as long as `reduce`, the sum of an array over all ranks; every rank calls it once.
         """
         own = torch.stack(self._own).cpu().numpy() if self._own else np.zeros((1, 2, 4))
         self._own = []
@@ -90,24 +88,24 @@ class Mismatch:
 
 
 class MismatchAlarm:
-    """Warns where sampler and policy are further apart over fresh tokens than rounding explains, or where no
-    token is fresh.
+    """Warns if sampler and policy differ on fresh tokens by more than rounding explains, or if no token is
+    fresh.
 
     Args:
-        limit: of the mean distance, nats; 0: no warning.
-        say: takes a line for people.
+        limit: largest mean distance, nats; 0: no warning.
+        say: prints a line for the user.
     """
 
     def __init__(self, limit: float, say: Callable[[str], None]) -> None:
         self._limit, self._say = limit, say
         self._above = False
         self._total = 0
-        self._unseen = 0  # steps with log-probabilities and without a fresh token, before the first with one
+        self._unseen = 0  # steps with log-probabilities but no fresh token, until the first fresh one
 
     def looked(self, measured: Metrics) -> Metrics:
-        """Looks at a step's metrics; return how many steps were above the limit.
+        """Reads a step's metrics; returns how many steps were above the limit.
 
-        Says it when one is, after one that was not.
+        Warns at the first step above the limit after one below it.
         """
         self._look_for_fresh(measured)
         mean = measured.get("logprob_diff_mean_fresh", float("nan"))
@@ -125,9 +123,7 @@ class MismatchAlarm:
         return {"mismatch_alarms_total": self._total}
 
     def _look_for_fresh(self, measured: Metrics) -> None:
-        """Says once that nothing is compared, where log-probabilities came for some steps and no token was
-        fresh.
-        """
+        """Warns once that nothing is compared, if some steps had log-probabilities but no fresh token."""
         if (
             not self._limit
             or self._unseen >= _UNSEEN_STEPS

@@ -1,7 +1,7 @@
-"""What a learner optimises, and the loss of one micro-batch from arrays of its trained tokens.
+"""The learner's objective, and the loss of one micro-batch from arrays of its trained tokens.
 
-Knows which options go together, and whose number is divided by what; the formulas are in `losses`. Knows
-nothing of models, layouts and records. Called by `grpo_update.py`.
+Checks which options are compatible, and sets what each number is divided by; the formulas are in `losses`.
+Used by `grpo_update.py`.
 
 Letters: n trained tokens of a micro-batch, row after row; b rows of it.
 """
@@ -22,56 +22,56 @@ from shmbridge.consumers.learner.config.run_options import LearnerConfig
 from shmbridge.consumers.learner.data.loss_arrays import TrainingRows, known_count
 from shmbridge.consumers.learner.data.microbatch import Layout
 
-# What `micro_loss` says of a micro-batch, in this order: its share of the whole batch's.
+# The metrics of a micro-batch from `micro_loss`, in this order: its share of the whole batch's.
 SHARES = (
     *("loss", "policy_loss", "entropy", "ratio_mean", "clip_frac", "clip_frac_low", "clip_frac_high"),
     *("kl", "tis_weight_mean", "tis_frac", "clip_frac_dual", "mask_frac", "mask_frac_sequence"),
 )
-LOSS_SHARES = 2  # the first of them are divided as the loss is, the others by trained tokens
+LOSS_SHARES = 2  # the first so many are divided like the loss, the others by trained tokens
 
 
 class BadObjective(ValueError):
-    """Options that do not go together; the message says which, and what to do."""
+    """Incompatible options; the message says which, and what to do."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is optimised, and how large a piece of it one forward pass takes.
+    """What to optimise, and how many tokens one forward pass takes.
 
     Raises:
-        BadObjective: an option means nothing beside another one.
+        BadObjective: an option has no effect beside another one.
     """
 
     loss: losses.Name = "dapo"
     clip_low: float | None = None  # None: the loss's own bound
     clip_high: float | None = None
-    # of the clipped losses: the ratio above which a negative advantage stops pushing; None: none
+    # of the clipped losses: the ratio above which a negative advantage has no gradient; None: no bound
     clip_dual: float | None = 3.0
-    # tokens whose ratio is outside are not trained; None: all are
+    # tokens with a ratio outside this range are not trained; None: no limit
     mask_ratio: tuple[float, float] | None = None
-    # answers whose geometric mean ratio is outside; None: all are
+    # completions with a geometric mean ratio outside are not trained; None: no limit
     mask_ratio_sequence: tuple[float, float] | None = None
-    max_tokens: int | None = None  # the longest answer allowed: what dr_grpo divides by
+    max_tokens: int | None = None  # the longest completion allowed: dr_grpo's divisor
     entropy: float = 0.0  # weight of the mean token entropy
     kl: float = 0.0  # weight of the divergence from the reference
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    # largest weight of truncated importance sampling; None: the ratio itself corrects
+    # largest weight of truncated importance sampling; None: the ratio itself is the correction
     tis_cap: float | None = None
     tis_level: Literal["token", "sequence"] = "token"
-    # versions; older tokens are not trained. None: the ratio corrects for any
+    # versions; older tokens are not trained. None: no limit, the ratio corrects
     max_token_staleness: int | None = None
-    # answers that did not end by themselves, by `finish_reason`
+    # treatment of truncated completions, by `finish_reason`
     truncated: Literal["keep", "mask", "drop"] = "keep"
-    temperature: float = 1.0  # of rows whose record does not say
-    # rows with neither a mask nor prompt_length are trained whole, not at all otherwise
+    temperature: float = 1.0  # of rows without a recorded temperature
+    # rows with neither a mask nor prompt_length are trained whole; if False, not at all
     whole_rows: bool = False
     ignore_images: bool = False  # rows with images are trained as text; otherwise they are an error
-    # rows with a token that the model does not have train nothing; otherwise they are an error
+    # rows with a token outside the vocabulary are not trained; if False, they are an error
     leave_out_unknown_tokens: bool = False
     micro_tokens: int = 8192  # of one forward pass, padding included
-    # of one forward pass; "packed" for models that keep rows apart: see attention.py
+    # of one forward pass; "packed" needs a model that keeps rows apart: see attention.py
     layout: Layout = "padded"
-    chunk_tokens: int | None = None  # whose logits are there at a time; None: all of a forward pass
+    chunk_tokens: int | None = None  # tokens whose logits exist at a time; None: all of a forward pass
     precision: torch.dtype = torch.float32  # of the forward pass; parameters are float32
     credit: Credit = Credit()  # noqa: RUF009  # frozen
 
@@ -143,7 +143,8 @@ class Objective:
 
     @classmethod
     def of(cls, config: LearnerConfig) -> Objective:
-        """Returns the objective of a configuration, less what a model decides (layout, chunks).
+        """Returns the objective of a configuration, without the fields that depend on the model (layout,
+        chunks).
 
         Raises `BadObjective`; never blocks.
         """
@@ -190,12 +191,12 @@ class Objective:
 
 @dataclass(frozen=True)
 class Counts:
-    """What the whole batch has over all ranks: the numbers that losses and metrics are divided by."""
+    """Counts of the whole batch over all ranks: the divisors of losses and metrics."""
 
     tokens: float  # trained
-    answers: float  # with a trained token
+    answers: float  # completions with a trained token
     rows: float
-    with_reference: float  # trained tokens whose record knows the reference's log-probability
+    with_reference: float  # trained tokens with a recorded reference log-probability
 
     @classmethod
     def of(cls, rows: TrainingRows, reduce: Reduce = alone) -> Counts:
@@ -215,7 +216,7 @@ class Counts:
         )
 
     def divisor(self, loss: losses.Name) -> float:
-        """Returns what the loss averages over."""
+        """Returns the number that the loss is divided by."""
         return {"token_mean": self.tokens, "sequence_mean": self.answers, "constant": self.rows}[
             losses.NAMED[loss].mode
         ]
@@ -234,11 +235,11 @@ def micro_loss(
 ) -> tuple[Tensor, Tensor]:
     """Returns a micro-batch's share of the loss and of its metrics. Never blocks.
 
-    The shares of all micro-batches of all ranks add up to the whole batch's, however it was cut, and so do
-    their gradients. No row may be cut.
+    The shares of all micro-batches of all ranks add up to the whole batch's value, however the batch is
+    split, and so do their gradients. A row must not be split.
 
     Args:
-        goal: what is optimised.
+        goal: the objective.
         counts: of the whole batch, over all ranks.
         trained_lengths: (b,) int64, trained tokens of each row.
         logprobs: (n,) float32, nats, under the policy being trained, with gradient.
@@ -269,7 +270,7 @@ def micro_loss(
     weights = torch.ones_like(logprobs.detach())
     old = sampled_logprobs
     if goal.tis_cap is not None:
-        # One update per batch: the trainer's own old log-probabilities are those of now.
+        # One update per batch: the trainer's old log-probabilities equal the current ones.
         old = logprobs.detach()
         weights = losses.truncated_weights(old, sampled_logprobs, mask, cuts, goal.tis_cap, goal.tis_level)
     terms = loss.terms(
@@ -299,7 +300,7 @@ def micro_loss(
         far_answers = losses.outside(
             logprobs, sampled_logprobs, mask, cuts, *goal.mask_ratio_sequence, "sequence"
         )
-    left_out = far | far_answers  # of the loss, not of what it is divided by
+    left_out = far | far_answers  # excluded from the loss, but counted in its divisor
     policy, values = (torch.where(left_out, 0.0, each) for each in (policy, values))
     share = whole(values)
 

@@ -1,9 +1,7 @@
-"""Policy weights on their way out: which version they get, and how every rank's part of them comes into the
-weights segment.
+"""Publishes policy weights: chooses the version, and writes every rank's shard into the weights segment.
 
-Nothing is gathered: a rank writes the part of each tensor that it has, or, where all have all, its share of
-the tensors. Knows a model's parameters and the segment; knows nothing of batches, of losses and of engines.
-Called by the GRPO learner (`grpo.py`).
+Nothing is gathered. A rank writes its shard of each tensor or, if every rank has the whole model, its share
+of the tensors. Used by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -21,11 +19,13 @@ from shmbridge.consumers.learner.model.sharding import Index, own_part
 from shmbridge.consumers.learner.world import World
 from shmbridge.weights import WeightsPart, WeightsWriter
 
-PublishWeights = Callable[[int], None]  # takes a version; returns once samplers can see the weights
+PublishWeights = Callable[[int], None]  # takes a version; returns once samplers can read the weights
 
 
 def first_version(*seen: int | None) -> int:
-    """Returns a version above all seen: a version names one set of weights, whoever published before."""
+    """Returns a version above all seen, because a version identifies one set of weights across all
+    publishers.
+    """
     return max((version for version in seen if version is not None), default=-1) + 1
 
 
@@ -33,10 +33,9 @@ def first_version(*seen: int | None) -> int:
 def weights_segment(
     bridge: str, weights: WeightsConfig, precision: Dtype, model: Any, world: World
 ) -> Iterator[tuple[PublishWeights, int | None]]:
-    """Yields a function that publishes the model's weights, and the last version of the bridge's weights so
-    far.
+    """Yields a function that publishes the model's weights, and the last published version of the bridge.
 
-    Every rank calls it, since each writes its part; rank 0 has the segment.
+    Every rank calls it, since each writes its shard; rank 0 owns the segment.
     """
     if weights.no_weights:
         yield (lambda version: None), None
@@ -50,11 +49,11 @@ def weights_segment(
 
 
 class WeightsPublisher:
-    """Publishes one model's weights, again and again. Every rank has one.
+    """Publishes versions of one model's weights. Every rank has one.
 
     Args:
-        model: whole, in parts (FSDP2), or with adapters, which are published merged.
-        dtype: of what is published.
+        model: whole, sharded (FSDP2), or with adapters, which are published merged.
+        dtype: of the published tensors.
         world: the ranks.
         writer: on rank 0.
         part: on the others.
@@ -75,9 +74,10 @@ class WeightsPublisher:
     def publish(self, version: int) -> None:
         """Writes the weights as a version, on all ranks together.
 
-        Blocks for the copy; raises on all ranks, and nothing changes then.
+        Blocks for the copy. An error is raised on all ranks, and nothing changes then.
 
-        Once all is there, of a model with adapters only the tensors that they are merged into are written.
+        For a model with adapters, after the first full version only the tensors that adapters change are
+        written.
         """
         if self._adapted and self._wrote_all:
             with self._world.together():
@@ -115,7 +115,7 @@ class WeightsPublisher:
         ]
 
     def _own_parts(self) -> Iterator[tuple[str, Tensor, Index | None]]:
-        """What this rank writes; one tensor of another dtype lives at a time."""
+        """Yields the tensors that this rank writes; at most one converted copy exists at a time."""
         share = _dealt(
             [parameter.numel() for _, parameter in published_parameters(self._model, merged=False)],
             self._world.size,
@@ -127,8 +127,8 @@ class WeightsPublisher:
 
 
 def _dealt(sizes: list[int], ranks: int) -> list[int]:
-    """The rank that writes each of these tensors, so that all write about as much; the same answer
-    everywhere.
+    """Returns the rank that writes each tensor, balanced by number of elements; the same result on every
+    rank.
     """
     written = [0] * ranks
     dealt = [0] * len(sizes)

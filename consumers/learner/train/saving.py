@@ -1,8 +1,5 @@
-"""When a learner's state goes to the disk: each finished step at most once, with an account of what was
-consumed.
-
-Knows the learner and the run's folder; what a checkpoint holds is `checkpoint.py`'s. Called by the GRPO
-learner (`grpo.py`).
+"""Saves a learner's state: each finished step at most once, with the record of what was consumed.
+`checkpoint.py` defines the files. Used by the GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -32,11 +29,11 @@ class Saver:
     """Saves each finished step at most once.
 
     Args:
-        folder: where the checkpoints of this run lie.
-        learner: whose state is saved.
-        tokenizer: saved beside the model; None for none.
-        keep: newest checkpoints to leave.
-        progress: of the checkpoint that the run goes on from; None for a fresh start.
+        folder: the folder of this run's checkpoints.
+        learner: the learner to save.
+        tokenizer: saved beside the model; None: no tokenizer.
+        keep: number of newest checkpoints to keep.
+        progress: of the checkpoint that the run resumes from; None for a fresh start.
     """
 
     def __init__(
@@ -51,16 +48,16 @@ class Saver:
 
     @property
     def consistent(self) -> bool:
-        """Whether the learner is at the end of a step, all of whose batches are accounted for: what a
-        checkpoint may hold.
+        """Whether the learner is at the end of a step with all its batches recorded: only then may it be
+        saved.
         """
         return self._learner.consistent and self._taken_step == self._learner.step
 
     def took(self, batches: Iterable[shmbridge.Batch], measured: Metrics) -> None:
-        """Notes what a step was made of, over all ranks; blocks for the others.
+        """Records the batches of a step over all ranks; blocks for the others.
 
         Args:
-            batches: this rank's.
+            batches: of this rank.
             measured: the step's metrics over all ranks.
         """
         metas: list[Any] = [meta for batch in batches for meta in batch.meta]
@@ -76,12 +73,13 @@ class Saver:
         self._taken_step = self._learner.step
 
     def save(self, policy_version: int) -> None:
-        """Writes a checkpoint unless this step has one, or broke off; every rank calls it, rank 0 writes.
+        """Writes a checkpoint unless this step already has one or was interrupted; every rank calls it, rank
+        0 writes.
 
-        Blocks until it is on the disk.
+        Blocks until it is on disk.
 
         Raises:
-            CannotSave: the disk did not take it; on all ranks.
+            CannotSave: writing failed; raised on all ranks.
         """
         learner = self._learner
         if learner.step == self._saved_step or not self.consistent:
@@ -91,7 +89,7 @@ class Saver:
             self._write(policy_version)
         except (OSError, SafetensorError) as error:
             failure = str(error)
-        if failure := learner.world.broadcast(failure):  # no rank releases what the disk does not have
+        if failure := learner.world.broadcast(failure):  # no rank may release batches that are not on disk
             raise CannotSave(
                 f"no checkpoint of step {learner.step} in {self._folder}: {failure} -> make room there, "
                 "then --resume"
@@ -99,12 +97,11 @@ class Saver:
         self._saved_step = learner.step
 
     def rescue(self, policy_version: int) -> str:
-        """Saves the last finished step after an error, without other ranks. Blocks for the disk.
-
-        Raises nothing.
+        """Saves the last finished step after an error, without other ranks. Blocks for the disk. Does not
+        raise.
 
         Returns:
-            what can be gone on from, in a few words for people.
+            a short text for the user: which step can be resumed.
         """
         learner = self._learner
         newest = (
@@ -122,7 +119,7 @@ class Saver:
             return f"rank 0 saves step {learner.step}"
         try:
             self._write(policy_version)
-        except Exception as error:  # whatever is wrong here, what went wrong first is to be said
+        except Exception as error:  # the original error must be reported, whatever fails here
             return f"step {learner.step} could not be saved ({type(error).__name__}: {error}): {newest}"
         self._saved_step = learner.step
         return f"step {learner.step} is saved"

@@ -1,6 +1,6 @@
-"""What a training begins with: the checkpoint to continue from, the learner, what environments are told.
+"""Start of a training run: the checkpoint to resume from, the learner, and the registration for environments.
 
-Called by the GRPO learner (`grpo.py`), once on every rank.
+Used by the GRPO learner (`grpo.py`), once on every rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shmbridge.consumers.learner.world import World, say
 
 
 def starting_point(config: LearnerConfig) -> Path | None:
-    """Returns the checkpoint to go on from, or None for a fresh start.
+    """Returns the checkpoint to resume from, or None for a fresh start.
 
     Raises:
         StartupError: a fresh start in a run directory that already holds checkpoints, which would mix two
@@ -53,7 +53,8 @@ def starting_point(config: LearnerConfig) -> Path | None:
 
 
 def agreed_starting_point(config: LearnerConfig, world: World) -> Path | None:
-    """Returns what rank 0 found in the run directory, on every rank; rank 0 writes the configuration there.
+    """Returns rank 0's starting point on every rank; rank 0 also writes the configuration into the run
+    directory.
 
     Raises:
         As `starting_point`; PeerFailed for another rank.
@@ -88,24 +89,25 @@ def _begin_run_dir(config: LearnerConfig) -> None:
 
 
 def load_learner(source: Path | None, config: LearnerConfig, world: World) -> tuple[Learner, Any, Progress]:
-    """Returns the learner, its tokenizer or None, and how far it is.
+    """Returns the learner, its tokenizer or None, and its progress.
 
     Blocks for the disk, and for the other ranks.
 
     Raises:
-        StartupError: there is no such model, or no device for this rank. PeerFailed: for another one.
+        StartupError: the model does not exist, or this rank has no device. PeerFailed: the same on another
+            rank.
         LayoutUnfit: packed batches are wanted, and the model does not keep packed rows apart.
     """
     compute = config.compute
     if compute.threads:
         torch.set_num_threads(compute.threads)
     if not (world.is_main and sys.stderr.isatty()):
-        # of files read and written: in a log they hide what is said, and every rank would draw them
+        # progress bars of file transfers: they clutter logs, and every rank would draw them
         disable_progress_bar()
-    seed_all(config.run.seed)  # fresh adapters are drawn
+    seed_all(config.run.seed)  # fresh adapters are initialised at random
     with world.together():
         device = device_of(compute, world)
-        # What is to be sharded comes to the device block by block.
+        # A model to be sharded is moved to the device block by block.
         sharded = world.size > 1 and config.ranks.parallel == "fsdp2"
         if sharded and config.adapters.lora_rank:
             raise StartupError("adapters and --parallel fsdp2 do not go together -> --parallel ddp")
@@ -127,7 +129,7 @@ def load_learner(source: Path | None, config: LearnerConfig, world: World) -> tu
         learner.step = progress.step
     seed_all(config.run.seed + learner.step)
     if source is not None and world.is_main and (states := checkpoint.load_rng(source)) is not None:
-        set_rng_state(states)  # of rank 0; the others begin again
+        set_rng_state(states)  # rank 0's states; the other ranks start with new seeds
     return learner, tokenizer, progress
 
 
@@ -139,7 +141,7 @@ def new_learner(
     parallel: Parallel | None = None,
     reference: Reference | None = None,
 ) -> Learner:
-    """Returns a learner at step 0 with the objective and the optimizer of the configuration."""
+    """Returns a learner at step 0 with the configured objective and optimizer."""
     try:
         rate = rate_schedule(
             config.optimizer.schedule,
@@ -170,7 +172,7 @@ def _chunk_tokens(model: Any, compute: ComputeConfig) -> int | None:
 
 
 def registration(config: LearnerConfig, step: int) -> shmbridge.Run:
-    """Returns what environments are told about this run when they register; its steps are batches of the
+    """Returns the run description that environments get when they register; its steps are batches of the
     bridge.
     """
     return shmbridge.Run(

@@ -1,10 +1,9 @@
-"""One optimizer step, from the batches that are taken for it to their release, and what happens around it.
+"""One optimizer step, from taking its batches to their release.
 
-The order is the contract with everybody else: update, publish the weights, publish their version, save if it
-is time, release. Engines are brought to the version meanwhile, and are there before the next one is
-published. Killed before the release, a learner leaves the batches to its successor, whose checkpoint says
-whether it contains them. Knows where batches come from, the learner and everybody who wants to hear of a
-step. Called by the GRPO learner (`grpo.py`).
+The order is a contract: update, publish the weights, publish their version, save if due, release. Engines
+load the version in parallel, and have it before the next one is published. If the learner is killed before
+the release, its successor gets the batches again; the checkpoint says whether it contains them. Used by the
+GRPO learner (`grpo.py`).
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ from shmbridge.consumers.learner.world import say
 
 
 class RunHooks:
-    """What a run has besides its steps: evaluation, an end before the last step, and engines.
+    """The parts of a run besides its steps: evaluation, early stopping and engines.
 
     Args:
-        evaluation: what to call between steps.
-        early_stop: when to end.
-        saver: whose account of what was consumed tells known groups from new ones.
+        evaluation: the hook to call between steps.
+        early_stop: the conditions to end early.
+        saver: its record of consumed groups tells known groups from new ones.
         tokenizer: for the evaluation hook; None without one.
 
     Attributes:
-        engines: that are brought to each version; none unless somebody puts them here.
+        engines: pushes of each version to the engines; none unless the caller sets it.
 
     Raises:
         BadHook: the evaluation hook cannot be used.
@@ -66,7 +65,7 @@ class RunHooks:
         self._tokenizer = tokenizer
 
     def metrics(self, learner: Learner) -> Metrics:
-        """Returns what evaluation says after a step. Blocks as long as the hook; every rank calls it."""
+        """Returns the evaluation metrics after a step. Blocks as long as the hook; every rank calls it."""
         found, hook = self.screen.metrics(), self._hook
         if hook is None:
             return found
@@ -77,12 +76,12 @@ class RunHooks:
 
 
 class TrainingStep:
-    """Takes batches until a step is full, and makes the step. One thread, and every rank alike.
+    """Takes batches until a step is full, then makes the step. One thread; every rank does the same.
 
     Args:
-        learner: what is trained.
-        source: where the batches come from.
-        publish_weights: takes a version.
+        learner: trained by the step.
+        source: of the batches.
+        publish_weights: publishes the weights as a version.
         saver: writes checkpoints.
         log: gets each step's metrics, over all ranks; None on all ranks but one.
         config: of the run.
@@ -112,12 +111,12 @@ class TrainingStep:
 
     @property
     def begun(self) -> bool:
-        """Whether a batch was taken whose step is not made."""
+        """Whether a batch was taken for a step that is not made yet."""
         return bool(self._batches)
 
     @property
     def full(self) -> bool:
-        """Whether all batches of the step are there."""
+        """Whether all batches of the step were taken."""
         return len(self._batches) >= self._config.batch.accumulate
 
     def take(self, batch: shmbridge.Batch) -> None:
@@ -135,7 +134,7 @@ class TrainingStep:
         self._computed_s += self._waiting_since - begun
 
     def settle(self) -> None:
-        """Returns when all engines had their time for the last version.
+        """Waits until the engines' push of the last version is over.
 
         Blocks, and may be interrupted; every rank calls it.
 
@@ -147,16 +146,16 @@ class TrainingStep:
                 self._around.engines.settled()
 
     def make(self) -> Metrics:
-        """Update, publish and save if it is time, release, log; return the step's metrics.
+        """Updates, publishes and saves if due, releases and logs; returns the step's metrics.
 
-        Blocks; nothing may interrupt it.
+        Blocks; must not be interrupted.
         """
         learner, source = self._learner, self._source
         begun = time.monotonic()
         metrics = learner.apply()
         applied = time.monotonic()
         measured = self._measured()
-        # from here on a checkpoint of this step knows what is in it
+        # from here on a checkpoint of this step lists its batches
         self._saver.took(self._batches, measured)
         accounted = time.monotonic()
         version = source.training_version + 1
@@ -166,7 +165,7 @@ class TrainingStep:
             source.note_training_version(version)
         published = time.monotonic()
         metrics["policy_version"] = source.policy_version
-        if DIFFERENCE in measured:  # once a rank
+        if DIFFERENCE in measured:  # once per rank
             say(
                 f"{measured[DIFFERENCE]} -> what was trained is not what was put: end the run, and keep "
                 "this line and the lane"
@@ -200,7 +199,7 @@ class TrainingStep:
         return metrics
 
     def finish(self) -> None:
-        """Publishes the weights and save them, where the last step was not one for that.
+        """Publishes and saves the weights if the last step did not.
 
         Blocks; every rank calls it. Raises as `settle`.
         """
@@ -215,7 +214,7 @@ class TrainingStep:
         self._around.engines.begin(version)
 
     def save(self) -> None:
-        """Writes a checkpoint unless this step has one, then release what is in it. Blocks for the disk."""
+        """Writes a checkpoint unless this step has one, then releases its batches. Blocks for the disk."""
         self._saver.save(self._source.training_version)
         self._release()
 
@@ -226,10 +225,10 @@ class TrainingStep:
         self._saver.consumed.released()
 
     def _measured(self) -> Metrics:
-        """The batches' metrics as those of one batch, over all ranks."""
+        """Returns the batches' metrics combined as one batch, over all ranks."""
         rows = [rows_of_environments(batch) for batch in self._batches]
         own = merged(self._parts, rows)
-        last = self._parts[-1]  # what is of all batches so far, or of more than this step
+        last = self._parts[-1]  # metrics that already cover all batches so far, or more than this step
         own |= {
             name: value
             for name, value in last.items()
