@@ -106,12 +106,12 @@ class Consumer(OneProcess):
         self.columns, self.bridge = columns_of(schema), bridge
         limit = limit_of(max_off_policy_steps, groups_per_step, policy)
         run, words = check_run(run), become_hub(check_bridge_name(bridge))
-        self._closing = Closing(self._give_up, self._stop_taking)
-        self._state = HubState(bridge, words, self._closing, run, limit)
-        self._final: dict[str, float] = {}
-        self._memory = MemoryUse()
-        self._ranks: RankServer | None = None
         try:
+            self._closing = Closing(self._give_up, self._stop_taking)
+            self._state = HubState(bridge, words, self._closing, run, limit)
+            self._final: dict[str, float] = {}
+            self._memory = MemoryUse()
+            self._ranks: RankServer | None = None
             self._start(
                 words,
                 check_lanes(lanes),
@@ -121,6 +121,7 @@ class Consumer(OneProcess):
             )
         except BaseException:
             membership.leave(words.mapping.fd, bridge)
+            vars(self).clear()  # else a cycle keeps the segment mapped until a collection
             raise
         self._no_exit_call = at_exit(self._leave_unclosed)
         one_thread.watch(

@@ -437,15 +437,18 @@ cdef PackedColumn flat(Form form, values, given):
     cdef Py_ssize_t row, count
     cdef int64_t length, total = 0
     cdef int kind
+    cdef bint no_rows = PyList_CheckExact(given) and PyList_GET_SIZE(given) == 0
     array = as_array(values)
+    if array is None or cnp.PyArray_NDIM(array) != 1:
+        return None
     if PyList_CheckExact(given) and all_exact_ints(<list>given):
         given = cnp.PyArray_FROM_O(given)
     given = as_array(given)
-    if array is None or cnp.PyArray_NDIM(array) != 1 or given is None or cnp.PyArray_NDIM(given) != 1:
+    if given is None or cnp.PyArray_NDIM(given) != 1:
         return None
     kind, count = cnp.PyArray_TYPE(given), cnp.PyArray_DIM(given, 0)
-    if count and kind != cnp.NPY_INT64 and kind != cnp.NPY_INT32 and kind != cnp.NPY_UINT32:
-        return None
+    if not no_rows and kind != cnp.NPY_INT64 and kind != cnp.NPY_INT32 and kind != cnp.NPY_UINT32:
+        return None  # two rows of numbers, maybe both empty
     raw = PyBytes_FromStringAndSize(NULL, 4 * count)
     for row in range(count):
         if kind == cnp.NPY_INT64:
@@ -512,7 +515,7 @@ cdef PackedColumn folded(Form form, PackedColumn tokens, value):
         if not isinstance(each, (list, tuple)):
             return None
     column = rows_of(form, masks)
-    if not same_lengths(column, tokens):
+    if column is None or not same_lengths(column, tokens):
         return None
     column.row_lengths, column.folds = tokens.row_lengths, tokens
     return column

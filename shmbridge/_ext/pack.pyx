@@ -122,7 +122,10 @@ cdef int write_array(PackedColumn column, Py_ssize_t row, cnp.ndarray source, ui
     cdef int have = cnp.PyArray_TYPE(source), want = column.form.array_type
     cdef void* values = cnp.PyArray_DATA(source)
     cdef int64_t bad = -1
-    if have == want and column.form.is_tokens:
+    if not cnp.PyArray_ISCARRAY_RO(source):  # its strides or its byte order were set since it was planned
+        copy_array(column, row, source.reshape(-1), temporary_view(column, to, count))
+        check_negative(column, first, to, count)
+    elif have == want and column.form.is_tokens:
         bad = copy_from_zero32(<int32_t*>to, <const int32_t*>values, count, is_cold)
         if bad >= 0:
             raise_unfit(column, row, bad, (<int32_t*>values)[bad])

@@ -115,10 +115,11 @@ class Converter:
     ) -> PackedColumn | None:
         if column.per_record:
             return _texts(form, column, [self._as_text(column.name, 0, value, of_atropos)])
-        if not (isinstance(value, (list, tuple)) and len(value) == rows):
+        values = list(value) if isinstance(value, (list, tuple)) else []
+        if len(values) != rows:
             return None
         texts: list[bytes | str | None] = [None] * rows
-        for row, each in enumerate(value):
+        for row, each in enumerate(values):
             if each is not None:
                 texts[row] = self._as_text(column.name, row, each, of_atropos)
         return _texts(form, column, texts)

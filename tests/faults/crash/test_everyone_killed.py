@@ -184,7 +184,8 @@ def test_a_bridge_swept_between_open_and_lock_is_entered_anew(
     monkeypatch.setattr(membership, "open_segment", open_and_lose)
     first = (make_producer if end == "producer" else make_consumer)()
     assert swept
-    assert segment.still_named(first._control.mapping.fd, segment.control_name(bridge)), (
+    words = first._control if end == "producer" else first._state.words
+    assert segment.still_named(words.mapping.fd, segment.control_name(bridge)), (
         "it takes part in a bridge nobody else can find"
     )
 

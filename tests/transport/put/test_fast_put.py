@@ -272,3 +272,10 @@ def test_tokens_that_move_while_masks_are_folded_are_looked_up_anew(make_produce
     producer.put({"tokens": [tokens], "masks": [masks]})
     with consumer.get(5) as record:
         assert record["loss_mask"].values.tolist() == [1, 0, *[1] * ((1 << 14) - 2)]
+
+
+def test_two_empty_rows_are_no_flat_array_with_lengths(producer, consumer) -> None:
+    empty = np.zeros(0, np.float32)
+    producer.put({"tokens": [[1], [2]], "step_rewards": (empty, empty)})
+    with consumer.get(5) as record:
+        assert record["step_rewards"].lengths.tolist() == [0, 0]

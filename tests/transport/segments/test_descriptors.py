@@ -7,7 +7,7 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -150,3 +150,35 @@ def test_an_error_as_the_bridge_is_entered_holds_no_lock(bridge, monkeypatch) ->
         shmbridge.Producer(bridge)
     shmbridge.Producer(bridge).close()
     assert kept.value is not None
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_consumer_interrupted_as_it_is_made_leaves_the_bridge_free(
+    bridge, no_collection, monkeypatch
+) -> None:
+    def interrupted() -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shmbridge.consumer.MemoryUse", interrupted)
+        with pytest.raises(Stop):
+            shmbridge.Consumer(bridge)
+    shmbridge.Consumer(bridge).close()
+
+
+def test_a_consumer_that_is_refused_leaves_no_descriptor_open(bridge, no_collection, producer) -> None:
+    def open_now() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = open_now()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="lanes"):
+            shmbridge.Consumer(bridge, lanes=0)
+    assert open_now() == before
