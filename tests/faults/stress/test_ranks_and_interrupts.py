@@ -58,7 +58,7 @@ def test_a_record_that_is_released_without_a_word_is_found():
 @pytest.mark.parametrize(
     "command",
     [
-        ("interrupt_fuzz.py", "--seconds", "1", "--ways", "poll", "--plant", "lost"),
+        ("interrupt_fuzz.py", "--seconds", "3", "--ways", "poll", "--plant", "lost"),
         ("ranks_fuzz.py", "--seconds", "5", "--plant"),
         ("kill_fuzz.py", "--seconds", "1", "--producers", "2", "--json", "--plant"),
     ],
