@@ -124,7 +124,7 @@ class StrictTaker(Taker):
         """See Taker. Raises NoSuchThing where the original fails."""
         if self.upstream.started is None:
             raise NotRegistered
-        # whoever registers after a reset and a post announces nothing, there too
+        # as upstream: a registration after a reset and a post announces nothing
         self.run = self.run or Run()
         return super().next_batch(gzip, gone)
 

@@ -28,6 +28,19 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 import shmbridge
 from shmbridge.consumers.learner.data.row_checks import Watch
 
+__all__ = [
+    "_one_thread",
+    "_rows_are_what_was_put",
+    "agreement",
+    "bridge",
+    "differences_allowed",
+    "on_ranks",
+    "packed_batch",
+    "serving",
+    "tiny_model",
+    "wandb_history",
+]  # the fixtures, for conftest files
+
 VOCABULARY = 28
 BLOCK = 32768  # a W&B file is a log of blocks, as LevelDB's: each piece has crc, length and kind in front
 

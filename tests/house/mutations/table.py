@@ -39,7 +39,7 @@ MUTATIONS = (
     Mutation(
         "claims-without-numbers",
         1,
-        "whoever gives a claim back gives back whichever is open",
+        "an ended claim gives back the claim that is open now",
         CLAIMS,
         "        if self._writer.claimed >= 0 and self._writer.claim_number == number and",
         "        if self._writer.claimed >= 0 and",
